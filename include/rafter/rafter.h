@@ -1,0 +1,412 @@
+/*
+ * Rafter: fused training operations for language models.
+ *
+ *     #include <rafter/rafter.h>
+ *
+ *     rafter_context *ctx;
+ *     if (rafter_context_create(&ctx, NULL) != RAFTER_OK) ...
+ *
+ *     int64_t rows[] = {4096}, grid[] = {4096, 32000};
+ *     DLTensor logits = rafter_tensor(z, RAFTER_BF16, 2, grid);
+ *     DLTensor target = rafter_tensor(y, RAFTER_I64, 1, rows);
+ *     float value;
+ *     DLTensor loss = rafter_tensor(&value, RAFTER_F32, 0, NULL);
+ *
+ *     rafter_cross_entropy_args args = {.size = sizeof args, .logits = &logits, .target = &target, .loss = &loss};
+ *     if (rafter_cross_entropy_forward(ctx, &args) != RAFTER_OK)
+ *         fprintf(stderr, "%s\n", rafter_last_error(ctx));
+ *     rafter_context_destroy(ctx);
+ *
+ * What holds for every call
+ * -------------------------
+ * Tensors are DLPack's DLTensor with strides honoured: padded rows, transposed views, and stride 0 in inputs. Inputs are
+ * fp32, bf16 or fp16; everything inside is computed in fp32 or better and rounded once, to nearest even, when stored.
+ * Labels and positions are int32 or int64.
+ *
+ * Argument structs: set `.size` to sizeof the struct (it lets the struct grow without breaking the ABI), leave what you do
+ * not need at zero. Zero means default. A NULL output is not computed. Reserved padding must be zero.
+ *
+ * Errors: every call returns a status. If it is not RAFTER_OK, rafter_last_error() is a sentence that names the argument,
+ * what was given and what was wanted, and no output has been written. No call exits, prints or throws.
+ *
+ * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride 0), except where a
+ * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator;
+ * rafter_<op>_workspace() tells how many bytes a call with the same arguments takes.
+ *
+ * Threads: a context serves one call at a time. Different contexts may be used from different threads.
+ *
+ * Determinism: the same call gives the same bits every time, for any number of threads.
+ *
+ * Zero-size tensors are valid where PyTorch accepts them.
+ */
+#ifndef RAFTER_H
+#define RAFTER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "dlpack.h"
+
+#if defined(_WIN32)
+#define RAFTER_API
+#else
+#define RAFTER_API __attribute__((visibility("default")))
+#endif
+
+#define RAFTER_VERSION_MAJOR 0
+#define RAFTER_VERSION_MINOR 1
+#define RAFTER_VERSION_PATCH 0
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * Status
+ */
+
+/* Values are pinned: they never change meaning. */
+typedef enum rafter_status {
+    RAFTER_OK = 0,
+    RAFTER_INVALID_ARGUMENT = 1,    /* a null, a shape, a dtype, a stride, an option out of range, an overlap */
+    RAFTER_UNSUPPORTED = 2,         /* valid, but this build or device cannot do it */
+    RAFTER_LABEL_OUT_OF_RANGE = 3,  /* a label outside [0, V) that is not ignore_index (CPU; see cross_entropy) */
+    RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
+    RAFTER_WORKSPACE_TOO_SMALL = 5, /* .workspace_bytes, or the byte budget, is under what the call needs */
+    RAFTER_DEVICE_ERROR = 6         /* the device's runtime failed; the sentence carries its own words */
+} rafter_status;
+
+/* "ok", "invalid argument", ...: a static string for any value. */
+RAFTER_API const char *rafter_status_name(rafter_status status);
+
+/* "0.1.0": the version of the library that is running, which may be newer than the header. */
+RAFTER_API const char *rafter_version(void);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * Context
+ */
+
+typedef struct rafter_context rafter_context;
+
+typedef struct rafter_context_options {
+    size_t size;         /* sizeof(rafter_context_options) */
+    DLDevice device;     /* zero: the CPU */
+    void *stream;        /* CUDA: the cudaStream_t that calls are enqueued on */
+    int32_t threads;     /* CPU threads a call may use; 0: as many as OpenMP would */
+    int32_t reserved;    /* zero */
+    const char *variant; /* kernels no newer than this ("portable", "avx2", "avx512", ...); NULL: the machine's best.
+                            The environment variable RAFTER_VARIANT, where set, wins over it. */
+    /* Allocator of scratch memory; both or neither. `allocate` returns memory aligned to 64 bytes, or NULL. */
+    void *(*allocate)(void *user, size_t bytes);
+    void (*release)(void *user, void *memory, size_t bytes);
+    void *user;
+} rafter_context_options;
+
+/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all (an unknown variant
+ * or a variant that this machine cannot run is RAFTER_UNSUPPORTED). */
+RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
+RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
+
+/* The sentence of the last call on this context that failed; "" if none has. Valid until the next call. */
+RAFTER_API const char *rafter_last_error(const rafter_context *context);
+
+/* The most scratch memory, in bytes, that calls on this context have held at one time since the last reset. */
+RAFTER_API size_t rafter_peak_workspace(const rafter_context *context);
+RAFTER_API void rafter_reset_peak_workspace(rafter_context *context);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * Tensors
+ */
+
+typedef enum rafter_dtype {
+    RAFTER_F32 = 0,
+    RAFTER_BF16 = 1,
+    RAFTER_F16 = 2,
+    RAFTER_I32 = 3,
+    RAFTER_I64 = 4,
+    RAFTER_U8 = 5
+} rafter_dtype;
+
+/* A row-major, compact CPU tensor over memory you own; `shape` must outlive it. A convenience: any DLTensor will do. */
+RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
+
+typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * act: y = f(x), element by element, or softmax over one dimension
+ *
+ *     rafter_act_args a = {.size = sizeof a, .kind = RAFTER_ACT_SILU, .x = &x, .y = &y};
+ *     rafter_act_forward(ctx, &a);
+ *
+ * All tensors have x's shape and dtype.
+ * Forward:  y from x. In place (y is x: same data and strides) is allowed.
+ * Backward: dx from dy and what the kind needs: x for relu, sigmoid and silu; y (the forward's result) for softmax;
+ *           nothing more for none. dx may be dy (in place).
+ * `none` copies nothing when y is x (or dx is dy), and copies otherwise. relu's derivative at 0 is 0.
+ * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where element
+ * i (row-major order) of x is above 0. Forward writes it; backward, when it is given, reads it instead of x.
+ */
+
+typedef enum rafter_act_kind {
+    RAFTER_ACT_NONE = 0,
+    RAFTER_ACT_RELU = 1,
+    RAFTER_ACT_SIGMOID = 2,
+    RAFTER_ACT_SILU = 3,
+    RAFTER_ACT_SOFTMAX = 4
+} rafter_act_kind;
+
+typedef struct rafter_act_args {
+    size_t size; /* sizeof(rafter_act_args) */
+    rafter_act_kind kind;
+    int32_t dim; /* softmax only: the dimension, -ndim .. ndim-1 (there is no default: 0 is the first) */
+    const DLTensor *x;
+    const DLTensor *y;
+    const DLTensor *dy;
+    const DLTensor *dx;
+    const DLTensor *relu_mask;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_act_args;
+
+RAFTER_API rafter_status rafter_act_forward(rafter_context *context, const rafter_act_args *args);
+RAFTER_API rafter_status rafter_act_backward(rafter_context *context, const rafter_act_args *args);
+RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_args *args,
+                                              rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * logsumexp: lse = log(sum(exp(x))) over one dimension
+ *
+ *     rafter_logsumexp_args a = {.size = sizeof a, .x = &x, .dim = -1, .lse = &lse};
+ *     rafter_logsumexp_forward(ctx, &a);
+ *
+ * lse has x's shape with `dim` either dropped or kept as 1, in fp32 or in x's dtype.
+ * Forward:  lse from x.
+ * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx may be x (in place).
+ * A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that holds +inf has lse +inf.
+ */
+
+typedef enum rafter_logsumexp_algorithm {
+    RAFTER_LOGSUMEXP_AUTO = 0,
+    RAFTER_LOGSUMEXP_PARALLEL = 1,  /* split every row, then merge the parts */
+    RAFTER_LOGSUMEXP_RECURRENCE = 2 /* one running maximum and sum along the row */
+} rafter_logsumexp_algorithm;
+
+typedef struct rafter_logsumexp_args {
+    size_t size; /* sizeof(rafter_logsumexp_args) */
+    rafter_logsumexp_algorithm algorithm;
+    int32_t dim; /* -ndim .. ndim-1 (there is no default: 0 is the first) */
+    const DLTensor *x;
+    const DLTensor *lse;
+    const DLTensor *dlse;
+    const DLTensor *dx;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_logsumexp_args;
+
+RAFTER_API rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_logsumexp_args *args);
+RAFTER_API rafter_status rafter_logsumexp_backward(rafter_context *context, const rafter_logsumexp_args *args);
+RAFTER_API rafter_status rafter_logsumexp_workspace(rafter_context *context, const rafter_logsumexp_args *args,
+                                                    rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * Options of the two losses, cross_entropy and linear_cross_entropy
+ *
+ * With u = logit_scale * softcap(z), softcap(z) = cap * tanh(z / cap), r = logsumexp(u), s = label_smoothing, and class
+ * weights w (all 1 when not given), a row with label y has
+ *     row_loss = row_weight * ( w_y (1-s) (r - u_y)  +  s/V * sum_v w_v (r - u_v)  +  z_loss * r^2 ).
+ * Rows whose label is ignore_index have row_loss 0 and gradient 0, and count nowhere.
+ *     sum:  loss = sum of row_loss
+ *     mean: loss = sum of row_loss / denominator, where denominator is, unless given, the sum of w_y over the rows that are
+ *           not ignored (their number without class weights): PyTorch's mean. Row weights do not enter it, so that they may
+ *           be advantages that sum to zero.
+ *     none: loss = row_loss, shaped as the labels
+ */
+
+typedef enum rafter_reduction { RAFTER_MEAN = 0, RAFTER_SUM = 1, RAFTER_NONE = 2 } rafter_reduction;
+
+typedef struct rafter_loss_options {
+    size_t size;                   /* sizeof(rafter_loss_options) */
+    const int64_t *ignore_index;   /* NULL: -100 */
+    rafter_reduction reduction;    /* zero: mean */
+    int32_t zero_if_all_ignored;   /* mean over no rows: 0 gives NaN (PyTorch's answer), 1 gives 0 */
+    float label_smoothing;         /* 0 .. 1 */
+    float z_loss;                  /* coefficient of r^2 */
+    float softcap;                 /* 0: none */
+    float logit_scale;             /* 1 / temperature; 0 means 1 */
+    const DLTensor *class_weight;  /* fp32 [V] */
+    const DLTensor *row_weight;    /* fp32, shaped as the labels */
+    const DLTensor *denominator;   /* fp32, one element, on the tensors' device: replaces mean's denominator */
+} rafter_loss_options;
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * cross_entropy: loss of logits[..., V] against labels[...]
+ *
+ *     rafter_loss_options o = {.size = sizeof o, .label_smoothing = 0.1f};
+ *     rafter_cross_entropy_args a = {.size = sizeof a, .options = &o, .logits = &z, .target = &y, .loss = &loss,
+ *                                    .lse = &lse};
+ *     rafter_cross_entropy_forward(ctx, &a);
+ *     a.dlogits = &dz;                               // a.dlogits = &z: over the logits
+ *     rafter_cross_entropy_backward(ctx, &a);
+ *
+ * Forward: any of loss, row_loss, lse, logprob, entropy, argmax, whichever are not NULL. If dlogits is given too, the same
+ *     pass writes it (one read and one write of the logits in all), for the upstream gradient dloss.
+ * Backward: dlogits from logits, target, dloss, and lse if given (else it is computed again).
+ * dlogits has the dtype of the logits and may be the logits (in place: same data and strides).
+ * dloss is fp32, shaped as loss (one element for mean and sum); NULL means 1.
+ * Per-row outputs are fp32 (argmax int64 or int32), shaped as target. For ignored rows they are 0, argmax -1.
+ *     logprob = u_y - r, never above 0;  entropy = -sum p log p;  argmax: the first index of the largest logit.
+ * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
+ * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, naming the row, before anything is
+ * written; on CUDA that row's outputs are NaN and a flag is set that the caller can read.
+ * Columns of padding in a wider row stride are neither read nor written.
+ */
+
+typedef struct rafter_cross_entropy_args {
+    size_t size; /* sizeof(rafter_cross_entropy_args) */
+    const rafter_loss_options *options; /* NULL: all defaults */
+    const DLTensor *logits;
+    const DLTensor *target;
+    const DLTensor *loss;
+    const DLTensor *row_loss;
+    const DLTensor *lse;
+    const DLTensor *logprob;
+    const DLTensor *entropy;
+    const DLTensor *argmax;
+    const DLTensor *dloss;
+    const DLTensor *dlogits;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_cross_entropy_args;
+
+RAFTER_API rafter_status rafter_cross_entropy_forward(rafter_context *context, const rafter_cross_entropy_args *args);
+RAFTER_API rafter_status rafter_cross_entropy_backward(rafter_context *context, const rafter_cross_entropy_args *args);
+RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
+                                                        rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * linear_cross_entropy: cross_entropy of z = x W^T + bias, never holding all of z
+ *
+ *     rafter_linear_cross_entropy_args a = {.size = sizeof a, .x = &x, .weight = &w, .target = &y, .loss = &loss,
+ *                                           .dx = &dx, .dweight = &dw};
+ *     rafter_linear_cross_entropy_forward(ctx, &a);  // loss and gradients: three matrix products
+ *
+ * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias share a dtype.
+ * Forward: the outputs of cross_entropy, and those of dx, dweight, dbias that are not NULL, for the upstream gradient dloss.
+ * Backward: dx, dweight, dbias for dloss, from the inputs and lse if given; logits are computed again.
+ * dx, dweight, dbias have their input's dtype or fp32; they are accumulated in fp32 (see accumulate).
+ * Ignored rows cost no matrix work. A logit is never rounded below fp32 before the softmax.
+ * accumulate_into_dweight: add to what dweight (then fp32: a "main gradient") holds, instead of overwriting it.
+ * budget: the most workspace, in bytes, the call may take; 0: what runs fastest. Results depend on it only by fp32
+ *     rounding. A budget under what the smallest chunk needs is RAFTER_WORKSPACE_TOO_SMALL, and the sentence says what is.
+ */
+
+typedef enum rafter_lce_mode {
+    RAFTER_LCE_AUTO = 0,
+    RAFTER_LCE_FAST = 1,   /* gradients beside the loss, over chunks of rows: 3 matrix products */
+    RAFTER_LCE_COMPACT = 2 /* statistics first, then gradients over slices of the vocabulary: 4 products, least memory */
+} rafter_lce_mode;
+
+typedef enum rafter_lce_accumulate {
+    RAFTER_ACCUMULATE_F32 = 0,
+    RAFTER_ACCUMULATE_NATIVE = 1 /* between chunks, in the gradient's own dtype: less memory for a stated error */
+} rafter_lce_accumulate;
+
+typedef struct rafter_linear_cross_entropy_args {
+    size_t size; /* sizeof(rafter_linear_cross_entropy_args) */
+    const rafter_loss_options *options; /* NULL: all defaults */
+    rafter_lce_mode mode;
+    rafter_lce_accumulate accumulate;
+    int32_t accumulate_into_dweight;
+    int32_t reserved; /* zero */
+    size_t budget;
+    const DLTensor *x;
+    const DLTensor *weight;
+    const DLTensor *bias;
+    const DLTensor *target;
+    const DLTensor *loss;
+    const DLTensor *row_loss;
+    const DLTensor *lse;
+    const DLTensor *logprob;
+    const DLTensor *entropy;
+    const DLTensor *argmax;
+    const DLTensor *dloss;
+    const DLTensor *dx;
+    const DLTensor *dweight;
+    const DLTensor *dbias;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_linear_cross_entropy_args;
+
+RAFTER_API rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
+                                                             const rafter_linear_cross_entropy_args *args);
+RAFTER_API rafter_status rafter_linear_cross_entropy_backward(rafter_context *context,
+                                                              const rafter_linear_cross_entropy_args *args);
+RAFTER_API rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
+                                                               const rafter_linear_cross_entropy_args *args,
+                                                               rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * lrpe_cosine: y = [ f(x) cos(Theta), f(x) sin(Theta) ],  Theta = position * theta
+ *
+ *     rafter_lrpe_cosine_args a = {.size = sizeof a, .act = RAFTER_ACT_SILU, .x = &x, .theta = &theta, .y = &y};
+ *     rafter_lrpe_cosine_forward(ctx, &a);
+ *
+ * x[B, N, H, D] (or [B, N, D], then H = 1 and y has no head dimension either), y[B, N, H, 2D] of x's dtype.
+ * theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset + n, or positions[n] or
+ * positions[b, n] when given. The angle is that of the exact product: position 10^6 is as accurate as position 1.
+ * f is any act; softmax runs over the feature dimension D or over the sequence dimension N, see softmax_over.
+ * Backward: dx (x's dtype) and, when not NULL, dtheta (theta's shape; fp32 or theta's dtype), from x, theta and dy.
+ */
+
+typedef enum rafter_softmax_over { RAFTER_OVER_FEATURE = 0, RAFTER_OVER_SEQUENCE = 1 } rafter_softmax_over;
+
+typedef enum rafter_lrpe_algorithm {
+    RAFTER_LRPE_AUTO = 0,
+    RAFTER_LRPE_SP = 1, /* parallel over the sequence */
+    RAFTER_LRPE_BP = 2  /* block parallel: blocks of features walk the sequence */
+} rafter_lrpe_algorithm;
+
+typedef struct rafter_lrpe_cosine_args {
+    size_t size; /* sizeof(rafter_lrpe_cosine_args) */
+    rafter_act_kind act;
+    rafter_softmax_over softmax_over;
+    rafter_lrpe_algorithm algorithm;
+    int32_t reserved; /* zero */
+    int64_t offset;
+    const DLTensor *x;
+    const DLTensor *theta;
+    const DLTensor *positions; /* int32 or int64, [N] or [B, N] */
+    const DLTensor *y;
+    const DLTensor *dy;
+    const DLTensor *dx;
+    const DLTensor *dtheta;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_lrpe_cosine_args;
+
+RAFTER_API rafter_status rafter_lrpe_cosine_forward(rafter_context *context, const rafter_lrpe_cosine_args *args);
+RAFTER_API rafter_status rafter_lrpe_cosine_backward(rafter_context *context, const rafter_lrpe_cosine_args *args);
+RAFTER_API rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, const rafter_lrpe_cosine_args *args,
+                                                      rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
+ * What runs here
+ */
+
+/* Op number `index` (0, 1, ...): its name, and the kernel variant that serves it in this context. 0 past the end. */
+RAFTER_API int rafter_describe_op(const rafter_context *context, int index, const char **op, const char **variant);
+
+/* CPU variant number `index` that this library has for `op` and this machine can run; NULL past the end. */
+RAFTER_API const char *rafter_op_variant(const char *op, int index);
+
+/* "avx2 fma f16c avx512f ...": what was found on this CPU. */
+RAFTER_API const char *rafter_cpu_features(void);
+
+/* Threads a CPU call on this context may use. */
+RAFTER_API int rafter_context_threads(const rafter_context *context);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* RAFTER_H */

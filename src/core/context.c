@@ -1,0 +1,165 @@
+#include "core/context.h"
+
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <omp.h>
+
+#define STRING_(x) #x
+#define STRING(x) STRING_(x)
+
+const char *rafter_version(void) {
+    return STRING(RAFTER_VERSION_MAJOR) "." STRING(RAFTER_VERSION_MINOR) "." STRING(RAFTER_VERSION_PATCH);
+}
+
+const char *rafter_status_name(rafter_status status) {
+    switch (status) {
+    case RAFTER_OK: return "ok";
+    case RAFTER_INVALID_ARGUMENT: return "invalid argument";
+    case RAFTER_UNSUPPORTED: return "unsupported";
+    case RAFTER_LABEL_OUT_OF_RANGE: return "label out of range";
+    case RAFTER_OUT_OF_MEMORY: return "out of memory";
+    case RAFTER_WORKSPACE_TOO_SMALL: return "workspace too small";
+    case RAFTER_DEVICE_ERROR: return "device error";
+    }
+    return "unknown status";
+}
+
+enum { ALIGNMENT = 64 };
+
+static void *default_allocate(void *user, size_t bytes) {
+    (void)user;
+    if (bytes > SIZE_MAX - ALIGNMENT)
+        return NULL;
+    return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+}
+
+static void default_release(void *user, void *memory, size_t bytes) {
+    (void)user, (void)bytes;
+    free(memory);
+}
+
+rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    *context = NULL;
+
+    rafter_context fresh = {.device = {kDLCPU, 0}, .allocate = default_allocate, .release = default_release};
+    rafter_context_options o = {0};
+    if (options)
+        RAFTER_TRY(rafter_take_args(&fresh, "rafter_context_options", options, &o, sizeof o));
+    if ((o.allocate != NULL) != (o.release != NULL) || o.threads < 0)
+        return RAFTER_INVALID_ARGUMENT;
+    if (o.device.device_type != 0 && o.device.device_type != kDLCPU)
+        return RAFTER_UNSUPPORTED;
+
+    fresh.stream = o.stream;
+    fresh.threads = o.threads > 0 ? o.threads : omp_get_max_threads();
+    if (o.allocate) {
+        fresh.allocate = o.allocate;
+        fresh.release = o.release;
+        fresh.user = o.user;
+    }
+
+    const char *variant = getenv("RAFTER_VARIANT");
+    if (!variant || !*variant)
+        variant = o.variant;
+    fresh.isa = variant ? rafter_isa_named(variant) : rafter_cpu_isa();
+    if (fresh.isa > rafter_cpu_isa()) /* unknown names are past the last level */
+        return RAFTER_UNSUPPORTED;
+
+    *context = malloc(sizeof fresh);
+    if (!*context)
+        return RAFTER_OUT_OF_MEMORY;
+    **context = fresh;
+    return RAFTER_OK;
+}
+
+void rafter_context_destroy(rafter_context *context) {
+    free(context);
+}
+
+const char *rafter_last_error(const rafter_context *context) {
+    return context ? context->error : "context is NULL";
+}
+
+int rafter_context_threads(const rafter_context *context) {
+    return context->threads;
+}
+
+size_t rafter_peak_workspace(const rafter_context *context) {
+    return context->peak;
+}
+
+void rafter_reset_peak_workspace(rafter_context *context) {
+    context->peak = context->held;
+}
+
+rafter_status rafter_fail(rafter_context *context, rafter_status status, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(context->error, sizeof context->error, format, values);
+    va_end(values);
+    return status;
+}
+
+rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    context->error[0] = '\0';
+    if (!args)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "args is NULL, wanted a %s", name);
+    size_t given;
+    memcpy(&given, args, sizeof given);
+    if (given < sizeof given)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given, name,
+                           size);
+    for (size_t i = size; i < given; i++)
+        if (((const char *)args)[i] != 0)
+            return rafter_fail(context, RAFTER_UNSUPPORTED,
+                               "%s.size is %zu and byte %zu is set, but this library (%s) knows only %zu bytes", name,
+                               given, i, rafter_version(), size);
+    memset(copy, 0, size);
+    memcpy(copy, args, given < size ? given : size);
+    return RAFTER_OK;
+}
+
+size_t rafter_scratch_request(size_t bytes) {
+    return bytes ? bytes + ALIGNMENT - 1 : 0;
+}
+
+rafter_status rafter_scratch_take(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
+                                  struct rafter_scratch *scratch) {
+    *scratch = (struct rafter_scratch){.bytes = bytes};
+    if (bytes == 0)
+        return RAFTER_OK;
+    if (workspace) {
+        const uintptr_t start = (uintptr_t)workspace, aligned = (start + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        if (workspace_bytes < aligned - start || workspace_bytes - (aligned - start) < bytes)
+            return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "workspace_bytes is %zu, wanted %zu", workspace_bytes,
+                               rafter_scratch_request(bytes));
+        scratch->memory = (char *)workspace + (aligned - start);
+    } else {
+        scratch->owned = context->allocate(context->user, bytes);
+        if (!scratch->owned)
+            return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "the allocator returned NULL for %zu bytes of workspace",
+                               bytes);
+        scratch->memory = scratch->owned;
+    }
+    context->held += bytes;
+    if (context->held > context->peak)
+        context->peak = context->held;
+    return RAFTER_OK;
+}
+
+void rafter_scratch_release(rafter_context *context, struct rafter_scratch *scratch) {
+    if (!scratch->memory)
+        return;
+    context->held -= scratch->bytes;
+    if (scratch->owned)
+        context->release(context->user, scratch->owned, scratch->bytes);
+    scratch->memory = NULL;
+}

@@ -1,0 +1,426 @@
+/*
+ * The vector vocabulary that CPU kernels are written in. One source, compiled once per ISA level: a vector `vf` has V_LANES
+ * floats, 16 with AVX-512, 8 with AVX2, 4 in portable code. + - * / and comparisons are the compiler's vector extensions;
+ * the rest is below. Everything is static inline: no symbol of one level can leak into another.
+ *
+ * A dtype argument is meant to be a compile-time constant at every call: write kernels as V_INLINE functions that take the
+ * dtype, and instantiate them from a switch at the top (see V_FOR_DTYPE).
+ */
+#ifndef RAFTER_SIMD_H
+#define RAFTER_SIMD_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "rafter/rafter.h"
+
+#if defined(__AVX512F__)
+#define V_LANES 16
+#elif defined(__AVX2__)
+#define V_LANES 8
+#else
+#define V_LANES 4
+#endif
+
+#define V_INLINE static inline __attribute__((always_inline))
+
+typedef float vf __attribute__((vector_size(V_LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(V_LANES * 4)));
+typedef uint32_t vu __attribute__((vector_size(V_LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(V_LANES * 2)));
+
+/* Calls `statement` with `dtype` bound to a constant for each floating dtype: V_FOR_DTYPE(d, kernel(d, x, y)); */
+#define V_FOR_DTYPE(value, dtype, statement)                                                                           \
+    switch (value) {                                                                                                   \
+    case RAFTER_F32: {                                                                                                 \
+        enum { dtype = RAFTER_F32 };                                                                                   \
+        statement;                                                                                                     \
+        break;                                                                                                         \
+    }                                                                                                                  \
+    case RAFTER_BF16: {                                                                                                \
+        enum { dtype = RAFTER_BF16 };                                                                                  \
+        statement;                                                                                                     \
+        break;                                                                                                         \
+    }                                                                                                                  \
+    default: {                                                                                                         \
+        enum { dtype = RAFTER_F16 };                                                                                   \
+        statement;                                                                                                     \
+        break;                                                                                                         \
+    }                                                                                                                  \
+    }
+
+V_INLINE int64_t v_bytes(int dtype) {
+    return dtype == RAFTER_F32 ? 4 : 2;
+}
+
+/* ---- arithmetic ------------------------------------------------------------------------------------------------- */
+
+V_INLINE vf v_set(float a) {
+#if V_LANES == 16
+    return (vf)_mm512_set1_ps(a);
+#elif V_LANES == 8
+    return (vf)_mm256_set1_ps(a);
+#else
+    return (vf){a, a, a, a};
+#endif
+}
+
+/* a * b + c, rounded once where the ISA has FMA. */
+V_INLINE vf v_fma(vf a, vf b, vf c) {
+#if V_LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif V_LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* b where the mask (a comparison's result) is false, a where it is true. */
+V_INLINE vf v_select(vi mask, vf a, vf b) {
+#if V_LANES == 16
+    return (vf)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
+#elif V_LANES == 8
+    return (vf)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
+#else
+    return (vf)(((vi)a & mask) | ((vi)b & ~mask));
+#endif
+}
+
+/* The larger; b if either is NaN. */
+V_INLINE vf v_max(vf a, vf b) {
+#if V_LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif V_LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return v_select(a > b, a, b);
+#endif
+}
+
+/* The smaller; b if either is NaN. */
+V_INLINE vf v_min(vf a, vf b) {
+#if V_LANES == 16
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif V_LANES == 8
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return v_select(a < b, a, b);
+#endif
+}
+
+/* Sum and maximum of the lanes, always in the same order (halves folded together). */
+V_INLINE float v_sum(vf a) {
+    for (int half = V_LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            a[i] += a[i + half];
+    return a[0];
+}
+
+V_INLINE float v_hmax(vf a) {
+    for (int half = V_LANES / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++)
+            a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
+    return a[0];
+}
+
+/* ---- loads and stores, any alignment ---------------------------------------------------------------------------- */
+
+/* fp16 bits in the low halves -> fp32, and back (to nearest even), where there is no instruction. */
+V_INLINE vf v_from_half_bits(vu h) {
+    const vu sign = (h & 0x8000u) << 16, body = (h & 0x7fffu) << 13;
+    /* Scaling by 2^112 moves the exponent bias and makes fp16's subnormals normal; infinities and NaN get theirs back. */
+    const vf scaled = (vf)body * v_set(0x1p112f);
+    const vu special = (vu)((vf)body >= (vf)((vu){0} + 0x0f800000u)) & 0x7f800000u;
+    return (vf)((vu)scaled | special | sign);
+}
+
+V_INLINE vu v_to_half_bits(vf a) {
+    const vu bits = (vu)a, sign = bits >> 16 & 0x8000u, body = bits & 0x7fffffffu;
+    const vu round = body + 0xfffu + (body >> 13 & 1u) - (112u << 23);
+    const vu normal = round >> 13;
+    /* Below fp16's smallest normal: adding 0.5 lets the adder round at fp16's subnormal unit, 2^-24. */
+    const vu tiny = (vu)((vf)body + v_set(0.5f)) - 0x3f000000u;
+    vu out = (vu)v_select((vi)(body < 0x38800000u), (vf)tiny, (vf)normal);
+    out = (vu)v_select((vi)(body >= 0x477ff000u), (vf)((vu){0} + 0x7c00u), (vf)out);
+    out = (vu)v_select((vi)(body > 0x7f800000u), (vf)((vu){0} + 0x7e00u), (vf)out);
+    return out | sign;
+}
+
+V_INLINE vf v_load(int dtype, const void *p) {
+    if (dtype == RAFTER_F32) {
+        vf a;
+        memcpy(&a, p, sizeof a);
+        return a;
+    }
+    vh h;
+    memcpy(&h, p, sizeof h);
+    if (dtype == RAFTER_BF16)
+        return (vf)(__builtin_convertvector(h, vu) << 16);
+#if V_LANES == 16
+    return (vf)_mm512_cvtph_ps((__m256i)h);
+#elif V_LANES == 8
+    return (vf)_mm256_cvtph_ps((__m128i)h);
+#else
+    return v_from_half_bits(__builtin_convertvector(h, vu));
+#endif
+}
+
+/* The 16-bit encoding of a, rounded to nearest even; NaN stays NaN, subnormals stay. */
+V_INLINE vh v_narrow(int dtype, vf a) {
+    if (dtype == RAFTER_BF16) {
+        const vu bits = (vu)a;
+        const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        const vu nan = bits >> 16 | 0x40u;
+        return __builtin_convertvector((vu)v_select((vi)(a != a), (vf)nan, (vf)rounded), vh);
+    }
+#if V_LANES == 16
+    return (vh)_mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif V_LANES == 8
+    return (vh)_mm256_cvtps_ph((__m256)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    return __builtin_convertvector(v_to_half_bits(a), vh);
+#endif
+}
+
+V_INLINE void v_store(int dtype, void *p, vf a) {
+    if (dtype == RAFTER_F32) {
+        memcpy(p, &a, sizeof a);
+    } else {
+        const vh h = v_narrow(dtype, a);
+        memcpy(p, &h, sizeof h);
+    }
+}
+
+/* The first n (at most V_LANES) elements; the other lanes hold `fill`. Reads nothing beyond them. */
+V_INLINE vf v_load_part(int dtype, const void *p, int64_t n, float fill) {
+#if V_LANES == 16
+    const __mmask16 mask = (__mmask16)((1u << n) - 1);
+    if (dtype == RAFTER_F32)
+        return (vf)_mm512_mask_loadu_ps(_mm512_set1_ps(fill), mask, p);
+    const __m256i h = _mm256_maskz_loadu_epi16(mask, p);
+    const __m512 a = dtype == RAFTER_BF16 ? _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))
+                                          : _mm512_cvtph_ps(h);
+    return (vf)_mm512_mask_blend_ps(mask, _mm512_set1_ps(fill), a);
+#else
+    char buffer[V_LANES * 4] = {0};
+    memcpy(buffer, p, (size_t)(n * v_bytes(dtype)));
+    vf a = v_load(dtype, buffer);
+    for (int64_t i = n; i < V_LANES; i++)
+        a[i] = fill;
+    return a;
+#endif
+}
+
+V_INLINE void v_store_part(int dtype, void *p, vf a, int64_t n) {
+#if V_LANES == 16
+    const __mmask16 mask = (__mmask16)((1u << n) - 1);
+    if (dtype == RAFTER_F32)
+        _mm512_mask_storeu_ps(p, mask, (__m512)a);
+    else
+        _mm256_mask_storeu_epi16(p, mask, (__m256i)v_narrow(dtype, a));
+#else
+    char buffer[V_LANES * 4];
+    v_store(dtype, buffer, a);
+    memcpy(p, buffer, (size_t)(n * v_bytes(dtype)));
+#endif
+}
+
+/* One element. */
+V_INLINE float v_get(int dtype, const void *p) {
+    return v_load_part(dtype, p, 1, 0.0f)[0];
+}
+
+V_INLINE void v_put(int dtype, void *p, float a) {
+    v_store_part(dtype, p, v_set(a), 1);
+}
+
+/* Two neighbouring vectors past the caches; p is aligned to V_STREAM bytes. A kernel that streams ends with v_fence(). */
+#define V_STREAM (V_LANES * 4)
+
+V_INLINE void v_stream2(int dtype, void *p, vf a, vf b) {
+#if V_LANES == 16
+    if (dtype == RAFTER_F32) {
+        _mm512_stream_ps(p, (__m512)a);
+        _mm512_stream_ps((float *)p + V_LANES, (__m512)b);
+    } else {
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)v_narrow(dtype, a)),
+                                                (__m256i)v_narrow(dtype, b), 1);
+        _mm512_stream_si512(p, both);
+    }
+#elif V_LANES == 8
+    if (dtype == RAFTER_F32) {
+        _mm256_stream_ps(p, (__m256)a);
+        _mm256_stream_ps((float *)p + V_LANES, (__m256)b);
+    } else {
+        _mm256_stream_si256(p, _mm256_set_m128i((__m128i)v_narrow(dtype, b), (__m128i)v_narrow(dtype, a)));
+    }
+#else
+    v_store(dtype, p, a);
+    v_store(dtype, (char *)p + V_LANES * v_bytes(dtype), b);
+#endif
+}
+
+V_INLINE void v_fence(void) {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+/* ---- y[i] = f(x0[i], x1[i], x2[i]) ------------------------------------------------------------------------------- */
+
+/* Applies f to n elements of up to three inputs of one dtype. `inputs` and f are compile-time constants at the call. With
+ * `stream`, whole lines go past the caches. y may be one of the inputs. */
+V_INLINE void v_map(int dtype, int inputs, const void *const x[], void *y, int64_t n, bool stream,
+                    vf (*f)(const vf in[], const void *env), const void *env) {
+    const int64_t bytes = v_bytes(dtype);
+    const char *in[3] = {inputs > 0 ? x[0] : NULL, inputs > 1 ? x[1] : NULL, inputs > 2 ? x[2] : NULL};
+    char *out = y;
+    vf a[3], b[3];
+#define V_STEP(count, load, store)                                                                                     \
+    do {                                                                                                               \
+        for (int k = 0; k < inputs; k++)                                                                               \
+            a[k] = load;                                                                                               \
+        store;                                                                                                         \
+        for (int k = 0; k < inputs; k++)                                                                               \
+            in[k] += (count)*bytes;                                                                                    \
+        out += (count)*bytes;                                                                                          \
+        n -= (count);                                                                                                  \
+    } while (0)
+    if (stream && (uintptr_t)out % (uintptr_t)bytes == 0) {
+        while (n > 0 && (uintptr_t)out % V_STREAM != 0) { /* at most twice: a part of up to V_LANES, then the rest */
+            int64_t head = (int64_t)(V_STREAM - (uintptr_t)out % V_STREAM) / bytes;
+            head = head > V_LANES ? V_LANES : head;
+            head = head > n ? n : head;
+            V_STEP(head, v_load_part(dtype, in[k], head, 0.0f), v_store_part(dtype, out, f(a, env), head));
+        }
+        while (n >= 2 * V_LANES) {
+            for (int k = 0; k < inputs; k++)
+                b[k] = v_load(dtype, in[k] + V_LANES * bytes);
+            V_STEP(2 * V_LANES, v_load(dtype, in[k]), v_stream2(dtype, out, f(a, env), f(b, env)));
+        }
+    }
+    while (n >= 2 * V_LANES) {
+        for (int k = 0; k < inputs; k++)
+            b[k] = v_load(dtype, in[k] + V_LANES * bytes);
+        V_STEP(2 * V_LANES, v_load(dtype, in[k]), v_store(dtype, out, f(a, env));
+               v_store(dtype, out + V_LANES * bytes, f(b, env)));
+    }
+    while (n > 0) {
+        const int64_t part = n < V_LANES ? n : V_LANES;
+        V_STEP(part, v_load_part(dtype, in[k], part, 0.0f), v_store_part(dtype, out, f(a, env), part));
+    }
+#undef V_STEP
+}
+
+/* ---- functions --------------------------------------------------------------------------------------------------- */
+
+/* 2^(t - floor(t)): minimax of degree 5 on [0, 1), relative error 8.3e-8. */
+V_INLINE vf v_exp2_fraction(vf f) {
+    vf p = v_fma(v_set(0.00186713008191f), f, v_set(0.00901703028444f));
+    p = v_fma(p, f, v_set(0.055799913146f));
+    p = v_fma(p, f, v_set(0.240164450136f));
+    p = v_fma(p, f, v_set(0.693151311808f));
+    return v_fma(p, f, v_set(1.0f));
+}
+
+/* a * 2^n for integral n, a in [1, 2]; overflows to infinity, underflows through the subnormals to zero. */
+V_INLINE vf v_scale(vf a, vf n) {
+#if V_LANES == 16
+    return (vf)_mm512_scalef_ps((__m512)a, (__m512)n);
+#else
+    /* NaN passes through both bounds (second operand), and out again through a. */
+    n = v_min(v_set(258.0f), v_max(v_set(-300.0f), n));
+    const vi whole = __builtin_convertvector(n, vi), half = whole >> 1;
+    return a * (vf)((half + 127) << 23) * (vf)((whole - half + 127) << 23);
+#endif
+}
+
+V_INLINE vf v_floor(vf a) {
+#if V_LANES == 16
+    return (vf)_mm512_roundscale_ps((__m512)a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#elif V_LANES == 8
+    return (vf)_mm256_floor_ps((__m256)a);
+#else
+    /* Beyond 2^23 every float is whole already (and NaN and infinity stay themselves). */
+    const vi whole = __builtin_convertvector(v_min(v_set(0x1p23f), v_max(v_set(-0x1p23f), a)), vi);
+    const vf down = __builtin_convertvector(whole, vf);
+    const vf floored = v_select(down > a, down - v_set(1.0f), down);
+    const vf magnitude = (vf)((vi)a & 0x7fffffff);
+    return v_select(magnitude < v_set(0x1p23f), floored, a);
+#endif
+}
+
+/* 2^t to 3 units in the last place; exact at the limits (-inf -> 0, +inf -> +inf, NaN -> NaN). */
+V_INLINE vf v_exp2(vf t) {
+#if V_LANES == 16
+    const __m512 f = _mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    return (vf)_mm512_scalef_ps((__m512)v_exp2_fraction((vf)f), (__m512)t);
+#else
+    /* Below 2^-151 all is zero, above 2^129 infinite; NaN passes. */
+    t = v_min(v_set(129.0f), v_max(v_set(-151.0f), t));
+    const vf whole = v_floor(t);
+    return v_scale(v_exp2_fraction(t - whole), whole);
+#endif
+}
+
+#define V_LOG2E 1.44269504088896340736f
+
+/* e^x to 2 units in the last place. Use v_exp2(x * V_LOG2E), which is cheaper, where an error of |x| * 1e-7 will do. */
+V_INLINE vf v_exp(vf x) {
+    /* whole = floor(x log2(e)); x - whole ln(2) in two steps, whose first product is exact. */
+    const vf bounded = v_min(v_set(90.0f), v_max(v_set(-105.0f), x));
+    const vf whole = v_floor(bounded * v_set(V_LOG2E));
+    const vf high = v_fma(whole, v_set(-0.693145751953125f), bounded);
+    const vf rest = v_fma(whole, v_set(-1.42860682030941723212e-6f), high);
+    const vf f = rest * v_set(V_LOG2E);
+    vf p = v_fma(v_set(0.000216129149696f), f, v_set(0.00124678464508f)); /* degree 6: relative error 2.0e-9 */
+    p = v_fma(p, f, v_set(0.00967545156522f));
+    p = v_fma(p, f, v_set(0.0554852806202f));
+    p = v_fma(p, f, v_set(0.240229305552f));
+    p = v_fma(p, f, v_set(0.693147044443f));
+    return v_scale(v_fma(p, f, v_set(1.0f)), whole);
+}
+
+/* tanh x to about 2 units in the last place. */
+V_INLINE vf v_tanh(vf x) {
+    const vf magnitude = (vf)((vi)x & 0x7fffffff);
+    const vf s = x * x;
+    vf p = v_fma(v_set(-0.00570498795486f), s, v_set(0.0206390881102f));
+    p = v_fma(p, s, v_set(-0.05373971535f));
+    p = v_fma(p, s, v_set(0.133314422013f));
+    p = v_fma(p, s, v_set(-0.333332819421f));
+    const vf small = v_fma(x * s, p, x);
+    const vf large = v_set(1.0f) - v_set(2.0f) / (v_exp(magnitude + magnitude) + v_set(1.0f));
+    const vf signed_large = (vf)((vi)large | ((vi)x & (vi)((vu){0} + 0x80000000u)));
+    return v_select(magnitude < v_set(0.625f), small, signed_large);
+}
+
+/* Where the row stride within a tensor is not 1: copies n elements of `stride` (in elements) to a compact buffer, and back. */
+V_INLINE const void *v_gather(int dtype, const void *p, int64_t stride, int64_t n, void *buffer) {
+    if (stride == 1)
+        return p;
+    if (dtype == RAFTER_F32)
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)buffer + i * 4, (const char *)p + i * stride * 4, 4);
+    else
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)buffer + i * 2, (const char *)p + i * stride * 2, 2);
+    return buffer;
+}
+
+V_INLINE void v_scatter(int dtype, const void *buffer, void *p, int64_t stride, int64_t n) {
+    if (dtype == RAFTER_F32)
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)p + i * stride * 4, (const char *)buffer + i * 4, 4);
+    else
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)p + i * stride * 2, (const char *)buffer + i * 2, 2);
+}
+
+#endif
