@@ -72,6 +72,29 @@ static double round_to(rafter_dtype dtype, double x) {
     return fabs(rounded) > largest ? copysign(INFINITY, x) : rounded;
 }
 
+static uint16_t half_bits(double x) {
+    const uint16_t sign = signbit(x) ? 0x8000 : 0;
+    const double size = fabs(round_to(RAFTER_F16, x));
+    if (isnan(x))
+        return 0x7e00;
+    if (isinf(size))
+        return sign | 0x7c00;
+    if (size < 0x1p-14) /* zero and subnormals count in units of 2^-24 */
+        return (uint16_t)(sign | (int)(size * 0x1p24));
+    int exponent;
+    const double fraction = frexp(size, &exponent); /* in [0.5, 1) */
+    return (uint16_t)(sign | (exponent + 14) << 10 | (int)((2 * fraction - 1) * 1024));
+}
+
+static double half_value(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double size = exponent == 0 ? ldexp(fraction, -24) : ldexp(1024 + fraction, exponent - 25);
+    if (exponent == 31)
+        size = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -size : size;
+}
+
+/* Rounded to nearest even; by way of fp32 for bf16, which can differ from one rounding in the last place: this fills inputs. */
 static void store(rafter_dtype dtype, char *to, double x) {
     if (dtype == RAFTER_I64) {
         const int64_t v = (int64_t)x;
@@ -82,54 +105,36 @@ static void store(rafter_dtype dtype, char *to, double x) {
     } else if (dtype == RAFTER_U8) {
         *(unsigned char *)to = (unsigned char)x;
     } else if (dtype == RAFTER_F16) {
-        const _Float16 v = (_Float16)round_to(dtype, x);
-        memcpy(to, &v, 2);
+        const uint16_t bits = half_bits(x);
+        memcpy(to, &bits, 2);
     } else {
-        const float v = (float)round_to(dtype, x);
+        const float v = (float)x;
         uint32_t bits;
         memcpy(&bits, &v, 4);
-        if (dtype == RAFTER_BF16) {
-            const uint16_t high = (uint16_t)(bits >> 16);
-            memcpy(to, &high, 2);
-        } else {
+        if (dtype == RAFTER_F32) {
             memcpy(to, &bits, 4);
+        } else {
+            const uint16_t high = (uint16_t)(isnan(v) ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+            memcpy(to, &high, 2);
         }
     }
 }
 
 static double load(rafter_dtype dtype, const char *from) {
+    uint16_t half = 0;
+    uint32_t word = 0;
+    int64_t wide = 0;
+    float real;
     switch (dtype) {
-    case RAFTER_I64: {
-        int64_t v;
-        memcpy(&v, from, 8);
-        return (double)v;
-    }
-    case RAFTER_I32: {
-        int32_t v;
-        memcpy(&v, from, 4);
-        return v;
-    }
     case RAFTER_U8: return *(const unsigned char *)from;
-    case RAFTER_F16: {
-        _Float16 v;
-        memcpy(&v, from, 2);
-        return (double)v;
+    case RAFTER_I64: memcpy(&wide, from, 8); return (double)wide;
+    case RAFTER_I32: memcpy(&word, from, 4); return (int32_t)word;
+    case RAFTER_F16: memcpy(&half, from, 2); return half_value(half);
+    case RAFTER_BF16: memcpy(&half, from, 2); word = (uint32_t)half << 16; break;
+    case RAFTER_F32: memcpy(&word, from, 4); break;
     }
-    case RAFTER_BF16: {
-        uint16_t high;
-        memcpy(&high, from, 2);
-        const uint32_t bits = (uint32_t)high << 16;
-        float v;
-        memcpy(&v, &bits, 4);
-        return v;
-    }
-    case RAFTER_F32: {
-        float v;
-        memcpy(&v, from, 4);
-        return v;
-    }
-    }
-    return NAN;
+    memcpy(&real, &word, 4);
+    return real;
 }
 
 static uint64_t mix(uint64_t x) {
