@@ -68,7 +68,7 @@ rafter_status rafter_context_create(rafter_context **context, const rafter_conte
         return RAFTER_INVALID_ARGUMENT;
     *context = NULL;
 
-    rafter_context fresh = {.device = {kDLCPU, 0}, .allocate = default_allocate, .release = default_release};
+    rafter_context fresh = {.device = {kDLCPU, 0}};
     rafter_context_options o = {0};
     if (options)
         RAFTER_TRY(rafter_take_args(&fresh, "rafter_context_options", options, &o, sizeof o));
@@ -78,10 +78,12 @@ rafter_status rafter_context_create(rafter_context **context, const rafter_conte
         fresh.device = o.device;
     fresh.stream = o.stream;
     fresh.threads = o.threads > 0 ? o.threads : omp_get_max_threads();
-    if (o.allocate) {
-        fresh.allocate = o.allocate;
-        fresh.release = o.release;
-        fresh.user = o.user;
+    fresh.allocate = o.allocate;
+    fresh.release = o.release;
+    fresh.user = o.user;
+    if (!o.allocate && fresh.device.device_type == kDLCPU) { /* another device brings its own */
+        fresh.allocate = default_allocate;
+        fresh.release = default_release;
     }
 
     const char *variant = getenv("RAFTER_VARIANT");
