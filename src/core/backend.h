@@ -20,7 +20,7 @@ enum { RAFTER_CUDA_INTERFACE = 1 };
 #undef RAFTER_OP
 
 struct rafter_cuda_facts {
-    char name[64];
+    char name[256];
     int compute_capability; /* 90 for 9.0 */
     int multiprocessors;
     int64_t l2_bytes, memory_bytes;

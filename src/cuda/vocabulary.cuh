@@ -12,7 +12,7 @@
 
 #include <stdint.h>
 
-#define DEVICE static __device__ __forceinline__
+#define DEVICE __device__ __forceinline__
 
 typedef __nv_bfloat16 bf16;
 typedef __half fp16;
