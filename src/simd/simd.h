@@ -92,6 +92,28 @@ V_INLINE vf v_select(vi mask, vf a, vf b) {
 #endif
 }
 
+/* A mask as bits, lane 0 the lowest, and back (bits past the lanes are ignored). */
+V_INLINE unsigned v_bits(vi mask) {
+#if V_LANES == 16
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif V_LANES == 8
+    return (unsigned)_mm256_movemask_ps((__m256)mask);
+#else
+    return (unsigned)((mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8));
+#endif
+}
+
+V_INLINE vi v_from_bits(unsigned bits) {
+#if V_LANES == 16
+    return (vi)_mm512_movm_epi32((__mmask16)bits);
+#else
+    vi lane;
+    for (int i = 0; i < V_LANES; i++)
+        lane[i] = 1 << i;
+    return ((lane & (int32_t)bits) != 0);
+#endif
+}
+
 /* The larger; b if either is NaN. */
 V_INLINE vf v_max(vf a, vf b) {
 #if V_LANES == 16
@@ -114,19 +136,42 @@ V_INLINE vf v_min(vf a, vf b) {
 #endif
 }
 
-/* Sum and maximum of the lanes, always in the same order (halves folded together). */
+/* 1 / a to one unit in the last place, for |a| in [2^-100, 2^100]. */
+V_INLINE vf v_reciprocal(vf a) {
+#if V_LANES == 16
+    const vf r = (vf)_mm512_rcp14_ps((__m512)a); /* 14 bits; a Newton step doubles them, at a third of a division's time */
+    return v_fma(r, v_fma(-a, r, v_set(1.0f)), r);
+#else
+    return v_set(1.0f) / a;
+#endif
+}
+
+/* Sum or maximum of the lanes, always in the same order: halves folded together. */
+V_INLINE float v_fold(vf a, bool max) {
+#if V_LANES == 4
+    const vf q = a;
+#else
+#if V_LANES == 16
+    const __m256 low = _mm512_castps512_ps256((__m512)a), high = _mm512_extractf32x8_ps((__m512)a, 1);
+    const __m256 h = max ? _mm256_max_ps(low, high) : _mm256_add_ps(low, high);
+#else
+    const __m256 h = (__m256)a;
+#endif
+    const __m128 q0 = _mm256_castps256_ps128(h), q1 = _mm256_extractf128_ps(h, 1);
+    const __m128 q = max ? _mm_max_ps(q0, q1) : _mm_add_ps(q0, q1);
+#endif
+    if (!max)
+        return (q[0] + q[2]) + (q[1] + q[3]);
+    const float even = q[0] > q[2] ? q[0] : q[2], odd = q[1] > q[3] ? q[1] : q[3];
+    return even > odd ? even : odd;
+}
+
 V_INLINE float v_sum(vf a) {
-    for (int half = V_LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            a[i] += a[i + half];
-    return a[0];
+    return v_fold(a, false);
 }
 
 V_INLINE float v_hmax(vf a) {
-    for (int half = V_LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
-    return a[0];
+    return v_fold(a, true);
 }
 
 /* ---- loads and stores, any alignment ---------------------------------------------------------------------------- */
