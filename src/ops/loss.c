@@ -81,8 +81,7 @@ static rafter_status take_scalar(rafter_context *context, const char *name, cons
         return RAFTER_OK;
     RAFTER_TRY(take(context, name, tensor, output, RAFTER_SET(RAFTER_F32), view));
     if (view->numel != 1)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has %lld elements, wanted 1", name,
-                           (long long)view->numel);
+        return rafter_want_shape(context, name, view, 0, NULL);
     view->ndim = 0;
     return RAFTER_OK;
 }
@@ -221,8 +220,8 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
             continue;
         if (label < 0 || label >= loss->classes)
             return rafter_fail(context, RAFTER_LABEL_OUT_OF_RANGE,
-                               "target of row %lld is %lld, wanted 0 to V - 1 = %lld, or ignore_index %lld",
-                               (long long)row, (long long)label, (long long)loss->classes - 1,
+                               "the target of row %lld is %lld, wanted 0 to %lld (V = %lld) or ignore_index, %lld",
+                               (long long)row, (long long)label, (long long)loss->classes - 1, (long long)loss->classes,
                                (long long)loss->ignore_index);
         loss->counted++;
         weight += (double)rafter_loss_class_weight(loss, label);
@@ -249,6 +248,7 @@ struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const
     struct rafter_row_stats m = *a;
     m.max = a->max > b->max ? a->max : b->max;
     m.weighted = a->weighted + b->weighted;
+    m.target = a->target + b->target;
     m.sum = m.moment = 0.0;
     const struct rafter_row_stats *const parts[] = {a, b};
     for (int i = 0; i < 2; i++) {
@@ -278,31 +278,22 @@ static float row_weight(const struct rafter_loss *loss, int64_t row) {
     return rafter_loss_has(&loss->row_weight) ? get(&loss->row_weight, row) : 1.0f;
 }
 
-static double row_loss(const struct rafter_loss *loss, int64_t row, int64_t label, const struct rafter_row_stats *stats,
-                       double nll) {
-    const double s = (double)loss->smoothing, log_sum = log(stats->sum);
-    double value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
-    if (s != 0.0) {
-        const double total = loss->class_weight_sum;
-        value += s / (double)loss->classes * ((total * stats->max - stats->weighted) + total * log_sum);
-    }
-    if (loss->z_loss != 0.0f) {
-        const double r = stats->max + log_sum;
-        value += (double)loss->z_loss * r * r;
-    }
-    return (double)row_weight(loss, row) * value;
-}
-
 double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_t label,
                              const struct rafter_row_stats *stats) {
     double value = 0.0, lse = 0.0, nll = 0.0, entropy = 0.0;
     int64_t argmax = -1;
     if (label >= 0) {
-        /* r - u_y, but with the maximum taken out first: it may dwarf the logarithm. */
-        nll = at_least_zero((stats->max - stats->target) + log(stats->sum));
-        value = row_loss(loss, row, label, stats, nll);
-        lse = rafter_row_lse(stats);
-        entropy = at_least_zero(log(stats->sum) - stats->moment / stats->sum);
+        const double s = (double)loss->smoothing, log_sum = log(stats->sum);
+        lse = stats->max + log_sum;
+        nll = at_least_zero((stats->max - stats->target) + log_sum); /* r - u_y; r itself may swallow the logarithm */
+        value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
+        if (s != 0.0)
+            value += s / (double)loss->classes *
+                     ((stats->max * loss->class_weight_sum - stats->weighted) + log_sum * loss->class_weight_sum);
+        if (loss->z_loss != 0.0f)
+            value += (double)loss->z_loss * lse * lse;
+        value *= (double)row_weight(loss, row);
+        entropy = at_least_zero(log_sum - stats->moment / stats->sum);
         argmax = stats->argmax;
     }
     if (loss->reduction == RAFTER_NONE)

@@ -93,7 +93,7 @@ struct rafter_row_stats {
     double sum;      /* of e^(u - max), where max is finite; 0 of no columns or of all -inf */
     double moment;   /* of (u - max) e^(u - max), 0 where u is -inf; only for the entropy */
     double weighted; /* of w u; only where smoothing is not 0 */
-    double target;   /* u_y; only in the part that holds column y, and anything elsewhere */
+    double target;   /* u_y in the part that holds column y, 0 elsewhere */
     double best;     /* the largest logit, NaN if one is NaN, and its first index: only for argmax */
     int64_t argmax;
 };
@@ -101,7 +101,7 @@ struct rafter_row_stats {
 /* Of no columns. */
 extern const struct rafter_row_stats rafter_row_empty;
 
-/* Of the columns of `a` followed by those of `b`. The result's target is a's. */
+/* Of the columns of `a` followed by those of `b`. */
 struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const struct rafter_row_stats *b);
 
 /* r. */
