@@ -81,11 +81,15 @@ typedef struct problem_tensor {
     DLTensor tensor; /* what the call is given */
 
     /* Behind the scenes. */
-    double *exact;    /* overrides the stored values where set */
-    double *expected; /* the oracle's answer, row-major */
+    double *exact;    /* the values that the oracle reads, where they are not the stored ones */
+    double *expected; /* the oracle's answer, row-major; for huge tensors a list of (index, answer) */
     double *initial;  /* what an accumulating output held */
-    void *mapping, *memory;
-    size_t mapping_bytes, memory_bytes;
+    int64_t listed, list_room;
+    void *mapping;       /* what was mapped: guard page and all */
+    size_t mapping_bytes;
+    char *memory;        /* the tensor's own bytes, padding included */
+    size_t memory_bytes;
+    char *original;      /* an input's bytes, kept where an in-place call destroys them */
 } problem_tensor;
 
 typedef struct problem {
@@ -177,10 +181,15 @@ bool problem_allocate(problem *p, uint64_t seed);
 void problem_free(problem *p);
 /* Whether the layout says anything for this problem's tensors (a vector has no transpose). */
 bool problem_has_layout(const problem *p, enum problem_layout layout);
-/* Outputs and gradients: back to poison (or to the initial values of accumulating ones). */
-void problem_poison(problem *p);
-/* Calls the oracle for the mode. */
+/* What a call in this mode writes goes back to poison (or to the initial values of accumulating outputs), and inputs that an
+ * in-place call has overwritten come back. */
+void problem_poison(problem *p, enum problem_mode mode);
+/* Calls the oracle; BACKWARD reads the outputs of forward as they are stored, so store or compute them before. */
 void problem_solve(problem *p, enum problem_mode mode);
+/* Writes the oracle's answers for forward (all of them: sample is 1) into the outputs, for a backward that reads them. */
+void problem_store_outputs(problem *p);
+/* Largest disagreement of the oracle's gradients with finite differences of its forward, relative to the gradient's size. */
+double problem_finite_differences(problem *p);
 
 struct problem_verdict {
     bool good;

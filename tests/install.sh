@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# install.sh SOURCE BUILD: installs into a temporary prefix, then compiles and runs, with nothing but cc and pkg-config,
+# every program in examples/ and every ```c block with a main() in README.md and docs/, and a consumer of the CMake package.
+set -euo pipefail
+source_dir=$1 build_dir=$2
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+cmake --install "$build_dir" --prefix "$work/prefix" >/dev/null
+pc=$(find "$work/prefix" -name rafter.pc -printf '%h\n')
+export PKG_CONFIG_PATH=$pc
+libdir=$(pkg-config --variable=libdir rafter)
+export LD_LIBRARY_PATH=$libdir
+
+# Programs of the documentation: each ```c block that has a main becomes NAME-1.c, NAME-2.c, ...
+for page in "$source_dir"/README.md "$source_dir"/docs/*.md; do
+    awk -v base="$work/$(basename "$page" .md)" '
+        /^```c$/ { inside = 1; text = ""; next }
+        /^```$/ && inside { inside = 0; if (text ~ /int main\(/) { file = base "-" ++n ".c"; printf "%s", text > file; close(file) } next }
+        inside { text = text $0 "\n" }' "$page"
+done
+cp "$source_dir"/examples/*.c "$work"
+
+count=0
+for program in "$work"/*.c; do
+    name=$(basename "$program" .c)
+    # shellcheck disable=SC2046
+    ${CC:-cc} -std=c11 -Wall -Wextra -Werror "$program" -o "$work/$name" $(pkg-config --cflags --libs rafter) -lm
+    "$work/$name" >"$work/$name.out" || { echo "$name failed:"; cat "$work/$name.out"; exit 1; }
+    count=$((count + 1))
+done
+[ "$count" -gt 0 ] || { echo "no program was found"; exit 1; }
+
+# The same through C++ (the header must compile there) and through CMake's package, shared and static.
+if command -v c++ >/dev/null; then
+    echo '#include <rafter/rafter.h>
+int main() { return rafter_version() == nullptr; }' >"$work/header.cpp"
+    # shellcheck disable=SC2046
+    c++ -std=c++11 -Wall -Wextra -Werror "$work/header.cpp" -o "$work/header" $(pkg-config --cflags --libs rafter)
+    "$work/header"
+fi
+mkdir "$work/consumer"
+cp "$source_dir/examples/cross_entropy.c" "$work/consumer/main.c"
+cat >"$work/consumer/CMakeLists.txt" <<'EOF'
+cmake_minimum_required(VERSION 3.22)
+project(consumer C)
+find_package(rafter REQUIRED)
+foreach(library rafter rafter_static)
+  add_executable(with_${library} main.c)
+  target_link_libraries(with_${library} PRIVATE rafter::${library} m)
+endforeach()
+EOF
+cmake -S "$work/consumer" -B "$work/consumer/build" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
+cmake --build "$work/consumer/build" >/dev/null
+"$work/consumer/build/with_rafter" >/dev/null
+"$work/consumer/build/with_rafter_static" >/dev/null
+echo "$count programs compiled and ran; the CMake package works"
