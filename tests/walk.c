@@ -2,9 +2,10 @@
  * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality over
  * repeats and over 1, 2 and 3 threads; finite differences of the oracle itself.
  *
- *     test_walk [OP ...] [--large] [--variant NAME]
+ *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda]
  *
- * --large runs only the problems past 2^31 elements, one variant (the best), once.
+ * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems there;
+ * where there is no such device it says so and exits with 77, which ctest counts as skipped.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -32,7 +33,7 @@ static void run_mode(problem *p, rafter_context *context, const char *variant, e
         problem_solve(p, PROBLEM_BACKWARD);
     }
     problem_poison(p, mode);
-    const rafter_status status = p->op->call(p, context, mode);
+    const rafter_status status = problem_call(p, context, mode);
     if (status != RAFTER_OK) {
         char text[600];
         snprintf(text, sizeof text, "%s (%s)", rafter_status_name(status), rafter_last_error(context));
@@ -50,7 +51,7 @@ static void run_bitwise(problem *p, rafter_context *contexts[], int count, const
     uint64_t first = 0;
     for (int i = 0; i < count; i++) {
         problem_poison(p, mode);
-        if (p->op->call(p, contexts[i], mode) != RAFTER_OK)
+        if (problem_call(p, contexts[i], mode) != RAFTER_OK)
             return; /* reported by run_mode */
         const uint64_t digest = problem_digest(p, mode);
         if (i == 0)
@@ -61,10 +62,17 @@ static void run_bitwise(problem *p, rafter_context *contexts[], int count, const
     verdict(true, p, variant, problem_mode_names[mode], "");
 }
 
+static DLDevice device = {kDLCPU, 0};
+
 static rafter_context *context_with(const char *variant, int threads) {
-    const rafter_context_options options = {.size = sizeof options, .variant = variant, .threads = threads};
+    const rafter_context_options options = {
+        .size = sizeof options, .device = device, .variant = variant, .threads = threads};
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
+        if (device.device_type == kDLCUDA) {
+            printf("no CUDA device here, or no librafter_cuda: skipped\n");
+            exit(77);
+        }
         fprintf(stderr, "no context for variant %s\n", variant ? variant : "auto");
         exit(2);
     }
@@ -139,12 +147,14 @@ static void walk_op(const struct op_cases *op, bool large, const char *only_vari
         walk_finite_differences(op, i);
     differences = passed - differences;
     verdict(differences > 0, &(problem){.op = op}, "oracle", "finite differences", "no problem is small enough for them");
+    const bool cuda = device.device_type == kDLCUDA;
     const char *variant;
-    for (int v = 0; (variant = rafter_op_variant(op->op, v)); v++) {
+    for (int v = 0; (variant = cuda ? (v == 0 ? "cuda" : NULL) : rafter_op_variant(op->op, v)); v++) {
         if (only_variant && strcmp(variant, only_variant) != 0)
             continue;
-        rafter_context *contexts[] = {context_with(variant, 1), context_with(variant, 2), context_with(variant, 3),
-                                      context_with(variant, 2)};
+        const char *forced = cuda ? NULL : variant;
+        rafter_context *contexts[] = {context_with(forced, 1), context_with(forced, 2), context_with(forced, 3),
+                                      context_with(forced, 2)};
         enum { COUNT = sizeof contexts / sizeof *contexts };
         const int64_t before = passed + failed;
         for (int64_t i = 0; i < op->count(); i++)
@@ -165,6 +175,8 @@ int main(int argc, char **argv) {
             large = true;
         else if (strcmp(argv[i], "--variant") == 0 && i + 1 < argc)
             variant = argv[++i];
+        else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
+            device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else
             named = true;
     }

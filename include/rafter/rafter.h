@@ -102,8 +102,8 @@ typedef struct rafter_context_options {
     void *user;
 } rafter_context_options;
 
-/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all (an unknown variant
- * or a variant that this machine cannot run is RAFTER_UNSUPPORTED). */
+/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all. RAFTER_UNSUPPORTED is
+ * an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or a driver is missing. */
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 

@@ -1,12 +1,13 @@
 #include "core/context.h"
 
-#include <stdarg.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include <dlfcn.h>
 #include <omp.h>
+
+#include "core/backend.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
@@ -42,26 +43,47 @@ static void default_release(void *user, void *memory, size_t bytes) {
     free(memory);
 }
 
+/* Loads librafter_cuda (from beside this library, or wherever the loader looks) and lets it adopt the context. It stays
+ * loaded: the CUDA runtime does not survive being unloaded. */
+static rafter_status open_device(rafter_context *context) {
+    if (context->device.device_type != kDLCUDA)
+        return RAFTER_UNSUPPORTED;
+    const char *path = getenv("RAFTER_CUDA_LIBRARY");
+    void *library = dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    if (!library)
+        return RAFTER_UNSUPPORTED;
+    rafter_cuda_entry *entry = NULL;
+    *(void **)&entry = dlsym(library, RAFTER_CUDA_ENTRY);
+    const struct rafter_cuda *cuda = entry ? entry() : NULL;
+    if (!cuda || cuda->interface != RAFTER_CUDA_INTERFACE)
+        return RAFTER_UNSUPPORTED;
+    const rafter_status status = cuda->open(context);
+    if (status == RAFTER_OK)
+        context->cuda = cuda;
+    return status;
+}
+
 rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options) {
     if (!context)
         return RAFTER_INVALID_ARGUMENT;
     *context = NULL;
 
-    rafter_context fresh = {.device = {kDLCPU, 0}, .allocate = default_allocate, .release = default_release};
+    rafter_context fresh = {.device = {kDLCPU, 0}};
     rafter_context_options o = {0};
     if (options)
         RAFTER_TRY(rafter_take_args(&fresh, "rafter_context_options", options, &o, sizeof o));
     if ((o.allocate != NULL) != (o.release != NULL) || o.threads < 0)
         return RAFTER_INVALID_ARGUMENT;
-    if (o.device.device_type != 0 && o.device.device_type != kDLCPU)
-        return RAFTER_UNSUPPORTED;
-
+    if (o.device.device_type != 0)
+        fresh.device = o.device;
     fresh.stream = o.stream;
     fresh.threads = o.threads > 0 ? o.threads : omp_get_max_threads();
-    if (o.allocate) {
-        fresh.allocate = o.allocate;
-        fresh.release = o.release;
-        fresh.user = o.user;
+    fresh.allocate = o.allocate;
+    fresh.release = o.release;
+    fresh.user = o.user;
+    if (!o.allocate && fresh.device.device_type == kDLCPU) { /* another device brings its own */
+        fresh.allocate = default_allocate;
+        fresh.release = default_release;
     }
 
     const char *variant = getenv("RAFTER_VARIANT");
@@ -75,10 +97,20 @@ rafter_status rafter_context_create(rafter_context **context, const rafter_conte
     if (!*context)
         return RAFTER_OUT_OF_MEMORY;
     **context = fresh;
+    if (fresh.device.device_type != kDLCPU) {
+        const rafter_status status = open_device(*context);
+        if (status != RAFTER_OK) {
+            free(*context);
+            *context = NULL;
+            return status;
+        }
+    }
     return RAFTER_OK;
 }
 
 void rafter_context_destroy(rafter_context *context) {
+    if (context && context->cuda)
+        context->cuda->close(context);
     free(context);
 }
 
@@ -96,14 +128,6 @@ size_t rafter_peak_workspace(const rafter_context *context) {
 
 void rafter_reset_peak_workspace(rafter_context *context) {
     context->peak = context->held;
-}
-
-rafter_status rafter_fail(rafter_context *context, rafter_status status, const char *format, ...) {
-    va_list values;
-    va_start(values, format);
-    vsnprintf(context->error, sizeof context->error, format, values);
-    va_end(values);
-    return status;
 }
 
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size) {

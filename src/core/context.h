@@ -8,8 +8,17 @@
 #include "core/cpu.h"
 #include "rafter/rafter.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct rafter_cuda;
+struct rafter_cuda_state;
+
 struct rafter_context {
     DLDevice device;
+    const struct rafter_cuda *cuda;       /* NULL on the CPU */
+    struct rafter_cuda_state *cuda_state; /* the backend's own */
     void *stream;
     int threads;
     enum rafter_isa isa; /* kernels above this level are not used */
@@ -51,5 +60,9 @@ size_t rafter_scratch_request(size_t bytes);
 rafter_status rafter_scratch_take(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch);
 void rafter_scratch_release(rafter_context *context, struct rafter_scratch *scratch);
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif

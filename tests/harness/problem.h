@@ -191,6 +191,9 @@ void problem_store_outputs(problem *p);
 /* Largest disagreement of the oracle's gradients with finite differences of its forward, relative to the gradient's size. */
 double problem_finite_differences(problem *p);
 
+/* op->call on the context's device. On CUDA: copies every tensor there, calls, waits, and copies the results back. */
+rafter_status problem_call(problem *p, rafter_context *context, enum problem_mode mode);
+
 struct problem_verdict {
     bool good;
     double worst;      /* largest error over its bound, over all compared elements; 1 is the limit */

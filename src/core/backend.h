@@ -1,0 +1,67 @@
+/*
+ * The CUDA backend: a second shared library, librafter_cuda, that the first loads when a context for a CUDA device is created.
+ * The two meet in one table of functions. An op's op.c checks the arguments, whatever the device, and hands the checked
+ * call, struct <op>_call of its kernels.h, either to its CPU kernels or to the function of that name here.
+ */
+#ifndef RAFTER_CORE_BACKEND_H
+#define RAFTER_CORE_BACKEND_H
+
+#include "core/context.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Both libraries are built from one tree; the number keeps a stray older file from being used. */
+enum { RAFTER_CUDA_INTERFACE = 1 };
+
+#define RAFTER_OP(name) struct name##_call;
+#include "ops/ops.inc"
+#undef RAFTER_OP
+
+struct rafter_cuda_facts {
+    char name[256];
+    int compute_capability; /* 90 for 9.0 */
+    int multiprocessors;
+    int64_t l2_bytes, memory_bytes;
+    int driver, runtime; /* 13000 for 13.0 */
+};
+
+struct rafter_cuda {
+    int interface;
+
+    /* Makes the context's device state: the default scratch allocator, counters, the flag for bad labels. */
+    rafter_status (*open)(rafter_context *context);
+    void (*close)(rafter_context *context);
+
+    /* One function per op: enqueues the checked call on the context's stream. Never synchronises. */
+#define RAFTER_OP(name) rafter_status (*name)(rafter_context * context, const struct name##_call *call);
+#include "ops/ops.inc"
+#undef RAFTER_OP
+
+    /* For tests and the bench. */
+    void (*facts)(const rafter_context *context, struct rafter_cuda_facts *facts);
+    void *(*allocate)(size_t bytes); /* plain device memory; NULL if there is none */
+    void (*release)(void *memory);
+    bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
+    bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes); /* enqueued */
+    bool (*synchronize)(const rafter_context *context);
+    void *(*event)(void);
+    void (*record)(const rafter_context *context, void *event);
+    float (*elapsed)(void *from, void *to); /* milliseconds, once both have passed; waits for them */
+    void (*forget)(void *event);
+    bool (*capture_begin)(const rafter_context *context);
+    void *(*capture_end)(const rafter_context *context); /* an executable graph, or NULL */
+    bool (*replay)(const rafter_context *context, void *graph);
+    void (*forget_graph)(void *graph);
+};
+
+/* What librafter_cuda exports, and all that it exports. */
+typedef const struct rafter_cuda *rafter_cuda_entry(void);
+#define RAFTER_CUDA_ENTRY "rafter_cuda_backend"
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,212 @@
+#include "cuda/backend.cuh"
+
+#include <cuda_runtime.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+extern "C" {
+#define RAFTER_OP(name) rafter_status rafter_cuda_##name(rafter_context *context, const struct name##_call *call);
+#include "ops/ops.inc"
+#undef RAFTER_OP
+}
+
+/* ---- scratch memory -------------------------------------------------------------------------------------------------- */
+
+/* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only grows, and
+ * not while the stream is being captured: then a caller gives a workspace, or has made the same call once before. */
+static void *scratch_allocate(void *user, size_t bytes) {
+    rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
+    if (state->block_taken)
+        return NULL;
+    if (state->block_bytes < bytes) {
+        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+        if (cudaStreamIsCapturing(state->stream, &capturing) != cudaSuccess || capturing != cudaStreamCaptureStatusNone)
+            return NULL;
+        if (state->block)
+            cudaFreeAsync(state->block, state->stream);
+        state->block = NULL;
+        state->block_bytes = 0;
+        if (cudaMallocAsync(&state->block, bytes, state->stream) != cudaSuccess) {
+            cudaGetLastError(); /* reported as out of memory; do not leave it for the next launch */
+            state->block = NULL;
+            return NULL;
+        }
+        state->block_bytes = bytes;
+    }
+    state->block_taken = true;
+    return state->block;
+}
+
+static void scratch_release(void *user, void *memory, size_t bytes) {
+    (void)memory, (void)bytes;
+    static_cast<rafter_cuda_state *>(user)->block_taken = false;
+}
+
+/* ---- open and close -------------------------------------------------------------------------------------------------- */
+
+static void close_context(rafter_context *context) {
+    rafter_cuda_state *state = context->cuda_state;
+    if (!state)
+        return;
+    {
+        OnDevice current(context);
+        if (state->block)
+            cudaFreeAsync(state->block, state->stream);
+        cudaFree(state->counters);
+        cudaFreeHost(const_cast<int *>(state->bad_labels));
+    }
+    free(state);
+    context->cuda_state = NULL;
+}
+
+static rafter_status open_context(rafter_context *context) {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || context->device.device_id < 0 || context->device.device_id >= devices)
+        return RAFTER_UNSUPPORTED;
+    rafter_cuda_state *state = static_cast<rafter_cuda_state *>(calloc(1, sizeof *state));
+    if (!state)
+        return RAFTER_OUT_OF_MEMORY;
+    state->device = context->device.device_id;
+    state->stream = static_cast<cudaStream_t>(context->stream);
+    context->cuda_state = state;
+    OnDevice current(context);
+    int major = 0, minor = 0, l2 = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->device);
+    cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, state->device);
+    cudaDeviceGetAttribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount, state->device);
+    cudaDeviceGetAttribute(&state->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, state->device);
+    state->compute_capability = 10 * major + minor;
+    state->l2_bytes = l2;
+
+    void *flag = NULL, *flag_on_device = NULL;
+    if (cudaMalloc(&state->counters, RAFTER_CUDA_COUNTERS * sizeof *state->counters) != cudaSuccess ||
+        cudaMemset(state->counters, 0, RAFTER_CUDA_COUNTERS * sizeof *state->counters) != cudaSuccess ||
+        cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped) != cudaSuccess ||
+        cudaHostGetDevicePointer(&flag_on_device, flag, 0) != cudaSuccess) {
+        cudaGetLastError();
+        close_context(context);
+        return RAFTER_DEVICE_ERROR;
+    }
+    state->bad_labels = static_cast<int *>(flag);
+    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
+    *state->bad_labels = 0;
+    cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+
+    if (!context->allocate) {
+        context->allocate = scratch_allocate;
+        context->release = scratch_release;
+        context->user = state;
+    }
+    return RAFTER_OK;
+}
+
+/* ---- for tests and the bench ------------------------------------------------------------------------------------------ */
+
+static void facts(const rafter_context *context, struct rafter_cuda_facts *out) {
+    cudaDeviceProp properties;
+    memset(out, 0, sizeof *out);
+    if (cudaGetDeviceProperties(&properties, context->cuda_state->device) != cudaSuccess)
+        return;
+    snprintf(out->name, sizeof out->name, "%s", properties.name);
+    out->compute_capability = 10 * properties.major + properties.minor;
+    out->multiprocessors = properties.multiProcessorCount;
+    out->l2_bytes = properties.l2CacheSize;
+    out->memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+    cudaDriverGetVersion(&out->driver);
+    cudaRuntimeGetVersion(&out->runtime);
+}
+
+static void *plain_allocate(size_t bytes) {
+    void *memory = NULL;
+    if (cudaMalloc(&memory, bytes ? bytes : 1) != cudaSuccess) {
+        cudaGetLastError();
+        return NULL;
+    }
+    return memory;
+}
+
+static void plain_release(void *memory) {
+    cudaFree(memory);
+}
+
+static bool copy(void *to, const void *from, size_t bytes) {
+    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess;
+}
+
+static bool fill(const rafter_context *context, void *memory, int value, size_t bytes) {
+    return cudaMemsetAsync(memory, value, bytes, context->cuda_state->stream) == cudaSuccess;
+}
+
+static bool synchronize(const rafter_context *context) {
+    return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
+}
+
+static void *new_event(void) {
+    cudaEvent_t event = NULL;
+    return cudaEventCreate(&event) == cudaSuccess ? event : NULL;
+}
+
+static void record(const rafter_context *context, void *event) {
+    cudaEventRecord(static_cast<cudaEvent_t>(event), context->cuda_state->stream);
+}
+
+static float elapsed(void *from, void *to) {
+    float milliseconds = -1;
+    cudaEventSynchronize(static_cast<cudaEvent_t>(to));
+    cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to));
+    return milliseconds;
+}
+
+static void forget(void *event) {
+    cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+static bool capture_begin(const rafter_context *context) {
+    return cudaStreamBeginCapture(context->cuda_state->stream, cudaStreamCaptureModeGlobal) == cudaSuccess;
+}
+
+static void *capture_end(const rafter_context *context) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t executable = NULL;
+    if (cudaStreamEndCapture(context->cuda_state->stream, &graph) == cudaSuccess && graph)
+        cudaGraphInstantiate(&executable, graph, 0);
+    if (graph)
+        cudaGraphDestroy(graph);
+    return executable;
+}
+
+static bool replay(const rafter_context *context, void *graph) {
+    return cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), context->cuda_state->stream) == cudaSuccess;
+}
+
+static void forget_graph(void *graph) {
+    cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+}
+
+extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *rafter_cuda_backend(void) {
+    static struct rafter_cuda table;
+    table.interface = RAFTER_CUDA_INTERFACE;
+    table.open = open_context;
+    table.close = close_context;
+#define RAFTER_OP(name) table.name = rafter_cuda_##name;
+#include "ops/ops.inc"
+#undef RAFTER_OP
+    table.facts = facts;
+    table.allocate = plain_allocate;
+    table.release = plain_release;
+    table.copy = copy;
+    table.fill = fill;
+    table.synchronize = synchronize;
+    table.event = new_event;
+    table.record = record;
+    table.elapsed = elapsed;
+    table.forget = forget;
+    table.capture_begin = capture_begin;
+    table.capture_end = capture_end;
+    table.replay = replay;
+    table.forget_graph = forget_graph;
+    return &table;
+}

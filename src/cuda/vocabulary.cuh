@@ -1,0 +1,118 @@
+/*
+ * The device-side vocabulary: conversions, wide loads and stores, reductions. What src/simd/simd.h is to CPU kernels.
+ *
+ * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in float. A `Pack` is what one thread
+ * moves at a time: 16 bytes where addresses allow.
+ */
+#ifndef RAFTER_CUDA_VOCABULARY_CUH
+#define RAFTER_CUDA_VOCABULARY_CUH
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdint.h>
+
+#define DEVICE __device__ __forceinline__
+
+typedef __nv_bfloat16 bf16;
+typedef __half fp16;
+
+constexpr int WARP = 32;
+constexpr float LOG2E = 1.44269504088896340736f;
+constexpr float LN2 = 0.69314718055994530942f;
+
+/* ---- conversions --------------------------------------------------------------------------------------------------- */
+
+DEVICE float to_float(float a) { return a; }
+DEVICE float to_float(bf16 a) { return __bfloat162float(a); }
+DEVICE float to_float(fp16 a) { return __half2float(a); }
+
+template <typename T> DEVICE T from_float(float a);
+template <> DEVICE float from_float<float>(float a) { return a; }
+template <> DEVICE bf16 from_float<bf16>(float a) { return __float2bfloat16_rn(a); }
+template <> DEVICE fp16 from_float<fp16>(float a) { return __float2half_rn(a); }
+
+/* ---- packs ----------------------------------------------------------------------------------------------------------- */
+
+/* N neighbouring elements, loaded and stored as one access; N * sizeof(T) is 2, 4, 8 or 16. */
+template <typename T, int N> struct alignas(N * sizeof(T)) Pack {
+    T v[N];
+};
+
+template <int BYTES> struct Word;
+template <> struct Word<2> { typedef unsigned short type; };
+template <> struct Word<4> { typedef unsigned int type; };
+template <> struct Word<8> { typedef uint2 type; };
+template <> struct Word<16> { typedef uint4 type; };
+
+/* Data that this kernel reads once: past L1, first to leave L2. */
+template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const W w = __ldcs(reinterpret_cast<const W *>(p));
+    return reinterpret_cast<const Pack<T, N> &>(w);
+}
+
+/* Data that will be read again soon. */
+template <typename T, int N> DEVICE Pack<T, N> load_keep(const T *p) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const W w = __ldg(reinterpret_cast<const W *>(p));
+    return reinterpret_cast<const Pack<T, N> &>(w);
+}
+
+/* Data that nobody on this chip reads soon. */
+template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    __stcs(reinterpret_cast<W *>(p), reinterpret_cast<const W &>(a));
+}
+
+/* Elements per 16-byte access. */
+template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
+
+/* ---- functions --------------------------------------------------------------------------------------------------------- */
+
+/* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal results
+ * are kept by scaling where it matters. */
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- reductions over a warp, a block: always in the same order ---------------------------------------------------------- */
+
+DEVICE float warp_max(float a) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+        a = fmaxf(a, __shfl_xor_sync(~0u, a, step));
+    return a;
+}
+
+DEVICE float warp_sum(float a) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+        a += __shfl_xor_sync(~0u, a, step);
+    return a;
+}
+
+/* Running softmax statistics, in base 2: sum = sum of 2^(t - max) with t = x log2(e). Empty: {-inf, 0}. A NaN makes the sum
+ * NaN; the maximum skips it. */
+struct Stats {
+    float max, sum;
+};
+
+/* What to subtract before the exponential: the maximum, or 0 of a row that is all -inf, whose exponentials are then 0. */
+DEVICE float pivot_of(float max) {
+    return max == -INFINITY ? 0.0f : max;
+}
+
+DEVICE Stats merge(Stats a, Stats b) {
+    const float max = fmaxf(a.max, b.max), pivot = pivot_of(max);
+    return {max, a.sum * exp2f(a.max - pivot) + b.sum * exp2f(b.max - pivot)};
+}
+
+DEVICE Stats warp_merge(Stats a) {
+    const float max = warp_max(a.max), pivot = pivot_of(max);
+    return {max, warp_sum(a.sum * exp2f(a.max - pivot))};
+}
+
+#endif
