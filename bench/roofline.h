@@ -11,13 +11,13 @@
 #include "harness/problem.h"
 
 struct roofline {
-    const rafter_context *context;
+    rafter_context *context;
     double read, copy; /* bytes per second; a copy counts what it reads and what it writes */
     double matrix[3];  /* flops per second by dtype; 0: not measured yet */
 };
 
 /* Measures the memory rates with the context's threads. False: no memory. */
-bool roofline_create(struct roofline *r, const rafter_context *context);
+bool roofline_create(struct roofline *r, rafter_context *context);
 
 /* Seconds for one call of the problem that the op made from this row. */
 double roofline_seconds(struct roofline *r, const problem *p, const struct bench_row *row, enum problem_mode mode);

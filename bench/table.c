@@ -42,49 +42,62 @@ static int width_of(const struct text *t, int rows) {
     return (int)width;
 }
 
-static void print_columns(const struct text *texts, int columns, int rows, FILE *to) {
-    for (int i = -1; i < rows; i++) {
-        for (int k = 0; k < columns; k++) {
-            const char *cell = i < 0 ? texts[k].heading : texts[k].cell[i];
-            if (k == 0)
-                fprintf(to, "%-*s", width_of(&texts[k], rows), cell);
-            else
-                fprintf(to, "  %*s", width_of(&texts[k], rows), cell);
+/* A table as text: index, x, then the providers. */
+struct layout {
+    struct text column[2 + 2 * REPORT_COLUMNS];
+    int columns, rows;
+    char (*cells)[WIDTH]; /* room for all columns */
+};
+
+static struct text *add_column(struct layout *l, const char *heading) {
+    struct text *t = &l->column[l->columns];
+    *t = (struct text){heading, l->cells + l->columns * l->rows};
+    l->columns++;
+    return t;
+}
+
+static void add_providers(struct layout *l, const struct table *t) {
+    for (int k = 0; k < t->columns; k++) {
+        struct text *values = add_column(l, t->column[k]);
+        for (int i = 0; i < t->rows; i++)
+            format_cell(values->cell[i], &t->row[i].cell[k]);
+        trim_zeros(values, t->rows);
+        if (!t->shares)
+            continue;
+        struct text *shares = add_column(l, "%");
+        for (int i = 0; i < t->rows; i++)
+            if (t->row[i].cell[k].state == CELL_MEASURED && t->row[i].cell[k].share > 0)
+                snprintf(shares->cell[i], WIDTH, "%.0f", 100 * t->row[i].cell[k].share);
+    }
+}
+
+static void print_layout(const struct layout *l, FILE *to) {
+    for (int i = -1; i < l->rows; i++) {
+        for (int k = 0; k < l->columns; k++) {
+            const struct text *t = &l->column[k];
+            const char *cell = i < 0 ? t->heading : t->cell[i];
+            const int width = width_of(t, l->rows);
+            fprintf(to, k == 0 ? "%-*s" : "  %*s", width, cell);
         }
         fputc('\n', to);
     }
 }
 
 void table_print(const struct table *t, FILE *to) {
-    struct text texts[2 + 2 * REPORT_COLUMNS];
-    char(*cells)[WIDTH] = calloc((size_t)(t->rows + 1) * (sizeof texts / sizeof *texts), WIDTH);
-    if (!cells)
+    struct layout l = {.rows = t->rows};
+    l.cells = calloc((size_t)t->rows * (sizeof l.column / sizeof *l.column) + 1, WIDTH);
+    if (!l.cells)
         return;
-    int columns = 0;
-#define ADD(text) (texts[columns] = (struct text){text, cells + columns * (t->rows + 1)}, columns++)
-    ADD("");
-    ADD(t->x_name);
+    struct text *index = add_column(&l, ""), *x = add_column(&l, t->x_name);
     for (int i = 0; i < t->rows; i++) {
-        snprintf(texts[0].cell[i], WIDTH, "%d", i);
-        snprintf(texts[1].cell[i], WIDTH, "%.1f", (double)t->row[i].x);
+        snprintf(index->cell[i], WIDTH, "%d", i);
+        snprintf(x->cell[i], WIDTH, "%.1f", (double)t->row[i].x);
     }
-    for (int k = 0; k < t->columns; k++) {
-        ADD(t->column[k]);
-        for (int i = 0; i < t->rows; i++)
-            format_cell(texts[columns - 1].cell[i], &t->row[i].cell[k]);
-        trim_zeros(&texts[columns - 1], t->rows);
-        if (!t->shares)
-            continue;
-        ADD("%");
-        for (int i = 0; i < t->rows; i++)
-            if (t->row[i].cell[k].state == CELL_MEASURED && t->row[i].cell[k].share > 0)
-                snprintf(texts[columns - 1].cell[i], WIDTH, "%.0f", 100 * t->row[i].cell[k].share);
-    }
-#undef ADD
+    add_providers(&l, t);
     fprintf(to, "%s:\n", t->title);
-    print_columns(texts, columns, t->rows, to);
+    print_layout(&l, to);
     for (int i = 0; i < t->notes; i++)
         fprintf(to, "  %s\n", t->note[i]);
     fputc('\n', to);
-    free(cells);
+    free(l.cells);
 }
