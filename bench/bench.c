@@ -254,7 +254,8 @@ static void bench_row(struct run *run, const struct op_cases *op, const struct b
         largest = p.tensor[i].numel > largest ? p.tensor[i].numel : largest;
         bytes += (double)tensor_bytes(&p.tensor[i]);
     }
-    p.sample = (largest + CHECKED - 1) / CHECKED;
+    const int64_t sample = (largest + CHECKED - 1) / CHECKED;
+    p.sample = p.sample > sample ? p.sample : sample;
 
     const double available = (double)machine_free_memory();
     const bool fits = bytes <= 0.8 * available;
