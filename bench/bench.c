@@ -20,6 +20,7 @@ enum {
     LEAST_REPEATS = 5,
     PATIENCE = 4,      /* a cell may take so many times its time to come to LEAST_REPEATS */
     PEER_SECONDS = 60, /* peers whose call would take longer are left out */
+    ONCE_SECONDS = 10, /* a call this long is not made a second time */
     CHECKED = 1 << 20  /* elements of the largest tensor that the oracle is asked for */
 };
 static const double quick_seconds = 0.05, seeds_seconds = 1.0; /* per cell */
@@ -101,7 +102,7 @@ static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype d
         }
 }
 
-/* Runs the column once and compares its result with the oracle's. The call's time counts if it is as long as a whole cell's. */
+/* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one. */
 static void check_column(struct run *run, problem *p, struct column *c, enum problem_mode mode, struct table *table,
                          int64_t x) {
     problem_poison(p, mode);
@@ -120,10 +121,8 @@ static void check_column(struct run *run, problem *p, struct column *c, enum pro
     if (!verdict.good)
         table_add_note(table, "%s at %s = %lld: %s", c->name, table->x_name, (long long)x, verdict.sentence);
     c->live = verdict.good;
-    if (seconds >= PATIENCE * run->seconds) {
-        c->done = true;
-        samples_add(&c->samples, seconds);
-    }
+    if (seconds >= ONCE_SECONDS && seconds >= PATIENCE * run->seconds)
+        c->done = samples_add(&c->samples, seconds);
 }
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */

@@ -17,7 +17,7 @@
 
 #include "provider.h"
 
-enum { LIMIT_SECONDS = 120, ALIGNMENT = 64 };
+enum { ALIGNMENT = 64, LIMIT_SECONDS = 60 };
 
 struct child {
     pid_t pid;
@@ -96,7 +96,7 @@ static void reap(struct child *c) {
 
 static bool receive_report(struct session *s, double *seconds) {
     struct child *c = s->child;
-    const double deadline = clock_seconds() + LIMIT_SECONDS;
+    const double limit = s->provider->limit > 0 ? s->provider->limit : LIMIT_SECONDS, deadline = clock_seconds() + limit;
     struct pollfd wait = {.fd = c->socket, .events = POLLIN};
     int ready;
     do {
@@ -105,7 +105,7 @@ static bool receive_report(struct session *s, double *seconds) {
     } while (ready < 0 && errno == EINTR);
     if (ready == 0) {
         reap(c);
-        return session_fail(s, "took longer than %d s", LIMIT_SECONDS);
+        return session_fail(s, "took longer than %.3g s", limit);
     }
 
     struct report report;

@@ -34,6 +34,7 @@ struct provider {
     bool exact;
     /* Runs in a child process, with a time limit, so that a crash or a hang takes only its own cell. */
     bool isolated;
+    double limit; /* isolated: seconds that opening or a call may take; 0: a minute */
 
     /* Whether it has a column in the tables of this kind. */
     bool (*serves)(const problem *p, enum problem_mode mode);
@@ -46,7 +47,7 @@ struct provider {
 
 extern const struct provider provider_rafter, provider_naive, provider_onednn;
 
-/* All providers of this build, NULL-terminated. */
+/* All providers of this build, NULL-terminated; rafter is the first. */
 extern const struct provider *const providers[];
 
 /* ---- sessions ---------------------------------------------------------------------------------------------------- */

@@ -5,15 +5,6 @@
 #include "core/tensor.h"
 #include "provider.h"
 
-const struct provider *const providers[] = {
-    &provider_rafter,
-    &provider_naive,
-#ifdef RAFTER_HAVE_ONEDNN
-    &provider_onednn,
-#endif
-    NULL,
-};
-
 bool session_open(struct session *s) {
     if (s->provider->isolated)
         return child_open(s);
