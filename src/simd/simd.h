@@ -92,6 +92,28 @@ V_INLINE vf v_select(vi mask, vf a, vf b) {
 #endif
 }
 
+/* A mask as bits, lane 0 the lowest, and back (bits past the lanes are ignored). */
+V_INLINE unsigned v_bits(vi mask) {
+#if V_LANES == 16
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif V_LANES == 8
+    return (unsigned)_mm256_movemask_ps((__m256)mask);
+#else
+    return (unsigned)((mask[0] & 1) | (mask[1] & 2) | (mask[2] & 4) | (mask[3] & 8));
+#endif
+}
+
+V_INLINE vi v_from_bits(unsigned bits) {
+#if V_LANES == 16
+    return (vi)_mm512_movm_epi32((__mmask16)bits);
+#else
+    vi lane;
+    for (int i = 0; i < V_LANES; i++)
+        lane[i] = 1 << i;
+    return ((lane & (int32_t)bits) != 0);
+#endif
+}
+
 /* The larger; b if either is NaN. */
 V_INLINE vf v_max(vf a, vf b) {
 #if V_LANES == 16
@@ -114,19 +136,42 @@ V_INLINE vf v_min(vf a, vf b) {
 #endif
 }
 
-/* Sum and maximum of the lanes, always in the same order (halves folded together). */
+/* 1 / a to one unit in the last place, for |a| in [2^-100, 2^100]. */
+V_INLINE vf v_reciprocal(vf a) {
+#if V_LANES == 16
+    const vf r = (vf)_mm512_rcp14_ps((__m512)a); /* 14 bits; a Newton step doubles them, at a third of a division's time */
+    return v_fma(r, v_fma(-a, r, v_set(1.0f)), r);
+#else
+    return v_set(1.0f) / a;
+#endif
+}
+
+/* Sum or maximum of the lanes, always in the same order: halves folded together. */
+V_INLINE float v_fold(vf a, bool max) {
+#if V_LANES == 4
+    const vf q = a;
+#else
+#if V_LANES == 16
+    const __m256 low = _mm512_castps512_ps256((__m512)a), high = _mm512_extractf32x8_ps((__m512)a, 1);
+    const __m256 h = max ? _mm256_max_ps(low, high) : _mm256_add_ps(low, high);
+#else
+    const __m256 h = (__m256)a;
+#endif
+    const __m128 q0 = _mm256_castps256_ps128(h), q1 = _mm256_extractf128_ps(h, 1);
+    const __m128 q = max ? _mm_max_ps(q0, q1) : _mm_add_ps(q0, q1);
+#endif
+    if (!max)
+        return (q[0] + q[2]) + (q[1] + q[3]);
+    const float even = q[0] > q[2] ? q[0] : q[2], odd = q[1] > q[3] ? q[1] : q[3];
+    return even > odd ? even : odd;
+}
+
 V_INLINE float v_sum(vf a) {
-    for (int half = V_LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            a[i] += a[i + half];
-    return a[0];
+    return v_fold(a, false);
 }
 
 V_INLINE float v_hmax(vf a) {
-    for (int half = V_LANES / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            a[i] = a[i] > a[i + half] ? a[i] : a[i + half];
-    return a[0];
+    return v_fold(a, true);
 }
 
 /* ---- loads and stores, any alignment ---------------------------------------------------------------------------- */
@@ -160,24 +205,40 @@ V_INLINE vf v_load(int dtype, const void *p) {
     }
     vh h;
     memcpy(&h, p, sizeof h);
-    if (dtype == RAFTER_BF16)
-        return (vf)(__builtin_convertvector(h, vu) << 16);
 #if V_LANES == 16
-    return (vf)_mm512_cvtph_ps((__m256i)h);
+    return dtype == RAFTER_BF16 ? (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16)
+                                : (vf)_mm512_cvtph_ps((__m256i)h);
 #elif V_LANES == 8
-    return (vf)_mm256_cvtph_ps((__m128i)h);
+    return dtype == RAFTER_BF16 ? (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)h), 16)
+                                : (vf)_mm256_cvtph_ps((__m128i)h);
 #else
-    return v_from_half_bits(__builtin_convertvector(h, vu));
+    const vu wide = __builtin_convertvector(h, vu);
+    return dtype == RAFTER_BF16 ? (vf)(wide << 16) : v_from_half_bits(wide);
+#endif
+}
+
+/* a rounded to bf16, to nearest even, in the high halves; NaN stays NaN, subnormals stay. The low halves hold anything. */
+V_INLINE vu v_round_bf16(vf a) {
+    const vu bits = (vu)a, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+#if V_LANES == 16
+    const __mmask16 number = _mm512_cmp_ps_mask((__m512)a, (__m512)a, _CMP_ORD_Q);
+    return (vu)_mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), number, (__m512i)rounded);
+#else
+    return (vu)v_select(a == a, (vf)rounded, (vf)((vu){0} + 0x7fc00000u));
 #endif
 }
 
 /* The 16-bit encoding of a, rounded to nearest even; NaN stays NaN, subnormals stay. */
 V_INLINE vh v_narrow(int dtype, vf a) {
     if (dtype == RAFTER_BF16) {
-        const vu bits = (vu)a;
-        const vu rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        const vu nan = bits >> 16 | 0x40u;
-        return __builtin_convertvector((vu)v_select((vi)(a != a), (vf)nan, (vf)rounded), vh);
+        const vu high = v_round_bf16(a) >> 16;
+#if V_LANES == 16
+        return (vh)_mm512_cvtepi32_epi16((__m512i)high);
+#elif V_LANES == 8
+        return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)high), _mm256_extracti128_si256((__m256i)high, 1));
+#else
+        return __builtin_convertvector(high, vh);
+#endif
     }
 #if V_LANES == 16
     return (vh)_mm512_cvtps_ph((__m512)a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -188,6 +249,26 @@ V_INLINE vh v_narrow(int dtype, vf a) {
 #endif
 }
 
+#if V_LANES > 4
+/* Two vectors' 16-bit encodings side by side, in one vector register: less work than one at a time. */
+V_INLINE vu v_narrow2(int dtype, vf a, vf b) {
+#if V_LANES == 16
+    if (dtype == RAFTER_BF16) {
+        const __m512i high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
+                                                     27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+        return (vu)_mm512_permutex2var_epi16((__m512i)v_round_bf16(a), high_halves, (__m512i)v_round_bf16(b));
+    }
+    return (vu)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)v_narrow(dtype, a)), (__m256i)v_narrow(dtype, b), 1);
+#else
+    if (dtype == RAFTER_BF16) {
+        const __m256i high_a = (__m256i)(v_round_bf16(a) >> 16), high_b = (__m256i)(v_round_bf16(b) >> 16);
+        return (vu)_mm256_permute4x64_epi64(_mm256_packus_epi32(high_a, high_b), 0xd8);
+    }
+    return (vu)_mm256_set_m128i((__m128i)v_narrow(dtype, b), (__m128i)v_narrow(dtype, a));
+#endif
+}
+#endif
+
 V_INLINE void v_store(int dtype, void *p, vf a) {
     if (dtype == RAFTER_F32) {
         memcpy(p, &a, sizeof a);
@@ -195,6 +276,19 @@ V_INLINE void v_store(int dtype, void *p, vf a) {
         const vh h = v_narrow(dtype, a);
         memcpy(p, &h, sizeof h);
     }
+}
+
+/* Two neighbouring vectors. */
+V_INLINE void v_store2(int dtype, void *p, vf a, vf b) {
+#if V_LANES > 4
+    if (dtype != RAFTER_F32) {
+        const vu both = v_narrow2(dtype, a, b);
+        memcpy(p, &both, sizeof both);
+        return;
+    }
+#endif
+    v_store(dtype, p, a);
+    v_store(dtype, (char *)p + V_LANES * v_bytes(dtype), b);
 }
 
 /* The first n (at most V_LANES) elements; the other lanes hold `fill`. Reads nothing beyond them. */
@@ -249,20 +343,17 @@ V_INLINE void v_stream2(int dtype, void *p, vf a, vf b) {
         _mm512_stream_ps(p, (__m512)a);
         _mm512_stream_ps((float *)p + V_LANES, (__m512)b);
     } else {
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)v_narrow(dtype, a)),
-                                                (__m256i)v_narrow(dtype, b), 1);
-        _mm512_stream_si512(p, both);
+        _mm512_stream_si512(p, (__m512i)v_narrow2(dtype, a, b));
     }
 #elif V_LANES == 8
     if (dtype == RAFTER_F32) {
         _mm256_stream_ps(p, (__m256)a);
         _mm256_stream_ps((float *)p + V_LANES, (__m256)b);
     } else {
-        _mm256_stream_si256(p, _mm256_set_m128i((__m128i)v_narrow(dtype, b), (__m128i)v_narrow(dtype, a)));
+        _mm256_stream_si256(p, (__m256i)v_narrow2(dtype, a, b));
     }
 #else
-    v_store(dtype, p, a);
-    v_store(dtype, (char *)p + V_LANES * v_bytes(dtype), b);
+    v_store2(dtype, p, a, b);
 #endif
 }
 
@@ -308,8 +399,7 @@ V_INLINE void v_map(int dtype, int inputs, const void *const x[], void *y, int64
     while (n >= 2 * V_LANES) {
         for (int k = 0; k < inputs; k++)
             b[k] = v_load(dtype, in[k] + V_LANES * bytes);
-        V_STEP(2 * V_LANES, v_load(dtype, in[k]), v_store(dtype, out, f(a, env));
-               v_store(dtype, out + V_LANES * bytes, f(b, env)));
+        V_STEP(2 * V_LANES, v_load(dtype, in[k]), v_store2(dtype, out, f(a, env), f(b, env)));
     }
     while (n > 0) {
         const int64_t part = n < V_LANES ? n : V_LANES;
