@@ -302,6 +302,8 @@ V_INLINE vf v_load_part(int dtype, const void *p, int64_t n, float fill) {
                                           : _mm512_cvtph_ps(h);
     return (vf)_mm512_mask_blend_ps(mask, _mm512_set1_ps(fill), a);
 #else
+    if (n > V_LANES)
+        __builtin_unreachable(); /* or the compiler warns of an overflow below */
     char buffer[V_LANES * 4] = {0};
     memcpy(buffer, p, (size_t)(n * v_bytes(dtype)));
     vf a = v_load(dtype, buffer);
