@@ -66,8 +66,8 @@ static int list_columns(struct run *run, const problem *p, enum problem_mode mod
         const bool ours = providers[i] == &provider_rafter;
         for (int a = 0; a == 0 || (ours && p->op->algorithms[a]); a++) {
             const char *name = ours ? p->op->algorithms[a] : providers[i]->name;
-            struct session s = {.provider = providers[i], .problem = *p, .mode = mode, .context = run->context,
-                                .pace = &run->pace};
+            struct session s = {
+                .provider = providers[i], .problem = *p, .mode = mode, .context = run->context, .pace = &run->pace};
             s.problem.algorithm = a;
             if (wanted(run, name) && providers[i]->serves(&s.problem, mode) && count < REPORT_COLUMNS)
                 columns[count++] = (struct column){.name = name, .session = s};
@@ -91,8 +91,8 @@ static double expected_size(const problem_tensor *t) {
     return count > 0 ? sum / count : 0;
 }
 
-/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it, of the value itself and of the
- * tensor's mean value. Something that computes another function is off by far more. */
+/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it, of the value itself and of
+ * the tensor's mean value. Something that computes another function is off by far more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
     const double tolerance = dtype == RAFTER_BF16 ? 16 * 0x1p-8 : dtype == RAFTER_F16 ? 16 * 0x1p-11 : 1e-4;
     for (int i = 0; i < p->tensors; i++)
@@ -102,7 +102,8 @@ static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype d
         }
 }
 
-/* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one. */
+/* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one.
+ */
 static void check_column(struct run *run, problem *p, struct column *c, enum problem_mode mode, struct table *table,
                          int64_t x) {
     problem_poison(p, mode);
@@ -143,7 +144,8 @@ static void time_columns(struct run *run, struct column columns[], int count, st
                 continue;
             }
             c->used += clock_seconds() - start;
-            c->done = (c->samples.count >= LEAST_REPEATS && c->used >= run->seconds) || c->used >= PATIENCE * run->seconds;
+            c->done =
+                (c->samples.count >= LEAST_REPEATS && c->used >= run->seconds) || c->used >= PATIENCE * run->seconds;
             again |= !c->done;
         }
     }
@@ -181,8 +183,8 @@ struct history {
 
 static struct table *find_table(struct run *run, const problem *p, enum problem_mode mode, const char *x_name) {
     char title[sizeof((struct table *)0)->title];
-    snprintf(title, sizeof title, "%s-%s-%s-%s", p->op->prefix, metric_names[run->options.metric], problem_mode_names[mode],
-             p->title);
+    snprintf(title, sizeof title, "%s-%s-%s-%s", p->op->prefix, metric_names[run->options.metric],
+             problem_mode_names[mode], p->title);
     for (int i = 0; i < run->report.tables; i++)
         if (strcmp(run->report.table[i].title, title) == 0)
             return &run->report.table[i];
@@ -195,8 +197,8 @@ static struct table *find_table(struct run *run, const problem *p, enum problem_
 }
 
 /* One mode of one row, whose tensors are allocated. */
-static void bench_mode(struct run *run, problem *p, const struct bench_row *row, enum problem_mode mode, struct table *table,
-                       struct history *history) {
+static void bench_mode(struct run *run, problem *p, const struct bench_row *row, enum problem_mode mode,
+                       struct table *table, struct history *history) {
     struct column columns[REPORT_COLUMNS];
     const int count = list_columns(run, p, mode, columns);
     if (mode == PROBLEM_BACKWARD) /* leave the outputs that backward reads */
@@ -282,7 +284,8 @@ static void bench_op(struct run *run, const struct op_cases *op) {
         const int before = run->report.tables;
         struct history history[PROBLEM_MODES] = {0};
         for (; *x && !interrupted; x++) {
-            const struct bench_row row = {.table = t, .x = *x, .dtype = run->options.dtype, .quick = !run->options.seeds};
+            const struct bench_row row = {
+                .table = t, .x = *x, .dtype = run->options.dtype, .quick = !run->options.seeds};
             bench_row(run, op, &row, history);
         }
         progress_clear();
@@ -314,8 +317,8 @@ static bool open_run(struct run *run) {
         if (!roofline_create(&run->roofline, run->context))
             return !fail("cannot measure the rates of memory", "no memory");
         progress_clear();
-        printf("roofline: copy %.1f GB/s, read %.1f GB/s, %d threads\n\n", run->roofline.copy / 1e9, run->roofline.read / 1e9,
-               threads);
+        printf("roofline: copy %.1f GB/s, read %.1f GB/s, %d threads\n\n", run->roofline.copy / 1e9,
+               run->roofline.read / 1e9, threads);
     }
     return true;
 }

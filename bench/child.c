@@ -1,7 +1,7 @@
 /*
- * A provider in a child process. The child is forked for one session, so it sees the row's inputs without a copy; what it
- * writes goes to memory that both share, and to the problem's tensors when it is collected. Orders (one byte: time a call)
- * and reports travel over a socket pair.
+ * A provider in a child process. The child is forked for one session, so it sees the row's inputs without a copy; what
+ * it writes goes to memory that both share, and to the problem's tensors when it is collected. Orders (one byte: time a
+ * call) and reports travel over a socket pair.
  */
 #include <errno.h>
 #include <poll.h>
@@ -57,8 +57,8 @@ static void *serve(void *arg) {
     return NULL;
 }
 
-/* Runs the session to its end. OpenMP's threads belong to the thread that started them, and none survives a fork, so the
- * work is done in a new thread, which starts its own. */
+/* Runs the session to its end. OpenMP's threads belong to the thread that started them, and none survives a fork, so
+ * the work is done in a new thread, which starts its own. */
 static _Noreturn void child_main(struct session *s) {
     signal(SIGINT, SIG_IGN);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -76,8 +76,8 @@ static _Noreturn void child_main(struct session *s) {
     _exit(0);
 }
 
-/* What the call writes is not for the child: left as it is, a fork would make the parent copy every page of it at its next
- * write, in the middle of somebody's measurement. */
+/* What the call writes is not for the child: left as it is, a fork would make the parent copy every page of it at its
+ * next write, in the middle of somebody's measurement. */
 static void advise_outputs(const struct session *s, int advice) {
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
@@ -96,7 +96,8 @@ static void reap(struct child *c) {
 
 static bool receive_report(struct session *s, double *seconds) {
     struct child *c = s->child;
-    const double limit = s->provider->limit > 0 ? s->provider->limit : LIMIT_SECONDS, deadline = clock_seconds() + limit;
+    const double limit = s->provider->limit > 0 ? s->provider->limit : LIMIT_SECONDS,
+                 deadline = clock_seconds() + limit;
     struct pollfd wait = {.fd = c->socket, .events = POLLIN};
     int ready;
     do {

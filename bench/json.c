@@ -68,7 +68,8 @@ void json_write(const struct report *r, FILE *to, int threads, int argc, char **
     const struct {
         const char *name;
         double rate;
-    } rates[] = {{"read_bytes_per_second", r->read}, {"copy_bytes_per_second", r->copy}, {"matrix_flops_per_second", r->matrix}};
+    } rates[] = {
+        {"read_bytes_per_second", r->read}, {"copy_bytes_per_second", r->copy}, {"matrix_flops_per_second", r->matrix}};
     for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
         if (rates[i].rate > 0)
             fprintf(to, ",\n  \"%s\": %.6g", rates[i].name, rates[i].rate);

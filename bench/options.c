@@ -161,12 +161,12 @@ static const struct {
     bool takes_value, for_check;
     bool (*read)(struct options *o, const char *value);
 } table[] = {
-    {"--preset", true, false, read_preset},   {"--metric", true, false, read_metric},
-    {"--mode", true, false, read_mode},       {"--x", true, false, read_x},
-    {"--dtype", true, false, read_dtype},     {"--threads", true, true, read_threads},
-    {"--json", true, false, read_json},       {"--csv", true, false, read_csv},
+    {"--preset", true, false, read_preset},    {"--metric", true, false, read_metric},
+    {"--mode", true, false, read_mode},        {"--x", true, false, read_x},
+    {"--dtype", true, false, read_dtype},      {"--threads", true, true, read_threads},
+    {"--json", true, false, read_json},        {"--csv", true, false, read_csv},
     {"--percent", false, false, read_percent}, {"--providers", true, false, read_providers},
-    {"--seconds", true, false, read_seconds}, {"--warm", false, false, read_warm},
+    {"--seconds", true, false, read_seconds},  {"--warm", false, false, read_warm},
 };
 enum { TABLE = sizeof table / sizeof *table };
 

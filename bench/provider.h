@@ -2,8 +2,9 @@
  * A provider runs problems: Rafter with an algorithm, a plain C version, another library. One column of a table is one
  * provider (for Rafter: one algorithm of it); one cell is one session, from open to close.
  *
- * Every provider of a row works on the same tensors. What it is to compute it reads from the problem: the op, the mode, the
- * tensors by name, and the options from the title ("...-act_softmax-dim_-2-bf16"), which says all that a table fixes.
+ * Every provider of a row works on the same tensors. What it is to compute it reads from the problem: the op, the mode,
+ * the tensors by name, and the options from the title ("...-act_softmax-dim_-2-bf16"), which says all that a table
+ * fixes.
  */
 #ifndef RAFTER_BENCH_PROVIDER_H
 #define RAFTER_BENCH_PROVIDER_H
@@ -20,17 +21,17 @@ struct session {
     enum problem_mode mode;
     rafter_context *context;
     const struct pace *pace;
-    size_t scratch;     /* after a call: the most bytes it held beyond the problem's tensors */
-    char reason[256];   /* why something failed */
-    void *state;        /* the provider's own */
+    size_t scratch;      /* after a call: the most bytes it held beyond the problem's tensors */
+    char reason[256];    /* why something failed */
+    void *state;         /* the provider's own */
     struct child *child; /* where an isolated provider runs */
 };
 
 struct provider {
     const char *name;
 
-    /* Held to the op's own error bounds. Others round intermediate results in the tensors' dtype, as frameworks do, and get
-     * the tolerance of peer_tolerance(). */
+    /* Held to the op's own error bounds. Others round intermediate results in the tensors' dtype, as frameworks do, and
+     * get the tolerance of peer_tolerance(). */
     bool exact;
     /* Runs in a child process, with a time limit, so that a crash or a hang takes only its own cell. */
     bool isolated;

@@ -1,7 +1,7 @@
 /*
- * oneDNN, where it has the op: eltwise, softmax, and for linear_cross_entropy its matmul and softmax with the labels' few
- * elements done here. A session is a list of steps. It runs in a child process whose end frees everything, so nothing is
- * destroyed by hand.
+ * oneDNN, where it has the op: eltwise, softmax, and for linear_cross_entropy its matmul and softmax with the labels'
+ * few elements done here. A session is a list of steps. It runs in a child process whose end frees everything, so
+ * nothing is destroyed by hand.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -53,7 +53,7 @@ static dnnl_data_type_t data_type(rafter_dtype dtype) {
 
 static onednn_layout layout_of(struct session *s, const problem_tensor *t) {
     onednn_layout layout;
-    dnnl_dims_t shape, stride;
+    dnnl_dims_t shape = {0}, stride = {0};
     for (int d = 0; d < t->ndim; d++) {
         shape[d] = t->shape[d];
         stride[d] = t->stride[d];
@@ -109,7 +109,8 @@ static const struct {
     const char *field;
     dnnl_alg_kind_t kind;
     float alpha;
-} eltwise[] = {{"act_relu", dnnl_eltwise_relu, 0}, {"act_sigmoid", dnnl_eltwise_logistic, 0}, {"act_silu", dnnl_eltwise_swish, 1}};
+} eltwise[] = {
+    {"act_relu", dnnl_eltwise_relu, 0}, {"act_sigmoid", dnnl_eltwise_logistic, 0}, {"act_silu", dnnl_eltwise_swish, 1}};
 enum { ELTWISE = sizeof eltwise / sizeof *eltwise };
 
 static int find_eltwise(const problem *p) {
@@ -157,7 +158,8 @@ static void plan_softmax(struct session *s) {
         const dnnl_exec_arg_t arg[ARGS] = {{DNNL_ARG_DST, memory_of(s, "y")},
                                            {DNNL_ARG_DIFF_DST, memory_of(s, "dy")},
                                            {DNNL_ARG_DIFF_SRC, memory_of(s, "dx")}};
-        add_primitive(s, onednn_softmax_backward(&backward, o->engine, layout, axis, forward), backward, "softmax", arg);
+        add_primitive(s, onednn_softmax_backward(&backward, o->engine, layout, axis, forward), backward, "softmax",
+                      arg);
     }
 }
 
@@ -211,8 +213,8 @@ static void finish_loss(struct session *s) {
     *(float *)problem_find(&s->problem, "loss")->tensor.data = (float)(loss / (double)o->rows);
 }
 
-static void plan_matmul(struct session *s, onednn_layout a, void *a_data, onednn_layout b, void *b_data, onednn_layout c,
-                        void *c_data, float factor) {
+static void plan_matmul(struct session *s, onednn_layout a, void *a_data, onednn_layout b, void *b_data,
+                        onednn_layout c, void *c_data, float factor) {
     struct onednn *o = s->state;
     dnnl_primitive_attr_t attributes = NULL;
     dnnl_post_ops_t ops = NULL;
@@ -246,8 +248,8 @@ static void plan_linear_cross_entropy(struct session *s) {
     o->scratch += bytes + (size_t)n * sizeof(float);
 
     const onednn_layout logits = matrix(s, x->dtype, n, v, v, 1);
-    plan_matmul(s, matrix(s, x->dtype, n, d, d, 1), x->tensor.data, matrix(s, w->dtype, d, v, 1, d), w->tensor.data, logits,
-                o->logits, 1);
+    plan_matmul(s, matrix(s, x->dtype, n, d, d, 1), x->tensor.data, matrix(s, w->dtype, d, v, 1, d), w->tensor.data,
+                logits, o->logits, 1);
     add_function(s, keep_label_logits);
     dnnl_primitive_desc_t softmax = NULL;
     const dnnl_status_t status = onednn_softmax(&softmax, o->engine, logits, 1);
@@ -261,8 +263,8 @@ static void plan_linear_cross_entropy(struct session *s) {
                          *dloss = problem_find(&s->problem, "dloss");
     const float factor = (dloss ? *(const float *)dloss->tensor.data : 1) / (float)n;
     if (dx)
-        plan_matmul(s, logits, o->logits, matrix(s, w->dtype, v, d, d, 1), w->tensor.data, matrix(s, dx->dtype, n, d, d, 1),
-                    dx->tensor.data, factor);
+        plan_matmul(s, logits, o->logits, matrix(s, w->dtype, v, d, d, 1), w->tensor.data,
+                    matrix(s, dx->dtype, n, d, d, 1), dx->tensor.data, factor);
     if (dw)
         plan_matmul(s, matrix(s, x->dtype, v, n, 1, v), o->logits, matrix(s, x->dtype, n, d, d, 1), x->tensor.data,
                     matrix(s, dw->dtype, v, d, d, 1), dw->tensor.data, factor);

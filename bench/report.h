@@ -15,8 +15,8 @@ extern const char *const metric_names[]; /* "speed", "memory" */
 extern const char *const metric_units[]; /* "ms", "MiB" */
 
 enum cell_state {
-    CELL_EMPTY,    /* not run: printed as a dash */
-    CELL_WRONG,    /* ran, and its result is not the oracle's */
+    CELL_EMPTY, /* not run: printed as a dash */
+    CELL_WRONG, /* ran, and its result is not the oracle's */
     CELL_MEASURED
 };
 
@@ -51,7 +51,8 @@ struct report {
     double read, copy, matrix; /* rates of the roofline, bytes and flops per second; 0: not measured */
 };
 
-/* Each of these exits with a sentence when there is no memory. Pointers stay valid until the next call on the same owner. */
+/* Each of these exits with a sentence when there is no memory. Pointers stay valid until the next call on the same
+ * owner. */
 struct table *report_add_table(struct report *r);
 struct row *table_add_row(struct table *t);
 void table_add_note(struct table *t, const char *format, ...) __attribute__((format(printf, 2, 3)));

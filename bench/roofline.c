@@ -66,7 +66,8 @@ bool roofline_create(struct roofline *r, rafter_context *context) {
     return true;
 }
 
-/* What is written goes at the rate of a copy, together with as many bytes that are read; the rest at that of reading. */
+/* What is written goes at the rate of a copy, together with as many bytes that are read; the rest at that of reading.
+ */
 static double memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
     double written = 0;
     for (int i = 0; i < p->tensors; i++)
@@ -78,7 +79,8 @@ static double memory_seconds(const struct roofline *r, const problem *p, enum pr
 
 /* ---- L1 ---------------------------------------------------------------------------------------------------------- */
 
-/* Bytes per second, as cost() counts them, of one thread whose data never leaves L1; infinite if the op cannot be run like that. */
+/* Bytes per second, as cost() counts them, of one thread whose data never leaves L1; infinite if the op cannot be run
+ * like that. */
 static double measure_resident(const struct op_cases *op, const struct bench_row *row, enum problem_mode mode) {
     enum { LEAST_REPEATS = 5 };
     const double budget = 0.03;

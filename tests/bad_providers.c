@@ -58,6 +58,8 @@ static const struct provider hanging = {
 static const struct provider dying = {.name = "dying", .isolated = true, .serves = serves, .time = die_later};
 static const struct provider refusing = {.name = "refusing", .serves = serves, .open = refuse, .time = crash};
 /* The library in a child process: as right as in this one. */
-static const struct provider apart = {.name = "apart", .exact = true, .isolated = true, .serves = serves, .time = run_rafter};
+static const struct provider apart = {
+    .name = "apart", .exact = true, .isolated = true, .serves = serves, .time = run_rafter};
 
-const struct provider *const providers[] = {&provider_rafter, &spoiled, &crashing, &dying, &refusing, &apart, &hanging, NULL};
+const struct provider *const providers[] = {&provider_rafter, &spoiled, &crashing, &dying,
+                                            &refusing,        &apart,   &hanging,  NULL};

@@ -24,8 +24,8 @@ static void backward(struct naive *n) {
     if (f)
         naive_pointwise(n, dx->numel, to, upstream, naive_array(n, f->kept), f->backward);
     else if (title_has(n->problem, "act_softmax"))
-        naive_softmax_backward(n, naive_softmax_shape(dx->ndim, dx->shape, title_has(n->problem, "dim_-1") ? -1 : -2), to,
-                               upstream, naive_array(n, "y"));
+        naive_softmax_backward(n, naive_softmax_shape(dx->ndim, dx->shape, title_has(n->problem, "dim_-1") ? -1 : -2),
+                               to, upstream, naive_array(n, "y"));
     else if (to.data != upstream.data)
         memcpy(to.data, upstream.data, (size_t)dx->numel * naive_bytes(dx->dtype));
 }

@@ -2,8 +2,6 @@
 #ifndef RAFTER_NAIVE_ACT_H
 #define RAFTER_NAIVE_ACT_H
 
-#include <math.h>
-
 #include "naive/naive.h"
 
 /* ---- pointwise --------------------------------------------------------------------------------------------------- */
@@ -79,31 +77,19 @@ static inline struct naive_softmax_shape naive_softmax_shape(int ndim, const int
 enum { NAIVE_COLUMNS = 128 };
 
 /* Three walks: the maximum; exponentials, stored, and their sum; the division. */
-static inline void naive_softmax_row(rafter_dtype dtype, void *y, const void *x, int64_t from, int64_t length) {
-    float v[NAIVE_BLOCK], largest = -INFINITY, sum = 0;
+static inline void naive_softmax_row(struct naive_array y, struct naive_array x, int64_t from, int64_t length) {
+    const float largest = naive_row_max(x, from, length);
+    float v[NAIVE_BLOCK], sum = 0;
     for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
-        const int64_t size = length - i < NAIVE_BLOCK ? length - i : NAIVE_BLOCK;
-        naive_load(v, dtype, x, from + i, size);
-#pragma omp simd reduction(max : largest)
-        for (int64_t k = 0; k < size; k++)
-            largest = v[k] > largest ? v[k] : largest;
-    }
-    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
-        const int64_t size = length - i < NAIVE_BLOCK ? length - i : NAIVE_BLOCK;
-        naive_load(v, dtype, x, from + i, size);
+        const int64_t size = NAIVE_LESS(length - i, NAIVE_BLOCK);
+        naive_load(v, x.dtype, x.data, from + i, size);
         for (int64_t k = 0; k < size; k++) {
             v[k] = expf(v[k] - largest);
             sum += v[k];
         }
-        naive_store(dtype, y, from + i, v, size);
+        naive_store(y.dtype, y.data, from + i, v, size);
     }
-    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
-        const int64_t size = length - i < NAIVE_BLOCK ? length - i : NAIVE_BLOCK;
-        naive_load(v, dtype, y, from + i, size);
-        for (int64_t k = 0; k < size; k++)
-            v[k] /= sum;
-        naive_store(dtype, y, from + i, v, size);
-    }
+    naive_row_linear(y, y, from, length, 1 / sum, 0);
 }
 
 /* The same walks over `columns` neighbouring columns, `inner` apart from one step to the next. */
@@ -141,7 +127,7 @@ static inline void naive_softmax(const struct naive *n, struct naive_softmax_sha
         const int64_t outer = task / groups, column = task % groups * NAIVE_COLUMNS;
         const int64_t from = outer * s.length * s.inner + column, left = s.inner - column;
         if (s.inner == 1)
-            naive_softmax_row(x.dtype, y.data, x.data, from, s.length);
+            naive_softmax_row(y, x, from, s.length);
         else
             naive_softmax_columns(x.dtype, y.data, x.data, from, s.length, s.inner,
                                   left < NAIVE_COLUMNS ? left : NAIVE_COLUMNS);

@@ -36,4 +36,5 @@ static void backward(struct naive *n) {
     naive_loss_backward(n, classes_of(n), naive_array(n, "dlogits"), like_logits(n, DLOGP), like_logits(n, LOGP));
 }
 
-const struct naive_op NAIVE_OP(cross_entropy) = {.serves = serves, .save = save, .forward = forward, .backward = backward};
+const struct naive_op NAIVE_OP(cross_entropy) = {
+    .serves = serves, .save = save, .forward = forward, .backward = backward};

@@ -8,7 +8,8 @@ struct matrix {
     int64_t row, column; /* strides */
 };
 
-/* c[m, n] = a[m, k] b[k, n], accumulated in fp32, rounded once. Blocks of b are made fp32 so that the inner loop is plain. */
+/* c[m, n] = a[m, k] b[k, n], accumulated in fp32, rounded once. Blocks of b are made fp32 so that the inner loop is
+ * plain. */
 static void multiply(const struct naive *naive, int64_t m, int64_t n, int64_t k, struct matrix c, struct matrix a,
                      struct matrix b) {
     enum { M = 32, N = 128, K = 128 };
@@ -70,7 +71,8 @@ static bool serves(const problem *p, enum problem_mode mode) {
 static void log_softmax(struct naive *n, float *lse) {
     const struct sizes s = sizes_of(n);
     multiply(n, s.rows, s.classes, s.features, (struct matrix){like_logits(n, LOGITS), s.classes, 1},
-             (struct matrix){naive_array(n, "x"), s.features, 1}, (struct matrix){naive_array(n, "weight"), 1, s.features});
+             (struct matrix){naive_array(n, "x"), s.features, 1},
+             (struct matrix){naive_array(n, "weight"), 1, s.features});
     naive_log_softmax(n, s.rows, s.classes, like_logits(n, LOGP), like_logits(n, LOGITS), lse);
 }
 
@@ -92,7 +94,8 @@ static void backward(struct naive *n) {
                  (struct matrix){naive_array(n, "weight"), s.features, 1});
     if (problem_find(n->problem, "dweight"))
         multiply(n, s.classes, s.features, s.rows, (struct matrix){naive_array(n, "dweight"), s.features, 1},
-                 (struct matrix){like_logits(n, DLOGITS), 1, s.classes}, (struct matrix){naive_array(n, "x"), s.features, 1});
+                 (struct matrix){like_logits(n, DLOGITS), 1, s.classes},
+                 (struct matrix){naive_array(n, "x"), s.features, 1});
 }
 
 const struct naive_op NAIVE_OP(linear_cross_entropy) = {

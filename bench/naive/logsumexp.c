@@ -1,9 +1,7 @@
-#include <math.h>
-
 #include "naive/naive.h"
 
-/* torch.logsumexp is m + log(sum(exp(x - m))) with m = amax(x): four operations over memory, one temporary of x's size. Its
- * backward is exp(x - lse) * dlse: three. */
+/* torch.logsumexp is m + log(sum(exp(x - m))) with m = amax(x): four operations over memory, one temporary of x's size.
+ * Its backward is exp(x - lse) * dlse: three. */
 enum { DIFFERENCE, LARGEST };
 
 static bool serves(const problem *p, enum problem_mode mode) {
@@ -27,17 +25,11 @@ static struct naive_array difference(struct naive *n) {
 }
 
 /* to = x - s, with one s a row. */
-static void subtract(const struct naive *n, struct sizes s, struct naive_array to, struct naive_array x, const float *shift) {
+static void subtract(const struct naive *n, struct sizes s, struct naive_array to, struct naive_array x,
+                     const float *shift) {
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t row = 0; row < s.rows; row++)
-        for (int64_t i = 0; i < s.length; i += NAIVE_BLOCK) {
-            const int64_t size = s.length - i < NAIVE_BLOCK ? s.length - i : NAIVE_BLOCK;
-            float v[NAIVE_BLOCK];
-            naive_load(v, x.dtype, x.data, row * s.length + i, size);
-            for (int64_t k = 0; k < size; k++)
-                v[k] -= shift[row];
-            naive_store(to.dtype, to.data, row * s.length + i, v, size);
-        }
+        naive_row_linear(to, x, row * s.length, s.length, 1, shift[row]);
 }
 
 static void exponential(float *y, const float *x, const float *unused, int64_t n) {
@@ -51,50 +43,26 @@ static void forward(struct naive *n) {
     const struct naive_array x = naive_array(n, "x"), t = difference(n);
     float *largest = naive_slot(n, LARGEST, (size_t)s.rows * 4), *lse = naive_data(n, "lse");
 #pragma omp parallel for num_threads(n->threads) schedule(static)
-    for (int64_t row = 0; row < s.rows; row++) {
-        float v[NAIVE_BLOCK], most = -INFINITY;
-        for (int64_t i = 0; i < s.length; i += NAIVE_BLOCK) {
-            const int64_t size = s.length - i < NAIVE_BLOCK ? s.length - i : NAIVE_BLOCK;
-            naive_load(v, x.dtype, x.data, row * s.length + i, size);
-#pragma omp simd reduction(max : most)
-            for (int64_t k = 0; k < size; k++)
-                most = v[k] > most ? v[k] : most;
-        }
-        largest[row] = most;
-    }
+    for (int64_t row = 0; row < s.rows; row++)
+        largest[row] = naive_row_max(x, row * s.length, s.length);
     subtract(n, s, t, x, largest);
     naive_pointwise(n, s.rows * s.length, t, t, (struct naive_array){0}, exponential);
 #pragma omp parallel for num_threads(n->threads) schedule(static)
-    for (int64_t row = 0; row < s.rows; row++) {
-        float v[NAIVE_BLOCK], sum = 0;
-        for (int64_t i = 0; i < s.length; i += NAIVE_BLOCK) {
-            const int64_t size = s.length - i < NAIVE_BLOCK ? s.length - i : NAIVE_BLOCK;
-            naive_load(v, t.dtype, t.data, row * s.length + i, size);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t k = 0; k < size; k++)
-                sum += v[k];
-        }
-        lse[row] = largest[row] + logf(sum);
-    }
+    for (int64_t row = 0; row < s.rows; row++)
+        lse[row] = largest[row] + logf(naive_row_sum(t, row * s.length, s.length));
 }
 
 static void backward(struct naive *n) {
     const struct sizes s = sizes_of(n);
-    const struct naive_array x = naive_array(n, "x"), dx = naive_array(n, "dx"), dlse = naive_array(n, "dlse"),
-                             t = difference(n);
+    const struct naive_array x = naive_array(n, "x"), dx = naive_array(n, "dx"), dlse = naive_array(n, "dlse");
+    const struct naive_array t = difference(n);
     subtract(n, s, t, x, naive_data(n, "lse"));
     naive_pointwise(n, s.rows * s.length, t, t, (struct naive_array){0}, exponential);
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t row = 0; row < s.rows; row++) {
-        float v[NAIVE_BLOCK], upstream;
+        float upstream;
         naive_load(&upstream, dlse.dtype, dlse.data, row, 1);
-        for (int64_t i = 0; i < s.length; i += NAIVE_BLOCK) {
-            const int64_t size = s.length - i < NAIVE_BLOCK ? s.length - i : NAIVE_BLOCK;
-            naive_load(v, t.dtype, t.data, row * s.length + i, size);
-            for (int64_t k = 0; k < size; k++)
-                v[k] *= upstream;
-            naive_store(dx.dtype, dx.data, row * s.length + i, v, size);
-        }
+        naive_row_linear(dx, t, row * s.length, s.length, upstream, 0);
     }
 }
 

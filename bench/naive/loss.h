@@ -2,8 +2,6 @@
 #ifndef RAFTER_NAIVE_LOSS_H
 #define RAFTER_NAIVE_LOSS_H
 
-#include <math.h>
-
 #include "naive/naive.h"
 
 /* What the plain version knows: the mean of unsmoothed losses, and no outputs but these. */
@@ -29,28 +27,12 @@ static inline void naive_log_softmax(const struct naive *n, int64_t rows, int64_
                                      struct naive_array z, float *lse) {
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        float v[NAIVE_BLOCK], largest = -INFINITY, sum = 0;
-        for (int pass = 0; pass < 3; pass++) {
-            const float shift = pass == 2 ? largest + logf(sum) : largest;
-            for (int64_t i = 0; i < classes; i += NAIVE_BLOCK) {
-                const int64_t size = classes - i < NAIVE_BLOCK ? classes - i : NAIVE_BLOCK;
-                naive_load(v, z.dtype, z.data, row * classes + i, size);
-                if (pass == 0) {
-#pragma omp simd reduction(max : largest)
-                    for (int64_t k = 0; k < size; k++)
-                        largest = v[k] > largest ? v[k] : largest;
-                } else if (pass == 1) {
-                    for (int64_t k = 0; k < size; k++)
-                        sum += expf(v[k] - shift);
-                } else {
-                    for (int64_t k = 0; k < size; k++)
-                        v[k] -= shift;
-                    naive_store(logp.dtype, logp.data, row * classes + i, v, size);
-                }
-            }
-        }
+        const int64_t from = row * classes;
+        const float largest = naive_row_max(z, from, classes);
+        const float total = largest + logf(naive_row_sum_exp(z, from, classes, largest));
+        naive_row_linear(logp, z, from, classes, 1, total);
         if (lse)
-            lse[row] = largest + logf(sum);
+            lse[row] = total;
     }
 }
 
@@ -81,8 +63,8 @@ static inline void naive_nll(const struct naive *n, int64_t classes, struct naiv
 }
 
 /* dz from logp: the gradient of nll (zeros and one entry a row) is written out, then that of log_softmax reads it. */
-static inline void naive_loss_backward(const struct naive *n, int64_t classes, struct naive_array dz, struct naive_array dlogp,
-                                       struct naive_array logp) {
+static inline void naive_loss_backward(const struct naive *n, int64_t classes, struct naive_array dz,
+                                       struct naive_array dlogp, struct naive_array logp) {
     const problem_tensor *target = problem_find(n->problem, "target"), *dloss = problem_find(n->problem, "dloss");
     const int64_t rows = target->numel;
     const float each = -(dloss ? *(const float *)dloss->tensor.data : 1) / (float)naive_counted(target);
@@ -96,21 +78,16 @@ static inline void naive_loss_backward(const struct naive *n, int64_t classes, s
     }
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
-        float g[NAIVE_BLOCK], v[NAIVE_BLOCK], sum = 0;
-        for (int pass = 0; pass < 2; pass++)
-            for (int64_t i = 0; i < classes; i += NAIVE_BLOCK) {
-                const int64_t size = classes - i < NAIVE_BLOCK ? classes - i : NAIVE_BLOCK;
-                naive_load(g, dlogp.dtype, dlogp.data, row * classes + i, size);
-                if (pass == 0) {
-                    for (int64_t k = 0; k < size; k++)
-                        sum += g[k];
-                    continue;
-                }
-                naive_load(v, logp.dtype, logp.data, row * classes + i, size);
-                for (int64_t k = 0; k < size; k++)
-                    g[k] -= expf(v[k]) * sum;
-                naive_store(dz.dtype, dz.data, row * classes + i, g, size);
-            }
+        const float sum = naive_row_sum(dlogp, row * classes, classes);
+        float g[NAIVE_BLOCK], v[NAIVE_BLOCK];
+        for (int64_t i = 0; i < classes; i += NAIVE_BLOCK) {
+            const int64_t size = NAIVE_LESS(classes - i, NAIVE_BLOCK);
+            naive_load(g, dlogp.dtype, dlogp.data, row * classes + i, size);
+            naive_load(v, logp.dtype, logp.data, row * classes + i, size);
+            for (int64_t k = 0; k < size; k++)
+                g[k] -= expf(v[k]) * sum;
+            naive_store(dz.dtype, dz.data, row * classes + i, g, size);
+        }
     }
 }
 

@@ -69,14 +69,14 @@ static void angles(struct naive *n, struct naive_array c, struct naive_array s) 
 }
 
 /* out = a * b, a with lines of `stride` elements of which the first `features` count, b repeated over the batch. */
-static void multiply(const struct naive *n, struct naive_array out, struct naive_array a, int64_t a_from, int64_t stride,
-                     struct naive_array b) {
+static void multiply(const struct naive *n, struct naive_array out, struct naive_array a, int64_t a_from,
+                     int64_t stride, struct naive_array b) {
     const struct sizes z = sizes_of(n);
     const int64_t lines = z.batch * z.length * z.heads, period = z.length * z.heads;
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t line = 0; line < lines; line++)
         for (int64_t d = 0; d < z.features; d += NAIVE_BLOCK) {
-            const int64_t size = z.features - d < NAIVE_BLOCK ? z.features - d : NAIVE_BLOCK;
+            const int64_t size = NAIVE_LESS(z.features - d, NAIVE_BLOCK);
             float u[NAIVE_BLOCK], v[NAIVE_BLOCK];
             naive_load(u, a.dtype, a.data, line * stride + a_from + d, size);
             naive_load(v, b.dtype, b.data, line % period * z.features + d, size);
@@ -147,8 +147,8 @@ static void backward(struct naive *n) {
 
     const struct naive_activation *f = naive_activation(n->problem);
     if (f)
-        naive_pointwise(n, x->numel, dx, first, strcmp(f->kept, "x") == 0 ? naive_array(n, "x")
-                                                                          : temporary(n, ACTIVATED, x->dtype, x->numel),
+        naive_pointwise(n, x->numel, dx, first,
+                        strcmp(f->kept, "x") == 0 ? naive_array(n, "x") : temporary(n, ACTIVATED, x->dtype, x->numel),
                         f->backward);
     else if (title_has(n->problem, "act_softmax"))
         naive_softmax_backward(n, naive_softmax_shape(x->ndim, x->shape, softmax_dim(n->problem)), dx, first,
@@ -157,4 +157,5 @@ static void backward(struct naive *n) {
         naive_pointwise(n, x->numel, dx, first, (struct naive_array){0}, copy);
 }
 
-const struct naive_op NAIVE_OP(lrpe_cosine) = {.serves = serves, .save = save, .forward = forward, .backward = backward};
+const struct naive_op NAIVE_OP(lrpe_cosine) = {
+    .serves = serves, .save = save, .forward = forward, .backward = backward};

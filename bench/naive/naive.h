@@ -1,12 +1,14 @@
 /*
- * The ops as an eager framework runs them: one plain loop per framework operation, each reading its operands from memory and
- * writing its result to memory, OpenMP over rows or blocks. Where eager PyTorch has one kernel for a thing (silu, softmax,
- * log_softmax) so is it here; where PyTorch composes (logsumexp, LRPE), temporaries are written, in the dtype that PyTorch
- * would give them. Tensors are compact. Compiled at -O3 for the same instruction sets as the library's kernels.
+ * The ops as an eager framework runs them: one plain loop per framework operation, each reading its operands from
+ * memory and writing its result to memory, OpenMP over rows or blocks. Where eager PyTorch has one kernel for a thing
+ * (silu, softmax, log_softmax) so is it here; where PyTorch composes (logsumexp, LRPE), temporaries are written, in the
+ * dtype that PyTorch would give them. Tensors are compact. Compiled at -O3 for the same instruction sets as the
+ * library's kernels.
  */
 #ifndef RAFTER_NAIVE_H
 #define RAFTER_NAIVE_H
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -39,11 +41,13 @@ struct naive_op {
 #define NAIVE_PASTE(op, isa) NAIVE_PASTE_(op, isa)
 #define NAIVE_OP(op) NAIVE_PASTE(op, RAFTER_ISA)
 
-#define RAFTER_OP(name) extern const struct naive_op naive_##name##_portable, naive_##name##_avx2, naive_##name##_avx512;
+#define RAFTER_OP(name)                                                                                                \
+    extern const struct naive_op naive_##name##_portable, naive_##name##_avx2, naive_##name##_avx512;
 #include "ops/ops.inc"
 #undef RAFTER_OP
 
-/* Temporary number `index`. Does not return where it would not fit into memory; not to be called from a parallel loop. */
+/* Temporary number `index`. Does not return where it would not fit into memory; not to be called from a parallel loop.
+ */
 void *naive_slot(struct naive *n, int index, size_t bytes);
 
 /* Whether the title of the problem has this field. */
@@ -120,7 +124,7 @@ static inline void naive_store(rafter_dtype dtype, void *tensor, int64_t to, con
             h[i] = naive_float_to_half(from[i]);
 }
 
-/* ---- passes ------------------------------------------------------------------------------------------------------ */
+/* ---- rows -------------------------------------------------------------------------------------------------------- */
 
 struct naive_array {
     rafter_dtype dtype;
@@ -132,12 +136,68 @@ static inline struct naive_array naive_array(const struct naive *n, const char *
     return (struct naive_array){t->dtype, t->tensor.data};
 }
 
+#define NAIVE_LESS(a, b) ((a) < (b) ? (a) : (b))
+
+/* Below, a row is `length` elements from element `from` on. */
+
+static inline float naive_row_max(struct naive_array a, int64_t from, int64_t length) {
+    float v[NAIVE_BLOCK], largest = -INFINITY;
+    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
+        const int64_t size = NAIVE_LESS(length - i, NAIVE_BLOCK);
+        naive_load(v, a.dtype, a.data, from + i, size);
+#pragma omp simd reduction(max : largest)
+        for (int64_t k = 0; k < size; k++)
+            largest = v[k] > largest ? v[k] : largest;
+    }
+    return largest;
+}
+
+static inline float naive_row_sum(struct naive_array a, int64_t from, int64_t length) {
+    float v[NAIVE_BLOCK], sum = 0;
+    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
+        const int64_t size = NAIVE_LESS(length - i, NAIVE_BLOCK);
+        naive_load(v, a.dtype, a.data, from + i, size);
+#pragma omp simd reduction(+ : sum)
+        for (int64_t k = 0; k < size; k++)
+            sum += v[k];
+    }
+    return sum;
+}
+
+/* The sum of exp(a - shift). */
+static inline float naive_row_sum_exp(struct naive_array a, int64_t from, int64_t length, float shift) {
+    float v[NAIVE_BLOCK], sum = 0;
+    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
+        const int64_t size = NAIVE_LESS(length - i, NAIVE_BLOCK);
+        naive_load(v, a.dtype, a.data, from + i, size);
+        for (int64_t k = 0; k < size; k++)
+            sum += expf(v[k] - shift);
+    }
+    return sum;
+}
+
+/* out = factor * (a - shift) */
+static inline void naive_row_linear(struct naive_array out, struct naive_array a, int64_t from, int64_t length,
+                                    float factor, float shift) {
+    float v[NAIVE_BLOCK];
+    for (int64_t i = 0; i < length; i += NAIVE_BLOCK) {
+        const int64_t size = NAIVE_LESS(length - i, NAIVE_BLOCK);
+        naive_load(v, a.dtype, a.data, from + i, size);
+        for (int64_t k = 0; k < size; k++)
+            v[k] = factor * (v[k] - shift);
+        naive_store(out.dtype, out.data, from + i, v, size);
+    }
+}
+
+/* ---- passes ------------------------------------------------------------------------------------------------------ */
+
 /* One elementwise pass over memory: f(out, a, b) on blocks of floats. A NULL b.data is not read. */
 static inline void naive_pointwise(const struct naive *n, int64_t count, struct naive_array out, struct naive_array a,
-                                   struct naive_array b, void (*f)(float *out, const float *a, const float *b, int64_t n)) {
+                                   struct naive_array b,
+                                   void (*f)(float *out, const float *a, const float *b, int64_t n)) {
 #pragma omp parallel for num_threads(n->threads) schedule(static)
     for (int64_t block = 0; block < (count + NAIVE_BLOCK - 1) / NAIVE_BLOCK; block++) {
-        const int64_t from = block * NAIVE_BLOCK, left = count - from, size = left < NAIVE_BLOCK ? left : NAIVE_BLOCK;
+        const int64_t from = block * NAIVE_BLOCK, size = NAIVE_LESS(count - from, NAIVE_BLOCK);
         float x[NAIVE_BLOCK], y[NAIVE_BLOCK], z[NAIVE_BLOCK];
         naive_load(x, a.dtype, a.data, from, size);
         if (b.data)
