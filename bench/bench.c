@@ -21,7 +21,8 @@ enum {
     PATIENCE = 4,      /* a cell may take so many times its time to come to LEAST_REPEATS */
     PEER_SECONDS = 60, /* peers whose call would take longer are left out */
     ONCE_SECONDS = 10, /* a call this long is not made a second time */
-    CHECKED = 1 << 20  /* elements of the largest tensor that the oracle is asked for */
+    CHECKED = 1 << 20, /* elements of the largest tensor that the oracle is asked for */
+    ANSWERS = 1 << 27  /* at most so many doubles hold the oracle's answers for a tensor */
 };
 static const double quick_seconds = 0.05, seeds_seconds = 1.0; /* per cell */
 
@@ -46,8 +47,8 @@ static void interrupt(int signal) {
 
 /* One column of one row. */
 struct column {
-    const char *name;
     struct session session;
+    const char *name;
     struct cell cell;
     struct samples samples;
     double used; /* seconds, all told */
@@ -244,23 +245,33 @@ static void bench_mode(struct run *run, problem *p, const struct bench_row *row,
         *table_add_row(table) = result;
 }
 
+/* What the row takes: its tensors, and what checking them does. */
+static double row_bytes(const problem *p) {
+    double bytes = 0;
+    for (int i = 0; i < p->tensors; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        bytes += (double)tensor_bytes(t);
+        if (t->in_place_of) /* the input is kept, as it is stored and in fp64 */
+            bytes += (double)t->numel * sizeof(double);
+        else if (t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT)
+            bytes += fmin((double)t->numel, ANSWERS) * sizeof(double);
+    }
+    return bytes;
+}
+
 static void bench_row(struct run *run, const struct op_cases *op, const struct bench_row *row,
                       struct history history[PROBLEM_MODES]) {
     const struct bench_table *kind = &op->table[row->table];
     problem p = {.op = op};
     op->make_bench(&p, row);
     int64_t largest = 1;
-    double bytes = 0;
-    for (int i = 0; i < p.tensors; i++) {
+    for (int i = 0; i < p.tensors; i++)
         largest = p.tensor[i].numel > largest ? p.tensor[i].numel : largest;
-        bytes += (double)tensor_bytes(&p.tensor[i]);
-    }
     const int64_t sample = (largest + CHECKED - 1) / CHECKED;
     p.sample = p.sample > sample ? p.sample : sample;
 
-    const double available = (double)machine_free_memory();
-    const bool fits = bytes <= 0.8 * available;
-    const bool there = fits && problem_allocate(&p, 1);
+    const double bytes = row_bytes(&p), available = (double)machine_free_memory();
+    const bool there = bytes <= 0.8 * available && problem_allocate(&p, 1);
     for (int mode = 0; mode < PROBLEM_MODES && !interrupted; mode++) {
         if (!(kind->modes & run->options.modes & 1u << mode))
             continue;
@@ -268,7 +279,7 @@ static void bench_row(struct run *run, const struct op_cases *op, const struct b
         if (there)
             bench_mode(run, &p, row, (enum problem_mode)mode, table, &history[mode]);
         else
-            table_add_note(table, "%s = %lld: left out, its tensors take %.0f MiB and %.0f MiB are free", kind->x_name,
+            table_add_note(table, "%s = %lld: left out, it takes %.0f MiB and %.0f MiB are free", kind->x_name,
                            (long long)row->x, bytes / (1 << 20), available / (1 << 20));
     }
     if (there)

@@ -82,7 +82,7 @@ static double memory_seconds(const struct roofline *r, const problem *p, enum pr
 /* Bytes per second, as cost() counts them, of one thread whose data never leaves L1; infinite if the op cannot be run
  * like that. */
 static double measure_resident(const struct op_cases *op, const struct bench_row *row, enum problem_mode mode) {
-    enum { LEAST_REPEATS = 5 };
+    enum { LEAST_REPEATS = 3 };
     const double budget = 0.03;
     problem p = {.op = op, .layout = PROBLEM_RESIDENT};
     struct bench_row resident = *row;

@@ -1,11 +1,11 @@
 #include "naive/act.h"
 
-/* What PyTorch does with x in bf16 and theta in fp32:
+/* What PyTorch does with x in bf16 and theta made fp32:
  *     angle = theta * position;  c = cos(angle), s = sin(angle)      fp32 [N, H, D]
  *     f = act(x)                                                     x's dtype
  *     y = cat([f * c, f * s], -1).to(x's dtype)                      products and cat in fp32
  * and backward df = dy_1 * c + dy_2 * s in fp32, then act's. */
-enum { ANGLE, COSINE, SINE, ACTIVATED, FIRST, SECOND, WHOLE };
+enum { THETA, ANGLE, COSINE, SINE, ACTIVATED, FIRST, SECOND, WHOLE };
 
 struct sizes {
     int64_t batch, length, heads, features;
@@ -22,7 +22,7 @@ static struct naive_array temporary(struct naive *n, int slot, rafter_dtype dtyp
 
 static bool serves(const problem *p, enum problem_mode mode) {
     (void)mode;
-    return !problem_find(p, "positions") && !problem_find(p, "dtheta") && problem_find(p, "theta")->dtype == RAFTER_F32;
+    return !problem_find(p, "positions") && !problem_find(p, "dtheta");
 }
 
 static void cosine(float *out, const float *a, const float *unused, int64_t n) {
@@ -57,13 +57,16 @@ static void angles(struct naive *n, struct naive_array c, struct naive_array s) 
     const problem_tensor *theta = problem_find(n->problem, "theta");
     const int64_t per_token = z.heads * z.features;
     const int64_t by_head = theta->shape[0] > 1 ? theta->shape[1] : 0, by_feature = theta->shape[1] > 1;
+    float *rate = naive_slot(n, THETA, (size_t)theta->numel * sizeof *rate);
+    naive_load(rate, theta->dtype, theta->tensor.data, 0, theta->numel);
     const struct naive_array angle = temporary(n, ANGLE, RAFTER_F32, z.length * per_token);
 #pragma omp parallel for num_threads(n->threads) schedule(static)
-    for (int64_t token = 0; token < z.length; token++)
+    for (int64_t token = 0; token < z.length; token++) {
+        float *to = (float *)angle.data + token * per_token;
         for (int64_t h = 0; h < z.heads; h++)
             for (int64_t d = 0; d < z.features; d++)
-                ((float *)angle.data)[token * per_token + h * z.features + d] =
-                    (float)token * ((const float *)theta->tensor.data)[h * by_head + d * by_feature];
+                to[h * z.features + d] = (float)token * rate[h * by_head + d * by_feature];
+    }
     naive_pointwise(n, z.length * per_token, c, angle, (struct naive_array){0}, cosine);
     naive_pointwise(n, z.length * per_token, s, angle, (struct naive_array){0}, sine);
 }
