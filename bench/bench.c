@@ -202,7 +202,7 @@ static void bench_mode(struct run *run, problem *p, const struct bench_row *row,
                        struct table *table, struct history *history) {
     struct column columns[REPORT_COLUMNS];
     const int count = list_columns(run, p, mode, columns);
-    if (mode == PROBLEM_BACKWARD) /* leave the outputs that backward reads */
+    if (mode != PROBLEM_FORWARD) /* leave the outputs that backward, and the oracle's, reads */
         p->op->call(p, run->context, PROBLEM_FORWARD);
     progress("%s %s=%lld: oracle", table->title, table->x_name, (long long)row->x);
     problem_solve(p, mode);
