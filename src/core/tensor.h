@@ -7,6 +7,10 @@
 
 #include "core/context.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 enum { RAFTER_MAX_DIMS = 16, RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2 }; /* of a caller's tensor; of a view, which may gain two */
 
 /* A tensor that has passed the checks: byte offset applied, strides filled in. */
@@ -85,5 +89,9 @@ static inline int64_t rafter_extent(const rafter_view *view, int from, int to) {
 static inline char *rafter_at(const rafter_view *view, int64_t offset) {
     return view->data + offset * rafter_dtype_bytes(view->dtype);
 }
+
+#ifdef __cplusplus
+}
+#endif
 
 #endif
