@@ -1,0 +1,351 @@
+#include "ops/loss.h"
+
+#include <math.h>
+#include <string.h>
+
+/* ---- checks -------------------------------------------------------------------------------------------------------
+ */
+
+static rafter_status check_options(rafter_context *context, const rafter_loss_options *given, rafter_loss_options *o,
+                                   struct rafter_loss *loss) {
+    const rafter_status bad = RAFTER_INVALID_ARGUMENT;
+    *o = (rafter_loss_options){.size = sizeof *o};
+    if (given)
+        RAFTER_TRY(rafter_take_args(context, "rafter_loss_options", given, o, sizeof *o));
+    if ((unsigned)o->reduction > RAFTER_NONE)
+        return rafter_fail(context, bad, "options.reduction is %d, wanted RAFTER_MEAN, RAFTER_SUM or RAFTER_NONE",
+                           (int)o->reduction);
+    if ((unsigned)o->zero_if_all_ignored > 1)
+        return rafter_fail(context, bad, "options.zero_if_all_ignored is %d, wanted 0 or 1",
+                           (int)o->zero_if_all_ignored);
+    if (!(o->label_smoothing >= 0.0f && o->label_smoothing <= 1.0f))
+        return rafter_fail(context, bad, "options.label_smoothing is %g, wanted 0 to 1", (double)o->label_smoothing);
+    if (!isfinite(o->z_loss))
+        return rafter_fail(context, bad, "options.z_loss is %g, wanted a finite number", (double)o->z_loss);
+    if (!(o->softcap >= 0.0f && isfinite(o->softcap)))
+        return rafter_fail(context, bad, "options.softcap is %g, wanted a positive number, or 0 for none",
+                           (double)o->softcap);
+    if (!(o->logit_scale >= 0.0f && isfinite(o->logit_scale)))
+        return rafter_fail(context, bad, "options.logit_scale is %g, wanted a positive number, or 0 for 1",
+                           (double)o->logit_scale);
+    if (o->denominator && o->reduction != RAFTER_MEAN)
+        return rafter_fail(context, bad, "options.denominator is given with options.reduction %s, wanted RAFTER_MEAN",
+                           o->reduction == RAFTER_SUM ? "RAFTER_SUM" : "RAFTER_NONE");
+    loss->reduction = o->reduction;
+    loss->zero_if_all_ignored = o->zero_if_all_ignored;
+    loss->ignore_index = o->ignore_index ? *o->ignore_index : -100;
+    loss->smoothing = o->label_smoothing;
+    loss->z_loss = o->z_loss;
+    loss->softcap = o->softcap;
+    loss->scale = o->logit_scale != 0.0f ? o->logit_scale : 1.0f;
+    return RAFTER_OK;
+}
+
+/* The tensors of a loss, by name, for checks of all of them. */
+struct named {
+    const char *name;
+    const rafter_view *view;
+    bool output;
+};
+enum { TENSORS = 11 };
+
+static void list_tensors(const struct rafter_loss *loss, struct named list[TENSORS]) {
+    const struct named all[TENSORS] = {
+        {"loss", &loss->loss, true},
+        {"row_loss", &loss->row_loss, true},
+        {"lse", &loss->lse, loss->direction == RAFTER_FORWARD},
+        {"logprob", &loss->logprob, true},
+        {"entropy", &loss->entropy, true},
+        {"argmax", &loss->argmax, true},
+        {"target", &loss->target, false},
+        {"dloss", &loss->dloss, false},
+        {"options.row_weight", &loss->row_weight, false},
+        {"options.class_weight", &loss->class_weight, false},
+        {"options.denominator", &loss->denominator, false},
+    };
+    memcpy(list, all, sizeof all);
+}
+
+/* Takes a tensor that may be missing. */
+static rafter_status take(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
+                          unsigned dtypes, rafter_view *view) {
+    if (!tensor)
+        return RAFTER_OK;
+    return output ? rafter_take_output(context, name, tensor, dtypes, view)
+                  : rafter_take_tensor(context, name, tensor, dtypes, view);
+}
+
+static rafter_status take_scalar(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
+                                 rafter_view *view) {
+    if (!tensor)
+        return RAFTER_OK;
+    RAFTER_TRY(take(context, name, tensor, output, RAFTER_SET(RAFTER_F32), view));
+    if (view->numel != 1)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has %lld elements, wanted 1", name,
+                           (long long)view->numel);
+    view->ndim = 0;
+    return RAFTER_OK;
+}
+
+rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss_args *args, rafter_direction direction,
+                               const char *rows_name, int ndim, const int64_t *shape, int64_t classes,
+                               struct rafter_loss *loss) {
+    *loss = (struct rafter_loss){.direction = direction, .classes = classes};
+    rafter_loss_options o;
+    RAFTER_TRY(check_options(context, args->options, &o, loss));
+
+    const unsigned f32 = RAFTER_SET(RAFTER_F32);
+    RAFTER_TRY(rafter_take_tensor(context, "target", args->target, RAFTER_INTS, &loss->target));
+    if (loss->target.ndim != ndim || memcmp(loss->target.shape, shape, (size_t)ndim * sizeof *shape) != 0) {
+        rafter_view rows = {.ndim = ndim};
+        memcpy(rows.shape, shape, (size_t)ndim * sizeof *shape);
+        return rafter_want_same_shape(context, "target", &loss->target, rows_name, &rows);
+    }
+    loss->rows = loss->target.numel;
+
+    const bool forward = direction == RAFTER_FORWARD;
+    const struct {
+        const char *name;
+        const DLTensor *tensor;
+        bool output;
+        unsigned dtypes;
+        rafter_view *view;
+    } per_row[] = {
+        {"options.row_weight", o.row_weight, false, f32, &loss->row_weight},
+        {"lse", args->lse, forward, f32, &loss->lse},
+        {"row_loss", forward ? args->row_loss : NULL, true, f32, &loss->row_loss},
+        {"logprob", forward ? args->logprob : NULL, true, f32, &loss->logprob},
+        {"entropy", forward ? args->entropy : NULL, true, f32, &loss->entropy},
+        {"argmax", forward ? args->argmax : NULL, true, RAFTER_INTS, &loss->argmax},
+        {"loss", forward && o.reduction == RAFTER_NONE ? args->loss : NULL, true, f32, &loss->loss},
+        {"dloss", o.reduction == RAFTER_NONE ? args->dloss : NULL, false, f32, &loss->dloss},
+    };
+    for (size_t i = 0; i < sizeof per_row / sizeof *per_row; i++)
+        if (per_row[i].tensor) {
+            RAFTER_TRY(take(context, per_row[i].name, per_row[i].tensor, per_row[i].output, per_row[i].dtypes,
+                            per_row[i].view));
+            RAFTER_TRY(rafter_want_same_shape(context, per_row[i].name, per_row[i].view, "target", &loss->target));
+        }
+    if (o.reduction != RAFTER_NONE) {
+        if (forward)
+            RAFTER_TRY(take_scalar(context, "loss", args->loss, true, &loss->loss));
+        RAFTER_TRY(take_scalar(context, "dloss", args->dloss, false, &loss->dloss));
+    }
+    RAFTER_TRY(take_scalar(context, "options.denominator", o.denominator, false, &loss->denominator));
+    if (o.class_weight) {
+        RAFTER_TRY(rafter_take_tensor(context, "options.class_weight", o.class_weight, f32, &loss->class_weight));
+        RAFTER_TRY(rafter_want_shape(context, "options.class_weight", &loss->class_weight, 1, &classes));
+    }
+    if (loss->argmax.dtype == RAFTER_I32 && rafter_loss_has(&loss->argmax) && classes - 1 > INT32_MAX)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "argmax has dtype int32, wanted int64 for %lld classes",
+                           (long long)classes);
+
+    struct named all[TENSORS];
+    list_tensors(loss, all);
+    for (int i = 0; i < TENSORS; i++)
+        for (int j = 0; j < TENSORS && all[i].output; j++)
+            if (j > i || !all[j].output)
+                RAFTER_TRY(rafter_want_disjoint(context, all[i].name, all[i].view, all[j].name, all[j].view));
+
+    rafter_view *const rows[] = {&loss->target,   &loss->row_weight, &loss->dloss,   &loss->lse,   &loss->loss,
+                                 &loss->row_loss, &loss->logprob,    &loss->entropy, &loss->argmax};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        rafter_collapse(&rows[i], 1, 0, rows[i]->ndim);
+    return RAFTER_OK;
+}
+
+rafter_status rafter_loss_want_disjoint(rafter_context *context, const struct rafter_loss *loss, const char *name,
+                                        const rafter_view *view, bool output) {
+    struct named all[TENSORS];
+    list_tensors(loss, all);
+    for (int i = 0; i < TENSORS; i++) {
+        if (output)
+            RAFTER_TRY(rafter_want_disjoint(context, name, view, all[i].name, all[i].view));
+        else if (all[i].output)
+            RAFTER_TRY(rafter_want_disjoint(context, all[i].name, all[i].view, name, view));
+    }
+    return RAFTER_OK;
+}
+
+/* ---- elements -----------------------------------------------------------------------------------------------------
+ */
+
+static char *at(const rafter_view *view, int64_t row) {
+    return rafter_at(view, rafter_offset(view, 0, view->ndim, row));
+}
+
+static float get(const rafter_view *view, int64_t row) {
+    float value;
+    memcpy(&value, at(view, row), sizeof value);
+    return value;
+}
+
+/* Writes one element of an output that may not have been asked for. */
+static void put(const rafter_view *view, int64_t row, double value) {
+    const float rounded = (float)value;
+    if (rafter_loss_has(view))
+        memcpy(at(view, row), &rounded, sizeof rounded);
+}
+
+static int64_t raw_label(const struct rafter_loss *loss, int64_t row) {
+    const char *p = at(&loss->target, row);
+    int32_t narrow;
+    int64_t wide;
+    if (loss->target.dtype == RAFTER_I64) {
+        memcpy(&wide, p, sizeof wide);
+        return wide;
+    }
+    memcpy(&narrow, p, sizeof narrow);
+    return narrow;
+}
+
+int64_t rafter_loss_label(const struct rafter_loss *loss, int64_t row) {
+    const int64_t label = raw_label(loss, row);
+    return label == loss->ignore_index ? -1 : label;
+}
+
+float rafter_loss_given_lse(const struct rafter_loss *loss, int64_t row) {
+    return get(&loss->lse, row);
+}
+
+float rafter_loss_class_weight(const struct rafter_loss *loss, int64_t label) {
+    return rafter_loss_has(&loss->class_weight) ? get(&loss->class_weight, label) : 1.0f;
+}
+
+rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
+    loss->counted = 0;
+    double weight = 0.0;
+    for (int64_t row = 0; row < loss->rows; row++) {
+        const int64_t label = raw_label(loss, row);
+        if (label == loss->ignore_index)
+            continue;
+        if (label < 0 || label >= loss->classes)
+            return rafter_fail(context, RAFTER_LABEL_OUT_OF_RANGE,
+                               "target of row %lld is %lld, wanted 0 to V - 1 = %lld, or ignore_index %lld",
+                               (long long)row, (long long)label, (long long)loss->classes - 1,
+                               (long long)loss->ignore_index);
+        loss->counted++;
+        weight += (double)rafter_loss_class_weight(loss, label);
+    }
+    loss->mean_denominator = 1.0;
+    if (loss->reduction == RAFTER_MEAN)
+        loss->mean_denominator = rafter_loss_has(&loss->denominator) ? (double)get(&loss->denominator, 0) : weight;
+
+    loss->class_weight_sum = (double)loss->classes;
+    if (rafter_loss_has(&loss->class_weight)) {
+        loss->class_weight_sum = 0.0;
+        for (int64_t v = 0; v < loss->classes; v++)
+            loss->class_weight_sum += (double)get(&loss->class_weight, v);
+    }
+    return RAFTER_OK;
+}
+
+/* ---- rows ---------------------------------------------------------------------------------------------------------
+ */
+
+const struct rafter_row_stats rafter_row_empty = {.max = -INFINITY, .best = -INFINITY, .argmax = -1};
+
+struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const struct rafter_row_stats *b) {
+    struct rafter_row_stats m = *a;
+    m.max = a->max > b->max ? a->max : b->max;
+    m.weighted = a->weighted + b->weighted;
+    m.target = a->target + b->target;
+    m.sum = m.moment = 0.0;
+    const struct rafter_row_stats *const parts[] = {a, b};
+    for (int i = 0; i < 2; i++) {
+        /* A part of all -inf has nothing to shrink. Otherwise an infinite shift comes with a NaN in one of the sums. */
+        const double shift = parts[i]->max == m.max || parts[i]->sum == 0.0 ? 0.0 : parts[i]->max - m.max;
+        const double shrink = exp(shift);
+        m.sum += parts[i]->sum * shrink;
+        m.moment += (parts[i]->moment + shift * parts[i]->sum) * shrink;
+    }
+    if (a->argmax < 0 || b->best > a->best || (isnan(b->best) && !isnan(a->best))) {
+        m.best = b->best;
+        m.argmax = b->argmax;
+    }
+    return m;
+}
+
+double rafter_row_lse(const struct rafter_row_stats *stats) {
+    return stats->max + log(stats->sum);
+}
+
+/* A sum of terms that are at least 0 may come out below it by rounding; NaN stays. */
+static double at_least_zero(double value) {
+    return value < 0.0 ? 0.0 : value;
+}
+
+static float row_weight(const struct rafter_loss *loss, int64_t row) {
+    return rafter_loss_has(&loss->row_weight) ? get(&loss->row_weight, row) : 1.0f;
+}
+
+double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_t label,
+                             const struct rafter_row_stats *stats) {
+    double value = 0.0, lse = 0.0, nll = 0.0, entropy = 0.0;
+    int64_t argmax = -1;
+    if (label >= 0) {
+        const double s = (double)loss->smoothing, log_sum = log(stats->sum);
+        lse = stats->max + log_sum;
+        nll = at_least_zero((stats->max - stats->target) + log_sum); /* r - u_y; r itself may swallow the logarithm */
+        value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
+        if (s != 0.0)
+            value += s / (double)loss->classes *
+                     ((stats->max * loss->class_weight_sum - stats->weighted) + log_sum * loss->class_weight_sum);
+        if (loss->z_loss != 0.0f)
+            value += (double)loss->z_loss * lse * lse;
+        value *= (double)row_weight(loss, row);
+        entropy = at_least_zero(log_sum - stats->moment / stats->sum);
+        argmax = stats->argmax;
+    }
+    if (loss->reduction == RAFTER_NONE)
+        put(&loss->loss, row, value);
+    put(&loss->row_loss, row, value);
+    put(&loss->lse, row, lse);
+    put(&loss->logprob, row, 0.0 - nll);
+    put(&loss->entropy, row, entropy);
+    if (rafter_loss_has(&loss->argmax)) {
+        const int32_t narrow = (int32_t)argmax;
+        if (loss->argmax.dtype == RAFTER_I64)
+            memcpy(at(&loss->argmax, row), &argmax, sizeof argmax);
+        else
+            memcpy(at(&loss->argmax, row), &narrow, sizeof narrow);
+    }
+    return value;
+}
+
+void rafter_loss_write(const struct rafter_loss *loss, double sum) {
+    if (loss->reduction == RAFTER_NONE)
+        return;
+    const bool nothing = loss->reduction == RAFTER_MEAN && loss->counted == 0 && loss->zero_if_all_ignored;
+    put(&loss->loss, 0, nothing ? 0.0 : sum / loss->mean_denominator);
+}
+
+/* The coefficients for p = share * e^(u - pivot), with r itself for the derivative of z_loss * r^2. */
+static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64_t row, int64_t label, double pivot,
+                                           double share, double lse) {
+    const double dloss = rafter_loss_has(&loss->dloss) ? (double)get(&loss->dloss, row) : 1.0;
+    const double upstream = dloss * (double)row_weight(loss, row) / loss->mean_denominator * (double)loss->scale;
+    const double spread = (double)loss->smoothing / (double)loss->classes;
+    const double target = (1.0 - (double)loss->smoothing) * (double)rafter_loss_class_weight(loss, label);
+    double whole = target + spread * loss->class_weight_sum;
+    if (loss->z_loss != 0.0f)
+        whole += 2.0 * (double)loss->z_loss * lse;
+    return (struct rafter_row_gradient){
+        .pivot = (float)pivot, .p = upstream * whole * share, .target = upstream * target, .spread = upstream * spread};
+}
+
+static const struct rafter_row_gradient no_gradient = {.zero = true};
+
+struct rafter_row_gradient rafter_loss_gradient(const struct rafter_loss *loss, int64_t row, int64_t label,
+                                                const struct rafter_row_stats *stats) {
+    if (label < 0 || stats->sum == 0.0)
+        return no_gradient;
+    return gradient(loss, row, label, stats->max, 1.0 / stats->sum, rafter_row_lse(stats));
+}
+
+struct rafter_row_gradient rafter_loss_gradient_from_lse(const struct rafter_loss *loss, int64_t row, int64_t label,
+                                                         float lse) {
+    if (label < 0 || lse == -INFINITY)
+        return no_gradient;
+    return gradient(loss, row, label, (double)lse, 1.0, (double)lse);
+}
