@@ -81,8 +81,7 @@ static rafter_status take_scalar(rafter_context *context, const char *name, cons
         return RAFTER_OK;
     RAFTER_TRY(take(context, name, tensor, output, RAFTER_SET(RAFTER_F32), view));
     if (view->numel != 1)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has %lld elements, wanted 1", name,
-                           (long long)view->numel);
+        return rafter_want_shape(context, name, view, 0, NULL);
     view->ndim = 0;
     return RAFTER_OK;
 }
@@ -221,8 +220,8 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
             continue;
         if (label < 0 || label >= loss->classes)
             return rafter_fail(context, RAFTER_LABEL_OUT_OF_RANGE,
-                               "target of row %lld is %lld, wanted 0 to V - 1 = %lld, or ignore_index %lld",
-                               (long long)row, (long long)label, (long long)loss->classes - 1,
+                               "the target of row %lld is %lld, wanted 0 to %lld (V = %lld) or ignore_index, %lld",
+                               (long long)row, (long long)label, (long long)loss->classes - 1, (long long)loss->classes,
                                (long long)loss->ignore_index);
         loss->counted++;
         weight += (double)rafter_loss_class_weight(loss, label);

@@ -223,7 +223,7 @@ bool problem_has_layout(const problem *p, enum problem_layout layout) {
 }
 
 static void set_strides(problem_tensor *t, enum problem_layout layout) {
-    int64_t order[PROBLEM_DIMS]; /* dimensions from the outermost in memory to the innermost */
+    int64_t order[PROBLEM_DIMS] = {0}; /* dimensions from the outermost in memory to the innermost */
     for (int d = 0; d < t->ndim; d++)
         order[d] = d;
     const bool lays = lays_out(t, layout);

@@ -1,7 +1,357 @@
-#include "harness/problem.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
 
-static int64_t count(void) {
-    return 0;
+#include "harness/problem.h"
+#include "oracle/oracle.h"
+
+/* ---- what is tested -----------------------------------------------------------------------------------------------
+ */
+
+enum ignored { NONE_IGNORED, SOME_IGNORED, LABEL_ZERO_IGNORED, ALL_IGNORED };
+
+/* The options of one problem. */
+struct options {
+    const char *name;
+    float smoothing, z_loss, softcap, scale;
+    rafter_reduction reduction;
+    enum ignored ignored;
+    bool zero_if_all_ignored, class_weight, row_weight, denominator, dloss;
+    bool extras;      /* row_loss, logprob, entropy, argmax */
+    bool narrow;      /* int32 labels and argmax */
+    bool in_place;    /* dlogits over the logits */
+    bool without_lse; /* backward computes it again */
+};
+
+static const struct options plain = {.name = "plain", .extras = true};
+
+static const struct options option_sets[] = {
+    {.name = "sum", .reduction = RAFTER_SUM, .dloss = true},
+    {.name = "none", .reduction = RAFTER_NONE, .dloss = true, .extras = true},
+    {.name = "none, no dloss", .reduction = RAFTER_NONE, .narrow = true, .extras = true},
+    {.name = "some ignored", .ignored = SOME_IGNORED, .extras = true, .dloss = true},
+    {.name = "label 0 ignored", .ignored = LABEL_ZERO_IGNORED, .extras = true, .narrow = true},
+    {.name = "all ignored", .ignored = ALL_IGNORED, .extras = true},
+    {.name = "all ignored: 0", .ignored = ALL_IGNORED, .zero_if_all_ignored = true, .narrow = true},
+    {.name = "all ignored, sum", .ignored = ALL_IGNORED, .reduction = RAFTER_SUM},
+    {.name = "smoothing", .smoothing = 0.1f, .extras = true},
+    {.name = "smoothing 1", .smoothing = 1, .reduction = RAFTER_NONE},
+    {.name = "class weights", .class_weight = true, .ignored = SOME_IGNORED, .extras = true},
+    {.name = "class weights, smoothing",
+     .class_weight = true,
+     .smoothing = 0.2f,
+     .ignored = SOME_IGNORED,
+     .dloss = true},
+    {.name = "class weights, smoothing, sum", .class_weight = true, .smoothing = 0.3f, .reduction = RAFTER_SUM},
+    {.name = "row weights", .row_weight = true, .ignored = SOME_IGNORED, .extras = true},
+    {.name = "row weights, none", .row_weight = true, .reduction = RAFTER_NONE, .dloss = true},
+    {.name = "denominator", .denominator = true, .ignored = SOME_IGNORED},
+    {.name = "denominator, class weights", .denominator = true, .class_weight = true, .dloss = true},
+    {.name = "z_loss", .z_loss = 0.01f, .extras = true},
+    {.name = "z_loss, smoothing", .z_loss = 0.02f, .smoothing = 0.1f, .without_lse = true},
+    {.name = "softcap", .softcap = 2.5f, .extras = true},
+    {.name = "scale", .scale = 0.7f, .extras = true},
+    {.name = "softcap, scale", .softcap = 30, .scale = 1.5f, .without_lse = true, .narrow = true},
+    {.name = "in place", .in_place = true, .extras = true, .ignored = SOME_IGNORED},
+    {.name = "in place, no lse", .in_place = true, .without_lse = true, .smoothing = 0.1f},
+    {.name = "in place, softcap", .in_place = true, .softcap = 3, .dloss = true},
+    {.name = "no lse", .without_lse = true, .ignored = SOME_IGNORED},
+    {.name = "all",
+     .smoothing = 0.1f,
+     .z_loss = 0.001f,
+     .softcap = 5,
+     .scale = 2,
+     .ignored = SOME_IGNORED,
+     .class_weight = true,
+     .row_weight = true,
+     .denominator = true,
+     .dloss = true,
+     .extras = true},
+    {.name = "all, none",
+     .smoothing = 0.4f,
+     .z_loss = 0.005f,
+     .softcap = 4,
+     .scale = 0.5f,
+     .ignored = SOME_IGNORED,
+     .class_weight = true,
+     .row_weight = true,
+     .reduction = RAFTER_NONE,
+     .dloss = true,
+     .extras = true,
+     .in_place = true,
+     .without_lse = true},
+};
+
+/* Logits; the last size is V. */
+struct shape {
+    int ndim;
+    int64_t size[4];
+};
+
+/* Each with the plain options. Past 16384 columns a row is cut into chunks; past 2048 into pieces for some options. */
+static const struct shape shapes[] = {
+    {2, {1, 1}},    {2, {3, 1}},     {2, {2, 2}},        {2, {3, 3}},    {2, {3, 7}},     {2, {3, 8}},
+    {2, {3, 9}},    {2, {2, 15}},    {2, {2, 16}},       {2, {2, 17}},   {2, {2, 31}},    {2, {2, 32}},
+    {2, {2, 33}},   {2, {2, 63}},    {2, {2, 64}},       {2, {2, 65}},   {2, {5, 127}},   {2, {5, 129}},
+    {2, {4, 1023}}, {2, {4, 1024}},  {2, {4, 1025}},     {2, {3, 5000}}, {2, {0, 7}},     {1, {9}},
+    {1, {300}},     {3, {2, 3, 33}}, {4, {2, 1, 3, 17}}, {2, {300, 3}},  {2, {1, 40000}}, {2, {2, 16385}},
+};
+
+/* Each with every set of options; the first by finite differences too. */
+static const struct shape option_shapes[] = {{2, {4, 9}}, {3, {2, 5, 37}}, {2, {2, 2051}}};
+
+/* And few sets on long rows, which take all the paths at once. */
+static const struct {
+    const char *options;
+    struct shape shape;
+} long_rows[] = {
+    {"all", {2, {1, 33000}}},
+    {"class weights, smoothing", {2, {2, 16390}}},
+    {"in place, no lse", {2, {1, 20000}}},
+    {"none", {2, {66, 16390}}},
+};
+
+enum {
+    DTYPES = 3,
+    SHAPES = sizeof shapes / sizeof *shapes,
+    OPTION_SETS = sizeof option_sets / sizeof *option_sets,
+    OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
+    LONG_ROWS = sizeof long_rows / sizeof *long_rows,
+};
+static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+
+/* ---- one problem --------------------------------------------------------------------------------------------------
+ */
+
+/* What a problem keeps in p->row. */
+struct row {
+    bool without_lse;
+};
+
+static const int64_t label_zero = 0;
+static const double denominator_value = 7;
+
+/*
+ * Bounds. Everything before the last rounding is fp32 with unit e = 2^-24, or fp64.
+ *
+ * sum: S = sum of e^(u - max) has the relative error
+ *     E = e (8 + 3 ln V + min(V, 16384) / 16):
+ * v_exp2 is good to 3 units; the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with p, and the
+ * mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums, portable), and
+ * chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u itself is off by 6 e
+ * |u|. So lse, logprob and every r - u_v are off by at most R = E + 12 e max|u|, before their own rounding.
+ *
+ * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u|, where exponentials beyond 104 are 0; by
+ * another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times their size,
+ * is absolute.
+ */
+static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_t classes) {
+    const double e = 0x1p-24, huge = p->values != PROBLEM_HUGE                        ? 0
+                                     : problem_find(p, "logits")->dtype == RAFTER_F16 ? 6e4
+                                                                                      : 1e30;
+    const double scale = o->scale != 0 ? o->scale : 1, largest_z = fmax(huge, 11);
+    const double largest = scale * (o->softcap != 0 ? fmin(o->softcap, largest_z) : largest_z); /* of |u| */
+    const double log_classes = log(fmax(2, (double)classes));
+    const double sum = e * (8 + 3 * log_classes + fmin((double)classes, 16384) / 16);
+    const double computed = o->scale != 0 || o->softcap != 0 ? 12 * e * largest : 0;
+    const double statistic = sum + computed;
+    const double weight = o->class_weight ? 1.5 : 1, row_weight = o->row_weight ? 4 : 1, lse = largest + log_classes;
+    /* sum(w u) is made of fp32 sums of 2048 */
+    const double smoothing = o->smoothing != 0 ? o->smoothing * weight * largest * e * (4 + 2048 / 16) : 0;
+    const double row_loss = row_weight * (weight * statistic + smoothing + 2 * o->z_loss * lse * statistic);
+
+    double upstream = row_weight * (o->dloss ? 4 : 1) * scale, share = 1; /* of a row in the loss */
+    if (o->reduction == RAFTER_MEAN && o->denominator)
+        share = 1 / denominator_value;
+    else if (o->reduction ==
+             RAFTER_MEAN) /* weights are at least 0.5; one row in eight is ignored, or all that there are */
+        share = o->class_weight ? 2 : 1;
+    upstream *= share;
+
+    const struct {
+        const char *name;
+        double relative, absolute;
+    } bounds[] = {
+        {"lse", e, statistic},
+        {"logprob", e, statistic},
+        {"row_loss", 2 * e, row_loss},
+        {"loss", 2 * e, o->reduction == RAFTER_NONE ? row_loss : (double)rows * share * row_loss},
+        {"entropy", e, 2 * (1 + log_classes) * (sum + e * 8) + computed * (2 + log_classes)},
+        {"dlogits", 0, 0},
+    };
+    for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
+        problem_tensor *t = problem_find(p, bounds[i].name);
+        if (t) {
+            t->relative = bounds[i].relative;
+            t->absolute = bounds[i].absolute;
+        }
+    }
+    problem_tensor *dlogits = problem_find(p, "dlogits");
+    dlogits->relative = sum + e * (8 + 3 * fmin(104, 2 * largest)) + computed + 0x1p-18;
+    dlogits->absolute = dlogits->relative * upstream * (weight + 2 * o->z_loss * lse);
 }
 
-const struct op_cases rafter_cases_cross_entropy = {.op = "cross_entropy", .count = count};
+static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
+    const int rows_ndim = shape->ndim - 1;
+    const int64_t classes = shape->size[rows_ndim];
+    p->loss_options = (rafter_loss_options){.size = sizeof p->loss_options,
+                                            .reduction = o->reduction,
+                                            .zero_if_all_ignored = o->zero_if_all_ignored,
+                                            .ignore_index = o->ignored == LABEL_ZERO_IGNORED ? &label_zero : NULL,
+                                            .label_smoothing = o->smoothing,
+                                            .z_loss = o->z_loss,
+                                            .softcap = o->softcap,
+                                            .logit_scale = o->scale};
+    *(struct row *)p->row = (struct row){.without_lse = o->without_lse};
+
+    problem_tensor *t = problem_add(p, "logits", PROBLEM_INPUT, dtype, shape->ndim, shape->size);
+    t->scale = 3;
+    t->special = true;
+    t = problem_add(p, "target", PROBLEM_INPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->size);
+    const int64_t rows = t->numel;
+    t->fill = o->ignored == ALL_IGNORED ? PROBLEM_COUNT : PROBLEM_LABELS;
+    t->low = o->ignored == ALL_IGNORED ? -100 : 0;
+    t->high = o->ignored == ALL_IGNORED ? 1 : classes;
+    t->some_ignored = o->ignored == SOME_IGNORED;
+    t->ignored = -100;
+    if (o->class_weight) {
+        t = problem_add(p, "class_weight", PROBLEM_INPUT, RAFTER_F32, 1, &classes);
+        t->fill = PROBLEM_UNIFORM;
+        t->shift = 0.5;
+    }
+    if (o->row_weight) /* advantages: of either sign */
+        problem_add(p, "row_weight", PROBLEM_INPUT, RAFTER_F32, rows_ndim, shape->size);
+    if (o->denominator) {
+        t = problem_add(p, "denominator", PROBLEM_INPUT, RAFTER_F32, 0, NULL);
+        t->shift = denominator_value;
+        t->scale = 0;
+    }
+    const int loss_ndim = o->reduction == RAFTER_NONE ? rows_ndim : 0;
+    problem_add(p, "loss", PROBLEM_OUTPUT, RAFTER_F32, loss_ndim, shape->size);
+    if (o->dloss)
+        problem_add(p, "dloss", PROBLEM_UPSTREAM, RAFTER_F32, loss_ndim, shape->size);
+    problem_add(p, "lse", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
+    if (o->extras) {
+        problem_add(p, "row_loss", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
+        problem_add(p, "logprob", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
+        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
+        problem_add(p, "argmax", PROBLEM_OUTPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->size);
+    }
+    t = problem_add(p, "dlogits", PROBLEM_GRADIENT, dtype, shape->ndim, shape->size);
+    t->in_place_of = o->in_place ? "logits" : NULL;
+    set_bounds(p, o, rows, classes);
+
+    int used = snprintf(p->label, sizeof p->label, "%s %s [", o->name, problem_dtype_name(dtype));
+    for (int d = 0; d < shape->ndim; d++)
+        used +=
+            snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
+    snprintf(p->label + used, sizeof p->label - (size_t)used, "]");
+}
+
+static int64_t count(void) {
+    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + 2;
+}
+
+static void make(problem *p, int64_t index) {
+    const rafter_dtype dtype = dtypes[index % DTYPES];
+    int64_t i = index / DTYPES;
+    if (i < SHAPES) {
+        build(p, dtype, &plain, &shapes[i]);
+        return;
+    }
+    i -= SHAPES;
+    if (i < OPTION_SETS * OPTION_SHAPES) {
+        build(p, dtype, &option_sets[i / OPTION_SHAPES], &option_shapes[i % OPTION_SHAPES]);
+        p->finite_differences = dtype == RAFTER_F32 && i % OPTION_SHAPES == 0;
+        return;
+    }
+    i -= OPTION_SETS * OPTION_SHAPES;
+    if (i < LONG_ROWS) {
+        const struct options *o = option_sets;
+        while (strcmp(o->name, long_rows[i].options) != 0)
+            o++;
+        build(p, dtype, o, &long_rows[i].shape);
+        return;
+    }
+    if (index == count() - 2) { /* labels of no classes can only be ignored */
+        build(p, RAFTER_F32, &(struct options){.name = "no classes", .ignored = ALL_IGNORED, .extras = true},
+              &(struct shape){2, {2, 0}});
+        return;
+    }
+    build(p, RAFTER_BF16, &(struct options){.name = "past 2^31", .in_place = true, .reduction = RAFTER_SUM},
+          &(struct shape){2, {16500, 131072}});
+    p->large = true;
+    p->sample = 1031;
+}
+
+static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+    rafter_loss_options options = p->loss_options;
+    options.class_weight = problem_dl(p, "class_weight");
+    options.row_weight = problem_dl(p, "row_weight");
+    options.denominator = problem_dl(p, "denominator");
+    rafter_cross_entropy_args args = {.size = sizeof args,
+                                      .options = &options,
+                                      .logits = problem_dl(p, "logits"),
+                                      .target = problem_dl(p, "target"),
+                                      .loss = problem_dl(p, "loss"),
+                                      .row_loss = problem_dl(p, "row_loss"),
+                                      .lse = problem_dl(p, "lse"),
+                                      .logprob = problem_dl(p, "logprob"),
+                                      .entropy = problem_dl(p, "entropy"),
+                                      .argmax = problem_dl(p, "argmax"),
+                                      .dloss = problem_dl(p, "dloss")};
+    const bool one_pass = p->algorithm == 1;
+    if (mode != PROBLEM_BACKWARD) {
+        args.dlogits = mode == PROBLEM_BOTH && one_pass ? problem_dl(p, "dlogits") : NULL;
+        const rafter_status status = rafter_cross_entropy_forward(context, &args);
+        if (status != RAFTER_OK || mode == PROBLEM_FORWARD || one_pass)
+            return status;
+    }
+    args.dlogits = problem_dl(p, "dlogits");
+    if (((const struct row *)p->row)->without_lse)
+        args.lse = NULL;
+    return rafter_cross_entropy_backward(context, &args);
+}
+
+/* ---- bench --------------------------------------------------------------------------------------------------------
+ */
+
+static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
+static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};
+static const struct bench_table table = {"v", 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
+                                         seeds_x, quick_x};
+
+static void make_bench(problem *p, const struct bench_row *row) {
+    const int64_t batch = row->quick ? 1024 : 4096, resident = 4096 / (row->dtype == RAFTER_F32 ? 4 : 2);
+    const int64_t classes = row->resident && row->x > resident ? resident : row->x;
+    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, classes}});
+    p->sample = batch * classes / (1 << 21) + 1;
+    snprintf(p->title, sizeof p->title, "batch%lld-%s-ls0.0-mean", (long long)batch, problem_dtype_name(row->dtype));
+}
+
+static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
+    *bytes = *flops = 0;
+    for (int i = 0; i < p->tensors; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        if (t->role == PROBLEM_INPUT || (t->role == PROBLEM_GRADIENT && mode != PROBLEM_FORWARD) ||
+            t->role == PROBLEM_OUTPUT || (t->role == PROBLEM_UPSTREAM && mode != PROBLEM_FORWARD))
+            *bytes += (double)t->numel * t->tensor.dtype.bits / 8;
+    }
+}
+
+static const char *const algorithms[] = {"rafter", "onepass", NULL};
+
+const struct op_cases rafter_cases_cross_entropy = {
+    .op = "cross_entropy",
+    .prefix = "cross_entropy",
+    .algorithms = algorithms,
+    .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BOTH},
+    .count = count,
+    .make = make,
+    .tables = 1,
+    .table = &table,
+    .make_bench = make_bench,
+    .call = call,
+    .cost = cost,
+    .oracle = oracle_cross_entropy,
+};

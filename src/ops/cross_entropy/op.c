@@ -27,29 +27,26 @@ enum {
     LEAST_ELEMENTS = 65536, /* in a task of whole rows */
 };
 
-/* A checked call, and how it is cut. */
-struct call {
+/* A call on the CPU: how it is cut, and what its tasks share. */
+struct work {
+    const struct cross_entropy_call *call;
     const struct cross_entropy_kernels *kernels;
-    struct rafter_loss loss;
-    rafter_view logits, dlogits;  /* rows collapsed, columns last */
-    bool gradient;                /* dlogits is wanted */
-    struct cross_entropy_row row; /* what all rows share */
-
-    bool split; /* tasks are chunks of columns, else several rows */
+    struct cross_entropy_row row; /* all but what differs from row to row */
+    bool split;                   /* tasks are chunks of columns, else several rows */
     int64_t chunks, rows_per_task, tasks;
     struct rafter_row_stats *stats; /* split: per row and chunk */
-    double *sums;                   /* not split: of the row losses of each task */
+    double *sums;                   /* not split, forward: of the row losses of each task */
 };
 
 static rafter_status take(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction,
-                          rafter_cross_entropy_args *a, struct call *call) {
-    *call = (struct call){0};
+                          rafter_cross_entropy_args *a, struct cross_entropy_call *call) {
+    *call = (struct cross_entropy_call){0};
     RAFTER_TRY(rafter_take_args(context, "rafter_cross_entropy_args", args, a, sizeof *a));
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;
     RAFTER_TRY(rafter_take_tensor(context, "logits", a->logits, RAFTER_FLOATS, logits));
     if (logits->ndim == 0)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
-                           "logits has 0 dimensions, wanted at least the one of classes");
+                           "logits has 0 dimensions, wanted at least that of the classes");
     const struct rafter_loss_args loss_args = {a->options, a->target,  a->loss,   a->row_loss, a->lse,
                                                a->logprob, a->entropy, a->argmax, a->dloss};
     const int row_dims = logits->ndim - 1;
@@ -64,7 +61,9 @@ static rafter_status take(rafter_context *context, const rafter_cross_entropy_ar
         if (!rafter_same_memory(dlogits, logits))
             RAFTER_TRY(rafter_want_disjoint(context, "dlogits", dlogits, "logits", logits));
         RAFTER_TRY(rafter_loss_want_disjoint(context, &call->loss, "dlogits", dlogits, true));
+        rafter_collapse(&dlogits, 1, 0, row_dims);
     }
+    rafter_collapse(&logits, 1, 0, row_dims);
     return RAFTER_OK;
 }
 
@@ -74,172 +73,185 @@ static int64_t span_bytes(const rafter_view *view) {
                        : 0;
 }
 
-/* Decides everything that follows from the arguments but not from data. Returns the bytes of scratch memory. */
-static size_t plan(const rafter_context *context, struct call *call) {
+/* Decides what follows from the arguments but not from data. Returns the bytes of scratch memory. */
+static size_t plan(const rafter_context *context, const struct cross_entropy_call *call, struct work *work) {
     const struct rafter_loss *loss = &call->loss;
     const int64_t rows = loss->rows, classes = loss->classes;
     const bool forward = loss->direction == RAFTER_FORWARD, in_place = call->logits.data == call->dlogits.data;
-    call->kernels = rafter_pick(context, &rafter_op_cross_entropy)->kernels;
-
-    const int columns = call->logits.ndim - 1; /* the dimension of classes; the collapsed rows come before it */
-    call->row = (struct cross_entropy_row){
+    *work = (struct work){.call = call, .kernels = rafter_pick(context, &rafter_op_cross_entropy)->kernels};
+    work->row = (struct cross_entropy_row){
         .dtype = call->logits.dtype,
-        .z_stride = classes > 1 ? call->logits.stride[columns] : 1,
-        .dz_stride = classes > 1 ? call->dlogits.stride[columns] : 1,
+        .z_stride = classes > 1 ? call->logits.stride[call->logits.ndim - 1] : 1,
+        .dz_stride = classes > 1 && call->gradient ? call->dlogits.stride[call->dlogits.ndim - 1] : 1,
         .softcap = loss->softcap,
         .scale = loss->scale,
         .weight = loss->smoothing != 0.0f ? loss->class_weight.data : NULL,
-        .weight_stride = classes > 1 ? loss->class_weight.stride[0] : 1,
+        .weight_stride = loss->class_weight.stride[0],
         .weighted = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
         .stream = call->gradient && !in_place && rafter_should_stream(span_bytes(&call->dlogits)),
     };
-    rafter_view *views[] = {&call->logits, &call->dlogits};
-    for (int i = 0; i < (call->gradient ? 2 : 1); i++)
-        rafter_collapse(&views[i], 1, 0, columns);
 
-    call->chunks = (classes + CHUNK - 1) / CHUNK;
-    call->split = rows < FEW_ROWS && call->chunks > 1;
-    if (call->split) {
-        call->tasks = rows * call->chunks;
-        return (size_t)call->tasks * sizeof *call->stats;
+    work->chunks = (classes + CHUNK - 1) / CHUNK;
+    work->split = rows < FEW_ROWS && work->chunks > 1;
+    if (work->split) {
+        work->tasks = rows * work->chunks;
+        return (size_t)work->tasks * sizeof *work->stats;
     }
     const int64_t for_count = (rows + MOST_TASKS - 1) / MOST_TASKS, for_size = LEAST_ELEMENTS / (classes + 1) + 1;
-    call->rows_per_task = for_count > for_size ? for_count : for_size;
-    call->tasks = (rows + call->rows_per_task - 1) / call->rows_per_task;
-    return forward ? (size_t)call->tasks * sizeof *call->sums : 0;
+    work->rows_per_task = for_count > for_size ? for_count : for_size;
+    work->tasks = (rows + work->rows_per_task - 1) / work->rows_per_task;
+    return forward ? (size_t)work->tasks * sizeof *work->sums : 0;
 }
 
-/* The row's slice of the tensors. */
-static struct cross_entropy_row row_at(const struct call *call, int64_t index, int64_t label) {
-    struct cross_entropy_row row = call->row;
+/* ---- one row ------------------------------------------------------------------------------------------------------
+ */
+
+static struct cross_entropy_row row_at(const struct work *work, int64_t index, int64_t label) {
+    const rafter_view *logits = &work->call->logits, *dlogits = &work->call->dlogits;
+    struct cross_entropy_row row = work->row;
     row.label = label;
-    row.z = rafter_at(&call->logits, rafter_offset(&call->logits, 0, call->logits.ndim - 1, index));
-    if (call->gradient)
-        row.dz = rafter_at(&call->dlogits, rafter_offset(&call->dlogits, 0, call->dlogits.ndim - 1, index));
+    row.z = rafter_at(logits, rafter_offset(logits, 0, logits->ndim - 1, index));
+    if (work->call->gradient)
+        row.dz = rafter_at(dlogits, rafter_offset(dlogits, 0, dlogits->ndim - 1, index));
     return row;
 }
 
-/* Calls visit for [first, end) in pieces that fit a kernel's buffers, or all at once where it needs none. */
+static int64_t chunk_end(const struct work *work, int64_t chunk) {
+    return chunk + 1 < work->chunks ? (chunk + 1) * CHUNK : work->call->loss.classes;
+}
+
+/* Where the next call of a kernel ends: a piece further where it needs its buffers. */
 static int64_t piece_end(bool buffered, int64_t first, int64_t end) {
     return buffered && end - first > CROSS_ENTROPY_PIECE ? first + CROSS_ENTROPY_PIECE : end;
 }
 
-static int64_t chunk_end(const struct call *call, int64_t chunk) {
-    return chunk + 1 < call->chunks ? (chunk + 1) * CHUNK : call->loss.classes;
-}
-
-static void chunk_stats(const struct call *call, const struct cross_entropy_row *row, int64_t chunk,
+static void chunk_stats(const struct work *work, const struct cross_entropy_row *row, int64_t chunk,
                         struct rafter_row_stats *stats) {
     const bool buffered = cross_entropy_stats_buffered(row);
-    const int64_t start = chunk * CHUNK, end = chunk_end(call, chunk);
+    const int64_t start = chunk * CHUNK, end = chunk_end(work, chunk);
     for (int64_t first = start, next; first < end; first = next) {
         struct rafter_row_stats part;
         next = piece_end(buffered, first, end);
-        call->kernels->stats(row, first, next - first, &part);
+        work->kernels->stats(row, first, next - first, &part);
         *stats = first == start ? part : rafter_row_merge(stats, &part);
     }
 }
 
-static void columns_gradient(const struct call *call, const struct cross_entropy_row *row, int64_t start, int64_t end,
+static void columns_gradient(const struct work *work, const struct cross_entropy_row *row, int64_t start, int64_t end,
                              const struct rafter_row_gradient *gradient) {
     const bool buffered = !gradient->zero && cross_entropy_gradient_buffered(row);
     for (int64_t first = start, next; first < end; first = next) {
         next = piece_end(buffered, first, end);
-        call->kernels->gradient(row, first, next - first, gradient);
+        work->kernels->gradient(row, first, next - first, gradient);
     }
 }
 
-/* Whether backward can start from the lse it was given. A float that large carries an error that would show in the
- * gradient: at 1e30, a tie of two looks like no tie. The bounds keep it to 2^-13, 2^-16 and 2^-18 of p, which for the
- * 16-bit dtypes is a sixteenth of their own rounding. (NaN and infinities are not below them either.) */
-static bool lse_serves(const struct call *call, int64_t row) {
+/* Whether backward can start from the lse it was given. A float that is too large carries an error that would show in
+ * the gradient: at 1e30, a tie of two looks like no tie. The bounds keep it to 2^-13, 2^-16 and 2^-18 of p; for the
+ * 16-bit dtypes that is a sixteenth of their own rounding. NaN and the infinities are past the bounds too. */
+static bool lse_serves(const struct cross_entropy_call *call, int64_t index) {
     const rafter_dtype dtype = call->logits.dtype;
     const float bound = dtype == RAFTER_BF16 ? 0x1p11f : dtype == RAFTER_F16 ? 0x1p8f : 0x1p6f;
     return call->loss.direction == RAFTER_BACKWARD && rafter_loss_has(&call->loss.lse) &&
-           fabsf(rafter_loss_given_lse(&call->loss, row)) <= bound;
+           fabsf(rafter_loss_given_lse(&call->loss, index)) <= bound;
 }
 
-/* Statistics are not needed for ignored rows, nor for backward from a given lse. */
-static bool needs_stats(const struct call *call, int64_t row, int64_t label) {
-    return label >= 0 && !lse_serves(call, row);
+/* Ignored rows need no statistics, nor does backward from an lse. */
+static bool needs_stats(const struct cross_entropy_call *call, int64_t index, int64_t label) {
+    return label >= 0 && !lse_serves(call, index);
 }
 
-static struct rafter_row_gradient row_gradient(const struct call *call, int64_t row, int64_t label,
+static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *call, int64_t index, int64_t label,
                                                const struct rafter_row_stats *stats) {
-    return label >= 0 && lse_serves(call, row)
-               ? rafter_loss_gradient_from_lse(&call->loss, row, label, rafter_loss_given_lse(&call->loss, row))
-               : rafter_loss_gradient(&call->loss, row, label, stats);
+    if (label < 0 || needs_stats(call, index, label))
+        return rafter_loss_gradient(&call->loss, index, label, stats);
+    return rafter_loss_gradient_from_lse(&call->loss, index, label, rafter_loss_given_lse(&call->loss, index));
 }
 
 /* ---- tasks of whole rows ------------------------------------------------------------------------------------------
  */
 
-static void rows_task(void *arg, int64_t task) {
-    const struct call *call = arg;
-    const int64_t from = task * call->rows_per_task, to = from + call->rows_per_task;
-    double sum = 0.0;
-    for (int64_t index = from; index < to && index < call->loss.rows; index++) {
-        const int64_t label = rafter_loss_label(&call->loss, index);
-        const struct cross_entropy_row row = row_at(call, index, label);
-        struct rafter_row_stats stats = rafter_row_empty, part;
-        if (needs_stats(call, index, label))
-            for (int64_t chunk = 0; chunk < call->chunks; chunk++) {
-                chunk_stats(call, &row, chunk, &part);
-                stats = chunk == 0 ? part : rafter_row_merge(&stats, &part);
-            }
-        if (call->sums)
-            sum += rafter_loss_write_row(&call->loss, index, label, &stats);
-        if (call->gradient) {
-            const struct rafter_row_gradient gradient = row_gradient(call, index, label, &stats);
-            columns_gradient(call, &row, 0, call->loss.classes, &gradient);
+static double whole_row(const struct work *work, int64_t index) {
+    const struct cross_entropy_call *call = work->call;
+    const int64_t label = rafter_loss_label(&call->loss, index);
+    const struct cross_entropy_row row = row_at(work, index, label);
+    struct rafter_row_stats stats = rafter_row_empty, part;
+    if (needs_stats(call, index, label))
+        for (int64_t chunk = 0; chunk < work->chunks; chunk++) {
+            chunk_stats(work, &row, chunk, &part);
+            stats = chunk == 0 ? part : rafter_row_merge(&stats, &part);
         }
+    double loss = 0.0;
+    if (call->loss.direction == RAFTER_FORWARD)
+        loss = rafter_loss_write_row(&call->loss, index, label, &stats);
+    if (call->gradient) { /* the row is still in the second-level cache */
+        const struct rafter_row_gradient gradient = row_gradient(call, index, label, &stats);
+        columns_gradient(work, &row, 0, call->loss.classes, &gradient);
     }
-    if (call->sums)
-        call->sums[task] = sum;
-    if (call->row.stream)
-        call->kernels->fence();
+    return loss;
+}
+
+static void rows_task(void *arg, int64_t task) {
+    const struct work *work = arg;
+    const int64_t from = task * work->rows_per_task, rows = work->call->loss.rows;
+    const int64_t to = rows - from < work->rows_per_task ? rows : from + work->rows_per_task;
+    double sum = 0.0;
+    for (int64_t index = from; index < to; index++)
+        sum += whole_row(work, index);
+    if (work->sums)
+        work->sums[task] = sum;
+    if (work->row.stream)
+        work->kernels->fence();
+}
+
+static double run_rows(const rafter_context *context, struct work *work) {
+    double sum = 0.0;
+    rafter_parallel(context, work->tasks, rows_task, work);
+    for (int64_t task = 0; work->sums && task < work->tasks; task++)
+        sum += work->sums[task];
+    return sum;
 }
 
 /* ---- tasks of chunks of columns -----------------------------------------------------------------------------------
  */
 
 static void stats_task(void *arg, int64_t task) {
-    const struct call *call = arg;
-    const int64_t index = task / call->chunks, label = rafter_loss_label(&call->loss, index);
-    if (needs_stats(call, index, label)) {
-        const struct cross_entropy_row row = row_at(call, index, label);
-        chunk_stats(call, &row, task % call->chunks, &call->stats[task]);
+    const struct work *work = arg;
+    const int64_t index = task / work->chunks, label = rafter_loss_label(&work->call->loss, index);
+    if (needs_stats(work->call, index, label)) {
+        const struct cross_entropy_row row = row_at(work, index, label);
+        chunk_stats(work, &row, task % work->chunks, &work->stats[task]);
     }
 }
 
 static void gradient_task(void *arg, int64_t task) {
-    const struct call *call = arg;
-    const int64_t index = task / call->chunks, chunk = task % call->chunks;
-    const int64_t label = rafter_loss_label(&call->loss, index);
-    const struct cross_entropy_row row = row_at(call, index, label);
-    const struct rafter_row_gradient gradient = row_gradient(call, index, label, &call->stats[index * call->chunks]);
-    columns_gradient(call, &row, chunk * CHUNK, chunk_end(call, chunk), &gradient);
-    if (call->row.stream)
-        call->kernels->fence();
+    const struct work *work = arg;
+    const int64_t index = task / work->chunks, chunk = task % work->chunks;
+    const int64_t label = rafter_loss_label(&work->call->loss, index);
+    const struct cross_entropy_row row = row_at(work, index, label);
+    const struct rafter_row_gradient gradient =
+        row_gradient(work->call, index, label, &work->stats[index * work->chunks]);
+    columns_gradient(work, &row, chunk * CHUNK, chunk_end(work, chunk), &gradient);
+    if (row.stream)
+        work->kernels->fence();
 }
 
-/* Returns the sum of the row losses. */
-static double run_split(const rafter_context *context, struct call *call) {
+static double run_split(const rafter_context *context, struct work *work) {
+    const struct cross_entropy_call *call = work->call;
     double sum = 0.0;
-    rafter_parallel(context, call->tasks, stats_task, call);
+    rafter_parallel(context, work->tasks, stats_task, work);
     for (int64_t index = 0; index < call->loss.rows; index++) {
         const int64_t label = rafter_loss_label(&call->loss, index);
-        struct rafter_row_stats *stats = &call->stats[index * call->chunks]; /* the first becomes that of the row */
-        if (needs_stats(call, index, label))
-            for (int64_t chunk = 1; chunk < call->chunks; chunk++)
-                *stats = rafter_row_merge(stats, &stats[chunk]);
+        struct rafter_row_stats *stats = &work->stats[index * work->chunks]; /* the first becomes that of the row */
+        for (int64_t chunk = 1; needs_stats(call, index, label) && chunk < work->chunks; chunk++)
+            *stats = rafter_row_merge(stats, &stats[chunk]);
         if (call->loss.direction == RAFTER_FORWARD)
             sum += rafter_loss_write_row(&call->loss, index, label, stats);
     }
     if (call->gradient)
-        rafter_parallel(context, call->tasks, gradient_task, call);
+        rafter_parallel(context, work->tasks, gradient_task, work);
     return sum;
 }
 
@@ -248,22 +260,18 @@ static double run_split(const rafter_context *context, struct call *call) {
 
 static rafter_status run(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction) {
     rafter_cross_entropy_args a;
-    struct call call;
+    struct cross_entropy_call call;
+    struct work work;
+    struct rafter_scratch scratch;
     RAFTER_TRY(take(context, args, direction, &a, &call));
     RAFTER_TRY(rafter_loss_read(context, &call.loss));
-    struct rafter_scratch scratch;
-    const size_t bytes = plan(context, &call);
+    const size_t bytes = plan(context, &call, &work);
     RAFTER_TRY(rafter_scratch_take(context, a.workspace, a.workspace_bytes, bytes, &scratch));
-    double sum = 0.0;
-    if (call.split) {
-        call.stats = (struct rafter_row_stats *)scratch.memory;
-        sum = run_split(context, &call);
-    } else {
-        call.sums = (double *)scratch.memory;
-        rafter_parallel(context, call.tasks, rows_task, &call);
-        for (int64_t task = 0; call.sums && task < call.tasks; task++)
-            sum += call.sums[task];
-    }
+    if (work.split)
+        work.stats = (struct rafter_row_stats *)scratch.memory;
+    else
+        work.sums = (double *)scratch.memory;
+    const double sum = work.split ? run_split(context, &work) : run_rows(context, &work);
     if (direction == RAFTER_FORWARD)
         rafter_loss_write(&call.loss, sum);
     rafter_scratch_release(context, &scratch);
@@ -281,10 +289,11 @@ rafter_status rafter_cross_entropy_backward(rafter_context *context, const rafte
 rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                              rafter_direction direction, size_t *bytes) {
     rafter_cross_entropy_args a;
-    struct call call;
+    struct cross_entropy_call call;
+    struct work work;
     RAFTER_TRY(take(context, args, direction, &a, &call));
     if (!bytes)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted somewhere to write the size");
-    *bytes = rafter_scratch_request(plan(context, &call));
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
+    *bytes = rafter_scratch_request(plan(context, &call, &work));
     return RAFTER_OK;
 }

@@ -1,0 +1,49 @@
+/* What act's op.c asks of its kernels. */
+#ifndef RAFTER_ACT_KERNELS_H
+#define RAFTER_ACT_KERNELS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "rafter/rafter.h"
+
+/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more than
+ * dy, x or softmax's y (ACT_IN). */
+enum { ACT_IN, ACT_DY, ACT_OUT, ACT_TENSORS };
+
+/* A block of rows x columns elements, cut out of every tensor of the call alike. */
+struct act_block {
+    rafter_dtype dtype;
+    rafter_act_kind kind;
+    bool stream; /* write past the caches */
+    int64_t rows, columns;
+    char *data[ACT_TENSORS];
+    int64_t row_stride[ACT_TENSORS], column_stride[ACT_TENSORS]; /* in elements */
+    uint8_t *mask; /* relu_mask at the first element, or NULL; with a mask the block is one compact row */
+};
+
+/* Softmax normalises lines, which are the rows or the columns of a block. */
+enum act_form { ACT_ROWS, ACT_COLUMNS, ACT_FORMS };
+
+enum {
+    /* Elements, rows rounded up to 16 columns, of a block for short_rows. */
+    ACT_SHORT = 8192,
+    /* Lines of a block for statistics and apply. */
+    ACT_MOST_LINES = 512,
+    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A block's
+     * are an array over its lines of the first, then one of the second; parts of the same lines follow one another. */
+    ACT_STATISTICS = 2
+};
+
+struct act_kernels {
+    /* The elementwise kinds, by direction. */
+    void (*map[2])(const struct act_block *block);
+    /* Softmax forward of rows with column stride 1 in one go. */
+    void (*short_rows)(const struct act_block *block);
+    /* Softmax by form and direction, in two steps: statistics of the lines, or of parts of them; then the result, of the
+     * lines or a part of them, from the statistics of all `parts`. */
+    void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);
+    void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics, int64_t parts);
+};
+
+#endif

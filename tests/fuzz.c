@@ -1,0 +1,321 @@
+/*
+ * Random calls, most of them slightly wrong: whatever the arguments, a call returns a status, a failure has a sentence and
+ * writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an allocation
+ * of exactly its own extent).
+ *
+ *     test_fuzz [CALLS [SEED]]
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "rafter/rafter.h"
+
+static uint64_t state;
+
+static uint64_t draw(void) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+static int64_t below(int64_t n) {
+    return (int64_t)(draw() % (uint64_t)n);
+}
+
+static int one_in(int64_t n) {
+    return below(n) == 0;
+}
+
+enum { TENSORS = 16, DIMS = 5, MOST_BYTES = 1 << 22 };
+
+struct tensor {
+    DLTensor dl;
+    int64_t shape[DIMS], strides[DIMS];
+    size_t bytes;
+    unsigned char *before; /* a copy of the memory, to see that a failed call wrote nothing */
+};
+
+static struct tensor pool[TENSORS];
+static int used;
+
+static void release_all(void) {
+    for (int i = 0; i < used; i++) {
+        free(pool[i].dl.data);
+        free(pool[i].before);
+    }
+    used = 0;
+}
+
+/* A tensor of about this shape and dtype; NULL now and then. Integers are in [0, labels). */
+static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, int64_t labels) {
+    if (one_in(60) || used == TENSORS)
+        return NULL;
+    struct tensor *t = &pool[used++];
+    memset(t, 0, sizeof *t);
+    if (one_in(40))
+        dtype = (rafter_dtype)below(6);
+    if (one_in(60) && ndim < DIMS - 1)
+        ndim++;
+    memcpy(t->shape, shape, sizeof(int64_t) * (size_t)ndim);
+    if (one_in(40) && ndim > 0)
+        t->shape[below(ndim)] += below(3) - 1;
+    t->dl = rafter_tensor(NULL, dtype, ndim, t->shape);
+    if (one_in(100))
+        t->dl.device.device_type = kDLCUDA;
+
+    int64_t step = 1;
+    for (int d = ndim - 1; d >= 0; d--) {
+        t->strides[d] = step;
+        step *= t->shape[d] > 0 ? t->shape[d] : 1;
+        if (one_in(8))
+            step += below(4);
+    }
+    if (ndim >= 2 && one_in(6)) { /* transpose */
+        const int64_t a = below(ndim), b = below(ndim), kept = t->strides[a];
+        t->strides[a] = t->strides[b];
+        t->strides[b] = kept;
+    }
+    if (ndim > 0 && one_in(12))
+        t->strides[below(ndim)] = 0;
+    if (ndim > 0 && one_in(60))
+        t->strides[below(ndim)] = one_in(2) ? -below(9) : (int64_t)(draw() >> 1);
+    if (!one_in(3))
+        t->dl.strides = t->strides;
+
+    int64_t extent = 1; /* elements from the first to the last, as the strides (or none) say */
+    int64_t compact = 1;
+    for (int d = ndim - 1; d >= 0; d--) {
+        const int64_t stride = t->dl.strides ? t->strides[d] : compact;
+        int64_t reach;
+        if (t->shape[d] <= 0 || stride < 0) {
+            extent = 1;
+            break;
+        }
+        if (__builtin_mul_overflow(t->shape[d] - 1, stride, &reach) || __builtin_add_overflow(extent, reach, &extent) ||
+            extent > MOST_BYTES) {
+            extent = -1;
+            break;
+        }
+        compact *= t->shape[d];
+    }
+    const size_t size = t->dl.dtype.bits / 8;
+    if (extent < 0)
+        return &t->dl; /* no memory for that: data stays NULL and the call must refuse */
+    t->bytes = (size_t)extent * size;
+    t->dl.data = malloc(t->bytes);
+    t->before = malloc(t->bytes);
+    if (!t->dl.data || !t->before)
+        abort();
+    for (size_t i = 0; i < (size_t)extent; i++) {
+        unsigned char *at = (unsigned char *)t->dl.data + i * size;
+        const uint64_t bits = draw();
+        if (t->dl.dtype.code == kDLInt) {
+            const int64_t label = one_in(200) ? (int64_t)bits : one_in(6) ? -100 : below(labels);
+            const int32_t narrow = (int32_t)label;
+            memcpy(at, size == 4 ? (const void *)&narrow : (const void *)&label, size);
+        } else {
+            memcpy(at, &bits, size); /* any bits: subnormals, infinities, NaN */
+        }
+    }
+    memcpy(t->before, t->dl.data, t->bytes);
+    return &t->dl;
+}
+
+static const DLTensor *maybe(const DLTensor *t) {
+    return one_in(2) ? t : NULL;
+}
+
+static rafter_dtype some_float(void) {
+    return (rafter_dtype)below(3);
+}
+
+static rafter_dtype some_int(void) {
+    return one_in(2) ? RAFTER_I32 : RAFTER_I64;
+}
+
+static int64_t some_size(void) {
+    static const int64_t sizes[] = {0, 1, 1, 2, 3, 5, 8, 17, 33, 64, 130};
+    return sizes[below(sizeof sizes / sizeof *sizes)];
+}
+
+static int some_enum(int count) {
+    return (int)(one_in(50) ? below(100) : below(count));
+}
+
+static rafter_loss_options some_options(const int64_t *rows, int row_dims, int64_t classes) {
+    static int64_t ignored;
+    ignored = below(3) - 1;
+    const int64_t v[] = {classes}, one[] = {1};
+    return (rafter_loss_options){.size = one_in(100) ? (size_t)below(64) : sizeof(rafter_loss_options),
+                                 .ignore_index = one_in(3) ? &ignored : NULL,
+                                 .reduction = (rafter_reduction)some_enum(3),
+                                 .zero_if_all_ignored = one_in(2),
+                                 .label_smoothing = one_in(3) ? (float)below(12) / 10 : 0,
+                                 .z_loss = one_in(4) ? 0.01f : 0,
+                                 .softcap = one_in(4) ? (float)(below(40) - 2) : 0,
+                                 .logit_scale = one_in(4) ? 0.5f : 0,
+                                 .class_weight = one_in(4) ? some(RAFTER_F32, 1, v, 1) : NULL,
+                                 .row_weight = one_in(4) ? some(RAFTER_F32, row_dims, rows, 1) : NULL,
+                                 .denominator = one_in(4) ? some(RAFTER_F32, (int)below(2), one, 1) : NULL};
+}
+
+static rafter_status random_act(rafter_context *context) {
+    const int ndim = (int)below(4);
+    const int64_t shape[] = {some_size(), some_size(), some_size()};
+    const rafter_dtype dtype = some_float();
+    int64_t bytes = 1;
+    for (int d = 0; d < ndim; d++)
+        bytes *= shape[d];
+    bytes = (bytes + 7) / 8;
+    rafter_act_args a = {.size = sizeof a,
+                         .kind = (rafter_act_kind)some_enum(5),
+                         .dim = (int32_t)(below(9) - 4),
+                         .x = some(dtype, ndim, shape, 1),
+                         .y = some(dtype, ndim, shape, 1),
+                         .dy = some(dtype, ndim, shape, 1),
+                         .dx = some(dtype, ndim, shape, 1)};
+    if (one_in(8))
+        a.y = a.x;
+    if (one_in(8))
+        a.dx = a.dy;
+    if (one_in(5))
+        a.relu_mask = some(RAFTER_U8, 1, &bytes, 1);
+    return one_in(2) ? rafter_act_forward(context, &a) : rafter_act_backward(context, &a);
+}
+
+static rafter_status random_logsumexp(rafter_context *context) {
+    const int ndim = 1 + (int)below(3), dim = (int)below(ndim);
+    int64_t shape[] = {some_size(), some_size(), some_size()}, reduced[3];
+    const rafter_dtype dtype = some_float();
+    int kept = 0;
+    for (int d = 0; d < ndim; d++)
+        if (d != dim)
+            reduced[kept++] = shape[d];
+    rafter_logsumexp_args a = {.size = sizeof a,
+                               .algorithm = (rafter_logsumexp_algorithm)some_enum(3),
+                               .dim = one_in(20) ? (int32_t)below(9) - 4 : dim,
+                               .x = some(dtype, ndim, shape, 1),
+                               .lse = some(one_in(2) ? RAFTER_F32 : dtype, kept, reduced, 1),
+                               .dlse = some(one_in(2) ? RAFTER_F32 : dtype, kept, reduced, 1),
+                               .dx = some(dtype, ndim, shape, 1)};
+    if (one_in(8))
+        a.dx = a.x;
+    return one_in(2) ? rafter_logsumexp_forward(context, &a) : rafter_logsumexp_backward(context, &a);
+}
+
+static rafter_status random_cross_entropy(rafter_context *context) {
+    const int dims = 1 + (int)below(2);
+    const int64_t shape[] = {some_size(), some_size(), some_size()}, classes = shape[dims];
+    const rafter_dtype dtype = some_float();
+    const rafter_loss_options options = some_options(shape, dims, classes);
+    const int none = options.reduction == RAFTER_NONE;
+    rafter_cross_entropy_args a = {.size = sizeof a,
+                                   .options = one_in(4) ? NULL : &options,
+                                   .logits = some(dtype, dims + 1, shape, 1),
+                                   .target = some(some_int(), dims, shape, classes > 0 ? classes : 1),
+                                   .loss = maybe(some(RAFTER_F32, none ? dims : 0, shape, 1)),
+                                   .row_loss = maybe(some(RAFTER_F32, dims, shape, 1)),
+                                   .lse = maybe(some(RAFTER_F32, dims, shape, 1)),
+                                   .logprob = maybe(some(RAFTER_F32, dims, shape, 1)),
+                                   .entropy = maybe(some(RAFTER_F32, dims, shape, 1)),
+                                   .argmax = maybe(some(some_int(), dims, shape, 1)),
+                                   .dloss = maybe(some(RAFTER_F32, none ? dims : 0, shape, 1))};
+    const int backward = one_in(2);
+    if (backward || one_in(3))
+        a.dlogits = one_in(4) ? a.logits : some(dtype, dims + 1, shape, 1);
+    return backward ? rafter_cross_entropy_backward(context, &a) : rafter_cross_entropy_forward(context, &a);
+}
+
+static rafter_status random_linear_cross_entropy(rafter_context *context) {
+    const int64_t n = some_size(), d = some_size(), v = some_size();
+    const int64_t hidden[] = {n, d}, weight[] = {v, d};
+    const rafter_dtype dtype = some_float();
+    const rafter_loss_options options = some_options(&n, 1, v);
+    const int none = options.reduction == RAFTER_NONE;
+    rafter_linear_cross_entropy_args a = {
+        .size = sizeof a,
+        .options = one_in(4) ? NULL : &options,
+        .mode = (rafter_lce_mode)some_enum(3),
+        .accumulate = (rafter_lce_accumulate)some_enum(2),
+        .budget = one_in(3) ? (size_t)below(1 << 20) : 0,
+        .x = some(dtype, 2, hidden, 1),
+        .weight = some(dtype, 2, weight, 1),
+        .bias = maybe(some(dtype, 1, &v, 1)),
+        .target = some(some_int(), 1, &n, v > 0 ? v : 1),
+        .loss = some(RAFTER_F32, none ? 1 : 0, &n, 1),
+        .lse = maybe(some(RAFTER_F32, 1, &n, 1)),
+        .entropy = maybe(some(RAFTER_F32, 1, &n, 1)),
+        .dx = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, hidden, 1)),
+        .dweight = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, weight, 1)),
+        .dbias = maybe(some(dtype, 1, &v, 1))};
+    a.accumulate_into_dweight = a.dweight && a.dweight->dtype.bits == 32 && one_in(4);
+    return one_in(2) ? rafter_linear_cross_entropy_forward(context, &a) : rafter_linear_cross_entropy_backward(context, &a);
+}
+
+static rafter_status random_lrpe_cosine(rafter_context *context) {
+    const int64_t b = 1 + below(3), n = some_size(), h = 1 + below(3), d = some_size();
+    const int heads = !one_in(4);
+    const int64_t full[] = {b, n, h, d}, flat[] = {b, n, d}, full_y[] = {b, n, h, 2 * d}, flat_y[] = {b, n, 2 * d};
+    const int64_t theta[] = {heads && one_in(2) ? h : 1, one_in(4) ? 1 : d}, positions[] = {b, n};
+    const rafter_dtype dtype = some_float(), angle = some_float();
+    const int rows = 1 + (int)below(2);
+    rafter_lrpe_cosine_args a = {.size = sizeof a,
+                                 .act = (rafter_act_kind)some_enum(5),
+                                 .softmax_over = (rafter_softmax_over)some_enum(2),
+                                 .algorithm = (rafter_lrpe_algorithm)some_enum(3),
+                                 .offset = one_in(2) ? 0 : (int64_t)draw(),
+                                 .x = some(dtype, 3 + heads, heads ? full : flat, 1),
+                                 .theta = some(angle, 2, theta, 1),
+                                 .positions = one_in(4) ? some(some_int(), rows, rows == 2 ? positions : &n, 1000) : NULL,
+                                 .y = some(dtype, 3 + heads, heads ? full_y : flat_y, 1),
+                                 .dy = some(dtype, 3 + heads, heads ? full_y : flat_y, 1),
+                                 .dx = some(dtype, 3 + heads, heads ? full : flat, 1),
+                                 .dtheta = one_in(3) ? some(one_in(2) ? RAFTER_F32 : angle, 2, theta, 1) : NULL};
+    return one_in(2) ? rafter_lrpe_cosine_forward(context, &a) : rafter_lrpe_cosine_backward(context, &a);
+}
+
+int main(int argc, char **argv) {
+    const long calls = argc > 1 ? atol(argv[1]) : 20000;
+    const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
+    static rafter_status (*const ops[])(rafter_context *) = {
+        random_act, random_logsumexp, random_cross_entropy, random_linear_cross_entropy, random_lrpe_cosine};
+    enum { OPS = sizeof ops / sizeof *ops };
+    long passed = 0, failed = 0, accepted[OPS] = {0};
+    const rafter_context_options options = {.size = sizeof options, .threads = 2};
+    rafter_context *context = NULL;
+    if (rafter_context_create(&context, &options) != RAFTER_OK)
+        return 2;
+    for (long i = 0; i < calls; i++) {
+        state = (seed + (uint64_t)i) * 0x9e3779b97f4a7c15u | 1;
+        draw();
+        const int op = (int)below(OPS);
+        const rafter_status status = ops[op](context);
+        const char *problem = NULL;
+        if (status != RAFTER_OK) {
+            if (rafter_last_error(context)[0] == '\0')
+                problem = "a failure without a sentence";
+            for (int t = 0; t < used; t++)
+                if (pool[t].before && memcmp(pool[t].before, pool[t].dl.data, pool[t].bytes) != 0)
+                    problem = "a failure that wrote";
+        }
+        accepted[op] += status == RAFTER_OK;
+        if (problem) {
+            failed++;
+            printf("FAIL call %ld (test_fuzz 1 %llu): %s: %s\n", i, (unsigned long long)(seed + (uint64_t)i), problem,
+                   rafter_last_error(context));
+        } else {
+            passed++;
+        }
+        release_all();
+    }
+    rafter_context_destroy(context);
+    for (int op = 0; op < OPS; op++) /* a fuzzer whose calls are all refused tests nothing */
+        if (calls >= 1000 && accepted[op] < calls / OPS / 12) {
+            failed++;
+            printf("FAIL only %ld calls of op %d were accepted\n", accepted[op], op);
+        }
+    printf("%ld passed, %ld failed\n", passed, failed);
+    return failed > 0;
+}
