@@ -108,7 +108,20 @@ static const struct {
     {"all", {2, {1, 33000}}},
     {"class weights, smoothing", {2, {2, 16390}}},
     {"in place, no lse", {2, {1, 20000}}},
-    {"none", {2, {66, 16390}}},
+};
+
+/* In one dtype only. */
+static const struct single {
+    rafter_dtype dtype;
+    struct options options;
+    struct shape shape;
+    int64_t sample; /* not 0: large */
+} singles[] = {
+    /* labels of no classes can only be ignored */
+    {RAFTER_F32, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0},
+    /* rows of more than one chunk, so many that each is one thread's */
+    {RAFTER_BF16, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0},
+    {RAFTER_BF16, {.name = "past 2^31", .in_place = true, .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031},
 };
 
 enum {
@@ -117,6 +130,7 @@ enum {
     OPTION_SETS = sizeof option_sets / sizeof *option_sets,
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
     LONG_ROWS = sizeof long_rows / sizeof *long_rows,
+    SINGLES = sizeof singles / sizeof *singles,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
@@ -249,7 +263,7 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
 }
 
 static int64_t count(void) {
-    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + 2;
+    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + SINGLES;
 }
 
 static void make(problem *p, int64_t index) {
@@ -273,15 +287,10 @@ static void make(problem *p, int64_t index) {
         build(p, dtype, o, &long_rows[i].shape);
         return;
     }
-    if (index == count() - 2) { /* labels of no classes can only be ignored */
-        build(p, RAFTER_F32, &(struct options){.name = "no classes", .ignored = ALL_IGNORED, .extras = true},
-              &(struct shape){2, {2, 0}});
-        return;
-    }
-    build(p, RAFTER_BF16, &(struct options){.name = "past 2^31", .in_place = true, .reduction = RAFTER_SUM},
-          &(struct shape){2, {16500, 131072}});
-    p->large = true;
-    p->sample = 1031;
+    const struct single *single = &singles[index - (count() - SINGLES)];
+    build(p, single->dtype, &single->options, &single->shape);
+    p->large = single->sample > 0;
+    p->sample = single->sample;
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
