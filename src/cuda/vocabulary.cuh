@@ -68,6 +68,44 @@ template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
 /* Elements per 16-byte access. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 
+/* All elements of a pack as floats: one instruction each, where element by element the odd ones of a bf16 pack take two. */
+template <typename T, int N> DEVICE void unpack(const Pack<T, N> &pack, float (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        out[j] = to_float(pack.v[j]);
+}
+template <int N> DEVICE void unpack(const Pack<bf16, N> &pack, float (&out)[N]) {
+    if constexpr (N == 1) {
+        out[0] = to_float(pack.v[0]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            const unsigned both = *reinterpret_cast<const unsigned *>(&pack.v[j]);
+            out[j] = __uint_as_float(both << 16);
+            out[j + 1] = __uint_as_float(both & 0xffff0000u);
+        }
+    }
+}
+
+/* The reverse, rounding to nearest even, two at a time. */
+template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            if constexpr (__is_same(T, bf16))
+                *reinterpret_cast<__nv_bfloat162 *>(&pack.v[j]) = __floats2bfloat162_rn(in[j], in[j + 1]);
+            else
+                *reinterpret_cast<__half2 *>(&pack.v[j]) = __floats2half2_rn(in[j], in[j + 1]);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            pack.v[j] = from_float<T>(in[j]);
+    }
+    return pack;
+}
+
 /* ---- functions --------------------------------------------------------------------------------------------------------- */
 
 /* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal results
