@@ -19,12 +19,17 @@
 enum {
     LEAST_REPEATS = 5,
     PATIENCE = 4,      /* a cell may take so many times its time to come to LEAST_REPEATS */
-    PEER_SECONDS = 60, /* peers whose call would take longer are left out */
-    ONCE_SECONDS = 10, /* a call this long is not made a second time */
     CHECKED = 1 << 20, /* elements of the largest tensor that the oracle is asked for */
     ANSWERS = 1 << 27  /* at most so many doubles hold the oracle's answers for a tensor */
 };
-static const double quick_seconds = 0.05, seeds_seconds = 1.0; /* per cell */
+
+/* Times in seconds, of a preset. */
+struct budget {
+    double cell; /* repeats of one cell */
+    double once; /* a call this long is not made a second time */
+    double peer; /* a peer's call that would take longer is left out */
+};
+static const struct budget quick_budget = {0.05, 1, 2}, seeds_budget = {1, 10, 60};
 
 struct run {
     struct options options;
@@ -32,7 +37,7 @@ struct run {
     struct pace pace;
     struct roofline roofline;
     struct report report;
-    double seconds; /* per cell */
+    struct budget budget;
 };
 
 /* Set by Ctrl-C, which ends the run after the call at hand; a second one ends the process. */
@@ -92,14 +97,15 @@ static double expected_size(const problem_tensor *t) {
     return count > 0 ? sum / count : 0;
 }
 
-/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it, of the value itself and of
- * the tensor's mean value. Something that computes another function is off by far more. */
+/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it relative to the value, and,
+ * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
+ * more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
-    const double tolerance = dtype == RAFTER_BF16 ? 16 * 0x1p-8 : dtype == RAFTER_F16 ? 16 * 0x1p-11 : 1e-4;
+    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
     for (int i = 0; i < p->tensors; i++)
         if (writes_tensor(mode, &p->tensor[i])) {
-            p->tensor[i].relative = fmax(p->tensor[i].relative, tolerance);
-            p->tensor[i].absolute = fmax(p->tensor[i].absolute, tolerance * expected_size(&p->tensor[i]));
+            p->tensor[i].relative = fmax(p->tensor[i].relative, 16 * unit);
+            p->tensor[i].absolute = fmax(p->tensor[i].absolute, 64 * unit * expected_size(&p->tensor[i]));
         }
 }
 
@@ -123,7 +129,7 @@ static void check_column(struct run *run, problem *p, struct column *c, enum pro
     if (!verdict.good)
         table_add_note(table, "%s at %s = %lld: %s", c->name, table->x_name, (long long)x, verdict.sentence);
     c->live = verdict.good;
-    if (seconds >= ONCE_SECONDS && seconds >= PATIENCE * run->seconds)
+    if (seconds >= run->budget.once && seconds >= PATIENCE * run->budget.cell)
         c->done = samples_add(&c->samples, seconds);
 }
 
@@ -145,8 +151,8 @@ static void time_columns(struct run *run, struct column columns[], int count, st
                 continue;
             }
             c->used += clock_seconds() - start;
-            c->done =
-                (c->samples.count >= LEAST_REPEATS && c->used >= run->seconds) || c->used >= PATIENCE * run->seconds;
+            c->done = (c->samples.count >= LEAST_REPEATS && c->used >= run->budget.cell) ||
+                      c->used >= PATIENCE * run->budget.cell;
             again |= !c->done;
         }
     }
@@ -202,7 +208,7 @@ static void bench_mode(struct run *run, problem *p, const struct bench_row *row,
                        struct table *table, struct history *history) {
     struct column columns[REPORT_COLUMNS];
     const int count = list_columns(run, p, mode, columns);
-    if (mode == PROBLEM_BACKWARD) /* leave the outputs that backward reads */
+    if (mode != PROBLEM_FORWARD) /* leave the outputs that backward, and the oracle's, reads */
         p->op->call(p, run->context, PROBLEM_FORWARD);
     progress("%s %s=%lld: oracle", table->title, table->x_name, (long long)row->x);
     problem_solve(p, mode);
@@ -214,8 +220,8 @@ static void bench_mode(struct run *run, problem *p, const struct bench_row *row,
         struct column *c = &columns[i];
         progress("%s %s=%lld: checking %s", table->title, table->x_name, (long long)row->x, c->name);
         const double foreseen = history->work[i] > 0 ? history->seconds[i] * work / history->work[i] : 0;
-        if (foreseen > PEER_SECONDS && !c->session.provider->exact)
-            table_add_note(table, "%s at %s = %lld: left out, a call would take about %.0f s", c->name, table->x_name,
+        if (foreseen > run->budget.peer && !c->session.provider->exact)
+            table_add_note(table, "%s at %s = %lld: left out, a call would take about %.1f s", c->name, table->x_name,
                            (long long)row->x, foreseen);
         else
             check_column(run, p, c, mode, table, row->x);
@@ -320,7 +326,9 @@ static bool open_run(struct run *run) {
         return !fail("no context (is RAFTER_VARIANT one that this machine can run?)", rafter_status_name(status));
     const int threads = rafter_context_threads(run->context);
     omp_set_num_threads(threads);
-    run->seconds = run->options.seconds > 0 ? run->options.seconds : run->options.seeds ? seeds_seconds : quick_seconds;
+    run->budget = run->options.seeds ? seeds_budget : quick_budget;
+    if (run->options.seconds > 0)
+        run->budget.cell = run->options.seconds;
     if (!pace_create(&run->pace, run->options.warm, threads))
         return !fail("cannot flush the caches", "no memory");
     if (run->options.percent && run->options.metric == METRIC_SPEED) {
