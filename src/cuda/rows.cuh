@@ -70,6 +70,7 @@ template <typename T> struct Stretch {
     int64_t packs;
     int head, edges; /* elements before the body; those and the ones behind it */
 
+    DEVICE Stretch() {}
     DEVICE Stretch(T *first, int64_t n) {
         const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
         head = ragged == 0 ? 0 : WIDE<T> - ragged;
@@ -271,6 +272,13 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
             sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
     }
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+/* A pack that this block reads again soon, and may overwrite then. */
+template <typename T, int N> DEVICE Pack<T, N> load_soon(const T *p) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const W w = __ldcg(reinterpret_cast<const W *>(p));
+    return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
 /* A pack, or where it is not there, one full of `value`. */
