@@ -274,13 +274,6 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
-/* A pack that this block reads again soon, and may overwrite then. */
-template <typename T, int N> DEVICE Pack<T, N> load_soon(const T *p) {
-    typedef typename Word<N * sizeof(T)>::type W;
-    const W w = __ldcg(reinterpret_cast<const W *>(p));
-    return reinterpret_cast<const Pack<T, N> &>(w);
-}
-
 /* A pack, or where it is not there, one full of `value`. */
 template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
     typedef typename Word<N * sizeof(T)>::type W;

@@ -10,7 +10,7 @@
  * Rows that fit on no chip are read twice by rows_by<WholeBlock>. Blocks stay, and take every gridDim.x-th row; each adds up
  * the losses of its rows, and the last to arrive adds up the blocks'.
  */
-#include "cuda/backend.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
 #include "ops/cross_entropy/call.h"
 #include "ops/loss.cuh"
@@ -195,7 +195,7 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     for (; p + (AHEAD<OPTIONS> - 1) * stride < end; p += AHEAD<OPTIONS> * stride) {
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
-            packs[k] = SOON ? load_soon<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
+            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
         add(g, packs, AHEAD<OPTIONS>, row.head + (p - row.body), stride, c);
     }
     if (p < end) {
@@ -628,28 +628,6 @@ template <int OPTIONS> struct Exchange {
     static DEVICE unsigned address(const void *shared) { return static_cast<unsigned>(__cvta_generic_to_shared(shared)); }
 };
 
-DEVICE void copy_async(void *to_shared, const void *from) {
-    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(to_shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-DEVICE void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int LEFT> DEVICE void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-/* Until at most `left` of the latest groups are on their way; past 3, until 3 are. */
-DEVICE void wait_copies(int left) {
-    if (left == 0)
-        wait_copies<0>();
-    else if (left == 1)
-        wait_copies<1>();
-    else if (left == 2)
-        wait_copies<2>();
-    else
-        wait_copies<3>();
-}
-
 /* The part of a row that one block of a cluster holds: columns [first, first + n). row is past the last when there is none. */
 template <typename T> struct Held {
     int64_t row, label, first, n;
@@ -687,23 +665,18 @@ DEVICE void seek(Held<T> &held, int64_t &ahead, int64_t step, int rank, int rank
 
 /* Pack i of the part has slot i, which only thread i % threads ever touches: its own copies are all it waits for. Packs come in
  * groups of AHEAD to a thread. */
-template <int OPTIONS, typename T> DEVICE void fetch_group(uint4 *slots, const Held<T> &held, int group) {
+template <int OPTIONS, typename T> DEVICE void fetch_group(Pack<T, WIDE<T>> *slots, const Held<T> &held, int group) {
     const int threads = blockDim.x;
     int i = group * AHEAD<OPTIONS> * threads + threadIdx.x;
 #pragma unroll
     for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
         if (i < held.stretch.packs)
-            copy_async(slots + i, held.stretch.body + int64_t(i) * WIDE<T>);
-    commit_copies();
-}
-
-template <typename T> DEVICE Pack<T, WIDE<T>> slot_pack(const uint4 *slot) {
-    const uint4 w = *slot;
-    return reinterpret_cast<const Pack<T, WIDE<T>> &>(w);
+            copy_async<T, WIDE<T>>(slots + i, held.stretch.body + int64_t(i) * WIDE<T>);
+    copy_commit();
 }
 
 template <int OPTIONS, typename T>
-DEVICE Gathered<OPTIONS> gather_held(const uint4 *slots, const Held<T> &held, int groups, const Call &c) {
+DEVICE Gathered<OPTIONS> gather_held(const Pack<T, WIDE<T>> *slots, const Held<T> &held, int groups, const Call &c) {
     constexpr int N = WIDE<T>;
     const int thread = threadIdx.x, threads = blockDim.x;
     const Stretch<const T> &row = held.stretch;
@@ -711,18 +684,18 @@ DEVICE Gathered<OPTIONS> gather_held(const uint4 *slots, const Held<T> &held, in
     for (int e = thread; e < row.edges; e += threads)
         add_one(g, row.body[row.edge(e)], held.first + row.head + row.edge(e), c);
     for (int group = 0; group < groups; group++) {
-        wait_copies(groups - 1 - group);
+        copy_wait_all_but(groups - 1 - group);
         const int i = group * AHEAD<OPTIONS> * threads + thread;
         const int64_t column = held.first + row.head + int64_t(i) * N;
         Pack<T, N> packs[AHEAD<OPTIONS>];
         if (i + (AHEAD<OPTIONS> - 1) * threads < row.packs) {
 #pragma unroll
             for (int k = 0; k < AHEAD<OPTIONS>; k++)
-                packs[k] = slot_pack<T>(slots + i + k * threads);
+                packs[k] = slots[i + k * threads];
             add(g, packs, AHEAD<OPTIONS>, column, int64_t(threads) * N, c);
         } else if (i < row.packs) {
             for (int k = 0; i + k * threads < row.packs; k++) {
-                const Pack<T, N> pack[1] = {slot_pack<T>(slots + i + k * threads)};
+                const Pack<T, N> pack[1] = {slots[i + k * threads]};
                 add(g, pack, 1, column + int64_t(k) * threads * N, 0, c);
             }
         }
@@ -732,7 +705,7 @@ DEVICE Gathered<OPTIONS> gather_held(const uint4 *slots, const Held<T> &held, in
 
 /* Gradient of `held` out of its slots, which `next` is fetched into. */
 template <int OPTIONS, typename T>
-DEVICE void write_and_fetch(uint4 *slots, const Held<T> &held, const RowGradient &gradient, const Held<T> &next, int groups, const Call &c) {
+DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const RowGradient &gradient, const Held<T> &next, int groups, const Call &c) {
     constexpr int N = WIDE<T>;
     const int thread = threadIdx.x, threads = blockDim.x;
     const Stretch<const T> &row = held.stretch;
@@ -744,7 +717,7 @@ DEVICE void write_and_fetch(uint4 *slots, const Held<T> &held, const RowGradient
         for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
             if (i < row.packs) {
                 const int64_t at = row.head + int64_t(i) * N;
-                store_once<T, N>(dz + at, column.of(slot_pack<T>(slots + i), held.first + at, c));
+                store_once<T, N>(dz + at, column.of(slots[i], held.first + at, c));
             }
         fetch_group<OPTIONS>(slots, next, group);
     }
@@ -759,7 +732,8 @@ DEVICE void write_and_fetch(uint4 *slots, const Held<T> &held, const RowGradient
 
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant__ Call c) {
-    extern __shared__ uint4 slots[];
+    extern __shared__ uint4 slot_memory[];
+    Pack<T, WIDE<T>> *const slots = reinterpret_cast<Pack<T, WIDE<T>> *>(slot_memory);
     __shared__ Mailbox<OPTIONS> mailbox;
     __shared__ RowGradient shared[2];
     __shared__ Running running;
@@ -854,10 +828,6 @@ struct Plan {
     size_t shared;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 int power_at_least(int64_t a, int least, int most) {
     while (least < a && least < most)
         least *= 2;
@@ -884,9 +854,7 @@ template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
 }
 
 Kernel kernel_of(rafter_dtype dtype, const Plan &plan, bool gradient) {
-    return dtype == RAFTER_F32    ? kernel_of<float>(plan, gradient)
-           : dtype == RAFTER_BF16 ? kernel_of<bf16>(plan, gradient)
-                                  : kernel_of<fp16>(plan, gradient);
+    return for_dtype(dtype, [&](auto zero) { return kernel_of<decltype(zero)>(plan, gradient); });
 }
 
 cudaLaunchConfig_t launch_of(const Plan &plan, cudaStream_t stream, cudaLaunchAttribute *cluster) {
@@ -956,13 +924,13 @@ bool plan_on_chip(const rafter_cuda_state *state, rafter_dtype dtype, int64_t ro
     plan->ranks = 0;
     for (int blocks = 3; blocks > 0 && plan->ranks == 0; blocks--)
         for (int ranks = 1; ranks <= most && plan->ranks == 0; ranks *= 2)
-            if (ceil_div(packs, ranks) * 16 <= (state->shared_bytes + reserved) / blocks - reserved - statics)
+            if (ceil_div<int64_t>(packs, ranks) * 16 <= (state->shared_bytes + reserved) / blocks - reserved - statics)
                 plan->ranks = ranks;
     if (plan->ranks == 0)
         return false;
     while (2 * plan->ranks <= most && 2 * plan->ranks * rows <= state->multiprocessors && packs / plan->ranks >= 2048)
         plan->ranks *= 2;
-    plan->part = ceil_div(packs, plan->ranks);
+    plan->part = ceil_div<int64_t>(packs, plan->ranks);
     plan->shared = static_cast<size_t>(plan->part) * 16;
     plan->threads = power_at_least(plan->part / IN_FLIGHT, 64, CHIP_THREADS);
     const int64_t fit = clusters_at_a_time(state, kernel_of(dtype, *plan, gradient), *plan);
@@ -986,7 +954,7 @@ int64_t at_a_time(const rafter_cuda_state *state, const Plan &plan, bool gradien
 }
 
 Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, const Call &c) {
-    const struct rafter_loss *loss = call->loss;
+    const struct rafter_loss *loss = &call->loss;
     const int64_t rows = loss->rows, bytes = loss->classes * rafter_dtype_bytes(call->logits.dtype);
     const bool smooth = loss->smoothing != 0.0f, weights = smooth && c.loss.class_weight;
     Plan plan = {};
@@ -1004,7 +972,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     } else if (bytes <= 2048 || (bytes <= 8192 && rows >= 2048 && !both)) {
         plan.kind = BY_WARP;
         plan.threads = WARP_THREADS;
-        const int64_t blocks = ceil_div(rows, WARP_THREADS / WARP), most = at_a_time(state, plan, c.gradient);
+        const int64_t blocks = ceil_div<int64_t>(rows, WARP_THREADS / WARP), most = at_a_time(state, plan, c.gradient);
         plan.blocks = blocks < most ? blocks : most;
         return plan;
     } else if ((both || rows < state->multiprocessors) && rows > 0 &&
@@ -1036,7 +1004,7 @@ rafter_status launch(rafter_context *context, const cross_entropy_call *call, Ca
     const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
     void *args[] = {&c};
     cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
-    return rafter_cuda_launched(context, call->direction == RAFTER_FORWARD ? "cross_entropy forward" : "cross_entropy backward");
+    return rafter_cuda_launched(context, call->loss.direction == RAFTER_FORWARD ? "cross_entropy forward" : "cross_entropy backward");
 }
 
 } // namespace
@@ -1045,15 +1013,15 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
     OnDevice current(context);
     const int columns = call->logits.ndim - 1;
     Call c = {};
-    c.loss = loss_of(context, call->loss);
-    c.gradient = call->dlogits.data != NULL && call->dlogits.numel > 0;
+    c.loss = loss_of(context, &call->loss);
+    c.gradient = call->gradient && call->dlogits.numel > 0;
     c.z = rows_of(call->logits, columns);
-    c.z_step = call->loss->classes > 1 ? call->logits.stride[columns] : 1;
+    c.z_step = call->loss.classes > 1 ? call->logits.stride[columns] : 1;
     if (c.gradient) {
         c.dz = rows_of(call->dlogits, call->dlogits.ndim - 1);
-        c.dz_step = call->loss->classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
+        c.dz_step = call->loss.classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
     }
-    c.weighted = call->loss->smoothing != 0.0f;
+    c.weighted = call->loss.smoothing != 0.0f;
     c.counter = context->cuda_state->counters;
     const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     if (c.loss.rows == 0 ? !reduces : !c.loss.forward && !c.gradient)
