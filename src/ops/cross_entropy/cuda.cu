@@ -986,7 +986,7 @@ int64_t at_a_time(const rafter_cuda_state *state, const Plan &plan, bool gradien
 }
 
 Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, const Call &c) {
-    const struct rafter_loss *loss = call->loss;
+    const struct rafter_loss *loss = &call->loss;
     const int64_t rows = loss->rows, bytes = loss->classes * rafter_dtype_bytes(call->logits.dtype);
     const bool smooth = loss->smoothing != 0.0f, weights = smooth && c.loss.class_weight;
     Plan plan = {};
@@ -1036,7 +1036,7 @@ rafter_status launch(rafter_context *context, const cross_entropy_call *call, Ca
     const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
     void *args[] = {&c};
     cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
-    return rafter_cuda_launched(context, call->direction == RAFTER_FORWARD ? "cross_entropy forward" : "cross_entropy backward");
+    return rafter_cuda_launched(context, call->loss.direction == RAFTER_FORWARD ? "cross_entropy forward" : "cross_entropy backward");
 }
 
 } // namespace
@@ -1045,15 +1045,15 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
     OnDevice current(context);
     const int columns = call->logits.ndim - 1;
     Call c = {};
-    c.loss = loss_of(context, call->loss);
+    c.loss = loss_of(context, &call->loss);
     c.gradient = call->dlogits.data != NULL && call->dlogits.numel > 0;
     c.z = rows_of(call->logits, columns);
-    c.z_step = call->loss->classes > 1 ? call->logits.stride[columns] : 1;
+    c.z_step = call->loss.classes > 1 ? call->logits.stride[columns] : 1;
     if (c.gradient) {
         c.dz = rows_of(call->dlogits, call->dlogits.ndim - 1);
-        c.dz_step = call->loss->classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
+        c.dz_step = call->loss.classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
     }
-    c.weighted = call->loss->smoothing != 0.0f;
+    c.weighted = call->loss.smoothing != 0.0f;
     c.counter = context->cuda_state->counters;
     const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     if (c.loss.rows == 0 ? !reduces : !c.loss.forward && !c.gradient)
