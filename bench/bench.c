@@ -8,6 +8,7 @@
 
 #include <omp.h>
 
+#include "core/backend.h"
 #include "machine.h"
 #include "options.h"
 #include "progress.h"
@@ -69,7 +70,9 @@ static bool wanted(const struct run *run, const char *name) {
 static int list_columns(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]) {
     int count = 0;
     for (int i = 0; providers[i]; i++) {
-        const bool ours = providers[i] == &provider_rafter;
+        const bool ours = providers[i]->ours;
+        if (providers[i]->device != (run->context->cuda != NULL))
+            continue;
         for (int a = 0; a == 0 || (ours && p->op->algorithms[a]); a++) {
             const char *name = ours ? p->op->algorithms[a] : providers[i]->name;
             struct session s = {
@@ -97,14 +100,15 @@ static double expected_size(const problem_tensor *t) {
     return count > 0 ? sum / count : 0;
 }
 
-/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it, of the value itself and of
- * the tensor's mean value. Something that computes another function is off by far more. */
+/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it relative to the value, and,
+ * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
+ * more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
-    const double tolerance = dtype == RAFTER_BF16 ? 16 * 0x1p-8 : dtype == RAFTER_F16 ? 16 * 0x1p-11 : 1e-4;
+    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
     for (int i = 0; i < p->tensors; i++)
         if (writes_tensor(mode, &p->tensor[i])) {
-            p->tensor[i].relative = fmax(p->tensor[i].relative, tolerance);
-            p->tensor[i].absolute = fmax(p->tensor[i].absolute, tolerance * expected_size(&p->tensor[i]));
+            p->tensor[i].relative = fmax(p->tensor[i].relative, 16 * unit);
+            p->tensor[i].absolute = fmax(p->tensor[i].absolute, 64 * unit * expected_size(&p->tensor[i]));
         }
 }
 
@@ -208,7 +212,7 @@ static void bench_mode(struct run *run, problem *p, const struct bench_row *row,
     struct column columns[REPORT_COLUMNS];
     const int count = list_columns(run, p, mode, columns);
     if (mode != PROBLEM_FORWARD) /* leave the outputs that backward, and the oracle's, reads */
-        p->op->call(p, run->context, PROBLEM_FORWARD);
+        problem_call(p, run->context, PROBLEM_FORWARD);
     progress("%s %s=%lld: oracle", table->title, table->x_name, (long long)row->x);
     problem_solve(p, mode);
 
@@ -319,8 +323,12 @@ static int fail(const char *what, const char *why) {
 }
 
 static bool open_run(struct run *run) {
-    const rafter_context_options options = {.size = sizeof options, .threads = run->options.threads};
+    const rafter_context_options options = {
+        .size = sizeof options, .device = run->options.device, .threads = run->options.threads};
     const rafter_status status = rafter_context_create(&run->context, &options);
+    if (status != RAFTER_OK && run->options.device.device_type == kDLCUDA)
+        return !fail("no CUDA context (is there a GPU, and librafter_cuda beside this program?)",
+                     rafter_status_name(status));
     if (status != RAFTER_OK)
         return !fail("no context (is RAFTER_VARIANT one that this machine can run?)", rafter_status_name(status));
     const int threads = rafter_context_threads(run->context);
@@ -335,8 +343,14 @@ static bool open_run(struct run *run) {
         if (!roofline_create(&run->roofline, run->context))
             return !fail("cannot measure the rates of memory", "no memory");
         progress_clear();
-        printf("roofline: copy %.1f GB/s, read %.1f GB/s, %d threads\n\n", run->roofline.copy / 1e9,
-               run->roofline.read / 1e9, threads);
+        printf("roofline: copy %.1f GB/s, read %.1f GB/s, ", run->roofline.copy / 1e9, run->roofline.read / 1e9);
+        if (run->context->cuda) {
+            struct rafter_cuda_facts facts;
+            run->context->cuda->facts(run->context, &facts);
+            printf("%s\n\n", facts.name);
+        } else {
+            printf("%d threads\n\n", threads);
+        }
     }
     return true;
 }

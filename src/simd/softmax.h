@@ -82,6 +82,13 @@ V_INLINE struct v_base v_base_at(float max) {
     return (struct v_base){v_set(magic), v_set(deepest), v_set(v_pivot(max)), max, max + highest, false};
 }
 
+/* A base per lane, for lanes that belong to different rows: each term is relative to its own pivot, subtracted first. */
+V_INLINE struct v_base v_base_per_lane(vf pivot) {
+    struct v_base base = v_base_at(-INFINITY);
+    base.shift = pivot;
+    return base;
+}
+
 /* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT. */
 V_INLINE vi v_step_bits(vf k) {
 #if V_LANES == 16
@@ -116,6 +123,22 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
     return v_fma(p, (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT)), sum);
+}
+
+/* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
+struct v_total {
+    vf sum, lost;
+};
+
+V_INLINE void v_total_add(struct v_total *total, vf a) {
+    const vf more = a - total->lost, sum = total->sum + more;
+    total->lost = (sum - total->sum) - more;
+    total->sum = sum;
+}
+
+V_INLINE void v_total_scale(struct v_total *total, vf factor) {
+    total->sum *= factor;
+    total->lost *= factor;
 }
 
 /* e^(x - base.pivot) of one element. */
@@ -293,8 +316,8 @@ V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct 
     if (max == -INFINITY)
         max = v_max_row(dtype, p, n < V_STATS_GUESS ? n : V_STATS_GUESS);
     struct v_base base = v_base_at(max);
-    vf total = v_set(0.0f);
-    total[0] = so_far.max == -INFINITY ? so_far.sum : so_far.sum * v_term(so_far.max, &base);
+    struct v_total total = {v_set(0.0f), v_set(0.0f)};
+    total.sum[0] = so_far.max == -INFINITY ? so_far.sum : so_far.sum * v_term(so_far.max, &base);
     while (n > 0) {
         const int64_t block = n < V_STATS_BLOCK ? n : V_STATS_BLOCK;
         vf sum;
@@ -309,15 +332,15 @@ V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct 
             if (!(top > base.limit))
                 break;
             const struct v_base higher = v_base_at(top);
-            total *= v_set(v_exp_from_scalar(base.pivot, higher.pivot));
+            v_total_scale(&total, v_set(v_exp_from_scalar(base.pivot, higher.pivot)));
             base = higher;
         }
-        total += sum;
+        v_total_add(&total, sum);
         max = top > max ? top : max;
         p += block * v_bytes(dtype);
         n -= block;
     }
-    const float sum = v_sum(total);
+    const float sum = v_sum(total.sum);
     /* All -inf: nothing was summed but terms of 2^-125 (or a NaN). */
     return (struct v_stats){max, max > -INFINITY ? sum / v_term(max, &base) : sum == sum ? 0.0f : sum};
 }
