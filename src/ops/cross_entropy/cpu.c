@@ -23,8 +23,7 @@ V_INLINE vf load_some(int dtype, const void *p, int64_t n, float fill) {
     return n >= V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, n, fill);
 }
 
-/* ---- statistics ---------------------------------------------------------------------------------------------------
- */
+/* ---- statistics ------------------------------------------------------------------------------------------------- */
 
 V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *row, const char *z, int64_t n, float *u) {
     for (int64_t i = 0; i < n; i += V_LANES) {
@@ -95,6 +94,12 @@ V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const c
     }
 }
 
+/* One copy for the buffers of all dtypes. */
+static __attribute__((noinline)) void stats_of_buffer(const struct cross_entropy_row *row, const float *u,
+                                                      int64_t first, int64_t n, struct rafter_row_stats *stats) {
+    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
+}
+
 V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                              struct rafter_row_stats *stats) {
     char gathered[PIECE * sizeof(float)];
@@ -121,15 +126,14 @@ V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int
         u_of_piece(dtype, SCALED, row, z, n, u);
     else
         u_of_piece(dtype, CAPPED, row, z, n, u);
-    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
+    stats_of_buffer(row, u, first, n, stats);
 }
 
 static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *out) {
     V_FOR_DTYPE(row->dtype, dtype, stats_of_dtype(dtype, row, first, n, out));
 }
 
-/* ---- gradient -----------------------------------------------------------------------------------------------------
- */
+/* ---- gradient --------------------------------------------------------------------------------------------------- */
 
 struct coefficients {
     const struct cross_entropy_row *row;
@@ -211,11 +215,10 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
         v_scatter(dtype, out, dz, row->dz_stride, n);
 }
 
-/* Any number of columns that need no buffer, without the target's own term. */
+/* Any number of columns that need no buffer. */
 V_INLINE void direct_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t end,
-                              const struct coefficients *c) {
-    v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, row->dz + first * v_bytes(dtype),
-          end - first, row->stream, plain_gradient, c);
+                              const struct coefficients *c, char *dz, bool stream) {
+    v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, dz, end - first, stream, plain_gradient, c);
 }
 
 V_INLINE void zero_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n) {
@@ -242,19 +245,22 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
     if (cross_entropy_gradient_buffered(row)) {
         buffered_gradient(dtype, row, first, n, &c, at_target);
     } else if (!has_target || !row->stream) {
-        direct_gradient(dtype, row, first, end, &c);
+        direct_gradient(dtype, row, first, end, &c, row->dz + first * bytes, row->stream);
         if (has_target)
             v_put(dtype, row->dz + row->label * bytes, at_target);
     } else {
         /* The lines around the target are made apart: to patch them in memory would fetch back what was just streamed.
          */
-        const int64_t lines = 128,
-                      into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % (uintptr_t)lines) / bytes;
+        char lines[128];
+        const int64_t width = (int64_t)sizeof lines / bytes;
+        const int64_t into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % sizeof lines) / bytes;
         const int64_t from = row->label - first < into ? first : row->label - into;
-        const int64_t to = end - row->label < lines / bytes - into ? end : row->label - into + lines / bytes;
-        direct_gradient(dtype, row, first, from, &c);
-        buffered_gradient(dtype, row, from, to - from, &c, at_target);
-        direct_gradient(dtype, row, to, end, &c);
+        const int64_t to = end - row->label < width - into ? end : row->label - into + width;
+        direct_gradient(dtype, row, first, from, &c, row->dz + first * bytes, true);
+        direct_gradient(dtype, row, from, to, &c, lines, false);
+        v_put(dtype, lines + (row->label - from) * bytes, at_target);
+        v_map(dtype, 1, (const void *const[]){lines}, row->dz + from * bytes, to - from, true, same, NULL);
+        direct_gradient(dtype, row, to, end, &c, row->dz + to * bytes, true);
     }
 }
 

@@ -4,8 +4,7 @@
 
 #include "ops/cross_entropy/call.h"
 
-/* ---- CPU kernels: all work on some columns of one row --------------------------------------------------------------
- */
+/* ---- CPU kernels: all work on some columns of one row ----------------------------------------------------------- */
 
 /* A piece is what a kernel holds in buffers on its stack. Kernels take any number of columns of rows that need no
  * buffer. */
