@@ -158,8 +158,8 @@ static void plan_softmax(struct session *s) {
         const dnnl_exec_arg_t arg[ARGS] = {{DNNL_ARG_DST, memory_of(s, "y")},
                                            {DNNL_ARG_DIFF_DST, memory_of(s, "dy")},
                                            {DNNL_ARG_DIFF_SRC, memory_of(s, "dx")}};
-        add_primitive(s, onednn_softmax_backward(&backward, o->engine, layout, axis, forward), backward, "softmax",
-                      arg);
+        const dnnl_status_t again = onednn_softmax_backward(&backward, o->engine, layout, axis, forward);
+        add_primitive(s, again, backward, "softmax", arg);
     }
 }
 

@@ -168,6 +168,52 @@ V_INLINE float v_term(float x, const struct v_base *base) {
     return (base->near ? v_add_exp(zero, v_set(x), base, true) : v_add_exp(zero, v_set(x), base, false))[0];
 }
 
+/* ---- exponentials of a row ---------------------------------------------------------------------------------------- */
+
+/*
+ * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a softmax
+ * and the gradients of its kind are made of. The same steps as above; the scale is in the polynomial's coefficients, so that it
+ * costs nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8), three
+ * roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125 count as 0. NaN stays NaN, and +inf becomes it.
+ */
+struct v_curve {
+    vf pivot, scale, c1, c2, c3;
+};
+
+V_INLINE struct v_curve v_curve_of(float pivot, float scale) {
+#if V_LANES == 16
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0216611661f * scale), v_set(0.0002345961839f * scale),
+                            v_set(0.0f)};
+#elif V_LANES == 8
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.08664340526f * scale), v_set(0.003754025558f * scale),
+                            v_set(0.0001083910611f * scale)};
+#else
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
+#endif
+}
+
+V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
+    const vf d = x - curve->pivot, low = v_set(-125.0f * 0.69314718055994530942f), step = v_set(V_STEPS * V_LOG2E);
+    const vf magic = v_set(0x1.8p23f);
+#if V_LANES == 16
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
+    const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
+    const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
+    const vf power = (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT));
+    return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
+#else
+    const vf bounded = v_max(low, d);
+    const vf k = v_fma(bounded, step, magic), r = v_fma(bounded, step, magic - k);
+#if V_LANES == 8
+    const vf p = v_fma(v_fma(v_fma(curve->c3, r, curve->c2), r, curve->c1), r, curve->scale);
+#else
+    const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+#endif
+    const vi power = (v_step_bits(k) + ((vi)k << V_STEP_SHIFT)) & (d > low);
+    return v_fma(p, (vf)power, add);
+#endif
+}
+
 /* ---- maxima ------------------------------------------------------------------------------------------------------ */
 
 /* The largest of n elements, NaN skipped; -INFINITY of none. */

@@ -1,5 +1,6 @@
 #include <string.h>
 
+#include "core/backend.h"
 #include "core/threads.h"
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/plan.h"
@@ -124,7 +125,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     return RAFTER_OK;
 }
 
-static rafter_status plan(struct call *c) {
+static rafter_status make_plan(struct call *c) {
     static const char *const mode_names[] = {"RAFTER_LCE_AUTO", "RAFTER_LCE_FAST", "RAFTER_LCE_COMPACT"};
     const rafter_linear_cross_entropy_args *a = &c->args;
     const bool native = a->accumulate == RAFTER_ACCUMULATE_NATIVE;
@@ -560,7 +561,7 @@ static void execute(struct call *c, char *memory) {
     }
     if (run.b.dbias)
         memset(run.b.dbias, 0, (size_t)c->problem.classes * sizeof *run.b.dbias);
-    if (!c->problem.stats)
+    if (!c->problem.stats && run.b.pivot)
         for (int64_t i = 0; i < run.rows; i++)
             put_coefficients(&run, i, rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
                                                                     rafter_loss_given_lse(&c->loss, run.b.row[i])));
@@ -578,7 +579,9 @@ static rafter_status start(rafter_context *context, const rafter_linear_cross_en
     struct call c;
     struct rafter_scratch scratch;
     RAFTER_TRY(check(context, args, direction, &c));
-    RAFTER_TRY(plan(&c));
+    RAFTER_TRY(make_plan(&c));
+    if (context->cuda)
+        return context->cuda->linear_cross_entropy(context, NULL);
     RAFTER_TRY(rafter_loss_read(context, &c.loss));
     RAFTER_TRY(rafter_scratch_take(context, c.args.workspace, c.args.workspace_bytes, c.plan.bytes, &scratch));
     execute(&c, scratch.memory);
@@ -605,7 +608,7 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     if ((unsigned)direction > RAFTER_BACKWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD",
                            (int)direction);
-    RAFTER_TRY(plan(&c));
+    RAFTER_TRY(make_plan(&c));
     *bytes = rafter_scratch_request(c.plan.bytes);
     return RAFTER_OK;
 }
