@@ -39,55 +39,310 @@ V_INLINE float v_stats_lse(struct v_stats s) {
     return (float)((double)s.max + log((double)s.sum));
 }
 
-/* Elements that are scanned for their maximum and then, still in L1, exponentiated. */
-enum { V_STATS_BLOCK = 1024 };
+/* ---- sums of exponentials ---------------------------------------------------------------------------------------- */
+
+/*
+ * Terms of a sum are taken relative to a base near the largest x: e^x / 2^log2, log2 a whole number. In steps of 1/V_STEPS,
+ *     x log2(e) - log2 = (k + r) / V_STEPS,   k whole, |r| <= 1/2:
+ * k modulo V_STEPS picks a power of two from a table in registers, the rest of k goes straight into the exponent bits, and a
+ * short polynomial gives 2^(r / V_STEPS). Adding `magic`, 1.5 * 2^23 less log2 * V_STEPS, rounds to k and leaves it in the
+ * low bits, so that the base costs nothing per term. Terms under 2^-125 count as 2^-125.
+ * Relative error of a term: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8) and two roundings. That of log2(e),
+ * |x| * 1.3e-8, all terms have in common; it leaves when the sum is divided by one of them.
+ */
+#if V_LANES == 16
+enum { V_STEPS = 32, V_STEP_SHIFT = 18 };
+#elif V_LANES == 8
+enum { V_STEPS = 8, V_STEP_SHIFT = 20 };
+#else
+enum { V_STEPS = 1, V_STEP_SHIFT = 23 };
+#endif
+
+struct v_base {
+    vf magic, low, shift;
+    float pivot; /* the x whose term is 1; -INFINITY: nothing but -inf so far */
+    float limit; /* the largest x that may be summed: terms above would overflow or lose accuracy */
+    bool near;   /* shift is 0 */
+};
+
+/* The base for terms of which the largest is about e^max. Far from zero x log2(e) rounds too coarsely, and without FMA it
+ * does anywhere: then the pivot is subtracted from every x first (and without FMA may not be far below the largest). */
+V_INLINE struct v_base v_base_at(float max) {
+    const float magic = 0x1.8p23f, ln2 = 0.69314718055994530942f, deepest = -125.0f * ln2;
+#if V_LANES > 4
+    const float highest = 64.0f * ln2;
+    if (max > -0x1p15f && max < 0x1p15f) {
+        const float log2 = (float)(int)(max * V_LOG2E), pivot = log2 * ln2;
+        return (struct v_base){v_set(magic - log2 * V_STEPS), v_set(pivot + deepest), v_set(0.0f), pivot, pivot + highest,
+                               true};
+    }
+#else
+    const float highest = 2.0f * ln2;
+#endif
+    return (struct v_base){v_set(magic), v_set(deepest), v_set(v_pivot(max)), max, max + highest, false};
+}
+
+/* A base per lane, for lanes that belong to different rows: each term is relative to its own pivot, subtracted first. */
+V_INLINE struct v_base v_base_per_lane(vf pivot) {
+    struct v_base base = v_base_at(-INFINITY);
+    base.shift = pivot;
+    return base;
+}
+
+/* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT. */
+V_INLINE vi v_step_bits(vf k) {
+#if V_LANES == 16
+    static const int32_t table[32] = {
+        0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
+        0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
+        0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
+        0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
+    return (vi)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
+#elif V_LANES == 8
+    const __m256i table = _mm256_setr_epi32(0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a,
+                                            0x3f7744fd, 0x3f7ac0c7);
+    return (vi)_mm256_permutevar8x32_epi32(table, (__m256i)k);
+#else
+    (void)k;
+    return (vi){0} + 0x3f800000;
+#endif
+}
+
+/* sum + e^(x - base.pivot); `near` is base.near as a compile-time constant. NaN stays NaN. */
+V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
+    const vf d = v_max(base->low, near ? x : x - base->shift), scale = v_set(V_STEPS * V_LOG2E);
+    const vf k = v_fma(d, scale, base->magic);
+    const vf r = v_fma(d, scale, base->magic - k);
+#if V_LANES == 16
+    const vf p = v_fma(v_fma(v_set(0.0002345961839f), r, v_set(0.0216611661f)), r, v_set(1.0f));
+#elif V_LANES == 8
+    vf p = v_fma(v_set(0.0001083910611f), r, v_set(0.003754025558f));
+    p = v_fma(p, r, v_set(0.08664340526f));
+    p = v_fma(p, r, v_set(1.0f));
+#else
+    const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+#endif
+    return v_fma(p, (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT)), sum);
+}
+
+/* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
+struct v_total {
+    vf sum, lost;
+};
+
+V_INLINE void v_total_add(struct v_total *total, vf a) {
+    const vf more = a - total->lost, sum = total->sum + more;
+    total->lost = (sum - total->sum) - more;
+    total->sum = sum;
+}
+
+V_INLINE void v_total_scale(struct v_total *total, vf factor) {
+    total->sum *= factor;
+    total->lost *= factor;
+}
+
+/* e^(x - base.pivot) of one element. */
+V_INLINE float v_term(float x, const struct v_base *base) {
+    const vf zero = v_set(0.0f);
+    return (base->near ? v_add_exp(zero, v_set(x), base, true) : v_add_exp(zero, v_set(x), base, false))[0];
+}
+
+/* ---- exponentials of a row ---------------------------------------------------------------------------------------- */
+
+/*
+ * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a softmax
+ * and the gradients of its kind are made of. The same steps as above; the scale is in the polynomial's coefficients, so that it
+ * costs nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8), three
+ * roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125 count as 0. NaN stays NaN, and +inf becomes it.
+ */
+struct v_curve {
+    vf pivot, scale, c1, c2, c3;
+};
+
+V_INLINE struct v_curve v_curve_of(float pivot, float scale) {
+#if V_LANES == 16
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0216611661f * scale), v_set(0.0002345961839f * scale),
+                            v_set(0.0f)};
+#elif V_LANES == 8
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.08664340526f * scale), v_set(0.003754025558f * scale),
+                            v_set(0.0001083910611f * scale)};
+#else
+    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
+#endif
+}
+
+V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
+    const vf d = x - curve->pivot, low = v_set(-125.0f * 0.69314718055994530942f), step = v_set(V_STEPS * V_LOG2E);
+    const vf magic = v_set(0x1.8p23f);
+#if V_LANES == 16
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
+    const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
+    const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
+    const vf power = (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT));
+    return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
+#else
+    const vf bounded = v_max(low, d);
+    const vf k = v_fma(bounded, step, magic), r = v_fma(bounded, step, magic - k);
+#if V_LANES == 8
+    const vf p = v_fma(v_fma(v_fma(curve->c3, r, curve->c2), r, curve->c1), r, curve->scale);
+#else
+    const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+#endif
+    const vi power = (v_step_bits(k) + ((vi)k << V_STEP_SHIFT)) & (d > low);
+    return v_fma(p, (vf)power, add);
+#endif
+}
+
+/* ---- maxima ------------------------------------------------------------------------------------------------------ */
+
+/* The largest of n elements, NaN skipped; -INFINITY of none. */
+V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
+    const char *p = x;
+    vf max = v_set(-INFINITY);
+    for (; n >= V_LANES; n -= V_LANES, p += V_LANES * v_bytes(dtype))
+        max = v_max(v_load(dtype, p), max);
+    return v_hmax(n ? v_max(v_load_part(dtype, p, n, -INFINITY), max) : max);
+}
+
+/* A running maximum of pairs (see v_load_pair). Of 16-bit floats it is taken from their bits, 2 V_LANES at a time: among
+ * encodings with the sign bit clear the largest integer is the largest float, among the others the smallest unsigned
+ * integer is. A NaN may hide the maximum; the answer is then NaN. */
+struct v_peak {
+    vf value;
+#if V_LANES == 16
+    __m512i positive, negative;
+#elif V_LANES == 8
+    __m256i positive, negative;
+#endif
+};
+
+V_INLINE struct v_peak v_peak_of_none(void) {
+    struct v_peak peak = {.value = v_set(-INFINITY)};
+#if V_LANES == 16
+    peak.positive = _mm512_set1_epi16(-0x8000), peak.negative = _mm512_set1_epi16(-1);
+#elif V_LANES == 8
+    peak.positive = _mm256_set1_epi16(-0x8000), peak.negative = _mm256_set1_epi16(-1);
+#endif
+    return peak;
+}
+
+/* Takes in the pair at p, which a and b hold. */
+V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf b) {
+    (void)dtype, (void)p;
+#if V_LANES == 16
+    if (dtype != RAFTER_F32) {
+        const __m512i bits = _mm512_loadu_si512(p);
+        peak->positive = _mm512_max_epi16(peak->positive, bits);
+        peak->negative = _mm512_min_epu16(peak->negative, bits);
+        return;
+    }
+#elif V_LANES == 8
+    if (dtype != RAFTER_F32) {
+        const __m256i bits = _mm256_loadu_si256(p);
+        peak->positive = _mm256_max_epi16(peak->positive, bits);
+        peak->negative = _mm256_min_epu16(peak->negative, bits);
+        return;
+    }
+#endif
+    peak->value = v_max(a, v_max(b, peak->value));
+}
+
+V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
+    const float value = v_hmax(peak->value);
+    (void)dtype;
+#if V_LANES > 4
+    if (dtype != RAFTER_F32) {
+#if V_LANES == 16
+        const __m256i positive = _mm256_max_epi16(_mm512_castsi512_si256(peak->positive),
+                                                  _mm512_extracti64x4_epi64(peak->positive, 1));
+        const __m256i negative = _mm256_min_epu16(_mm512_castsi512_si256(peak->negative),
+                                                  _mm512_extracti64x4_epi64(peak->negative, 1));
+#else
+        const __m256i positive = peak->positive, negative = peak->negative;
+#endif
+        const __m128i most = _mm_max_epi16(_mm256_castsi256_si128(positive), _mm256_extracti128_si256(positive, 1));
+        const __m128i least = _mm_min_epu16(_mm256_castsi256_si128(negative), _mm256_extracti128_si256(negative, 1));
+        /* One instruction finds the smallest of eight unsigned; complemented, the largest signed. */
+        const __m128i flip = _mm_set1_epi16(0x7fff);
+        const int largest = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(most, flip)), 0) ^ 0x7fff;
+        const uint16_t bits = (uint16_t)(largest & 0x8000 ? _mm_extract_epi16(_mm_minpos_epu16(least), 0) : largest);
+        const float top = v_get(dtype, &bits);
+        return value > top ? value : top;
+    }
+#endif
+    return value;
+}
+
+/* ---- statistics of a row ----------------------------------------------------------------------------------------- */
+
+/* Elements that are summed before their maximum is looked at, and those that are looked at beforehand, for a first guess. */
+#if V_LANES > 4
+enum { V_STATS_BLOCK = 1024, V_STATS_GUESS = V_LANES };
+#else
+enum { V_STATS_BLOCK = 1024, V_STATS_GUESS = V_STATS_BLOCK };
+#endif
+
+/* The sum of n terms, and the largest x among them in *top (NaN: a NaN hides it). */
+V_INLINE vf v_sum_block(int dtype, const char *p, int64_t n, const struct v_base *base, bool near, float *top) {
+    const int64_t step = V_LANES * v_bytes(dtype);
+    vf s0 = v_set(0.0f), s1 = s0, s2 = s0, s3 = s0; /* four sums: the adds of one would wait for each other */
+    struct v_peak peak = v_peak_of_none();
+    for (; n >= 4 * V_LANES; n -= 4 * V_LANES, p += 4 * step) {
+        vf a, b, c, d;
+        v_load_pair(dtype, p, &a, &b);
+        v_load_pair(dtype, p + 2 * step, &c, &d);
+        v_peak_add(dtype, &peak, p, a, b);
+        v_peak_add(dtype, &peak, p + 2 * step, c, d);
+        s0 = v_add_exp(s0, a, base, near);
+        s1 = v_add_exp(s1, b, base, near);
+        s2 = v_add_exp(s2, c, base, near);
+        s3 = v_add_exp(s3, d, base, near);
+    }
+    for (; n > 0; n -= V_LANES, p += step) {
+        const vf a = v_load_part(dtype, p, n < V_LANES ? n : V_LANES, -INFINITY);
+        peak.value = v_max(a, peak.value);
+        s0 = v_add_exp(s0, a, base, near);
+    }
+    *top = v_peak_value(dtype, &peak);
+    return (s0 + s1) + (s2 + s3);
+}
 
 /* Folds n compact elements into running statistics. */
 V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct v_stats so_far) {
+    if (n <= 0)
+        return so_far;
     const char *p = x;
-    const int64_t step = V_LANES * v_bytes(dtype);
-    const vf low = v_set(-INFINITY);
-    vf s0 = v_set(0.0f), s1 = s0, s2 = s0, s3 = s0; /* four sums: the adds of one would wait for each other */
     float max = so_far.max;
+    if (max == -INFINITY)
+        max = v_max_row(dtype, p, n < V_STATS_GUESS ? n : V_STATS_GUESS);
+    struct v_base base = v_base_at(max);
+    struct v_total total = {v_set(0.0f), v_set(0.0f)};
+    total.sum[0] = so_far.max == -INFINITY ? so_far.sum : so_far.sum * v_term(so_far.max, &base);
     while (n > 0) {
-        const int64_t block = n < V_STATS_BLOCK ? n : V_STATS_BLOCK, whole = block / V_LANES, tail = block % V_LANES;
-        const char *q = p;
-        int64_t i = 0;
-        vf m0 = low, m1 = low, m2 = low, m3 = low;
-        for (; i + 4 <= whole; i += 4, q += 4 * step) {
-            m0 = v_max(v_load(dtype, q), m0);
-            m1 = v_max(v_load(dtype, q + step), m1);
-            m2 = v_max(v_load(dtype, q + 2 * step), m2);
-            m3 = v_max(v_load(dtype, q + 3 * step), m3);
+        const int64_t block = n < V_STATS_BLOCK ? n : V_STATS_BLOCK;
+        vf sum;
+        float top;
+        for (;;) {
+            sum = base.near ? v_sum_block(dtype, p, block, &base, true, &top)
+                            : v_sum_block(dtype, p, block, &base, false, &top);
+            if (top <= base.limit)
+                break;
+            /* Too large for this base, or hidden by a NaN. Rows almost never get here: the base has room for 44 more. */
+            top = v_max_row(dtype, p, block);
+            if (!(top > base.limit))
+                break;
+            const struct v_base higher = v_base_at(top);
+            v_total_scale(&total, v_set(v_exp_from_scalar(base.pivot, higher.pivot)));
+            base = higher;
         }
-        for (; i < whole; i++, q += step)
-            m0 = v_max(v_load(dtype, q), m0);
-        if (tail)
-            m1 = v_max(v_load_part(dtype, q, tail, -INFINITY), m1);
-        const float block_max = v_hmax(v_max(v_max(m0, m1), v_max(m2, m3)));
-        if (block_max > max) {
-            const float shrink = v_exp_from_scalar(max, block_max);
-            so_far.sum *= shrink;
-            s0 *= v_set(shrink), s1 *= v_set(shrink), s2 *= v_set(shrink), s3 *= v_set(shrink);
-            max = block_max;
-        }
-        const vf pivot = v_set(v_pivot(max));
-        q = p;
-        i = 0;
-        for (; i + 4 <= whole; i += 4, q += 4 * step) {
-            s0 += v_exp_from(v_load(dtype, q), pivot);
-            s1 += v_exp_from(v_load(dtype, q + step), pivot);
-            s2 += v_exp_from(v_load(dtype, q + 2 * step), pivot);
-            s3 += v_exp_from(v_load(dtype, q + 3 * step), pivot);
-        }
-        for (; i < whole; i++, q += step)
-            s0 += v_exp_from(v_load(dtype, q), pivot);
-        if (tail)
-            s1 += v_exp_from(v_load_part(dtype, q, tail, -INFINITY), pivot);
+        v_total_add(&total, sum);
+        max = top > max ? top : max;
         p += block * v_bytes(dtype);
         n -= block;
     }
-    return (struct v_stats){max, so_far.sum + v_sum((s0 + s1) + (s2 + s3))};
+    const float sum = v_sum(total.sum);
+    /* All -inf: nothing was summed but terms of 2^-125 (or a NaN). */
+    return (struct v_stats){max, max > -INFINITY ? sum / v_term(max, &base) : sum == sum ? 0.0f : sum};
 }
 
 #endif

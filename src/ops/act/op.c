@@ -1,17 +1,18 @@
 /*
- * act: checks, and how work is cut. Every call ends up as a grid of outer x rows x columns elements, the same for all of its
- * tensors, cut into blocks of rows x columns that kernels take one at a time. Elementwise kinds may cut anywhere. Softmax
- * runs along the columns dimension where that is adjacent in memory ("rows form": every row is normalised), or along the
- * rows dimension ("columns form"), and keeps the lines it normalises whole unless there are too few of them to share out.
+ * act: checks, and how the work is cut on the CPU.
+ *
+ * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is cut
+ * into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's lines
+ * are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay whole
+ * unless there are too few to share out.
  */
-#include "ops/act/kernels.h"
-
-#include <stdint.h>
-
+#include "core/backend.h"
 #include "core/context.h"
 #include "core/tensor.h"
 #include "core/threads.h"
 #include "core/variants.h"
+#include "ops/act/call.h"
+#include "ops/act/kernels.h"
 
 #define RAFTER_VARIANT(isa) extern const struct act_kernels RAFTER_PASTE3(rafter_, act, isa);
 #include "variants.inc"
@@ -24,15 +25,6 @@ static const struct rafter_variant variants[] = {
 };
 
 const struct rafter_op rafter_op_act = {"act", sizeof variants / sizeof *variants, variants};
-
-enum {
-    TASK = 1 << 16,         /* elements that are worth a task */
-    PANEL_BYTES = 1 << 19,  /* of inputs in a block in columns form, which is read twice: it should stay in L2 */
-    LINE_BYTES = 64,        /* of a cache */
-    FEW_BLOCKS = 16,        /* fewer than this leave threads idle: cut lines into parts */
-    MOST_PARTS = 64,        /* of a line */
-    PART_MULTIPLE = 64      /* elements in a part, so that parts keep the alignment of the line */
-};
 
 static int64_t at_least(int64_t a, int64_t b) {
     return a > b ? a : b;
@@ -52,19 +44,6 @@ static int64_t round_up(int64_t a, int64_t multiple) {
 
 /* ---- checks ------------------------------------------------------------------------------------------------------- */
 
-struct call {
-    rafter_act_kind kind;
-    rafter_direction direction;
-    rafter_view view[ACT_TENSORS]; /* compared, then brought into the form of the grid */
-    rafter_view *used[ACT_TENSORS]; /* those views that the call has, `count` of them */
-    int count;
-    bool in_place;
-    int dim; /* softmax's, resolved */
-    uint8_t *mask;
-    void *workspace;
-    size_t workspace_bytes;
-};
-
 static bool contiguous(const rafter_view *view) {
     int64_t step = 1;
     for (int d = view->ndim - 1; d >= 0; d--) {
@@ -75,36 +54,45 @@ static bool contiguous(const rafter_view *view) {
     return true;
 }
 
-static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, const char *const names[],
-                               struct call *call) {
+/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor. */
+struct named {
+    const char *name;
+    const DLTensor *tensor;
+    rafter_view *view;
+};
+
+static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, const struct named named[ACT_TENSORS],
+                               struct act_call *call) {
     if (call->kind != RAFTER_ACT_RELU)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "relu_mask is given with kind %d, wanted it with %d (relu) only",
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "relu_mask is given with kind %d, wanted it only with %d (relu)",
                            (int)call->kind, (int)RAFTER_ACT_RELU);
+    const bool forward = call->direction == RAFTER_FORWARD;
     rafter_view mask;
-    if (call->direction == RAFTER_FORWARD)
-        RAFTER_TRY(rafter_take_output(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8), &mask));
-    else
-        RAFTER_TRY(rafter_take_tensor(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8), &mask));
-    const int64_t bytes = ceil_div(call->view[ACT_OUT].numel, 8);
+    RAFTER_TRY((forward ? rafter_take_output : rafter_take_tensor)(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8),
+                                                                   &mask));
+    const int64_t bytes = ceil_div(call->out.numel, 8);
     RAFTER_TRY(rafter_want_shape(context, "relu_mask", &mask, 1, &bytes));
     if (!contiguous(&mask))
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "relu_mask has stride %lld, wanted 1",
                            (long long)mask.stride[0]);
-    for (int t = 0; t < ACT_TENSORS; t++)
-        if (names[t]) {
-            if (!contiguous(&call->view[t]))
-                return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
-                                   "%s is not contiguous, wanted it so with relu_mask, whose bits are in row-major order",
-                                   names[t]);
-            if (call->direction == RAFTER_FORWARD || t == ACT_OUT)
-                RAFTER_TRY(rafter_want_disjoint(context, "relu_mask", &mask, names[t], &call->view[t]));
-        }
+    for (int t = 0; t < ACT_TENSORS; t++) {
+        if (!named[t].name)
+            continue;
+        if (!contiguous(named[t].view))
+            return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                               "%s is not contiguous, wanted it so with relu_mask, whose bits are in row-major order",
+                               named[t].name);
+        if (forward)
+            RAFTER_TRY(rafter_want_disjoint(context, "relu_mask", &mask, named[t].name, named[t].view));
+    }
+    if (!forward)
+        RAFTER_TRY(rafter_want_disjoint(context, "dx", &call->out, "relu_mask", &mask));
     call->mask = (uint8_t *)mask.data;
     return RAFTER_OK;
 }
 
 static rafter_status take(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
-                          struct call *call) {
+                          struct act_call *call) {
     rafter_act_args a;
     RAFTER_TRY(rafter_take_args(context, "rafter_act_args", args, &a, sizeof a));
     if ((int)a.kind < RAFTER_ACT_NONE || a.kind > RAFTER_ACT_SOFTMAX)
@@ -112,66 +100,75 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
     if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
                            (int)direction);
-    *call = (struct call){
-        .kind = a.kind, .direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
+    *call = (struct act_call){.direction = direction,
+                              .kind = a.kind,
+                              .workspace = a.workspace,
+                              .workspace_bytes = a.workspace_bytes};
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
-    const bool reads_no_more = a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask);
-    const char *const names[ACT_TENSORS] = {
-        [ACT_IN] = forward ? "x" : reads_no_more ? NULL : softmax ? "y" : "x",
-        [ACT_DY] = forward ? NULL : "dy",
-        [ACT_OUT] = forward ? "y" : "dx",
+    const bool dy_will_do = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
+    const struct named named[ACT_TENSORS] = {
+        [ACT_IN] = forward || !softmax ? (struct named){dy_will_do ? NULL : "x", a.x, &call->in}
+                                       : (struct named){"y", a.y, &call->in},
+        [ACT_DY] = {forward ? NULL : "dy", a.dy, &call->dy},
+        [ACT_OUT] = forward ? (struct named){"y", a.y, &call->out} : (struct named){"dx", a.dx, &call->out},
     };
-    const DLTensor *const tensors[ACT_TENSORS] = {
-        [ACT_IN] = !forward && softmax ? a.y : a.x,
-        [ACT_DY] = a.dy,
-        [ACT_OUT] = forward ? a.y : a.dx,
-    };
-    const int in_place = forward ? ACT_IN : ACT_DY; /* the input whose memory the output may be */
-    rafter_view *const out = &call->view[ACT_OUT];
+    const struct named *const first = &named[dy_will_do ? ACT_DY : ACT_IN];
     for (int t = 0; t < ACT_TENSORS; t++) {
-        if (!names[t])
+        if (!named[t].name)
             continue;
-        rafter_view *const view = &call->view[t];
-        RAFTER_TRY((t == ACT_OUT ? rafter_take_output : rafter_take_tensor)(context, names[t], tensors[t], RAFTER_FLOATS,
-                                                                           view));
-        call->used[call->count++] = view;
-        const int first = names[ACT_IN] ? ACT_IN : ACT_DY;
-        RAFTER_TRY(rafter_want_same_dtype(context, names[t], view, names[first], &call->view[first]));
-        RAFTER_TRY(rafter_want_same_shape(context, names[t], view, names[first], &call->view[first]));
+        RAFTER_TRY((t == ACT_OUT ? rafter_take_output : rafter_take_tensor)(context, named[t].name, named[t].tensor,
+                                                                           RAFTER_FLOATS, named[t].view));
+        RAFTER_TRY(rafter_want_same_dtype(context, named[t].name, named[t].view, first->name, first->view));
+        RAFTER_TRY(rafter_want_same_shape(context, named[t].name, named[t].view, first->name, first->view));
     }
-    call->in_place = rafter_same_memory(out, &call->view[in_place]);
-    for (int t = 0; t < ACT_OUT; t++)
-        if (names[t] && !(t == in_place && call->in_place))
-            RAFTER_TRY(rafter_want_disjoint(context, names[ACT_OUT], out, names[t], &call->view[t]));
+    for (int t = 0; t < ACT_OUT; t++) {
+        const bool may_be_out = t == (forward ? ACT_IN : ACT_DY);
+        if (named[t].name && !(may_be_out && rafter_same_memory(&call->out, named[t].view)))
+            RAFTER_TRY(rafter_want_disjoint(context, named[ACT_OUT].name, &call->out, named[t].name, named[t].view));
+    }
     if (a.relu_mask)
-        RAFTER_TRY(take_mask(context, a.relu_mask, names, call));
+        RAFTER_TRY(take_mask(context, a.relu_mask, named, call));
     if (softmax)
-        RAFTER_TRY(rafter_take_dim(context, a.dim, out->ndim, &call->dim));
+        RAFTER_TRY(rafter_take_dim(context, a.dim, call->out.ndim, &call->dim));
     return RAFTER_OK;
+}
+
+static bool in_place(const struct act_call *call) {
+    return rafter_same_memory(&call->out, call->direction == RAFTER_FORWARD ? &call->in : &call->dy);
 }
 
 /* ---- the grid ----------------------------------------------------------------------------------------------------- */
 
-enum form { ROWS = ACT_ROWS, COLUMNS = ACT_COLUMNS, ELEMENTWISE };
-
-/* All views as [outer ..., rows, columns], and how that is cut. */
-struct plan {
-    enum form form;
-    int dims;
-    int64_t rows, columns;             /* of a block; the last one along a dimension may be smaller */
-    int64_t row_blocks, column_blocks; /* per outer index */
-    int64_t parts;                     /* a line is cut into; 1 unless lines are few */
-    int64_t blocks, per_task;
-    int64_t lines;     /* of a block, softmax only */
-    size_t statistics; /* bytes */
-    bool stream;
-    bool is_short; /* for the short_rows kernel */
+enum {
+    TASK = 1 << 16,        /* elements that are worth a task */
+    PANEL_BYTES = 1 << 19, /* inputs of a block of columns, which is read twice: they should stay in L2 */
+    LINE_BYTES = 64,       /* of a cache */
+    FEW_BLOCKS = 16,       /* with fewer, softmax's lines are cut into parts */
+    MOST_PARTS = 64,
+    PART_MULTIPLE = 64     /* elements, so that parts keep the alignment of the line */
 };
 
-static void permute(const struct call *call, const int order[], int ndim) {
-    for (int v = 0; v < call->count; v++) {
-        rafter_view *const view = call->used[v];
+/* The tensors as views of [outer ..., rows, columns], and how that is cut. */
+struct grid {
+    rafter_view view[ACT_TENSORS];
+    rafter_view *used[ACT_TENSORS]; /* those that the call has */
+    int count;
+    int row, column; /* the two dimensions that blocks have; those before them are outer */
+
+    bool softmax, is_short; /* is_short: rows for the short_rows kernel */
+    enum act_form form;
+    bool stream;
+    int64_t rows, columns;             /* of a block; the last along a dimension may be smaller */
+    int64_t row_blocks, column_blocks; /* per outer index */
+    int64_t blocks, per_task;
+    int64_t lines, parts; /* softmax: lines of a block, parts that each is cut into */
+    size_t statistics;    /* bytes that the parts' statistics take */
+};
+
+static void permute(struct grid *grid, const int order[], int ndim) {
+    for (int v = 0; v < grid->count; v++) {
+        rafter_view *const view = grid->used[v];
         const rafter_view old = *view;
         for (int d = 0; d < ndim; d++) {
             view->shape[d] = old.shape[order[d]];
@@ -180,198 +177,200 @@ static void permute(const struct call *call, const int order[], int ndim) {
     }
 }
 
-/* The dimensions in the order of the output's memory, outermost first; `last` (or -1) goes behind all of them. Transposed
- * tensors are walked as if they were not. */
-static void order_by_stride(const struct call *call, int last) {
-    const rafter_view *const out = &call->view[ACT_OUT];
+/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they were
+ * not; `last` (-1: none) goes behind all others. */
+static void order_by_stride(struct grid *grid, int last) {
+    const rafter_view *const out = &grid->view[ACT_OUT];
     int order[RAFTER_VIEW_DIMS], n = 0;
     for (int d = 0; d < out->ndim; d++) {
         if (d == last)
             continue;
+        /* Stride 0 (size 1, or an output of the bench's) repeats what is inside: outermost. */
         int at = n++;
-        /* Stride 0 repeats all that is inside (only the bench has such outputs): outermost. */
         for (; at > 0 && out->stride[order[at - 1]] != 0 &&
-               (out->stride[d] == 0 || out->stride[order[at - 1]] < out->stride[d]);
+               (out->stride[d] == 0 || out->stride[d] > out->stride[order[at - 1]]);
              at--)
             order[at] = order[at - 1];
         order[at] = d;
     }
     if (last >= 0)
         order[n] = last;
-    permute(call, order, out->ndim);
+    permute(grid, order, out->ndim);
 }
 
-static bool adjacent(const struct call *call, int dim) {
+static bool adjacent(const struct grid *grid, int dim) {
     bool all = true;
-    for (int v = 0; v < call->count; v++)
-        all &= call->used[v]->stride[dim] == 1 || call->used[v]->shape[dim] == 1;
+    for (int v = 0; v < grid->count; v++)
+        all &= grid->used[v]->stride[dim] == 1 || grid->used[v]->shape[dim] == 1;
     return all;
 }
 
 /* Brings the views into the form of the grid. */
-static enum form arrange(struct call *call) {
-    rafter_view *const out = &call->view[ACT_OUT];
-    if (call->kind != RAFTER_ACT_SOFTMAX) {
-        order_by_stride(call, -1);
-        if (rafter_collapse(call->used, call->count, 0, out->ndim) == 1)
-            rafter_collapse(call->used, call->count, 0, 0); /* one row */
-        return ELEMENTWISE;
-    }
-    if (out->ndim == 0) /* a scalar is a line of one element */
-        rafter_collapse(call->used, call->count, 0, 0);
-    order_by_stride(call, call->dim);
-    const int line = rafter_collapse(call->used, call->count, 0, out->ndim - 1);
-    if (adjacent(call, line) || !adjacent(call, line - 1))
-        return ROWS;
-    int order[RAFTER_VIEW_DIMS];
-    for (int d = 0; d <= line; d++)
-        order[d] = d;
-    order[line - 1] = line;
-    order[line] = line - 1;
-    permute(call, order, line + 1);
-    return COLUMNS;
-}
-
-/* Columns of a block in columns form: whole cache lines, as many as leave the panel of all inputs in L2, shared out evenly.
- * `columns_per_line` is of one tensor's cache line. */
-static int64_t strip(int64_t columns, int64_t panel_columns, int64_t columns_per_line) {
-    int64_t most = panel_columns / columns_per_line * columns_per_line;
-    most = at_most(at_least(most, columns_per_line), ACT_MOST_LINES);
-    const int64_t even = ceil_div(columns, ceil_div(columns, most));
-    return at_most(round_up(even, columns_per_line), columns);
-}
-
-static struct plan make_plan(struct call *call) {
-    struct plan plan = {.form = arrange(call), .parts = 1};
-    const rafter_view *const out = &call->view[ACT_OUT];
-    const int64_t bytes = rafter_dtype_bytes(out->dtype);
-    plan.dims = out->ndim;
-    const int64_t outer = rafter_extent(out, 0, plan.dims - 2);
-    const int64_t rows = out->shape[plan.dims - 2], columns = out->shape[plan.dims - 1];
-
-    const bool down = plan.form == COLUMNS;
-    if (plan.form == ELEMENTWISE) {
-        plan.columns = at_most(columns, TASK);
-        plan.rows = at_most(rows, at_least(TASK / columns, 1));
-    } else if (plan.form == ROWS) {
-        plan.columns = columns;
-        plan.rows = at_most(at_most(rows, ACT_MOST_LINES), at_least(ACT_SHORT / round_up(columns, 16), 1));
-        plan.is_short = call->direction == RAFTER_FORWARD && columns <= ACT_SHORT && adjacent(call, plan.dims - 1);
+static void arrange(struct grid *grid, int dim) {
+    const rafter_view *const out = &grid->view[ACT_OUT];
+    if (!grid->softmax) {
+        order_by_stride(grid, -1);
+        if (rafter_collapse(grid->used, grid->count, 0, out->ndim) == 1)
+            rafter_collapse(grid->used, grid->count, 0, 0); /* one row */
     } else {
-        plan.columns = strip(columns, PANEL_BYTES / (bytes * (call->count - 1)) / rows, LINE_BYTES / bytes);
-        plan.rows = rows;
-    }
-    if (plan.form != ELEMENTWISE) {
-        const int64_t units = outer * ceil_div(rows, plan.rows) * ceil_div(columns, plan.columns);
-        int64_t *const length = down ? &plan.rows : &plan.columns;
-        plan.lines = down ? plan.columns : plan.rows;
-        if (units < FEW_BLOCKS && plan.rows * plan.columns >= 2 * TASK) {
-            const int64_t parts = at_most(plan.rows * plan.columns / TASK, MOST_PARTS), whole = *length;
-            *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
-            plan.parts = ceil_div(whole, *length);
+        if (out->ndim == 0)
+            rafter_collapse(grid->used, grid->count, 0, 0); /* a scalar is a line of one element */
+        order_by_stride(grid, dim);
+        const int line = rafter_collapse(grid->used, grid->count, 0, out->ndim - 1);
+        grid->form = !adjacent(grid, line) && adjacent(grid, line - 1) ? ACT_COLUMNS : ACT_ROWS;
+        if (grid->form == ACT_COLUMNS) {
+            int order[RAFTER_VIEW_DIMS];
+            for (int d = 0; d < line - 1; d++)
+                order[d] = d;
+            order[line - 1] = line;
+            order[line] = line - 1;
+            permute(grid, order, line + 1);
         }
-        if (plan.parts > 1)
-            plan.statistics = (size_t)(units * plan.parts * ACT_STATISTICS * plan.lines) * sizeof(float);
     }
-    plan.row_blocks = ceil_div(rows, plan.rows);
-    plan.column_blocks = ceil_div(columns, plan.columns);
-    plan.blocks = outer * plan.row_blocks * plan.column_blocks;
-    plan.per_task = at_least(TASK / (plan.rows * plan.columns), 1);
+    grid->row = out->ndim - 2;
+    grid->column = out->ndim - 1;
+}
 
-    int64_t span = 1;
-    for (int d = 0; d < plan.dims; d++)
+/* Columns of a block of lines that are `length` long: whole cache lines, as many as leave the inputs' panel in L2, and shared
+ * out evenly. */
+static int64_t strip(int64_t columns, int64_t length, int64_t bytes, int inputs) {
+    const int64_t unit = LINE_BYTES / bytes, fit = PANEL_BYTES / bytes / inputs / length / unit * unit;
+    const int64_t most = at_most(at_least(fit, unit), ACT_MOST_LINES);
+    return at_most(round_up(ceil_div(columns, ceil_div(columns, most)), unit), columns);
+}
+
+static void cut(struct grid *grid, bool forward) {
+    const rafter_view *const out = &grid->view[ACT_OUT];
+    const int64_t rows = out->shape[grid->row], columns = out->shape[grid->column];
+    const int64_t outer = rafter_extent(out, 0, grid->row), bytes = rafter_dtype_bytes(out->dtype);
+    if (!grid->softmax) {
+        grid->columns = at_most(columns, TASK);
+        grid->rows = at_most(rows, at_least(TASK / columns, 1));
+    } else if (grid->form == ACT_ROWS) {
+        grid->columns = columns;
+        grid->rows = at_most(at_most(rows, ACT_MOST_LINES), at_least(ACT_SHORT / round_up(columns, 16), 1));
+        grid->is_short = forward && columns <= ACT_SHORT && adjacent(grid, grid->column);
+    } else {
+        grid->columns = strip(columns, rows, bytes, grid->count - 1);
+        grid->rows = rows;
+    }
+    grid->parts = 1;
+    grid->lines = grid->form == ACT_ROWS ? grid->rows : grid->columns;
+    const int64_t blocks = outer * ceil_div(rows, grid->rows) * ceil_div(columns, grid->columns);
+    if (grid->softmax && blocks < FEW_BLOCKS && grid->rows * grid->columns >= 2 * TASK) {
+        int64_t *const length = grid->form == ACT_ROWS ? &grid->columns : &grid->rows;
+        const int64_t whole = *length, parts = at_most(grid->rows * grid->columns / TASK, MOST_PARTS);
+        *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
+        grid->parts = ceil_div(whole, *length);
+        grid->statistics = (size_t)(blocks * grid->parts * ACT_STATISTICS * grid->lines) * sizeof(float);
+    }
+    grid->row_blocks = ceil_div(rows, grid->rows);
+    grid->column_blocks = ceil_div(columns, grid->columns);
+    grid->blocks = outer * grid->row_blocks * grid->column_blocks;
+    grid->per_task = at_least(TASK / (grid->rows * grid->columns), 1);
+}
+
+static void make_grid(const struct act_call *call, struct grid *grid) {
+    *grid = (struct grid){.view = {[ACT_IN] = call->in, [ACT_DY] = call->dy, [ACT_OUT] = call->out},
+                          .softmax = call->kind == RAFTER_ACT_SOFTMAX};
+    for (int t = 0; t < ACT_TENSORS; t++)
+        if (grid->view[t].data)
+            grid->used[grid->count++] = &grid->view[t];
+    arrange(grid, call->dim);
+    cut(grid, call->direction == RAFTER_FORWARD);
+
+    const rafter_view *const out = &grid->view[ACT_OUT];
+    int64_t span = 1; /* not the number of elements: the bench writes the same few again and again */
+    for (int d = 0; d < out->ndim; d++)
         span += (out->shape[d] - 1) * out->stride[d];
-    plan.stream = !call->in_place && rafter_should_stream(span * bytes);
-    return plan;
+    /* In place the lines are in the cache already: writing them past it would gain nothing. */
+    grid->stream = !in_place(call) && rafter_should_stream(span * rafter_dtype_bytes(out->dtype));
 }
 
 /* ---- running ------------------------------------------------------------------------------------------------------ */
 
 struct work {
-    const struct call *call;
-    const struct plan *plan;
+    const struct act_call *call;
+    const struct grid *grid;
     const struct act_kernels *kernels;
-    float *statistics; /* of parts of lines: the first round over all blocks writes them, the second reads them */
-    bool second;
+    float *statistics; /* of parts of lines: one round over all blocks writes them, a second reads them */
+    bool second_round;
 };
 
-static struct act_block block_at(const struct call *call, const struct plan *plan, int64_t outer, int64_t row,
-                                 int64_t column) {
-    const rafter_view *const out = &call->view[ACT_OUT];
-    const int64_t bytes = rafter_dtype_bytes(out->dtype);
-    const int r = plan->dims - 2, c = plan->dims - 1;
+static void run_block(const struct work *work, int64_t index) {
+    const struct grid *const grid = work->grid;
+    const rafter_view *const out = &grid->view[ACT_OUT];
+    const int64_t column = index % grid->column_blocks, rest = index / grid->column_blocks;
+    const int64_t row = rest % grid->row_blocks, outer = rest / grid->row_blocks;
     struct act_block block = {
         .dtype = out->dtype,
-        .kind = call->kind,
-        .stream = plan->stream,
-        .rows = at_most(plan->rows, out->shape[r] - row),
-        .columns = at_most(plan->columns, out->shape[c] - column),
+        .kind = work->call->kind,
+        .stream = grid->stream,
+        .rows = at_most(grid->rows, out->shape[grid->row] - row * grid->rows),
+        .columns = at_most(grid->columns, out->shape[grid->column] - column * grid->columns),
     };
     for (int t = 0; t < ACT_TENSORS; t++) {
-        const rafter_view *const view = &call->view[t];
+        const rafter_view *const view = &grid->view[t];
         if (!view->data)
             continue;
-        const int64_t offset = rafter_offset(view, 0, r, outer) + row * view->stride[r] + column * view->stride[c];
-        block.data[t] = view->data + offset * bytes;
-        block.row_stride[t] = view->stride[r];
-        block.column_stride[t] = view->stride[c];
+        block.row_stride[t] = view->stride[grid->row];
+        block.column_stride[t] = view->stride[grid->column];
+        block.data[t] = rafter_at(view, rafter_offset(view, 0, grid->row, outer) +
+                                            row * grid->rows * block.row_stride[t] +
+                                            column * grid->columns * block.column_stride[t]);
     }
-    if (call->mask) /* one compact row, cut at multiples of TASK elements */
-        block.mask = call->mask + column / 8;
-    return block;
-}
+    if (work->call->mask) /* one compact row, cut at multiples of TASK */
+        block.mask = work->call->mask + column * grid->columns / 8;
 
-static void run_block(const struct work *work, int64_t index) {
-    const struct plan *const plan = work->plan;
-    const int64_t column = index % plan->column_blocks, rest = index / plan->column_blocks;
-    const int64_t row = rest % plan->row_blocks, outer = rest / plan->row_blocks;
-    const struct act_block block =
-        block_at(work->call, plan, outer, row * plan->rows, column * plan->columns);
     const struct act_kernels *const kernels = work->kernels;
     const rafter_direction direction = work->call->direction;
-    if (plan->form == ELEMENTWISE) {
+    if (!grid->softmax) {
         kernels->map[direction](&block);
-    } else if (plan->is_short) {
+    } else if (grid->is_short) {
         kernels->short_rows(&block);
-    } else if (plan->parts == 1) {
+    } else if (grid->parts == 1) {
         float statistics[ACT_STATISTICS * ACT_MOST_LINES];
-        kernels->statistics[plan->form][direction](&block, statistics);
-        kernels->apply[plan->form][direction](&block, statistics, 1);
+        kernels->statistics[grid->form][direction](&block, statistics);
+        kernels->apply[grid->form][direction](&block, statistics, 1);
     } else {
-        const bool down = plan->form == COLUMNS;
-        const int64_t unit = down ? outer * plan->column_blocks + column : outer * plan->row_blocks + row;
-        float *const statistics = work->statistics + unit * plan->parts * ACT_STATISTICS * plan->lines;
-        const int64_t part = down ? row : column, lines = down ? block.columns : block.rows;
-        if (work->second)
-            kernels->apply[plan->form][direction](&block, statistics, plan->parts);
+        const bool by_rows = grid->form == ACT_ROWS;
+        const int64_t lines = by_rows ? block.rows : block.columns, part = by_rows ? column : row;
+        const int64_t unit = by_rows ? outer * grid->row_blocks + row : outer * grid->column_blocks + column;
+        float *const statistics = work->statistics + unit * grid->parts * ACT_STATISTICS * grid->lines;
+        if (work->second_round)
+            kernels->apply[grid->form][direction](&block, statistics, grid->parts);
         else
-            kernels->statistics[plan->form][direction](&block, statistics + part * ACT_STATISTICS * lines);
+            kernels->statistics[grid->form][direction](&block, statistics + part * ACT_STATISTICS * lines);
     }
 }
 
 static void run_task(void *arg, int64_t task) {
     const struct work *const work = arg;
-    const int64_t first = task * work->plan->per_task;
-    for (int64_t b = first; b < at_most(first + work->plan->per_task, work->plan->blocks); b++)
+    const int64_t first = task * work->grid->per_task, end = at_most(first + work->grid->per_task, work->grid->blocks);
+    for (int64_t b = first; b < end; b++)
         run_block(work, b);
 }
 
 static rafter_status run(rafter_context *context, const rafter_act_args *args, rafter_direction direction) {
-    struct call call;
+    struct act_call call;
     RAFTER_TRY(take(context, args, direction, &call));
-    if (call.view[ACT_OUT].numel == 0 || (call.kind == RAFTER_ACT_NONE && call.in_place))
+    if (call.out.numel == 0 || (call.kind == RAFTER_ACT_NONE && in_place(&call)))
         return RAFTER_OK;
-    const struct plan plan = make_plan(&call);
+    if (context->cuda)
+        return context->cuda->act(context, &call);
+
+    struct grid grid;
+    make_grid(&call, &grid);
     struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, plan.statistics, &scratch));
+    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, grid.statistics, &scratch));
     struct work work = {.call = &call,
-                        .plan = &plan,
+                        .grid = &grid,
                         .kernels = rafter_pick(context, &rafter_op_act)->kernels,
                         .statistics = (float *)(void *)scratch.memory};
-    const int64_t tasks = ceil_div(plan.blocks, plan.per_task);
+    const int64_t tasks = ceil_div(grid.blocks, grid.per_task);
     rafter_parallel(context, tasks, run_task, &work);
-    if (plan.parts > 1) {
-        work.second = true;
+    if (grid.parts > 1) {
+        work.second_round = true;
         rafter_parallel(context, tasks, run_task, &work);
     }
     rafter_scratch_release(context, &scratch);
@@ -388,10 +387,13 @@ rafter_status rafter_act_backward(rafter_context *context, const rafter_act_args
 
 rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
                                    size_t *bytes) {
-    struct call call;
+    struct act_call call;
     RAFTER_TRY(take(context, args, direction, &call));
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    *bytes = call.view[ACT_OUT].numel == 0 ? 0 : rafter_scratch_request(make_plan(&call).statistics);
+    struct grid grid = {.statistics = 0};
+    if (call.out.numel > 0)
+        make_grid(&call, &grid);
+    *bytes = rafter_scratch_request(grid.statistics);
     return RAFTER_OK;
 }

@@ -23,8 +23,7 @@ V_INLINE vf load_some(int dtype, const void *p, int64_t n, float fill) {
     return n >= V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, n, fill);
 }
 
-/* ---- statistics ---------------------------------------------------------------------------------------------------
- */
+/* ---- statistics ------------------------------------------------------------------------------------------------- */
 
 V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *row, const char *z, int64_t n, float *u) {
     for (int64_t i = 0; i < n; i += V_LANES) {
@@ -95,6 +94,12 @@ V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const c
     }
 }
 
+/* One copy for the buffers of all dtypes. */
+static __attribute__((noinline)) void stats_of_buffer(const struct cross_entropy_row *row, const float *u,
+                                                      int64_t first, int64_t n, struct rafter_row_stats *stats) {
+    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
+}
+
 V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                              struct rafter_row_stats *stats) {
     char gathered[PIECE * sizeof(float)];
@@ -121,19 +126,19 @@ V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int
         u_of_piece(dtype, SCALED, row, z, n, u);
     else
         u_of_piece(dtype, CAPPED, row, z, n, u);
-    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
+    stats_of_buffer(row, u, first, n, stats);
 }
 
 static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *out) {
     V_FOR_DTYPE(row->dtype, dtype, stats_of_dtype(dtype, row, first, n, out));
 }
 
-/* ---- gradient -----------------------------------------------------------------------------------------------------
- */
+/* ---- gradient --------------------------------------------------------------------------------------------------- */
 
 struct coefficients {
     const struct cross_entropy_row *row;
-    vf pivot, p, spread;
+    struct v_curve p;
+    vf spread;
 };
 
 /* 1 - tanh^2(x), without its cancellation. */
@@ -144,7 +149,7 @@ V_INLINE vf tanh_slope(vf x) {
 
 /* Without the target's own term. */
 V_INLINE vf gradient_of(int kind, vf z, vf spread, const struct coefficients *c) {
-    const vf d = v_fma(c->p, v_exp_from(to_u(kind, z, c->row), c->pivot), -spread);
+    const vf d = v_curve_at(to_u(kind, z, c->row), &c->p, -spread);
     return kind == CAPPED ? d * tanh_slope(z / v_set(c->row->softcap)) : d;
 }
 
@@ -172,15 +177,27 @@ V_INLINE void gradient_of_piece(int dtype, int kind, const struct coefficients *
     }
 }
 
-/* At most PIECE columns, through buffers: any stride, any option, and the target's own term. */
+/* The gradient at the target, in fp64: its terms nearly cancel where the model is sure and right. */
+V_INLINE float target_gradient(int dtype, const struct cross_entropy_row *row, const struct rafter_row_gradient *g) {
+    const int kind = kind_of(row);
+    const vf z = v_set(v_get(dtype, row->z + row->label * row->z_stride * v_bytes(dtype)));
+    const vf u = kind == PLAIN ? z : kind == SCALED ? to_u(SCALED, z, row) : to_u(CAPPED, z, row);
+    float weight = 1.0f;
+    if (row->weight)
+        memcpy(&weight, row->weight + row->label * row->weight_stride * (int64_t)sizeof weight, sizeof weight);
+    const double d = g->p * (double)v_exp_from(u, v_set(g->pivot))[0] - g->target - g->spread * (double)weight;
+    return (float)(kind == CAPPED ? d * (double)tanh_slope(z / v_set(row->softcap))[0] : d);
+}
+
+/* At most PIECE columns, through buffers: any stride and any option. */
 V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
-                                const struct rafter_row_gradient *g, const struct coefficients *c) {
+                                const struct coefficients *c, float at_target) {
     char gathered[PIECE * sizeof(float)], out[PIECE * sizeof(float)];
     float weights[PIECE];
     const int kind = kind_of(row);
     const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
     const float *weight = NULL;
-    if (row->weight && g->spread != 0.0)
+    if (row->weight)
         weight = v_gather(RAFTER_F32, row->weight + first * row->weight_stride * (int64_t)sizeof *weight,
                           row->weight_stride, n, weights);
     if (kind == PLAIN)
@@ -189,18 +206,8 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
         gradient_of_piece(dtype, SCALED, c, z, weight, n, out);
     else
         gradient_of_piece(dtype, CAPPED, c, z, weight, n, out);
-
-    const int64_t y = row->label - first;
-    if (y >= 0 && y < n) {
-        /* In fp64: the three terms nearly cancel where the model is sure and right. */
-        const vf at = v_set(v_get(dtype, z + y * v_bytes(dtype)));
-        const vf u = kind == PLAIN ? at : kind == SCALED ? to_u(SCALED, at, row) : to_u(CAPPED, at, row);
-        double d =
-            g->p * (double)v_exp_from(u, c->pivot)[0] - g->target - g->spread * (double)(weight ? weight[y] : 1.0f);
-        if (kind == CAPPED)
-            d *= (double)tanh_slope(at / v_set(row->softcap))[0];
-        v_put(dtype, out + y * v_bytes(dtype), (float)d);
-    }
+    if (row->label >= first && row->label - first < n)
+        v_put(dtype, out + (row->label - first) * v_bytes(dtype), at_target);
     char *dz = row->dz + first * row->dz_stride * v_bytes(dtype);
     if (row->dz_stride == 1)
         v_map(dtype, 1, (const void *const[]){out}, dz, n, row->stream, same, NULL);
@@ -208,7 +215,13 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
         v_scatter(dtype, out, dz, row->dz_stride, n);
 }
 
-V_INLINE void zero_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n) {
+/* Any number of columns that need no buffer. */
+V_INLINE void direct_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t end,
+                              const struct coefficients *c, char *dz, bool stream) {
+    v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, dz, end - first, stream, plain_gradient, c);
+}
+
+V_INLINE void zero_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n) {
     char *dz = row->dz + first * row->dz_stride * v_bytes(dtype);
     if (row->dz_stride == 1)
         v_map(dtype, 0, NULL, dz, n, row->stream, zero, NULL);
@@ -220,31 +233,35 @@ V_INLINE void zero_of_dtype(int dtype, const struct cross_entropy_row *row, int6
 V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                                 const struct rafter_row_gradient *g) {
     if (g->zero) {
-        zero_of_dtype(dtype, row, first, n);
+        zero_gradient(dtype, row, first, n);
         return;
     }
-    const struct coefficients c = {row, v_set(g->pivot), v_set((float)g->p), v_set((float)g->spread)};
+    /* A curve's scale does not show where its exponential is 0; a row that is NaN shall be so all over. */
+    const float spread = g->p != g->p ? NAN : (float)g->spread;
+    const struct coefficients c = {row, v_curve_of(g->pivot, (float)g->p), v_set(spread)};
+    const int64_t end = first + n, bytes = v_bytes(dtype);
+    const bool has_target = row->label >= first && row->label < end;
+    const float at_target = has_target ? target_gradient(dtype, row, g) : 0.0f; /* before z is overwritten, if it is */
     if (cross_entropy_gradient_buffered(row)) {
-        buffered_gradient(dtype, row, first, n, g, &c);
-        return;
+        buffered_gradient(dtype, row, first, n, &c, at_target);
+    } else if (!has_target || !row->stream) {
+        direct_gradient(dtype, row, first, end, &c, row->dz + first * bytes, row->stream);
+        if (has_target)
+            v_put(dtype, row->dz + row->label * bytes, at_target);
+    } else {
+        /* The lines around the target are made apart: to patch them in memory would fetch back what was just streamed.
+         */
+        char lines[128];
+        const int64_t width = (int64_t)sizeof lines / bytes;
+        const int64_t into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % sizeof lines) / bytes;
+        const int64_t from = row->label - first < into ? first : row->label - into;
+        const int64_t to = end - row->label < width - into ? end : row->label - into + width;
+        direct_gradient(dtype, row, first, from, &c, row->dz + first * bytes, true);
+        direct_gradient(dtype, row, from, to, &c, lines, false);
+        v_put(dtype, lines + (row->label - from) * bytes, at_target);
+        v_map(dtype, 1, (const void *const[]){lines}, row->dz + from * bytes, to - from, true, same, NULL);
+        direct_gradient(dtype, row, to, end, &c, row->dz + to * bytes, true);
     }
-    /* Straight through, but for the lines around the target: patching it in memory would fetch back what was streamed.
-     */
-    const int64_t bytes = v_bytes(dtype), end = first + n, line = 128;
-    int64_t from = end, to = end;
-    if (row->label >= first && row->label < end) {
-        from = row->label - (int64_t)((uintptr_t)(row->dz + row->label * bytes) % (uintptr_t)line) / bytes;
-        to = from + line / bytes;
-        from = from < first ? first : from;
-        to = to > end ? end : to;
-    }
-    v_map(dtype, 1, (const void *const[]){row->z + first * bytes}, row->dz + first * bytes, from - first, row->stream,
-          plain_gradient, &c);
-    if (from == end)
-        return;
-    buffered_gradient(dtype, row, from, to - from, g, &c);
-    v_map(dtype, 1, (const void *const[]){row->z + to * bytes}, row->dz + to * bytes, end - to, row->stream,
-          plain_gradient, &c);
 }
 
 static void gradient(const struct cross_entropy_row *row, int64_t first, int64_t n,

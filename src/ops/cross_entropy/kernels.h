@@ -1,18 +1,10 @@
-/* A checked call of cross_entropy, and what a variant of its CPU kernels provides. */
+/* What a variant of cross_entropy's CPU kernels provides. */
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
-#include "ops/loss.h"
+#include "ops/cross_entropy/call.h"
 
-/* What op.c makes of the caller's arguments. */
-struct cross_entropy_call {
-    struct rafter_loss loss;
-    rafter_view logits, dlogits; /* rows collapsed, columns last */
-    bool gradient;               /* dlogits is wanted */
-};
-
-/* ---- CPU kernels: all work on some columns of one row --------------------------------------------------------------
- */
+/* ---- CPU kernels: all work on some columns of one row ----------------------------------------------------------- */
 
 /* A piece is what a kernel holds in buffers on its stack. Kernels take any number of columns of rows that need no
  * buffer. */

@@ -1,5 +1,6 @@
 #include <string.h>
 
+#include "core/backend.h"
 #include "core/threads.h"
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/plan.h"
@@ -596,6 +597,8 @@ static rafter_status start(rafter_context *context, const rafter_linear_cross_en
     struct rafter_scratch scratch;
     RAFTER_TRY(check(context, args, direction, &c));
     RAFTER_TRY(make_plan(&c));
+    if (context->cuda)
+        return context->cuda->linear_cross_entropy(context, NULL);
     RAFTER_TRY(rafter_loss_read(context, &c.loss));
     RAFTER_TRY(rafter_scratch_take(context, c.args.workspace, c.args.workspace_bytes, c.plan.bytes, &scratch));
     execute(&c, scratch.memory);
