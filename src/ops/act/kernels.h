@@ -26,9 +26,10 @@ struct act_block {
 enum act_form { ACT_ROWS, ACT_COLUMNS, ACT_FORMS };
 
 enum {
-    /* Elements, rows rounded up to 16 columns, of a block for short_rows. */
-    ACT_SHORT = 8192,
-    /* Lines of a block for statistics and apply. */
+    /* Elements of a block for short_rows, each row with a margin. */
+    ACT_SHORT_MARGIN = 64,
+    ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
+    /* Lines of any block. */
     ACT_MOST_LINES = 512,
     /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A block's
      * are an array over its lines of the first, then one of the second; parts of the same lines follow one another. */
@@ -40,10 +41,11 @@ struct act_kernels {
     void (*map[2])(const struct act_block *block);
     /* Softmax forward of rows with column stride 1 in one go. */
     void (*short_rows)(const struct act_block *block);
-    /* Softmax by form and direction, in two steps: statistics of the lines, or of parts of them; then the result, of the
-     * lines or a part of them, from the statistics of all `parts`. */
+    /* Softmax by form and direction, in two steps: statistics of the lines, then the result from them. */
     void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);
-    void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics, int64_t parts);
+    void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics);
+    /* By direction: the statistics of `parts` parts of the same lines into the first of them. */
+    void (*merge[2])(float *statistics, int64_t lines, int64_t parts);
 };
 
 #endif
