@@ -1,7 +1,7 @@
 /*
- * act on the CPU. Elementwise kinds are one function of a vector, mapped. Softmax has two forms, by where the lines that it
- * normalises lie in memory: rows (a line's elements are adjacent, or else gathered) and columns (the lines are adjacent and
- * their elements a row apart: vectors run across lines, and nothing is transposed).
+ * act on the CPU. Elementwise kinds are one function of a vector, mapped. Softmax has two forms, by where the lines
+ * that it normalises lie in memory: rows (a line's elements are adjacent, or else gathered) and columns (the lines are
+ * adjacent and their elements a row apart: vectors run across lines, and nothing is transposed).
  */
 #include "ops/act/kernels.h"
 
@@ -19,7 +19,8 @@ V_INLINE int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* ---- elementwise kinds -------------------------------------------------------------------------------------------- */
+/* ---- elementwise kinds --------------------------------------------------------------------------------------------
+ */
 
 /* What `env` is below: constants, once all is inlined. */
 struct flavour {
@@ -101,8 +102,8 @@ V_INLINE void copy(int dtype, int from, const struct act_block *b) {
     }
 }
 
-/* relu and its mask for n elements: 32, but for the end of the tensor. Forward takes x and writes the bits, backward takes
- * dy and reads them. */
+/* relu and its mask for n elements: 32, but for the end of the tensor. Forward takes x and writes the bits, backward
+ * takes dy and reads them. */
 V_INLINE void relu_step(int dtype, bool forth, const char *in, uint8_t *mask, char *out, int n, bool stream) {
     const int64_t step = V_LANES * v_bytes(dtype);
     uint32_t bits = 0;
@@ -166,17 +167,18 @@ static void map_backward(const struct act_block *b) {
     map(false, b);
 }
 
-/* ---- softmax ------------------------------------------------------------------------------------------------------ */
+/* ---- softmax ------------------------------------------------------------------------------------------------------
+ */
 
 /*
  * Forward: y = e^(x - pivot) / sum of e^(x - pivot). Backward: dx = y (dy - sum of y dy).
  *
- * The pivot is the line's maximum. For 16 bits the line's first element is tried instead, which costs nothing to find: the
- * maximum is only needed where it is so far above that the sum leaves GUESS_LIMIT behind, or comes out NaN.
+ * The pivot is the line's maximum. For 16 bits the line's first element is tried instead, which costs nothing to find:
+ * the maximum is only needed where it is so far above that the sum leaves GUESS_LIMIT behind, or comes out NaN.
  *
- * Elements are taken in pairs of vectors (v_load_pair), whose lanes are in an order of their own. What is kept from one pass
- * to the next, exponentials or statistics of columns, is kept in that order, so all passes must pair alike: from the same
- * element on, with what is left over in single vectors.
+ * Elements are taken in pairs of vectors (v_load_pair), whose lanes are in an order of their own. What is kept from one
+ * pass to the next, exponentials or statistics of columns, is kept in that order, so all passes must pair alike: from
+ * the same element on, with what is left over in single vectors.
  */
 
 #define GUESS_LIMIT 0x1p64f
@@ -212,14 +214,15 @@ V_INLINE void store_pair(int dtype, void *p, vf a, vf b, bool stream) {
         v_store_pair(dtype, p, a, b);
 }
 
-/* ---- softmax along rows ------------------------------------------------------------------------------------------- */
+/* ---- softmax along rows -------------------------------------------------------------------------------------------
+ */
 
 V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
     return v_exp_from(v_load_part(dtype, x, lanes, -INFINITY), pivot);
 }
 
-/* Stores e^(x - pivot) as whole vectors: of the first `head` elements, of pairs, of the rest. Returns their sum. `even` (a
- * constant): there are only pairs. */
+/* Stores e^(x - pivot) as whole vectors: of the first `head` elements, of pairs, of the rest. Returns their sum. `even`
+ * (a constant): there are only pairs. */
 V_INLINE float row_exponentials(int dtype, bool even, const char *x, int64_t head, int64_t n, vf pivot, float *e) {
     const int64_t bytes = v_bytes(dtype);
     vf s0 = v_set(0.0f), s1 = s0, a, b;
@@ -245,7 +248,8 @@ V_INLINE float row_exponentials(int dtype, bool even, const char *x, int64_t hea
 }
 
 /* y = e * scale, e as row_exponentials left it. */
-V_INLINE void row_scaled(int dtype, bool even, const float *e, int64_t head, int64_t n, vf scale, char *y, bool stream) {
+V_INLINE void row_scaled(int dtype, bool even, const float *e, int64_t head, int64_t n, vf scale, char *y,
+                         bool stream) {
     const int64_t bytes = v_bytes(dtype);
     int64_t i = 0;
     for (int64_t lanes; !even && i < head; i += lanes, e += V_LANES) {
@@ -253,7 +257,8 @@ V_INLINE void row_scaled(int dtype, bool even, const float *e, int64_t head, int
         v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
     }
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES, e += 2 * V_LANES)
-        store_pair(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, v_load(RAFTER_F32, e + V_LANES) * scale, stream);
+        store_pair(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, v_load(RAFTER_F32, e + V_LANES) * scale,
+                   stream);
     for (int64_t lanes; !even && i < n; i += lanes, e += V_LANES) {
         lanes = smaller(n - i, V_LANES);
         v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
@@ -265,8 +270,8 @@ V_INLINE int64_t head_of(int dtype, const char *y, int64_t n, bool stream) {
     return stream ? smaller(n, (int64_t)(-(uintptr_t)y % V_STREAM) / v_bytes(dtype)) : 0;
 }
 
-/* Exponentials are computed once and held between their sum and the scaling. Each pass runs over all rows of the block, so
- * that the reductions at the ends of short rows overlap. */
+/* Exponentials are computed once and held between their sum and the scaling. Each pass runs over all rows of the block,
+ * so that the reductions at the ends of short rows overlap. */
 V_INLINE void short_rows_as(int dtype, bool even, const struct act_block *b) {
     _Alignas(64) float e[ACT_SHORT];
     float sum[ACT_MOST_LINES];
@@ -292,8 +297,8 @@ V_INLINE void short_rows_as(int dtype, bool even, const struct act_block *b) {
 }
 
 static void short_rows(const struct act_block *b) {
-    const bool aligned = (uintptr_t)b->data[ACT_OUT] % V_STREAM == 0 &&
-                         b->row_stride[ACT_OUT] * v_bytes((int)b->dtype) % V_STREAM == 0;
+    const bool aligned =
+        (uintptr_t)b->data[ACT_OUT] % V_STREAM == 0 && b->row_stride[ACT_OUT] * v_bytes((int)b->dtype) % V_STREAM == 0;
     if (b->columns % (2 * V_LANES) == 0 && (aligned || !b->stream))
         V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, b))
     else
@@ -375,9 +380,11 @@ V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const fl
     }
 }
 
-/* ---- softmax along columns ---------------------------------------------------------------------------------------- */
+/* ---- softmax along columns ----------------------------------------------------------------------------------------
+ */
 
-/* Rows that are folded into the statistics of a pair of vectors at a time, and how many of them ahead memory is asked for. */
+/* Rows that are folded into the statistics of a pair of vectors at a time, and how many of them ahead memory is asked
+ * for. */
 enum { FOLD = 4, AHEAD = 4 * FOLD };
 
 /* The maxima of the columns over the first `rows` rows. */
@@ -402,7 +409,8 @@ V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, fl
     }
 }
 
-V_INLINE void fold_forward(int dtype, const struct act_block *b, int64_t row, int rows, const float *pivot, float *sum) {
+V_INLINE void fold_forward(int dtype, const struct act_block *b, int64_t row, int rows, const float *pivot,
+                           float *sum) {
     const int64_t bytes = v_bytes(dtype), pitch = b->row_stride[ACT_IN] * bytes, n = b->columns;
     const char *const x = row_at(dtype, b, ACT_IN, row);
     int64_t i = 0;
@@ -508,7 +516,8 @@ V_INLINE void fold_backward(int dtype, const struct act_block *b, int64_t row, i
         lanes = smaller(n - i, V_LANES);
         vf s = load(RAFTER_F32, sum + i, lanes);
         for (int r = 0; r < rows; r++)
-            s = v_fma(load(dtype, y + r * y_pitch + i * bytes, lanes), load(dtype, dy + r * dy_pitch + i * bytes, lanes), s);
+            s = v_fma(load(dtype, y + r * y_pitch + i * bytes, lanes),
+                      load(dtype, dy + r * dy_pitch + i * bytes, lanes), s);
         store(RAFTER_F32, sum + i, s, lanes);
     }
 }
@@ -523,7 +532,8 @@ V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, 
         fold_backward(dtype, b, r, 1, sum);
 }
 
-V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx, bool stream) {
+V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx,
+                          bool stream) {
     const int64_t bytes = v_bytes(dtype);
     int64_t i = 0;
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
@@ -551,7 +561,8 @@ V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const
     }
 }
 
-/* ---- parts of lines ----------------------------------------------------------------------------------------------- */
+/* ---- parts of lines -----------------------------------------------------------------------------------------------
+ */
 
 static void merge_forward(float *statistics, int64_t lines, int64_t parts) {
     for (int64_t i = 0; i < lines; i++) {
@@ -571,7 +582,8 @@ static void merge_backward(float *sum, int64_t lines, int64_t parts) {
             sum[i] += sum[part * ACT_STATISTICS * lines + i];
 }
 
-/* ---- the table ---------------------------------------------------------------------------------------------------- */
+/* ---- the table ----------------------------------------------------------------------------------------------------
+ */
 
 #define SOFTMAX(form_direction)                                                                                        \
     static void form_direction##_statistics_any(const struct act_block *b, float *statistics) {                        \
@@ -592,6 +604,7 @@ const struct act_kernels RAFTER_KERNELS(act) = {
     .short_rows = short_rows,
     .statistics = {{rows_forward_statistics_any, rows_backward_statistics_any},
                    {columns_forward_statistics_any, columns_backward_statistics_any}},
-    .apply = {{rows_forward_apply_any, rows_backward_apply_any}, {columns_forward_apply_any, columns_backward_apply_any}},
+    .apply = {{rows_forward_apply_any, rows_backward_apply_any},
+              {columns_forward_apply_any, columns_backward_apply_any}},
     .merge = {merge_forward, merge_backward},
 };

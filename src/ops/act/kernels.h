@@ -7,15 +7,15 @@
 
 #include "rafter/rafter.h"
 
-/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more than
- * dy, x or softmax's y (ACT_IN). */
+/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more
+ * than dy, x or softmax's y (ACT_IN). */
 enum { ACT_IN, ACT_DY, ACT_OUT, ACT_TENSORS };
 
 /* A block of rows x columns elements, cut out of every tensor of the call alike. */
 struct act_block {
     rafter_dtype dtype;
     rafter_act_kind kind;
-    bool stream; /* write past the caches */
+    bool stream; /* write past the caches; the output is aligned to its elements, and the caller ends with v_fence() */
     int64_t rows, columns;
     char *data[ACT_TENSORS];
     int64_t row_stride[ACT_TENSORS], column_stride[ACT_TENSORS]; /* in elements */
@@ -31,8 +31,9 @@ enum {
     ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
     /* Lines of any block. */
     ACT_MOST_LINES = 512,
-    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A block's
-     * are an array over its lines of the first, then one of the second; parts of the same lines follow one another. */
+    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A
+     * block's are an array over its lines of the first, then one of the second; parts of the same lines follow one
+     * another. */
     ACT_STATISTICS = 2
 };
 

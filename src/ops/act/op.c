@@ -1,10 +1,10 @@
 /*
  * act: checks, and how the work is cut on the CPU.
  *
- * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is cut
- * into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's lines
- * are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay whole
- * unless there are too few to share out.
+ * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is
+ * cut into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's
+ * lines are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay
+ * whole unless there are too few to share out.
  */
 #include "core/backend.h"
 #include "core/context.h"
@@ -43,7 +43,8 @@ static int64_t round_up(int64_t a, int64_t multiple) {
     return ceil_div(a, multiple) * multiple;
 }
 
-/* ---- checks ------------------------------------------------------------------------------------------------------- */
+/* ---- checks -------------------------------------------------------------------------------------------------------
+ */
 
 static bool contiguous(const rafter_view *view) {
     int64_t step = 1;
@@ -55,7 +56,8 @@ static bool contiguous(const rafter_view *view) {
     return true;
 }
 
-/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor. */
+/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor.
+ */
 struct named {
     const char *name;
     const DLTensor *tensor;
@@ -65,8 +67,9 @@ struct named {
 static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, const struct named named[ACT_TENSORS],
                                struct act_call *call) {
     if (call->kind != RAFTER_ACT_RELU)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "relu_mask is given with kind %d, wanted it only with %d (relu)",
-                           (int)call->kind, (int)RAFTER_ACT_RELU);
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "relu_mask is given with kind %d, wanted it only with %d (relu)", (int)call->kind,
+                           (int)RAFTER_ACT_RELU);
     const bool forward = call->direction == RAFTER_FORWARD;
     rafter_view mask;
     RAFTER_TRY((forward ? rafter_take_output : rafter_take_tensor)(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8),
@@ -101,10 +104,8 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
     if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
                            (int)direction);
-    *call = (struct act_call){.direction = direction,
-                              .kind = a.kind,
-                              .workspace = a.workspace,
-                              .workspace_bytes = a.workspace_bytes};
+    *call = (struct act_call){
+        .direction = direction, .kind = a.kind, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
     const bool dy_will_do = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
@@ -119,7 +120,7 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
         if (!named[t].name)
             continue;
         RAFTER_TRY((t == ACT_OUT ? rafter_take_output : rafter_take_tensor)(context, named[t].name, named[t].tensor,
-                                                                           RAFTER_FLOATS, named[t].view));
+                                                                            RAFTER_FLOATS, named[t].view));
         RAFTER_TRY(rafter_want_same_dtype(context, named[t].name, named[t].view, first->name, first->view));
         RAFTER_TRY(rafter_want_same_shape(context, named[t].name, named[t].view, first->name, first->view));
     }
@@ -139,7 +140,8 @@ static bool in_place(const struct act_call *call) {
     return rafter_same_memory(&call->out, call->direction == RAFTER_FORWARD ? &call->in : &call->dy);
 }
 
-/* ---- the grid ----------------------------------------------------------------------------------------------------- */
+/* ---- the grid -----------------------------------------------------------------------------------------------------
+ */
 
 enum {
     TASK = 1 << 16,     /* elements that are worth a task */
@@ -178,8 +180,8 @@ static void permute(struct grid *grid, const int order[], int ndim) {
     }
 }
 
-/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they were
- * not; `last` (-1: none) goes behind all others. */
+/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they
+ * were not; `last` (-1: none) goes behind all others. */
 static void order_by_stride(struct grid *grid, int last) {
     const rafter_view *const out = &grid->view[ACT_OUT];
     int order[RAFTER_VIEW_DIMS], n = 0;
@@ -232,8 +234,8 @@ static void arrange(struct grid *grid, int dim) {
     grid->column = out->ndim - 1;
 }
 
-/* Columns of a block: all of them, for memory is read fastest straight on; if they are too many, equal shares of whole cache
- * lines. */
+/* Columns of a block: all of them, for memory is read fastest straight on; if they are too many, equal shares of whole
+ * cache lines. */
 static int64_t strip(int64_t columns, int64_t bytes) {
     const int64_t shares = ceil_div(columns, ACT_MOST_LINES);
     return at_most(columns, round_up(ceil_div(columns, shares), LINE_BYTES / bytes));
@@ -286,10 +288,13 @@ static void make_grid(const struct act_call *call, struct grid *grid) {
     for (int d = 0; d < out->ndim; d++)
         span += (out->shape[d] - 1) * out->stride[d];
     /* In place the lines are in the cache already: writing them past it would gain nothing. */
-    grid->stream = !in_place(call) && rafter_should_stream(span * rafter_dtype_bytes(out->dtype));
+    const int64_t bytes = rafter_dtype_bytes(out->dtype);
+    grid->stream =
+        !in_place(call) && (uintptr_t)out->data % (uintptr_t)bytes == 0 && rafter_should_stream(span * bytes);
 }
 
-/* ---- running ------------------------------------------------------------------------------------------------------ */
+/* ---- running ------------------------------------------------------------------------------------------------------
+ */
 
 struct work {
     const struct act_call *call;
@@ -321,9 +326,9 @@ static void run_block(const struct work *work, int64_t index) {
             continue;
         block.row_stride[t] = view->stride[grid->row];
         block.column_stride[t] = view->stride[grid->column];
-        block.data[t] = rafter_at(view, rafter_offset(view, 0, grid->row, outer) +
-                                            row * grid->rows * block.row_stride[t] +
-                                            column * grid->columns * block.column_stride[t]);
+        block.data[t] =
+            rafter_at(view, rafter_offset(view, 0, grid->row, outer) + row * grid->rows * block.row_stride[t] +
+                                column * grid->columns * block.column_stride[t]);
     }
     if (work->call->mask) /* one compact row, cut at multiples of TASK */
         block.mask = work->call->mask + column * grid->columns / 8;
