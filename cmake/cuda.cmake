@@ -6,7 +6,7 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
-add_library(rafter_cuda SHARED src/cuda/backend.cu src/core/fail.c)
+add_library(rafter_cuda SHARED src/cuda/backend.cu src/core/fail.c src/core/scratch.c src/core/tensor.c)
 foreach(op ${ops})
   target_sources(rafter_cuda PRIVATE src/ops/${op}/cuda.cu)
 endforeach()

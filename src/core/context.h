@@ -46,7 +46,9 @@ rafter_status rafter_fail(rafter_context *context, rafter_status status, const c
  * caller lacks is zero; what a newer caller has beyond it must be zero. Clears the last error. `name` is the struct's. */
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size);
 
-/* Scratch memory of one call, aligned to 64 bytes. */
+enum { RAFTER_SCRATCH_ALIGNMENT = 64 };
+
+/* Scratch memory of one call, aligned. */
 struct rafter_scratch {
     char *memory;
     size_t bytes;

@@ -65,12 +65,15 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
         return rafter_fail(context, bad, "%s.shape is NULL, wanted %d sizes", name, (int)tensor->ndim);
 
     int dtype = 0;
-    while (dtype < DTYPES && !(dtypes >> dtype & 1 && codes[dtype].code == tensor->dtype.code &&
-                               codes[dtype].bits == tensor->dtype.bits && tensor->dtype.lanes == 1))
+    while (dtype < DTYPES && !(codes[dtype].code == tensor->dtype.code && codes[dtype].bits == tensor->dtype.bits &&
+                               tensor->dtype.lanes == 1))
         dtype++;
     if (dtype == DTYPES)
         return rafter_fail(context, bad, "%s has dtype code %d with %d bits and %d lanes, wanted %s", name,
                            tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes, set_text(dtypes).s);
+    if (!(dtypes >> dtype & 1))
+        return rafter_fail(context, bad, "%s has dtype %s, wanted %s", name, rafter_dtype_name((rafter_dtype)dtype),
+                           set_text(dtypes).s);
 
     *view = (rafter_view){.dtype = (rafter_dtype)dtype, .ndim = tensor->ndim, .numel = 1};
     const int64_t bytes = rafter_dtype_bytes(view->dtype);

@@ -45,10 +45,11 @@ template <> struct Word<4> { typedef unsigned int type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-/* Data that this kernel reads once: past L1, first to leave L2. */
+/* Data that this kernel reads once. A plain load on purpose: on an H200 a copying kernel that marks its loads as streaming
+ * (ld.cs, or L1::no_allocate) takes 4 to 5 % longer, and one that marks its stores 1 % more: docs/perf/README.md. */
 template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
-    const W w = __ldcs(reinterpret_cast<const W *>(p));
+    const W w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
@@ -59,14 +60,59 @@ template <typename T, int N> DEVICE Pack<T, N> load_keep(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
+/* Data that will be read again, or that this kernel overwrites later: kept in L2, past L1. */
+template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const W w = __ldcg(reinterpret_cast<const W *>(p));
+    return reinterpret_cast<const Pack<T, N> &>(w);
+}
+
 /* Data that nobody on this chip reads soon. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
-    __stcs(reinterpret_cast<W *>(p), reinterpret_cast<const W &>(a));
+    *reinterpret_cast<W *>(p) = reinterpret_cast<const W &>(a);
 }
 
 /* Elements per 16-byte access. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
+
+/* All elements of a pack as floats: one instruction each, where element by element the odd ones of a bf16 pack take two. */
+template <typename T, int N> DEVICE void unpack(const Pack<T, N> &pack, float (&out)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        out[j] = to_float(pack.v[j]);
+}
+template <int N> DEVICE void unpack(const Pack<bf16, N> &pack, float (&out)[N]) {
+    if constexpr (N == 1) {
+        out[0] = to_float(pack.v[0]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            const unsigned both = *reinterpret_cast<const unsigned *>(&pack.v[j]);
+            out[j] = __uint_as_float(both << 16);
+            out[j + 1] = __uint_as_float(both & 0xffff0000u);
+        }
+    }
+}
+
+/* The reverse, rounding to nearest even, two at a time. */
+template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            if constexpr (__is_same(T, bf16))
+                *reinterpret_cast<__nv_bfloat162 *>(&pack.v[j]) = __floats2bfloat162_rn(in[j], in[j + 1]);
+            else
+                *reinterpret_cast<__half2 *>(&pack.v[j]) = __floats2half2_rn(in[j], in[j + 1]);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            pack.v[j] = from_float<T>(in[j]);
+    }
+    return pack;
+}
 
 /* ---- functions --------------------------------------------------------------------------------------------------------- */
 
@@ -76,6 +122,72 @@ DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
+}
+
+/* e^x, good enough to be rounded to T, for x <= 80: subnormal results are kept where T has any of the range of float. */
+template <typename T> DEVICE float exp_as(float x);
+template <> DEVICE float exp_as<float>(float x) { return expf(x); }
+template <> DEVICE float exp_as<bf16>(float x) {
+    const float root = exp2_fast(x * (LOG2E / 2)); /* the product rounds to subnormals; the unit flushes them */
+    return root * root;
+}
+template <> DEVICE float exp_as<fp16>(float x) { return exp2_fast(x * LOG2E); }
+
+/* 1 / x by the special-function unit: 1 unit in the last place, for x in [2^-126, 2^126]. */
+DEVICE float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* ---- copies into shared memory that run on while the thread does ---------------------------------------------------------- */
+
+/* Copies one pack from global to shared memory; without waiting where it is 4 bytes or more. */
+template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from) {
+    constexpr int BYTES = N * (int)sizeof(T);
+    const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
+    if constexpr (BYTES == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+    else if constexpr (BYTES >= 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(BYTES) : "memory");
+    else
+        *to = *reinterpret_cast<const Pack<T, N> *>(from);
+}
+
+/* Ends a group of copies. */
+DEVICE void copy_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Waits for all of this thread's groups but the last N. */
+template <int N> DEVICE void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* The same for a number known at run time; it may wait for more than asked where that is above 7. */
+DEVICE void copy_wait_all_but(int groups) {
+    switch (groups) {
+    case 0: copy_wait<0>(); break;
+    case 1: copy_wait<1>(); break;
+    case 2: copy_wait<2>(); break;
+    case 3: copy_wait<3>(); break;
+    case 4: copy_wait<4>(); break;
+    case 5: copy_wait<5>(); break;
+    case 6: copy_wait<6>(); break;
+    default: copy_wait<7>(); break;
+    }
+}
+
+/* ---- words that blocks wait on ------------------------------------------------------------------------------------------- */
+
+DEVICE unsigned load_acquire(const unsigned *p) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+DEVICE void store_release(unsigned *p, unsigned value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
 /* ---- reductions over a warp, a block: always in the same order ---------------------------------------------------------- */

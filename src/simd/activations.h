@@ -1,6 +1,6 @@
 /*
- * The elementwise activations and their gradients, to a few units in the last place of fp32. Infinities and NaN come out as
- * in PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.
+ * The elementwise activations and their gradients, to a few units in the last place of fp32. Infinities and NaN come
+ * out as in PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.
  */
 #ifndef RAFTER_SIMD_ACTIVATIONS_H
 #define RAFTER_SIMD_ACTIVATIONS_H

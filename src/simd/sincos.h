@@ -1,8 +1,8 @@
 /*
- * Sine and cosine of position * theta for an integer position and fp32 theta: of the exact product, so that position 10^6 is
- * as accurate as position 1. The angle is brought to quarter * pi/2 + r with |r| <= pi/4 in double precision; polynomials in
- * fp32 do the rest. Within 1.5 units in the last place, zero crossings included (absolute error 1e-8 there at the very worst
- * products, whose distance to a multiple of pi/2 is below what double precision resolves).
+ * Sine and cosine of position * theta for an integer position and fp32 theta: of the exact product, so that position
+ * 10^6 is as accurate as position 1. The angle is brought to quarter * pi/2 + r with |r| <= pi/4 in double precision;
+ * polynomials in fp32 do the rest. Within 1.5 units in the last place, zero crossings included (absolute error 1e-8
+ * there at the very worst products, whose distance to a multiple of pi/2 is below what double precision resolves).
  */
 #ifndef RAFTER_SIMD_SINCOS_H
 #define RAFTER_SIMD_SINCOS_H
@@ -42,7 +42,8 @@ V_INLINE vd v_fma_d(vd a, vd b, vd c) {
 /* Two vectors of doubles, rounded, in one of floats; and a vector of floats as two of doubles. */
 V_INLINE vf v_from_d(vd low, vd high) {
 #if V_LANES == 16
-    return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)low)), _mm512_cvtpd_ps((__m512d)high), 1);
+    return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps((__m512d)low)), _mm512_cvtpd_ps((__m512d)high),
+                                  1);
 #elif V_LANES == 8
     return (vf)_mm256_set_m128(_mm256_cvtpd_ps((__m256d)high), _mm256_cvtpd_ps((__m256d)low));
 #else
@@ -87,8 +88,8 @@ V_INLINE void v_sincos_reduced(vf r, vi quarter, vf *sine, vf *cosine) {
     *cosine = (vf)((vi)v_select(swap, s, c) ^ cosine_sign);
 }
 
-/* Below these bounds the vector code is exact enough: the product with a 24-bit theta fits in a double, and the multiple of
- * pi/2 can be taken off in double precision. */
+/* Below these bounds the vector code is exact enough: the product with a 24-bit theta fits in a double, and the
+ * multiple of pi/2 can be taken off in double precision. */
 #define V_SINCOS_POSITION 0x1p29
 #if V_LANES > 4
 #define V_SINCOS_PRODUCT 0x1p40 /* with fma: pi/2 in two parts of 53 bits */
@@ -117,8 +118,8 @@ V_INLINE vd v_reduce_angle(vd product, vd *quarter) {
 static float v_reduce_angle_exactly(float theta, int64_t position, int32_t *quarter) {
     __extension__ typedef unsigned __int128 u128;
     __extension__ typedef __int128 s128;
-    static const uint64_t two_over_pi[] = {0xa2f9836e4e441529, 0xfc2757d1f534ddc0, 0xdb6295993c439041, 0xfe5163abdebbc561,
-                                           0xb7246e3a424dd2e0};
+    static const uint64_t two_over_pi[] = {0xa2f9836e4e441529, 0xfc2757d1f534ddc0, 0xdb6295993c439041,
+                                           0xfe5163abdebbc561, 0xb7246e3a424dd2e0};
     *quarter = 0;
     const double rounded = (double)theta * (double)position;
     if (!(fabs(rounded) > 0.75) || isinf(theta))
@@ -131,7 +132,8 @@ static float v_reduce_angle_exactly(float theta, int64_t position, int32_t *quar
     const uint64_t significand = (bits & 0x7fffff) | (field ? 0x800000u : 0);
     const u128 m = (u128)significand * (position < 0 ? 0 - (uint64_t)position : (uint64_t)position);
 
-    /* Bit k of 2/pi weighs 2^-k: those with e - k >= 2 only add multiples of four quarters. Then 192 bits are enough. */
+    /* Bit k of 2/pi weighs 2^-k: those with e - k >= 2 only add multiples of four quarters. Then 192 bits are enough.
+     */
     const int skip = e > 2 ? e - 2 : 0;
     uint64_t window[3];
     for (int i = 0; i < 3; i++) {
@@ -162,9 +164,10 @@ static float v_reduce_angle_exactly(float theta, int64_t position, int32_t *quar
     return (float)(negative ? -rest : rest);
 }
 
-/* n sines and cosines of position * theta[i]. n is a multiple of V_LANES; theta holds fp32 values, none above `largest` in
- * magnitude (which is infinite if any is infinite or NaN). */
-V_INLINE void v_sincos_row(const double *theta, double largest, int64_t position, int64_t n, float *sine, float *cosine) {
+/* n sines and cosines of position * theta[i]. n is a multiple of V_LANES; theta holds fp32 values, none above `largest`
+ * in magnitude (which is infinite if any is infinite or NaN). */
+V_INLINE void v_sincos_row(const double *theta, double largest, int64_t position, int64_t n, float *sine,
+                           float *cosine) {
     const double p = (double)position;
     if (fabs(p) < V_SINCOS_POSITION && fabs(p) * largest < V_SINCOS_PRODUCT) {
         for (int64_t i = 0; i < n; i += V_LANES) {

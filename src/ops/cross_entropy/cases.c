@@ -5,8 +5,7 @@
 #include "harness/problem.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested -----------------------------------------------------------------------------------------------
- */
+/* ---- what is tested --------------------------------------------------------------------------------------------- */
 
 enum ignored { NONE_IGNORED, SOME_IGNORED, LABEL_ZERO_IGNORED, ALL_IGNORED };
 
@@ -108,7 +107,20 @@ static const struct {
     {"all", {2, {1, 33000}}},
     {"class weights, smoothing", {2, {2, 16390}}},
     {"in place, no lse", {2, {1, 20000}}},
-    {"none", {2, {66, 16390}}},
+};
+
+/* In one dtype only. */
+static const struct single {
+    rafter_dtype dtype;
+    struct options options;
+    struct shape shape;
+    int64_t sample; /* not 0: large */
+} singles[] = {
+    /* labels of no classes can only be ignored */
+    {RAFTER_F32, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0},
+    /* rows of more than one chunk, so many that each is one thread's */
+    {RAFTER_BF16, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0},
+    {RAFTER_BF16, {.name = "past 2^31", .in_place = true, .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031},
 };
 
 enum {
@@ -117,11 +129,11 @@ enum {
     OPTION_SETS = sizeof option_sets / sizeof *option_sets,
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
     LONG_ROWS = sizeof long_rows / sizeof *long_rows,
+    SINGLES = sizeof singles / sizeof *singles,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
-/* ---- one problem --------------------------------------------------------------------------------------------------
- */
+/* ---- one problem ------------------------------------------------------------------------------------------------ */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -136,14 +148,15 @@ static const double denominator_value = 7;
  *
  * sum: S = sum of e^(u - max) has the relative error
  *     E = e (8 + 3 ln V + min(V, 16384) / 16):
- * v_exp2 is good to 3 units; the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with p, and the
- * mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums, portable), and
- * chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u itself is off by 6 e
- * |u|. So lse, logprob and every r - u_v are off by at most R = E + 12 e max|u|, before their own rounding.
+ * a term is good to 4 units (v_add_exp); the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with
+ * p, and the mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums,
+ * portable), and chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u
+ * itself is off by 6 e |u|. So lse, logprob and every r - u_v are off by at most E + 12 e max|u|, before their own
+ * rounding.
  *
- * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u|, where exponentials beyond 104 are 0; by
- * another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times their size,
- * is absolute.
+ * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u| (v_curve_at), where exponentials beyond 104
+ * are 0; by another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times
+ * their size, is absolute.
  */
 static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_t classes) {
     const double e = 0x1p-24, huge = p->values != PROBLEM_HUGE                        ? 0
@@ -249,7 +262,7 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
 }
 
 static int64_t count(void) {
-    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + 2;
+    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + SINGLES;
 }
 
 static void make(problem *p, int64_t index) {
@@ -273,15 +286,10 @@ static void make(problem *p, int64_t index) {
         build(p, dtype, o, &long_rows[i].shape);
         return;
     }
-    if (index == count() - 2) { /* labels of no classes can only be ignored */
-        build(p, RAFTER_F32, &(struct options){.name = "no classes", .ignored = ALL_IGNORED, .extras = true},
-              &(struct shape){2, {2, 0}});
-        return;
-    }
-    build(p, RAFTER_BF16, &(struct options){.name = "past 2^31", .in_place = true, .reduction = RAFTER_SUM},
-          &(struct shape){2, {16500, 131072}});
-    p->large = true;
-    p->sample = 1031;
+    const struct single *single = &singles[index - (count() - SINGLES)];
+    build(p, single->dtype, &single->options, &single->shape);
+    p->large = single->sample > 0;
+    p->sample = single->sample;
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
@@ -313,8 +321,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return rafter_cross_entropy_backward(context, &args);
 }
 
-/* ---- bench --------------------------------------------------------------------------------------------------------
- */
+/* ---- bench ------------------------------------------------------------------------------------------------------ */
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};

@@ -1,18 +1,10 @@
-/* A checked call of cross_entropy, and what a variant of its CPU kernels provides. */
+/* What a variant of cross_entropy's CPU kernels provides. */
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
-#include "ops/loss.h"
+#include "ops/cross_entropy/call.h"
 
-/* What op.c makes of the caller's arguments. */
-struct cross_entropy_call {
-    struct rafter_loss loss;
-    rafter_view logits, dlogits; /* rows collapsed, columns last */
-    bool gradient;               /* dlogits is wanted */
-};
-
-/* ---- CPU kernels: all work on some columns of one row --------------------------------------------------------------
- */
+/* ---- CPU kernels: all work on some columns of one row ----------------------------------------------------------- */
 
 /* A piece is what a kernel holds in buffers on its stack. Kernels take any number of columns of rows that need no
  * buffer. */
@@ -33,7 +25,7 @@ struct cross_entropy_row {
 
 /* Whether columns must go through buffers, in the statistics and in the gradient. */
 static inline bool cross_entropy_stats_buffered(const struct cross_entropy_row *row) {
-    return row->z_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weighted;
+    return row->z_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || (row->weight && row->weight_stride != 1);
 }
 
 static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_row *row) {

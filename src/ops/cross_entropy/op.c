@@ -2,6 +2,7 @@
 
 #include <math.h>
 
+#include "core/backend.h"
 #include "core/threads.h"
 #include "core/variants.h"
 
@@ -39,23 +40,24 @@ struct work {
 };
 
 static rafter_status take(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction,
-                          rafter_cross_entropy_args *a, struct cross_entropy_call *call) {
-    *call = (struct cross_entropy_call){0};
-    RAFTER_TRY(rafter_take_args(context, "rafter_cross_entropy_args", args, a, sizeof *a));
+                          struct cross_entropy_call *call) {
+    rafter_cross_entropy_args a;
+    RAFTER_TRY(rafter_take_args(context, "rafter_cross_entropy_args", args, &a, sizeof a));
+    *call = (struct cross_entropy_call){.workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;
-    RAFTER_TRY(rafter_take_tensor(context, "logits", a->logits, RAFTER_FLOATS, logits));
+    RAFTER_TRY(rafter_take_tensor(context, "logits", a.logits, RAFTER_FLOATS, logits));
     if (logits->ndim == 0)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "logits has 0 dimensions, wanted at least that of the classes");
-    const struct rafter_loss_args loss_args = {a->options, a->target,  a->loss,   a->row_loss, a->lse,
-                                               a->logprob, a->entropy, a->argmax, a->dloss};
+    const struct rafter_loss_args loss_args = {a.options, a.target,  a.loss,   a.row_loss, a.lse,
+                                               a.logprob, a.entropy, a.argmax, a.dloss};
     const int row_dims = logits->ndim - 1;
     RAFTER_TRY(rafter_loss_take(context, &loss_args, direction, "logits without its last dimension", row_dims,
                                 logits->shape, logits->shape[row_dims], &call->loss));
     RAFTER_TRY(rafter_loss_want_disjoint(context, &call->loss, "logits", logits, false));
-    call->gradient = a->dlogits || direction == RAFTER_BACKWARD;
+    call->gradient = a.dlogits || direction == RAFTER_BACKWARD;
     if (call->gradient) {
-        RAFTER_TRY(rafter_take_output(context, "dlogits", a->dlogits, RAFTER_FLOATS, dlogits));
+        RAFTER_TRY(rafter_take_output(context, "dlogits", a.dlogits, RAFTER_FLOATS, dlogits));
         RAFTER_TRY(rafter_want_same_dtype(context, "dlogits", dlogits, "logits", logits));
         RAFTER_TRY(rafter_want_same_shape(context, "dlogits", dlogits, "logits", logits));
         if (!rafter_same_memory(dlogits, logits))
@@ -105,8 +107,7 @@ static size_t plan(const rafter_context *context, const struct cross_entropy_cal
     return forward ? (size_t)work->tasks * sizeof *work->sums : 0;
 }
 
-/* ---- one row ------------------------------------------------------------------------------------------------------
- */
+/* ---- one row ---------------------------------------------------------------------------------------------------- */
 
 static struct cross_entropy_row row_at(const struct work *work, int64_t index, int64_t label) {
     const rafter_view *logits = &work->call->logits, *dlogits = &work->call->dlogits;
@@ -170,8 +171,7 @@ static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *
     return rafter_loss_gradient_from_lse(&call->loss, index, label, rafter_loss_given_lse(&call->loss, index));
 }
 
-/* ---- tasks of whole rows ------------------------------------------------------------------------------------------
- */
+/* ---- tasks of whole rows ---------------------------------------------------------------------------------------- */
 
 static double whole_row(const struct work *work, int64_t index) {
     const struct cross_entropy_call *call = work->call;
@@ -214,8 +214,7 @@ static double run_rows(const rafter_context *context, struct work *work) {
     return sum;
 }
 
-/* ---- tasks of chunks of columns -----------------------------------------------------------------------------------
- */
+/* ---- tasks of chunks of columns --------------------------------------------------------------------------------- */
 
 static void stats_task(void *arg, int64_t task) {
     const struct work *work = arg;
@@ -255,18 +254,18 @@ static double run_split(const rafter_context *context, struct work *work) {
     return sum;
 }
 
-/* ---- entry points -------------------------------------------------------------------------------------------------
- */
+/* ---- entry points ----------------------------------------------------------------------------------------------- */
 
 static rafter_status run(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction) {
-    rafter_cross_entropy_args a;
     struct cross_entropy_call call;
     struct work work;
     struct rafter_scratch scratch;
-    RAFTER_TRY(take(context, args, direction, &a, &call));
+    RAFTER_TRY(take(context, args, direction, &call));
+    if (context->cuda)
+        return context->cuda->cross_entropy(context, &call);
     RAFTER_TRY(rafter_loss_read(context, &call.loss));
     const size_t bytes = plan(context, &call, &work);
-    RAFTER_TRY(rafter_scratch_take(context, a.workspace, a.workspace_bytes, bytes, &scratch));
+    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, bytes, &scratch));
     if (work.split)
         work.stats = (struct rafter_row_stats *)scratch.memory;
     else
@@ -288,10 +287,9 @@ rafter_status rafter_cross_entropy_backward(rafter_context *context, const rafte
 
 rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                              rafter_direction direction, size_t *bytes) {
-    rafter_cross_entropy_args a;
     struct cross_entropy_call call;
     struct work work;
-    RAFTER_TRY(take(context, args, direction, &a, &call));
+    RAFTER_TRY(take(context, args, direction, &call));
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
     *bytes = rafter_scratch_request(plan(context, &call, &work));

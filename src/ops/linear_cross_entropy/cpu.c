@@ -1,4 +1,548 @@
 #include "core/variants.h"
+#include "ops/linear_cross_entropy/micro.h"
+#include "simd/softmax.h"
 
-extern const int RAFTER_KERNELS(linear_cross_entropy);
-const int RAFTER_KERNELS(linear_cross_entropy) = 0;
+/* Whether inputs of this dtype are multiplied as bf16 pairs, else they are widened to fp32 when packed. */
+V_INLINE bool is_pairs(int dtype) {
+    return LCE_PAIRS && dtype == RAFTER_BF16;
+}
+
+#define F32_FORMAT {4, F32_ROWS, F32_COLUMNS, 1}
+#if LCE_PAIRS
+#define PAIR_FORMAT {2, PAIR_ROWS, PAIR_COLUMNS, PAIR_STEP}
+#else
+#define PAIR_FORMAT F32_FORMAT
+#endif
+static const struct lce_format f32_format = F32_FORMAT, pair_format = PAIR_FORMAT;
+
+V_INLINE const struct lce_format *format_of(int dtype) {
+    return is_pairs(dtype) ? &pair_format : &f32_format;
+}
+
+V_INLINE int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+/* ---- packing ----------------------------------------------------------------------------------------------------- */
+
+/* Columns [column, column + n) of a row, gathered into the buffer where they do not lie side by side. */
+V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, char *buffer) {
+    const char *p = m->row ? m->row[row] : m->data + row * m->row_stride * v_bytes(dtype);
+    return v_gather(dtype, p + column * m->column_stride * v_bytes(dtype), m->column_stride, n, buffer);
+}
+
+/* The part of a row that lies in one K block, as one row of a left operand: widened unless pairs, zeros up to `padded`. */
+V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, int64_t padded,
+                       char *out) {
+    char buffer[LCE_DEPTH_BYTES];
+    const char *in = row_part(dtype, m, row, column, n, buffer);
+    if (is_pairs(dtype) || dtype == RAFTER_F32) {
+        memcpy(out, in, (size_t)(n * v_bytes(dtype)));
+        memset(out + n * v_bytes(dtype), 0, (size_t)((padded - n) * v_bytes(dtype)));
+        return;
+    }
+    int64_t i = 0;
+    for (; i + V_LANES <= n; i += V_LANES)
+        v_store(RAFTER_F32, out + i * 4, v_load(dtype, in + i * v_bytes(dtype)));
+    if (i < n)
+        v_store(RAFTER_F32, out + i * 4, v_load_part(dtype, in + i * v_bytes(dtype), n - i, 0.0f));
+}
+
+V_INLINE void pack_left_as(int dtype, const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
+    const struct lce_format *f = format_of(dtype);
+    const int64_t depth = lce_depth(f), rows = lce_round_up(m->rows, f->rows);
+    for (int64_t row = from; row < to; row++)
+        for (int64_t k = 0; k < m->columns; k += depth) {
+            const int64_t n = least(depth, m->columns - k);
+            pack_row(dtype, m, row, k, n, lce_round_up(n, f->step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
+        }
+    if (to == m->rows)
+        for (int64_t k = 0; k < m->columns; k += depth)
+            memset(left + (k / depth * rows + to) * LCE_DEPTH_BYTES, 0, (size_t)((rows - to) * LCE_DEPTH_BYTES));
+}
+
+static void pack_left(const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
+    V_FOR_DTYPE(m->dtype, d, pack_left_as(d, m, left, from, to));
+}
+
+#if LCE_PAIRS
+/* Up to 16 columns of two rows, interleaved: the first row's in the low halves. */
+V_INLINE __m512i interleave(const char *even, const char *odd, int64_t n) {
+    const __mmask16 mask = (__mmask16)((1u << n) - 1);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(odd ? mask : 0, odd));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+#endif
+
+/* A few panels at a time: enough for whole lines of the source, and few enough for the lines that are written to differ in
+ * their place in L1. */
+enum { PANELS = 4 };
+
+V_INLINE void pack_right_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
+    const struct lce_format *f = format_of(dtype);
+    const int64_t depth = lce_depth(f), k_padded = lce_round_up(m->rows, f->step);
+    const int64_t panels = lce_blocks(m->columns, f->columns), block = from / depth * depth;
+    const int64_t in_block = least(depth, k_padded - block); /* K of this block */
+    char *const base = right + block * panels * f->columns * f->element;
+    char buffer[2][PANELS * 32 * 4];
+    if (to == m->rows)
+        to = k_padded;
+    for (int64_t j = 0; j < panels; j += PANELS) {
+        const int64_t column = j * f->columns, n = least(PANELS * f->columns, m->columns - column);
+        char *const panel = base + j * in_block * f->columns * f->element;
+        for (int64_t k = from; k < to; k += is_pairs(dtype) ? 2 : 1) {
+            const char *even = k < m->rows ? row_part(dtype, m, k, column, n, buffer[0]) : NULL;
+            char *out = panel + (k - block) * f->columns * f->element;
+#if LCE_PAIRS
+            if (is_pairs(dtype)) {
+                const char *odd = k + 1 < m->rows ? row_part(dtype, m, k + 1, column, n, buffer[1]) : NULL;
+                for (int64_t i = 0; i < n; i += f->columns, out += in_block * f->columns * f->element)
+                    for (int64_t c = 0; c < f->columns; c += 16) {
+                        const int64_t here = i + c < n ? least(16, n - i - c) : 0;
+                        _mm512_storeu_si512(out + c * 4, even && here > 0 ? interleave(even + (i + c) * 2,
+                                                                                       odd ? odd + (i + c) * 2 : NULL, here)
+                                                                          : _mm512_setzero_si512());
+                    }
+                continue;
+            }
+#endif
+            for (int64_t i = 0; i < n; i += f->columns, out += in_block * f->columns * f->element)
+                for (int64_t c = 0; c < f->columns; c += V_LANES) {
+                    const int64_t here = i + c < n ? least(V_LANES, n - i - c) : 0;
+                    v_store(RAFTER_F32, out + c * 4,
+                            here > 0 ? v_load_part(dtype, even + (i + c) * v_bytes(dtype), here, 0.0f) : v_set(0.0f));
+                }
+        }
+    }
+}
+
+static void pack_right(const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
+    V_FOR_DTYPE(m->dtype, d, pack_right_as(d, m, right, from, to));
+}
+
+/* Transposes V_LANES vectors: exchanges bit by bit of the row's number with that of the lane's. */
+#define LOW_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) - (bit) : (lane))
+#define HIGH_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) : (lane) + (bit))
+#define LANES4_(f, l, bit) f(l, bit), f(l + 1, bit), f(l + 2, bit), f(l + 3, bit)
+#if V_LANES == 16
+#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit), LANES4_(f, 8, bit), LANES4_(f, 12, bit)
+#elif V_LANES == 8
+#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit)
+#else
+#define LANES_(f, bit) LANES4_(f, 0, bit)
+#endif
+#define EXCHANGE_(row, bit)                                                                                            \
+    _Pragma("GCC unroll 16") for (int i = 0; i < V_LANES; i++) if ((i & (bit)) == 0) {                                 \
+        const vf a = row[i], b = row[i + (bit)];                                                                       \
+        row[i] = __builtin_shufflevector(a, b, LANES_(LOW_, bit));                                                     \
+        row[i + (bit)] = __builtin_shufflevector(a, b, LANES_(HIGH_, bit));                                            \
+    }
+
+V_INLINE void transpose(vf row[V_LANES]) {
+    EXCHANGE_(row, 1)
+    EXCHANGE_(row, 2)
+#if V_LANES >= 8
+    EXCHANGE_(row, 4)
+#endif
+#if V_LANES >= 16
+    EXCHANGE_(row, 8)
+#endif
+}
+
+V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
+    const struct lce_format *f = format_of(dtype);
+    const int64_t depth = lce_depth(f), k_padded = lce_round_up(m->columns, f->step);
+    const int64_t columns = lce_round_up(m->rows, f->columns), row_bytes = f->columns * 4;
+    char stage[V_LANES * LCE_DEPTH_BYTES] __attribute__((aligned(64)));
+    for (int64_t k = 0; k < m->columns; k += depth) {
+        const int64_t in_block = least(depth, k_padded - k), n = least(depth, m->columns - k);
+        const int64_t units = in_block * f->element / 4; /* numbers or pairs: 4 bytes either way */
+        for (int64_t c = from * f->columns; c < to * f->columns; c += V_LANES) {
+            for (int64_t i = 0; i < V_LANES; i++)
+                if (c + i < m->rows)
+                    pack_row(dtype, m, c + i, k, n, in_block, stage + i * LCE_DEPTH_BYTES);
+                else
+                    memset(stage + i * LCE_DEPTH_BYTES, 0, LCE_DEPTH_BYTES);
+            char *out = right + (k * columns + c / f->columns * f->columns * in_block) * f->element + c % f->columns * 4;
+            for (int64_t u = 0; u < units; u += V_LANES) {
+                vf row[V_LANES];
+                for (int i = 0; i < V_LANES; i++)
+                    row[i] = v_load(RAFTER_F32, stage + i * LCE_DEPTH_BYTES + u * 4);
+                transpose(row);
+                if (u + V_LANES <= units)
+                    for (int i = 0; i < V_LANES; i++)
+                        v_store(RAFTER_F32, out + (u + i) * row_bytes, row[i]);
+                else
+                    for (int i = 0; u + i < units; i++)
+                        v_store(RAFTER_F32, out + (u + i) * row_bytes, row[i]);
+            }
+        }
+    }
+}
+
+static void pack_right_transposed(const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
+    V_FOR_DTYPE(m->dtype, d, pack_right_transposed_as(d, m, right, from, to));
+}
+
+/* ---- products ---------------------------------------------------------------------------------------------------- */
+
+V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
+    const struct lce_format *f = pairs ? &pair_format : &f32_format;
+    const int64_t depth = lce_depth(f), k_padded = lce_round_up(job->k, f->step);
+    const int64_t rows = lce_round_up(job->m, f->rows), columns = lce_round_up(job->n, f->columns);
+    const int64_t first_row = row_block * LCE_ROWS, first_column = column_block * LCE_COLUMNS;
+    const int64_t m = least(LCE_ROWS, rows - first_row), n = least(LCE_COLUMNS, columns - first_column);
+    const int64_t stride = lce_out_stride(f, job->n, column_block);
+    float *const out = job->out + lce_out_at(f, job->m, job->n, first_row, column_block);
+#if LCE_PAIRS
+    const int64_t inner = pairs ? PAIR_DEPTH : depth;
+    if (pairs)
+        pairs_begin();
+#else
+    const int64_t inner = depth;
+#endif
+    for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* once for no K too: the result is zero then */
+        const int64_t block = k / depth * depth, in_block = least(depth, k_padded - block), n_k = least(inner, k_padded - k);
+        const char *left = job->left + (k / depth * rows + first_row) * LCE_DEPTH_BYTES + (k - block) * f->element;
+        const char *right =
+            job->right + (block * columns + first_column * in_block + (k - block) * f->columns) * f->element;
+        for (int64_t i = 0; i < m; i += f->rows)
+            for (int64_t j = 0; j < n; j += f->columns) {
+                const char *a = left + i * LCE_DEPTH_BYTES, *b = right + j * in_block * f->element;
+                float *c = out + i * stride + j;
+                const bool accumulate = job->accumulate || k > 0;
+#if LCE_PAIRS
+                if (pairs)
+                    micro_pairs(n_k, a, b, c, stride, accumulate);
+                else
+#endif
+                    micro_f32(n_k, a, b, c, stride, accumulate);
+            }
+    }
+#if LCE_PAIRS
+    if (pairs)
+        pairs_end();
+#endif
+}
+
+static void product(rafter_dtype dtype, const struct lce_product *job, int64_t row_block, int64_t column_block) {
+    if (is_pairs((int)dtype))
+        product_as(true, job, row_block, column_block);
+    else
+        product_as(false, job, row_block, column_block);
+}
+
+/* ---- logits and their statistics --------------------------------------------------------------------------------- */
+
+/* Where the label of each row lies among the classes of a block, -1 where it does not. */
+V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, int64_t classes, int32_t place[LCE_COLUMNS]) {
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = label[i] - first;
+        place[i] = at >= 0 && at < classes ? (int32_t)at : -1;
+    }
+    for (int64_t i = rows; i < LCE_COLUMNS; i++)
+        place[i] = -1;
+}
+
+static inline float *stat_at(const struct lce_logits *job, int64_t class_block, enum lce_stat stat, int64_t row) {
+    return job->stats + (class_block * LCE_STATS + stat) * lce_round_up(job->product.n, LCE_COLUMNS) + row;
+}
+
+/* Two vectors of rows, through all classes of a block: twice, and the second time they come from L1. */
+enum { STRIP = 2 };
+
+V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, float *block, int64_t stride, int64_t classes,
+                        int64_t row_block, int64_t column_block) {
+    const float *bias = job->bias + row_block * LCE_ROWS, *weight = job->weight + row_block * LCE_ROWS;
+    const vf inverse_cap = v_set(capped ? 1.0f / job->softcap : 1.0f), scale = v_set(capped ? job->scale * job->softcap : job->scale);
+    const vf low = v_set(-INFINITY);
+    for (int64_t r = 0; r < stride; r += STRIP * V_LANES) {
+        vf max[STRIP], sum[STRIP], moment[STRIP], weighted[STRIP], best[STRIP];
+        vi argmax[STRIP];
+        for (int s = 0; s < STRIP; s++) {
+            max[s] = low;
+            sum[s] = moment[s] = weighted[s] = v_set(0.0f);
+            best[s] = v_load(RAFTER_F32, block + r + s * V_LANES) + v_set(bias[0]);
+            argmax[s] = (vi){0};
+        }
+        for (int64_t v = 0; v < classes; v++)
+            for (int s = 0; s < STRIP; s++) {
+                float *p = block + v * stride + r + s * V_LANES;
+                const vf z = v_load(RAFTER_F32, p) + v_set(bias[v]);
+                const vf u = (capped ? v_tanh(z * inverse_cap) : z) * scale;
+                v_store(RAFTER_F32, p, u);
+                max[s] = v_max(u, max[s]);
+                if (all) {
+                    weighted[s] = v_fma(v_set(weight[v]), u, weighted[s]);
+                    const vi better = (z > best[s]) | ((z != z) & (best[s] == best[s]));
+                    best[s] = v_select(better, z, best[s]);
+                    argmax[s] = (vi)v_select(better, (vf)((vi){0} + (int32_t)v), (vf)argmax[s]);
+                }
+            }
+        if (!job->stats)
+            continue;
+        vf pivot[STRIP];
+        for (int s = 0; s < STRIP; s++)
+            pivot[s] = v_select(max[s] == low, v_set(0.0f), max[s]);
+        for (int64_t v = 0; v < classes; v++)
+            for (int s = 0; s < STRIP; s++) {
+                const vf u = v_load(RAFTER_F32, block + v * stride + r + s * V_LANES);
+                const vf e = v_exp_from(u, pivot[s]);
+                sum[s] += e;
+                if (all) /* bounded: -inf would meet e = 0 */
+                    moment[s] = v_fma(e, v_max(u - pivot[s], v_set(-200.0f)), moment[s]);
+            }
+        for (int s = 0; s < STRIP; s++) {
+            const int64_t row = column_block * LCE_COLUMNS + r + s * V_LANES;
+            v_store(RAFTER_F32, stat_at(job, row_block, LCE_MAX, row), max[s]);
+            v_store(RAFTER_F32, stat_at(job, row_block, LCE_SUM, row), sum[s]);
+            if (all) {
+                v_store(RAFTER_F32, stat_at(job, row_block, LCE_MOMENT, row), moment[s]);
+                v_store(RAFTER_F32, stat_at(job, row_block, LCE_WEIGHTED, row), weighted[s]);
+                v_store(RAFTER_F32, stat_at(job, row_block, LCE_BEST, row), best[s]);
+                v_store(RAFTER_F32, stat_at(job, row_block, LCE_ARGMAX, row),
+                        (vf)(argmax[s] + (int32_t)(row_block * LCE_ROWS)));
+            }
+        }
+    }
+}
+
+static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row_block, int64_t column_block) {
+    const struct lce_product *p = &job->product;
+    const struct lce_format *f = format_of((int)dtype);
+    product(dtype, p, row_block, column_block);
+
+    const int64_t first = row_block * LCE_ROWS, classes = least(LCE_ROWS, p->m - first);
+    const int64_t first_row = column_block * LCE_COLUMNS, rows = least(LCE_COLUMNS, p->n - first_row);
+    const int64_t stride = lce_out_stride(f, p->n, column_block);
+    float *const block = p->out + lce_out_at(f, p->m, p->n, first, column_block);
+    if (job->softcap != 0.0f) {
+        if (job->more)
+            logits_as(true, true, job, block, stride, classes, row_block, column_block);
+        else
+            logits_as(true, false, job, block, stride, classes, row_block, column_block);
+    } else {
+        if (job->more)
+            logits_as(false, true, job, block, stride, classes, row_block, column_block);
+        else
+            logits_as(false, false, job, block, stride, classes, row_block, column_block);
+    }
+    if (!job->stats)
+        return;
+    int32_t place[LCE_COLUMNS];
+    place_labels(job->label + first_row, rows, job->first_class + first, classes, place);
+    for (int64_t r = 0; r < rows; r++)
+        if (place[r] >= 0)
+            job->target[first_row + r] = block[place[r] * stride + r];
+}
+
+static void fold(const struct lce_logits *job, int64_t column_block) {
+    const int64_t first_row = column_block * LCE_COLUMNS, rows = least(LCE_COLUMNS, job->product.n - first_row);
+    const int64_t blocks = lce_blocks(job->product.m, LCE_ROWS);
+    const vf low = v_set(-INFINITY), zero = v_set(0.0f);
+#define STAT(block, stat) v_load(RAFTER_F32, stat_at(job, block, stat, row))
+    for (int64_t row = first_row; row < first_row + rows; row += V_LANES) {
+        vf max = STAT(0, LCE_MAX), sum = STAT(0, LCE_SUM);
+        vf moment = zero, weighted = zero, best = zero, argmax = zero;
+        if (job->more) {
+            moment = STAT(0, LCE_MOMENT), weighted = STAT(0, LCE_WEIGHTED);
+            best = STAT(0, LCE_BEST), argmax = STAT(0, LCE_ARGMAX);
+        }
+        for (int64_t b = 1; b < blocks; b++) {
+            const vf other = STAT(b, LCE_MAX), larger = v_max(other, max);
+            const vf pivot = v_select(larger == low, zero, larger);
+            const vf shrink = v_exp_from(max, pivot), shrink_other = v_exp_from(other, pivot);
+            if (job->more) {
+                /* Where a block has shrunk to nothing, its shift may be infinite. */
+                const vf shift = v_select(shrink == zero, zero, max - pivot);
+                const vf shift_other = v_select(shrink_other == zero, zero, other - pivot);
+                moment = v_fma(shift, sum, moment) * shrink +
+                         v_fma(shift_other, STAT(b, LCE_SUM), STAT(b, LCE_MOMENT)) * shrink_other;
+                weighted += STAT(b, LCE_WEIGHTED);
+                const vf z = STAT(b, LCE_BEST);
+                const vi better = (z > best) | ((z != z) & (best == best));
+                best = v_select(better, z, best);
+                argmax = v_select(better, STAT(b, LCE_ARGMAX), argmax);
+            }
+            sum = sum * shrink + STAT(b, LCE_SUM) * shrink_other;
+            max = larger;
+        }
+#undef STAT
+        v_store(RAFTER_F32, stat_at(job, 0, LCE_MAX, row), max);
+        v_store(RAFTER_F32, stat_at(job, 0, LCE_SUM, row), sum);
+        if (job->more) {
+            v_store(RAFTER_F32, stat_at(job, 0, LCE_MOMENT, row), moment);
+            v_store(RAFTER_F32, stat_at(job, 0, LCE_WEIGHTED, row), weighted);
+            v_store(RAFTER_F32, stat_at(job, 0, LCE_BEST, row), best);
+            v_store(RAFTER_F32, stat_at(job, 0, LCE_ARGMAX, row), argmax);
+        }
+    }
+}
+
+/* ---- gradient of the logits -------------------------------------------------------------------------------------- */
+
+/* What is constant along a vector of rows. */
+struct row_vectors {
+    vf pivot, p, target, spread;
+    vi label, inside;
+};
+
+/* dz of the class numbered `place` in its block. */
+V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight, int32_t place, vf inverse_cap) {
+    vf dz = row->p * v_exp_from(u, row->pivot) - row->spread * v_set(weight);
+    dz = v_select(row->label == place, dz - row->target, dz);
+    if (capped) {
+        const vf t = u * inverse_cap;
+        dz *= v_fma(-t, t, v_set(1.0f));
+    }
+    return v_select(row->inside, dz, v_set(0.0f));
+}
+
+V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *job, int64_t row_block, int64_t column_block) {
+    const struct lce_format *f = pairs ? &pair_format : &f32_format;
+    const int group = pairs ? 2 * V_LANES : V_LANES; /* classes that fill one vector of a left operand's row */
+    const int64_t depth = lce_depth(f), first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
+    const int64_t classes = least(LCE_ROWS, job->m - first_class), rows = least(LCE_COLUMNS, job->n - first_row);
+    const int64_t stride = lce_out_stride(f, job->n, column_block);
+    const float *const block = job->u + lce_out_at(f, job->m, job->n, first_class, column_block);
+    const float *const weight = job->weight + first_class;
+    const vf inverse_cap = v_set(capped ? 1.0f / job->cap : 0.0f);
+    vi lane;
+    for (int i = 0; i < V_LANES; i++)
+        lane[i] = i;
+    int32_t place[LCE_COLUMNS];
+    place_labels(job->label + first_row, rows, job->first_class + first_class, classes, place);
+
+    /* Both blocks lie within one K block of their operand, since LCE_COLUMNS and the groups divide its depth. */
+    const int64_t by_class_at = (first_row / depth * lce_round_up(job->m, f->rows) + first_class) * LCE_DEPTH_BYTES +
+                                first_row % depth * f->element;
+    for (int64_t v = 0; v < classes; v += group) {
+        const int64_t k = first_class + v;
+        const int64_t by_row_at =
+            (k / depth * lce_round_up(job->n, f->rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f->element;
+        vf sum[2 * V_LANES];
+        for (int i = 0; i < group; i++)
+            sum[i] = v_set(0.0f);
+        for (int64_t r = 0; r < rows; r += V_LANES) {
+            const int64_t row = first_row + r;
+            struct row_vectors here = {v_load(RAFTER_F32, job->pivot + row),  v_load(RAFTER_F32, job->p + row),
+                                       v_load(RAFTER_F32, job->target + row), v_load(RAFTER_F32, job->spread + row),
+                                       (vi)v_load(RAFTER_F32, place + r),     lane < (int32_t)(rows - r)};
+            vf unit[V_LANES];
+            for (int i = 0; i < group; i++) {
+                vf dz = v_set(0.0f);
+                if (v + i < classes) {
+                    const vf u = v_load(RAFTER_F32, block + (v + i) * stride + r);
+                    dz = dz_of(capped, &here, u, weight[v + i], (int32_t)(v + i), inverse_cap);
+                    sum[i] += dz;
+                }
+                const int64_t at = by_class_at + (v + i) * LCE_DEPTH_BYTES + r * f->element;
+#if LCE_PAIRS
+                if (pairs) {
+                    const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)dz);
+                    if (job->by_class && v + i < classes)
+                        _mm256_storeu_si256((__m256i *)(job->by_class + at), half);
+                    const __m512i wide = _mm512_cvtepu16_epi32(half);
+                    unit[i / 2] = i % 2 == 0 ? (vf)wide : (vf)((vi)unit[i / 2] | (vi)_mm512_slli_epi32(wide, 16));
+                    continue;
+                }
+#endif
+                if (job->by_class && v + i < classes)
+                    v_store(RAFTER_F32, job->by_class + at, dz);
+                unit[i] = dz;
+            }
+            if (job->by_row) {
+                transpose(unit);
+                for (int64_t i = 0; i < V_LANES && r + i < rows; i++)
+                    v_store(RAFTER_F32, job->by_row + by_row_at + (r + i) * LCE_DEPTH_BYTES, unit[i]);
+            }
+        }
+        const int64_t written = lce_round_up(rows, V_LANES), padded = lce_round_up(rows, f->step);
+        for (int64_t i = 0; i < group && v + i < classes; i++) {
+            if (job->by_class && padded > written)
+                memset(job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + written * f->element, 0,
+                       (size_t)((padded - written) * f->element));
+            if (job->sum)
+                job->sum[column_block * job->m + first_class + v + i] = v_sum(sum[i]);
+        }
+    }
+}
+
+static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t row_block, int64_t column_block) {
+    const bool pairs = is_pairs((int)dtype), capped = job->cap != 0.0f;
+    if (pairs && capped)
+        gradient_as(true, true, job, row_block, column_block);
+    else if (pairs)
+        gradient_as(true, false, job, row_block, column_block);
+    else if (capped)
+        gradient_as(false, true, job, row_block, column_block);
+    else
+        gradient_as(false, false, job, row_block, column_block);
+}
+
+/* ---- results ----------------------------------------------------------------------------------------------------- */
+
+V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination, int64_t stride) {
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        const int64_t here = least(V_LANES, n - i);
+        char *const p = destination + i * stride * v_bytes(dtype);
+        char buffer[V_LANES * 4];
+        vf value = v_load_part(RAFTER_F32, source + i, here, 0.0f) * v_set(scale);
+        if (add)
+            value += v_load_part(dtype, v_gather(dtype, p, stride, here, buffer), here, 0.0f);
+        if (stride == 1) {
+            v_store_part(dtype, p, value, here);
+        } else {
+            v_store(dtype, buffer, value);
+            v_scatter(dtype, buffer, p, stride, here);
+        }
+    }
+}
+
+static void store(rafter_dtype dtype, const float *source, int64_t n, float scale, bool add, char *destination,
+                  int64_t stride) {
+    V_FOR_DTYPE(dtype, d, store_as(d, source, n, scale, add, destination, stride));
+}
+
+V_INLINE void widen_as(int dtype, const char *source, int64_t stride, int64_t n, float *destination) {
+    for (int64_t i = 0; i < n; i++)
+        destination[i] = v_get(dtype, source + i * stride * v_bytes(dtype));
+}
+
+static void widen(rafter_dtype dtype, const char *source, int64_t stride, int64_t n, float *destination) {
+    V_FOR_DTYPE(dtype, d, widen_as(d, source, stride, n, destination));
+}
+
+static double peak(rafter_dtype dtype, int64_t iterations, char *scratch) {
+    const struct lce_format *f = format_of((int)dtype);
+    char *const left = scratch, *const right = left + f->rows * LCE_DEPTH_BYTES;
+    float *const out = (float *)(right + f->columns * LCE_DEPTH_BYTES);
+    const int64_t k = lce_depth(f) / 2;
+#if LCE_PAIRS
+    if (is_pairs((int)dtype)) {
+        pairs_begin();
+        for (int64_t i = 0; i < iterations; i++)
+            micro_pairs(k, left, right, out, f->columns, true);
+        pairs_end();
+    } else
+#endif
+        for (int64_t i = 0; i < iterations; i++)
+            micro_f32(k, left, right, out, f->columns, true);
+    return 2.0 * (double)(f->rows * f->columns * k) * (double)iterations;
+}
+
+extern const struct lce_kernels RAFTER_KERNELS(linear_cross_entropy);
+const struct lce_kernels RAFTER_KERNELS(linear_cross_entropy) = {
+    .format = {[RAFTER_F32] = F32_FORMAT, [RAFTER_BF16] = PAIR_FORMAT, [RAFTER_F16] = F32_FORMAT},
+    .pack_left = pack_left,
+    .pack_right = pack_right,
+    .pack_right_transposed = pack_right_transposed,
+    .product = product,
+    .logits = logits,
+    .gradient = gradient,
+    .fold = fold,
+    .store = store,
+    .widen = widen,
+    .peak = peak,
+};

@@ -1,7 +1,219 @@
-#include "harness/problem.h"
+#include <math.h>
+#include <stdio.h>
 
-static int64_t count(void) {
-    return 0;
+#include "harness/problem.h"
+#include "oracle/oracle.h"
+
+/* ---- what is tested ----------------------------------------------------------------------------------------------- */
+
+struct shape {
+    int ndim, dim;
+    int64_t size[4];
+};
+
+/* Around vector widths, and around the 1024 elements that are summed at a time: lines along the last dimension, lines
+ * along the first, and vectors across lines. */
+static const int64_t sizes[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1023, 1024, 1025};
+
+static const struct shape shapes[] = {
+    /* middle dimensions, more of them, sizes of 1 */
+    {3, 1, {2, 5, 3}},
+    {3, 1, {3, 17, 33}},
+    {3, 1, {2, 40, 65}},
+    {3, 2, {2, 3, 50}},
+    {3, 0, {9, 4, 10}},
+    {4, 1, {2, 3, 4, 5}},
+    {4, 2, {2, 3, 4, 5}},
+    {4, 2, {2, 1, 7, 1}},
+    {3, 1, {4, 1, 6}},
+    {4, -1, {1, 1, 1, 9}},
+    {2, -2, {6, 11}},
+    /* vectors and a scalar */
+    {1, 0, {1}},
+    {1, 0, {300}},
+    {1, -1, {5000}},
+    {0, 0, {0}},
+    {0, -1, {0}},
+    /* nothing to sum, no sums */
+    {2, 1, {3, 0}},
+    {3, 1, {2, 0, 5}},
+    {2, 0, {3, 0}},
+    {1, 0, {0}},
+    {3, 2, {0, 3, 4}},
+    /* several blocks of lines, and lines long enough to be cut into parts */
+    {2, 1, {2100, 5}},
+    {2, 1, {50, 49}},
+    {2, 0, {5, 2100}},
+    {2, 1, {3, 5000}},
+    {2, 1, {1, 40000}},
+    {2, 1, {3, 16385}},
+    {2, 0, {2500, 7}},
+    {2, 0, {300, 70}},
+    {3, 1, {2, 1025, 9}},
+};
+
+/* Everything that may be chosen; algorithms are the harness's. */
+struct options {
+    bool keep;      /* lse and dlse have the dimension as 1 */
+    bool narrow;    /* lse in x's dtype, else fp32 */
+    bool narrow_dlse;
+    bool in_place;  /* dx is x */
+};
+enum { OPTION_SETS = 16 };
+
+static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}};
+
+enum {
+    DTYPES = 3,
+    SIZES = sizeof sizes / sizeof *sizes,
+    SHAPES = sizeof shapes / sizeof *shapes,
+    OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
+};
+static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+
+static struct options options_of(int64_t set) {
+    return (struct options){.keep = set & 1, .narrow = set & 2, .narrow_dlse = set & 4, .in_place = set & 8};
 }
 
-const struct op_cases rafter_cases_logsumexp = {.op = "logsumexp", .count = count};
+/* ---- one problem -------------------------------------------------------------------------------------------------- */
+
+/* What a problem keeps in p->row. */
+struct row {
+    int dim; /* in [0, ndim): the oracle reads it */
+    int given;
+};
+
+/*
+ * Bounds. With e = 2^-24, the sum of e^(x - max) has the relative error
+ *     E = e (14 + ln n):
+ * a term and the one that the sum is divided by are good to 3 units each. The roundings of x - max and of its product with
+ * log2(e), where there is no FMA to spare them, are e |x - max| each; they weigh in with e^(x - max), whose mean of
+ * |x - max| is at most ln n, and half of them cancel. Within a block of 1024 elements at most 64 additions follow one another
+ * (4 lanes x 4 sums), whose roundings add up like a random walk; sums of blocks are added without loss. lse is off by E, and
+ * by its own rounding.
+ *
+ * The gradient's exponential is good to 3 units, x - lse and its product with log2(e) add e |x - lse| each, the product
+ * with dlse and the last rounding 2 e. Where it underflows, a unit of the smallest is all that there is.
+ */
+static void set_bounds(problem *p, int64_t n) {
+    const double e = 0x1p-24, length = fmax(1, (double)n), largest = 3.5 * problem_find(p, "x")->scale;
+    problem_tensor *lse = problem_find(p, "lse"), *dx = problem_find(p, "dx");
+    lse->absolute = e * (14 + log(length));
+    lse->relative = e;
+    const double distance = p->values == PROBLEM_HUGE ? 104 : 2 * largest + log(length);
+    dx->relative = e * (8 + 2 * distance);
+    dx->absolute = 4 * 0x1p-149;
+}
+
+static void build(problem *p, rafter_dtype dtype, const struct shape *shape, struct options o) {
+    const int ndim = shape->ndim, dims = ndim > 0 ? ndim : 1, dim = shape->dim < 0 ? shape->dim + dims : shape->dim;
+    *(struct row *)p->row = (struct row){.dim = ndim > 0 ? dim : -1, .given = shape->dim};
+    int64_t reduced[4], n = ndim > 0 ? shape->size[dim] : 1;
+    int left = 0;
+    for (int d = 0; d < ndim; d++)
+        if (d != dim || o.keep)
+            reduced[left++] = d == dim ? 1 : shape->size[d];
+    problem_tensor *x = problem_add(p, "x", PROBLEM_INPUT, dtype, ndim, shape->size);
+    x->scale = 3;
+    x->special = true;
+    problem_add(p, "lse", PROBLEM_OUTPUT, o.narrow ? dtype : RAFTER_F32, left, reduced);
+    problem_add(p, "dlse", PROBLEM_UPSTREAM, o.narrow_dlse ? dtype : RAFTER_F32, left, reduced);
+    problem_add(p, "dx", PROBLEM_GRADIENT, dtype, ndim, shape->size)->in_place_of = o.in_place ? "x" : NULL;
+    set_bounds(p, n);
+
+    int used = snprintf(p->label, sizeof p->label, "%s [", problem_dtype_name(dtype));
+    for (int d = 0; d < ndim; d++)
+        used += snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
+    snprintf(p->label + used, sizeof p->label - (size_t)used, "] dim %d%s%s%s%s", shape->dim, o.keep ? ", kept" : "",
+             o.narrow ? ", lse as x" : "", o.narrow_dlse ? ", dlse as x" : "", o.in_place ? ", in place" : "");
+}
+
+static int64_t count(void) {
+    return DTYPES * (3 * SIZES + SHAPES + OPTION_SETS * OPTION_SHAPES) + 1;
+}
+
+static void make(problem *p, int64_t index) {
+    const rafter_dtype dtype = dtypes[index % DTYPES];
+    int64_t i = index / DTYPES;
+    const struct options any = options_of(index * 7 % OPTION_SETS);
+    if (i < 3 * SIZES) {
+        const int64_t size = sizes[i / 3];
+        const struct shape along_last = {2, 1, {3, size}}, along_first = {2, 0, {size, 3}}, across = {2, 0, {5, size}};
+        build(p, dtype, i % 3 == 0 ? &along_last : i % 3 == 1 ? &along_first : &across, any);
+        return;
+    }
+    i -= 3 * SIZES;
+    if (i < SHAPES) {
+        build(p, dtype, &shapes[i], any);
+        return;
+    }
+    i -= SHAPES;
+    if (i < OPTION_SETS * OPTION_SHAPES) {
+        build(p, dtype, &option_shapes[i / OPTION_SETS], options_of(i % OPTION_SETS));
+        p->finite_differences = dtype == RAFTER_F32;
+        return;
+    }
+    build(p, RAFTER_BF16, &(struct shape){3, 2, {4, 4100, 131072}}, (struct options){.keep = true});
+    p->large = true;
+    p->sample = 1031;
+}
+
+static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+    const rafter_logsumexp_args args = {.size = sizeof args,
+                                        .algorithm = (rafter_logsumexp_algorithm)p->algorithm,
+                                        .dim = ((const struct row *)p->row)->given,
+                                        .x = problem_dl(p, "x"),
+                                        .lse = problem_dl(p, "lse"),
+                                        .dlse = problem_dl(p, "dlse"),
+                                        .dx = problem_dl(p, "dx")};
+    if (mode != PROBLEM_BACKWARD) {
+        const rafter_status status = rafter_logsumexp_forward(context, &args);
+        if (status != RAFTER_OK || mode == PROBLEM_FORWARD)
+            return status;
+    }
+    return rafter_logsumexp_backward(context, &args);
+}
+
+/* ---- bench -------------------------------------------------------------------------------------------------------- */
+
+static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
+static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};
+static const struct bench_table table = {"n", 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
+                                         seeds_x, quick_x};
+
+static void make_bench(problem *p, const struct bench_row *row) {
+    const int64_t batch = row->quick ? 1 : 4, dim = 1024, resident = 4096 / (row->dtype == RAFTER_F32 ? 4 : 2);
+    const int64_t n = row->resident && row->x > resident ? resident : row->x;
+    build(p, row->dtype, &(struct shape){3, -1, {batch, dim, n}}, (struct options){.narrow = false});
+    p->sample = batch * dim * n / (1 << 21) + 1;
+    snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", (long long)batch, (long long)dim,
+             problem_dtype_name(row->dtype));
+}
+
+static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
+    *bytes = *flops = 0;
+    for (int i = 0; i < p->tensors; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        if (mode != PROBLEM_FORWARD || t->role == PROBLEM_INPUT || t->role == PROBLEM_OUTPUT)
+            *bytes += (double)t->numel * (t->dtype == RAFTER_F32 ? 4 : 2);
+    }
+}
+
+static const char *const algorithms[] = {"rafter", "parallel", "recurrence", NULL};
+
+const struct op_cases rafter_cases_logsumexp = {
+    .op = "logsumexp",
+    .prefix = "logsumexp",
+    .algorithms = algorithms,
+    /* Backward has nothing to choose. */
+    .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
+                        1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH},
+    .count = count,
+    .make = make,
+    .tables = 1,
+    .table = &table,
+    .make_bench = make_bench,
+    .call = call,
+    .cost = cost,
+    .oracle = oracle_logsumexp,
+};

@@ -1,7 +1,299 @@
-#include "harness/problem.h"
+#include "ops/lrpe_cosine/cases.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- problems -------------------------------------------------------------------------------------------------------
+ */
+
+enum theta_shape { THETA_HD, THETA_H1, THETA_1D };
+enum position_kind { FROM_OFFSET, POSITIONS_N, POSITIONS_BN };
+enum dtheta_kind { NO_DTHETA, DTHETA_FP32, DTHETA_AS_THETA };
+
+struct lrpe_case {
+    int64_t b, n, h, d; /* h = 0: x has no head dimension */
+    rafter_act_kind act;
+    rafter_softmax_over over;
+    rafter_dtype dtype, theta_dtype;
+    enum theta_shape theta;
+    enum position_kind positions;
+    rafter_dtype position_dtype;
+    int64_t offset; /* or the first of the positions */
+    enum dtheta_kind dtheta;
+    bool only_dtheta;   /* no dx */
+    bool special_theta; /* special values in theta, too */
+    bool small_theta;   /* as in models: between 1e-4 and 1; else normal */
+};
+
+static const struct {
+    rafter_act_kind act;
+    rafter_softmax_over over;
+    const char *name;
+} acts[] = {
+    {RAFTER_ACT_NONE, RAFTER_OVER_FEATURE, "none"},
+    {RAFTER_ACT_RELU, RAFTER_OVER_FEATURE, "relu"},
+    {RAFTER_ACT_SIGMOID, RAFTER_OVER_FEATURE, "sigmoid"},
+    {RAFTER_ACT_SILU, RAFTER_OVER_FEATURE, "silu"},
+    {RAFTER_ACT_SOFTMAX, RAFTER_OVER_FEATURE, "softmax-dim_-1"},
+    {RAFTER_ACT_SOFTMAX, RAFTER_OVER_SEQUENCE, "softmax-dim_1"},
+};
+enum { ACTS = sizeof acts / sizeof *acts };
+
+static const rafter_dtype dtypes[] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+enum { DTYPES = sizeof dtypes / sizeof *dtypes };
+
+/* Each with every act and dtype; theta [H, D] in fp32, dtheta in fp32. */
+static const struct {
+    int64_t b, n, h, d;
+} sizes[] = {
+    {1, 1, 1, 1}, {2, 3, 2, 8}, {3, 5, 0, 17}, {2, 2, 3, 1}, {1, 19, 2, 15}, {5, 1, 1, 33}, {2, 37, 1, 64},
+};
+enum { SIZES = sizeof sizes / sizeof *sizes };
+
+#define EACH_ACT(...)                                                                                                  \
+    {__VA_ARGS__, .act = RAFTER_ACT_NONE}, {__VA_ARGS__, .act = RAFTER_ACT_SILU},                                      \
+        {__VA_ARGS__, .act = RAFTER_ACT_SOFTMAX}, {                                                                    \
+        __VA_ARGS__, .act = RAFTER_ACT_SOFTMAX, .over = RAFTER_OVER_SEQUENCE                                           \
+    }
+
+static const struct lrpe_case more[] = {
+    /* sizes that are nothing */
+    {0, 3, 2, 4, .dtheta = DTHETA_FP32},
+    {2, 0, 2, 4, .dtheta = DTHETA_FP32, .theta = THETA_H1},
+    {2, 3, 2, 0, .dtheta = DTHETA_FP32, .theta = THETA_H1},
+    {2, 0, 2, 4, .act = RAFTER_ACT_SOFTMAX, .over = RAFTER_OVER_SEQUENCE, .positions = POSITIONS_BN,
+     .position_dtype = RAFTER_I64},
+    {2, 3, 2, 0, .act = RAFTER_ACT_SOFTMAX},
+    /* around vectors, tiles and the widest row */
+    EACH_ACT(1, 2, 3, 7, .dtheta = DTHETA_FP32),
+    EACH_ACT(1, 3, 2, 9, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 2, 1, 16, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 3, 3, 31, .dtheta = DTHETA_FP32, .dtype = RAFTER_BF16),
+    EACH_ACT(1, 2, 2, 32, .dtheta = DTHETA_FP32, .dtype = RAFTER_F16),
+    EACH_ACT(2, 1, 2, 1023, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 1, 1, 1024, .dtype = RAFTER_BF16),
+    EACH_ACT(1, 2, 1, 1025, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 1, 1, 2048, .dtype = RAFTER_F16),
+    EACH_ACT(2, 2, 1, 2049, .dtheta = DTHETA_FP32),
+    EACH_ACT(1, 1, 2, 5000, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32),
+    EACH_ACT(1, 1023, 1, 3, .dtheta = DTHETA_FP32),
+    EACH_ACT(1, 1024, 1, 2, .dtype = RAFTER_BF16),
+    EACH_ACT(2, 1025, 0, 5, .dtheta = DTHETA_FP32),
+    EACH_ACT(40, 3, 2, 20, .dtheta = DTHETA_FP32),
+    EACH_ACT(1, 600, 2, 40, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32), /* several pieces of the sequence */
+    EACH_ACT(3, 40, 4, 80, .dtype = RAFTER_BF16),
+    /* theta: shapes, dtypes */
+    EACH_ACT(2, 6, 3, 10, .theta = THETA_H1, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 6, 3, 10, .theta = THETA_1D, .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 5, 2, 24, .theta_dtype = RAFTER_BF16, .dtheta = DTHETA_AS_THETA),
+    EACH_ACT(2, 5, 2, 24, .theta_dtype = RAFTER_F16, .dtheta = DTHETA_AS_THETA, .theta = THETA_1D),
+    EACH_ACT(2, 5, 2, 24, .theta_dtype = RAFTER_F16, .dtheta = DTHETA_FP32, .dtype = RAFTER_BF16, .theta = THETA_H1),
+    EACH_ACT(2, 5, 0, 24, .theta_dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .dtype = RAFTER_F16),
+    EACH_ACT(2, 5, 3, 12, .dtheta = DTHETA_FP32, .only_dtheta = true),
+    EACH_ACT(2, 5, 2, 12, .dtheta = DTHETA_FP32, .special_theta = true),
+    /* positions: offsets, near and far, and per token */
+    EACH_ACT(2, 4, 2, 33, .offset = -2),
+    EACH_ACT(2, 4, 2, 33, .offset = 1000000, .small_theta = true),
+    EACH_ACT(2, 4, 2, 33, .offset = 1000000),
+    EACH_ACT(2, 4, 2, 33, .offset = ((int64_t)1 << 29) - 2), /* across the bound of the vector code */
+    EACH_ACT(2, 4, 2, 33, .offset = -((int64_t)1 << 40), .dtheta = DTHETA_FP32),
+    EACH_ACT(2, 4, 2, 33, .offset = ((int64_t)1 << 62) + 12345),
+    EACH_ACT(1, 4, 1, 9, .offset = INT64_MAX - 3),
+    EACH_ACT(1, 4, 1, 9, .offset = INT64_MIN),
+    EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_N, .position_dtype = RAFTER_I32, .offset = -3, .dtheta = DTHETA_FP32),
+    EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_N, .position_dtype = RAFTER_I64, .offset = 99, .dtheta = DTHETA_FP32),
+    EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32, .offset = 5, .dtheta = DTHETA_FP32),
+    EACH_ACT(3, 7, 0, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I64, .offset = (int64_t)1 << 40,
+             .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32),
+    /* past 2^31 elements of y */
+    {2, 65537, 64, 128, .dtype = RAFTER_BF16, .act = RAFTER_ACT_SILU},
+};
+enum { MORE = sizeof more / sizeof *more };
 
 static int64_t count(void) {
-    return 0;
+    return ACTS * DTYPES * SIZES + MORE;
 }
 
-const struct op_cases rafter_cases_lrpe_cosine = {.op = "lrpe_cosine", .count = count};
+/* The relative error of f(x) in fp32. Activations: a few units in the last place. Softmax: the exponent x - max is
+ * rounded (inputs differ by less than 8), and a sum of L terms in at least four lanes is off by L / 4 roundings at the
+ * worst. */
+static double relative_error(rafter_act_kind act, double length) {
+    return act != RAFTER_ACT_SOFTMAX ? 6e-7 : 2e-6 + length / 4 * 0x1p-24;
+}
+
+static void declare(problem *p, const struct lrpe_case *c) {
+    const struct lrpe_row row = {c->act, c->over, c->positions == FROM_OFFSET ? c->offset : 0};
+    memcpy(p->row, &row, sizeof row);
+    const int64_t heads = c->h ? c->h : 1;
+    const int ndim = c->h ? 4 : 3;
+    const int64_t four[] = {c->b, c->n, heads, c->d}, three[] = {c->b, c->n, c->d};
+    const int64_t four_twice[] = {c->b, c->n, heads, 2 * c->d}, three_twice[] = {c->b, c->n, 2 * c->d};
+    const int64_t *shape = c->h ? four : three, *twice = c->h ? four_twice : three_twice;
+    const int64_t theta_shape[] = {c->theta == THETA_1D ? 1 : heads, c->theta == THETA_H1 ? 1 : c->d};
+    const bool softmax = c->act == RAFTER_ACT_SOFTMAX;
+    const double length = (double)(c->over == RAFTER_OVER_SEQUENCE ? c->n : c->d);
+
+    /* Sines and cosines add 1.5 units in the last place, the product half a one; 1e-8 at a zero of the sine or cosine.
+     */
+    const double of_f = relative_error(c->act, length), of_y = of_f + 3e-7;
+    problem_add(p, "x", PROBLEM_INPUT, c->dtype, ndim, shape)->special = true;
+    problem_tensor *theta = problem_add(p, "theta", PROBLEM_INPUT, c->theta_dtype, 2, theta_shape);
+    theta->special = c->special_theta;
+    if (c->small_theta)
+        theta->fill = PROBLEM_UNIFORM, theta->shift = 1e-4;
+    if (c->positions != FROM_OFFSET) {
+        problem_tensor *positions =
+            problem_add(p, "positions", PROBLEM_INPUT, c->position_dtype, c->positions == POSITIONS_BN ? 2 : 1,
+                        c->positions == POSITIONS_BN ? shape : shape + 1);
+        positions->fill = PROBLEM_COUNT;
+        positions->low = c->offset;
+        positions->high = 11;
+    }
+    problem_tensor *y = problem_add(p, "y", PROBLEM_OUTPUT, c->dtype, ndim, twice);
+    y->relative = of_y;
+    y->absolute = 1e-8;
+    problem_add(p, "dy", PROBLEM_UPSTREAM, c->dtype, ndim, twice);
+
+    /* |g| is below 5 (dy is below 3.5 in size) and g may cancel. The largest softmax of L ordinary values is 20 / L. */
+    const double peak = softmax ? fmin(1, 20 / fmax(length, 1)) : 1.1;
+    if (!c->only_dtheta) {
+        problem_tensor *dx = problem_add(p, "dx", PROBLEM_GRADIENT, c->dtype, ndim, shape);
+        dx->relative = of_y;
+        dx->absolute = 2e-6 + 2 * 5 * peak * of_f;
+    }
+    if (c->dtheta != NO_DTHETA) {
+        const rafter_dtype dtype = c->dtheta == DTHETA_AS_THETA ? c->theta_dtype : RAFTER_F32;
+        problem_tensor *dtheta = problem_add(p, "dtheta", PROBLEM_GRADIENT, dtype, 2, theta_shape);
+        /* A sum of position * f(x) * (two products), each to the error of f(x) and of y. */
+        const double terms = (double)c->b * (double)c->n * (c->theta == THETA_1D ? (double)heads : 1.0) *
+                             (c->theta == THETA_H1 ? (double)c->d : 1.0);
+        dtheta->relative = 1e-6;
+        const double largest_x = p->values == PROBLEM_HUGE && !softmax ? 1e30 : 3.5;
+        dtheta->absolute = terms * (fabs((double)c->offset) + (double)c->n + 11) * peak * largest_x * (of_f + of_y);
+    }
+
+    const int64_t elements = c->b * c->n * heads * c->d;
+    p->large = elements > (int64_t)1 << 28;
+    p->sample = p->large ? 4099 : 1;
+    p->finite_differences = c->dtype == RAFTER_F32 && elements > 0 && elements < 200 && llabs(c->offset) < 100 &&
+                            c->act != RAFTER_ACT_RELU && !c->special_theta;
+    const char *name = "";
+    for (int i = 0; i < ACTS; i++)
+        if (acts[i].act == c->act && (!softmax || acts[i].over == c->over))
+            name = acts[i].name;
+    snprintf(p->label, sizeof p->label, "%s %s [%lld, %lld, %lld, %lld] theta %s [%lld, %lld] from %lld%s", name,
+             problem_dtype_name(c->dtype), (long long)c->b, (long long)c->n, (long long)c->h, (long long)c->d,
+             problem_dtype_name(c->theta_dtype), (long long)theta_shape[0], (long long)theta_shape[1],
+             (long long)c->offset,
+             c->positions == FROM_OFFSET   ? ""
+             : c->positions == POSITIONS_N ? ", positions [N]"
+                                           : ", positions [B, N]");
+}
+
+static void make(problem *p, int64_t index) {
+    if (index >= ACTS * DTYPES * SIZES) {
+        declare(p, &more[index - ACTS * DTYPES * SIZES]);
+        return;
+    }
+    const int64_t act = index % ACTS, dtype = index / ACTS % DTYPES, size = index / ACTS / DTYPES;
+    const struct lrpe_case c = {sizes[size].b,          sizes[size].n,        sizes[size].h,
+                                sizes[size].d,          .act = acts[act].act, .over = acts[act].over,
+                                .dtype = dtypes[dtype], .dtheta = DTHETA_FP32};
+    declare(p, &c);
+}
+
+/* ---- the call -------------------------------------------------------------------------------------------------------
+ */
+
+static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+    struct lrpe_row row;
+    memcpy(&row, p->row, sizeof row);
+    const rafter_lrpe_cosine_args args = {.size = sizeof args,
+                                          .act = row.act,
+                                          .softmax_over = row.over,
+                                          .algorithm = (rafter_lrpe_algorithm)p->algorithm,
+                                          .offset = row.offset,
+                                          .x = problem_dl(p, "x"),
+                                          .theta = problem_dl(p, "theta"),
+                                          .positions = problem_dl(p, "positions"),
+                                          .y = problem_dl(p, "y"),
+                                          .dy = problem_dl(p, "dy"),
+                                          .dx = problem_dl(p, "dx"),
+                                          .dtheta = problem_dl(p, "dtheta")};
+    rafter_status status = RAFTER_OK;
+    if (mode != PROBLEM_BACKWARD)
+        status = rafter_lrpe_cosine_forward(context, &args);
+    if (mode != PROBLEM_FORWARD && status == RAFTER_OK)
+        status = rafter_lrpe_cosine_backward(context, &args);
+    return status;
+}
+
+static double bytes_of(const problem *p, const char *name) {
+    const problem_tensor *t = problem_find(p, name);
+    return t ? (double)t->numel * t->tensor.dtype.bits / 8 : 0;
+}
+
+/* x is not read by the backward of `none` unless dtheta is wanted. */
+static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
+    struct lrpe_row row;
+    memcpy(&row, p->row, sizeof row);
+    const double shared = bytes_of(p, "theta") + bytes_of(p, "positions");
+    *bytes = *flops = 0;
+    if (mode != PROBLEM_BACKWARD)
+        *bytes += shared + bytes_of(p, "x") + bytes_of(p, "y");
+    if (mode != PROBLEM_FORWARD) {
+        *bytes += shared + bytes_of(p, "dy") + bytes_of(p, "dx") + bytes_of(p, "dtheta");
+        if (row.act != RAFTER_ACT_NONE || problem_find(p, "dtheta"))
+            *bytes += bytes_of(p, "x");
+    }
+}
+
+/* ---- bench ----------------------------------------------------------------------------------------------------------
+ */
+
+static const int64_t seeds_n[] = {256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 0};
+static const int64_t quick_n[] = {512, 2048, 0};
+enum { BENCH_MODES = 1 << PROBLEM_FORWARD | 1 << PROBLEM_BACKWARD };
+static const struct bench_table tables[] = {
+    {"n", BENCH_MODES, seeds_n, quick_n},
+    {"n", BENCH_MODES, seeds_n, quick_n},
+    {"n", BENCH_MODES, seeds_n, quick_n},
+    {"n", BENCH_MODES, seeds_n, quick_n},
+};
+static const int table_acts[] = {0, 3, 4, 5}; /* of `acts`, in the order of the seeds */
+
+static void make_bench(problem *p, const struct bench_row *bench) {
+    const int act = table_acts[bench->table];
+    const struct lrpe_case c = {.b = 12,
+                                .n = bench->resident ? 64 : bench->x,
+                                .h = 12,
+                                .d = 128,
+                                .act = acts[act].act,
+                                .over = acts[act].over,
+                                .dtype = bench->dtype,
+                                .theta_dtype = bench->dtype};
+    declare(p, &c);
+    p->large = false;
+    const int64_t lines = c.over == RAFTER_OVER_SEQUENCE ? c.b * c.h * c.d : c.b * c.n * c.h;
+    p->sample = lines / 200 | 1; /* odd: every head, every feature in turn */
+    snprintf(p->title, sizeof p->title, "batch12-head12-dim128-act_%s-%s", acts[act].name, problem_dtype_name(c.dtype));
+}
+
+static const char *const algorithms[] = {"rafter", "sp", "bp", NULL};
+
+const struct op_cases rafter_cases_lrpe_cosine = {
+    .op = "lrpe_cosine",
+    .prefix = "lrpe_cosine",
+    .algorithms = algorithms,
+    .algorithm_modes = {7, 7, 7},
+    .count = count,
+    .make = make,
+    .tables = sizeof tables / sizeof *tables,
+    .table = tables,
+    .make_bench = make_bench,
+    .call = call,
+    .cost = cost,
+    .oracle = oracle_lrpe_cosine,
+};

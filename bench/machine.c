@@ -1,0 +1,122 @@
+#include "machine.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+const char *machine_cpu(void) {
+    static char model[128];
+    if (model[0])
+        return model;
+    snprintf(model, sizeof model, "unknown");
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    char line[512];
+    while (file && fgets(line, sizeof line, file)) {
+        const char *colon = strchr(line, ':');
+        if (colon && strncmp(line, "model name", 10) == 0) {
+            snprintf(model, sizeof model, "%.*s", (int)strcspn(colon + 2, "\n"), colon + 2);
+            break;
+        }
+    }
+    if (file)
+        fclose(file);
+    return model;
+}
+
+int machine_processors(void) {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+}
+
+/* The first line of /sys/devices/system/cpu/cpu0/cache/index<index>/<name>, or "". */
+static void read_cache_fact(int index, const char *name, char *text, int size) {
+    char path[128];
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s", index, name);
+    FILE *file = fopen(path, "r");
+    if (!file || !fgets(text, size, file))
+        text[0] = '\0';
+    if (file)
+        fclose(file);
+}
+
+/* Index of the data cache of a level in that folder, or -1. */
+static int find_cache(int level) {
+    for (int index = 0; index < 8; index++) {
+        char text[64];
+        read_cache_fact(index, "level", text, sizeof text);
+        if (atoi(text) != level)
+            continue;
+        read_cache_fact(index, "type", text, sizeof text);
+        if (strncmp(text, "Instruction", 11) != 0)
+            return index;
+    }
+    return -1;
+}
+
+size_t machine_cache_level(int level) {
+    const int index = find_cache(level);
+    if (index < 0)
+        return 0;
+    char text[64], *unit;
+    read_cache_fact(index, "size", text, sizeof text);
+    const size_t size = strtoull(text, &unit, 10);
+    return *unit == 'M' ? size << 20 : *unit == 'K' ? size << 10 : size;
+}
+
+/* How many processors share the cache: the number of bits in "0000000f,ffffffff". */
+static int sharers(int index) {
+    char text[1024];
+    read_cache_fact(index, "shared_cpu_map", text, sizeof text);
+    int count = 0;
+    for (const char *c = text; *c; c++) {
+        const char digit[] = {*c, '\0'};
+        if (*c != ',')
+            count += __builtin_popcountl(strtoul(digit, NULL, 16));
+    }
+    return count > 0 ? count : 1;
+}
+
+size_t machine_cache_bytes(int threads) {
+    enum { UNKNOWN = 32 << 20 };
+    int level = 3;
+    while (level > 1 && machine_cache_level(level) == 0)
+        level--;
+    const size_t size = machine_cache_level(level);
+    if (size == 0)
+        return UNKNOWN;
+    /* Threads may be spread over as many caches as there are. */
+    const int processors = machine_processors(), share = sharers(find_cache(level));
+    const int caches = (processors + share - 1) / share;
+    return size * (size_t)(threads < caches ? threads : caches);
+}
+
+/* The number in the first line of a file, or `otherwise`. */
+static unsigned long long read_number(const char *path, unsigned long long otherwise) {
+    FILE *file = fopen(path, "r");
+    unsigned long long number;
+    if (!file || fscanf(file, "%llu", &number) != 1)
+        number = otherwise;
+    if (file)
+        fclose(file);
+    return number;
+}
+
+size_t machine_free_memory(void) {
+    FILE *file = fopen("/proc/meminfo", "r");
+    char line[128];
+    unsigned long long kibibytes = 0;
+    while (file && fgets(line, sizeof line, file))
+        if (sscanf(line, "MemAvailable: %llu", &kibibytes) == 1)
+            break;
+    if (file)
+        fclose(file);
+
+    /* A container may have less; without a limit the file says "max". */
+    const size_t machine = (size_t)kibibytes << 10;
+    const unsigned long long limit = read_number("/sys/fs/cgroup/memory.max", machine);
+    const unsigned long long used = read_number("/sys/fs/cgroup/memory.current", 0);
+    if (limit >= machine)
+        return machine;
+    return used < limit ? (size_t)(limit - used) : 0;
+}

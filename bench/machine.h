@@ -1,0 +1,22 @@
+/* Facts about this machine, as Linux tells them. */
+#ifndef RAFTER_BENCH_MACHINE_H
+#define RAFTER_BENCH_MACHINE_H
+
+#include <stddef.h>
+
+/* "AMD EPYC 9354 32-Core Processor"; "unknown" where /proc/cpuinfo does not say. Static. */
+const char *machine_cpu(void);
+
+/* Logical processors this process may run on. */
+int machine_processors(void);
+
+/* Bytes of data (or unified) cache at a level, 1 to 3, of the first processor; 0 where there is none. */
+size_t machine_cache_level(int level);
+
+/* Bytes of the last-level caches that so many threads can fill together. */
+size_t machine_cache_bytes(int threads);
+
+/* Bytes that can be allocated without swapping. */
+size_t machine_free_memory(void);
+
+#endif

@@ -1,0 +1,74 @@
+#include "measure.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "machine.h"
+
+double clock_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+bool samples_add(struct samples *s, double value) {
+    if (s->count == s->capacity) {
+        const int capacity = s->capacity ? 2 * s->capacity : 64;
+        double *grown = realloc(s->value, (size_t)capacity * sizeof *grown);
+        if (!grown)
+            return false;
+        s->value = grown;
+        s->capacity = capacity;
+    }
+    s->value[s->count++] = value;
+    return true;
+}
+
+void samples_free(struct samples *s) {
+    free(s->value);
+    *s = (struct samples){0};
+}
+
+static int by_value(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double quantile(const struct samples *s, double q) {
+    const double place = q * (s->count - 1);
+    const int below = (int)place;
+    const int above = below + 1 < s->count ? below + 1 : below;
+    return s->value[below] + (place - below) * (s->value[above] - s->value[below]);
+}
+
+struct summary samples_summary(struct samples *s) {
+    qsort(s->value, (size_t)s->count, sizeof *s->value, by_value);
+    return (struct summary){.median = quantile(s, 0.5), .p10 = quantile(s, 0.1), .p90 = quantile(s, 0.9)};
+}
+
+bool pace_create(struct pace *pace, bool warm, int threads) {
+    *pace = (struct pace){.warm = warm, .threads = threads};
+    if (warm)
+        return true;
+    pace->other_bytes = 2 * machine_cache_bytes(threads);
+    pace->other = aligned_alloc(64, pace->other_bytes);
+    if (!pace->other)
+        return false;
+    memset(pace->other, 1, pace->other_bytes); /* untouched pages would all be the one page of zeros */
+    return true;
+}
+
+void pace_destroy(struct pace *pace) {
+    free(pace->other);
+}
+
+void pace_evict(const struct pace *pace) {
+    unsigned sum = 0;
+#pragma omp parallel for num_threads(pace->threads) reduction(+ : sum) schedule(static)
+    for (size_t i = 0; i < pace->other_bytes; i += 64)
+        sum += (unsigned char)pace->other[i];
+    static volatile unsigned keep;
+    keep = sum;
+    (void)keep;
+}

@@ -1,0 +1,91 @@
+/*
+ * A provider runs problems: Rafter with an algorithm, a plain C version, another library. One column of a table is one
+ * provider (for Rafter: one algorithm of it); one cell is one session, from open to close.
+ *
+ * Every provider of a row works on the same tensors. What it is to compute it reads from the problem: the op, the mode,
+ * the tensors by name, and the options from the title ("...-act_softmax-dim_-2-bf16"), which says all that a table
+ * fixes.
+ */
+#ifndef RAFTER_BENCH_PROVIDER_H
+#define RAFTER_BENCH_PROVIDER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "harness/problem.h"
+#include "measure.h"
+
+struct session {
+    const struct provider *provider;
+    problem problem; /* shares tensors with the row's; `algorithm` is this column's */
+    enum problem_mode mode;
+    rafter_context *context;
+    const struct pace *pace;
+    size_t scratch;      /* after a call: the most bytes it held beyond the problem's tensors */
+    char reason[256];    /* why something failed */
+    void *state;         /* the provider's own */
+    struct child *child; /* where an isolated provider runs */
+};
+
+struct provider {
+    const char *name;
+
+    /* Held to the op's own error bounds. Others round intermediate results in the tensors' dtype, as frameworks do, and
+     * get the tolerance of peer_tolerance(). */
+    bool exact;
+    /* Runs in a child process, with a time limit, so that a crash or a hang takes only its own cell. */
+    bool isolated;
+    /* The library itself, with a column for each of its algorithms. */
+    bool ours;
+    /* Works on a CUDA device: it is there when the run is on one, and the others are when it is not. */
+    bool device;
+    double limit; /* isolated: seconds that opening or a call may take; 0: a minute */
+
+    /* Whether it has a column in the tables of this kind. */
+    bool (*serves)(const problem *p, enum problem_mode mode);
+    /* Plans and allocates. False: it cannot, and `reason` says why. May be NULL. */
+    bool (*open)(struct session *s);
+    /* Brings the caches to the pace's state and makes one call, timed. False: `reason` says why. */
+    bool (*time)(struct session *s, double *seconds);
+    /* Makes the last call's results appear in the problem's tensors; NULL: they are there. */
+    void (*collect)(struct session *s);
+    void (*close)(struct session *s); /* may be NULL */
+};
+
+extern const struct provider provider_rafter, provider_naive, provider_onednn, provider_cuda;
+
+/* All providers of this build, NULL-terminated; rafter is the first. */
+extern const struct provider *const providers[];
+
+/* ---- sessions ---------------------------------------------------------------------------------------------------- */
+
+bool session_open(struct session *s);
+bool session_time(struct session *s, double *seconds);
+/* Makes the last call's results appear in the problem's tensors, where they are not there already. */
+void session_collect(struct session *s);
+void session_close(struct session *s);
+
+/* What `time` is for a provider whose call runs in this process. */
+bool time_call(struct session *s, bool (*call)(struct session *), double *seconds);
+
+/* Records why, printf-like, and returns false. */
+bool session_fail(struct session *s, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The same four for isolated providers. */
+bool child_open(struct session *s);
+bool child_time(struct session *s, double *seconds);
+void child_collect(struct session *s);
+void child_close(struct session *s);
+
+/* ---- for providers ----------------------------------------------------------------------------------------------- */
+
+/* Whether the title has this field: title_has(p, "act_silu"). */
+bool title_has(const problem *p, const char *field);
+
+/* Whether a call in this mode writes the tensor. */
+bool writes_tensor(enum problem_mode mode, const problem_tensor *t);
+
+/* Bytes of a tensor's elements. */
+size_t tensor_bytes(const problem_tensor *t);
+
+#endif

@@ -1,0 +1,171 @@
+#include "roofline.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/backend.h"
+#include "core/cpu.h"
+#include "machine.h"
+#include "measure.h"
+#include "ops/linear_cross_entropy/kernels.h"
+#include "provider.h"
+#include "streams.h"
+
+static const struct streams *best_streams(void) {
+    const enum rafter_isa isa = rafter_cpu_isa();
+    return isa >= RAFTER_ISA_avx512 ? &streams_avx512 : isa >= RAFTER_ISA_avx2 ? &streams_avx2 : &streams_portable;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+/* Seconds to copy on the device, reading and writing `bytes` in all, from and to memory that is not in its caches. */
+static double device_copy_seconds(const rafter_context *context, double bytes) {
+    enum { REPEATS = 11 };
+    const struct rafter_cuda *cuda = context->cuda;
+    struct rafter_cuda_facts facts;
+    cuda->facts(context, &facts);
+    const size_t half = (size_t)(bytes / 2), other_bytes = 4 * (size_t)facts.l2_bytes;
+    char *from = cuda->allocate(half), *to = cuda->allocate(half), *other = cuda->allocate(other_bytes);
+    void *before = cuda->event(), *after = cuda->event();
+    struct samples samples = {0};
+    bool good = from && to && other && before && after;
+    for (int i = 0; i < REPEATS && good; i++) {
+        cuda->fill(context, other, i, other_bytes);
+        cuda->record(context, before);
+        good = cuda->move(context, to, from, half);
+        cuda->record(context, after);
+        good = samples_add(&samples, 1e-3 * cuda->elapsed(before, after)) && good;
+    }
+    const double seconds = good ? samples_summary(&samples).median : INFINITY;
+    samples_free(&samples);
+    cuda->forget(before);
+    cuda->forget(after);
+    cuda->release(from);
+    cuda->release(to);
+    cuda->release(other);
+    return seconds;
+}
+
+bool roofline_create(struct roofline *r, rafter_context *context) {
+    *r = (struct roofline){.context = context};
+    if (context->cuda) {
+        const double bytes = 0x1p32;
+        r->copy = r->read = bytes / device_copy_seconds(context, bytes);
+        return true;
+    }
+    enum { PIECE = 1 << 20, REPEATS = 7 };
+    size_t bytes = 4 * machine_cache_bytes(context->threads) / PIECE * PIECE;
+    bytes = bytes > (size_t)256 << 20 ? bytes : (size_t)256 << 20;
+    char *from = aligned_alloc(64, bytes), *to = aligned_alloc(64, bytes);
+    if (!from || !to) {
+        free(from);
+        free(to);
+        return false;
+    }
+    const struct streams *streams = best_streams();
+    const int64_t pieces = (int64_t)(bytes / PIECE);
+    float sum = 0;
+    for (int repeat = 0; repeat <= REPEATS; repeat++) {
+        double start = clock_seconds();
+#pragma omp parallel for num_threads(context->threads) schedule(static)
+        for (int64_t i = 0; i < pieces; i++)
+            if (repeat > 0)
+                streams->copy(to + i * PIECE, from + i * PIECE, PIECE);
+            else { /* the first round only brings the pages in, each by the thread that will use it */
+                memset(from + i * PIECE, 0, PIECE);
+                memset(to + i * PIECE, 0, PIECE);
+            }
+        if (repeat > 0)
+            r->copy = fmax(r->copy, 2 * (double)bytes / (clock_seconds() - start));
+        start = clock_seconds();
+#pragma omp parallel for num_threads(context->threads) schedule(static) reduction(+ : sum)
+        for (int64_t i = 0; i < pieces; i++)
+            sum += streams->read(from + i * PIECE, PIECE);
+        if (repeat > 0)
+            r->read = fmax(r->read, (double)bytes / (clock_seconds() - start));
+    }
+    static volatile float keep;
+    keep = sum;
+    (void)keep;
+    free(from);
+    free(to);
+    return true;
+}
+
+/* What is written goes at the rate of a copy, together with as many bytes that are read; the rest at that of reading.
+ */
+static double memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
+    double written = 0;
+    for (int i = 0; i < p->tensors; i++)
+        if (writes_tensor(mode, &p->tensor[i]) && !p->tensor[i].in_place_of)
+            written += (double)tensor_bytes(&p->tensor[i]);
+    const double copied = fmin(2 * written, bytes);
+    return copied / r->copy + (bytes - copied) / r->read;
+}
+
+/* ---- L1 ---------------------------------------------------------------------------------------------------------- */
+
+/* Bytes per second, as cost() counts them, of one thread whose data never leaves L1; infinite if the op cannot be run
+ * like that. */
+static double measure_resident(const struct op_cases *op, const struct bench_row *row, enum problem_mode mode) {
+    enum { LEAST_REPEATS = 3 };
+    const double budget = 0.03;
+    problem p = {.op = op, .layout = PROBLEM_RESIDENT};
+    struct bench_row resident = *row;
+    resident.resident = true;
+    op->make_bench(&p, &resident);
+    p.layout = PROBLEM_RESIDENT;
+
+    rafter_context *context = NULL;
+    const rafter_context_options options = {.size = sizeof options, .threads = 1};
+    double bytes = 0, flops = 0, best = INFINITY;
+    bool good = false;
+    if (problem_allocate(&p, 1) && rafter_context_create(&context, &options) == RAFTER_OK) {
+        context->allow_self_overlap = true;
+        op->cost(&p, mode, &bytes, &flops);
+        good = mode != PROBLEM_BACKWARD || op->call(&p, context, PROBLEM_FORWARD) == RAFTER_OK;
+        const double end = clock_seconds() + budget;
+        for (int i = 0; good && (i < LEAST_REPEATS || clock_seconds() < end); i++) {
+            const double start = clock_seconds();
+            good = op->call(&p, context, mode) == RAFTER_OK;
+            best = fmin(best, clock_seconds() - start);
+        }
+    }
+    rafter_context_destroy(context);
+    problem_free(&p);
+    return good ? bytes / best : INFINITY;
+}
+
+/* ---- matrix work ------------------------------------------------------------------------------------------------- */
+
+static double measure_matrix(rafter_context *context, rafter_dtype dtype) {
+    enum { REPEATS = 5 };
+    int64_t iterations = 1 << 10;
+    double best = 0, seconds = 0;
+    do { /* long enough for the clock, and for the processor to reach its sustained frequency */
+        const double start = clock_seconds();
+        rafter_lce_peak_flops(context, dtype, iterations);
+        seconds = clock_seconds() - start;
+        iterations *= 2;
+    } while (seconds < 0.02);
+    for (int i = 0; i < REPEATS; i++) {
+        const double start = clock_seconds();
+        const double flops = rafter_lce_peak_flops(context, dtype, iterations);
+        best = fmax(best, flops / (clock_seconds() - start));
+    }
+    return best;
+}
+
+double roofline_seconds(struct roofline *r, const problem *p, const struct bench_row *row, enum problem_mode mode) {
+    double bytes = 0, flops = 0;
+    p->op->cost(p, mode, &bytes, &flops);
+    if (r->context->cuda)
+        return device_copy_seconds(r->context, bytes);
+    const double memory = memory_seconds(r, p, mode, bytes);
+    if (flops == 0)
+        return fmax(memory, bytes / (measure_resident(p->op, row, mode) * r->context->threads));
+    if (r->matrix[row->dtype] == 0)
+        r->matrix[row->dtype] = measure_matrix(r->context, row->dtype);
+    return fmax(memory, flops / r->matrix[row->dtype]);
+}

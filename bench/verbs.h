@@ -1,0 +1,10 @@
+/* The verbs of the rafter command. Each takes the whole command line (argv[1] is the verb) and returns the exit status:
+ * 0 good, 1 something is wrong, 2 the command line is. */
+#ifndef RAFTER_BENCH_VERBS_H
+#define RAFTER_BENCH_VERBS_H
+
+int verb_info(int argc, char **argv);
+int verb_check(int argc, char **argv);
+int verb_bench(int argc, char **argv);
+
+#endif

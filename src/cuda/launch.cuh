@@ -1,0 +1,90 @@
+/* What the ops' host code shares: a template chosen by dtype, a launch, how wide an access may be, walks over dimensions. */
+#ifndef RAFTER_CUDA_LAUNCH_CUH
+#define RAFTER_CUDA_LAUNCH_CUH
+
+#include "core/tensor.h"
+#include "cuda/backend.cuh"
+#include "cuda/vocabulary.cuh"
+
+template <typename A> __host__ __device__ constexpr A ceil_div(A a, A b) {
+    return (a + b - 1) / b;
+}
+
+/* f(zero), with a zero of the type that stores `dtype`. */
+template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
+    switch (dtype) {
+    case RAFTER_F32: return f(float());
+    case RAFTER_BF16: return f(bf16());
+    default: return f(fp16());
+    }
+}
+
+struct Launch {
+    int64_t blocks;
+    int threads;
+    size_t shared = 0;     /* dynamic shared memory, in bytes */
+    bool together = false; /* all blocks at the same time, so that they may wait for each other */
+};
+
+template <typename... Wanted, typename... Given>
+static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...), const Given &...given) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(how.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(how.threads));
+    config.dynamicSmemBytes = how.shared;
+    config.stream = context->cuda_state->stream;
+    cudaLaunchAttribute together;
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    if (how.together) {
+        config.attrs = &together;
+        config.numAttrs = 1;
+    }
+    if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
+    cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
+}
+
+/* Whether 16-byte accesses may be used all along the last of `dims` dimensions of a view. */
+static inline bool is_wide(const rafter_view &view, int dims) {
+    const int64_t wide = 16 / rafter_dtype_bytes(view.dtype);
+    bool all = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+    for (int d = 0; d < dims; d++)
+        all = all && (view.shape[d] == 1 || (d == dims - 1 ? view.stride[d] == 1 : view.stride[d] % wide == 0));
+    return all && view.shape[dims - 1] % wide == 0;
+}
+
+/* Where the items of up to three tensors of one shape lie: their dimensions [from, to), in row-major order. */
+struct Walk {
+    int dims;
+    int64_t size[RAFTER_VIEW_DIMS], stride[3][RAFTER_VIEW_DIMS];
+
+    /* Offsets, in elements, of item `index`. */
+    DEVICE void offsets(int64_t index, int64_t (&at)[3]) const {
+        at[0] = at[1] = at[2] = 0;
+#pragma unroll 1
+        for (int d = dims - 1; d > 0; d--) {
+            const int64_t outer = index / size[d], inner = index - outer * size[d];
+            index = outer;
+            for (int t = 0; t < 3; t++)
+                at[t] += inner * stride[t][d];
+        }
+        for (int t = 0; t < 3; t++)
+            at[t] += index * stride[t][0];
+    }
+};
+
+static inline Walk walk_over(const rafter_view *const views[3], int from, int to) {
+    Walk walk = {};
+    walk.dims = to - from;
+    walk.size[0] = 1;
+    for (int d = from; d < to; d++)
+        for (int t = 0; t < 3; t++)
+            if (views[t]) {
+                walk.size[d - from] = views[t]->shape[d];
+                walk.stride[t][d - from] = views[t]->stride[d];
+            }
+    return walk;
+}
+
+#endif

@@ -1,0 +1,315 @@
+/*
+ * Rows and their softmax statistics: what logsumexp and the losses share.
+ *
+ * A row is reduced by a group of threads: 8 or 32 lanes of a warp, or a block. Each thread keeps a running maximum and sum;
+ * groups merge them by butterflies and through shared memory, always in the same order.
+ */
+#ifndef RAFTER_CUDA_ROWS_CUH
+#define RAFTER_CUDA_ROWS_CUH
+
+#include "core/tensor.h"
+#include "cuda/vocabulary.cuh"
+
+/* ---- where rows lie ------------------------------------------------------------------------------------------------ */
+
+/* Rows in row-major order of the leading dimensions of a view; as kernels take it. */
+struct Rows {
+    char *data;
+    rafter_dtype dtype;
+    int dims;
+    int64_t shape[RAFTER_VIEW_DIMS], stride[RAFTER_VIEW_DIMS];
+
+    /* Of a row's first element, in elements. */
+    DEVICE int64_t offset(int64_t row) const {
+        int64_t at = 0;
+#pragma unroll 1
+        for (int d = dims - 1; d > 0; d--) {
+            const int64_t outer = row / shape[d];
+            at += (row - outer * shape[d]) * stride[d];
+            row = outer;
+        }
+        return at + row * stride[0];
+    }
+    template <typename T> DEVICE T *at(int64_t row) const { return reinterpret_cast<T *>(data) + offset(row); }
+
+    /* The row's first element, for tensors of one number per row. */
+    DEVICE float get(int64_t row) const {
+        const int64_t i = offset(row);
+        return dtype == RAFTER_F32    ? reinterpret_cast<const float *>(data)[i]
+               : dtype == RAFTER_BF16 ? to_float(reinterpret_cast<const bf16 *>(data)[i])
+                                      : to_float(reinterpret_cast<const fp16 *>(data)[i]);
+    }
+    DEVICE void put(int64_t row, float value) const {
+        const int64_t i = offset(row);
+        if (dtype == RAFTER_F32)
+            reinterpret_cast<float *>(data)[i] = value;
+        else if (dtype == RAFTER_BF16)
+            reinterpret_cast<bf16 *>(data)[i] = from_float<bf16>(value);
+        else
+            reinterpret_cast<fp16 *>(data)[i] = from_float<fp16>(value);
+    }
+};
+
+/* The first `dims` dimensions of the view, merged where they can be. */
+static inline Rows rows_of(const rafter_view &view, int dims) {
+    rafter_view rows = view, *only = &rows;
+    Rows out;
+    out.data = view.data;
+    out.dtype = view.dtype;
+    out.dims = rafter_collapse(&only, 1, 0, dims);
+    for (int d = 0; d < out.dims; d++) {
+        out.shape[d] = rows.shape[d];
+        out.stride[d] = rows.stride[d];
+    }
+    return out;
+}
+
+/* Neighbouring elements: whole packs, the body, and less than one pack at either end, the edges. */
+template <typename T> struct Stretch {
+    T *body;
+    int64_t packs;
+    int head, edges; /* elements before the body; those and the ones behind it */
+
+    DEVICE Stretch() {}
+    DEVICE Stretch(T *first, int64_t n) {
+        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
+        head = ragged == 0 ? 0 : WIDE<T> - ragged;
+        if (head > n)
+            head = static_cast<int>(n);
+        body = first + head;
+        packs = (n - head) / WIDE<T>;
+        edges = static_cast<int>(n - packs * WIDE<T>);
+    }
+    /* Where edge e lies, from the body. */
+    DEVICE int64_t edge(int e) const { return e < head ? e - head : e - head + packs * WIDE<T>; }
+};
+
+/* ---- maxima and exponentials ----------------------------------------------------------------------------------------- */
+
+template <typename T> constexpr bool NARROW = sizeof(T) == 2;
+
+template <typename T> struct Pair;
+template <> struct Pair<bf16> { typedef __nv_bfloat162 type; };
+template <> struct Pair<fp16> { typedef __half2 type; };
+
+/* The larger of two packs, element by element, NaN skipped. The 16-bit types go two at a time. */
+template <typename T, int N> DEVICE Pack<T, N> max_of(const Pack<T, N> &a, const Pack<T, N> &b) {
+    Pack<T, N> top;
+    if constexpr (NARROW<T> && N % 2 == 0) {
+        typedef typename Pair<T>::type P;
+#pragma unroll
+        for (int j = 0; j < N; j += 2)
+            reinterpret_cast<P &>(top.v[j]) =
+                __hmax2(reinterpret_cast<const P &>(a.v[j]), reinterpret_cast<const P &>(b.v[j]));
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            top.v[j] = from_float<T>(fmaxf(to_float(a.v[j]), to_float(b.v[j])));
+    }
+    return top;
+}
+
+template <typename T, int N, int COUNT> DEVICE Pack<T, N> max_of_each(const Pack<T, N> (&packs)[COUNT]) {
+    Pack<T, N> top = packs[0];
+#pragma unroll
+    for (int k = 1; k < COUNT; k++)
+        top = max_of(top, packs[k]);
+    return top;
+}
+
+/* The largest element, NaN skipped; -inf if all are NaN. */
+template <typename T, int N, int COUNT> DEVICE float max_of_all(const Pack<T, N> (&packs)[COUNT]) {
+    constexpr int KEPT = NARROW<T> && N % 2 == 0 ? 2 : 1; /* what is left when unpacked */
+    Pack<T, KEPT> top = reinterpret_cast<const Pack<T, KEPT> &>(packs[0]);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < N; j += KEPT)
+            top = max_of(top, reinterpret_cast<const Pack<T, KEPT> &>(packs[k].v[j]));
+    float x[KEPT], all = -INFINITY;
+    unpack(top, x);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+        all = fmaxf(all, x[j]);
+    return all;
+}
+
+/* e^(scale * d) for sums over elements of type T: as good as a float for float, 2^-17 or better for the others. */
+template <typename T> DEVICE float exp_term(float d, float scale) {
+    if constexpr (NARROW<T>)
+        return exp2_fast(d * (scale * LOG2E));
+    else
+        return expf(d * scale);
+}
+
+/* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the exponent of c goes into the
+ * exponential's argument, so that a large c meets no flushed exponential, and 24 more powers of two are taken back by the
+ * last product, which rounds to subnormals as it should. */
+template <typename T> struct ScaledExp {
+    float pivot, rate, shift, factor;
+
+    DEVICE ScaledExp() {}
+    DEVICE ScaledExp(float c, float at, float scale) : pivot(at), rate(scale), shift(0.0f), factor(c) {
+        if constexpr (NARROW<T>) {
+            rate = scale * LOG2E;
+            const int biased = __float_as_int(c) >> 23 & 255;
+            if (biased != 0 && biased != 255) {
+                const int exponent = biased - 127, spare = exponent < 100 ? 24 : 0;
+                shift = static_cast<float>(exponent + spare);
+                factor = __int_as_float((__float_as_int(c) & 0x807fffff) | (127 - spare) << 23);
+            }
+        }
+    }
+    DEVICE float exp(float x) const {
+        if constexpr (NARROW<T>)
+            return exp2_fast(fmaf(x - pivot, rate, shift));
+        else
+            return expf((x - pivot) * rate);
+    }
+    DEVICE float of(float x) const { return factor * exp(x); }
+    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack) const {
+        float x[N];
+        unpack(pack, x);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[j] = of(x[j]);
+        return packed<T>(x);
+    }
+};
+
+/* ---- running statistics ------------------------------------------------------------------------------------------------ */
+
+/* The sum is that of e^(scale * (x - pivot_at(max))). A NaN makes the sum NaN, and the maximum skips
+ * it; a +inf makes the sum +inf (or NaN). */
+struct alignas(8) RowStats {
+    float max, sum;
+};
+
+DEVICE RowStats no_elements() {
+    return {-INFINITY, 0.0f};
+}
+
+/* What is subtracted before the exponential: never an infinity, which would cancel itself to NaN. */
+DEVICE float pivot_at(float max) {
+    return fabsf(max) == INFINITY ? 0.0f : max;
+}
+
+template <typename T> DEVICE RowStats stats_of_one(T x, float scale) {
+    const float a = to_float(x);
+    return {a, exp_term<T>(a - pivot_at(a), scale)};
+}
+
+DEVICE RowStats merge(RowStats a, RowStats b, float scale) {
+    const float max = fmaxf(a.max, b.max), pivot = pivot_at(max);
+    return {max, a.sum * expf((a.max - pivot) * scale) + b.sum * expf((b.max - pivot) * scale)};
+}
+
+/* Over groups of LANES neighbouring lanes; every lane of the warp takes part, and gets its group's. */
+template <int LANES> DEVICE RowStats merge_lanes(RowStats s, float scale) {
+    float max = s.max;
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    float sum = s.sum * expf((s.max - pivot_at(max)) * scale);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(~0u, sum, step);
+    return {max, sum};
+}
+
+/* As another block has stored them. */
+DEVICE RowStats load_stats(const RowStats *stored) {
+    const float2 both = __ldcg(reinterpret_cast<const float2 *>(stored));
+    return {both.x, both.y};
+}
+
+/* Over the block, of at most 32 whole warps; the result is warp 0's alone. */
+DEVICE RowStats merge_block(RowStats s, float scale) {
+    __shared__ RowStats of_warp[WARP];
+    s = merge_lanes<WARP>(s, scale);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (lane == 0)
+        of_warp[warp] = s;
+    __syncthreads();
+    if (warp == 0)
+        s = merge_lanes<WARP>(lane < blockDim.x / WARP ? of_warp[lane] : no_elements(), scale);
+    return s;
+}
+
+/* ---- rows in parts ----------------------------------------------------------------------------------------------------- */
+
+/* Counts this block as arrived at `counter`. True in the last of `blocks`, which then sees what all of them wrote before they
+ * arrived, and has set the counter back to 0. To be called by all threads. */
+DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1u) == blocks - 1;
+        if (last)
+            *counter = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+/* ---- the inner loop ------------------------------------------------------------------------------------------------------ */
+
+/* Packs that a thread loads before it uses the first. */
+constexpr int IN_FLIGHT = 4;
+
+template <typename T, int N, int COUNT>
+DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale) {
+    const float max = fmaxf(s.max, max_of_all(packs)), pivot = pivot_at(max);
+    float sum[4] = {s.sum * exp_term<T>(s.max - pivot, scale), 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        float x[N];
+        unpack(packs[k], x);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
+    }
+    s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+/* A pack, or where it is not there, one full of `value`. */
+template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    Pack<T, N> instead;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        instead.v[j] = from_float<T>(value);
+    W w = reinterpret_cast<const W &>(instead);
+    if (there)
+        w = *reinterpret_cast<const W *>(p);
+    return reinterpret_cast<const Pack<T, N> &>(w);
+}
+
+/* One thread's share of a row: every threads-th pack and edge. */
+template <typename T> DEVICE RowStats stats_of(const Stretch<const T> &row, int thread, int threads, float scale) {
+    constexpr int N = WIDE<T>;
+    RowStats s = no_elements();
+    for (int e = thread; e < row.edges; e += threads)
+        s = merge(s, stats_of_one(row.body[row.edge(e)], scale), scale);
+
+    Pack<T, N> packs[IN_FLIGHT];
+    const int64_t stride = int64_t(threads) * N;
+    const T *p = row.body + thread * N, *const end = row.body + row.packs * N;
+    for (; p + (IN_FLIGHT - 1) * stride < end; p += IN_FLIGHT * stride) {
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            packs[k] = load_once<T, N>(p + k * stride);
+        add_packs(s, packs, scale);
+    }
+    if (p < end) {
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            packs[k] = load_once_if<T, N>(p + k * stride < end, p + k * stride, -INFINITY);
+        add_packs(s, packs, scale);
+    }
+    return s;
+}
+
+#endif

@@ -1,0 +1,155 @@
+/*
+ * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see kernels.h), with the whole
+ * micro-tile in registers. What differs between ISA levels is here: fp32 everywhere, in the vector vocabulary, and bf16
+ * pairs where the level multiplies them itself (LCE_PAIRS): by dot products of AVX-512, or by AMX tiles.
+ */
+#ifndef RAFTER_LCE_MICRO_H
+#define RAFTER_LCE_MICRO_H
+
+#include "ops/linear_cross_entropy/kernels.h"
+#include "simd/simd.h"
+
+/* ---- fp32 -------------------------------------------------------------------------------------------------------- */
+
+/* All but two or three vector registers hold sums. */
+enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES };
+
+static void micro_f32(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
+    const float *a = (const float *)left, *b = (const float *)right;
+    enum { A_STRIDE = LCE_DEPTH_BYTES / 4 };
+    vf sum[F32_ROWS][F32_VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < F32_ROWS; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < F32_VECTORS; j++)
+            sum[i][j] = v_set(0.0f);
+    for (int64_t p = 0; p < k; p++) {
+        vf row[F32_VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < F32_VECTORS; j++)
+            row[j] = v_load(RAFTER_F32, b + p * F32_COLUMNS + j * V_LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < F32_ROWS; i++) {
+            const vf factor = v_set(a[i * A_STRIDE + p]);
+#pragma GCC unroll 4
+            for (int j = 0; j < F32_VECTORS; j++)
+                sum[i][j] = v_fma(factor, row[j], sum[i][j]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < F32_ROWS; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < F32_VECTORS; j++) {
+            float *p = out + i * stride + j * V_LANES;
+            v_store(RAFTER_F32, p, accumulate ? v_load(RAFTER_F32, p) + sum[i][j] : sum[i][j]);
+        }
+}
+
+/* ---- bf16 pairs -------------------------------------------------------------------------------------------------- */
+
+#if defined(__AMX_BF16__)
+
+/* 2 x 2 tiles of 16 x 16 sums; a step multiplies two tiles of 16 rows x 32 k by two of 32 k x 16 columns. K blocks are
+ * halved so that a left panel of 16 KiB stays in L1 while right panels pass by. */
+#define LCE_PAIRS 1
+enum { PAIR_ROWS = 32, PAIR_COLUMNS = 32, PAIR_STEP = 32, PAIR_DEPTH = 256 };
+
+static const struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_config __attribute__((aligned(64))) = {.palette = 1,
+                                              .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
+                                              .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+
+/* Tiles are state of the thread: a task sets them up, and gives them back so that a context switch need not save them. */
+V_INLINE void pairs_begin(void) {
+    _tile_loadconfig(&tile_config);
+}
+
+V_INLINE void pairs_end(void) {
+    _tile_release();
+}
+
+static void micro_pairs(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
+    const int64_t out_bytes = stride * (int64_t)sizeof(float);
+    float *const below = out + 16 * stride;
+    /* The tile intrinsics do not tell the compiler what they read. */
+    __asm__ volatile("" ::: "memory");
+    if (accumulate) {
+        _tile_loadd(0, out, out_bytes);
+        _tile_loadd(1, out + 16, out_bytes);
+        _tile_loadd(2, below, out_bytes);
+        _tile_loadd(3, below + 16, out_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t p = 0; p < k; p += PAIR_STEP) {
+        const char *a = left + p * 2, *b = right + p * PAIR_COLUMNS * 2;
+        _tile_loadd(4, a, LCE_DEPTH_BYTES);
+        _tile_loadd(6, b, PAIR_COLUMNS * 4);
+        _tile_loadd(7, b + 64, PAIR_COLUMNS * 4);
+        _tile_loadd(5, a + 16 * LCE_DEPTH_BYTES, LCE_DEPTH_BYTES);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + 16, out_bytes);
+    _tile_stored(2, below, out_bytes);
+    _tile_stored(3, below + 16, out_bytes);
+}
+
+#elif defined(__AVX512BF16__)
+
+#define LCE_PAIRS 1
+enum { PAIR_ROWS = 12, PAIR_VECTORS = 2, PAIR_COLUMNS = 32, PAIR_STEP = 32, PAIR_DEPTH = LCE_DEPTH_BYTES / 2 };
+
+V_INLINE void pairs_begin(void) {
+}
+
+V_INLINE void pairs_end(void) {
+}
+
+static void micro_pairs(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
+    __m512 sum[PAIR_ROWS][PAIR_VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < PAIR_ROWS; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PAIR_VECTORS; j++)
+            sum[i][j] = _mm512_setzero_ps();
+    for (int64_t p = 0; p < k; p += 2) {
+        __m512bh row[PAIR_VECTORS];
+#pragma GCC unroll 4
+        for (int j = 0; j < PAIR_VECTORS; j++)
+            row[j] = (__m512bh)_mm512_loadu_si512(right + p * PAIR_COLUMNS * 2 + j * 64);
+#pragma GCC unroll 16
+        for (int i = 0; i < PAIR_ROWS; i++) {
+            int32_t pair;
+            memcpy(&pair, left + i * LCE_DEPTH_BYTES + p * 2, sizeof pair);
+            const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int j = 0; j < PAIR_VECTORS; j++)
+                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], factor, row[j]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < PAIR_ROWS; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PAIR_VECTORS; j++) {
+            float *p = out + i * stride + j * 16;
+            _mm512_storeu_ps(p, accumulate ? _mm512_add_ps(_mm512_loadu_ps(p), sum[i][j]) : sum[i][j]);
+        }
+}
+
+#else
+
+#define LCE_PAIRS 0
+
+#endif
+
+#endif

@@ -1,0 +1,155 @@
+#include "ops/linear_cross_entropy/plan.h"
+
+#include <math.h>
+#include <stdint.h>
+
+enum { MIB = 1 << 20 };
+
+/* Without a budget: a workspace of this size, and what the fp32 sums of dW take beside it. */
+static const size_t comfortable = (size_t)1024 * MIB;
+
+/* With fewer rows in a group, packing W again for each of them costs more than compact's fourth product. */
+enum { FAST_ROWS = 256 };
+
+/* What a slice takes should stay in the last-level cache from one product to the next, unless it gets too narrow. */
+enum { SLICE_BYTES = 32 * MIB, SLICE_LEAST = 4 * LCE_ROWS };
+
+/* Groups and slices come in multiples of this. */
+enum { UNIT = 32 };
+
+/* ---- layout ------------------------------------------------------------------------------------------------------ */
+
+size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, char *memory, struct lce_buffers *b) {
+    const struct lce_format *f = &q->format;
+    const int64_t n = q->rows, padded = n + LCE_COLUMNS, d = q->depth, group = plan->group, slice = plan->slice;
+    const int64_t groups = lce_blocks(n, group), slices = lce_blocks(q->classes, slice);
+    const bool gradients = q->dx || q->dweight || q->dbias;
+    size_t used = 0;
+#define PLACE(buffer, wanted, bytes_)                                                                                  \
+    do {                                                                                                               \
+        b->buffer = memory && (wanted) ? (void *)(memory + used) : NULL;                                               \
+        used += (wanted) ? (size_t)lce_round_up(bytes_, 64) : 0;                                                       \
+    } while (0)
+    PLACE(row, true, n * 8);
+    PLACE(x_row, true, n * 8);
+    PLACE(label, true, padded * 8);
+    PLACE(stats, q->stats, n * (int64_t)sizeof(struct rafter_row_stats));
+    PLACE(target_logit, q->stats, padded * 4);
+    PLACE(pivot, gradients, padded * 4);
+    PLACE(p, gradients, padded * 4);
+    PLACE(target, gradients, padded * 4);
+    PLACE(spread, gradients, padded * 4);
+    PLACE(bias, true, slice * 4);
+    PLACE(weight, true, slice * 4);
+    PLACE(x_logits, true, lce_right_bytes(f, d, group));
+    PLACE(x_dweight, q->dweight, lce_right_bytes(f, group, d));
+    PLACE(w_logits, true, lce_left_bytes(f, slice, d));
+    PLACE(w_dx, q->dx, lce_right_bytes(f, slice, d));
+    PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_keeps_logits(q, plan) ? slices : 1));
+    PLACE(block_stats, q->stats, lce_blocks(slice, LCE_ROWS) * LCE_STATS * lce_round_up(group, LCE_COLUMNS) * 4);
+    PLACE(dz_by_row, q->dx, lce_left_bytes(f, group, slice));
+    PLACE(dz_by_class, q->dweight, lce_left_bytes(f, slice, group));
+    PLACE(dx, q->dx, lce_out_bytes(f, group, d) * (lce_keeps_dx(q, plan) ? groups : 1));
+    PLACE(dweight, q->dweight, lce_out_bytes(f, slice, d) * (lce_keeps_dweight(q, plan) ? slices : 1));
+    PLACE(block_dbias, q->dbias, lce_blocks(group, LCE_COLUMNS) * slice * 4);
+    PLACE(dbias, q->dbias, q->classes * 4);
+#undef PLACE
+    return used;
+}
+
+/* ---- choice ------------------------------------------------------------------------------------------------------ */
+
+/* Elements that are packed, read or written beside the products. */
+static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {
+    const double w = (double)q->classes * (double)q->depth, x = (double)q->rows * (double)q->depth;
+    const double logits = (double)q->rows * (double)q->classes;
+    const double groups = (double)lce_blocks(q->rows, plan->group), slices = (double)lce_blocks(q->classes, plan->slice);
+    const double w_packs = 1 + q->dx, x_packs = 1 + q->dweight;
+    double moved = slices * x * 2 * q->dx; /* the sums of dx, read and written */
+    if (plan->fast) {
+        moved += groups * w * w_packs + x * x_packs;
+        moved += q->dweight ? groups * w * (groups > 1 ? 3 : 1) : 0; /* dW grows in memory, in fp32 */
+    } else {
+        moved += w * (w_packs + q->stats + q->dweight);
+        moved += groups > 1 ? slices * x * (x_packs + q->stats) : x * x_packs;
+        if (plan->split)
+            moved += groups * w * w_packs + (q->dweight ? logits * (double)q->depth / 64 : 0); /* a product more */
+    }
+    const int64_t per_class = 2 * (q->format.element + 2) * (q->depth + plan->group);
+    if (plan->slice > SLICE_LEAST && plan->slice * per_class > SLICE_BYTES)
+        moved += w * w_packs + 2 * logits; /* what one product leaves has left the cache when the next comes */
+    return moved;
+}
+
+/* One of `count` parts of `total`: a multiple of UNIT, or of `block` when that makes little difference. */
+static int64_t part(int64_t total, int64_t count, int64_t block) {
+    const int64_t even = lce_blocks(total, count);
+    return lce_round_up(even > 1 ? even : 1, even >= 4 * block ? block : UNIT);
+}
+
+static int64_t more(int64_t count) {
+    return count < 4 ? count + 1 : count + count / 3;
+}
+
+/* The plan of one kind with the least overhead within `limit`; if none fits, the smallest. */
+static bool search(const struct lce_problem *q, bool fast, bool split, size_t limit, struct lce_plan *best) {
+    *best = (struct lce_plan){.bytes = SIZE_MAX};
+    double least = INFINITY;
+    struct lce_plan plan = {.fast = fast, .split = split, .group = INT64_MAX};
+    for (int64_t groups = 1; plan.group > UNIT; groups = more(groups)) {
+        plan.group = part(q->rows, groups, LCE_COLUMNS);
+        plan.slice = INT64_MAX;
+        for (int64_t slices = 1; plan.slice > UNIT; slices = more(slices)) {
+            plan.slice = part(q->classes, slices, LCE_ROWS);
+            struct lce_buffers unused;
+            plan.bytes = lce_lay_out(q, &plan, NULL, &unused);
+            const double cost = plan.bytes <= limit ? overhead(q, &plan) : INFINITY;
+            if (cost < least || (least == INFINITY && plan.bytes < best->bytes)) {
+                *best = plan;
+                least = cost;
+            }
+        }
+    }
+    return least < INFINITY;
+}
+
+/* fp32 sums of a whole gradient. */
+static size_t kept_bytes(const struct lce_problem *q, int64_t rows) {
+    return (size_t)lce_out_bytes(&q->format, rows, q->depth);
+}
+
+bool lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {
+    const bool gradients = q->dx || q->dweight || q->dbias;
+    const bool may_split = q->dx && q->keeps_dx;
+    struct lce_plan fast, compact, split;
+    bool fast_fits = false, compact_fits = false, split_fits = false;
+    fast.bytes = compact.bytes = split.bytes = SIZE_MAX;
+
+    if (gradients && (mode == RAFTER_LCE_FAST || (mode == RAFTER_LCE_AUTO && q->stats))) {
+        const size_t kept = q->dweight && q->keeps_dweight ? kept_bytes(q, q->classes) : 0;
+        fast_fits = search(q, true, false, budget ? budget : comfortable + kept, &fast);
+        if (fast_fits && (mode == RAFTER_LCE_FAST || fast.group >= FAST_ROWS || fast.group >= q->rows)) {
+            *plan = fast;
+            return true;
+        }
+    }
+    if (!gradients || mode != RAFTER_LCE_FAST) {
+        const size_t kept = may_split ? kept_bytes(q, q->rows) : 0;
+        compact_fits = search(q, false, false, budget ? budget : comfortable + kept, &compact);
+        if (!compact_fits && may_split)
+            split_fits = search(q, false, true, budget ? budget : comfortable, &split);
+    }
+    if (compact_fits)
+        *plan = compact;
+    else if (fast_fits)
+        *plan = fast;
+    else if (split_fits)
+        *plan = split;
+    else {
+        *plan = fast.bytes < compact.bytes ? fast : compact;
+        if (split.bytes < plan->bytes)
+            *plan = split;
+        return budget == 0;
+    }
+    return true;
+}

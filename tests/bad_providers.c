@@ -1,0 +1,65 @@
+/* The rafter command with providers that misbehave, each in its own way; command.sh looks at what becomes of them. */
+#include <signal.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "provider.h"
+
+static bool serves(const problem *p, enum problem_mode mode) {
+    (void)p, (void)mode;
+    return true;
+}
+
+/* The library's result with one element changed. */
+static bool spoil(struct session *s, double *seconds) {
+    const bool good = provider_rafter.time(s, seconds);
+    for (int i = 0; i < s->problem.tensors; i++) {
+        const problem_tensor *t = &s->problem.tensor[i];
+        if (writes_tensor(s->mode, t)) {
+            memset(t->tensor.data, 0x41, tensor_bytes(t) / (size_t)t->numel); /* 12.1 in fp32 and bf16 */
+            break;
+        }
+    }
+    return good;
+}
+
+static bool run_rafter(struct session *s, double *seconds) {
+    return provider_rafter.time(s, seconds);
+}
+
+static bool crash(struct session *s, double *seconds) {
+    (void)s, (void)seconds;
+    return raise(SIGILL) == 0;
+}
+
+static bool hang_on_open(struct session *s) {
+    (void)s;
+    while (pause())
+        ;
+    return true;
+}
+
+/* Works, then dies: the first call is the one that is checked. */
+static bool die_later(struct session *s, double *seconds) {
+    if (s->state)
+        raise(SIGKILL);
+    s->state = s;
+    return provider_rafter.time(s, seconds);
+}
+
+static bool refuse(struct session *s) {
+    return session_fail(s, "not today");
+}
+
+static const struct provider spoiled = {.name = "spoiled", .serves = serves, .time = spoil};
+static const struct provider crashing = {.name = "crashing", .isolated = true, .serves = serves, .time = crash};
+static const struct provider hanging = {
+    .name = "hanging", .isolated = true, .limit = 0.5, .serves = serves, .open = hang_on_open, .time = crash};
+static const struct provider dying = {.name = "dying", .isolated = true, .serves = serves, .time = die_later};
+static const struct provider refusing = {.name = "refusing", .serves = serves, .open = refuse, .time = crash};
+/* The library in a child process: as right as in this one. */
+static const struct provider apart = {
+    .name = "apart", .exact = true, .isolated = true, .serves = serves, .time = run_rafter};
+
+const struct provider *const providers[] = {&provider_rafter, &spoiled, &crashing, &dying,
+                                            &refusing,        &apart,   &hanging,  NULL};

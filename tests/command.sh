@@ -1,0 +1,125 @@
+#!/usr/bin/env bash
+# The rafter command itself: exit statuses, sentences, titles, files. command.sh RAFTER TEST_BENCH, where the second is the
+# command with misbehaving providers (bad_providers.c).
+set -uo pipefail
+rafter=$1
+bad=$2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+failures=0
+
+fail() {
+    echo "FAIL: $*"
+    failures=$((failures + 1))
+}
+
+# expect STATUS PATTERN ARGUMENTS...: the command ends with the status and prints the pattern somewhere.
+expect() {
+    local status=$1 pattern=$2
+    shift 2
+    "$@" >"$folder/out" 2>&1
+    local got=$?
+    [ "$got" = "$status" ] || fail "$(basename "$1") ${*:2}: status $got, wanted $status"
+    grep -qE -- "$pattern" "$folder/out" || fail "$(basename "$1") ${*:2}: nothing in its output matches '$pattern'"
+}
+
+# --- verbs and wrong command lines
+expect 0 '^rafter [0-9]+\.[0-9]+\.[0-9]+$' "$rafter" --version
+expect 0 'rafter bench' "$rafter" help
+expect 2 'rafter bench' "$rafter"
+expect 2 "no verb 'dance'" "$rafter" dance
+expect 0 '^act +[a-z0-9]+ +portable' "$rafter" info
+expect 2 "takes no arguments" "$rafter" info now
+expect 2 "no op 'acts', wanted cross_entropy, .* or lrpe_cosine" "$rafter" bench acts
+expect 2 "no op 'acts'" "$rafter" check acts
+expect 2 "no option '--fast'" "$rafter" bench --fast
+expect 2 "no option '--json'" "$rafter" check --json x
+expect 2 "--preset is 'slow', wanted quick or seeds" "$rafter" bench --preset slow
+expect 2 "--metric is 'area', wanted speed or memory" "$rafter" bench --metric area
+expect 2 "--mode is 'up', wanted fwd, bwd or fwd\+bwd" "$rafter" bench --mode=up
+expect 2 "--dtype is 'fp8'" "$rafter" bench --dtype fp8
+expect 2 "--x is '12,'" "$rafter" bench --x 12,
+expect 2 "--x is '0'" "$rafter" bench --x 0
+expect 2 "--threads is '-1'" "$rafter" bench --threads -1
+expect 2 "--threads wants a value" "$rafter" bench --threads
+expect 2 "--seconds is 'soon'" "$rafter" bench --seconds soon
+expect 2 "--percent takes no value" "$rafter" bench --percent=yes
+expect 2 "names 'nobody'" "$rafter" bench --providers rafter,nobody
+expect 1 "$folder/no/such/file" "$rafter" bench act --json "$folder/no/such/file"
+[ -e "$folder/no" ] && fail "a file was made where there should be none"
+
+# --- titles are the seeds' where the sizes are (x and the time per cell are small to be quick)
+seeds_titles() {
+    local mode act
+    for mode in fwd bwd; do
+        echo "cross_entropy-speed-$mode-batch4096-bf16-ls0.0-mean"
+        echo "logsumexp-speed-$mode-batch4-dim1024-bf16"
+        for act in none relu sigmoid silu softmax-dim_-1 softmax-dim_-2; do
+            echo "act-speed-$mode-batch12-head12-dim128-act_$act-bf16"
+        done
+        for act in none silu softmax-dim_-1 softmax-dim_1; do
+            echo "lrpe_cosine-speed-$mode-batch12-head12-dim128-act_$act-bf16"
+        done
+    done
+    echo "lce-speed-fwd+bwd-batch12288-dim4096-bf16"
+}
+timeout 60 "$rafter" bench --preset seeds --x 16 --seconds 0.001 --providers rafter --json "$folder/seeds.json" \
+    >"$folder/seeds.txt" 2>"$folder/err" || fail "bench --preset seeds: status $?"
+[ -s "$folder/err" ] && fail "bench prints to stderr though it is not a terminal: $(head -n 1 "$folder/err")"
+while read -r title; do
+    grep -qxF "$title:" "$folder/seeds.txt" || fail "no table '$title'"
+    grep -qF "\"table\": \"$title\"" "$folder/seeds.json" || fail "no JSON row of '$title'"
+done < <(seeds_titles)
+grep -qE '^0 +16\.0 +[0-9.]+$' "$folder/seeds.txt" || fail "no row '0  16.0  time'"
+grep -qw wrong "$folder/seeds.txt" && fail "a result is wrong: $(grep -w wrong "$folder/seeds.txt" | head -n 1)"
+
+# --- JSON and CSV of a table with all providers; the share of the roofline
+expect 0 '^ +n +rafter +% .*naive +%' "$rafter" bench act --x 64,128 --mode fwd --seconds 0.001 --percent \
+    --json "$folder/act.json" --csv "$folder/csv" --threads 2
+[ "$(find "$folder/csv" -name 'act-speed-fwd-*.csv' | wc -l)" -ge 6 ] || fail "too few files under --csv"
+head -qn 1 "$folder"/csv/*act_silu*.csv | grep -qE '^n,rafter,.*naive' || fail "the CSV has no heading"
+if command -v python3 >/dev/null; then
+    python3 - "$folder/act.json" <<'PYTHON' || fail "the JSON is not as it should be"
+import json, sys
+report = json.load(open(sys.argv[1]))
+assert report["threads"] == 2 and report["cpu"] and report["version"] and report["command"][1] == "bench"
+fields = {"table", "x", "provider", "metric", "median", "p10", "p90", "unit", "bytes", "flops", "max_error"}
+assert len(report["rows"]) > 0
+for row in report["rows"]:
+    assert fields <= set(row), row
+    assert row["unit"] == "ms" and row["metric"] == "speed" and row["x"] in (64, 128)
+    if row["median"] is not None:
+        assert 0 < row["p10"] <= row["median"] <= row["p90"], row
+assert {"rafter", "naive"} <= {row["provider"] for row in report["rows"]}
+PYTHON
+fi
+expect 0 '^act-memory-fwd-' "$rafter" bench act --x 64 --mode fwd --metric memory
+
+# --- Ctrl-C: the exit status of an interrupt, and whole files
+"$rafter" bench act --x 256 --seconds 2 --providers rafter --json "$folder/cut.json" >"$folder/cut.txt" 2>&1 &
+pid=$!
+sleep 1
+kill -INT $pid
+wait $pid
+status=$?
+[ $status = 130 ] || fail "an interrupted bench ends with status $status, wanted 130"
+if command -v python3 >/dev/null; then
+    python3 -c 'import json, sys; json.load(open(sys.argv[1]))["rows"]' "$folder/cut.json" || fail "an interrupted bench leaves bad JSON"
+fi
+[ -z "$(find "$folder" -name '*.json.*')" ] || fail "a temporary file was left behind"
+
+# --- providers that misbehave cost nobody but themselves
+timeout 60 "$bad" bench logsumexp --x 64 --mode fwd --seconds 0.001 >"$folder/bad.txt" 2>&1 || fail "bad providers: status $?"
+grep -qE '^ +n +rafter .*spoiled +crashing +dying +refusing +apart +hanging$' "$folder/bad.txt" || fail "bad providers: no such columns"
+grep -qE '^0 +64\.0 +[0-9.]+ .* wrong +- +- +- +[0-9.]+ +-$' "$folder/bad.txt" || fail "bad providers: no such row"
+grep -qE 'spoiled at n = 64: lse\[0\] is 12' "$folder/bad.txt" || fail "bad providers: nothing said of the wrong element"
+grep -qE 'crashing at n = 64: died of signal 4' "$folder/bad.txt" || fail "bad providers: nothing said of the crash"
+grep -qE 'dying at n = 64: died of signal 9' "$folder/bad.txt" || fail "bad providers: nothing said of the death"
+grep -qE 'refusing at n = 64: not today' "$folder/bad.txt" || fail "bad providers: nothing said of the refusal"
+grep -qE 'hanging at n = 64: took longer than 0.5 s' "$folder/bad.txt" || fail "bad providers: nothing said of the hang"
+
+if [ $failures -gt 0 ]; then
+    cat "$folder/bad.txt"
+    exit 1
+fi
+echo "the command does as it should"
