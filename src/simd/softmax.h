@@ -143,7 +143,7 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
 #else
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    return v_fma(p, (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT)), sum);
+    return v_fma(p, (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
 }
 
 /* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
@@ -199,7 +199,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
     const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
     const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
-    const vf power = (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT));
+    const vf power = (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
     const vf bounded = v_max(low, d);
@@ -209,7 +209,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 #else
     const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    const vi power = (v_step_bits(k) + ((vi)k << V_STEP_SHIFT)) & (d > low);
+    const vu power = ((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
 #endif
 }
