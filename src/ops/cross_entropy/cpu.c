@@ -19,7 +19,7 @@ struct tanh {
 
 V_INLINE struct tanh tanh_of(vf x) {
     const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
-    const vf q = v_exp2(magnitude * v_set(-2.0f * V_LOG2E)), share = v_reciprocal(one + q), twice = (q + q) * share;
+    const vf q = v_exp2(magnitude * v_set(-2.0f * V_LOG2E)), share = one / (one + q), twice = (q + q) * share;
     const vf large = (vf)((vi)(one - twice) | ((vi)x & (vi)((vu){0} + 0x80000000u)));
     const vf s = x * x;
     vf p = v_fma(v_set(-0.00570498795486f), s, v_set(0.0206390881102f)); /* as v_tanh, for |x| below 0.625 */
