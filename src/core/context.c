@@ -147,6 +147,6 @@ rafter_status rafter_take_args(rafter_context *context, const char *name, const 
                                "%s.size is %zu and byte %zu is set, but this library (%s) knows only %zu bytes", name,
                                given, i, rafter_version(), size);
     memset(copy, 0, size);
-    memcpy(copy, args, given < size ? given : size);
+    memcpy(copy, args, given < size ? given / sizeof(void *) * sizeof(void *) : size); /* never half a pointer */
     return RAFTER_OK;
 }

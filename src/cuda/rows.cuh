@@ -283,7 +283,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T 
         instead.v[j] = from_float<T>(value);
     W w = reinterpret_cast<const W &>(instead);
     if (there)
-        w = __ldcs(reinterpret_cast<const W *>(p));
+        w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 

@@ -251,7 +251,7 @@ struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const
     for (int i = 0; i < 2; i++) {
         /* A part of all -inf has nothing to shrink. Otherwise an infinite shift comes with a NaN in one of the sums. */
         const double shift = parts[i]->max == m.max || parts[i]->sum == 0.0 ? 0.0 : parts[i]->max - m.max;
-        const double shrink = exp(shift);
+        const double shrink = shift == 0.0 ? 1.0 : exp(shift);
         m.sum += parts[i]->sum * shrink;
         m.moment += (parts[i]->moment + shift * parts[i]->sum) * shrink;
     }

@@ -92,6 +92,16 @@ V_INLINE vf v_select(vi mask, vf a, vf b) {
 #endif
 }
 
+/* b where x's sign bit is clear, a where it is set. */
+V_INLINE vf v_select_negative(vf x, vf a, vf b) {
+#if V_LANES == 16
+    /* By bits: a mask register would take two instructions from the pipes that multiply. */
+    return (vf)_mm512_ternarylogic_epi32(_mm512_srai_epi32((__m512i)x, 31), (__m512i)a, (__m512i)b, 0xca);
+#else
+    return v_select((vi)x >> 31, a, b);
+#endif
+}
+
 /* A mask as bits, lane 0 the lowest, and back (bits past the lanes are ignored). */
 V_INLINE unsigned v_bits(vi mask) {
 #if V_LANES == 16
@@ -133,16 +143,6 @@ V_INLINE vf v_min(vf a, vf b) {
     return (vf)_mm256_min_ps((__m256)a, (__m256)b);
 #else
     return v_select(a < b, a, b);
-#endif
-}
-
-/* 1 / a to one unit in the last place, for |a| in [2^-100, 2^100]. */
-V_INLINE vf v_reciprocal(vf a) {
-#if V_LANES == 16
-    const vf r = (vf)_mm512_rcp14_ps((__m512)a); /* 14 bits; a Newton step doubles them, at a third of a division's time */
-    return v_fma(r, v_fma(-a, r, v_set(1.0f)), r);
-#else
-    return v_set(1.0f) / a;
 #endif
 }
 

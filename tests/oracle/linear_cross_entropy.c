@@ -27,24 +27,29 @@ void oracle_linear_cross_entropy(problem *p, enum problem_mode mode) {
 
     const bool all = p->sample == 1 || (double)rows * (double)classes * (double)depth <= most_products;
     const int64_t step = all ? 1 : p->sample, count = (rows + step - 1) / step; /* row number i is row i * step */
-    double *inputs = numbers(count * depth), *z = numbers(count * classes), *row_loss = numbers(rows);
-    for (int64_t i = 0; i < count; i++)
+    double *inputs = numbers(count * depth), *turned = numbers(count * depth); /* [row][k] and [k][row] */
+    double *z = numbers(count * classes), *row_loss = numbers(rows);
+    for (int64_t i = 0; i < count; i++) {
         read_row(x, i * step, depth, inputs + i * depth);
+        for (int64_t k = 0; k < depth; k++)
+            turned[k * count + i] = inputs[i * depth + k];
+    }
 
 #pragma omp parallel
     {
-        double *w = numbers(depth);
+        double *w = numbers(depth), *sum = numbers(count);
 #pragma omp for schedule(static)
         for (int64_t v = 0; v < classes; v++) {
             read_row(weight, v, depth, w);
-            for (int64_t i = 0; i < count; i++) {
-                double sum = bias ? problem_value(bias, v) : 0;
-                if (!oracle_loss_ignored(&o, i * step))
-                    for (int64_t k = 0; k < depth; k++)
-                        sum += inputs[i * depth + k] * w[k];
-                z[i * classes + v] = sum;
-            }
+            for (int64_t i = 0; i < count; i++)
+                sum[i] = bias ? problem_value(bias, v) : 0;
+            for (int64_t k = 0; k < depth; k++)
+                for (int64_t i = 0; i < count; i++)
+                    sum[i] += turned[k * count + i] * w[k];
+            for (int64_t i = 0; i < count; i++)
+                z[i * classes + v] = sum[i];
         }
+        free(sum);
         free(w);
     }
 
@@ -101,5 +106,6 @@ void oracle_linear_cross_entropy(problem *p, enum problem_mode mode) {
     }
     free(row_loss);
     free(z);
+    free(turned);
     free(inputs);
 }

@@ -224,6 +224,16 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
     return s;
 }
 
+/* Spreads tasks over the threads, unless all of them together cost less than waking these: about a microsecond for each
+ * 4096 elements touched. */
+static void spread(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t), struct step *s) {
+    if (elements >= 1 << 16)
+        rafter_parallel(run->call->context, tasks, body, s);
+    else
+        for (int64_t task = 0; task < tasks; task++)
+            body(s, task);
+}
+
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
 
 static void pack_task(void *arg, int64_t task) {
@@ -266,7 +276,9 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? lce_blocks(s->classes, LCE_CHUNK) : 0;
     s->x_panels = logits && run->x_logits != s->group ? lce_blocks(s->rows, c->problem.format.columns) : 0;
     const int64_t x_chunks = dweight && run->x_dweight != s->group ? lce_blocks(s->rows, LCE_CHUNK) : 0;
-    rafter_parallel(c->context, s->w_chunks + s->x_panels + x_chunks, pack_task, s);
+    const double elements = (double)(s->w_chunks * LCE_CHUNK + s->x_panels * c->problem.format.columns +
+                                     x_chunks * LCE_CHUNK) * (double)c->problem.depth;
+    spread(run, s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
     run->x_logits = logits ? s->group : run->x_logits;
     run->x_dweight = dweight ? s->group : run->x_dweight;
     run->w_logits = logits ? s->slice : run->w_logits;
@@ -282,6 +294,11 @@ static void logits_task(void *arg, int64_t task) {
     s->run->kernels->logits(s->x.dtype, &s->logits, task % blocks, task / blocks);
     if (s->fused)
         s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
+}
+
+/* Of a product, in elements that packing takes as long for. */
+static double work(const struct step *s) {
+    return (double)s->rows * (double)s->classes * (1.0 + (double)s->run->call->problem.depth / 32);
 }
 
 static int64_t logits_tasks(const struct step *s) {
@@ -318,8 +335,8 @@ static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     s.logits.stats = run->b.block_stats;
     s.logits.target = run->b.target_logit + s.first_row;
     s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax);
-    rafter_parallel(run->call->context, logits_tasks(&s), logits_task, &s);
-    rafter_parallel(run->call->context, lce_blocks(s.rows, LCE_COLUMNS), fold_task, &s);
+    spread(run, logits_tasks(&s), work(&s), logits_task, &s);
+    spread(run, lce_blocks(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
 }
 
 static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
@@ -439,8 +456,8 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
 
     pack(&s, !kept_logits, dx.wanted, dweight.wanted);
     s.fused = !kept_logits;
-    rafter_parallel(c->context, logits_tasks(&s), kept_logits ? gradient_task : logits_task, &s);
-    rafter_parallel(c->context, product_tasks(&s.dx) + product_tasks(&s.dweight), product_task, &s);
+    spread(run, logits_tasks(&s), work(&s), kept_logits ? gradient_task : logits_task, &s);
+    spread(run, product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
     if (dbias)
         for (int64_t block = 0; block < lce_blocks(s.rows, LCE_COLUMNS); block++)
             for (int64_t v = 0; v < s.classes; v++)
