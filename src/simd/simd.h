@@ -565,8 +565,8 @@ V_INLINE vf v_exp2(vf t) {
     t = v_min(v_set(200.0f), v_max(v_set(-200.0f), t));
     const vf magic = v_set(0x1.8p23f), whole = t + magic, r = t - (whole - magic);
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
-    const vi half = (vi)whole << 22 & -0x800000, rest = ((vi)whole << 23) - half;
-    return p * (vf)(half + 0x3f800000) * (vf)(rest + 0x3f800000);
+    const vu half = (vu)whole << 22 & 0xff800000u, rest = ((vu)whole << 23) - half;
+    return p * (vf)(half + 0x3f800000u) * (vf)(rest + 0x3f800000u);
 #endif
 }
 

@@ -43,8 +43,8 @@ V_INLINE float v_stats_lse(struct v_stats s) {
  * NaN gives NaN. */
 V_INLINE vf v_lse(vf max, vf sum) {
     /* sum = 2^k m, m in [sqrt(1/2), sqrt(2)); log m = f + f^2 p(f) with f = m - 1, minimax, absolute error 7e-9. */
-    const vi k = ((vi)sum - 0x3f3504f3) >> 23;
-    const vf f = (vf)((vi)sum - (k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
+    const vi k = (vi)((vu)sum - 0x3f3504f3u) >> 23;
+    const vf f = (vf)((vu)sum - ((vu)k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
     vf p = v_fma(v_set(0.0873361751f), f, v_set(-0.144418672f));
     p = v_fma(p, f, v_set(0.149792865f));
     p = v_fma(p, f, v_set(-0.165523365f));
@@ -111,21 +111,21 @@ V_INLINE struct v_base v_base_per_lane(vf pivot) {
 }
 
 /* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT. */
-V_INLINE vi v_step_bits(vf k) {
+V_INLINE vu v_step_bits(vf k) {
 #if V_LANES == 16
     static const int32_t table[32] = {
         0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
         0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
         0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
         0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
-    return (vi)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
+    return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
 #elif V_LANES == 8
     const __m256i table = _mm256_setr_epi32(0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a,
                                             0x3f7744fd, 0x3f7ac0c7);
-    return (vi)_mm256_permutevar8x32_epi32(table, (__m256i)k);
+    return (vu)_mm256_permutevar8x32_epi32(table, (__m256i)k);
 #else
     (void)k;
-    return (vi){0} + 0x3f800000;
+    return (vu){0} + 0x3f800000u;
 #endif
 }
 
@@ -143,7 +143,7 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
 #else
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    return v_fma(p, (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
+    return v_fma(p, (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
 }
 
 /* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
@@ -199,7 +199,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
     const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
     const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
-    const vf power = (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
+    const vf power = (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
     const vf bounded = v_max(low, d);
@@ -209,7 +209,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 #else
     const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    const vu power = ((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
+    const vu power = (v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
 #endif
 }
