@@ -993,6 +993,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
 
 rafter_status launch(rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan, char *scratch) {
     const cudaStream_t stream = context->cuda_state->stream;
+    c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
     c.part = plan.part;
     if (plan.prepares) {
