@@ -28,7 +28,8 @@
  *     blank(input)                         what stands for an input that is not there
  *     accumulate(statistics, items, ...)   adds a chunk to the thread's statistics
  *     finish(statistics, items, ...)       writes the results of a chunk from those of the whole lines
- *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants
+ *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants; one thread is told that
+ *                                          it speaks for its lines
  */
 #ifndef RAFTER_CUDA_TEAMS_CUH
 #define RAFTER_CUDA_TEAMS_CUH
@@ -78,11 +79,33 @@ template <class Job> struct Item {
     Pack<typename Job::T, Job::N> in[Job::INPUTS];
 };
 
+/* Adds the exponentials of COUNT packs to the first sum; the maximum follows. A line is column j of the packs, or all of them. */
+template <int LINES, int SUMS, int COUNT, int N>
+DEVICE void add_exponentials(Statistics<LINES, true, SUMS> &statistics, const float (&x)[COUNT][N]) {
+    float top[LINES];
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+        top[line] = statistics.max[line];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            top[j % LINES] = fmaxf(top[j % LINES], x[i][j]);
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+        statistics.rebase(line, top[line]);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            statistics.sum[0][j % LINES] += exp2_fast((x[i][j] - top[j % LINES]) * LOG2E);
+}
+
 /* The chunk of items that a thread has in registers. */
 template <class Job> struct Chunk {
     Item<Job> item[Job::CHUNK];
     bool has[Job::CHUNK]; /* else the item is blank, or nobody's */
-    int64_t down;         /* of the first item, from the place's first row; they are `step` apart */
+    int64_t row, down;    /* of the first item, in the strip and from the place's first row; they are `step` apart */
     int step;
 };
 
@@ -236,6 +259,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     /* Takes kept items from the k-th on into registers; others are read from where they came. */
     const auto take = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
         chunk.down = k * step;
+        chunk.row = begin + first + chunk.down;
         chunk.step = step;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
@@ -247,6 +271,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     };
     const auto read = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
         chunk.down = (int64_t)k * step;
+        chunk.row = begin + first + chunk.down;
         chunk.step = step;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
@@ -297,7 +322,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
 #pragma unroll
             for (int j = 0; j < LINES; j++)
                 statistics.value(k, j) = shared.total[k][column * LINES + j];
-        job.conclude(statistics, place, rank == 0 && first == 0);
+        job.conclude(statistics, strip, column, cut.across, place.active && rank == 0 && first == 0);
 
         const bool more = strip + cut.teams < cut.strips;
         const typename Job::Place next = job.locate(more ? strip + cut.teams : strip, column, cut.across, begin + first);
@@ -357,6 +382,11 @@ static inline Candidate cut_into_teams(const rafter_cuda_state *state, int64_t s
         if (team == largest)
             return best;
     }
+}
+
+/* What it costs that a row of a strip is so few bytes wide: memory is read by 32, and written by pages. */
+static inline float narrowness(int64_t bytes) {
+    return bytes >= 256 ? 1.0f : bytes >= 128 ? 1.03f : bytes >= 64 ? 1.1f : bytes >= 32 ? 1.3f : 1.3f * 32.0f / (float)bytes;
 }
 
 /* Bytes of scratch memory, and the launch. */

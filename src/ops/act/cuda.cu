@@ -17,7 +17,7 @@ namespace {
 enum { IN, DY, OUT }; /* the tensors of a Walk */
 
 constexpr int THREADS = 256;
-constexpr int IN_FLIGHT = 4; /* packs of an input that a thread loads before it uses the first */
+constexpr int IN_FLIGHT = 1; /* packs of an input that a thread loads before it uses the first: docs/perf/README.md */
 
 /* ---- elementwise kinds ------------------------------------------------------------------------------------------------- */
 
@@ -298,31 +298,17 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
                 unpack(chunk.item[i].in[1], d[i]);
         }
         if constexpr (FORWARD) {
-            float top[LINES];
+            add_exponentials(statistics, x);
+        } else {
 #pragma unroll
             for (int j = 0; j < N; j++)
 #pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    const int line = DOWN ? j : 0;
-                    top[line] = fmaxf(i == 0 && j == line ? statistics.max[line] : top[line], x[i][j]);
-                }
-#pragma unroll
-            for (int line = 0; line < LINES; line++)
-                statistics.rebase(line, top[line]);
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const int line = DOWN ? j : 0;
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++)
-                if constexpr (FORWARD)
-                    statistics.sum[0][line] += exp2_fast((x[i][j] - statistics.max[line]) * LOG2E);
-                else
-                    statistics.sum[0][line] = fmaf(x[i][j], d[i][j], statistics.sum[0][line]);
+                for (int i = 0; i < CHUNK; i++)
+                    statistics.sum[0][j % LINES] = fmaf(x[i][j], d[i][j], statistics.sum[0][j % LINES]);
         }
     }
 
-    DEVICE void conclude(Stats &statistics, const Place &, bool) const {
+    DEVICE void conclude(Stats &statistics, int64_t, int, int, bool) const {
         if constexpr (FORWARD)
 #pragma unroll
             for (int line = 0; line < LINES; line++)
@@ -339,7 +325,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
                 unpack(chunk.item[i].in[1], d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const int line = DOWN ? j : 0;
+                const int line = j % LINES;
                 if constexpr (FORWARD)
                     x[j] = exp_as<T>(x[j] - statistics.max[line]) * statistics.sum[0][line];
                 else
@@ -545,13 +531,12 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
 
     /* Narrow strips hold more rows, so that smaller teams do; wide ones are kinder to the memory's pages. */
     Candidate best = {{}, INFINITY};
-    for (int across = Job::MOST_LINES / N, narrow = 0; across >= 1; across /= 2, narrow++) {
+    for (int across = Job::MOST_LINES / N; across >= 1; across /= 2) {
         if (across > 1 && across >= 2 * packs)
             continue;
         Candidate candidate = cut_into_teams<Job>(context->cuda_state, outer * ceil_div(packs, (int64_t)across), rows, across,
                                                   moved, ALL_BLOCKS);
-        const int64_t bytes = (int64_t)across * N * sizeof(T);
-        candidate.cost *= bytes >= 256 ? 1.0f : bytes >= 128 ? 1.03f : bytes >= 64 ? 1.1f : bytes >= 32 ? 1.3f : 32.0f / bytes;
+        candidate.cost *= narrowness((int64_t)across * N * sizeof(T));
         if (candidate.cost < best.cost)
             best = candidate;
     }

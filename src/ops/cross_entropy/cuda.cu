@@ -195,7 +195,7 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     for (; p + (AHEAD<OPTIONS> - 1) * stride < end; p += AHEAD<OPTIONS> * stride) {
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
-            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
+            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_streaming<T, N>(p + k * stride);
         add(g, packs, AHEAD<OPTIONS>, row.head + (p - row.body), stride, c);
     }
     if (p < end) {
@@ -262,7 +262,7 @@ template <typename T> DEVICE void fill(T *dz, const Stretch<const T> &row, float
     for (int j = 0; j < N; j++)
         all[j] = value;
     for (int64_t i = thread; i < row.packs; i += threads)
-        store_once<T, N>(dz + row.head + i * N, packed<T>(all));
+        store_streaming<T, N>(dz + row.head + i * N, packed<T>(all));
     for (int e = thread; e < row.edges; e += threads)
         dz[row.head + row.edge(e)] = from_float<T>(value);
 }
@@ -290,12 +290,12 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs)
-                packs[k] = load_once<T, N>(row.body + (i + k * threads) * N);
+                packs[k] = load_streaming<T, N>(row.body + (i + k * threads) * N);
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs) {
                 const int64_t at = row.head + (i + k * threads) * N;
-                store_once<T, N>(dz + at, column.of(packs[k], at, c));
+                store_streaming<T, N>(dz + at, column.of(packs[k], at, c));
             }
     }
     for (int e = thread; e < row.edges; e += threads) {
@@ -717,7 +717,7 @@ DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const 
         for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
             if (i < row.packs) {
                 const int64_t at = row.head + int64_t(i) * N;
-                store_once<T, N>(dz + at, column.of(slots[i], held.first + at, c));
+                store_streaming<T, N>(dz + at, column.of(slots[i], held.first + at, c));
             }
         fetch_group<OPTIONS>(slots, next, group);
     }
