@@ -8,6 +8,7 @@
 #include <oneapi/dnnl/dnnl.h>
 #endif
 
+#include "core/backend.h"
 #include "machine.h"
 #include "rafter/rafter.h"
 #include "verbs.h"
@@ -19,6 +20,22 @@ static void print_size(const char *name, size_t bytes) {
         printf("%s %zu KiB", name, bytes >> 10);
     else
         printf("%s none", name);
+}
+
+static void print_cuda(void) {
+    const rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 0}};
+    rafter_context *context = NULL;
+    if (rafter_context_create(&context, &options) != RAFTER_OK) {
+        printf("CUDA      no device here, or no librafter_cuda\n\n");
+        return;
+    }
+    struct rafter_cuda_facts facts;
+    context->cuda->facts(context, &facts);
+    printf("CUDA      %s, compute capability %d.%d, %d multiprocessors, L2 %lld MiB, %lld GiB, driver %d.%d, runtime %d.%d\n\n",
+           facts.name, facts.compute_capability / 10, facts.compute_capability % 10, facts.multiprocessors,
+           (long long)facts.l2_bytes >> 20, (long long)facts.memory_bytes >> 30, facts.driver / 1000,
+           facts.driver % 1000 / 10, facts.runtime / 1000, facts.runtime % 1000 / 10);
+    rafter_context_destroy(context);
 }
 
 int verb_info(int argc, char **argv) {
@@ -52,7 +69,7 @@ int verb_info(int argc, char **argv) {
 #else
     printf("not in this build\n");
 #endif
-    printf("CUDA      not in this build\n\n");
+    print_cuda();
 
     printf("%-22s%-12s%s\n", "op", "runs", "available");
     const char *op, *variant;

@@ -76,6 +76,13 @@ static bool read_dtype(struct options *o, const char *value) {
     return index >= 0;
 }
 
+static bool read_device(struct options *o, const char *value) {
+    static const char *const names[] = {"cpu", "cuda"};
+    const int index = choose("--device", value, names, 2);
+    o->device.device_type = index == 1 ? kDLCUDA : kDLCPU;
+    return index >= 0;
+}
+
 static bool read_x(struct options *o, const char *value) {
     int count = 0;
     for (const char *at = value;; at++) {
@@ -167,6 +174,7 @@ static const struct {
     {"--json", true, false, read_json},        {"--csv", true, false, read_csv},
     {"--percent", false, false, read_percent}, {"--providers", true, false, read_providers},
     {"--seconds", true, false, read_seconds},  {"--warm", false, false, read_warm},
+    {"--device", true, true, read_device},
 };
 enum { TABLE = sizeof table / sizeof *table };
 

@@ -17,6 +17,7 @@ struct options {
     unsigned modes;          /* bit m set: problem_mode m is wanted */
     int64_t x[OPTIONS_LIST]; /* zero-terminated; none: the preset's */
     rafter_dtype dtype;
+    DLDevice device; /* zero: the CPU */
     int threads;    /* 0: as many as OpenMP would */
     double seconds; /* per cell; 0: the preset's */
     const char *json, *csv;

@@ -35,6 +35,10 @@ struct provider {
     bool exact;
     /* Runs in a child process, with a time limit, so that a crash or a hang takes only its own cell. */
     bool isolated;
+    /* The library itself, with a column for each of its algorithms. */
+    bool ours;
+    /* Works on a CUDA device: it is there when the run is on one, and the others are when it is not. */
+    bool device;
     double limit; /* isolated: seconds that opening or a call may take; 0: a minute */
 
     /* Whether it has a column in the tables of this kind. */
@@ -43,10 +47,12 @@ struct provider {
     bool (*open)(struct session *s);
     /* Brings the caches to the pace's state and makes one call, timed. False: `reason` says why. */
     bool (*time)(struct session *s, double *seconds);
+    /* Makes the last call's results appear in the problem's tensors; NULL: they are there. */
+    void (*collect)(struct session *s);
     void (*close)(struct session *s); /* may be NULL */
 };
 
-extern const struct provider provider_rafter, provider_naive, provider_onednn;
+extern const struct provider provider_rafter, provider_naive, provider_onednn, provider_cuda;
 
 /* All providers of this build, NULL-terminated; rafter is the first. */
 extern const struct provider *const providers[];

@@ -6,5 +6,6 @@ const struct provider *const providers[] = {
 #ifdef RAFTER_HAVE_ONEDNN
     &provider_onednn,
 #endif
+    &provider_cuda,
     NULL,
 };

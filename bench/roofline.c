@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/context.h"
+#include "core/backend.h"
 #include "core/cpu.h"
 #include "machine.h"
 #include "measure.h"
@@ -19,8 +19,41 @@ static const struct streams *best_streams(void) {
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
+/* Seconds to copy on the device, reading and writing `bytes` in all, from and to memory that is not in its caches. */
+static double device_copy_seconds(const rafter_context *context, double bytes) {
+    enum { REPEATS = 11 };
+    const struct rafter_cuda *cuda = context->cuda;
+    struct rafter_cuda_facts facts;
+    cuda->facts(context, &facts);
+    const size_t half = (size_t)(bytes / 2), other_bytes = 4 * (size_t)facts.l2_bytes;
+    char *from = cuda->allocate(half), *to = cuda->allocate(half), *other = cuda->allocate(other_bytes);
+    void *before = cuda->event(), *after = cuda->event();
+    struct samples samples = {0};
+    bool good = from && to && other && before && after;
+    for (int i = 0; i < REPEATS && good; i++) {
+        cuda->fill(context, other, i, other_bytes);
+        cuda->record(context, before);
+        good = cuda->move(context, to, from, half);
+        cuda->record(context, after);
+        good = samples_add(&samples, 1e-3 * cuda->elapsed(before, after)) && good;
+    }
+    const double seconds = good ? samples_summary(&samples).median : INFINITY;
+    samples_free(&samples);
+    cuda->forget(before);
+    cuda->forget(after);
+    cuda->release(from);
+    cuda->release(to);
+    cuda->release(other);
+    return seconds;
+}
+
 bool roofline_create(struct roofline *r, rafter_context *context) {
     *r = (struct roofline){.context = context};
+    if (context->cuda) {
+        const double bytes = 0x1p32;
+        r->copy = r->read = bytes / device_copy_seconds(context, bytes);
+        return true;
+    }
     enum { PIECE = 1 << 20, REPEATS = 7 };
     size_t bytes = 4 * machine_cache_bytes(context->threads) / PIECE * PIECE;
     bytes = bytes > (size_t)256 << 20 ? bytes : (size_t)256 << 20;
@@ -127,6 +160,8 @@ static double measure_matrix(rafter_context *context, rafter_dtype dtype) {
 double roofline_seconds(struct roofline *r, const problem *p, const struct bench_row *row, enum problem_mode mode) {
     double bytes = 0, flops = 0;
     p->op->cost(p, mode, &bytes, &flops);
+    if (r->context->cuda)
+        return device_copy_seconds(r->context, bytes);
     const double memory = memory_seconds(r, p, mode, bytes);
     if (flops == 0)
         return fmax(memory, bytes / (measure_resident(p->op, row, mode) * r->context->threads));

@@ -18,6 +18,8 @@ bool session_time(struct session *s, double *seconds) {
 void session_collect(struct session *s) {
     if (s->provider->isolated)
         child_collect(s);
+    else if (s->provider->collect)
+        s->provider->collect(s);
 }
 
 void session_close(struct session *s) {

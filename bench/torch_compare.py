@@ -18,6 +18,10 @@ import sys
 import tempfile
 import time
 
+# As in `rafter bench`: idle threads go to sleep soon. OpenMP reads it when torch is loaded.
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ):
+    os.environ.update(GOMP_SPINCOUNT="10000", KMP_BLOCKTIME="1")
+
 try:
     import torch
     import torch.nn.functional as F

@@ -56,9 +56,9 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     memset(t, 0, sizeof *t);
     if (one_in(40))
         dtype = (rafter_dtype)below(6);
-    if (one_in(60) && ndim < DIMS - 1)
-        ndim++;
     memcpy(t->shape, shape, sizeof(int64_t) * (size_t)ndim);
+    if (one_in(60) && ndim < DIMS)
+        t->shape[ndim++] = 1 + below(3);
     if (one_in(40) && ndim > 0)
         t->shape[below(ndim)] += below(3) - 1;
     t->dl = rafter_tensor(NULL, dtype, ndim, t->shape);
@@ -89,7 +89,9 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     for (int d = ndim - 1; d >= 0; d--) {
         const int64_t stride = t->dl.strides ? t->strides[d] : compact;
         int64_t reach;
-        if (t->shape[d] <= 0 || stride < 0) {
+        if (t->shape[d] == 1)
+            continue;
+        if (t->shape[d] <= 0 || stride < 0) { /* nothing is read: empty, or refused */
             extent = 1;
             break;
         }

@@ -144,7 +144,8 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
  *           nothing more for none. dx may be dy (in place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. relu's derivative at 0 is 0.
  * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where element
- * i (row-major order) of x is above 0. Forward writes it; backward, when it is given, reads it instead of x.
+ * i (row-major order) of x is above 0, or NaN. Forward writes it; backward, when it is given, reads it instead of x. The
+ * other tensors must then be contiguous.
  */
 
 typedef enum rafter_act_kind {

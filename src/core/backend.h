@@ -45,6 +45,7 @@ struct rafter_cuda {
     void (*release)(void *memory);
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes); /* enqueued */
+    bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */
     bool (*synchronize)(const rafter_context *context);
     void *(*event)(void);
     void (*record)(const rafter_context *context, void *event);

@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 #include <omp.h>
+#include <sys/mman.h>
 
 #include "core/backend.h"
 
@@ -29,13 +30,20 @@ const char *rafter_status_name(rafter_status status) {
     return "unknown status";
 }
 
-enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT };
+enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT, HUGE_PAGE = 2 << 20 };
 
 static void *default_allocate(void *user, size_t bytes) {
     (void)user;
-    if (bytes > SIZE_MAX - ALIGNMENT)
+    const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
+    if (bytes > SIZE_MAX - alignment)
         return NULL;
-    return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    void *memory = aligned_alloc(alignment, rounded);
+#if defined(MADV_HUGEPAGE)
+    if (memory && alignment == HUGE_PAGE)
+        madvise(memory, rounded, MADV_HUGEPAGE); /* a wish: large scratch is fresh every time, and faults are costly */
+#endif
+    return memory;
 }
 
 static void default_release(void *user, void *memory, size_t bytes) {
@@ -147,6 +155,6 @@ rafter_status rafter_take_args(rafter_context *context, const char *name, const 
                                "%s.size is %zu and byte %zu is set, but this library (%s) knows only %zu bytes", name,
                                given, i, rafter_version(), size);
     memset(copy, 0, size);
-    memcpy(copy, args, given < size ? given : size);
+    memcpy(copy, args, given < size ? given / sizeof(void *) * sizeof(void *) : size); /* never half a pointer */
     return RAFTER_OK;
 }

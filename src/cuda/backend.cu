@@ -140,6 +140,10 @@ static bool fill(const rafter_context *context, void *memory, int value, size_t 
     return cudaMemsetAsync(memory, value, bytes, context->cuda_state->stream) == cudaSuccess;
 }
 
+static bool move(const rafter_context *context, void *to, const void *from, size_t bytes) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context->cuda_state->stream) == cudaSuccess;
+}
+
 static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
@@ -199,6 +203,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.release = plain_release;
     table.copy = copy;
     table.fill = fill;
+    table.move = move;
     table.synchronize = synchronize;
     table.event = new_event;
     table.record = record;

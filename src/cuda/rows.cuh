@@ -70,6 +70,7 @@ template <typename T> struct Stretch {
     int64_t packs;
     int head, edges; /* elements before the body; those and the ones behind it */
 
+    DEVICE Stretch() {}
     DEVICE Stretch(T *first, int64_t n) {
         const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
         head = ragged == 0 ? 0 : WIDE<T> - ragged;
@@ -282,7 +283,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T 
         instead.v[j] = from_float<T>(value);
     W w = reinterpret_cast<const W &>(instead);
     if (there)
-        w = __ldcs(reinterpret_cast<const W *>(p));
+        w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 

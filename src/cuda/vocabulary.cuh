@@ -45,10 +45,11 @@ template <> struct Word<4> { typedef unsigned int type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-/* Data that this kernel reads once: past L1, first to leave L2. */
+/* Data that this kernel reads once. A plain load on purpose: on an H200 a copying kernel that marks its loads as streaming
+ * (ld.cs, or L1::no_allocate) takes 4 to 5 % longer, and one that marks its stores 1 % more: docs/perf/README.md. */
 template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
-    const W w = __ldcs(reinterpret_cast<const W *>(p));
+    const W w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
@@ -69,7 +70,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
 /* Data that nobody on this chip reads soon. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
-    __stcs(reinterpret_cast<W *>(p), reinterpret_cast<const W &>(a));
+    *reinterpret_cast<W *>(p) = reinterpret_cast<const W &>(a);
 }
 
 /* Elements per 16-byte access. */

@@ -3,8 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-/* ---- checks -------------------------------------------------------------------------------------------------------
- */
+/* ---- checks ----------------------------------------------------------------------------------------------------- */
 
 static rafter_status check_options(rafter_context *context, const rafter_loss_options *given, rafter_loss_options *o,
                                    struct rafter_loss *loss) {
@@ -166,8 +165,7 @@ rafter_status rafter_loss_want_disjoint(rafter_context *context, const struct ra
     return RAFTER_OK;
 }
 
-/* ---- elements -----------------------------------------------------------------------------------------------------
- */
+/* ---- elements --------------------------------------------------------------------------------------------------- */
 
 static char *at(const rafter_view *view, int64_t row) {
     return rafter_at(view, rafter_offset(view, 0, view->ndim, row));
@@ -239,8 +237,7 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
     return RAFTER_OK;
 }
 
-/* ---- rows ---------------------------------------------------------------------------------------------------------
- */
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
 
 const struct rafter_row_stats rafter_row_empty = {.max = -INFINITY, .best = -INFINITY, .argmax = -1};
 
@@ -254,7 +251,7 @@ struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const
     for (int i = 0; i < 2; i++) {
         /* A part of all -inf has nothing to shrink. Otherwise an infinite shift comes with a NaN in one of the sums. */
         const double shift = parts[i]->max == m.max || parts[i]->sum == 0.0 ? 0.0 : parts[i]->max - m.max;
-        const double shrink = exp(shift);
+        const double shrink = shift == 0.0 ? 1.0 : exp(shift);
         m.sum += parts[i]->sum * shrink;
         m.moment += (parts[i]->moment + shift * parts[i]->sum) * shrink;
     }

@@ -7,38 +7,32 @@
 
 #include "simd/simd.h"
 
-/* 1 / a for a in [1, 2] (or NaN), to one unit in the last place. */
-V_INLINE vf v_reciprocal_1_2(vf a) {
-#if V_LANES == 16
-    const vf estimate = (vf)_mm512_rcp14_ps((__m512)a);
-    return v_fma(estimate, v_fma(-a, estimate, v_set(1.0f)), estimate);
-#else
-    return v_set(1.0f) / a;
-#endif
-}
-
-/* The sigmoid of x and of -x, each accurate however small: with e = exp(-|x|) they are 1 / (1 + e) and e / (1 + e). */
+/* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where it is
+ * negative, and that of -x the other way round: quotients that are accurate however small. */
 struct v_logistic {
-    vf of_x, of_minus_x;
+    vf of_x, of_minus_x; /* dividends */
+    vf divisor;
 };
 
-V_INLINE struct v_logistic v_logistic(vf x) {
-    const vf e = v_exp((vf)((vi)x | (vi)((vu){0} + 0x80000000u)));
-    const vf large = v_reciprocal_1_2(v_set(1.0f) + e), small = e * large;
-    const vi negative = (vi)x < 0; /* by the sign bit, so that NaN takes a side too: both are NaN */
-    return (struct v_logistic){v_select(negative, small, large), v_select(negative, large, small)};
+/* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is 1e-45). */
+V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
+    const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
+    const vf e = dtype == RAFTER_F32 ? v_exp(-magnitude) : v_exp2(magnitude * v_set(-V_LOG2E));
+    return (struct v_logistic){v_select_negative(x, e, one), v_select_negative(x, one, e), one + e};
 }
 
 V_INLINE vf v_relu(vf x) {
     return v_max(v_set(0.0f), x);
 }
 
-V_INLINE vf v_sigmoid(vf x) {
-    return v_logistic(x).of_x;
+V_INLINE vf v_sigmoid_as(int dtype, vf x) {
+    const struct v_logistic s = v_logistic(dtype, x);
+    return s.of_x / s.divisor;
 }
 
-V_INLINE vf v_silu(vf x) {
-    return x * v_logistic(x).of_x;
+V_INLINE vf v_silu_as(int dtype, vf x) {
+    const struct v_logistic s = v_logistic(dtype, x);
+    return x * s.of_x / s.divisor;
 }
 
 /* Gradients: dx from x and dy. */
@@ -48,14 +42,33 @@ V_INLINE vf v_relu_grad(vf x, vf dy) {
     return v_select(x <= v_set(0.0f), v_set(0.0f), dy);
 }
 
+V_INLINE vf v_sigmoid_grad_as(int dtype, vf x, vf dy) {
+    const struct v_logistic s = v_logistic(dtype, x);
+    return dy * (s.of_x * s.of_minus_x) / (s.divisor * s.divisor);
+}
+
+/* dy s(x) (1 + x s(-x)), with the sum over the common divisor. */
+V_INLINE vf v_silu_grad_as(int dtype, vf x, vf dy) {
+    const struct v_logistic s = v_logistic(dtype, x);
+    return dy * s.of_x * v_fma(x, s.of_minus_x, s.divisor) / (s.divisor * s.divisor);
+}
+
+/* The same for results in fp32. */
+
+V_INLINE vf v_sigmoid(vf x) {
+    return v_sigmoid_as(RAFTER_F32, x);
+}
+
+V_INLINE vf v_silu(vf x) {
+    return v_silu_as(RAFTER_F32, x);
+}
+
 V_INLINE vf v_sigmoid_grad(vf x, vf dy) {
-    const struct v_logistic s = v_logistic(x);
-    return dy * (s.of_x * s.of_minus_x);
+    return v_sigmoid_grad_as(RAFTER_F32, x, dy);
 }
 
 V_INLINE vf v_silu_grad(vf x, vf dy) {
-    const struct v_logistic s = v_logistic(x);
-    return dy * (s.of_x * v_fma(x, s.of_minus_x, v_set(1.0f)));
+    return v_silu_grad_as(RAFTER_F32, x, dy);
 }
 
 #endif

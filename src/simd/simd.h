@@ -92,6 +92,16 @@ V_INLINE vf v_select(vi mask, vf a, vf b) {
 #endif
 }
 
+/* b where x's sign bit is clear, a where it is set. */
+V_INLINE vf v_select_negative(vf x, vf a, vf b) {
+#if V_LANES == 16
+    /* By bits: a mask register would take two instructions from the pipes that multiply. */
+    return (vf)_mm512_ternarylogic_epi32(_mm512_srai_epi32((__m512i)x, 31), (__m512i)a, (__m512i)b, 0xca);
+#else
+    return v_select((vi)x >> 31, a, b);
+#endif
+}
+
 /* A mask as bits, lane 0 the lowest, and back (bits past the lanes are ignored). */
 V_INLINE unsigned v_bits(vi mask) {
 #if V_LANES == 16
@@ -373,6 +383,39 @@ V_INLINE void v_load_pair(int dtype, const void *p, vf *a, vf *b) {
     }
 }
 
+/* Two neighbouring vectors, in the order of memory, from those of a pair; and a pair from them. */
+V_INLINE void v_unpair(int dtype, vf *a, vf *b) {
+    const vf even = *a, odd = *b;
+    if (dtype != RAFTER_BF16)
+        return;
+#if V_LANES == 16
+    *a = __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    *b = __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif V_LANES == 8
+    *a = __builtin_shufflevector(even, odd, 0, 8, 1, 9, 2, 10, 3, 11);
+    *b = __builtin_shufflevector(even, odd, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+    *a = __builtin_shufflevector(even, odd, 0, 4, 1, 5);
+    *b = __builtin_shufflevector(even, odd, 2, 6, 3, 7);
+#endif
+}
+
+V_INLINE void v_pair(int dtype, vf *a, vf *b) {
+    const vf first = *a, second = *b;
+    if (dtype != RAFTER_BF16)
+        return;
+#if V_LANES == 16
+    *a = __builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    *b = __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif V_LANES == 8
+    *a = __builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14);
+    *b = __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    *a = __builtin_shufflevector(first, second, 0, 2, 4, 6);
+    *b = __builtin_shufflevector(first, second, 1, 3, 5, 7);
+#endif
+}
+
 /* A pair as bf16, rounded to nearest even; quiet NaN (what arithmetic gives) stays NaN, subnormals stay. */
 V_INLINE vu v_narrow_pair_bf16(vf a, vf b) {
 #if V_LANES > 4
@@ -522,8 +565,8 @@ V_INLINE vf v_exp2(vf t) {
     t = v_min(v_set(200.0f), v_max(v_set(-200.0f), t));
     const vf magic = v_set(0x1.8p23f), whole = t + magic, r = t - (whole - magic);
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
-    const vi half = (vi)whole << 22 & -0x800000, rest = ((vi)whole << 23) - half;
-    return p * (vf)(half + 0x3f800000) * (vf)(rest + 0x3f800000);
+    const vu half = (vu)whole << 22 & 0xff800000u, rest = ((vu)whole << 23) - half;
+    return p * (vf)(half + 0x3f800000u) * (vf)(rest + 0x3f800000u);
 #endif
 }
 

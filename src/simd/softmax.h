@@ -39,6 +39,27 @@ V_INLINE float v_stats_lse(struct v_stats s) {
     return (float)((double)s.max + log((double)s.sum));
 }
 
+/* The same lane by lane, to 2e-8 and one rounding, for max with sum in [2^-100, 2^100]; infinite maxima stay, a sum that is
+ * NaN gives NaN. */
+V_INLINE vf v_lse(vf max, vf sum) {
+    /* sum = 2^k m, m in [sqrt(1/2), sqrt(2)); log m = f + f^2 p(f) with f = m - 1, minimax, absolute error 7e-9. */
+    const vi k = (vi)((vu)sum - 0x3f3504f3u) >> 23;
+    const vf f = (vf)((vu)sum - ((vu)k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
+    vf p = v_fma(v_set(0.0873361751f), f, v_set(-0.144418672f));
+    p = v_fma(p, f, v_set(0.149792865f));
+    p = v_fma(p, f, v_set(-0.165523365f));
+    p = v_fma(p, f, v_set(0.19953613f));
+    p = v_fma(p, f, v_set(-0.250024915f));
+    p = v_fma(p, f, v_set(0.333342254f));
+    p = v_fma(p, f, v_set(-0.499999821f));
+    const vf log_m = v_fma(f * f, p, f);
+    /* k ln(2) in two parts, the first exact; what is lost when that is added to max joins the second. */
+    const vf high = whole * v_set(0.693145751953125f), low = v_fma(whole, v_set(1.42860682030941723212e-6f), log_m);
+    const vf near = max + high, taken = near - max, lost = (max - (near - taken)) + (high - taken);
+    const vf magnitude = (vf)((vi)max & 0x7fffffff);
+    return v_select(magnitude == v_set(INFINITY), max, near + (lost + low)) + (sum - sum);
+}
+
 /* ---- sums of exponentials ---------------------------------------------------------------------------------------- */
 
 /*
@@ -90,21 +111,21 @@ V_INLINE struct v_base v_base_per_lane(vf pivot) {
 }
 
 /* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT. */
-V_INLINE vi v_step_bits(vf k) {
+V_INLINE vu v_step_bits(vf k) {
 #if V_LANES == 16
     static const int32_t table[32] = {
         0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
         0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
         0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
         0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
-    return (vi)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
+    return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
 #elif V_LANES == 8
     const __m256i table = _mm256_setr_epi32(0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a,
                                             0x3f7744fd, 0x3f7ac0c7);
-    return (vi)_mm256_permutevar8x32_epi32(table, (__m256i)k);
+    return (vu)_mm256_permutevar8x32_epi32(table, (__m256i)k);
 #else
     (void)k;
-    return (vi){0} + 0x3f800000;
+    return (vu){0} + 0x3f800000u;
 #endif
 }
 
@@ -122,7 +143,7 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
 #else
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    return v_fma(p, (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT)), sum);
+    return v_fma(p, (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
 }
 
 /* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
@@ -178,7 +199,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
     const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
     const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
-    const vf power = (vf)(v_step_bits(k) + ((vi)k << V_STEP_SHIFT));
+    const vf power = (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
     const vf bounded = v_max(low, d);
@@ -188,7 +209,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 #else
     const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    const vi power = (v_step_bits(k) + ((vi)k << V_STEP_SHIFT)) & (d > low);
+    const vu power = (v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
 #endif
 }
@@ -204,11 +225,11 @@ V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
     return v_hmax(n ? v_max(v_load_part(dtype, p, n, -INFINITY), max) : max);
 }
 
-/* A running maximum of pairs (see v_load_pair). Of 16-bit floats it is taken from their bits, 2 V_LANES at a time: among
- * encodings with the sign bit clear the largest integer is the largest float, among the others the smallest unsigned
- * integer is. A NaN may hide the maximum; the answer is then NaN. */
+/* Running maxima of pairs (see v_load_pair), lane by lane. Of 16-bit floats they are taken from the bits, 2 V_LANES at a
+ * time: among encodings with the sign bit clear the largest integer is the largest float, among the others the smallest
+ * unsigned integer is. A NaN may hide a maximum; it is then NaN. */
 struct v_peak {
-    vf value;
+    vf value[2];
 #if V_LANES == 16
     __m512i positive, negative;
 #elif V_LANES == 8
@@ -217,7 +238,7 @@ struct v_peak {
 };
 
 V_INLINE struct v_peak v_peak_of_none(void) {
-    struct v_peak peak = {.value = v_set(-INFINITY)};
+    struct v_peak peak = {.value = {v_set(-INFINITY), v_set(-INFINITY)}};
 #if V_LANES == 16
     peak.positive = _mm512_set1_epi16(-0x8000), peak.negative = _mm512_set1_epi16(-1);
 #elif V_LANES == 8
@@ -244,11 +265,32 @@ V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf
         return;
     }
 #endif
-    peak->value = v_max(a, v_max(b, peak->value));
+    peak->value[0] = v_max(a, peak->value[0]);
+    peak->value[1] = v_max(b, peak->value[1]);
 }
 
+/* The maxima lane by lane, in the order of the pairs. */
+V_INLINE void v_peak_pair(int dtype, const struct v_peak *peak, vf *a, vf *b) {
+    *a = peak->value[0];
+    *b = peak->value[1];
+    (void)dtype;
+#if V_LANES == 16
+    if (dtype != RAFTER_F32) {
+        const __m512i bits = _mm512_mask_mov_epi16(peak->positive, _mm512_movepi16_mask(peak->positive), peak->negative);
+        v_load_pair(dtype, &bits, a, b);
+    }
+#elif V_LANES == 8
+    if (dtype != RAFTER_F32) {
+        const __m256i all_negative = _mm256_srai_epi16(peak->positive, 15);
+        const __m256i bits = _mm256_blendv_epi8(peak->positive, peak->negative, all_negative);
+        v_load_pair(dtype, &bits, a, b);
+    }
+#endif
+}
+
+/* The largest of all. */
 V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
-    const float value = v_hmax(peak->value);
+    const float value = v_hmax(v_max(peak->value[0], peak->value[1]));
     (void)dtype;
 #if V_LANES > 4
     if (dtype != RAFTER_F32) {
@@ -300,7 +342,7 @@ V_INLINE vf v_sum_block(int dtype, const char *p, int64_t n, const struct v_base
     }
     for (; n > 0; n -= V_LANES, p += step) {
         const vf a = v_load_part(dtype, p, n < V_LANES ? n : V_LANES, -INFINITY);
-        peak.value = v_max(a, peak.value);
+        peak.value[0] = v_max(a, peak.value[0]);
         s0 = v_add_exp(s0, a, base, near);
     }
     *top = v_peak_value(dtype, &peak);

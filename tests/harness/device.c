@@ -11,9 +11,12 @@ enum { ARENA_BYTES = 64 << 20, APART = 1024 };
 static char *arena;
 static size_t arena_used;
 
-static char *device_memory(const struct rafter_cuda *cuda, size_t bytes, bool *own) {
-    *own = getenv("RAFTER_TEST_EXACT_MEMORY") || bytes + APART > ARENA_BYTES - arena_used;
-    if (*own)
+static bool in_arena(const void *memory) {
+    return arena && (const char *)memory >= arena && (const char *)memory < arena + ARENA_BYTES;
+}
+
+static char *device_memory(const struct rafter_cuda *cuda, size_t bytes) {
+    if (getenv("RAFTER_TEST_EXACT_MEMORY") || bytes + APART > ARENA_BYTES - arena_used)
         return cuda->allocate(bytes);
     if (!arena)
         arena = cuda->allocate(ARENA_BYTES);
@@ -24,42 +27,64 @@ static char *device_memory(const struct rafter_cuda *cuda, size_t bytes, bool *o
     return memory;
 }
 
-static rafter_status call_on_device(problem *p, rafter_context *context, enum problem_mode mode) {
+/* As on the host: one element past an aligned address in the unaligned layout. */
+static size_t offset_of(const problem *p, const problem_tensor *t) {
+    return p->layout == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
+}
+
+bool problem_to_device(problem *p, const rafter_context *context) {
     const struct rafter_cuda *cuda = context->cuda;
-    char *memory[PROBLEM_TENSORS] = {NULL};
-    bool own[PROBLEM_TENSORS] = {false}, good = true;
-    arena_used = 0;
-    for (int i = 0; i < p->tensors && good; i++) {
-        problem_tensor *t = &p->tensor[i];
-        int shared = -1; /* an in-place tensor uses the memory of its partner */
-        for (int j = 0; j < p->tensors && t->in_place_of; j++)
-            if (strcmp(p->tensor[j].name, t->in_place_of) == 0)
-                shared = j;
-        /* The same place within a line as on the host: one element off in the unaligned layout. */
-        const size_t offset = p->layout == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
-        if (shared < 0) {
-            memory[i] = device_memory(cuda, t->memory_bytes + offset, &own[i]);
-            good = memory[i] && (t->memory_bytes == 0 || cuda->copy(memory[i] + offset, t->memory, t->memory_bytes));
-        }
-        t->tensor.device = context->device;
-        t->tensor.data = (shared < 0 ? memory[i] : memory[shared]) + offset;
-    }
-    rafter_status status = good ? p->op->call(p, context, mode) : RAFTER_OUT_OF_MEMORY;
-    if (good && !cuda->synchronize(context))
-        status = RAFTER_DEVICE_ERROR;
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
-        if (good && status == RAFTER_OK && t->memory_bytes > 0 && memory[i])
-            good = cuda->copy(t->memory, t->tensor.data, t->memory_bytes);
+        const size_t offset = offset_of(p, t);
+        if (t->in_place_of)
+            continue;
+        t->device = device_memory(cuda, t->memory_bytes + offset);
+        if (!t->device || (t->memory_bytes > 0 && !cuda->copy(t->device + offset, t->memory, t->memory_bytes)))
+            return false;
+        t->tensor.device = context->device;
+        t->tensor.data = t->device + offset;
+    }
+    for (int i = 0; i < p->tensors; i++)
+        if (p->tensor[i].in_place_of) {
+            const DLTensor *other = problem_dl(p, p->tensor[i].in_place_of);
+            p->tensor[i].tensor.device = other->device;
+            p->tensor[i].tensor.data = other->data;
+        }
+    return true;
+}
+
+bool problem_from_device(const problem *p, const rafter_context *context) {
+    bool good = context->cuda->synchronize(context);
+    for (int i = 0; i < p->tensors && good; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        if (t->device && t->memory_bytes > 0)
+            good = context->cuda->copy(t->memory, t->device + offset_of(p, t), t->memory_bytes);
+    }
+    return good;
+}
+
+void problem_leave_device(problem *p, const rafter_context *context) {
+    for (int i = 0; i < p->tensors; i++) {
+        problem_tensor *t = &p->tensor[i];
+        if (t->device && !in_arena(t->device))
+            context->cuda->release(t->device);
+        t->device = NULL;
         t->tensor.device = (DLDevice){kDLCPU, 0};
         t->tensor.data = t->memory;
     }
-    for (int i = 0; i < p->tensors; i++)
-        if (own[i])
-            cuda->release(memory[i]);
-    return good ? status : RAFTER_DEVICE_ERROR;
+    arena_used = 0;
 }
 
 rafter_status problem_call(problem *p, rafter_context *context, enum problem_mode mode) {
-    return context->cuda ? call_on_device(p, context, mode) : p->op->call(p, context, mode);
+    if (!context->cuda)
+        return p->op->call(p, context, mode);
+    rafter_status status = RAFTER_OUT_OF_MEMORY;
+    if (problem_to_device(p, context)) {
+        status = p->op->call(p, context, mode);
+        if (status == RAFTER_OK && !problem_from_device(p, context))
+            status = RAFTER_DEVICE_ERROR;
+    }
+    problem_leave_device(p, context);
+    return status;
 }

@@ -89,6 +89,7 @@ typedef struct problem_tensor {
     size_t mapping_bytes;
     char *memory;        /* the tensor's own bytes, padding included */
     size_t memory_bytes;
+    char *device;   /* its copy on a device, while it is there */
     char *original;      /* an input's bytes, kept where an in-place call destroys them */
 } problem_tensor;
 
@@ -191,6 +192,11 @@ void problem_store_outputs(problem *p);
 /* Largest disagreement of the oracle's gradients with finite differences of its forward, relative to the gradient's size. */
 double problem_finite_differences(problem *p);
 
+/* Copies every tensor to the context's device, where calls then find them; copies the results back (waits for the device); and
+ * lets go of the device's memory, also after a failure. */
+bool problem_to_device(problem *p, const rafter_context *context);
+bool problem_from_device(const problem *p, const rafter_context *context);
+void problem_leave_device(problem *p, const rafter_context *context);
 /* op->call on the context's device. On CUDA: copies every tensor there, calls, waits, and copies the results back. */
 rafter_status problem_call(problem *p, rafter_context *context, enum problem_mode mode);
 

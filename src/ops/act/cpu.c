@@ -1,13 +1,14 @@
 /*
- * act on the CPU. Elementwise kinds are one function of a vector, mapped. Softmax has two forms, by where the lines that it
- * normalises lie in memory: rows (a line's elements are adjacent, or else gathered) and columns (the lines are adjacent and
- * their elements a row apart: vectors run across lines, and nothing is transposed).
+ * act on the CPU. Elementwise kinds are one function of a vector, mapped. Softmax has two forms, by where the lines
+ * that it normalises lie in memory: rows (a line's elements are adjacent, or else gathered) and columns (the lines are
+ * adjacent and their elements a row apart: vectors run across lines, and nothing is transposed).
  */
 #include "ops/act/kernels.h"
 
 #include <float.h>
 
 #include "core/variants.h"
+#include "simd/activations.h"
 #include "simd/softmax.h"
 
 V_INLINE char *row_at(int dtype, const struct act_block *b, int tensor, int64_t row) {
@@ -18,52 +19,36 @@ V_INLINE int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* ---- elementwise kinds -------------------------------------------------------------------------------------------- */
+/* ---- elementwise kinds --------------------------------------------------------------------------------------------
+ */
 
-/* What the functions below are specialised for: constants, once all is inlined. */
+/* What `env` is below: constants, once all is inlined. */
 struct flavour {
     int dtype, kind;
 };
 
-struct logistic {
-    vf value, complement, slope; /* sigmoid(x), 1 - sigmoid(x), their product: none of them by subtraction */
-};
-
-V_INLINE struct logistic logistic(int dtype, vf x) {
-    /* With e = e^-|x|, which never overflows, and r = 1 / (1 + e), sigmoid is r where x is positive and e r where not. The
-     * cheaper exponential is off by |x| * 1e-7, for |x| < 104 at most; half a unit in the last place of fp16 is 2e-4. */
-    const vf magnitude = (vf)((vi)x & 0x7fffffff);
-    const vf e = dtype == RAFTER_F32 ? v_exp(-magnitude) : v_exp2(magnitude * v_set(-V_LOG2E));
-    const vf r = v_reciprocal(v_set(1.0f) + e), er = e * r;
-    const vi negative = (vi)x >> 31;
-    return (struct logistic){v_select(negative, er, r), v_select(negative, r, er), er * r};
-}
-
 V_INLINE vf forward(const vf in[], const void *env) {
     const struct flavour *const f = env;
-    const vf x = in[0];
     switch (f->kind) {
-    case RAFTER_ACT_RELU: return v_max(v_set(0.0f), x); /* NaN stays */
-    case RAFTER_ACT_SIGMOID: return logistic(f->dtype, x).value;
-    default: return x * logistic(f->dtype, x).value;
+    case RAFTER_ACT_RELU: return v_relu(in[0]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid_as(f->dtype, in[0]);
+    default: return v_silu_as(f->dtype, in[0]);
     }
 }
 
 V_INLINE vf backward(const vf in[], const void *env) {
     const struct flavour *const f = env;
-    const vf x = in[0], dy = in[1];
-    const struct logistic s = logistic(f->dtype, x);
     switch (f->kind) {
-    case RAFTER_ACT_RELU: return v_select(x <= v_set(0.0f), v_set(0.0f), dy); /* dy where x is NaN, as in PyTorch */
-    case RAFTER_ACT_SIGMOID: return dy * s.slope;
-    default: return dy * (s.value * v_fma(x, s.complement, v_set(1.0f)));
+    case RAFTER_ACT_RELU: return v_relu_grad(in[0], in[1]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid_grad_as(f->dtype, in[0], in[1]);
+    default: return v_silu_grad_as(f->dtype, in[0], in[1]);
     }
 }
 
 /* Elements gathered at a time where a line's are not adjacent. */
 enum { GATHER = 1024 };
 
-/* v_map over a row of the block, whatever its column strides: out from `inputs` tensors, ACT_IN first. */
+/* v_map over a row of the block, whatever its column strides: the output from `inputs` tensors, ACT_IN first. */
 V_INLINE void map_row(int dtype, int inputs, const struct act_block *b, int64_t row,
                       vf (*f)(const vf in[], const void *env), const void *env) {
     const int64_t bytes = v_bytes(dtype), n = b->columns, out_step = b->column_stride[ACT_OUT];
@@ -117,8 +102,8 @@ V_INLINE void copy(int dtype, int from, const struct act_block *b) {
     }
 }
 
-/* relu and its mask for n elements: 32, but for the end of the tensor. Forward takes x and writes the bits, backward takes
- * dy and reads them. */
+/* relu and its mask for n elements: 32, but for the end of the tensor. Forward takes x and writes the bits, backward
+ * takes dy and reads them. */
 V_INLINE void relu_step(int dtype, bool forth, const char *in, uint8_t *mask, char *out, int n, bool stream) {
     const int64_t step = V_LANES * v_bytes(dtype);
     uint32_t bits = 0;
@@ -130,7 +115,7 @@ V_INLINE void relu_step(int dtype, bool forth, const char *in, uint8_t *mask, ch
         const vf a = lanes == V_LANES ? v_load(dtype, in + k * step) : v_load_part(dtype, in + k * step, lanes, 0.0f);
         if (forth) {
             bits |= (uint32_t)v_bits(~(a <= v_set(0.0f))) << k * V_LANES;
-            result[k] = v_max(v_set(0.0f), a);
+            result[k] = v_relu(a);
         } else {
             result[k] = v_select(v_from_bits(bits >> k * V_LANES), a, v_set(0.0f));
         }
@@ -172,8 +157,6 @@ V_INLINE void map(bool forth, const struct act_block *b) {
     case RAFTER_ACT_SIGMOID: V_FOR_DTYPE(b->dtype, dtype, map_as(dtype, RAFTER_ACT_SIGMOID, forth, b)) break;
     default: V_FOR_DTYPE(b->dtype, dtype, map_as(dtype, RAFTER_ACT_SILU, forth, b)) break;
     }
-    if (b->stream)
-        v_fence();
 }
 
 static void map_forward(const struct act_block *b) {
@@ -184,10 +167,37 @@ static void map_backward(const struct act_block *b) {
     map(false, b);
 }
 
-/* ---- softmax ------------------------------------------------------------------------------------------------------ */
+/* ---- softmax ------------------------------------------------------------------------------------------------------
+ */
 
-V_INLINE vf load(int dtype, const void *p, int64_t lanes, float fill) {
-    return lanes == V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, lanes, fill);
+/*
+ * Forward: y = e^(x - pivot) / sum of e^(x - pivot). Backward: dx = y (dy - sum of y dy).
+ *
+ * The pivot is the line's maximum. For 16 bits the line's first element is tried instead, which costs nothing to find:
+ * the maximum is only needed where it is so far above that the sum leaves GUESS_LIMIT behind, or comes out NaN.
+ *
+ * Elements are taken in pairs of vectors (v_load_pair), whose lanes are in an order of their own. What is kept from one
+ * pass to the next, exponentials or statistics of columns, is kept in that order, so all passes must pair alike: from
+ * the same element on, with what is left over in single vectors.
+ */
+
+#define GUESS_LIMIT 0x1p64f
+
+V_INLINE bool guesses(int dtype) {
+    return dtype != RAFTER_F32; /* there, an error of (x - pivot) 1e-7 in an exponential would show */
+}
+
+V_INLINE bool guess_failed(float sum) {
+    return !(sum <= GUESS_LIMIT);
+}
+
+/* -inf becomes the lowest number: -inf - pivot is then -inf, and anything more makes the sum fail. */
+V_INLINE vf finite_pivot(vf pivot) {
+    return v_max(pivot, v_set(-FLT_MAX));
+}
+
+V_INLINE vf load(int dtype, const void *p, int64_t lanes) {
+    return lanes == V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, lanes, 0.0f);
 }
 
 V_INLINE void store(int dtype, void *p, vf a, int64_t lanes) {
@@ -197,87 +207,102 @@ V_INLINE void store(int dtype, void *p, vf a, int64_t lanes) {
         v_store_part(dtype, p, a, lanes);
 }
 
-/* y[i] = f(i) for n adjacent elements, a vector at a time: f is given the index of the first and how many lanes count (all,
- * but at the ends). With `stream`, whole lines go past the caches. */
-V_INLINE void produce(int dtype, char *y, int64_t n, bool stream, vf (*f)(const void *env, int64_t at, int64_t lanes),
-                      const void *env) {
-    const int64_t bytes = v_bytes(dtype);
-    int64_t i = 0;
-    if (stream && (uintptr_t)y % (uintptr_t)bytes == 0) {
-        for (int64_t head; i < n && (head = (int64_t)(-(uintptr_t)(y + i * bytes) % V_STREAM) / bytes) > 0; i += head) {
-            head = smaller(smaller(head, V_LANES), n - i);
-            store(dtype, y + i * bytes, f(env, i, head), head);
-        }
-        for (; i + 2 * V_LANES <= n; i += 2 * V_LANES)
-            v_stream2(dtype, y + i * bytes, f(env, i, V_LANES), f(env, i + V_LANES, V_LANES));
-    }
-    for (; i + V_LANES <= n; i += V_LANES)
-        v_store(dtype, y + i * bytes, f(env, i, V_LANES));
-    if (i < n)
-        v_store_part(dtype, y + i * bytes, f(env, i, n - i), n - i);
+V_INLINE void store_pair(int dtype, void *p, vf a, vf b, bool stream) {
+    if (stream)
+        v_stream_pair(dtype, p, a, b);
+    else
+        v_store_pair(dtype, p, a, b);
 }
 
-/* Forward, with pivot the maximum (see v_pivot): y = e^(x - pivot) / sum. Backward, with dot = sum of y dy: dx = y (dy - dot).
+/* ---- softmax along rows -------------------------------------------------------------------------------------------
  */
 
-/* ---- softmax along rows ------------------------------------------------------------------------------------------- */
-
-V_INLINE float row_max(int dtype, const char *x, int64_t n) {
-    const int64_t step = V_LANES * v_bytes(dtype);
-    vf m0 = v_set(-INFINITY), m1 = m0;
-    for (; n >= 2 * V_LANES; n -= 2 * V_LANES, x += 2 * step) {
-        m0 = v_max(v_load(dtype, x), m0);
-        m1 = v_max(v_load(dtype, x + step), m1);
-    }
-    for (; n > 0; n -= V_LANES, x += step)
-        m0 = v_max(load(dtype, x, smaller(n, V_LANES), -INFINITY), m0);
-    return v_hmax(v_max(m0, m1));
+V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
+    return v_exp_from(v_load_part(dtype, x, lanes, -INFINITY), pivot);
 }
 
-/* e[i] = e^(x[i] - pivot), up to the next multiple of V_LANES; returns their sum. */
-V_INLINE float row_exponentials(int dtype, const char *x, int64_t n, vf pivot, float *e) {
-    const int64_t step = V_LANES * v_bytes(dtype);
-    vf s0 = v_set(0.0f), s1 = s0;
-    for (; n >= 2 * V_LANES; n -= 2 * V_LANES, x += 2 * step, e += 2 * V_LANES) {
-        const vf a = v_exp_from(v_load(dtype, x), pivot), b = v_exp_from(v_load(dtype, x + step), pivot);
-        s0 += a;
-        s1 += b;
+/* Stores e^(x - pivot) as whole vectors: of the first `head` elements, of pairs, of the rest. Returns their sum. `even`
+ * (a constant): there are only pairs. */
+V_INLINE float row_exponentials(int dtype, bool even, const char *x, int64_t head, int64_t n, vf pivot, float *e) {
+    const int64_t bytes = v_bytes(dtype);
+    vf s0 = v_set(0.0f), s1 = s0, a, b;
+    int64_t i = 0;
+    for (int64_t lanes; !even && i < head; i += lanes, e += V_LANES) {
+        lanes = smaller(head - i, V_LANES);
+        s0 += a = row_exponential(dtype, x + i * bytes, lanes, pivot);
+        v_store(RAFTER_F32, e, a);
+    }
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES, e += 2 * V_LANES) {
+        v_load_pair(dtype, x + i * bytes, &a, &b);
+        s0 += a = v_exp_from(a, pivot);
+        s1 += b = v_exp_from(b, pivot);
         v_store(RAFTER_F32, e, a);
         v_store(RAFTER_F32, e + V_LANES, b);
     }
-    for (; n > 0; n -= V_LANES, x += step, e += V_LANES) {
-        const vf a = v_exp_from(load(dtype, x, smaller(n, V_LANES), -INFINITY), pivot);
-        s0 += a;
+    for (int64_t lanes; !even && i < n; i += lanes, e += V_LANES) {
+        lanes = smaller(n - i, V_LANES);
+        s0 += a = row_exponential(dtype, x + i * bytes, lanes, pivot);
         v_store(RAFTER_F32, e, a);
     }
     return v_sum(s0 + s1);
 }
 
-struct held {
-    const float *e;
-    vf scale;
-};
-
-V_INLINE vf held_scaled(const void *env, int64_t at, int64_t lanes) {
-    const struct held *const h = env;
-    (void)lanes; /* the buffer is whole vectors */
-    return v_load(RAFTER_F32, h->e + at) * h->scale;
+/* y = e * scale, e as row_exponentials left it. */
+V_INLINE void row_scaled(int dtype, bool even, const float *e, int64_t head, int64_t n, vf scale, char *y,
+                         bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    int64_t i = 0;
+    for (int64_t lanes; !even && i < head; i += lanes, e += V_LANES) {
+        lanes = smaller(head - i, V_LANES);
+        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
+    }
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES, e += 2 * V_LANES)
+        store_pair(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, v_load(RAFTER_F32, e + V_LANES) * scale,
+                   stream);
+    for (int64_t lanes; !even && i < n; i += lanes, e += V_LANES) {
+        lanes = smaller(n - i, V_LANES);
+        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
+    }
 }
 
-/* Exponentials are computed once and held between their sum and the scaling. Each pass runs over all rows of the block, so
- * that the reductions at the ends of short rows overlap. */
-V_INLINE void short_rows_as(int dtype, const struct act_block *b) {
+/* Elements before the first aligned line of y, where pairs begin if they are streamed. */
+V_INLINE int64_t head_of(int dtype, const char *y, int64_t n, bool stream) {
+    return stream ? smaller(n, (int64_t)(-(uintptr_t)y % V_STREAM) / v_bytes(dtype)) : 0;
+}
+
+/* Exponentials are computed once and held between their sum and the scaling. Each pass runs over all rows of the block,
+ * so that the reductions at the ends of short rows overlap. */
+V_INLINE void short_rows_as(int dtype, bool even, const struct act_block *b) {
     _Alignas(64) float e[ACT_SHORT];
-    float pivot[ACT_MOST_LINES], sum[ACT_MOST_LINES];
-    const int64_t n = b->columns, pitch = (n + V_LANES - 1) / V_LANES * V_LANES;
-    for (int64_t r = 0; r < b->rows; r++)
-        pivot[r] = v_pivot(row_max(dtype, row_at(dtype, b, ACT_IN, r), n));
-    for (int64_t r = 0; r < b->rows; r++)
-        sum[r] = row_exponentials(dtype, row_at(dtype, b, ACT_IN, r), n, v_set(pivot[r]), e + r * pitch);
+    float sum[ACT_MOST_LINES];
+    const int64_t n = b->columns, pitch = n + ACT_SHORT_MARGIN;
     for (int64_t r = 0; r < b->rows; r++) {
-        const struct held held = {e + r * pitch, v_set(1.0f / sum[r])};
-        produce(dtype, row_at(dtype, b, ACT_OUT, r), n, b->stream, held_scaled, &held);
+        const char *const x = row_at(dtype, b, ACT_IN, r);
+        const int64_t head = head_of(dtype, row_at(dtype, b, ACT_OUT, r), n, b->stream);
+        vf pivot = finite_pivot(v_set(guesses(dtype) ? v_get(dtype, x) : v_max_row(dtype, x, n)));
+        sum[r] = row_exponentials(dtype, even, x, head, n, pivot, e + r * pitch);
+        if (guesses(dtype) && guess_failed(sum[r])) {
+            pivot = finite_pivot(v_set(v_max_row(dtype, x, n)));
+            sum[r] = row_exponentials(dtype, even, x, head, n, pivot, e + r * pitch);
+        }
     }
+    for (int64_t r = 0; r < b->rows; r++) {
+        char *const y = row_at(dtype, b, ACT_OUT, r);
+        const vf scale = v_set(1.0f / sum[r]);
+        if (b->stream)
+            row_scaled(dtype, even, e + r * pitch, head_of(dtype, y, n, true), n, scale, y, true);
+        else
+            row_scaled(dtype, even, e + r * pitch, 0, n, scale, y, false);
+    }
+}
+
+static void short_rows(const struct act_block *b) {
+    const bool aligned =
+        (uintptr_t)b->data[ACT_OUT] % V_STREAM == 0 && b->row_stride[ACT_OUT] * v_bytes((int)b->dtype) % V_STREAM == 0;
+    if (b->columns % (2 * V_LANES) == 0 && (aligned || !b->stream))
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, b))
+    else
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, b))
 }
 
 V_INLINE void rows_forward_statistics(int dtype, const struct act_block *b, float *statistics) {
@@ -304,44 +329,42 @@ V_INLINE vf normalised(const vf in[], const void *env) {
     return v_exp_from(in[0], n->pivot) * n->scale;
 }
 
-V_INLINE void rows_forward_apply(int dtype, const struct act_block *b, const float *statistics, int64_t parts) {
+V_INLINE void rows_forward_apply(int dtype, const struct act_block *b, const float *statistics) {
     for (int64_t r = 0; r < b->rows; r++) {
-        struct v_stats s = {-INFINITY, 0.0f};
-        for (int64_t part = 0; part < parts; part++) {
-            const float *const p = statistics + part * ACT_STATISTICS * b->rows;
-            s = v_stats_merge(s, (struct v_stats){p[r], p[b->rows + r]});
-        }
-        const struct normaliser n = {v_set(v_pivot(s.max)), v_set(1.0f / s.sum)};
+        const struct normaliser n = {finite_pivot(v_set(statistics[r])), v_set(1.0f / statistics[b->rows + r])};
         map_row(dtype, 1, b, r, normalised, &n);
     }
 }
 
-V_INLINE float dot(int dtype, const char *a, const char *b, int64_t n) {
+V_INLINE float dot(int dtype, const char *y, const char *dy, int64_t n) {
     const int64_t step = V_LANES * v_bytes(dtype);
-    vf s[4] = {v_set(0.0f), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
-    for (; n >= 4 * V_LANES; n -= 4 * V_LANES, a += 4 * step, b += 4 * step)
-        for (int k = 0; k < 4; k++)
-            s[k] = v_fma(v_load(dtype, a + k * step), v_load(dtype, b + k * step), s[k]);
-    for (; n > 0; n -= V_LANES, a += step, b += step) {
+    vf s[4] = {v_set(0.0f), v_set(0.0f), v_set(0.0f), v_set(0.0f)}, y0, y1, dy0, dy1;
+    for (; n >= 4 * V_LANES; n -= 4 * V_LANES)
+        for (int k = 0; k < 4; k += 2, y += 2 * step, dy += 2 * step) {
+            v_load_pair(dtype, y, &y0, &y1);
+            v_load_pair(dtype, dy, &dy0, &dy1);
+            s[k] = v_fma(y0, dy0, s[k]);
+            s[k + 1] = v_fma(y1, dy1, s[k + 1]);
+        }
+    for (; n > 0; n -= V_LANES, y += step, dy += step) {
         const int64_t lanes = smaller(n, V_LANES);
-        s[0] = v_fma(load(dtype, a, lanes, 0.0f), load(dtype, b, lanes, 0.0f), s[0]);
+        s[0] = v_fma(load(dtype, y, lanes), load(dtype, dy, lanes), s[0]);
     }
     return v_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-V_INLINE void rows_backward_statistics(int dtype, const struct act_block *b, float *statistics) {
+V_INLINE void rows_backward_statistics(int dtype, const struct act_block *b, float *sum) {
     const int64_t y_step = b->column_stride[ACT_IN], dy_step = b->column_stride[ACT_DY], bytes = v_bytes(dtype);
     const int64_t block = y_step == 1 && dy_step == 1 ? b->columns : GATHER;
     char buffer[2][GATHER * 4];
     for (int64_t r = 0; r < b->rows; r++) {
         const char *const y = row_at(dtype, b, ACT_IN, r), *const dy = row_at(dtype, b, ACT_DY, r);
-        float sum = 0.0f;
+        sum[r] = 0.0f;
         for (int64_t i = 0; i < b->columns; i += block) {
             const int64_t part = smaller(b->columns - i, block);
-            sum += dot(dtype, v_gather(dtype, y + i * y_step * bytes, y_step, part, buffer[0]),
-                       v_gather(dtype, dy + i * dy_step * bytes, dy_step, part, buffer[1]), part);
+            sum[r] += dot(dtype, v_gather(dtype, y + i * y_step * bytes, y_step, part, buffer[0]),
+                          v_gather(dtype, dy + i * dy_step * bytes, dy_step, part, buffer[1]), part);
         }
-        statistics[r] = sum;
     }
 }
 
@@ -350,171 +373,224 @@ V_INLINE vf projected(const vf in[], const void *env) {
     return in[0] * (in[1] - *sum);
 }
 
-V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const float *statistics, int64_t parts) {
+V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const float *sum) {
     for (int64_t r = 0; r < b->rows; r++) {
-        float sum = 0.0f;
-        for (int64_t part = 0; part < parts; part++)
-            sum += statistics[part * ACT_STATISTICS * b->rows + r];
-        const vf sums = v_set(sum);
-        map_row(dtype, 2, b, r, projected, &sums);
+        const vf env = v_set(sum[r]);
+        map_row(dtype, 2, b, r, projected, &env);
     }
 }
 
-/* ---- softmax along columns ---------------------------------------------------------------------------------------- */
+/* ---- softmax along columns ----------------------------------------------------------------------------------------
+ */
 
-/* Rows that are folded into the running statistics of a vector of columns at a time, held in registers. */
-enum { FOLD = 8 };
+/* Rows that are summed before they are added to the columns' sums, which bounds the error by FOLD + n / FOLD roundings;
+ * and how many rows ahead memory is asked for. */
+enum { FOLD = 8, AHEAD = 16 };
 
-/* The maximum, or for columns of all -inf the lowest number, from which their exponentials are 0 all the same. */
-V_INLINE vf pivots(vf max) {
-    return v_max(max, v_set(-FLT_MAX));
+/* The maxima of the columns over the first `rows` rows. */
+V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, float *max) {
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
+    for (int64_t i = 0; i < n; i++)
+        max[i] = -INFINITY;
+    for (int64_t r = 0; r < rows; r++) {
+        const char *const x = row_at(dtype, b, ACT_IN, r);
+        int64_t i = 0;
+        for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+            vf x0, x1;
+            v_load_pair(dtype, x + i * bytes, &x0, &x1);
+            v_store(RAFTER_F32, max + i, v_max(x0, v_load(RAFTER_F32, max + i)));
+            v_store(RAFTER_F32, max + i + V_LANES, v_max(x1, v_load(RAFTER_F32, max + i + V_LANES)));
+        }
+        for (int64_t lanes; i < n; i += lanes) {
+            lanes = smaller(n - i, V_LANES);
+            const vf a = load(dtype, x + i * bytes, lanes);
+            store(RAFTER_F32, max + i, v_max(a, load(RAFTER_F32, max + i, lanes)), lanes);
+        }
+    }
 }
 
-V_INLINE void fold_forward(int dtype, const char *x, int64_t pitch, int rows, int64_t lanes, float *max, float *sum) {
-    vf a[FOLD];
-    const vf before = load(RAFTER_F32, max, lanes, 0.0f);
-    vf top = before;
-    for (int r = 0; r < rows; r++) {
-        a[r] = load(dtype, x + r * pitch, lanes, 0.0f);
-        top = v_max(a[r], top);
-    }
-    const vf pivot = pivots(top);
-    vf s0 = load(RAFTER_F32, sum, lanes, 0.0f) * v_exp_from(before, pivot), s1 = v_set(0.0f);
-    for (int r = 0; r < rows; r += 2) {
-        s0 += v_exp_from(a[r], pivot);
-        if (r + 1 < rows)
-            s1 += v_exp_from(a[r + 1], pivot);
-    }
-    store(RAFTER_F32, max, top, lanes);
-    store(RAFTER_F32, sum, s0 + s1, lanes);
-}
-
-V_INLINE void fold_rows_forward(int dtype, const struct act_block *b, int64_t row, int rows, float *statistics) {
-    const int64_t pitch = b->row_stride[ACT_IN] * v_bytes(dtype), n = b->columns;
+V_INLINE void fold_forward(int dtype, const struct act_block *b, int64_t row, int rows, const float *pivot,
+                           float *sum) {
+    const int64_t bytes = v_bytes(dtype), pitch = b->row_stride[ACT_IN] * bytes, n = b->columns;
     const char *const x = row_at(dtype, b, ACT_IN, row);
-    int64_t c = 0;
-    for (; c + V_LANES <= n; c += V_LANES)
-        fold_forward(dtype, x + c * v_bytes(dtype), pitch, rows, V_LANES, statistics + c, statistics + n + c);
-    if (c < n)
-        fold_forward(dtype, x + c * v_bytes(dtype), pitch, rows, n - c, statistics + c, statistics + n + c);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        const vf p0 = finite_pivot(v_load(RAFTER_F32, pivot + i));
+        const vf p1 = finite_pivot(v_load(RAFTER_F32, pivot + i + V_LANES));
+        vf s0 = v_set(0.0f), s1 = s0, x0, x1;
+        for (int r = 0; r < rows; r++) {
+            __builtin_prefetch(x + (r + AHEAD) * pitch + i * bytes);
+            v_load_pair(dtype, x + r * pitch + i * bytes, &x0, &x1);
+            s0 += v_exp_from(x0, p0);
+            s1 += v_exp_from(x1, p1);
+        }
+        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
+        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
+    }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = smaller(n - i, V_LANES);
+        const vf p = finite_pivot(load(RAFTER_F32, pivot + i, lanes));
+        vf s = v_set(0.0f);
+        for (int r = 0; r < rows; r++)
+            s += v_exp_from(load(dtype, x + r * pitch + i * bytes, lanes), p);
+        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
+    }
+}
+
+V_INLINE void columns_sum(int dtype, const struct act_block *b, const float *pivot, float *sum) {
+    for (int64_t i = 0; i < b->columns; i++)
+        sum[i] = 0.0f;
+    int64_t r = 0;
+    for (; r + FOLD <= b->rows; r += FOLD)
+        fold_forward(dtype, b, r, FOLD, pivot, sum);
+    for (; r < b->rows; r++)
+        fold_forward(dtype, b, r, 1, pivot, sum);
 }
 
 V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, float *statistics) {
-    for (int64_t c = 0; c < b->columns; c++) {
-        statistics[c] = -INFINITY;
-        statistics[b->columns + c] = 0.0f;
+    float *const pivot = statistics, *const sum = statistics + b->columns;
+    columns_max(dtype, b, guesses(dtype) ? 1 : b->rows, pivot);
+    columns_sum(dtype, b, pivot, sum);
+    bool failed = false;
+    for (int64_t i = 0; i < b->columns; i++)
+        failed |= guess_failed(sum[i]);
+    if (guesses(dtype) && failed) {
+        columns_max(dtype, b, b->rows, pivot);
+        columns_sum(dtype, b, pivot, sum);
     }
-    int64_t r = 0;
-    for (; r + FOLD <= b->rows; r += FOLD)
-        fold_rows_forward(dtype, b, r, FOLD, statistics);
-    for (; r < b->rows; r++)
-        fold_rows_forward(dtype, b, r, 1, statistics);
 }
 
-struct columns_forward {
-    int dtype;
-    const char *x;
-    const float *pivot, *scale;
-};
-
-V_INLINE vf columns_normalised(const void *env, int64_t at, int64_t lanes) {
-    const struct columns_forward *const c = env;
-    const vf pivot = load(RAFTER_F32, c->pivot + at, lanes, 0.0f), scale = load(RAFTER_F32, c->scale + at, lanes, 0.0f);
-    return v_exp_from(load(c->dtype, c->x + at * v_bytes(c->dtype), lanes, 0.0f), pivot) * scale;
+V_INLINE void normalise_row(int dtype, const char *x, const float *pivot, const float *scale, int64_t n, char *y,
+                            bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf x0, x1;
+        v_load_pair(dtype, x + i * bytes, &x0, &x1);
+        x0 = v_exp_from(x0, v_load(RAFTER_F32, pivot + i)) * v_load(RAFTER_F32, scale + i);
+        x1 = v_exp_from(x1, v_load(RAFTER_F32, pivot + i + V_LANES)) * v_load(RAFTER_F32, scale + i + V_LANES);
+        store_pair(dtype, y + i * bytes, x0, x1, stream);
+    }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = smaller(n - i, V_LANES);
+        const vf e = v_exp_from(load(dtype, x + i * bytes, lanes), load(RAFTER_F32, pivot + i, lanes));
+        store(dtype, y + i * bytes, e * load(RAFTER_F32, scale + i, lanes), lanes);
+    }
 }
 
-V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const float *statistics, int64_t parts) {
+V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const float *statistics) {
     float pivot[ACT_MOST_LINES], scale[ACT_MOST_LINES];
-    for (int64_t c = 0; c < b->columns; c++) {
-        struct v_stats s = {-INFINITY, 0.0f};
-        for (int64_t part = 0; part < parts; part++) {
-            const float *const p = statistics + part * ACT_STATISTICS * b->columns;
-            s = v_stats_merge(s, (struct v_stats){p[c], p[b->columns + c]});
-        }
-        pivot[c] = v_pivot(s.max);
-        scale[c] = 1.0f / s.sum;
+    for (int64_t i = 0; i < b->columns; i++) {
+        pivot[i] = v_pivot(statistics[i]);
+        scale[i] = 1.0f / statistics[b->columns + i];
     }
     for (int64_t r = 0; r < b->rows; r++) {
-        const struct columns_forward env = {dtype, row_at(dtype, b, ACT_IN, r), pivot, scale};
-        produce(dtype, row_at(dtype, b, ACT_OUT, r), b->columns, b->stream, columns_normalised, &env);
+        const char *const x = row_at(dtype, b, ACT_IN, r);
+        char *const y = row_at(dtype, b, ACT_OUT, r);
+        if (b->stream && (uintptr_t)y % V_STREAM == 0)
+            normalise_row(dtype, x, pivot, scale, b->columns, y, true);
+        else
+            normalise_row(dtype, x, pivot, scale, b->columns, y, false);
     }
 }
 
-V_INLINE void fold_backward(int dtype, const char *y, int64_t y_pitch, const char *dy, int64_t dy_pitch, int rows,
-                            int64_t lanes, float *sum) {
-    vf s0 = v_set(0.0f), s1 = s0;
-    for (int r = 0; r < rows; r += 2) {
-        s0 = v_fma(load(dtype, y + r * y_pitch, lanes, 0.0f), load(dtype, dy + r * dy_pitch, lanes, 0.0f), s0);
-        if (r + 1 < rows)
-            s1 = v_fma(load(dtype, y + (r + 1) * y_pitch, lanes, 0.0f), load(dtype, dy + (r + 1) * dy_pitch, lanes, 0.0f),
-                       s1);
-    }
-    store(RAFTER_F32, sum, load(RAFTER_F32, sum, lanes, 0.0f) + (s0 + s1), lanes);
-}
-
-V_INLINE void fold_rows_backward(int dtype, const struct act_block *b, int64_t row, int rows, float *sums) {
+V_INLINE void fold_backward(int dtype, const struct act_block *b, int64_t row, int rows, float *sum) {
     const int64_t bytes = v_bytes(dtype), n = b->columns;
     const int64_t y_pitch = b->row_stride[ACT_IN] * bytes, dy_pitch = b->row_stride[ACT_DY] * bytes;
     const char *const y = row_at(dtype, b, ACT_IN, row), *const dy = row_at(dtype, b, ACT_DY, row);
-    int64_t c = 0;
-    for (; c + V_LANES <= n; c += V_LANES)
-        fold_backward(dtype, y + c * bytes, y_pitch, dy + c * bytes, dy_pitch, rows, V_LANES, sums + c);
-    if (c < n)
-        fold_backward(dtype, y + c * bytes, y_pitch, dy + c * bytes, dy_pitch, rows, n - c, sums + c);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf s0 = v_set(0.0f), s1 = s0, y0, y1, dy0, dy1;
+        for (int r = 0; r < rows; r++) {
+            __builtin_prefetch(y + (r + AHEAD) * y_pitch + i * bytes);
+            __builtin_prefetch(dy + (r + AHEAD) * dy_pitch + i * bytes);
+            v_load_pair(dtype, y + r * y_pitch + i * bytes, &y0, &y1);
+            v_load_pair(dtype, dy + r * dy_pitch + i * bytes, &dy0, &dy1);
+            s0 = v_fma(y0, dy0, s0);
+            s1 = v_fma(y1, dy1, s1);
+        }
+        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
+        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
+    }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = smaller(n - i, V_LANES);
+        vf s = v_set(0.0f);
+        for (int r = 0; r < rows; r++)
+            s = v_fma(load(dtype, y + r * y_pitch + i * bytes, lanes),
+                      load(dtype, dy + r * dy_pitch + i * bytes, lanes), s);
+        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
+    }
 }
 
-V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, float *statistics) {
-    for (int64_t c = 0; c < b->columns; c++)
-        statistics[c] = 0.0f;
+V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, float *sum) {
+    for (int64_t i = 0; i < b->columns; i++)
+        sum[i] = 0.0f;
     int64_t r = 0;
     for (; r + FOLD <= b->rows; r += FOLD)
-        fold_rows_backward(dtype, b, r, FOLD, statistics);
+        fold_backward(dtype, b, r, FOLD, sum);
     for (; r < b->rows; r++)
-        fold_rows_backward(dtype, b, r, 1, statistics);
+        fold_backward(dtype, b, r, 1, sum);
 }
 
-struct columns_backward {
-    int dtype;
-    const char *y, *dy;
-    const float *sum;
-};
-
-V_INLINE vf columns_projected(const void *env, int64_t at, int64_t lanes) {
-    const struct columns_backward *const c = env;
-    const vf y = load(c->dtype, c->y + at * v_bytes(c->dtype), lanes, 0.0f);
-    const vf dy = load(c->dtype, c->dy + at * v_bytes(c->dtype), lanes, 0.0f);
-    return y * (dy - load(RAFTER_F32, c->sum + at, lanes, 0.0f));
-}
-
-V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const float *statistics, int64_t parts) {
-    float sum[ACT_MOST_LINES];
-    for (int64_t c = 0; c < b->columns; c++) {
-        sum[c] = 0.0f;
-        for (int64_t part = 0; part < parts; part++)
-            sum[c] += statistics[part * ACT_STATISTICS * b->columns + c];
+V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx,
+                          bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf y0, y1, dy0, dy1;
+        v_load_pair(dtype, y + i * bytes, &y0, &y1);
+        v_load_pair(dtype, dy + i * bytes, &dy0, &dy1);
+        store_pair(dtype, dx + i * bytes, y0 * (dy0 - v_load(RAFTER_F32, sum + i)),
+                   y1 * (dy1 - v_load(RAFTER_F32, sum + i + V_LANES)), stream);
     }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = smaller(n - i, V_LANES);
+        const vf centred = load(dtype, dy + i * bytes, lanes) - load(RAFTER_F32, sum + i, lanes);
+        store(dtype, dx + i * bytes, load(dtype, y + i * bytes, lanes) * centred, lanes);
+    }
+}
+
+V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const float *sum) {
     for (int64_t r = 0; r < b->rows; r++) {
-        const struct columns_backward env = {dtype, row_at(dtype, b, ACT_IN, r), row_at(dtype, b, ACT_DY, r), sum};
-        produce(dtype, row_at(dtype, b, ACT_OUT, r), b->columns, b->stream, columns_projected, &env);
+        const char *const y = row_at(dtype, b, ACT_IN, r), *const dy = row_at(dtype, b, ACT_DY, r);
+        char *const dx = row_at(dtype, b, ACT_OUT, r);
+        if (b->stream && (uintptr_t)dx % V_STREAM == 0)
+            project_row(dtype, y, dy, sum, b->columns, dx, true);
+        else
+            project_row(dtype, y, dy, sum, b->columns, dx, false);
     }
 }
 
-/* ---- the table ---------------------------------------------------------------------------------------------------- */
+/* ---- parts of lines -----------------------------------------------------------------------------------------------
+ */
 
-static void short_rows(const struct act_block *b) {
-    V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, b))
-    if (b->stream)
-        v_fence();
+static void merge_forward(float *statistics, int64_t lines, int64_t parts) {
+    for (int64_t i = 0; i < lines; i++) {
+        struct v_stats s = {-INFINITY, 0.0f};
+        for (int64_t part = 0; part < parts; part++) {
+            const float *const p = statistics + part * ACT_STATISTICS * lines;
+            s = v_stats_merge(s, (struct v_stats){p[i], p[lines + i]});
+        }
+        statistics[i] = s.max;
+        statistics[lines + i] = s.sum;
+    }
 }
+
+static void merge_backward(float *sum, int64_t lines, int64_t parts) {
+    for (int64_t part = 1; part < parts; part++)
+        for (int64_t i = 0; i < lines; i++)
+            sum[i] += sum[part * ACT_STATISTICS * lines + i];
+}
+
+/* ---- the table ----------------------------------------------------------------------------------------------------
+ */
 
 #define SOFTMAX(form_direction)                                                                                        \
     static void form_direction##_statistics_any(const struct act_block *b, float *statistics) {                        \
         V_FOR_DTYPE(b->dtype, dtype, form_direction##_statistics(dtype, b, statistics))                                \
     }                                                                                                                  \
-    static void form_direction##_apply_any(const struct act_block *b, const float *statistics, int64_t parts) {        \
-        V_FOR_DTYPE(b->dtype, dtype, form_direction##_apply(dtype, b, statistics, parts))                              \
-        if (b->stream)                                                                                                 \
-            v_fence();                                                                                                 \
+    static void form_direction##_apply_any(const struct act_block *b, const float *statistics) {                       \
+        V_FOR_DTYPE(b->dtype, dtype, form_direction##_apply(dtype, b, statistics))                                     \
     }
 
 SOFTMAX(rows_forward)
@@ -528,5 +604,7 @@ const struct act_kernels RAFTER_KERNELS(act) = {
     .short_rows = short_rows,
     .statistics = {{rows_forward_statistics_any, rows_backward_statistics_any},
                    {columns_forward_statistics_any, columns_backward_statistics_any}},
-    .apply = {{rows_forward_apply_any, rows_backward_apply_any}, {columns_forward_apply_any, columns_backward_apply_any}},
+    .apply = {{rows_forward_apply_any, rows_backward_apply_any},
+              {columns_forward_apply_any, columns_backward_apply_any}},
+    .merge = {merge_forward, merge_backward},
 };

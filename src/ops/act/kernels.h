@@ -7,15 +7,15 @@
 
 #include "rafter/rafter.h"
 
-/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more than
- * dy, x or softmax's y (ACT_IN). */
+/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more
+ * than dy, x or softmax's y (ACT_IN). */
 enum { ACT_IN, ACT_DY, ACT_OUT, ACT_TENSORS };
 
 /* A block of rows x columns elements, cut out of every tensor of the call alike. */
 struct act_block {
     rafter_dtype dtype;
     rafter_act_kind kind;
-    bool stream; /* write past the caches */
+    bool stream; /* write past the caches; the output is aligned to its elements, and the caller ends with v_fence() */
     int64_t rows, columns;
     char *data[ACT_TENSORS];
     int64_t row_stride[ACT_TENSORS], column_stride[ACT_TENSORS]; /* in elements */
@@ -26,12 +26,14 @@ struct act_block {
 enum act_form { ACT_ROWS, ACT_COLUMNS, ACT_FORMS };
 
 enum {
-    /* Elements, rows rounded up to 16 columns, of a block for short_rows. */
-    ACT_SHORT = 8192,
-    /* Lines of a block for statistics and apply. */
+    /* Elements of a block for short_rows, each row with a margin. */
+    ACT_SHORT_MARGIN = 64,
+    ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
+    /* Lines of any block. */
     ACT_MOST_LINES = 512,
-    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A block's
-     * are an array over its lines of the first, then one of the second; parts of the same lines follow one another. */
+    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A
+     * block's are an array over its lines of the first, then one of the second; parts of the same lines follow one
+     * another. */
     ACT_STATISTICS = 2
 };
 
@@ -40,10 +42,11 @@ struct act_kernels {
     void (*map[2])(const struct act_block *block);
     /* Softmax forward of rows with column stride 1 in one go. */
     void (*short_rows)(const struct act_block *block);
-    /* Softmax by form and direction, in two steps: statistics of the lines, or of parts of them; then the result, of the
-     * lines or a part of them, from the statistics of all `parts`. */
+    /* Softmax by form and direction, in two steps: statistics of the lines, then the result from them. */
     void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);
-    void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics, int64_t parts);
+    void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics);
+    /* By direction: the statistics of `parts` parts of the same lines into the first of them. */
+    void (*merge[2])(float *statistics, int64_t lines, int64_t parts);
 };
 
 #endif

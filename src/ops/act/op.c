@@ -1,10 +1,10 @@
 /*
  * act: checks, and how the work is cut on the CPU.
  *
- * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is cut
- * into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's lines
- * are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay whole
- * unless there are too few to share out.
+ * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is
+ * cut into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's
+ * lines are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay
+ * whole unless there are too few to share out.
  */
 #include "core/backend.h"
 #include "core/context.h"
@@ -13,6 +13,7 @@
 #include "core/variants.h"
 #include "ops/act/call.h"
 #include "ops/act/kernels.h"
+#include "simd/simd.h"
 
 #define RAFTER_VARIANT(isa) extern const struct act_kernels RAFTER_PASTE3(rafter_, act, isa);
 #include "variants.inc"
@@ -42,7 +43,8 @@ static int64_t round_up(int64_t a, int64_t multiple) {
     return ceil_div(a, multiple) * multiple;
 }
 
-/* ---- checks ------------------------------------------------------------------------------------------------------- */
+/* ---- checks -------------------------------------------------------------------------------------------------------
+ */
 
 static bool contiguous(const rafter_view *view) {
     int64_t step = 1;
@@ -54,7 +56,8 @@ static bool contiguous(const rafter_view *view) {
     return true;
 }
 
-/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor. */
+/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor.
+ */
 struct named {
     const char *name;
     const DLTensor *tensor;
@@ -64,8 +67,9 @@ struct named {
 static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, const struct named named[ACT_TENSORS],
                                struct act_call *call) {
     if (call->kind != RAFTER_ACT_RELU)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "relu_mask is given with kind %d, wanted it only with %d (relu)",
-                           (int)call->kind, (int)RAFTER_ACT_RELU);
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "relu_mask is given with kind %d, wanted it only with %d (relu)", (int)call->kind,
+                           (int)RAFTER_ACT_RELU);
     const bool forward = call->direction == RAFTER_FORWARD;
     rafter_view mask;
     RAFTER_TRY((forward ? rafter_take_output : rafter_take_tensor)(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8),
@@ -100,10 +104,8 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
     if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
                            (int)direction);
-    *call = (struct act_call){.direction = direction,
-                              .kind = a.kind,
-                              .workspace = a.workspace,
-                              .workspace_bytes = a.workspace_bytes};
+    *call = (struct act_call){
+        .direction = direction, .kind = a.kind, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
     const bool dy_will_do = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
@@ -118,7 +120,7 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
         if (!named[t].name)
             continue;
         RAFTER_TRY((t == ACT_OUT ? rafter_take_output : rafter_take_tensor)(context, named[t].name, named[t].tensor,
-                                                                           RAFTER_FLOATS, named[t].view));
+                                                                            RAFTER_FLOATS, named[t].view));
         RAFTER_TRY(rafter_want_same_dtype(context, named[t].name, named[t].view, first->name, first->view));
         RAFTER_TRY(rafter_want_same_shape(context, named[t].name, named[t].view, first->name, first->view));
     }
@@ -138,15 +140,16 @@ static bool in_place(const struct act_call *call) {
     return rafter_same_memory(&call->out, call->direction == RAFTER_FORWARD ? &call->in : &call->dy);
 }
 
-/* ---- the grid ----------------------------------------------------------------------------------------------------- */
+/* ---- the grid -----------------------------------------------------------------------------------------------------
+ */
 
 enum {
-    TASK = 1 << 16,        /* elements that are worth a task */
-    PANEL_BYTES = 1 << 19, /* inputs of a block of columns, which is read twice: they should stay in L2 */
-    LINE_BYTES = 64,       /* of a cache */
-    FEW_BLOCKS = 16,       /* with fewer, softmax's lines are cut into parts */
-    MOST_PARTS = 64,
-    PART_MULTIPLE = 64     /* elements, so that parts keep the alignment of the line */
+    TASK = 1 << 16,     /* elements that are worth a task */
+    ROWS_PANEL = 2048,  /* elements of a block of rows, which is gone over twice and should stay in L1 */
+    LINE_BYTES = 64,    /* of a cache */
+    FEW_BLOCKS = 8,     /* with fewer, softmax's lines are cut into parts, */
+    ENOUGH_BLOCKS = 64, /* so that there are about so many */
+    PART_MULTIPLE = 64  /* elements, so that parts keep the alignment of the line */
 };
 
 /* The tensors as views of [outer ..., rows, columns], and how that is cut. */
@@ -177,8 +180,8 @@ static void permute(struct grid *grid, const int order[], int ndim) {
     }
 }
 
-/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they were
- * not; `last` (-1: none) goes behind all others. */
+/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they
+ * were not; `last` (-1: none) goes behind all others. */
 static void order_by_stride(struct grid *grid, int last) {
     const rafter_view *const out = &grid->view[ACT_OUT];
     int order[RAFTER_VIEW_DIMS], n = 0;
@@ -231,38 +234,39 @@ static void arrange(struct grid *grid, int dim) {
     grid->column = out->ndim - 1;
 }
 
-/* Columns of a block of lines that are `length` long: whole cache lines, as many as leave the inputs' panel in L2, and shared
- * out evenly. */
-static int64_t strip(int64_t columns, int64_t length, int64_t bytes, int inputs) {
-    const int64_t unit = LINE_BYTES / bytes, fit = PANEL_BYTES / bytes / inputs / length / unit * unit;
-    const int64_t most = at_most(at_least(fit, unit), ACT_MOST_LINES);
-    return at_most(round_up(ceil_div(columns, ceil_div(columns, most)), unit), columns);
+/* Columns of a block: all of them, for memory is read fastest straight on; if they are too many, equal shares of whole
+ * cache lines. */
+static int64_t strip(int64_t columns, int64_t bytes) {
+    const int64_t shares = ceil_div(columns, ACT_MOST_LINES);
+    return at_most(columns, round_up(ceil_div(columns, shares), LINE_BYTES / bytes));
 }
 
 static void cut(struct grid *grid, bool forward) {
     const rafter_view *const out = &grid->view[ACT_OUT];
     const int64_t rows = out->shape[grid->row], columns = out->shape[grid->column];
     const int64_t outer = rafter_extent(out, 0, grid->row), bytes = rafter_dtype_bytes(out->dtype);
+    const bool by_rows = grid->form == ACT_ROWS;
     if (!grid->softmax) {
         grid->columns = at_most(columns, TASK);
         grid->rows = at_most(rows, at_least(TASK / columns, 1));
-    } else if (grid->form == ACT_ROWS) {
+    } else if (by_rows) {
         grid->columns = columns;
-        grid->rows = at_most(at_most(rows, ACT_MOST_LINES), at_least(ACT_SHORT / round_up(columns, 16), 1));
-        grid->is_short = forward && columns <= ACT_SHORT && adjacent(grid, grid->column);
+        grid->rows = at_most(rows, at_least(ROWS_PANEL / (columns + ACT_SHORT_MARGIN), 1));
+        grid->is_short = forward && columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(grid, grid->column);
     } else {
-        grid->columns = strip(columns, rows, bytes, grid->count - 1);
+        grid->columns = strip(columns, bytes);
         grid->rows = rows;
     }
     grid->parts = 1;
-    grid->lines = grid->form == ACT_ROWS ? grid->rows : grid->columns;
-    const int64_t blocks = outer * ceil_div(rows, grid->rows) * ceil_div(columns, grid->columns);
-    if (grid->softmax && blocks < FEW_BLOCKS && grid->rows * grid->columns >= 2 * TASK) {
-        int64_t *const length = grid->form == ACT_ROWS ? &grid->columns : &grid->rows;
-        const int64_t whole = *length, parts = at_most(grid->rows * grid->columns / TASK, MOST_PARTS);
+    grid->lines = by_rows ? grid->rows : grid->columns;
+    const int64_t units = outer * ceil_div(rows, grid->rows) * ceil_div(columns, grid->columns);
+    const int64_t parts = at_most(ceil_div(ENOUGH_BLOCKS, units), grid->rows * grid->columns / TASK);
+    if (grid->softmax && units < FEW_BLOCKS && parts > 1) {
+        int64_t *const length = by_rows ? &grid->columns : &grid->rows;
+        const int64_t whole = *length;
         *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
         grid->parts = ceil_div(whole, *length);
-        grid->statistics = (size_t)(blocks * grid->parts * ACT_STATISTICS * grid->lines) * sizeof(float);
+        grid->statistics = (size_t)(units * grid->parts * ACT_STATISTICS * grid->lines) * sizeof(float);
     }
     grid->row_blocks = ceil_div(rows, grid->rows);
     grid->column_blocks = ceil_div(columns, grid->columns);
@@ -284,18 +288,25 @@ static void make_grid(const struct act_call *call, struct grid *grid) {
     for (int d = 0; d < out->ndim; d++)
         span += (out->shape[d] - 1) * out->stride[d];
     /* In place the lines are in the cache already: writing them past it would gain nothing. */
-    grid->stream = !in_place(call) && rafter_should_stream(span * rafter_dtype_bytes(out->dtype));
+    const int64_t bytes = rafter_dtype_bytes(out->dtype);
+    grid->stream =
+        !in_place(call) && (uintptr_t)out->data % (uintptr_t)bytes == 0 && rafter_should_stream(span * bytes);
 }
 
-/* ---- running ------------------------------------------------------------------------------------------------------ */
+/* ---- running ------------------------------------------------------------------------------------------------------
+ */
 
 struct work {
     const struct act_call *call;
     const struct grid *grid;
     const struct act_kernels *kernels;
-    float *statistics; /* of parts of lines: one round over all blocks writes them, a second reads them */
-    bool second_round;
+    float *statistics; /* of parts of lines, in units of ACT_STATISTICS * lines * parts */
+    bool merged;
 };
+
+static float *unit_statistics(const struct work *work, int64_t unit) {
+    return work->statistics + unit * work->grid->parts * ACT_STATISTICS * work->grid->lines;
+}
 
 static void run_block(const struct work *work, int64_t index) {
     const struct grid *const grid = work->grid;
@@ -315,9 +326,9 @@ static void run_block(const struct work *work, int64_t index) {
             continue;
         block.row_stride[t] = view->stride[grid->row];
         block.column_stride[t] = view->stride[grid->column];
-        block.data[t] = rafter_at(view, rafter_offset(view, 0, grid->row, outer) +
-                                            row * grid->rows * block.row_stride[t] +
-                                            column * grid->columns * block.column_stride[t]);
+        block.data[t] =
+            rafter_at(view, rafter_offset(view, 0, grid->row, outer) + row * grid->rows * block.row_stride[t] +
+                                column * grid->columns * block.column_stride[t]);
     }
     if (work->call->mask) /* one compact row, cut at multiples of TASK */
         block.mask = work->call->mask + column * grid->columns / 8;
@@ -331,17 +342,27 @@ static void run_block(const struct work *work, int64_t index) {
     } else if (grid->parts == 1) {
         float statistics[ACT_STATISTICS * ACT_MOST_LINES];
         kernels->statistics[grid->form][direction](&block, statistics);
-        kernels->apply[grid->form][direction](&block, statistics, 1);
+        kernels->apply[grid->form][direction](&block, statistics);
     } else {
         const bool by_rows = grid->form == ACT_ROWS;
-        const int64_t lines = by_rows ? block.rows : block.columns, part = by_rows ? column : row;
         const int64_t unit = by_rows ? outer * grid->row_blocks + row : outer * grid->column_blocks + column;
-        float *const statistics = work->statistics + unit * grid->parts * ACT_STATISTICS * grid->lines;
-        if (work->second_round)
-            kernels->apply[grid->form][direction](&block, statistics, grid->parts);
+        float *const statistics = unit_statistics(work, unit);
+        if (work->merged)
+            kernels->apply[grid->form][direction](&block, statistics);
         else
-            kernels->statistics[grid->form][direction](&block, statistics + part * ACT_STATISTICS * lines);
+            kernels->statistics[grid->form][direction](&block, statistics + (by_rows ? column : row) * ACT_STATISTICS *
+                                                                                (by_rows ? block.rows : block.columns));
     }
+}
+
+/* Merges the statistics of the parts of one unit: of the lines that one block of whole lines would have. */
+static void merge_task(void *arg, int64_t unit) {
+    const struct work *const work = arg;
+    const struct grid *const grid = work->grid;
+    const int dim = grid->form == ACT_ROWS ? grid->row : grid->column;
+    const int64_t per_outer = grid->form == ACT_ROWS ? grid->row_blocks : grid->column_blocks;
+    const int64_t lines = at_most(grid->lines, grid->view[ACT_OUT].shape[dim] - unit % per_outer * grid->lines);
+    work->kernels->merge[work->call->direction](unit_statistics(work, unit), lines, grid->parts);
 }
 
 static void run_task(void *arg, int64_t task) {
@@ -349,6 +370,7 @@ static void run_task(void *arg, int64_t task) {
     const int64_t first = task * work->grid->per_task, end = at_most(first + work->grid->per_task, work->grid->blocks);
     for (int64_t b = first; b < end; b++)
         run_block(work, b);
+    v_fence(); /* once for all blocks: it waits until what they have streamed is out */
 }
 
 static rafter_status run(rafter_context *context, const rafter_act_args *args, rafter_direction direction) {
@@ -369,8 +391,9 @@ static rafter_status run(rafter_context *context, const rafter_act_args *args, r
                         .statistics = (float *)(void *)scratch.memory};
     const int64_t tasks = ceil_div(grid.blocks, grid.per_task);
     rafter_parallel(context, tasks, run_task, &work);
-    if (grid.parts > 1) {
-        work.second_round = true;
+    if (grid.parts > 1) { /* that was their statistics */
+        rafter_parallel(context, grid.blocks / grid.parts, merge_task, &work);
+        work.merged = true;
         rafter_parallel(context, tasks, run_task, &work);
     }
     rafter_scratch_release(context, &scratch);

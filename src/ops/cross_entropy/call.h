@@ -6,10 +6,12 @@
 #include "ops/loss.h"
 
 struct cross_entropy_call {
-    struct rafter_loss loss;     /* its direction is the call's. rafter_loss_read has not been called: data may be on a device */
-    rafter_view logits, dlogits; /* [..., V]: row r begins at rafter_offset(view, 0, ndim - 1, r); dlogits may be the logits */
-    bool gradient;               /* dlogits is wanted; in forward: loss and gradient in one pass */
-    void *workspace;             /* the caller's, or NULL */
+    struct rafter_loss
+        loss; /* its direction is the call's. rafter_loss_read has not been called: data may be on a device */
+    rafter_view logits,
+        dlogits;     /* [..., V]: row r begins at rafter_offset(view, 0, ndim - 1, r); dlogits may be the logits */
+    bool gradient;   /* dlogits is wanted; in forward: loss and gradient in one pass */
+    void *workspace; /* the caller's, or NULL */
     size_t workspace_bytes;
 };
 

@@ -5,8 +5,7 @@
 #include "harness/problem.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested -----------------------------------------------------------------------------------------------
- */
+/* ---- what is tested --------------------------------------------------------------------------------------------- */
 
 enum ignored { NONE_IGNORED, SOME_IGNORED, LABEL_ZERO_IGNORED, ALL_IGNORED };
 
@@ -134,8 +133,7 @@ enum {
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
-/* ---- one problem --------------------------------------------------------------------------------------------------
- */
+/* ---- one problem ------------------------------------------------------------------------------------------------ */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -150,14 +148,15 @@ static const double denominator_value = 7;
  *
  * sum: S = sum of e^(u - max) has the relative error
  *     E = e (8 + 3 ln V + min(V, 16384) / 16):
- * v_exp2 is good to 3 units; the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with p, and the
- * mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums, portable), and
- * chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u itself is off by 6 e
- * |u|. So lse, logprob and every r - u_v are off by at most R = E + 12 e max|u|, before their own rounding.
+ * a term is good to 4 units (v_add_exp); the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with
+ * p, and the mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums,
+ * portable), and chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u
+ * itself is off by 6 e |u|. So lse, logprob and every r - u_v are off by at most E + 12 e max|u|, before their own
+ * rounding.
  *
- * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u|, where exponentials beyond 104 are 0; by
- * another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times their size,
- * is absolute.
+ * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u| (v_curve_at), where exponentials beyond 104
+ * are 0; by another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times
+ * their size, is absolute.
  */
 static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_t classes) {
     const double e = 0x1p-24, huge = p->values != PROBLEM_HUGE                        ? 0
@@ -322,8 +321,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return rafter_cross_entropy_backward(context, &args);
 }
 
-/* ---- bench --------------------------------------------------------------------------------------------------------
- */
+/* ---- bench ------------------------------------------------------------------------------------------------------ */
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};

@@ -12,71 +12,139 @@ static inline int kind_of(const struct cross_entropy_row *row) {
     return row->softcap != 0.0f ? CAPPED : row->scale != 1.0f ? SCALED : PLAIN;
 }
 
-V_INLINE vf to_u(int kind, vf z, const struct cross_entropy_row *row) {
-    if (kind == CAPPED)
-        z = v_set(row->softcap) * v_tanh(z / v_set(row->softcap));
-    return kind == PLAIN ? z : v_set(row->scale) * z;
+/* tanh x to 3 units in the last place or so, and its derivative, which does not cancel where tanh x is near 1. */
+struct tanh {
+    vf value, slope;
+};
+
+V_INLINE struct tanh tanh_of(vf x) {
+    const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
+    const vf q = v_exp2(magnitude * v_set(-2.0f * V_LOG2E)), share = one / (one + q), twice = (q + q) * share;
+    const vf large = (vf)((vi)(one - twice) | ((vi)x & (vi)((vu){0} + 0x80000000u)));
+    const vf s = x * x;
+    vf p = v_fma(v_set(-0.00570498795486f), s, v_set(0.0206390881102f)); /* as v_tanh, for |x| below 0.625 */
+    p = v_fma(p, s, v_set(-0.05373971535f));
+    p = v_fma(p, s, v_set(0.133314422013f));
+    p = v_fma(p, s, v_set(-0.333332819421f));
+    return (struct tanh){v_select(magnitude < v_set(0.625f), v_fma(x * s, p, x), large), (twice + twice) * share};
 }
 
-/* Up to V_LANES elements of the n that are left. */
-V_INLINE vf load_some(int dtype, const void *p, int64_t n, float fill) {
-    return n >= V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, n, fill);
+/* What makes u of z, in registers. */
+struct transform {
+    vf inverse_cap, cap, scale;
+};
+
+static inline struct transform transform_of(const struct cross_entropy_row *row) {
+    /* Under a cap whose inverse is past the range of floats, every logit but 0 is at the cap. */
+    const float inverse = row->softcap < 1e-38f ? 1e38f : 1.0f / row->softcap;
+    return (struct transform){v_set(inverse), v_set(row->softcap), v_set(row->scale)};
 }
 
-/* ---- statistics ---------------------------------------------------------------------------------------------------
- */
+/* u, and in *slope du/dz but for the scale. */
+V_INLINE vf to_u(int kind, vf z, struct transform t, vf *slope) {
+    *slope = v_set(1.0f);
+    if (kind == PLAIN)
+        return z;
+    if (kind == CAPPED) {
+        const struct tanh tanh = tanh_of(z * t.inverse_cap);
+        z = t.cap * tanh.value;
+        *slope = tanh.slope;
+    }
+    return t.scale * z;
+}
+
+/* u of the target, and its slope. */
+V_INLINE float target_u(int dtype, const struct cross_entropy_row *row, float *slope) {
+    const vf z = v_set(v_get(dtype, row->z + row->label * row->z_stride * v_bytes(dtype)));
+    const int kind = kind_of(row);
+    const struct transform t = transform_of(row);
+    vf s;
+    const vf u = kind == PLAIN ? z : kind == SCALED ? to_u(SCALED, z, t, &s) : to_u(CAPPED, z, t, &s);
+    *slope = kind == CAPPED ? s[0] : 1.0f;
+    return u[0];
+}
+
+/* ---- statistics ------------------------------------------------------------------------------------------------- */
 
 V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *row, const char *z, int64_t n, float *u) {
-    for (int64_t i = 0; i < n; i += V_LANES) {
-        const vf a = to_u(kind, load_some(dtype, z + i * v_bytes(dtype), n - i, 0.0f), row);
-        v_store_part(RAFTER_F32, u + i, a, n - i < V_LANES ? n - i : V_LANES);
-    }
+    const struct transform t = transform_of(row);
+    vf slope;
+    for (; n >= V_LANES; n -= V_LANES, z += V_LANES * v_bytes(dtype), u += V_LANES)
+        v_store(RAFTER_F32, u, to_u(kind, v_load(dtype, z), t, &slope));
+    if (n > 0)
+        v_store_part(RAFTER_F32, u, to_u(kind, v_load_part(dtype, z, n, 0.0f), t, &slope), n);
 }
 
-V_INLINE float weighted_sum(int dtype, const char *u, const float *weight, int64_t n) {
-    vf sum[4] = {v_set(0.0f), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
-    for (int64_t i = 0, k = 0; i < n; i += V_LANES, k++) {
-        const vf a = load_some(dtype, u + i * v_bytes(dtype), n - i, 0.0f);
-        sum[k % 4] = weight ? v_fma(a, load_some(RAFTER_F32, weight + i, n - i, 0.0f), sum[k % 4]) : sum[k % 4] + a;
+/* Sum of w u (of u, if weight is NULL), fp32 within blocks, so that its error does not grow with n. */
+V_INLINE double weighted_sum(int dtype, const char *u, const float *weight, int64_t n) {
+    double total = 0.0;
+    while (n > 0) {
+        vf a, b, s0 = v_set(0.0f), s1 = s0;
+        int64_t block = n < PIECE ? n : PIECE;
+        n -= block;
+        for (; block >= 2 * V_LANES; block -= 2 * V_LANES, u += 2 * V_LANES * v_bytes(dtype)) {
+            if (weight) {
+                a = v_load(dtype, u) * v_load(RAFTER_F32, weight);
+                b = v_load(dtype, u + V_LANES * v_bytes(dtype)) * v_load(RAFTER_F32, weight + V_LANES);
+                weight += 2 * V_LANES;
+            } else {
+                v_load_pair(dtype, u, &a, &b);
+            }
+            s0 += a, s1 += b;
+        }
+        while (block > 0) {
+            const int64_t part = block < V_LANES ? block : V_LANES;
+            a = v_load_part(dtype, u, part, 0.0f);
+            s0 += weight ? a * v_load_part(RAFTER_F32, weight, part, 0.0f) : a;
+            u += part * v_bytes(dtype), weight += weight ? part : 0, block -= part;
+        }
+        total += (double)v_sum(s0 + s1);
     }
-    return v_sum((sum[0] + sum[1]) + (sum[2] + sum[3]));
+    return total;
+}
+
+/* sum + (u - max) e^(u - max); the bound keeps -inf, whose exponential is 0, out of the product. */
+V_INLINE vf add_moment(vf sum, vf u, const struct v_curve *curve) {
+    return v_fma(v_max(v_set(-1e4f), u - curve->pivot), v_curve_at(u, curve, v_set(0.0f)), sum);
 }
 
 /* Sum of (u - max) e^(u - max). */
-V_INLINE float moment(int dtype, const char *u, int64_t n, float max) {
-    const vf pivot = v_set(v_pivot(max));
-    vf sum[2] = {v_set(0.0f), v_set(0.0f)};
-    for (int64_t i = 0, k = 0; i < n; i += V_LANES, k++) {
-        const vf a = load_some(dtype, u + i * v_bytes(dtype), n - i, -INFINITY);
-        /* The exponential is 0 long before the bound, which keeps -inf out of the product. */
-        sum[k % 2] = v_fma(v_max(v_set(-1e4f), a - pivot), v_exp_from(a, pivot), sum[k % 2]);
+V_INLINE double moment(int dtype, const char *u, int64_t n, float max) {
+    const struct v_curve curve = v_curve_of(v_pivot(max), 1.0f);
+    vf a, b, s0 = v_set(0.0f), s1 = s0;
+    for (; n >= 2 * V_LANES; n -= 2 * V_LANES, u += 2 * V_LANES * v_bytes(dtype)) {
+        v_load_pair(dtype, u, &a, &b);
+        s0 = add_moment(s0, a, &curve);
+        s1 = add_moment(s1, b, &curve);
     }
-    return v_sum(sum[0] + sum[1]);
+    for (; n > 0; n -= V_LANES, u += V_LANES * v_bytes(dtype))
+        s0 = add_moment(s0, v_load_part(dtype, u, n < V_LANES ? n : V_LANES, -INFINITY), &curve);
+    return (double)v_sum(s0 + s1);
 }
 
-/* The first index of the largest element; a NaN counts as larger than all. */
-V_INLINE void best_of(int dtype, const char *z, int64_t n, float *best, int32_t *index) {
-    vf top = v_set(-INFINITY);
-    vi at, here;
-    for (int lane = 0; lane < V_LANES; lane++)
-        here[lane] = lane;
-    at = here;
-    for (int64_t i = 0; i < n; i += V_LANES, here += V_LANES) {
-        const vf a = load_some(dtype, z + i * v_bytes(dtype), n - i, -INFINITY);
-        const vi better = ~(a <= top) & (top == top);
-        top = v_select(better, a, top);
-        at = (vi)v_select(better, (vf)here, (vf)at);
+/* The first index of `value`, or of a NaN if value is NaN; -1 if there is none. */
+V_INLINE int64_t index_of(int dtype, const char *z, int64_t n, float value) {
+    const vf wanted = v_set(value);
+    const bool nan = value != value;
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        const int64_t part = n - i < V_LANES ? n - i : V_LANES;
+        const vf a = part == V_LANES ? v_load(dtype, z + i * v_bytes(dtype))
+                                     : v_load_part(dtype, z + i * v_bytes(dtype), part, 0.0f);
+        const unsigned lanes = part == V_LANES ? ~0u : (1u << part) - 1;
+        const unsigned found = v_bits(nan ? a != a : a == wanted) & lanes;
+        if (found)
+            return i + __builtin_ctz(found);
     }
-    *best = top[0];
-    *index = at[0];
-    for (int lane = 1; lane < V_LANES; lane++) {
-        const bool larger = top[lane] > *best || (top[lane] != top[lane] && *best == *best);
-        const bool same = top[lane] == *best || (top[lane] != top[lane] && *best != *best);
-        if (larger || (same && at[lane] < *index)) {
-            *best = top[lane];
-            *index = at[lane];
-        }
-    }
+    return -1;
+}
+
+/* The largest logit and its first index; a NaN counts as larger than all. */
+V_INLINE void best_of(int dtype, const char *z, int64_t first, int64_t n, bool may_be_nan,
+                      struct rafter_row_stats *stats) {
+    const int64_t nan = may_be_nan ? index_of(dtype, z, n, NAN) : -1;
+    const float best = nan >= 0 ? NAN : v_max_row(dtype, z, n);
+    stats->best = (double)best;
+    stats->argmax = first + (nan >= 0 ? nan : index_of(dtype, z, n, best));
 }
 
 V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const char *u, int64_t first, int64_t n,
@@ -85,14 +153,21 @@ V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const c
     stats->max = (double)s.max;
     stats->sum = (double)s.sum;
     if (row->moment)
-        stats->moment = (double)moment(dtype, u, n, s.max);
-    if (row->weighted && row->weight) {
-        float weight[PIECE];
-        const char *from = row->weight + first * row->weight_stride * (int64_t)sizeof *weight;
-        stats->weighted = (double)weighted_sum(dtype, u, v_gather(RAFTER_F32, from, row->weight_stride, n, weight), n);
-    } else if (row->weighted) {
-        stats->weighted = (double)weighted_sum(dtype, u, NULL, n);
+        stats->moment = moment(dtype, u, n, s.max);
+    if (row->weighted) {
+        float gathered[PIECE];
+        const float *weight = NULL;
+        if (row->weight)
+            weight = v_gather(RAFTER_F32, row->weight + first * row->weight_stride * (int64_t)sizeof *weight,
+                              row->weight_stride, n, gathered);
+        stats->weighted = weighted_sum(dtype, u, weight, n);
     }
+}
+
+/* One copy for the buffers of all dtypes. */
+static __attribute__((noinline)) void stats_of_buffer(const struct cross_entropy_row *row, const float *u,
+                                                      int64_t first, int64_t n, struct rafter_row_stats *stats) {
+    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
 }
 
 V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
@@ -102,51 +177,40 @@ V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int
     const int kind = kind_of(row);
     const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
     *stats = rafter_row_empty;
-    if (row->label >= first && row->label - first < n) {
-        const vf y = v_set(v_get(dtype, z + (row->label - first) * v_bytes(dtype)));
-        stats->target = (double)(kind == PLAIN ? y : kind == SCALED ? to_u(SCALED, y, row) : to_u(CAPPED, y, row))[0];
-    }
-    if (row->argmax) {
-        float best;
-        int32_t index;
-        best_of(dtype, z, n, &best, &index);
-        stats->best = (double)best;
-        stats->argmax = first + index;
-    }
     if (kind == PLAIN) {
         stats_of_u(dtype, row, z, first, n, stats);
-        return;
+    } else {
+        if (kind == SCALED)
+            u_of_piece(dtype, SCALED, row, z, n, u);
+        else
+            u_of_piece(dtype, CAPPED, row, z, n, u);
+        stats_of_buffer(row, u, first, n, stats);
     }
-    if (kind == SCALED)
-        u_of_piece(dtype, SCALED, row, z, n, u);
-    else
-        u_of_piece(dtype, CAPPED, row, z, n, u);
-    stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
+    if (row->label >= first && row->label - first < n) {
+        float slope;
+        stats->target = (double)target_u(dtype, row, &slope);
+    }
+    if (row->argmax)
+        best_of(dtype, z, first, n, stats->sum != stats->sum, stats);
 }
 
 static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *out) {
     V_FOR_DTYPE(row->dtype, dtype, stats_of_dtype(dtype, row, first, n, out));
 }
 
-/* ---- gradient -----------------------------------------------------------------------------------------------------
- */
+/* ---- gradient --------------------------------------------------------------------------------------------------- */
 
 struct coefficients {
-    const struct cross_entropy_row *row;
+    struct transform u;
     struct v_curve p;
     vf spread;
 };
 
-/* 1 - tanh^2(x), without its cancellation. */
-V_INLINE vf tanh_slope(vf x) {
-    const vf magnitude = (vf)((vi)x & 0x7fffffff), q = v_exp(v_set(-2.0f) * magnitude), one_and_q = v_set(1.0f) + q;
-    return v_set(4.0f) * q / (one_and_q * one_and_q);
-}
-
 /* Without the target's own term. */
 V_INLINE vf gradient_of(int kind, vf z, vf spread, const struct coefficients *c) {
-    const vf d = v_curve_at(to_u(kind, z, c->row), &c->p, -spread);
-    return kind == CAPPED ? d * tanh_slope(z / v_set(c->row->softcap)) : d;
+    vf slope;
+    const vf u = to_u(kind, z, c->u, &slope), d = v_curve_at(u, &c->p, -spread);
+    return kind == CAPPED ? d * slope : d;
 }
 
 V_INLINE vf plain_gradient(const vf in[], const void *env) {
@@ -166,31 +230,50 @@ V_INLINE vf same(const vf in[], const void *env) {
 
 V_INLINE void gradient_of_piece(int dtype, int kind, const struct coefficients *c, const char *z, const float *weight,
                                 int64_t n, char *out) {
-    for (int64_t i = 0; i < n; i += V_LANES) {
-        const vf spread = weight ? c->spread * load_some(RAFTER_F32, weight + i, n - i, 0.0f) : c->spread;
-        const vf d = gradient_of(kind, load_some(dtype, z + i * v_bytes(dtype), n - i, 0.0f), spread, c);
-        v_store_part(dtype, out + i * v_bytes(dtype), d, n - i < V_LANES ? n - i : V_LANES);
+    const int64_t step = V_LANES * v_bytes(dtype);
+    vf a, b, spread_a = c->spread, spread_b = c->spread;
+    for (; n >= 2 * V_LANES; n -= 2 * V_LANES, z += 2 * step, out += 2 * step) {
+        if (weight) { /* which keeps its order */
+            a = v_load(dtype, z), spread_a = c->spread * v_load(RAFTER_F32, weight);
+            b = v_load(dtype, z + step), spread_b = c->spread * v_load(RAFTER_F32, weight + V_LANES);
+            weight += 2 * V_LANES;
+        } else {
+            v_load_pair(dtype, z, &a, &b);
+        }
+        a = gradient_of(kind, a, spread_a, c);
+        b = gradient_of(kind, b, spread_b, c);
+        if (weight)
+            v_store2(dtype, out, a, b);
+        else
+            v_store_pair(dtype, out, a, b);
+    }
+    while (n > 0) {
+        const int64_t part = n < V_LANES ? n : V_LANES;
+        if (weight)
+            spread_a = c->spread * v_load_part(RAFTER_F32, weight, part, 0.0f);
+        v_store_part(dtype, out, gradient_of(kind, v_load_part(dtype, z, part, 0.0f), spread_a, c), part);
+        n -= part, z += step, out += step, weight += weight ? part : 0;
     }
 }
 
 /* The gradient at the target, in fp64: its terms nearly cancel where the model is sure and right. */
 V_INLINE float target_gradient(int dtype, const struct cross_entropy_row *row, const struct rafter_row_gradient *g) {
-    const int kind = kind_of(row);
-    const vf z = v_set(v_get(dtype, row->z + row->label * row->z_stride * v_bytes(dtype)));
-    const vf u = kind == PLAIN ? z : kind == SCALED ? to_u(SCALED, z, row) : to_u(CAPPED, z, row);
-    float weight = 1.0f;
+    float slope, weight = 1.0f;
+    const float u = target_u(dtype, row, &slope);
     if (row->weight)
         memcpy(&weight, row->weight + row->label * row->weight_stride * (int64_t)sizeof weight, sizeof weight);
-    const double d = g->p * (double)v_exp_from(u, v_set(g->pivot))[0] - g->target - g->spread * (double)weight;
-    return (float)(kind == CAPPED ? d * (double)tanh_slope(z / v_set(row->softcap))[0] : d);
+    const double d = g->p * (double)v_exp_from_scalar(u, g->pivot) - g->target - g->spread * (double)weight;
+    return (float)(d * (double)slope);
 }
 
 /* At most PIECE columns, through buffers: any stride and any option. */
 V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                                 const struct coefficients *c, float at_target) {
-    char gathered[PIECE * sizeof(float)], out[PIECE * sizeof(float)];
+    char gathered[PIECE * sizeof(float)], made[PIECE * sizeof(float)];
     float weights[PIECE];
     const int kind = kind_of(row);
+    char *dz = row->dz + first * row->dz_stride * v_bytes(dtype),
+         *out = row->dz_stride == 1 && !row->stream ? dz : made;
     const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
     const float *weight = NULL;
     if (row->weight)
@@ -204,18 +287,16 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
         gradient_of_piece(dtype, CAPPED, c, z, weight, n, out);
     if (row->label >= first && row->label - first < n)
         v_put(dtype, out + (row->label - first) * v_bytes(dtype), at_target);
-    char *dz = row->dz + first * row->dz_stride * v_bytes(dtype);
-    if (row->dz_stride == 1)
-        v_map(dtype, 1, (const void *const[]){out}, dz, n, row->stream, same, NULL);
-    else
-        v_scatter(dtype, out, dz, row->dz_stride, n);
+    if (row->dz_stride == 1 && row->stream)
+        v_map(dtype, 1, (const void *const[]){made}, dz, n, true, same, NULL);
+    else if (row->dz_stride != 1)
+        v_scatter(dtype, made, dz, row->dz_stride, n);
 }
 
-/* Any number of columns that need no buffer, without the target's own term. */
+/* Any number of columns that need no buffer. */
 V_INLINE void direct_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t end,
-                              const struct coefficients *c) {
-    v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, row->dz + first * v_bytes(dtype),
-          end - first, row->stream, plain_gradient, c);
+                              const struct coefficients *c, char *dz, bool stream) {
+    v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, dz, end - first, stream, plain_gradient, c);
 }
 
 V_INLINE void zero_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n) {
@@ -235,26 +316,29 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
     }
     /* A curve's scale does not show where its exponential is 0; a row that is NaN shall be so all over. */
     const float spread = g->p != g->p ? NAN : (float)g->spread;
-    const struct coefficients c = {row, v_curve_of(g->pivot, (float)g->p), v_set(spread)};
+    const struct coefficients c = {transform_of(row), v_curve_of(g->pivot, (float)g->p), v_set(spread)};
     const int64_t end = first + n, bytes = v_bytes(dtype);
     const bool has_target = row->label >= first && row->label < end;
     const float at_target = has_target ? target_gradient(dtype, row, g) : 0.0f; /* before z is overwritten, if it is */
     if (cross_entropy_gradient_buffered(row)) {
         buffered_gradient(dtype, row, first, n, &c, at_target);
     } else if (!has_target || !row->stream) {
-        direct_gradient(dtype, row, first, end, &c);
+        direct_gradient(dtype, row, first, end, &c, row->dz + first * bytes, row->stream);
         if (has_target)
             v_put(dtype, row->dz + row->label * bytes, at_target);
     } else {
         /* The lines around the target are made apart: to patch them in memory would fetch back what was just streamed.
          */
-        const int64_t lines = 128,
-                      into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % (uintptr_t)lines) / bytes;
+        char lines[128];
+        const int64_t width = (int64_t)sizeof lines / bytes;
+        const int64_t into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % sizeof lines) / bytes;
         const int64_t from = row->label - first < into ? first : row->label - into;
-        const int64_t to = end - row->label < lines / bytes - into ? end : row->label - into + lines / bytes;
-        direct_gradient(dtype, row, first, from, &c);
-        buffered_gradient(dtype, row, from, to - from, &c, at_target);
-        direct_gradient(dtype, row, to, end, &c);
+        const int64_t to = end - row->label < width - into ? end : row->label - into + width;
+        direct_gradient(dtype, row, first, from, &c, row->dz + first * bytes, true);
+        direct_gradient(dtype, row, from, to, &c, lines, false);
+        v_put(dtype, lines + (row->label - from) * bytes, at_target);
+        v_map(dtype, 1, (const void *const[]){lines}, row->dz + from * bytes, to - from, true, same, NULL);
+        direct_gradient(dtype, row, to, end, &c, row->dz + to * bytes, true);
     }
 }
 

@@ -4,8 +4,7 @@
 
 #include "ops/cross_entropy/call.h"
 
-/* ---- CPU kernels: all work on some columns of one row --------------------------------------------------------------
- */
+/* ---- CPU kernels: all work on some columns of one row ----------------------------------------------------------- */
 
 /* A piece is what a kernel holds in buffers on its stack. Kernels take any number of columns of rows that need no
  * buffer. */
@@ -26,7 +25,7 @@ struct cross_entropy_row {
 
 /* Whether columns must go through buffers, in the statistics and in the gradient. */
 static inline bool cross_entropy_stats_buffered(const struct cross_entropy_row *row) {
-    return row->z_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weighted;
+    return row->z_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || (row->weight && row->weight_stride != 1);
 }
 
 static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_row *row) {

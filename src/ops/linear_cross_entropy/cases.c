@@ -1,7 +1,435 @@
-#include "harness/problem.h"
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
 
-static int64_t count(void) {
-    return 0;
+#include "harness/problem.h"
+#include "oracle/oracle.h"
+
+/* ---- what is tested ---------------------------------------------------------------------------------------------- */
+
+enum ignored { NONE_IGNORED, SOME_IGNORED, ALL_IGNORED };
+enum budget { DEFAULT_BUDGET, SMALLEST_BUDGET, SMALL_BUDGET }; /* none; the least that works; a few times that */
+
+/* The options of one problem. */
+struct options {
+    const char *name;
+    float smoothing, z_loss, softcap, scale;
+    rafter_reduction reduction;
+    enum ignored ignored;
+    enum budget budget;
+    bool bias, class_weight, row_weight, denominator, dloss, zero_if_all_ignored;
+    bool extras;            /* row_loss, logprob, entropy, argmax */
+    bool narrow;            /* int32 labels and argmax */
+    bool without_lse;       /* backward computes it again */
+    bool no_dx, no_dweight; /* not wanted; dbias is wanted where there is a bias, unless */
+    bool no_dbias;
+    bool main_gradient; /* dweight is fp32 and is added to */
+    bool f32_gradients; /* all gradients are fp32 */
+    bool native;        /* accumulate */
+};
+
+static const struct options plain = {.name = "plain", .extras = true, .ignored = SOME_IGNORED};
+
+static const struct options option_sets[] = {
+    {.name = "sum", .reduction = RAFTER_SUM, .dloss = true},
+    {.name = "none", .reduction = RAFTER_NONE, .dloss = true, .extras = true, .ignored = SOME_IGNORED},
+    {.name = "none, no dloss", .reduction = RAFTER_NONE, .narrow = true, .without_lse = true},
+    {.name = "all ignored", .ignored = ALL_IGNORED, .extras = true, .bias = true},
+    {.name = "all ignored: 0", .ignored = ALL_IGNORED, .zero_if_all_ignored = true, .main_gradient = true},
+    {.name = "bias", .bias = true, .extras = true, .ignored = SOME_IGNORED},
+    {.name = "bias, dx only", .bias = true, .no_dweight = true, .no_dbias = true, .without_lse = true},
+    {.name = "bias, dweight only", .bias = true, .no_dx = true, .no_dbias = true},
+    {.name = "bias, dbias only", .bias = true, .no_dx = true, .no_dweight = true, .budget = SMALL_BUDGET},
+    {.name = "dx only", .no_dweight = true, .dloss = true, .budget = SMALLEST_BUDGET},
+    {.name = "dweight only", .no_dx = true, .ignored = SOME_IGNORED, .budget = SMALLEST_BUDGET, .without_lse = true},
+    {.name = "smoothing", .smoothing = 0.1f, .extras = true},
+    {.name = "class weights", .class_weight = true, .ignored = SOME_IGNORED, .bias = true},
+    {.name = "class weights, smoothing",
+     .class_weight = true,
+     .smoothing = 0.2f,
+     .dloss = true,
+     .budget = SMALL_BUDGET},
+    {.name = "row weights", .row_weight = true, .ignored = SOME_IGNORED, .dloss = true},
+    {.name = "denominator", .denominator = true, .ignored = SOME_IGNORED},
+    {.name = "z_loss", .z_loss = 0.01f, .extras = true, .without_lse = true},
+    {.name = "softcap", .softcap = 2.5f, .extras = true, .bias = true},
+    {.name = "scale", .scale = 0.7f, .extras = true},
+    {.name = "softcap, scale", .softcap = 30, .scale = 1.5f, .without_lse = true, .narrow = true},
+    {.name = "fp32 gradients", .f32_gradients = true, .bias = true, .budget = SMALLEST_BUDGET},
+    {.name = "main gradient", .main_gradient = true, .dloss = true, .ignored = SOME_IGNORED},
+    {.name = "main gradient, small budget", .main_gradient = true, .reduction = RAFTER_SUM, .budget = SMALLEST_BUDGET},
+    {.name = "native", .native = true, .bias = true},
+    {.name = "native, small budget", .native = true, .bias = true, .budget = SMALLEST_BUDGET, .without_lse = true},
+    {.name = "smallest budget", .budget = SMALLEST_BUDGET, .ignored = SOME_IGNORED, .extras = true, .bias = true},
+    {.name = "small budget", .budget = SMALL_BUDGET, .reduction = RAFTER_SUM, .extras = true, .without_lse = true},
+    {.name = "all",
+     .smoothing = 0.1f,
+     .z_loss = 0.001f,
+     .softcap = 5,
+     .scale = 2,
+     .ignored = SOME_IGNORED,
+     .bias = true,
+     .class_weight = true,
+     .row_weight = true,
+     .denominator = true,
+     .dloss = true,
+     .extras = true,
+     .main_gradient = true},
+    {.name = "all, none",
+     .smoothing = 0.4f,
+     .z_loss = 0.005f,
+     .softcap = 4,
+     .scale = 0.5f,
+     .ignored = SOME_IGNORED,
+     .budget = SMALL_BUDGET,
+     .bias = true,
+     .class_weight = true,
+     .row_weight = true,
+     .reduction = RAFTER_NONE,
+     .dloss = true,
+     .extras = true,
+     .without_lse = true},
+};
+
+/* x, and V. */
+struct shape {
+    int ndim;
+    int64_t x[4], classes;
+};
+
+/* Each with the plain options: around vectors, panels, blocks and the steps of every micro-kernel. */
+static const struct shape shapes[] = {
+    {2, {1, 1}, 1},      {2, {1, 3}, 1},     {2, {3, 5}, 7},      {2, {2, 1}, 9},         {2, {5, 0}, 4},
+    {2, {0, 6}, 5},      {2, {17, 33}, 65},  {2, {31, 15}, 16},   {2, {32, 32}, 32},      {2, {33, 31}, 33},
+    {2, {12, 64}, 12},   {2, {13, 65}, 191}, {2, {64, 64}, 1025}, {2, {130, 80}, 257},    {2, {3, 513}, 40},
+    {2, {300, 24}, 193}, {1, {9}, 30},       {3, {2, 3, 9}, 11},  {4, {2, 1, 3, 17}, 40},
+};
+
+/* Each with every set of options; the first by finite differences too. */
+static const struct shape option_shapes[] = {{2, {5, 4}, 6}, {3, {3, 13, 21}, 67}};
+
+/* Where all rows, all classes or K take more than one block, and with a budget more than one group and slice. */
+static const struct {
+    const char *options;
+    struct shape shape;
+} large_shapes[] = {
+    {"smallest budget", {2, {290, 40}, 420}},
+    {"small budget", {2, {70, 530}, 260}},
+    {"native, small budget", {2, {100, 40}, 300}},
+    {"main gradient, small budget", {2, {100, 40}, 300}},
+    {"all, none", {2, {100, 40}, 300}},
+};
+
+enum {
+    DTYPES = 3,
+    SHAPES = sizeof shapes / sizeof *shapes,
+    OPTION_SETS = sizeof option_sets / sizeof *option_sets,
+    OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
+    LARGE_SHAPES = sizeof large_shapes / sizeof *large_shapes,
+};
+static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+
+/* ---- one problem ------------------------------------------------------------------------------------------------- */
+
+/* What a problem keeps in p->row. */
+struct row {
+    enum budget budget;
+    bool without_lse, main_gradient, native;
+};
+
+static const double denominator_value = 7;
+
+/*
+ * Bounds. Products are accumulated in fp32 with unit e = 2^-24; x is normal, W too with deviation 2 / sqrt(D), so that
+ * logits before bias, scale and softcap have deviation 2 and stay under 16. The harness draws nothing past 3.5
+ * deviations.
+ *
+ * Logits: D roundings of a sum of size 8 at most, 4 on the way, each of deviation 0.6 e; four deviations of their sum,
+ * and the rounding of a bias, softcap and scale, give Z = scale * e * (8 + 9 sqrt(D) + max|z|, with a bias) + 12 e
+ * max|u|, with softcap or scale. Statistics: the sum of exponentials is off by a relative S = e (8 + 3 ln V + 192 / 4):
+ * blocks of 192 classes are summed in order, and those of a slice in order again, in fp32, few enough to fall under the
+ * same term. lse, logprob and row losses are off by S + 2 Z. Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from
+ * lse) + 3 e max|u - max|, relative to its terms, which add up to at most 2 in a row; and, where bf16 is multiplied as
+ * such, every element is rounded to bf16: another relative 2^-9 of each, independent. Hence, with `most` the largest
+ * |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 * upstream * most dW: G * H *
+ * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms are alike, where H bounds the
+ * sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V; and products in fp32 add e (8
+ * + 4 sqrt(K)) of the sum. dbias sums dz before it is rounded. accumulate native rounds the partial sums of every
+ * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk.
+ */
+static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
+                       int64_t classes) {
+    const double e = 0x1p-24, n = fmax(1, (double)rows), v = fmax(2, (double)classes), d = fmax(1, (double)depth);
+    const double huge = p->values == PROBLEM_HUGE && o->bias ? dtype == RAFTER_F16 ? 6e4 : 1e30 : 0;
+    const double scale = o->scale != 0 ? o->scale : 1, largest_z = fmax(huge, 16);
+    const double largest = scale * (o->softcap != 0 ? fmin(o->softcap, largest_z) : largest_z); /* of |u| */
+    const double logit = scale * e * (8 + 9 * sqrt(d) + (o->bias ? largest_z : 0)) +
+                         (o->scale != 0 || o->softcap != 0 ? 12 * e * largest : 0);
+    const double sum = e * (8 + 3 * log(v) + 192 / 4);
+    const double statistic = sum + 2 * logit;
+    const double weight = o->class_weight ? 1.5 : 1, row_weight = o->row_weight ? 4 : 1, lse = largest + log(v);
+    const double smoothing = o->smoothing != 0 ? o->smoothing * weight * largest * e * 64 : 0;
+    const double row_loss = row_weight * (weight * statistic + smoothing + 2 * o->z_loss * lse * statistic + e * lse);
+
+    double share = 1; /* of a row in the loss */
+    if (o->reduction == RAFTER_MEAN && o->denominator)
+        share = 1 / denominator_value;
+    else if (o->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
+        share = (o->class_weight ? 2 : 1) / fmax(1, n / 2);
+    const double upstream =
+        share * row_weight * (o->dloss ? 4 : 1) * scale * (weight * (1 + o->smoothing) + 2 * o->z_loss * lse);
+
+    const bool pairs = dtype == RAFTER_BF16;
+    const double dz = fmin(1, statistic + 2 * e * lse + 3 * e * fmin(104, 2 * largest)), rounding = pairs ? 0x1p-9 : 0;
+    const double most_w = 7 / sqrt(d), most_x = 3.5;
+    /* Of huge logits that tie, lse does not tell how many: then every p of a row may be off by 1. */
+    const double hits = huge != 0 ? n : fmin(n, 4 + 4 * n / v);
+    const double sums_v = e * (8 + 4 * sqrt(v)), sums_n = e * (8 + 4 * sqrt(n));
+    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
+    /* Chunks are of 32 rows or classes at least. */
+    const double native = !o->native || o->f32_gradients ? 0 : unit * (1 + fmax(n, v) / 32);
+
+    const struct {
+        const char *name;
+        double relative, absolute;
+    } bounds[] = {
+        {"lse", e, statistic},
+        {"logprob", e, statistic},
+        {"row_loss", 2 * e, row_loss},
+        {"loss", 2 * e, o->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
+        {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
+        {"dx", pairs ? 0x1p-8 : 4 * e, upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2)},
+        {"dweight", pairs ? 0x1p-8 : 4 * e,
+         upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding) +
+             (o->main_gradient ? 8 * e : 0)},
+        {"dbias", 4 * e, upstream * hits * (dz + sums_n)},
+    };
+    for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
+        problem_tensor *t = problem_find(p, bounds[i].name);
+        if (t) {
+            t->relative = bounds[i].relative;
+            t->absolute = bounds[i].absolute;
+        }
+    }
 }
 
-const struct op_cases rafter_cases_linear_cross_entropy = {.op = "linear_cross_entropy", .count = count};
+static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
+    const int rows_ndim = shape->ndim - 1;
+    const int64_t depth = shape->x[rows_ndim], classes = shape->classes;
+    p->loss_options = (rafter_loss_options){.size = sizeof p->loss_options,
+                                            .reduction = o->reduction,
+                                            .zero_if_all_ignored = o->zero_if_all_ignored,
+                                            .label_smoothing = o->smoothing,
+                                            .z_loss = o->z_loss,
+                                            .softcap = o->softcap,
+                                            .logit_scale = o->scale};
+    *(struct row *)p->row = (struct row){o->budget, o->without_lse, o->main_gradient, o->native};
+
+    problem_tensor *t = problem_add(p, "x", PROBLEM_INPUT, dtype, shape->ndim, shape->x);
+    t->special = p->values != PROBLEM_HUGE; /* products of huge numbers are not known to any useful accuracy */
+    t = problem_add(p, "weight", PROBLEM_INPUT, dtype, 2, (const int64_t[]){classes, depth});
+    t->scale = 2 / sqrt(depth > 0 ? (double)depth : 1);
+    if (o->bias) {
+        t = problem_add(p, "bias", PROBLEM_INPUT, dtype, 1, &classes);
+        t->special = true;
+    }
+    t = problem_add(p, "target", PROBLEM_INPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->x);
+    const int64_t rows = t->numel;
+    t->fill = o->ignored == ALL_IGNORED ? PROBLEM_COUNT : PROBLEM_LABELS;
+    t->low = o->ignored == ALL_IGNORED ? -100 : 0;
+    t->high = o->ignored == ALL_IGNORED ? 1 : classes;
+    t->some_ignored = o->ignored == SOME_IGNORED;
+    t->ignored = -100;
+    if (o->class_weight) {
+        t = problem_add(p, "class_weight", PROBLEM_INPUT, RAFTER_F32, 1, &classes);
+        t->fill = PROBLEM_UNIFORM;
+        t->shift = 0.5;
+    }
+    if (o->row_weight) /* advantages: of either sign */
+        problem_add(p, "row_weight", PROBLEM_INPUT, RAFTER_F32, rows_ndim, shape->x);
+    if (o->denominator) {
+        t = problem_add(p, "denominator", PROBLEM_INPUT, RAFTER_F32, 0, NULL);
+        t->shift = denominator_value;
+        t->scale = 0;
+    }
+    const int loss_ndim = o->reduction == RAFTER_NONE ? rows_ndim : 0;
+    problem_add(p, "loss", PROBLEM_OUTPUT, RAFTER_F32, loss_ndim, shape->x);
+    if (o->dloss)
+        problem_add(p, "dloss", PROBLEM_UPSTREAM, RAFTER_F32, loss_ndim, shape->x);
+    problem_add(p, "lse", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
+    if (o->extras) {
+        problem_add(p, "row_loss", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
+        problem_add(p, "logprob", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
+        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
+        problem_add(p, "argmax", PROBLEM_OUTPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->x);
+    }
+    const rafter_dtype gradient = o->f32_gradients ? RAFTER_F32 : dtype;
+    if (!o->no_dx)
+        problem_add(p, "dx", PROBLEM_GRADIENT, gradient, shape->ndim, shape->x);
+    if (!o->no_dweight) {
+        t = problem_add(p, "dweight", PROBLEM_GRADIENT, o->main_gradient ? RAFTER_F32 : gradient, 2,
+                        (const int64_t[]){classes, depth});
+        t->accumulates = o->main_gradient;
+    }
+    if (o->bias && !o->no_dbias)
+        problem_add(p, "dbias", PROBLEM_GRADIENT, gradient, 1, &classes);
+    set_bounds(p, o, dtype, rows, depth, classes);
+
+    int used = snprintf(p->label, sizeof p->label, "%s %s [", o->name, problem_dtype_name(dtype));
+    for (int i = 0; i < shape->ndim; i++)
+        used +=
+            snprintf(p->label + used, sizeof p->label - (size_t)used, i ? ", %lld" : "%lld", (long long)shape->x[i]);
+    snprintf(p->label + used, sizeof p->label - (size_t)used, "] x %lld classes", (long long)classes);
+}
+
+static int64_t count(void) {
+    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LARGE_SHAPES) + 2;
+}
+
+static void make(problem *p, int64_t index) {
+    const rafter_dtype dtype = dtypes[index % DTYPES];
+    int64_t i = index / DTYPES;
+    if (i < SHAPES) {
+        build(p, dtype, &plain, &shapes[i]);
+        return;
+    }
+    i -= SHAPES;
+    if (i < OPTION_SETS * OPTION_SHAPES) {
+        build(p, dtype, &option_sets[i / OPTION_SHAPES], &option_shapes[i % OPTION_SHAPES]);
+        p->finite_differences = dtype == RAFTER_F32 && i % OPTION_SHAPES == 0;
+        return;
+    }
+    i -= OPTION_SETS * OPTION_SHAPES;
+    if (i < LARGE_SHAPES) {
+        const struct options *o = option_sets;
+        while (strcmp(o->name, large_shapes[i].options) != 0)
+            o++;
+        build(p, dtype, o, &large_shapes[i].shape);
+        return;
+    }
+    if (index == count() - 2) { /* labels of no classes can only be ignored */
+        build(p, RAFTER_F32, &(struct options){.name = "no classes", .ignored = ALL_IGNORED, .bias = true},
+              &(struct shape){2, {2, 3}, 0});
+        return;
+    }
+    build(p, RAFTER_BF16, &(struct options){.name = "past 2^31"}, &(struct shape){2, {12, 16400}, 131072});
+    p->large = true;
+    p->sample = 1031;
+}
+
+/* The smallest budget that works. */
+static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entropy_args args,
+                              rafter_direction direction) {
+    size_t low = 0, high = 1; /* low does not work */
+    for (;; low = high, high *= 2) {
+        size_t bytes;
+        args.budget = high;
+        if (rafter_linear_cross_entropy_workspace(context, &args, direction, &bytes) == RAFTER_OK)
+            break;
+    }
+    while (high - low > 1) {
+        size_t bytes;
+        args.budget = low + (high - low) / 2;
+        if (rafter_linear_cross_entropy_workspace(context, &args, direction, &bytes) == RAFTER_OK)
+            high = args.budget;
+        else
+            low = args.budget;
+    }
+    return high;
+}
+
+static rafter_status call_one(rafter_context *context, rafter_linear_cross_entropy_args *args, enum budget budget,
+                              rafter_direction direction) {
+    if (budget != DEFAULT_BUDGET)
+        args->budget = smallest_budget(context, *args, direction) * (budget == SMALL_BUDGET ? 2 : 1);
+    rafter_reset_peak_workspace(context);
+    const rafter_status status = direction == RAFTER_FORWARD ? rafter_linear_cross_entropy_forward(context, args)
+                                                             : rafter_linear_cross_entropy_backward(context, args);
+    if (status == RAFTER_OK && args->budget != 0 && rafter_peak_workspace(context) > args->budget)
+        return RAFTER_WORKSPACE_TOO_SMALL; /* it took more than it was given */
+    return status;
+}
+
+static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+    const struct row *row = (const struct row *)p->row;
+    rafter_loss_options options = p->loss_options;
+    options.class_weight = problem_dl(p, "class_weight");
+    options.row_weight = problem_dl(p, "row_weight");
+    options.denominator = problem_dl(p, "denominator");
+    rafter_linear_cross_entropy_args args = {
+        .size = sizeof args,
+        .options = &options,
+        .mode = (rafter_lce_mode)p->algorithm,
+        .accumulate = row->native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
+        .x = problem_dl(p, "x"),
+        .weight = problem_dl(p, "weight"),
+        .bias = problem_dl(p, "bias"),
+        .target = problem_dl(p, "target"),
+        .loss = problem_dl(p, "loss"),
+        .row_loss = problem_dl(p, "row_loss"),
+        .lse = problem_dl(p, "lse"),
+        .logprob = problem_dl(p, "logprob"),
+        .entropy = problem_dl(p, "entropy"),
+        .argmax = problem_dl(p, "argmax"),
+        .dloss = problem_dl(p, "dloss"),
+    };
+    if (mode != PROBLEM_FORWARD) {
+        args.dx = problem_dl(p, "dx");
+        args.dweight = problem_dl(p, "dweight");
+        args.dbias = problem_dl(p, "dbias");
+        args.accumulate_into_dweight = row->main_gradient && args.dweight;
+    }
+    if (mode == PROBLEM_BACKWARD && row->without_lse)
+        args.lse = NULL;
+    return call_one(context, &args, row->budget, mode == PROBLEM_BACKWARD ? RAFTER_BACKWARD : RAFTER_FORWARD);
+}
+
+/* ---- bench ------------------------------------------------------------------------------------------------------- */
+
+static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
+static const int64_t quick_x[] = {1024, 4096, 16384, 32768, 0};
+static const struct bench_table table = {"v", 1u << PROBLEM_BOTH, seeds_x, quick_x};
+
+static void make_bench(problem *p, const struct bench_row *row) {
+    const int64_t batch = row->quick ? 512 : 12288, depth = row->quick ? 512 : 4096;
+    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, depth}, row->x});
+    const double products = (double)batch * (double)depth * (double)row->x;
+    p->sample = (int64_t)(products / 4e9) + 1;
+    snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", (long long)batch, (long long)depth,
+             problem_dtype_name(row->dtype));
+}
+
+static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
+    const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight");
+    const double depth = fmax(1, (double)weight->shape[1]);
+    const double product = 2 * (double)x->numel / depth * (double)weight->numel;
+    *flops = product;
+    *bytes = 0;
+    for (int i = 0; i < p->tensors; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        const bool gradient = t->role == PROBLEM_GRADIENT || t->role == PROBLEM_UPSTREAM;
+        if (gradient && mode == PROBLEM_FORWARD)
+            continue;
+        *bytes += (double)t->numel * t->tensor.dtype.bits / 8;
+        if (t->role == PROBLEM_GRADIENT && t->ndim > 1) /* dx and dweight: a product each */
+            *flops += product;
+    }
+}
+
+static const char *const algorithms[] = {"rafter", "fast", "compact", NULL}; /* in the order of rafter_lce_mode */
+
+const struct op_cases rafter_cases_linear_cross_entropy = {
+    .op = "linear_cross_entropy",
+    .prefix = "lce",
+    .algorithms = algorithms,
+    .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
+                        1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH},
+    .count = count,
+    .make = make,
+    .tables = 1,
+    .table = &table,
+    .make_bench = make_bench,
+    .call = call,
+    .cost = cost,
+    .oracle = oracle_linear_cross_entropy,
+};

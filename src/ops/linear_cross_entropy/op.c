@@ -1,5 +1,6 @@
 #include <string.h>
 
+#include "core/backend.h"
 #include "core/threads.h"
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/plan.h"
@@ -24,7 +25,8 @@ struct call {
     rafter_linear_cross_entropy_args args;
     rafter_direction direction;
     struct rafter_loss loss;
-    rafter_view x, weight, bias, dx, dweight, dbias; /* data NULL: not given, or empty. Rows of x and dx are collapsed */
+    rafter_view x, weight, bias, dx, dweight,
+        dbias; /* data NULL: not given, or empty. Rows of x and dx are collapsed */
     bool has_dx, has_dweight, has_dbias;
 
     const struct lce_kernels *kernels;
@@ -51,7 +53,8 @@ static rafter_status check_choices(rafter_context *context, const rafter_linear_
         return rafter_fail(context, bad, "accumulate is %d, wanted RAFTER_ACCUMULATE_F32 or RAFTER_ACCUMULATE_NATIVE",
                            (int)a->accumulate);
     if ((unsigned)a->accumulate_into_dweight > 1)
-        return rafter_fail(context, bad, "accumulate_into_dweight is %d, wanted 0 or 1", (int)a->accumulate_into_dweight);
+        return rafter_fail(context, bad, "accumulate_into_dweight is %d, wanted 0 or 1",
+                           (int)a->accumulate_into_dweight);
     if (a->reserved != 0)
         return rafter_fail(context, bad, "reserved is %d, wanted 0", (int)a->reserved);
     return RAFTER_OK;
@@ -102,7 +105,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
         const char *name;
         const rafter_view *view;
         bool output;
-    } own[] = {{"x", &c->x, false},   {"weight", &c->weight, false},  {"bias", &c->bias, false},
+    } own[] = {{"x", &c->x, false},  {"weight", &c->weight, false},  {"bias", &c->bias, false},
                {"dx", &c->dx, true}, {"dweight", &c->dweight, true}, {"dbias", &c->dbias, true}};
     enum { OWN = sizeof own / sizeof *own };
     for (int i = 0; i < OWN; i++) {
@@ -124,7 +127,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     return RAFTER_OK;
 }
 
-static rafter_status plan(struct call *c) {
+static rafter_status make_plan(struct call *c) {
     static const char *const mode_names[] = {"RAFTER_LCE_AUTO", "RAFTER_LCE_FAST", "RAFTER_LCE_COMPACT"};
     const rafter_linear_cross_entropy_args *a = &c->args;
     const bool native = a->accumulate == RAFTER_ACCUMULATE_NATIVE;
@@ -143,11 +146,11 @@ static rafter_status plan(struct call *c) {
     };
     const size_t room = rafter_scratch_request(1) - 1; /* to align a caller's workspace */
     if (a->budget != 0 && a->budget <= room)
-        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted more than %zu", a->budget,
-                           room);
+        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted more than %zu",
+                           a->budget, room);
     if (!lce_make_plan(&c->problem, a->mode, a->budget ? a->budget - room : 0, &c->plan))
-        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted at least %zu in mode %s",
-                           a->budget, c->plan.bytes + room,
+        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL,
+                           "budget is %zu bytes, wanted at least %zu in mode %s", a->budget, c->plan.bytes + room,
                            mode_names[a->mode]);
     return RAFTER_OK;
 }
@@ -207,7 +210,8 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
                               .data = depth ? rafter_at(&c->weight, s.first_class * c->weight.stride[0]) : NULL,
                               .row_stride = c->weight.stride[0],
                               .column_stride = c->weight.stride[1]};
-    const int64_t part = lce_keeps_logits(&c->problem, plan) ? lce_out_bytes(f, plan->slice, plan->group) / 4 * slice : 0;
+    const int64_t part =
+        lce_keeps_logits(&c->problem, plan) ? lce_out_bytes(f, plan->slice, plan->group) / 4 * slice : 0;
     s.logits = (struct lce_logits){.product = {.left = b->w_logits,
                                                .right = b->x_logits,
                                                .out = b->logits + part,
@@ -221,6 +225,17 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
                                    .label = b->label + s.first_row,
                                    .first_class = s.first_class};
     return s;
+}
+
+/* Spreads tasks over the threads, unless all of them together cost less than waking these: about a microsecond for each
+ * 4096 elements touched. */
+static void spread(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t),
+                   struct step *s) {
+    if (elements >= 1 << 16)
+        rafter_parallel(run->call->context, tasks, body, s);
+    else
+        for (int64_t task = 0; task < tasks; task++)
+            body(s, task);
 }
 
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
@@ -253,8 +268,8 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     const rafter_view *bias = &c->bias, *weight = &c->loss.class_weight;
     if (run->vectors != s->slice) {
         if (bias->data)
-            run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0], s->classes,
-                                run->b.bias);
+            run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0],
+                                s->classes, run->b.bias);
         if (rafter_loss_has(weight))
             run->kernels->widen(RAFTER_F32, rafter_at(weight, s->first_class * weight->stride[0]), weight->stride[0],
                                 s->classes, run->b.weight);
@@ -265,7 +280,10 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? lce_blocks(s->classes, LCE_CHUNK) : 0;
     s->x_panels = logits && run->x_logits != s->group ? lce_blocks(s->rows, c->problem.format.columns) : 0;
     const int64_t x_chunks = dweight && run->x_dweight != s->group ? lce_blocks(s->rows, LCE_CHUNK) : 0;
-    rafter_parallel(c->context, s->w_chunks + s->x_panels + x_chunks, pack_task, s);
+    const double elements =
+        (double)(s->w_chunks * LCE_CHUNK + s->x_panels * c->problem.format.columns + x_chunks * LCE_CHUNK) *
+        (double)c->problem.depth;
+    spread(run, s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
     run->x_logits = logits ? s->group : run->x_logits;
     run->x_dweight = dweight ? s->group : run->x_dweight;
     run->w_logits = logits ? s->slice : run->w_logits;
@@ -283,6 +301,11 @@ static void logits_task(void *arg, int64_t task) {
         s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
 }
 
+/* Of a product, in elements that packing takes as long for. */
+static double work(const struct step *s) {
+    return (double)s->rows * (double)s->classes * (1.0 + (double)s->run->call->problem.depth / 32);
+}
+
 static int64_t logits_tasks(const struct step *s) {
     return lce_blocks(s->classes, LCE_ROWS) * lce_blocks(s->rows, LCE_COLUMNS);
 }
@@ -297,7 +320,8 @@ static void fold_task(void *arg, int64_t task) {
     const float *const block = b->block_stats;
     for (int64_t i = task * LCE_COLUMNS; i < least((task + 1) * LCE_COLUMNS, s->rows); i++) {
         struct rafter_row_stats *const so_far = &b->stats[s->first_row + i];
-        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i], .sum = (double)block[LCE_SUM * padded + i]};
+        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i],
+                                        .sum = (double)block[LCE_SUM * padded + i]};
         if (s->logits.more) {
             int32_t argmax;
             memcpy(&argmax, &block[LCE_ARGMAX * padded + i], sizeof argmax);
@@ -317,8 +341,8 @@ static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     s.logits.stats = run->b.block_stats;
     s.logits.target = run->b.target_logit + s.first_row;
     s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax);
-    rafter_parallel(run->call->context, logits_tasks(&s), logits_task, &s);
-    rafter_parallel(run->call->context, lce_blocks(s.rows, LCE_COLUMNS), fold_task, &s);
+    spread(run, logits_tasks(&s), work(&s), logits_task, &s);
+    spread(run, lce_blocks(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
 }
 
 static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
@@ -356,7 +380,8 @@ static struct growth complete_in_turn(bool wanted, int64_t inner, int64_t inners
     return (struct growth){.wanted = wanted, .accumulate = inner > 0, .store = inner == inners - 1};
 }
 
-/* A part grows from one outer turn to the next: in the workspace if that keeps all parts, else in the caller's tensor. */
+/* A part grows from one outer turn to the next: in the workspace if that keeps all parts, else in the caller's tensor.
+ */
 static struct growth grows_by_turn(bool wanted, bool kept, int64_t outer, int64_t outers, int64_t inner) {
     if (!kept)
         return (struct growth){.wanted = wanted, .store = true, .add = outer > 0};
@@ -374,8 +399,8 @@ static void store_block(const struct step *s, const struct lce_product *job, int
     for (int64_t i = row_block * LCE_ROWS; i < least((row_block + 1) * LCE_ROWS, job->m); i++) {
         const int64_t row = is_dx ? s->run->b.row[s->first_row + i] : s->first_class + i;
         const int64_t at = rafter_offset(to, 0, to->ndim - 1, row) + column * column_stride;
-        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns, s->run->scale,
-                               add, rafter_at(to, at), column_stride);
+        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns,
+                               s->run->scale, add, rafter_at(to, at), column_stride);
     }
 }
 
@@ -401,7 +426,8 @@ static void gradient_task(void *arg, int64_t task) {
     s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
 }
 
-static void gradient_step(struct run *run, int64_t group, int64_t slice, struct growth dx, struct growth dweight, bool dbias) {
+static void gradient_step(struct run *run, int64_t group, int64_t slice, struct growth dx, struct growth dweight,
+                          bool dbias) {
     struct step s = step_at(run, group, slice);
     const struct call *c = run->call;
     const struct lce_buffers *b = &run->b;
@@ -429,7 +455,8 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
     }
     if (dweight.wanted) {
         float *const out = b->dweight + lce_out_bytes(f, c->plan.slice, depth) / 4 * dweight.part;
-        s.dweight = (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
+        s.dweight =
+            (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
     }
     s.store_dx = dx.store;
     s.add_dx = dx.add;
@@ -438,8 +465,8 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
 
     pack(&s, !kept_logits, dx.wanted, dweight.wanted);
     s.fused = !kept_logits;
-    rafter_parallel(c->context, logits_tasks(&s), kept_logits ? gradient_task : logits_task, &s);
-    rafter_parallel(c->context, product_tasks(&s.dx) + product_tasks(&s.dweight), product_task, &s);
+    spread(run, logits_tasks(&s), work(&s), kept_logits ? gradient_task : logits_task, &s);
+    spread(run, product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
     if (dbias)
         for (int64_t block = 0; block < lce_blocks(s.rows, LCE_COLUMNS); block++)
             for (int64_t v = 0; v < s.classes; v++)
@@ -560,10 +587,11 @@ static void execute(struct call *c, char *memory) {
     }
     if (run.b.dbias)
         memset(run.b.dbias, 0, (size_t)c->problem.classes * sizeof *run.b.dbias);
-    if (!c->problem.stats)
+    if (!c->problem.stats && run.b.pivot)
         for (int64_t i = 0; i < run.rows; i++)
-            put_coefficients(&run, i, rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
-                                                                    rafter_loss_given_lse(&c->loss, run.b.row[i])));
+            put_coefficients(&run, i,
+                             rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
+                                                           rafter_loss_given_lse(&c->loss, run.b.row[i])));
     if (run.rows > 0 && c->plan.fast)
         run_fast(&run);
     else if (run.rows > 0)
@@ -578,7 +606,9 @@ static rafter_status start(rafter_context *context, const rafter_linear_cross_en
     struct call c;
     struct rafter_scratch scratch;
     RAFTER_TRY(check(context, args, direction, &c));
-    RAFTER_TRY(plan(&c));
+    RAFTER_TRY(make_plan(&c));
+    if (context->cuda)
+        return context->cuda->linear_cross_entropy(context, NULL);
     RAFTER_TRY(rafter_loss_read(context, &c.loss));
     RAFTER_TRY(rafter_scratch_take(context, c.args.workspace, c.args.workspace_bytes, c.plan.bytes, &scratch));
     execute(&c, scratch.memory);
@@ -586,7 +616,8 @@ static rafter_status start(rafter_context *context, const rafter_linear_cross_en
     return RAFTER_OK;
 }
 
-rafter_status rafter_linear_cross_entropy_forward(rafter_context *context, const rafter_linear_cross_entropy_args *args) {
+rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
+                                                  const rafter_linear_cross_entropy_args *args) {
     return start(context, args, RAFTER_FORWARD);
 }
 
@@ -603,9 +634,9 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted where to put the answer");
     if ((unsigned)direction > RAFTER_BACKWARD)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD",
-                           (int)direction);
-    RAFTER_TRY(plan(&c));
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD", (int)direction);
+    RAFTER_TRY(make_plan(&c));
     *bytes = rafter_scratch_request(c.plan.bytes);
     return RAFTER_OK;
 }

@@ -41,14 +41,15 @@ static const struct shape shapes[] = {
     {1, 0, {0}},
     {3, 2, {0, 3, 4}},
     /* several blocks of lines, and lines long enough to be cut into parts */
-    {2, 1, {700, 5}},
-    {2, 0, {5, 1100}},
+    {2, 1, {2100, 5}},
+    {2, 1, {50, 49}},
+    {2, 0, {5, 2100}},
     {2, 1, {3, 5000}},
     {2, 1, {1, 40000}},
     {2, 1, {3, 16385}},
-    {2, 0, {1000, 7}},
+    {2, 0, {2500, 7}},
     {2, 0, {300, 70}},
-    {3, 1, {2, 257, 40}},
+    {3, 1, {2, 1025, 9}},
 };
 
 /* Everything that may be chosen; algorithms are the harness's. */

@@ -1,3 +1,8 @@
+/*
+ * logsumexp on the CPU. Statistics are a pivot near the maximum and the sum of exponentials relative to it: rows take theirs
+ * from v_stats_row; columns keep a pivot per lane, which moves at most once per block of rows, so that an element costs one
+ * exponential.
+ */
 #include "ops/logsumexp/kernels.h"
 
 #include <math.h>
@@ -5,7 +10,10 @@
 #include "core/variants.h"
 #include "simd/softmax.h"
 
-enum { BUFFER = 512 }; /* elements gathered at a time, where lines in rows form are not adjacent in memory */
+enum {
+    BUFFER = 512, /* elements gathered at a time, where lines in rows form are not adjacent in memory */
+    SHORT = 48    /* elements of a row at most that are not worth vectors along it */
+};
 
 static int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -16,9 +24,9 @@ V_INLINE vf pivot_of(vf max) {
     return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
 }
 
-/* ---- rows --------------------------------------------------------------------------------------------------------- */
+/* ---- statistics of columns --------------------------------------------------------------------------------------- */
 
-V_INLINE bool row_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
+V_INLINE bool line_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         const float a = v_get(dtype, x + i * step * v_bytes(dtype));
         if (a != a)
@@ -27,7 +35,123 @@ V_INLINE bool row_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
     return false;
 }
 
-V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *statistics) {
+/* Columns are taken UNIT at a time, in two vectors: whole units as pairs (see v_load_pair), the last few columns one vector
+ * after the other. */
+enum { UNIT = 2 * V_LANES, ROWS = 16 /* of a block whose maxima are found before its exponentials are taken, from L1 */ };
+
+V_INLINE void load_few(int dtype, const char *p, int64_t columns, vf a[2]) {
+    const int64_t first = smaller(columns, V_LANES);
+    a[0] = v_load_part(dtype, p, first, -INFINITY);
+    a[1] = v_load_part(dtype, p + first * v_bytes(dtype), columns - first, -INFINITY);
+}
+
+V_INLINE void store_few(int dtype, char *p, int64_t columns, const vf a[2]) {
+    const int64_t first = smaller(columns, V_LANES);
+    v_store_part(dtype, p, a[0], first);
+    v_store_part(dtype, p + first * v_bytes(dtype), a[1], columns - first);
+}
+
+V_INLINE void load_unit(int dtype, const char *p, int64_t columns, vf a[2]) {
+    if (columns == UNIT)
+        v_load_pair(dtype, p, &a[0], &a[1]);
+    else
+        load_few(dtype, p, columns, a);
+}
+
+/* The largest of `rows` rows of a unit. Where a NaN hides it, it may be anything: that column's sum is NaN anyway. */
+V_INLINE void unit_maxima(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, vf max[2]) {
+    struct v_peak peak = v_peak_of_none();
+    for (int64_t r = 0; r < rows; r++, x += pitch) {
+        vf a[2];
+        load_unit(dtype, x, columns, a);
+        __builtin_prefetch(x + ROWS * pitch, 0, 2);
+        if (columns == UNIT)
+            v_peak_add(dtype, &peak, x, a[0], a[1]);
+        else
+            for (int k = 0; k < 2; k++)
+                peak.value[k] = v_max(a[k], peak.value[k]);
+    }
+    if (columns == UNIT)
+        v_peak_pair(dtype, &peak, &max[0], &max[1]);
+    else
+        for (int k = 0; k < 2; k++)
+            max[k] = peak.value[k];
+}
+
+/* The running statistics of a unit's columns. */
+struct unit {
+    vf pivot[2];
+    struct v_total sum[2];
+};
+
+/* Folds `rows` more rows into them. */
+V_INLINE void fold_rows(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, struct unit *u) {
+    vf max[2];
+    unit_maxima(dtype, x, pitch, rows, columns, max);
+    /* A pivot moves only when it must: x - pivot is as good as exact up to 1. */
+    if (v_bits((max[0] > u->pivot[0] + v_set(1.0f)) | (max[1] > u->pivot[1] + v_set(1.0f))))
+        for (int k = 0; k < 2; k++) {
+            const vf before = u->pivot[k];
+            u->pivot[k] = v_max(max[k], before);
+            v_total_scale(&u->sum[k], v_exp_from(before, pivot_of(u->pivot[k])));
+        }
+    const struct v_base base[2] = {v_base_per_lane(pivot_of(u->pivot[0])), v_base_per_lane(pivot_of(u->pivot[1]))};
+    vf a[2], b[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
+    int64_t r = 0;
+    for (; r + 2 <= rows; r += 2, x += 2 * pitch) { /* two sums a column: the adds of one would wait for each other */
+        load_unit(dtype, x, columns, a);
+        load_unit(dtype, x + pitch, columns, b);
+        for (int k = 0; k < 2; k++) {
+            even[k] = v_add_exp(even[k], a[k], &base[k], false);
+            odd[k] = v_add_exp(odd[k], b[k], &base[k], false);
+        }
+    }
+    if (r < rows) {
+        load_unit(dtype, x, columns, a);
+        for (int k = 0; k < 2; k++)
+            even[k] = v_add_exp(even[k], a[k], &base[k], false);
+    }
+    for (int k = 0; k < 2; k++)
+        v_total_add(&u->sum[k], even[k] + odd[k]);
+}
+
+V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
+    const int64_t bytes = v_bytes(dtype), pitch = b->x_step * bytes;
+    const struct v_total nothing = {v_set(0.0f), v_set(0.0f)};
+    struct unit units[LOGSUMEXP_MOST_LINES / UNIT];
+    for (int64_t c = 0; c < b->lines; c += UNIT)
+        units[c / UNIT] = (struct unit){{v_set(-INFINITY), v_set(-INFINITY)}, {nothing, nothing}};
+    for (int64_t row = 0; row < b->length; row += ROWS)
+        for (int64_t c = 0; c < b->lines; c += UNIT) {
+            const char *const x = b->x + row * pitch + c * bytes;
+            const int64_t rows = smaller(b->length - row, ROWS), columns = smaller(b->lines - c, UNIT);
+            if (rows == ROWS && columns == UNIT)
+                fold_rows(dtype, x, pitch, ROWS, UNIT, &units[c / UNIT]);
+            else
+                fold_rows(dtype, x, pitch, rows, columns, &units[c / UNIT]);
+        }
+    for (int64_t c = 0; c < b->lines; c += UNIT) {
+        const int64_t columns = smaller(b->lines - c, UNIT);
+        vf *const pivot = units[c / UNIT].pivot, sum[2];
+        for (int k = 0; k < 2; k++) { /* where all is -inf, there are none but smallest terms, and NaN */
+            const vf terms = units[c / UNIT].sum[k].sum;
+            sum[k] = v_select(pivot[k] == v_set(-INFINITY), v_set(0.0f) * terms, terms);
+        }
+        if (columns == UNIT) {
+            v_unpair(dtype, &pivot[0], &pivot[1]);
+            v_unpair(dtype, &sum[0], &sum[1]);
+        }
+        store_few(RAFTER_F32, (char *)(pivots + c), columns, pivot);
+        store_few(RAFTER_F32, (char *)(sums + c), columns, sum);
+    }
+    for (int64_t c = 0; c < b->lines; c++)
+        if (pivots[c] == INFINITY)
+            sums[c] = line_has_nan(dtype, b->x + c * bytes, b->x_step, b->length) ? NAN : 1.0f;
+}
+
+/* ---- statistics of rows ------------------------------------------------------------------------------------------ */
+
+V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t bytes = v_bytes(dtype), most = b->x_step == 1 ? b->length : BUFFER;
     char buffer[BUFFER * 4];
     for (int64_t line = 0; line < b->lines; line++) {
@@ -38,11 +162,60 @@ V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *
             s = v_stats_row(dtype, v_gather(dtype, x + i * b->x_step * bytes, b->x_step, part, buffer), part, s);
         }
         if (s.max == INFINITY) /* inf - inf has made the sum NaN */
-            s.sum = row_has_nan(dtype, x, b->x_step, b->length) ? NAN : 1.0f;
-        statistics[line] = s.max;
-        statistics[b->lines + line] = s.sum;
+            s.sum = line_has_nan(dtype, x, b->x_step, b->length) ? NAN : 1.0f;
+        pivots[line] = s.max;
+        sums[line] = s.sum;
     }
 }
+
+/* Rows too short for vectors along them: as columns of a small buffer. */
+V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
+    const int64_t bytes = v_bytes(dtype);
+    char buffer[SHORT * UNIT * 4];
+    for (int64_t line = 0; line < b->lines; line += UNIT) {
+        const char *const x = b->x + line * b->x_line * bytes;
+        const int64_t lines = smaller(b->lines - line, UNIT);
+        for (int64_t i = 0; i < b->length; i++)
+            for (int64_t j = 0; j < lines; j++)
+                memcpy(buffer + (i * UNIT + j) * bytes, x + (j * b->x_line + i * b->x_step) * bytes, (size_t)bytes);
+        const struct logsumexp_block columns = {
+            .dtype = b->dtype, .lines = lines, .length = b->length, .x = buffer, .x_line = 1, .x_step = UNIT};
+        column_statistics(dtype, &columns, pivots + line, sums + line);
+    }
+}
+
+/* ---- merging ----------------------------------------------------------------------------------------------------- */
+
+/* lse of up to V_LANES lines. */
+V_INLINE vf merged(const float *statistics, int64_t parts, int64_t lines, int64_t count) {
+    vf pivot = v_set(-INFINITY);
+    for (int64_t p = 0; p < parts; p++)
+        pivot = v_max(v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f), pivot);
+    struct v_total sum = {v_set(0.0f), v_set(0.0f)};
+    for (int64_t p = 0; p < parts; p++) {
+        const vf its = v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f);
+        const vf share = v_select(its == pivot, v_set(1.0f), v_exp_from(its, pivot)); /* infinities are equal too */
+        v_total_add(&sum, share * v_load_part(RAFTER_F32, statistics + (p * 2 + 1) * lines, count, 1.0f));
+    }
+    return v_lse(pivot, sum.sum);
+}
+
+V_INLINE void finish_as(int dtype, const float *statistics, int64_t parts, int64_t lines, char *lse, int64_t lse_line) {
+    for (int64_t line = 0; line < lines; line += V_LANES) {
+        const int64_t count = smaller(lines - line, V_LANES);
+        const vf values = merged(statistics + line, parts, lines, count);
+        char *const to = lse + line * lse_line * v_bytes(dtype);
+        if (lse_line == 1) {
+            v_store_part(dtype, to, values, count);
+        } else {
+            char buffer[V_LANES * 4];
+            v_store(dtype, buffer, values);
+            v_scatter(dtype, buffer, to, lse_line, count);
+        }
+    }
+}
+
+/* ---- gradients --------------------------------------------------------------------------------------------------- */
 
 struct slope {
     vf pivot, scale;
@@ -78,129 +251,52 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* ---- columns ------------------------------------------------------------------------------------------------------ */
-
-/* Columns are taken UNIT at a time, in two vectors, in an order (see v_load_pair) that the last few, loaded one vector after
- * the other, do not have. */
-enum { UNIT = 2 * V_LANES, ROWS = 16 /* of a block whose maxima are found before its exponentials are taken, from L1 */ };
-
-V_INLINE void load_unit(int dtype, const char *p, int64_t columns, vf a[2]) {
-    if (columns == UNIT) {
-        v_load_pair(dtype, p, &a[0], &a[1]);
-        return;
-    }
-    const int64_t first = smaller(columns, V_LANES);
-    a[0] = v_load_part(dtype, p, first, -INFINITY);
-    a[1] = v_load_part(dtype, p + first * v_bytes(dtype), columns - first, -INFINITY);
-}
-
-/* Where column i of a unit is. */
-V_INLINE int64_t slot(int dtype, int64_t columns, int64_t i) {
-    return dtype == RAFTER_BF16 && columns == UNIT ? i % 2 * V_LANES + i / 2 : i;
-}
-
-/* Raises max to the largest of `rows` rows of a unit. */
-V_INLINE void raise_maxima(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, vf max[2]) {
-    for (int64_t r = 0; r < rows; r++) {
+/* lse or dlse of the columns, as fp32, in the order in which the columns are loaded. */
+V_INLINE void take_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines, float *to) {
+    for (int64_t c = 0; c < lines; c += UNIT) {
+        const int64_t columns = smaller(lines - c, UNIT);
+        char buffer[UNIT * 4];
         vf a[2];
-        load_unit(dtype, x + r * pitch, columns, a);
-        max[0] = v_max(a[0], max[0]);
-        max[1] = v_max(a[1], max[1]);
+        V_FOR_DTYPE(from_dtype, type,
+                    load_few(type, v_gather(type, from + c * step * v_bytes(type), step, columns, buffer), columns, a));
+        if (columns == UNIT)
+            v_pair(dtype, &a[0], &a[1]);
+        v_store(RAFTER_F32, to + c, a[0]);
+        v_store(RAFTER_F32, to + c + V_LANES, a[1]);
     }
 }
 
-/* The running statistics of a unit's columns. */
-struct unit {
-    vf max[2];
-    struct v_total sum[2];
-};
-
-/* Folds `rows` more rows into them. */
-V_INLINE void fold_rows(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, struct unit *u) {
-    const vf before[2] = {u->max[0], u->max[1]};
-    raise_maxima(dtype, x, pitch, rows, columns, u->max);
-    struct v_base base[2];
-    for (int k = 0; k < 2; k++) {
-        const vf pivot = pivot_of(u->max[k]);
-        v_total_scale(&u->sum[k], v_exp_from(before[k], pivot));
-        base[k] = v_base_per_lane(pivot);
-    }
-    vf a[2], b[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
-    int64_t r = 0;
-    for (; r + 2 <= rows; r += 2) { /* two sums a column: the adds of one would wait for each other */
-        load_unit(dtype, x + r * pitch, columns, a);
-        load_unit(dtype, x + (r + 1) * pitch, columns, b);
-        for (int k = 0; k < 2; k++) {
-            even[k] = v_add_exp(even[k], a[k], &base[k], false);
-            odd[k] = v_add_exp(odd[k], b[k], &base[k], false);
-        }
-    }
-    if (r < rows) {
-        load_unit(dtype, x + r * pitch, columns, a);
-        for (int k = 0; k < 2; k++)
-            even[k] = v_add_exp(even[k], a[k], &base[k], false);
-    }
+V_INLINE void unit_gradient(vf a[2], const float *pivot, const float *scale) {
     for (int k = 0; k < 2; k++)
-        v_total_add(&u->sum[k], even[k] + odd[k]);
-}
-
-V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, float *statistics) {
-    const int64_t bytes = v_bytes(dtype), pitch = b->x_step * bytes;
-    const struct v_total nothing = {v_set(0.0f), v_set(0.0f)};
-    struct unit units[LOGSUMEXP_MOST_LINES / UNIT];
-    for (int64_t c = 0; c < b->lines; c += UNIT)
-        units[c / UNIT] = (struct unit){{v_set(-INFINITY), v_set(-INFINITY)}, {nothing, nothing}};
-    for (int64_t row = 0; row < b->length; row += ROWS)
-        for (int64_t c = 0; c < b->lines; c += UNIT) {
-            const char *const x = b->x + row * pitch + c * bytes;
-            const int64_t rows = smaller(b->length - row, ROWS);
-            if (b->lines - c >= UNIT)
-                fold_rows(dtype, x, pitch, rows, UNIT, &units[c / UNIT]);
-            else
-                fold_rows(dtype, x, pitch, rows, b->lines - c, &units[c / UNIT]);
-        }
-    for (int64_t c = 0; c < b->lines; c++) {
-        const struct unit *const u = &units[c / UNIT];
-        const int64_t at = slot(dtype, smaller(b->lines - c / UNIT * UNIT, UNIT), c % UNIT);
-        const float max = u->max[at / V_LANES][at % V_LANES];
-        float sum = u->sum[at / V_LANES].sum[at % V_LANES];
-        if (max == -INFINITY)
-            sum *= 0.0f; /* there are none but smallest terms, and NaN */
-        if (max == INFINITY)
-            sum = row_has_nan(dtype, b->x + c * bytes, b->x_step, b->length) ? NAN : 1.0f;
-        statistics[c] = max;
-        statistics[b->lines + c] = sum;
-    }
+        a[k] = v_exp_from(a[k], v_load(RAFTER_F32, pivot + k * V_LANES)) * v_load(RAFTER_F32, scale + k * V_LANES);
 }
 
 V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
     const int64_t bytes = v_bytes(dtype), x_pitch = b->x_step * bytes, dx_pitch = b->dx_step * bytes;
     const bool stream = b->stream && ((uintptr_t)b->dx | (uintptr_t)dx_pitch) % V_STREAM == 0;
-    float pivot[LOGSUMEXP_MOST_LINES + UNIT] = {0}, scale[LOGSUMEXP_MOST_LINES + UNIT] = {0};
-    for (int64_t c = 0; c < b->lines; c++) {
-        const int64_t at = c / UNIT * UNIT + slot(dtype, smaller(b->lines - c / UNIT * UNIT, UNIT), c % UNIT);
-        V_FOR_DTYPE(b->lse_dtype, type, pivot[at] = v_pivot(v_get(type, b->lse + c * b->lse_line * v_bytes(type))));
-        V_FOR_DTYPE(b->dlse_dtype, type, scale[at] = v_get(type, b->dlse + c * b->dlse_line * v_bytes(type)));
-    }
+    float pivot[LOGSUMEXP_MOST_LINES], scale[LOGSUMEXP_MOST_LINES];
+    take_columns(dtype, b->lse_dtype, b->lse, b->lse_line, b->lines, pivot);
+    take_columns(dtype, b->dlse_dtype, b->dlse, b->dlse_line, b->lines, scale);
+    for (int64_t c = 0; c < b->lines; c += V_LANES)
+        v_store(RAFTER_F32, pivot + c, pivot_of(v_load(RAFTER_F32, pivot + c)));
     const int64_t whole = b->lines / UNIT * UNIT, rest = b->lines - whole;
     for (int64_t row = 0; row < b->length; row++) {
         const char *const x = b->x + row * x_pitch;
         char *const dx = b->dx + row * dx_pitch;
         vf a[2];
-        for (int64_t c = 0; c < b->lines; c += UNIT) {
-            load_unit(dtype, x + c * bytes, c < whole ? UNIT : rest, a);
-            for (int k = 0; k < 2; k++)
-                a[k] = v_exp_from(a[k], v_load(RAFTER_F32, pivot + c + k * V_LANES)) *
-                       v_load(RAFTER_F32, scale + c + k * V_LANES);
-            if (c == whole) {
-                const int64_t first = smaller(rest, V_LANES);
-                v_store_part(dtype, dx + c * bytes, a[0], first);
-                v_store_part(dtype, dx + (c + first) * bytes, a[1], rest - first);
-            } else if (stream) {
+        for (int64_t c = 0; c < whole; c += UNIT) {
+            v_load_pair(dtype, x + c * bytes, &a[0], &a[1]);
+            __builtin_prefetch(x + x_pitch + c * bytes, 0, 2);
+            unit_gradient(a, pivot + c, scale + c);
+            if (stream)
                 v_stream_pair(dtype, dx + c * bytes, a[0], a[1]);
-            } else {
+            else
                 v_store_pair(dtype, dx + c * bytes, a[0], a[1]);
-            }
+        }
+        if (rest) {
+            load_few(dtype, x + whole * bytes, rest, a);
+            unit_gradient(a, pivot + whole, scale + whole);
+            store_few(dtype, dx + whole * bytes, rest, a);
         }
     }
     if (stream)
@@ -210,11 +306,15 @@ V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
 /* ---- the table ---------------------------------------------------------------------------------------------------- */
 
 static void row_statistics_of(const struct logsumexp_block *block, float *statistics) {
-    V_FOR_DTYPE(block->dtype, dtype, row_statistics(dtype, block, statistics));
+    float *const sums = statistics + block->lines;
+    if (block->length <= SHORT && block->lines > 1)
+        V_FOR_DTYPE(block->dtype, dtype, short_row_statistics(dtype, block, statistics, sums))
+    else
+        V_FOR_DTYPE(block->dtype, dtype, row_statistics(dtype, block, statistics, sums))
 }
 
 static void column_statistics_of(const struct logsumexp_block *block, float *statistics) {
-    V_FOR_DTYPE(block->dtype, dtype, column_statistics(dtype, block, statistics));
+    V_FOR_DTYPE(block->dtype, dtype, column_statistics(dtype, block, statistics, statistics + block->lines));
 }
 
 static void row_gradient_of(const struct logsumexp_block *block) {
@@ -227,18 +327,7 @@ static void column_gradient_of(const struct logsumexp_block *block) {
 
 static void finish(const float *statistics, int64_t parts, int64_t lines, rafter_dtype dtype, char *lse,
                    int64_t lse_line) {
-    for (int64_t line = 0; line < lines; line++) {
-        const float *const s = statistics + line;
-        double max = s[0], sum = 0.0;
-        for (int64_t p = 1; p < parts; p++)
-            max = s[p * 2 * lines] > max ? s[p * 2 * lines] : max;
-        for (int64_t p = 0; p < parts; p++) {
-            const double top = s[p * 2 * lines];
-            sum += s[(p * 2 + 1) * lines] * (top == max ? 1.0 : exp(top - max)); /* == holds of infinities too */
-        }
-        const float value = (float)(max + log(sum));
-        V_FOR_DTYPE(dtype, type, v_put(type, lse + line * lse_line * v_bytes(type), value));
-    }
+    V_FOR_DTYPE(dtype, type, finish_as(type, statistics, parts, lines, lse, lse_line));
 }
 
 extern const struct logsumexp_kernels RAFTER_KERNELS(logsumexp);

@@ -7,7 +7,7 @@
  *
  * Split rows and columns are merged by the last block to arrive, from scratch memory, in the order of the parts.
  */
-#include "cuda/backend.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
 #include "ops/logsumexp/call.h"
 
@@ -31,10 +31,6 @@ struct Plan {
     int64_t per_tile() const { return columns ? int64_t(width) * across : 1; }
 };
 
-int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
 int power_at_least(int64_t a, int least, int most) {
     while (least < a && least < most)
         least *= 2;
@@ -47,12 +43,12 @@ constexpr int64_t ENOUGH_BLOCKS = 1024;
 void cut(Plan *plan, rafter_logsumexp_algorithm algorithm, int64_t n, int64_t least_part) {
     plan->parts = 1;
     if (algorithm != RAFTER_LOGSUMEXP_RECURRENCE && plan->tasks < ENOUGH_BLOCKS) {
-        const int64_t enough = ceil_div(ENOUGH_BLOCKS, plan->tasks), most = n / least_part;
+        const int64_t enough = ceil_div<int64_t>(ENOUGH_BLOCKS, plan->tasks), most = n / least_part;
         plan->parts = enough < most ? enough : most > 1 ? most : 1;
     }
     if (algorithm == RAFTER_LOGSUMEXP_PARALLEL && plan->parts < 2)
         plan->parts = 2;
-    plan->part = ceil_div(ceil_div(n, plan->parts), 64) * 64; /* keeps the alignment of the row */
+    plan->part = ceil_div<int64_t>(ceil_div<int64_t>(n, plan->parts), 64) * 64; /* keeps the alignment of the row */
 }
 
 /* Whether sixteen bytes at a time of the last row dimension are neighbours, in every row of every step. */
@@ -81,7 +77,7 @@ Plan plan_common(const rafter_view &x, const rafter_view *dx, int64_t rows) {
     if (plan.columns) {
         plan.width = wide_columns(x) && (!dx || wide_columns(*dx)) ? int(16 / rafter_dtype_bytes(x.dtype)) : 1;
         plan.across = power_at_least(rows / plan.width, 1, WARP);
-        plan.tasks = ceil_div(rows, int64_t(plan.width) * plan.across);
+        plan.tasks = ceil_div<int64_t>(rows, int64_t(plan.width) * plan.across);
     } else {
         plan.tasks = rows;
     }
@@ -109,12 +105,12 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
     const int64_t n = x.shape[x.ndim - 1], bytes = n * rafter_dtype_bytes(x.dtype);
     if (plan.columns) {
         plan.part = 4 * IN_FLIGHT * (THREADS / plan.across);
-        plan.parts = ceil_div(n, plan.part);
+        plan.parts = ceil_div<int64_t>(n, plan.part);
     } else { /* a part is what a group of lanes takes, in packs */
         plan.lanes = bytes <= 256 ? 8 : WARP;
-        const int64_t once = int64_t(plan.lanes) * IN_FLIGHT, all = rows * ceil_div(bytes, 16);
+        const int64_t once = int64_t(plan.lanes) * IN_FLIGHT, all = rows * ceil_div<int64_t>(bytes, 16);
         plan.part = all >= 4 * once * ENOUGH_BLOCKS * (THREADS / WARP) ? 4 * once : once;
-        plan.parts = ceil_div(ceil_div(bytes, 16), plan.part);
+        plan.parts = ceil_div<int64_t>(ceil_div<int64_t>(bytes, 16), plan.part);
     }
     return plan;
 }
@@ -242,9 +238,9 @@ template <typename T> void launch_forward(const Plan &plan, const Forward &f, in
         else
             columns<T, WIDE<T>><<<blocks, threads, 0, stream>>>(f);
     } else if (plan.lanes == 8) {
-        short_rows<T, 8><<<ceil_div(tasks, THREADS / 8), THREADS, 0, stream>>>(f);
+        short_rows<T, 8><<<ceil_div<int64_t>(tasks, THREADS / 8), THREADS, 0, stream>>>(f);
     } else if (plan.lanes == WARP) {
-        short_rows<T, WARP><<<ceil_div(tasks, THREADS / WARP), THREADS, 0, stream>>>(f);
+        short_rows<T, WARP><<<ceil_div<int64_t>(tasks, THREADS / WARP), THREADS, 0, stream>>>(f);
     } else {
         long_rows<T><<<blocks, plan.lanes, 0, stream>>>(f);
     }
@@ -332,9 +328,9 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
         else
             column_gradients<T, WIDE<T>><<<pieces, threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
-        row_gradients<T, 8><<<ceil_div(pieces, THREADS / 8), THREADS, 0, stream>>>(b);
+        row_gradients<T, 8><<<ceil_div<int64_t>(pieces, THREADS / 8), THREADS, 0, stream>>>(b);
     } else {
-        row_gradients<T, WARP><<<ceil_div(pieces, THREADS / WARP), THREADS, 0, stream>>>(b);
+        row_gradients<T, WARP><<<ceil_div<int64_t>(pieces, THREADS / WARP), THREADS, 0, stream>>>(b);
     }
 }
 
@@ -374,11 +370,9 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     f.stored = reinterpret_cast<RowStats *>(scratch.memory);
     for (f.first = 0; f.first < plan.tasks; f.first += most) {
         const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
-        switch (x.dtype) {
-        case RAFTER_F32: launch_forward<float>(plan, f, tasks, context->cuda_state->stream); break;
-        case RAFTER_BF16: launch_forward<bf16>(plan, f, tasks, context->cuda_state->stream); break;
-        default: launch_forward<fp16>(plan, f, tasks, context->cuda_state->stream); break;
-        }
+        for_dtype(x.dtype, [&](auto zero) {
+            launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream);
+        });
     }
     rafter_scratch_release(context, &scratch);
     return rafter_cuda_launched(context, "logsumexp forward");
@@ -399,11 +393,7 @@ rafter_status backward(rafter_context *context, const logsumexp_call *call, cons
     b.dstep = dx.stride[dx.ndim - 1];
     b.parts = plan.parts;
     b.part = plan.part;
-    switch (x.dtype) {
-    case RAFTER_F32: launch_backward<float>(plan, b, context->cuda_state->stream); break;
-    case RAFTER_BF16: launch_backward<bf16>(plan, b, context->cuda_state->stream); break;
-    default: launch_backward<fp16>(plan, b, context->cuda_state->stream); break;
-    }
+    for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
     return rafter_cuda_launched(context, "logsumexp backward");
 }
 

@@ -11,7 +11,7 @@
  * if not); in columns form neighbouring lines are adjacent, and vectors run across them. */
 enum logsumexp_form { LOGSUMEXP_ROWS, LOGSUMEXP_COLUMNS, LOGSUMEXP_FORMS };
 
-enum { LOGSUMEXP_MOST_LINES = 512 }; /* in a block */
+enum { LOGSUMEXP_MOST_LINES = 2048 }; /* in a block */
 
 /* Some neighbouring lines, or a part of each. Strides are in elements: `_line` from line to line, `_step` along a line. */
 struct logsumexp_block {
@@ -30,8 +30,9 @@ struct logsumexp_block {
 };
 
 struct logsumexp_kernels {
-    /* Of every line its maximum, in statistics[0 .. lines), and the sum of e^(x - maximum), in the next `lines`. A line that
-     * holds +inf has the sum 1; a line that holds NaN has the sum NaN, whatever the maximum. */
+    /* Of every line a pivot, in statistics[0 .. lines), and the sum of e^(x - pivot), in the next `lines`. The pivot is the
+     * maximum or a little less, but infinite when that is. A line that holds +inf has the sum 1; a line that holds NaN has
+     * the sum NaN, whatever the pivot. */
     void (*statistics[LOGSUMEXP_FORMS])(const struct logsumexp_block *block, float *statistics);
     /* lse of lines that were taken in `parts`, whose statistics follow one another. */
     void (*finish)(const float *statistics, int64_t parts, int64_t lines, rafter_dtype dtype, char *lse, int64_t lse_line);

@@ -24,7 +24,7 @@ const struct rafter_op rafter_op_logsumexp = {"logsumexp", sizeof variants / siz
 enum {
     TASK = 1 << 16,      /* elements that are worth a task */
     ROW_PART = 1 << 14,  /* elements of a part of a line, in rows form ... */
-    COLUMN_PART = 1 << 8, /* ... and in columns form, where a part is of many lines */
+    COLUMN_PART = 1 << 10,/* ... and in columns form, where a part is of many lines */
     FEW_BLOCKS = 64      /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
 };
 
@@ -154,7 +154,7 @@ static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
     const int length = rafter_collapse(views, count, 0, plan->x.ndim - 1), line = length - 1;
     const bool along = adjacent(&plan->x, length) && adjacent(&plan->dx, length);
     const bool across = adjacent(&plan->x, line) && adjacent(&plan->dx, line);
-    plan->form = along || !across ? LOGSUMEXP_ROWS : LOGSUMEXP_COLUMNS;
+    plan->form = across && (!along || plan->x.shape[length] == 1) ? LOGSUMEXP_COLUMNS : LOGSUMEXP_ROWS;
     plan->line = line;
 
     const int64_t outer = rafter_extent(&plan->x, 0, line);
