@@ -57,7 +57,8 @@ static rafter_status open_device(rafter_context *context) {
     if (context->device.device_type != kDLCUDA)
         return RAFTER_UNSUPPORTED;
     const char *path = getenv("RAFTER_CUDA_LIBRARY");
-    void *library = dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    void *library =
+        dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return RAFTER_UNSUPPORTED;
     rafter_cuda_entry *entry = NULL;
@@ -147,8 +148,8 @@ rafter_status rafter_take_args(rafter_context *context, const char *name, const 
     size_t given;
     memcpy(&given, args, sizeof given);
     if (given < sizeof given)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given, name,
-                           size);
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given,
+                           name, size);
     for (size_t i = size; i < given; i++)
         if (((const char *)args)[i] != 0)
             return rafter_fail(context, RAFTER_UNSUPPORTED,

@@ -1,15 +1,15 @@
 /*
  * Sine and cosine of position * theta for an integer position and fp32 theta, of the exact product.
  *
- * theta is turned once into the fraction of a full turn that one position adds, theta / (2 pi) modulo 1, as an integer F of 96
- * bits: exact but for a rounding of 2^-97. A position p is then at F p modulo 2^96, which integer multiplication gives
- * exactly: whole turns drop out by themselves, however large theta and p are. The angle is off by
+ * theta is turned once into the fraction of a full turn that one position adds, theta / (2 pi) modulo 1, as an integer
+ * F of 96 bits: exact but for a rounding of 2^-97. A position p is then at F p modulo 2^96, which integer
+ * multiplication gives exactly: whole turns drop out by themselves, however large theta and p are. The angle is off by
  *
  *     |p| 2^-97 + 2^-64 turns:  4e-19 radians at p = 2^32, 1e-16 at 2^40, 1e-9 at 2^63
  *
- * so that position 10^6 is as accurate as position 1, at zeros of the sine and cosine too. What is left of the nearest quarter
- * turn goes through polynomials in fp32: 2 units in the last place. Angles too small for fixed point, below 2^-10 of a quarter
- * turn, are taken from the product in fp32, so that the sine of a tiny angle has all its digits.
+ * so that position 10^6 is as accurate as position 1, at zeros of the sine and cosine too. What is left of the nearest
+ * quarter turn goes through polynomials in fp32: 2 units in the last place. Angles too small for fixed point, below
+ * 2^-10 of a quarter turn, are taken from the product in fp32, so that the sine of a tiny angle has all its digits.
  */
 #ifndef RAFTER_CUDA_SINCOS_CUH
 #define RAFTER_CUDA_SINCOS_CUH
@@ -23,8 +23,8 @@ struct alignas(16) Turns {
 };
 
 /* The words of 1 / (2 pi) behind the binary point, from word -5 on. */
-__constant__ const unsigned inverse_turn[] = {0,          0,          0,          0,          0,          0x28be60db, 0x9391054a,
-                                              0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410, 0x7f9458ea, 0xf7aef158};
+__constant__ const unsigned inverse_turn[] = {
+    0, 0, 0, 0, 0, 0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410, 0x7f9458ea, 0xf7aef158};
 
 DEVICE Turns turns_of(float theta) {
     if (!(fabsf(theta) < INFINITY))
@@ -104,7 +104,8 @@ template <bool FAR> DEVICE void sincos_at(const Turns turns, const Position &pos
 
 /* The same for COUNT entries of a table, `apart` from each other. */
 template <int COUNT>
-DEVICE void sincos_of(const Turns *turns, int apart, const Position &position, float (&sine)[COUNT], float (&cosine)[COUNT]) {
+DEVICE void sincos_of(const Turns *turns, int apart, const Position &position, float (&sine)[COUNT],
+                      float (&cosine)[COUNT]) {
     if (position.high == 0)
 #pragma unroll
         for (int i = 0; i < COUNT; i++)

@@ -7,14 +7,15 @@
 
 #include "simd/simd.h"
 
-/* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where it is
- * negative, and that of -x the other way round: quotients that are accurate however small. */
+/* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where
+ * it is negative, and that of -x the other way round: quotients that are accurate however small. */
 struct v_logistic {
     vf of_x, of_minus_x; /* dividends */
     vf divisor;
 };
 
-/* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is 1e-45). */
+/* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is
+ * 1e-45). */
 V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
     const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
     const vf e = dtype == RAFTER_F32 ? v_exp(-magnitude) : v_exp2(magnitude * v_set(-V_LOG2E));

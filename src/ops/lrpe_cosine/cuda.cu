@@ -1,13 +1,13 @@
 /*
  * lrpe_cosine on CUDA: every input is read from memory once and every output written once.
  *
- *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses them for
- *     softmax over features        every sequence of the batch. Lines of up to 32 packs are normalised among the lanes of a warp;
- *                                  of longer ones the statistics are computed first, by another kernel.
- *     softmax over the sequence    by teams of blocks that keep their share of the sequence in shared memory: cuda/teams.cuh
+ *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
+ * them for softmax over features        every sequence of the batch. Lines of up to 32 packs are normalised among the
+ * lanes of a warp; of longer ones the statistics are computed first, by another kernel. softmax over the sequence    by
+ * teams of blocks that keep their share of the sequence in shared memory: cuda/teams.cuh
  *
- * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens of a
- * thread, of a block, and then by a second kernel over all blocks, always in the same order.
+ * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
+ * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
  */
 #include "cuda/activations.cuh"
 #include "cuda/backend.cuh"
@@ -20,7 +20,8 @@ namespace {
 
 constexpr int THREADS = 256;
 
-/* ---- a call, as kernels take it ---------------------------------------------------------------------------------------- */
+/* ---- a call, as kernels take it
+ * ---------------------------------------------------------------------------------------- */
 
 struct Strides {
     int64_t b, n, h, d;
@@ -53,12 +54,18 @@ template <typename T> struct Call {
         if (!positions)
             return offset + n;
         const int64_t i = b * positions_b + n * positions_n;
-        return positions_are_64_bit ? static_cast<const int64_t *>(positions)[i] : static_cast<const int *>(positions)[i];
+        return positions_are_64_bit ? static_cast<const int64_t *>(positions)[i]
+                                    : static_cast<const int *>(positions)[i];
     }
 };
 
-/* f, besides the kinds that act has: a softmax over features whose lines are in a warp; one whose statistics are given. */
-enum { FEATURES = RAFTER_ACT_SOFTMAX, GIVEN, ANY = -1 }; /* ANY, as a template's argument: the one that the walk names */
+/* f, besides the kinds that act has: a softmax over features whose lines are in a warp; one whose statistics are given.
+ */
+enum {
+    FEATURES = RAFTER_ACT_SOFTMAX,
+    GIVEN,
+    ANY = -1
+}; /* ANY, as a template's argument: the one that the walk names */
 
 /* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. */
 struct Walk4 {
@@ -69,7 +76,8 @@ struct Walk4 {
     double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
 };
 
-/* ---- all but the softmax over the sequence ----------------------------------------------------------------------------- */
+/* ---- all but the softmax over the sequence
+ * ----------------------------------------------------------------------------- */
 
 /* x becomes its softmax over the `lanes` lanes of a group, for COUNT lines at once. */
 template <typename T, int COUNT, int N> DEVICE void softmax_in_lanes(float (&x)[COUNT][N], int lanes) {
@@ -117,15 +125,16 @@ template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, flo
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
 __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> call, const Walk4 walk) {
     constexpr int INPUTS = FORWARD ? 1 : 3;
-    constexpr int AT_ONCE = FORWARD ? 4 : 2;       /* sequences whose packs are loaded before the first is used */
-    constexpr int TOGETHER = FORWARD ? 2 : 1;      /* of them that are worked on at a time */
-    __shared__ Turns turns[N * WARP];              /* [element of a pack][pack] */
+    constexpr int AT_ONCE = FORWARD ? 4 : 2;  /* sequences whose packs are loaded before the first is used */
+    constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
+    __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == ANY ? walk.f : F, across = walk.across, column = threadIdx.x % across, step = THREADS / across;
     const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
     const int64_t tile = blockIdx.x % walk.tiles, chunk = blockIdx.x / walk.tiles;
-    const int64_t top = chunk % walk.row_chunks * walk.rows, bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
+    const int64_t top = chunk % walk.row_chunks * walk.rows,
+                  bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
     const int64_t first_b = chunk / walk.row_chunks * walk.batch, left = call.batch - first_b;
     const int sequences = left < walk.batch ? (int)left : walk.batch;
     const int64_t place = tile * across + column, h = place / walk.lanes, d = place % walk.lanes * N;
@@ -217,7 +226,7 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> 
                                 dot[k] += __shfl_xor_sync(~0u, dot[k], apart);
 #pragma unroll
                         for (int j = 0; j < N; j++)
-                            g[j] = softmax    ? v[k][j] * (g[j] - dot[k])
+                            g[j] = softmax   ? v[k][j] * (g[j] - dot[k])
                                    : reads_x ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
                                              : g[j];
                         if (there && (!DTHETA || call.out))
@@ -307,7 +316,8 @@ struct DTheta {
 __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     __shared__ double sums[THREADS];
     const int64_t h = blockIdx.x / dtheta.features, d = blockIdx.x % dtheta.features;
-    const int64_t over_h = dtheta.heads == 1 ? dtheta.all_heads : 1, over_d = dtheta.features == 1 ? dtheta.all_features : 1;
+    const int64_t over_h = dtheta.heads == 1 ? dtheta.all_heads : 1,
+                  over_d = dtheta.features == 1 ? dtheta.all_features : 1;
     double sum = 0.0;
     for (int64_t i = threadIdx.x; i < dtheta.chunks * over_h * over_d; i += THREADS) {
         const int64_t from_d = d + i % over_d, from_h = h + i / over_d % over_h, chunk = i / over_d / over_h;
@@ -331,10 +341,12 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     }
 }
 
-/* ---- softmax over the sequence ----------------------------------------------------------------------------------------- */
+/* ---- softmax over the sequence
+ * ----------------------------------------------------------------------------------------- */
 
-/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in SHARE sequences of the batch. Lanes that
- * have the same features and tokens, of different sequences, compute a part of the angles each and hand them round. */
+/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in SHARE sequences of the batch.
+ * Lanes that have the same features and tokens, of different sequences, compute a part of the angles each and hand them
+ * round. */
 template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Columns {
     typedef T_ T;
     static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 128;
@@ -368,9 +380,12 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
 
     DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
         const Strip first = strip_at(strip, across);
-        const int64_t b = first.b + column / (across / SHARE), pack = first.pack + column % (across / SHARE), d = pack * N;
-        const T *const x = call.x + b * call.x_step.b + row * call.x_step.n + first.h * call.x_step.h + d * call.x_step.d;
-        const T *const dy = call.dy + b * call.y_step.b + row * call.y_step.n + first.h * call.y_step.h + d * call.y_step.d;
+        const int64_t b = first.b + column / (across / SHARE), pack = first.pack + column % (across / SHARE),
+                      d = pack * N;
+        const T *const x =
+            call.x + b * call.x_step.b + row * call.x_step.n + first.h * call.x_step.h + d * call.x_step.d;
+        const T *const dy =
+            call.dy + b * call.y_step.b + row * call.y_step.n + first.h * call.y_step.h + d * call.y_step.d;
         const Strides &step = FORWARD ? call.y_step : call.dx_step;
         T *const out = call.out + b * step.b + row * step.n + first.h * step.h + d * step.d;
         return {{x, dy, dy + call.features * call.y_step.d}, out, b, b < call.batch && pack < packs};
@@ -473,12 +488,14 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
                 statistics.sum[1][j] *= scale;
             if constexpr (DTHETA)
                 if (speaks)
-                    moments[(b * call.heads + first.h) * call.features + d + j] = (double)(statistics.sum[2][j] * scale);
+                    moments[(b * call.heads + first.h) * call.features + d + j] =
+                        (double)(statistics.sum[2][j] * scale);
         }
     }
 
     template <bool REPLACED>
-    DEVICE void finish(const Stats &statistics, const Chunk<Columns> &chunk, const Place &place, const Table &table) const {
+    DEVICE void finish(const Stats &statistics, const Chunk<Columns> &chunk, const Place &place,
+                       const Table &table) const {
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
             const int64_t down = chunk.down + i * chunk.step;
@@ -515,7 +532,8 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
     }
 };
 
-/* ---- how calls are cut ------------------------------------------------------------------------------------------------- */
+/* ---- how calls are cut
+ * ------------------------------------------------------------------------------------------------- */
 
 Strides strides_of(const rafter_view &view) {
     return {view.stride[0], view.stride[1], view.stride[2], view.stride[3]};
@@ -562,7 +580,8 @@ int power_of_two(int64_t at_least, int at_most) {
 }
 
 /* Walks for `rotate`, N elements to a pack. */
-template <typename T> Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
+template <typename T>
+Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
     Walk4 walk = {};
     const int64_t packs = call.features / n;
     walk.lanes = packs <= WARP ? power_of_two(packs, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
@@ -605,17 +624,19 @@ void launch_rotate(const rafter_context *context, const Call<T> &call, const Wal
         switch (walk.f) {
         case RAFTER_ACT_NONE: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_NONE, false>, call, walk);
         case RAFTER_ACT_RELU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_RELU, false>, call, walk);
-        case RAFTER_ACT_SIGMOID: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>, call, walk);
+        case RAFTER_ACT_SIGMOID:
+            return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>, call, walk);
         case RAFTER_ACT_SILU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SILU, false>, call, walk);
         case FEATURES: return launch(context, how, rotate<T, N, FORWARD, FEATURES, false>, call, walk);
         default: return launch(context, how, rotate<T, N, FORWARD, GIVEN, false>, call, walk);
         }
 }
 
-void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call *from, const double *moments, int64_t chunks) {
+void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call *from, const double *moments,
+                        int64_t chunks) {
     const rafter_view &view = from->dtheta;
-    const DTheta dtheta = {view.data,         view.dtype,       view.shape[0],    view.shape[1], view.stride[0],
-                           view.stride[1],    from->x.shape[2], from->x.shape[3], chunks,        moments};
+    const DTheta dtheta = {view.data,      view.dtype,       view.shape[0],    view.shape[1], view.stride[0],
+                           view.stride[1], from->x.shape[2], from->x.shape[3], chunks,        moments};
     if (view.numel > 0)
         launch(context, {view.numel, THREADS}, sum_moments, dtheta);
 }
@@ -638,7 +659,8 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     walk.moments = reinterpret_cast<double *>(scratch.memory);
     if (walk.f == GIVEN) {
         float *const memory = reinterpret_cast<float *>(scratch.memory + moments);
-        launch(context, {ceil_div(lines, (int64_t)(THREADS / WARP)), THREADS}, line_statistics<T, N, FORWARD>, call, memory);
+        launch(context, {ceil_div(lines, (int64_t)(THREADS / WARP)), THREADS}, line_statistics<T, N, FORWARD>, call,
+               memory);
         walk.statistics = memory;
     }
     launch_rotate<T, N, FORWARD>(context, call, walk, dtheta);
@@ -668,11 +690,10 @@ rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *fro
         if (candidate.cost < best.cost)
             best = candidate;
     }
-    const size_t moments =
-        DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
+    const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
     struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes, moments + team_scratch<Job>(best.cut),
-                                   &scratch));
+    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes,
+                                   moments + team_scratch<Job>(best.cut), &scratch));
     job.moments = reinterpret_cast<double *>(scratch.memory);
     launch_teams(context, job, best.cut, scratch.memory + moments);
     if (DTHETA)
