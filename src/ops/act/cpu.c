@@ -31,8 +31,8 @@ V_INLINE vf forward(const vf in[], const void *env) {
     const struct flavour *const f = env;
     switch (f->kind) {
     case RAFTER_ACT_RELU: return v_relu(in[0]);
-    case RAFTER_ACT_SIGMOID: return v_sigmoid_as(f->dtype, in[0]);
-    default: return v_silu_as(f->dtype, in[0]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid(f->dtype, in[0]);
+    default: return v_silu(f->dtype, in[0]);
     }
 }
 
@@ -40,8 +40,8 @@ V_INLINE vf backward(const vf in[], const void *env) {
     const struct flavour *const f = env;
     switch (f->kind) {
     case RAFTER_ACT_RELU: return v_relu_grad(in[0], in[1]);
-    case RAFTER_ACT_SIGMOID: return v_sigmoid_grad_as(f->dtype, in[0], in[1]);
-    default: return v_silu_grad_as(f->dtype, in[0], in[1]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid_grad(f->dtype, in[0], in[1]);
+    default: return v_silu_grad(f->dtype, in[0], in[1]);
     }
 }
 

@@ -439,15 +439,20 @@ V_INLINE struct pair gradient(int dtype, const struct row *row, int64_t i, int64
 V_INLINE float row_max(int dtype, const struct row *row) {
     const int64_t bytes = v_bytes(dtype);
     struct v_peak peak = v_peak_of_none();
+    vf rest = v_set(-INFINITY);
     FOR_PAIRS(i, count, row->width, {
         prefetch(dtype, row->x + i * bytes + row->x_ahead);
         const struct pair x = load(dtype, row->x + i * bytes, count, -INFINITY);
         if (count == PAIR)
             v_peak_add(dtype, &peak, row->x + i * bytes, x.a, x.b);
         else
-            peak.value = v_max(x.a, v_max(x.b, peak.value));
+            rest = v_max(x.a, v_max(x.b, rest));
     });
-    return row->width < PAIR ? v_hmax(peak.value) : v_peak_value(dtype, &peak); /* NaN of no pairs */
+    const float of_rest = v_hmax(rest);
+    if (row->width < PAIR)
+        return of_rest;
+    const float of_pairs = v_peak_value(dtype, &peak); /* NaN if one of them is */
+    return of_rest > of_pairs ? of_rest : of_pairs;
 }
 
 /* What the softmax over features keeps of a slab. */
