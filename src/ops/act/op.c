@@ -8,6 +8,7 @@
  */
 #include "core/backend.h"
 #include "core/context.h"
+#include "core/sizes.h"
 #include "core/tensor.h"
 #include "core/threads.h"
 #include "core/variants.h"
@@ -26,22 +27,6 @@ static const struct rafter_variant variants[] = {
 };
 
 const struct rafter_op rafter_op_act = {"act", sizeof variants / sizeof *variants, variants};
-
-static int64_t at_least(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-static int64_t at_most(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
-
-static int64_t round_up(int64_t a, int64_t multiple) {
-    return ceil_div(a, multiple) * multiple;
-}
 
 /* ---- checks -------------------------------------------------------------------------------------------------------
  */

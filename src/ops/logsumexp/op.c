@@ -4,6 +4,7 @@
  * All of that follows from shapes and strides, so that results do not depend on the number of threads.
  */
 #include "core/backend.h"
+#include "core/sizes.h"
 #include "core/threads.h"
 #include "core/variants.h"
 #include "ops/logsumexp/call.h"
@@ -27,18 +28,6 @@ enum {
     COLUMN_PART = 1 << 10, /* ... and in columns form, where a part is of many lines */
     FEW_BLOCKS = 64        /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
 };
-
-static int64_t at_least(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-static int64_t at_most(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
-}
 
 /* ---- checks -------------------------------------------------------------------------------------------------------
  */

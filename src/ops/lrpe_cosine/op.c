@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "core/sizes.h"
 #include "core/threads.h"
 #include "core/variants.h"
 #include "ops/lrpe_cosine/kernels.h"
@@ -209,13 +210,9 @@ static int64_t most(int64_t a, int64_t b) {
     return a > b ? a : b;
 }
 
-static int64_t divided_up(int64_t a, int64_t b) {
-    return a / b + (a % b != 0);
-}
-
 /* Cuts `size` into at most `pieces` equal steps. */
 static int64_t step_for(int64_t size, int64_t pieces) {
-    return divided_up(size, most(1, least(pieces, size)));
+    return ceil_div(size, most(1, least(pieces, size)));
 }
 
 /* Whether the softmax over the sequence had better be done in blocks of features: where what it reads twice of a block
@@ -225,8 +222,7 @@ static bool suits_bp(const struct lrpe_cosine_call *call) {
     const int64_t *shape = call->x.shape, batches = least(shape[0], BP_BATCHES);
     const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; there are twice as many of dy */
     const int64_t bytes = elements * rafter_dtype_bytes(call->x.dtype) * (call->direction == RAFTER_FORWARD ? 1 : 3);
-    return bytes <= BP_BYTES &&
-           divided_up(shape[2] * shape[3], BP_COLUMNS) * divided_up(shape[0], BP_BATCHES) >= BP_BLOCKS;
+    return bytes <= BP_BYTES && ceil_div(shape[2] * shape[3], BP_COLUMNS) * ceil_div(shape[0], BP_BATCHES) >= BP_BLOCKS;
 }
 
 static struct cut make_cut(const struct plan *plan) {
@@ -240,18 +236,18 @@ static struct cut make_cut(const struct plan *plan) {
         cut.h_step = cut.d_step < features ? 1 : least(heads, most(1, BP_COLUMNS / features));
         cut.b_step = least(batch, BP_BATCHES);
     } else {
-        cut.n_step = least(length, divided_up(most(16, TASK_ELEMENTS / (call->x.numel / length)), 16) * 16);
+        cut.n_step = least(length, ceil_div(most(16, TASK_ELEMENTS / (call->x.numel / length)), 16) * 16);
         if (plan->f == LRPE_SEQUENCE || call->dtheta.data)
-            cut.n_step = least(length, most(cut.n_step, divided_up(divided_up(length, MOST_PARTS), 16) * 16));
+            cut.n_step = least(length, most(cut.n_step, ceil_div(ceil_div(length, MOST_PARTS), 16) * 16));
         /* A short sequence: cut heads too, and then the batch, which costs computing angles again. */
-        const int64_t tasks = least(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = divided_up(length, cut.n_step);
+        const int64_t tasks = least(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
         cut.h_step = step_for(heads, tasks / pieces);
-        cut.b_step = step_for(batch, tasks / pieces / divided_up(heads, cut.h_step));
+        cut.b_step = step_for(batch, tasks / pieces / ceil_div(heads, cut.h_step));
     }
-    cut.b_count = divided_up(batch, cut.b_step);
-    cut.n_count = divided_up(length, cut.n_step);
-    cut.h_count = divided_up(heads, cut.h_step);
-    cut.d_count = divided_up(features, cut.d_step);
+    cut.b_count = ceil_div(batch, cut.b_step);
+    cut.n_count = ceil_div(length, cut.n_step);
+    cut.h_count = ceil_div(heads, cut.h_step);
+    cut.d_count = ceil_div(features, cut.d_step);
     return cut;
 }
 
@@ -411,7 +407,7 @@ static rafter_status run(rafter_context *context, const struct lrpe_cosine_call 
         rafter_parallel(context, tasks, main_task, &plan);
     }
     if (call->dtheta.data)
-        rafter_parallel(context, divided_up(call->dtheta.numel, DTHETA_STEP), dtheta_task, &plan);
+        rafter_parallel(context, ceil_div(call->dtheta.numel, DTHETA_STEP), dtheta_task, &plan);
     rafter_scratch_release(context, &scratch);
     return RAFTER_OK;
 }
