@@ -31,7 +31,8 @@ static void print_cuda(void) {
     }
     struct rafter_cuda_facts facts;
     context->cuda->facts(context, &facts);
-    printf("CUDA      %s, compute capability %d.%d, %d multiprocessors, L2 %lld MiB, %lld GiB, driver %d.%d, runtime %d.%d\n\n",
+    printf("CUDA      %s, compute capability %d.%d, %d multiprocessors, L2 %lld MiB, %lld GiB, driver %d.%d, runtime "
+           "%d.%d\n\n",
            facts.name, facts.compute_capability / 10, facts.compute_capability % 10, facts.multiprocessors,
            (long long)facts.l2_bytes >> 20, (long long)facts.memory_bytes >> 30, facts.driver / 1000,
            facts.driver % 1000 / 10, facts.runtime / 1000, facts.runtime % 1000 / 10);

@@ -18,8 +18,8 @@ struct options {
     int64_t x[OPTIONS_LIST]; /* zero-terminated; none: the preset's */
     rafter_dtype dtype;
     DLDevice device; /* zero: the CPU */
-    int threads;    /* 0: as many as OpenMP would */
-    double seconds; /* per cell; 0: the preset's */
+    int threads;     /* 0: as many as OpenMP would */
+    double seconds;  /* per cell; 0: the preset's */
     const char *json, *csv;
     bool percent, warm;
     const char *providers; /* names between commas, or NULL for all */

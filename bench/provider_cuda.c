@@ -1,4 +1,5 @@
-/* The library on a CUDA device: the problem's tensors are copied there once, and calls are timed by the device's events. */
+/* The library on a CUDA device: the problem's tensors are copied there once, and calls are timed by the device's
+ * events. */
 #include <stdlib.h>
 
 #include "core/backend.h"

@@ -18,4 +18,5 @@ static bool timed(struct session *s, double *seconds) {
     return time_call(s, call, seconds);
 }
 
-const struct provider provider_rafter = {.name = "rafter", .exact = true, .ours = true, .serves = serves, .time = timed};
+const struct provider provider_rafter = {
+    .name = "rafter", .exact = true, .ours = true, .serves = serves, .time = timed};

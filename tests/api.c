@@ -1,7 +1,7 @@
 /*
- * The contract of the public header apart from the numbers: bad input gets a status and a sentence that names the argument
- * and both values, and leaves outputs untouched; argument structs can grow; workspaces and allocators do what they say;
- * zero-size tensors pass.
+ * The contract of the public header apart from the numbers: bad input gets a status and a sentence that names the
+ * argument and both values, and leaves outputs untouched; argument structs can grow; workspaces and allocators do what
+ * they say; zero-size tensors pass.
  */
 #include <setjmp.h>
 #include <stdarg.h>
@@ -14,7 +14,8 @@
 
 #include "rafter/rafter.h"
 
-/* ---- a small valid call of every op, to spoil one argument at a time ------------------------------------------------ */
+/* ---- a small valid call of every op, to spoil one argument at a time ------------------------------------------------
+ */
 
 enum { B = 2, N = 3, H = 2, D = 8, ROWS = B * N, V = 11 };
 
@@ -26,7 +27,7 @@ static struct fixture {
     int64_t shape_x[4], shape_y[4], shape_theta[2], shape_weight[2], shape_rows[1], shape_lse[3], shape_grid[2],
         shape_hidden[2];
     int64_t strides[4];
-    DLTensor x, y, dy, dx, theta, dtheta, positions_t;  /* act, logsumexp, lrpe_cosine */
+    DLTensor x, y, dy, dx, theta, dtheta, positions_t; /* act, logsumexp, lrpe_cosine */
     DLTensor lse, dlse;
     DLTensor logits, dlogits, target, loss, row_loss, row_lse, argmax; /* losses */
     DLTensor hidden, dhidden, weight, dweight;
@@ -87,15 +88,24 @@ static int setup(void **state) {
     f.dweight = rafter_tensor(f.y_data, RAFTER_F32, 2, f.shape_weight);
 
     f.options = (rafter_loss_options){.size = sizeof f.options};
-    f.act = (rafter_act_args){.size = sizeof f.act, .kind = RAFTER_ACT_SOFTMAX, .dim = -1, .x = &f.x, .y = &f.y,
-                              .dy = &f.dy, .dx = &f.dx};
-    f.logsumexp = (rafter_logsumexp_args){.size = sizeof f.logsumexp, .dim = -1, .x = &f.x, .lse = &f.lse,
-                                          .dlse = &f.dlse, .dx = &f.dx};
-    f.ce = (rafter_cross_entropy_args){.size = sizeof f.ce, .options = &f.options, .logits = &f.logits,
-                                       .target = &f.target, .loss = &f.loss, .lse = &f.row_lse};
-    f.lce = (rafter_linear_cross_entropy_args){.size = sizeof f.lce, .options = &f.options, .x = &f.hidden,
-                                               .weight = &f.weight, .target = &f.target, .loss = &f.loss,
-                                               .dx = &f.dhidden, .dweight = &f.dweight};
+    f.act = (rafter_act_args){
+        .size = sizeof f.act, .kind = RAFTER_ACT_SOFTMAX, .dim = -1, .x = &f.x, .y = &f.y, .dy = &f.dy, .dx = &f.dx};
+    f.logsumexp = (rafter_logsumexp_args){
+        .size = sizeof f.logsumexp, .dim = -1, .x = &f.x, .lse = &f.lse, .dlse = &f.dlse, .dx = &f.dx};
+    f.ce = (rafter_cross_entropy_args){.size = sizeof f.ce,
+                                       .options = &f.options,
+                                       .logits = &f.logits,
+                                       .target = &f.target,
+                                       .loss = &f.loss,
+                                       .lse = &f.row_lse};
+    f.lce = (rafter_linear_cross_entropy_args){.size = sizeof f.lce,
+                                               .options = &f.options,
+                                               .x = &f.hidden,
+                                               .weight = &f.weight,
+                                               .target = &f.target,
+                                               .loss = &f.loss,
+                                               .dx = &f.dhidden,
+                                               .dweight = &f.dweight};
     f.lrpe = (rafter_lrpe_cosine_args){.size = sizeof f.lrpe, .x = &f.x, .theta = &f.theta, .y = &f.y};
     return 0;
 }
@@ -117,7 +127,8 @@ static void lrpe_shapes(void) {
 static void expect_failure(rafter_status got, rafter_status want, const char *word, ...) {
     const char *sentence = rafter_last_error(f.context);
     if (got != want)
-        print_error("status %s, wanted %s; sentence: %s\n", rafter_status_name(got), rafter_status_name(want), sentence);
+        print_error("status %s, wanted %s; sentence: %s\n", rafter_status_name(got), rafter_status_name(want),
+                    sentence);
     assert_int_equal(got, want);
     va_list words;
     va_start(words, word);
@@ -137,7 +148,8 @@ static void expect_failure(rafter_status got, rafter_status want, const char *wo
 }
 #define EXPECT_INVALID(call, ...) expect_failure((call), RAFTER_INVALID_ARGUMENT, __VA_ARGS__, (char *)NULL)
 
-/* ---- the valid calls are valid -------------------------------------------------------------------------------------- */
+/* ---- the valid calls are valid --------------------------------------------------------------------------------------
+ */
 
 static void test_fixture_is_valid(void **state) {
     (void)state;
@@ -157,7 +169,8 @@ static void test_fixture_is_valid(void **state) {
     assert_string_equal(rafter_last_error(f.context), "");
 }
 
-/* ---- what every op checks alike --------------------------------------------------------------------------------------- */
+/* ---- what every op checks alike
+ * --------------------------------------------------------------------------------------- */
 
 /* One call of each op and direction, on the fixture as it stands. */
 static rafter_status call(int which) {
@@ -346,7 +359,8 @@ static void test_sizes_of_structs(void **state) {
     assert_int_equal(rafter_logsumexp_forward(f.context, &f.logsumexp), RAFTER_OK);
 }
 
-/* ---- shapes, options, overlaps of single ops -------------------------------------------------------------------------- */
+/* ---- shapes, options, overlaps of single ops
+ * -------------------------------------------------------------------------- */
 
 static void test_act_bad(void **state) {
     (void)state;
@@ -419,8 +433,8 @@ static void test_losses_bad(void **state) {
 
     for (int sign = 0; sign < 2; sign++) {
         f.labels[4] = sign ? -1 : V;
-        expect_failure(rafter_cross_entropy_forward(f.context, &f.ce), RAFTER_LABEL_OUT_OF_RANGE, "4", sign ? "-1" : "11",
-                       (char *)NULL);
+        expect_failure(rafter_cross_entropy_forward(f.context, &f.ce), RAFTER_LABEL_OUT_OF_RANGE, "4",
+                       sign ? "-1" : "11", (char *)NULL);
         expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_LABEL_OUT_OF_RANGE, "4",
                        sign ? "-1" : "11", (char *)NULL);
         f.ce.dlogits = &f.dlogits;
@@ -490,7 +504,8 @@ static void test_lrpe_bad(void **state) {
     EXPECT_INVALID(rafter_lrpe_cosine_forward(f.context, &f.lrpe), "positions", "dtype");
 }
 
-/* ---- memory ----------------------------------------------------------------------------------------------------------- */
+/* ---- memory
+ * ----------------------------------------------------------------------------------------------------------- */
 
 struct ledger {
     size_t held, most;
@@ -538,7 +553,8 @@ static void test_allocator(void **state) {
     setup(NULL);
     ledger = (struct ledger){.fail = 1};
     with_ledger(&ledger);
-    expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_OUT_OF_MEMORY, "allocator", (char *)NULL);
+    expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_OUT_OF_MEMORY, "allocator",
+                   (char *)NULL);
     assert_int_equal(ledger.held, 0);
 }
 
@@ -552,8 +568,8 @@ static void test_workspace(void **state) {
     with_ledger(&ledger);
     f.lce.workspace = memory + 3; /* any alignment */
     f.lce.workspace_bytes = bytes - 64;
-    expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_WORKSPACE_TOO_SMALL, "workspace_bytes",
-                   (char *)NULL);
+    expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_WORKSPACE_TOO_SMALL,
+                   "workspace_bytes", (char *)NULL);
     f.lce.workspace_bytes = bytes;
     assert_int_equal(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_OK);
     assert_int_equal(ledger.calls, 0);
@@ -586,7 +602,8 @@ static void test_none_copies_nothing_in_place(void **state) {
     assert_true(f.x_data[5] == before);
 }
 
-/* ---- zero sizes --------------------------------------------------------------------------------------------------------- */
+/* ---- zero sizes
+ * --------------------------------------------------------------------------------------------------------- */
 
 static void test_zero_sizes(void **state) {
     (void)state;
@@ -634,7 +651,8 @@ static void test_zero_sizes(void **state) {
     assert_int_equal(rafter_lrpe_cosine_forward(f.context, &f.lrpe), RAFTER_OK);
 }
 
-/* ---- context ------------------------------------------------------------------------------------------------------------- */
+/* ---- context
+ * ------------------------------------------------------------------------------------------------------------- */
 
 static void test_context(void **state) {
     (void)state;

@@ -1,7 +1,7 @@
 /*
- * Random calls, most of them slightly wrong: whatever the arguments, a call returns a status, a failure has a sentence and
- * writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an allocation
- * of exactly its own extent).
+ * Random calls, most of them slightly wrong: whatever the arguments, a call returns a status, a failure has a sentence
+ * and writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an
+ * allocation of exactly its own extent).
  *
  *     test_fuzz [CALLS [SEED]]
  */
@@ -236,24 +236,24 @@ static rafter_status random_linear_cross_entropy(rafter_context *context) {
     const rafter_dtype dtype = some_float();
     const rafter_loss_options options = some_options(&n, 1, v);
     const int none = options.reduction == RAFTER_NONE;
-    rafter_linear_cross_entropy_args a = {
-        .size = sizeof a,
-        .options = one_in(4) ? NULL : &options,
-        .mode = (rafter_lce_mode)some_enum(3),
-        .accumulate = (rafter_lce_accumulate)some_enum(2),
-        .budget = one_in(3) ? (size_t)below(1 << 20) : 0,
-        .x = some(dtype, 2, hidden, 1),
-        .weight = some(dtype, 2, weight, 1),
-        .bias = maybe(some(dtype, 1, &v, 1)),
-        .target = some(some_int(), 1, &n, v > 0 ? v : 1),
-        .loss = some(RAFTER_F32, none ? 1 : 0, &n, 1),
-        .lse = maybe(some(RAFTER_F32, 1, &n, 1)),
-        .entropy = maybe(some(RAFTER_F32, 1, &n, 1)),
-        .dx = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, hidden, 1)),
-        .dweight = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, weight, 1)),
-        .dbias = maybe(some(dtype, 1, &v, 1))};
+    rafter_linear_cross_entropy_args a = {.size = sizeof a,
+                                          .options = one_in(4) ? NULL : &options,
+                                          .mode = (rafter_lce_mode)some_enum(3),
+                                          .accumulate = (rafter_lce_accumulate)some_enum(2),
+                                          .budget = one_in(3) ? (size_t)below(1 << 20) : 0,
+                                          .x = some(dtype, 2, hidden, 1),
+                                          .weight = some(dtype, 2, weight, 1),
+                                          .bias = maybe(some(dtype, 1, &v, 1)),
+                                          .target = some(some_int(), 1, &n, v > 0 ? v : 1),
+                                          .loss = some(RAFTER_F32, none ? 1 : 0, &n, 1),
+                                          .lse = maybe(some(RAFTER_F32, 1, &n, 1)),
+                                          .entropy = maybe(some(RAFTER_F32, 1, &n, 1)),
+                                          .dx = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, hidden, 1)),
+                                          .dweight = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, weight, 1)),
+                                          .dbias = maybe(some(dtype, 1, &v, 1))};
     a.accumulate_into_dweight = a.dweight && a.dweight->dtype.bits == 32 && one_in(4);
-    return one_in(2) ? rafter_linear_cross_entropy_forward(context, &a) : rafter_linear_cross_entropy_backward(context, &a);
+    return one_in(2) ? rafter_linear_cross_entropy_forward(context, &a)
+                     : rafter_linear_cross_entropy_backward(context, &a);
 }
 
 static rafter_status random_lrpe_cosine(rafter_context *context) {
@@ -270,7 +270,8 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
                                  .offset = one_in(2) ? 0 : (int64_t)draw(),
                                  .x = some(dtype, 3 + heads, heads ? full : flat, 1),
                                  .theta = some(angle, 2, theta, 1),
-                                 .positions = one_in(4) ? some(some_int(), rows, rows == 2 ? positions : &n, 1000) : NULL,
+                                 .positions =
+                                     one_in(4) ? some(some_int(), rows, rows == 2 ? positions : &n, 1000) : NULL,
                                  .y = some(dtype, 3 + heads, heads ? full_y : flat_y, 1),
                                  .dy = some(dtype, 3 + heads, heads ? full_y : flat_y, 1),
                                  .dx = some(dtype, 3 + heads, heads ? full : flat, 1),
@@ -281,8 +282,8 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
 int main(int argc, char **argv) {
     const long calls = argc > 1 ? atol(argv[1]) : 20000;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    static rafter_status (*const ops[])(rafter_context *) = {
-        random_act, random_logsumexp, random_cross_entropy, random_linear_cross_entropy, random_lrpe_cosine};
+    static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
+                                                             random_linear_cross_entropy, random_lrpe_cosine};
     enum { OPS = sizeof ops / sizeof *ops };
     long passed = 0, failed = 0, accepted[OPS] = {0};
     const rafter_context_options options = {.size = sizeof options, .threads = 2};

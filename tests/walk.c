@@ -1,11 +1,11 @@
 /*
- * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality over
- * repeats and over 1, 2 and 3 threads; finite differences of the oracle itself.
+ * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality
+ * over repeats and over 1, 2 and 3 threads; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda]
  *
- * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems there;
- * where there is no such device it says so and exits with 77, which ctest counts as skipped.
+ * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems
+ * there; where there is no such device it says so and exits with 77, which ctest counts as skipped.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,7 +48,8 @@ static void run_mode(problem *p, rafter_context *context, const char *variant, e
 }
 
 /* The same bits again, and from other numbers of threads. */
-static void run_bitwise(problem *p, rafter_context *contexts[], int count, const char *variant, enum problem_mode mode) {
+static void run_bitwise(problem *p, rafter_context *contexts[], int count, const char *variant,
+                        enum problem_mode mode) {
     uint64_t first = 0;
     for (int i = 0; i < count; i++) {
         problem_poison(p, mode);
@@ -87,7 +88,9 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
             for (int algorithm = 0; op->algorithms[algorithm]; algorithm++) {
                 if (layout != PROBLEM_COMPACT && values != PROBLEM_ORDINARY)
                     continue;
-                problem p = {.op = op, .layout = (enum problem_layout)layout, .values = (enum problem_values)values,
+                problem p = {.op = op,
+                             .layout = (enum problem_layout)layout,
+                             .values = (enum problem_values)values,
                              .algorithm = algorithm};
                 op->make(&p, index);
                 if (p.large || !problem_has_layout(&p, p.layout))
@@ -147,7 +150,8 @@ static void walk_op(const struct op_cases *op, bool large, const char *only_vari
     for (int64_t i = 0; i < op->count(); i++)
         walk_finite_differences(op, i);
     differences = passed - differences;
-    verdict(differences > 0, &(problem){.op = op}, "oracle", "finite differences", "no problem is small enough for them");
+    verdict(differences > 0, &(problem){.op = op}, "oracle", "finite differences",
+            "no problem is small enough for them");
     const bool cuda = device.device_type == kDLCUDA;
     const char *variant;
     for (int v = 0; (variant = cuda ? (v == 0 ? "cuda" : NULL) : rafter_op_variant(op->op, v)); v++) {

@@ -2,8 +2,9 @@
  * DLPack's tensor struct, for builds where <dlpack/dlpack.h> is not installed.
  *
  * This declares the part of the DLPack ABI that Rafter's calls take (DLTensor and what it contains), with DLPack's own
- * names and layout, so that arrays of NumPy, PyTorch, JAX, CuPy or TVM pass without copying. If you also use the official
- * header, include it first (or have it on the include path as <dlpack/dlpack.h>): this file then declares nothing.
+ * names and layout, so that arrays of NumPy, PyTorch, JAX, CuPy or TVM pass without copying. If you also use the
+ * official header, include it first (or have it on the include path as <dlpack/dlpack.h>): this file then declares
+ * nothing.
  */
 #ifndef RAFTER_DLPACK_H
 #define RAFTER_DLPACK_H

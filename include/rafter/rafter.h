@@ -19,15 +19,15 @@
  *
  * What holds for every call
  * -------------------------
- * Tensors are DLPack's DLTensor with strides honoured: padded rows, transposed views, and stride 0 in inputs. Inputs are
- * fp32, bf16 or fp16; everything inside is computed in fp32 or better and rounded once, to nearest even, when stored.
- * Labels and positions are int32 or int64.
+ * Tensors are DLPack's DLTensor with strides honoured: padded rows, transposed views, and stride 0 in inputs. Inputs
+ * are fp32, bf16 or fp16; everything inside is computed in fp32 or better and rounded once, to nearest even, when
+ * stored. Labels and positions are int32 or int64.
  *
- * Argument structs: set `.size` to sizeof the struct (it lets the struct grow without breaking the ABI), leave what you do
- * not need at zero. Zero means default. A NULL output is not computed. Reserved padding must be zero.
+ * Argument structs: set `.size` to sizeof the struct (it lets the struct grow without breaking the ABI), leave what you
+ * do not need at zero. Zero means default. A NULL output is not computed. Reserved padding must be zero.
  *
- * Errors: every call returns a status. If it is not RAFTER_OK, rafter_last_error() is a sentence that names the argument,
- * what was given and what was wanted, and no output has been written. No call exits, prints or throws.
+ * Errors: every call returns a status. If it is not RAFTER_OK, rafter_last_error() is a sentence that names the
+ * argument, what was given and what was wanted, and no output has been written. No call exits, prints or throws.
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride 0), except where a
  * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator;
@@ -102,8 +102,9 @@ typedef struct rafter_context_options {
     void *user;
 } rafter_context_options;
 
-/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all. RAFTER_UNSUPPORTED is
- * an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or a driver is missing. */
+/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all.
+ * RAFTER_UNSUPPORTED is an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or
+ * a driver is missing. */
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 
@@ -143,9 +144,9 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
  * Backward: dx from dy and what the kind needs: x for relu, sigmoid and silu; y (the forward's result) for softmax;
  *           nothing more for none. dx may be dy (in place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. relu's derivative at 0 is 0.
- * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where element
- * i (row-major order) of x is above 0, or NaN. Forward writes it; backward, when it is given, reads it instead of x. The
- * other tensors must then be contiguous.
+ * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where
+ * element i (row-major order) of x is above 0, or NaN. Forward writes it; backward, when it is given, reads it instead
+ * of x. The other tensors must then be contiguous.
  */
 
 typedef enum rafter_act_kind {
@@ -217,8 +218,8 @@ RAFTER_API rafter_status rafter_logsumexp_workspace(rafter_context *context, con
  *     row_loss = row_weight * ( w_y (1-s) (r - u_y)  +  s/V * sum_v w_v (r - u_v)  +  z_loss * r^2 ).
  * Rows whose label is ignore_index have row_loss 0 and gradient 0, and count nowhere.
  *     sum:  loss = sum of row_loss
- *     mean: loss = sum of row_loss / denominator, where denominator is, unless given, the sum of w_y over the rows that are
- *           not ignored (their number without class weights): PyTorch's mean. Row weights do not enter it, so that they may
+ *     mean: loss = sum of row_loss / denominator, where denominator is, unless given, the sum of w_y over the rows that
+ * are not ignored (their number without class weights): PyTorch's mean. Row weights do not enter it, so that they may
  *           be advantages that sum to zero.
  *     none: loss = row_loss, shaped as the labels
  */
@@ -226,17 +227,17 @@ RAFTER_API rafter_status rafter_logsumexp_workspace(rafter_context *context, con
 typedef enum rafter_reduction { RAFTER_MEAN = 0, RAFTER_SUM = 1, RAFTER_NONE = 2 } rafter_reduction;
 
 typedef struct rafter_loss_options {
-    size_t size;                   /* sizeof(rafter_loss_options) */
-    const int64_t *ignore_index;   /* NULL: -100 */
-    rafter_reduction reduction;    /* zero: mean */
-    int32_t zero_if_all_ignored;   /* mean over no rows: 0 gives NaN (PyTorch's answer), 1 gives 0 */
-    float label_smoothing;         /* 0 .. 1 */
-    float z_loss;                  /* coefficient of r^2 */
-    float softcap;                 /* 0: none */
-    float logit_scale;             /* 1 / temperature; 0 means 1 */
-    const DLTensor *class_weight;  /* fp32 [V] */
-    const DLTensor *row_weight;    /* fp32, shaped as the labels */
-    const DLTensor *denominator;   /* fp32, one element, on the tensors' device: replaces mean's denominator */
+    size_t size;                  /* sizeof(rafter_loss_options) */
+    const int64_t *ignore_index;  /* NULL: -100 */
+    rafter_reduction reduction;   /* zero: mean */
+    int32_t zero_if_all_ignored;  /* mean over no rows: 0 gives NaN (PyTorch's answer), 1 gives 0 */
+    float label_smoothing;        /* 0 .. 1 */
+    float z_loss;                 /* coefficient of r^2 */
+    float softcap;                /* 0: none */
+    float logit_scale;            /* 1 / temperature; 0 means 1 */
+    const DLTensor *class_weight; /* fp32 [V] */
+    const DLTensor *row_weight;   /* fp32, shaped as the labels */
+    const DLTensor *denominator;  /* fp32, one element, on the tensors' device: replaces mean's denominator */
 } rafter_loss_options;
 
 /* ------------------------------------------------------------------------------------------------------------------
@@ -249,12 +250,11 @@ typedef struct rafter_loss_options {
  *     a.dlogits = &dz;                               // a.dlogits = &z: over the logits
  *     rafter_cross_entropy_backward(ctx, &a);
  *
- * Forward: any of loss, row_loss, lse, logprob, entropy, argmax, whichever are not NULL. If dlogits is given too, the same
- *     pass writes it (one read and one write of the logits in all), for the upstream gradient dloss.
- * Backward: dlogits from logits, target, dloss, and lse if given (else it is computed again).
- * dlogits has the dtype of the logits and may be the logits (in place: same data and strides).
- * dloss is fp32, shaped as loss (one element for mean and sum); NULL means 1.
- * Per-row outputs are fp32 (argmax int64 or int32), shaped as target. For ignored rows they are 0, argmax -1.
+ * Forward: any of loss, row_loss, lse, logprob, entropy, argmax, whichever are not NULL. If dlogits is given too, the
+ * same pass writes it (one read and one write of the logits in all), for the upstream gradient dloss. Backward: dlogits
+ * from logits, target, dloss, and lse if given (else it is computed again). dlogits has the dtype of the logits and may
+ * be the logits (in place: same data and strides). dloss is fp32, shaped as loss (one element for mean and sum); NULL
+ * means 1. Per-row outputs are fp32 (argmax int64 or int32), shaped as target. For ignored rows they are 0, argmax -1.
  *     logprob = u_y - r, never above 0;  entropy = -sum p log p;  argmax: the first index of the largest logit.
  * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
  * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, naming the row, before anything is
@@ -263,7 +263,7 @@ typedef struct rafter_loss_options {
  */
 
 typedef struct rafter_cross_entropy_args {
-    size_t size; /* sizeof(rafter_cross_entropy_args) */
+    size_t size;                        /* sizeof(rafter_cross_entropy_args) */
     const rafter_loss_options *options; /* NULL: all defaults */
     const DLTensor *logits;
     const DLTensor *target;
@@ -292,19 +292,20 @@ RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context,
  *     rafter_linear_cross_entropy_forward(ctx, &a);  // loss and gradients: three matrix products
  *
  * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias share a dtype.
- * Forward: the outputs of cross_entropy, and those of dx, dweight, dbias that are not NULL, for the upstream gradient dloss.
- * Backward: dx, dweight, dbias for dloss, from the inputs and lse if given; logits are computed again.
- * dx, dweight, dbias have their input's dtype or fp32; they are accumulated in fp32 (see accumulate).
- * Ignored rows cost no matrix work. A logit is never rounded below fp32 before the softmax.
- * accumulate_into_dweight: add to what dweight (then fp32: a "main gradient") holds, instead of overwriting it.
- * budget: the most workspace, in bytes, the call may take; 0: what runs fastest. Results depend on it only by fp32
- *     rounding. A budget under what the smallest chunk needs is RAFTER_WORKSPACE_TOO_SMALL, and the sentence says what is.
+ * Forward: the outputs of cross_entropy, and those of dx, dweight, dbias that are not NULL, for the upstream gradient
+ * dloss. Backward: dx, dweight, dbias for dloss, from the inputs and lse if given; logits are computed again. dx,
+ * dweight, dbias have their input's dtype or fp32; they are accumulated in fp32 (see accumulate). Ignored rows cost no
+ * matrix work. A logit is never rounded below fp32 before the softmax. accumulate_into_dweight: add to what dweight
+ * (then fp32: a "main gradient") holds, instead of overwriting it. budget: the most workspace, in bytes, the call may
+ * take; 0: what runs fastest. Results depend on it only by fp32 rounding. A budget under what the smallest chunk needs
+ * is RAFTER_WORKSPACE_TOO_SMALL, and the sentence says what is.
  */
 
 typedef enum rafter_lce_mode {
     RAFTER_LCE_AUTO = 0,
-    RAFTER_LCE_FAST = 1,   /* gradients beside the loss, over chunks of rows: 3 matrix products */
-    RAFTER_LCE_COMPACT = 2 /* statistics first, then gradients over slices of the vocabulary: 4 products, least memory */
+    RAFTER_LCE_FAST = 1, /* gradients beside the loss, over chunks of rows: 3 matrix products */
+    RAFTER_LCE_COMPACT =
+        2 /* statistics first, then gradients over slices of the vocabulary: 4 products, least memory */
 } rafter_lce_mode;
 
 typedef enum rafter_lce_accumulate {
@@ -313,7 +314,7 @@ typedef enum rafter_lce_accumulate {
 } rafter_lce_accumulate;
 
 typedef struct rafter_linear_cross_entropy_args {
-    size_t size; /* sizeof(rafter_linear_cross_entropy_args) */
+    size_t size;                        /* sizeof(rafter_linear_cross_entropy_args) */
     const rafter_loss_options *options; /* NULL: all defaults */
     rafter_lce_mode mode;
     rafter_lce_accumulate accumulate;

@@ -1,7 +1,7 @@
 /*
- * The CUDA backend: a second shared library, librafter_cuda, that the first loads when a context for a CUDA device is created.
- * The two meet in one table of functions. An op's op.c checks the arguments, whatever the device, and hands the checked
- * call, struct <op>_call of its kernels.h, either to its CPU kernels or to the function of that name here.
+ * The CUDA backend: a second shared library, librafter_cuda, that the first loads when a context for a CUDA device is
+ * created. The two meet in one table of functions. An op's op.c checks the arguments, whatever the device, and hands
+ * the checked call, struct <op>_call of its kernels.h, either to its CPU kernels or to the function of that name here.
  */
 #ifndef RAFTER_CORE_BACKEND_H
 #define RAFTER_CORE_BACKEND_H
@@ -44,7 +44,7 @@ struct rafter_cuda {
     void *(*allocate)(size_t bytes); /* plain device memory; NULL if there is none */
     void (*release)(void *memory);
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
-    bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes); /* enqueued */
+    bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */
     bool (*synchronize)(const rafter_context *context);
     void *(*event)(void);

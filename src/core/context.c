@@ -6,6 +6,7 @@
 
 #include <dlfcn.h>
 #include <omp.h>
+#include <sys/mman.h>
 
 #include "core/backend.h"
 
@@ -29,13 +30,20 @@ const char *rafter_status_name(rafter_status status) {
     return "unknown status";
 }
 
-enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT };
+enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT, HUGE_PAGE = 2 << 20 };
 
 static void *default_allocate(void *user, size_t bytes) {
     (void)user;
-    if (bytes > SIZE_MAX - ALIGNMENT)
+    const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
+    if (bytes > SIZE_MAX - alignment)
         return NULL;
-    return aligned_alloc(ALIGNMENT, (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
+    const size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    void *memory = aligned_alloc(alignment, rounded);
+#if defined(MADV_HUGEPAGE)
+    if (memory && alignment == HUGE_PAGE)
+        madvise(memory, rounded, MADV_HUGEPAGE); /* a wish: large scratch is fresh every time, and faults are costly */
+#endif
+    return memory;
 }
 
 static void default_release(void *user, void *memory, size_t bytes) {
@@ -49,7 +57,8 @@ static rafter_status open_device(rafter_context *context) {
     if (context->device.device_type != kDLCUDA)
         return RAFTER_UNSUPPORTED;
     const char *path = getenv("RAFTER_CUDA_LIBRARY");
-    void *library = dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    void *library =
+        dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
     if (!library)
         return RAFTER_UNSUPPORTED;
     rafter_cuda_entry *entry = NULL;
@@ -139,8 +148,8 @@ rafter_status rafter_take_args(rafter_context *context, const char *name, const 
     size_t given;
     memcpy(&given, args, sizeof given);
     if (given < sizeof given)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given, name,
-                           size);
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given,
+                           name, size);
     for (size_t i = size; i < given; i++)
         if (((const char *)args)[i] != 0)
             return rafter_fail(context, RAFTER_UNSUPPORTED,

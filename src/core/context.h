@@ -25,7 +25,7 @@ struct rafter_context {
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
-    size_t held, peak; /* scratch bytes, now and at most */
+    size_t held, peak;       /* scratch bytes, now and at most */
     bool allow_self_overlap; /* bench only: outputs with stride 0, so that a whole op runs on data that stays in L1 */
     char error[512];
 };
@@ -42,8 +42,9 @@ rafter_status rafter_fail(rafter_context *context, rafter_status status, const c
             return status_;                                                                                            \
     } while (0)
 
-/* Copies a caller's struct (whose first member is its size) into `copy`, of the size that this library knows: what an older
- * caller lacks is zero; what a newer caller has beyond it must be zero. Clears the last error. `name` is the struct's. */
+/* Copies a caller's struct (whose first member is its size) into `copy`, of the size that this library knows: what an
+ * older caller lacks is zero; what a newer caller has beyond it must be zero. Clears the last error. `name` is the
+ * struct's. */
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size);
 
 enum { RAFTER_SCRATCH_ALIGNMENT = 64 };
@@ -58,7 +59,8 @@ struct rafter_scratch {
 /* The size to report from rafter_<op>_workspace() for `bytes` of scratch: room to align is included. */
 size_t rafter_scratch_request(size_t bytes);
 
-/* Takes `bytes` from the caller's workspace if there is one, else from the allocator. Zero bytes succeed with no memory. */
+/* Takes `bytes` from the caller's workspace if there is one, else from the allocator. Zero bytes succeed with no
+ * memory. */
 rafter_status rafter_scratch_take(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch);
 void rafter_scratch_release(rafter_context *context, struct rafter_scratch *scratch);

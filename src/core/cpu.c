@@ -40,12 +40,10 @@ static void detect(void) {
         const char *name;
         bool here;
     } features[] = {
-        {"avx2", ymm && b7 >> 5 & 1},          {"fma", ymm && c1 >> 12 & 1},
-        {"f16c", ymm && c1 >> 29 & 1},         {"avx512f", zmm && b7 >> 16 & 1},
-        {"avx512dq", zmm && b7 >> 17 & 1},     {"avx512bw", zmm && b7 >> 30 & 1},
-        {"avx512vl", zmm && b7 >> 31 & 1},     {"avx512bf16", zmm && a71 >> 5 & 1},
-        {"avx512fp16", zmm && d7 >> 23 & 1},   {"amx_tile", tiles && d7 >> 24 & 1},
-        {"amx_bf16", tiles && d7 >> 22 & 1},
+        {"avx2", ymm && b7 >> 5 & 1},        {"fma", ymm && c1 >> 12 & 1},        {"f16c", ymm && c1 >> 29 & 1},
+        {"avx512f", zmm && b7 >> 16 & 1},    {"avx512dq", zmm && b7 >> 17 & 1},   {"avx512bw", zmm && b7 >> 30 & 1},
+        {"avx512vl", zmm && b7 >> 31 & 1},   {"avx512bf16", zmm && a71 >> 5 & 1}, {"avx512fp16", zmm && d7 >> 23 & 1},
+        {"amx_tile", tiles && d7 >> 24 & 1}, {"amx_bf16", tiles && d7 >> 22 & 1},
     };
     enum { AVX2, FMA, F16C, F512, DQ512, BW512, VL512, BF512, FP512, TILE, TILE_BF16, FEATURES };
     for (int i = 0; i < FEATURES; i++) {

@@ -17,8 +17,8 @@ rafter_status rafter_scratch_take(rafter_context *context, void *workspace, size
     if (workspace) {
         const uintptr_t start = (uintptr_t)workspace, aligned = (start + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
         if (workspace_bytes < aligned - start || workspace_bytes - (aligned - start) < bytes)
-            return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "workspace_bytes is %zu, wanted %zu", workspace_bytes,
-                               rafter_scratch_request(bytes));
+            return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "workspace_bytes is %zu, wanted %zu",
+                               workspace_bytes, rafter_scratch_request(bytes));
         scratch->memory = (char *)workspace + (aligned - start);
     } else {
         scratch->owned = context->allocate(context->user, bytes);

@@ -46,7 +46,8 @@ static struct text set_text(unsigned dtypes) {
     for (int i = 0; i < DTYPES; i++)
         if (dtypes >> i & 1) {
             const size_t used = strlen(text.s);
-            snprintf(text.s + used, sizeof text.s - used, "%s%s", used ? " or " : "", rafter_dtype_name((rafter_dtype)i));
+            snprintf(text.s + used, sizeof text.s - used, "%s%s", used ? " or " : "",
+                     rafter_dtype_name((rafter_dtype)i));
         }
     return text;
 }
@@ -60,7 +61,8 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
         return rafter_fail(context, bad, "%s is on device type %d, wanted the context's, %d", name,
                            (int)tensor->device.device_type, (int)context->device.device_type);
     if (tensor->ndim < 0 || tensor->ndim > RAFTER_MAX_DIMS)
-        return rafter_fail(context, bad, "%s has %d dimensions, wanted 0 to %d", name, (int)tensor->ndim, RAFTER_MAX_DIMS);
+        return rafter_fail(context, bad, "%s has %d dimensions, wanted 0 to %d", name, (int)tensor->ndim,
+                           RAFTER_MAX_DIMS);
     if (tensor->ndim > 0 && !tensor->shape)
         return rafter_fail(context, bad, "%s.shape is NULL, wanted %d sizes", name, (int)tensor->ndim);
 
@@ -98,10 +100,11 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
                                    (long long)stride, d);
             view->stride[d] = stride;
             int64_t span;
-            if (__builtin_mul_overflow(view->shape[d] - 1, stride, &span) || __builtin_add_overflow(last, span, &last) ||
-                last >= INT64_MAX / bytes / 2)
-                return rafter_fail(context, bad, "%s has stride %lld in dimension %d of size %lld: past the address space",
-                                   name, (long long)stride, d, (long long)view->shape[d]);
+            if (__builtin_mul_overflow(view->shape[d] - 1, stride, &span) ||
+                __builtin_add_overflow(last, span, &last) || last >= INT64_MAX / bytes / 2)
+                return rafter_fail(context, bad,
+                                   "%s has stride %lld in dimension %d of size %lld: past the address space", name,
+                                   (long long)stride, d, (long long)view->shape[d]);
         }
         if (__builtin_mul_overflow(view->numel, view->shape[d], &view->numel))
             return rafter_fail(context, bad, "%s has shape %s: more elements than 63 bits count", name,
@@ -135,9 +138,10 @@ rafter_status rafter_take_output(rafter_context *context, const char *name, cons
         if (next < 0)
             return RAFTER_OK;
         if (view->stride[next] < reach)
-            return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
-                               "%s has stride %lld in dimension %d, wanted at least %lld: an output may not overlap itself",
-                               name, (long long)view->stride[next], next, (long long)reach);
+            return rafter_fail(
+                context, RAFTER_INVALID_ARGUMENT,
+                "%s has stride %lld in dimension %d, wanted at least %lld: an output may not overlap itself", name,
+                (long long)view->stride[next], next, (long long)reach);
         used[next] = true;
         reach += (view->shape[next] - 1) * view->stride[next];
     }
@@ -176,7 +180,8 @@ bool rafter_same_memory(const rafter_view *a, const rafter_view *b) {
     return true;
 }
 
-/* A view as rows of equally spaced bytes: `width` bytes used out of every `pitch`. False where it is not of that form. */
+/* A view as rows of equally spaced bytes: `width` bytes used out of every `pitch`. False where it is not of that form.
+ */
 static bool as_rows(const rafter_view *view, int64_t *pitch, int64_t *width) {
     rafter_view copy = *view;
     rafter_view *const views[] = {&copy};

@@ -11,7 +11,10 @@
 extern "C" {
 #endif
 
-enum { RAFTER_MAX_DIMS = 16, RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2 }; /* of a caller's tensor; of a view, which may gain two */
+enum {
+    RAFTER_MAX_DIMS = 16,
+    RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2
+}; /* of a caller's tensor; of a view, which may gain two */
 
 /* A tensor that has passed the checks: byte offset applied, strides filled in. */
 typedef struct rafter_view {
@@ -63,9 +66,9 @@ bool rafter_same_memory(const rafter_view *a, const rafter_view *b);
 /* Resolves a dimension given as -ndim .. ndim-1. A zero-dimensional tensor takes 0 and -1, as in PyTorch. */
 rafter_status rafter_take_dim(rafter_context *context, int32_t given, int ndim, int *dim);
 
-/* Merges the dimensions [from, to) of all views (of one shape there) as far as every view can walk them as one, dropping
- * those of size 1. Returns how many dimensions of the range remain (at least one, of size 1 if need be); dimensions from
- * `to` on move up behind them. */
+/* Merges the dimensions [from, to) of all views (of one shape there) as far as every view can walk them as one,
+ * dropping those of size 1. Returns how many dimensions of the range remain (at least one, of size 1 if need be);
+ * dimensions from `to` on move up behind them. */
 int rafter_collapse(rafter_view *const views[], int count, int from, int to);
 
 /* Offset in elements of the `index`-th combination (row-major) of dimensions [from, to). */

@@ -7,7 +7,8 @@
 /* An op's variants.inc has one row per variant, slowest first:
  *     RAFTER_VARIANT(avx512)
  * The build compiles the op's cpu.c once per row, with that level's flags and RAFTER_ISA set to its name; there,
- * RAFTER_KERNELS(op) names the table of functions to define. A kernel takes slices: it never checks, allocates or spawns. */
+ * RAFTER_KERNELS(op) names the table of functions to define. A kernel takes slices: it never checks, allocates or
+ * spawns. */
 #define RAFTER_PASTE3_(a, b, c) a##b##_##c
 #define RAFTER_PASTE3(a, b, c) RAFTER_PASTE3_(a, b, c)
 #define RAFTER_KERNELS(op) RAFTER_PASTE3(rafter_, op, RAFTER_ISA)

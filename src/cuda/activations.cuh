@@ -1,6 +1,6 @@
 /*
- * The elementwise activations and their gradients, good enough to be rounded to T. Infinities and NaN come out as in PyTorch:
- * silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.
+ * The elementwise activations and their gradients, good enough to be rounded to T. Infinities and NaN come out as in
+ * PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.
  *
  * `kind` is a constant where a kernel is specialised for it, and then nothing is left of the switches.
  */
@@ -13,7 +13,8 @@
 /* With e = e^-|x| and r = 1 / (1 + e), sigmoid(|x|) is r and sigmoid(-|x|) is e r: neither overflows nor cancels. */
 template <typename T> struct Logistic {
     float e, r;
-    DEVICE explicit Logistic(float x) : e(exp_as<T>(-fabsf(x))), r(reciprocal_fast(1.0f + e)) {}
+    DEVICE explicit Logistic(float x) : e(exp_as<T>(-fabsf(x))), r(reciprocal_fast(1.0f + e)) {
+    }
 };
 
 template <typename T> DEVICE float act_forward(rafter_act_kind kind, float x) {

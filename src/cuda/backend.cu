@@ -12,10 +12,12 @@ extern "C" {
 #undef RAFTER_OP
 }
 
-/* ---- scratch memory -------------------------------------------------------------------------------------------------- */
+/* ---- scratch memory
+ * -------------------------------------------------------------------------------------------------- */
 
-/* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only grows, and
- * not while the stream is being captured: then a caller gives a workspace, or has made the same call once before. */
+/* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only
+ * grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call once
+ * before. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
@@ -44,7 +46,8 @@ static void scratch_release(void *user, void *memory, size_t bytes) {
     static_cast<rafter_cuda_state *>(user)->block_taken = false;
 }
 
-/* ---- open and close -------------------------------------------------------------------------------------------------- */
+/* ---- open and close
+ * -------------------------------------------------------------------------------------------------- */
 
 static void close_context(rafter_context *context) {
     rafter_cuda_state *state = context->cuda_state;
@@ -63,7 +66,8 @@ static void close_context(rafter_context *context) {
 
 static rafter_status open_context(rafter_context *context) {
     int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || context->device.device_id < 0 || context->device.device_id >= devices)
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || context->device.device_id < 0 ||
+        context->device.device_id >= devices)
         return RAFTER_UNSUPPORTED;
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(calloc(1, sizeof *state));
     if (!state)
@@ -103,7 +107,8 @@ static rafter_status open_context(rafter_context *context) {
     return RAFTER_OK;
 }
 
-/* ---- for tests and the bench ------------------------------------------------------------------------------------------ */
+/* ---- for tests and the bench
+ * ------------------------------------------------------------------------------------------ */
 
 static void facts(const rafter_context *context, struct rafter_cuda_facts *out) {
     cudaDeviceProp properties;

@@ -18,7 +18,7 @@ struct rafter_cuda_state {
     unsigned *counters;
 
     /* Set by kernels that met a label out of range; in host memory that the device can write. */
-    volatile int *bad_labels;      /* as the host sees it */
+    volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
 
     /* The default scratch allocator: one block, kept. */

@@ -1,4 +1,5 @@
-/* What the ops' host code shares: a template chosen by dtype, a launch, how wide an access may be, walks over dimensions. */
+/* What the ops' host code shares: a template chosen by dtype, a launch, how wide an access may be, walks over
+ * dimensions. */
 #ifndef RAFTER_CUDA_LAUNCH_CUH
 #define RAFTER_CUDA_LAUNCH_CUH
 
@@ -27,7 +28,8 @@ struct Launch {
 };
 
 template <typename... Wanted, typename... Given>
-static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...), const Given &...given) {
+static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
+                          const Given &...given) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(how.blocks));
     config.blockDim = dim3(static_cast<unsigned>(how.threads));

@@ -1,8 +1,8 @@
 /*
  * Rows and their softmax statistics: what logsumexp and the losses share.
  *
- * A row is reduced by a group of threads: 8 or 32 lanes of a warp, or a block. Each thread keeps a running maximum and sum;
- * groups merge them by butterflies and through shared memory, always in the same order.
+ * A row is reduced by a group of threads: 8 or 32 lanes of a warp, or a block. Each thread keeps a running maximum and
+ * sum; groups merge them by butterflies and through shared memory, always in the same order.
  */
 #ifndef RAFTER_CUDA_ROWS_CUH
 #define RAFTER_CUDA_ROWS_CUH
@@ -10,7 +10,8 @@
 #include "core/tensor.h"
 #include "cuda/vocabulary.cuh"
 
-/* ---- where rows lie ------------------------------------------------------------------------------------------------ */
+/* ---- where rows lie ------------------------------------------------------------------------------------------------
+ */
 
 /* Rows in row-major order of the leading dimensions of a view; as kernels take it. */
 struct Rows {
@@ -30,7 +31,9 @@ struct Rows {
         }
         return at + row * stride[0];
     }
-    template <typename T> DEVICE T *at(int64_t row) const { return reinterpret_cast<T *>(data) + offset(row); }
+    template <typename T> DEVICE T *at(int64_t row) const {
+        return reinterpret_cast<T *>(data) + offset(row);
+    }
 
     /* The row's first element, for tensors of one number per row. */
     DEVICE float get(int64_t row) const {
@@ -70,7 +73,8 @@ template <typename T> struct Stretch {
     int64_t packs;
     int head, edges; /* elements before the body; those and the ones behind it */
 
-    DEVICE Stretch() {}
+    DEVICE Stretch() {
+    }
     DEVICE Stretch(T *first, int64_t n) {
         const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
         head = ragged == 0 ? 0 : WIDE<T> - ragged;
@@ -81,10 +85,13 @@ template <typename T> struct Stretch {
         edges = static_cast<int>(n - packs * WIDE<T>);
     }
     /* Where edge e lies, from the body. */
-    DEVICE int64_t edge(int e) const { return e < head ? e - head : e - head + packs * WIDE<T>; }
+    DEVICE int64_t edge(int e) const {
+        return e < head ? e - head : e - head + packs * WIDE<T>;
+    }
 };
 
-/* ---- maxima and exponentials ----------------------------------------------------------------------------------------- */
+/* ---- maxima and exponentials
+ * ----------------------------------------------------------------------------------------- */
 
 template <typename T> constexpr bool NARROW = sizeof(T) == 2;
 
@@ -143,12 +150,13 @@ template <typename T> DEVICE float exp_term(float d, float scale) {
 }
 
 /* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the exponent of c goes into the
- * exponential's argument, so that a large c meets no flushed exponential, and 24 more powers of two are taken back by the
- * last product, which rounds to subnormals as it should. */
+ * exponential's argument, so that a large c meets no flushed exponential, and 24 more powers of two are taken back by
+ * the last product, which rounds to subnormals as it should. */
 template <typename T> struct ScaledExp {
     float pivot, rate, shift, factor;
 
-    DEVICE ScaledExp() {}
+    DEVICE ScaledExp() {
+    }
     DEVICE ScaledExp(float c, float at, float scale) : pivot(at), rate(scale), shift(0.0f), factor(c) {
         if constexpr (NARROW<T>) {
             rate = scale * LOG2E;
@@ -166,7 +174,9 @@ template <typename T> struct ScaledExp {
         else
             return expf((x - pivot) * rate);
     }
-    DEVICE float of(float x) const { return factor * exp(x); }
+    DEVICE float of(float x) const {
+        return factor * exp(x);
+    }
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack) const {
         float x[N];
         unpack(pack, x);
@@ -177,7 +187,8 @@ template <typename T> struct ScaledExp {
     }
 };
 
-/* ---- running statistics ------------------------------------------------------------------------------------------------ */
+/* ---- running statistics
+ * ------------------------------------------------------------------------------------------------ */
 
 /* The sum is that of e^(scale * (x - pivot_at(max))). A NaN makes the sum NaN, and the maximum skips
  * it; a +inf makes the sum +inf (or NaN). */
@@ -236,10 +247,11 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
     return s;
 }
 
-/* ---- rows in parts ----------------------------------------------------------------------------------------------------- */
+/* ---- rows in parts
+ * ----------------------------------------------------------------------------------------------------- */
 
-/* Counts this block as arrived at `counter`. True in the last of `blocks`, which then sees what all of them wrote before they
- * arrived, and has set the counter back to 0. To be called by all threads. */
+/* Counts this block as arrived at `counter`. True in the last of `blocks`, which then sees what all of them wrote
+ * before they arrived, and has set the counter back to 0. To be called by all threads. */
 DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
     __shared__ bool last;
     __syncthreads();
@@ -254,7 +266,8 @@ DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
     return last;
 }
 
-/* ---- the inner loop ------------------------------------------------------------------------------------------------------ */
+/* ---- the inner loop
+ * ------------------------------------------------------------------------------------------------------ */
 
 /* Packs that a thread loads before it uses the first. */
 constexpr int IN_FLIGHT = 4;

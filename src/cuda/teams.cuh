@@ -1,13 +1,13 @@
 /*
  * Softmax over lines too long for a warp, with each input read from memory once.
  *
- * A strip is a bundle of neighbouring lines (columns), or one line (rows): what is normalised together. A team of blocks takes
- * a strip, each block a share of its rows, and keeps that share in shared memory between the statistics and the result.
- * Every thread copies in, asynchronously, the packs that it alone will use: no barrier guards them, and as soon as a pack has
- * gone into the result, its place is filled with the team's next strip. Blocks of a team merge their statistics through
- * scratch memory; the last one to arrive does it, in the order of the blocks, and the others wait. Meanwhile the other teams
- * keep the memory busy, which is why there should be three of them or more.
- * What a block cannot keep it reads twice. A team of one block needs no scratch memory and waits for nobody.
+ * A strip is a bundle of neighbouring lines (columns), or one line (rows): what is normalised together. A team of
+ * blocks takes a strip, each block a share of its rows, and keeps that share in shared memory between the statistics
+ * and the result. Every thread copies in, asynchronously, the packs that it alone will use: no barrier guards them, and
+ * as soon as a pack has gone into the result, its place is filled with the team's next strip. Blocks of a team merge
+ * their statistics through scratch memory; the last one to arrive does it, in the order of the blocks, and the others
+ * wait. Meanwhile the other teams keep the memory busy, which is why there should be three of them or more. What a
+ * block cannot keep it reads twice. A team of one block needs no scratch memory and waits for nobody.
  *
  * What the lines hold and what becomes of them is a Job's affair:
  *
@@ -18,9 +18,8 @@
  *     HAS_MAX, SUMS     statistics of a line: a maximum or none, and sums, relative to the maximum if there is one
  *     THREADS, PER_SM   of a block; blocks that a multiprocessor holds
  *     CHUNK             items that a thread takes into registers at a time
- *     REPLACES          whether accumulate() replaces an item by something dearer to compute, for finish() to start from
- *     Place             where a thread's items are
- *     Table             what a block wants to share about a strip
+ *     REPLACES          whether accumulate() replaces an item by something dearer to compute, for finish() to start
+ * from Place             where a thread's items are Table             what a block wants to share about a strip
  *
  *     locate(strip, column, across, row)   the thread's Place in a strip, its first row being `row`
  *     prepare(table, strip, across)        fills the Table
@@ -28,7 +27,8 @@
  *     blank(input)                         what stands for an input that is not there
  *     accumulate(statistics, items, ...)   adds a chunk to the thread's statistics
  *     finish(statistics, items, ...)       writes the results of a chunk from those of the whole lines
- *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants
+ *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants; one thread is told
+ * that it speaks for its lines
  */
 #ifndef RAFTER_CUDA_TEAMS_CUH
 #define RAFTER_CUDA_TEAMS_CUH
@@ -46,8 +46,8 @@ struct Cut {
     int kept;             /* items of a thread that stay in shared memory, a multiple of CHUNK */
 };
 
-/* Statistics of a thread's lines. The maximum starts from the lowest finite number: a line of all -inf then has a sum of 0, and
- * nothing is ever subtracted from -inf. */
+/* Statistics of a thread's lines. The maximum starts from the lowest finite number: a line of all -inf then has a sum
+ * of 0, and nothing is ever subtracted from -inf. */
 template <int LINES, bool HAS_MAX, int SUMS> struct Statistics {
     static constexpr int COUNT = HAS_MAX + SUMS;
     float max[LINES], sum[SUMS][LINES];
@@ -69,20 +69,43 @@ template <int LINES, bool HAS_MAX, int SUMS> struct Statistics {
             sum[k][j] *= factor;
         max[j] = other;
     }
-    DEVICE float &value(int k, int j) { return HAS_MAX && k == 0 ? max[j] : sum[k - HAS_MAX][j]; }
+    DEVICE float &value(int k, int j) {
+        return HAS_MAX && k == 0 ? max[j] : sum[k - HAS_MAX][j];
+    }
 };
 
 template <class Job> using StatisticsOf = Statistics<Job::LINES, Job::HAS_MAX, Job::SUMS>;
 
-template <class Job> struct Item {
-    Pack<typename Job::T, Job::N> in[Job::INPUTS];
-};
+template <class Job> struct Item { Pack<typename Job::T, Job::N> in[Job::INPUTS]; };
+
+/* Adds the exponentials of COUNT packs to the first sum; the maximum follows. A line is column j of the packs, or all
+ * of them. */
+template <int LINES, int SUMS, int COUNT, int N>
+DEVICE void add_exponentials(Statistics<LINES, true, SUMS> &statistics, const float (&x)[COUNT][N]) {
+    float top[LINES];
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+        top[line] = statistics.max[line];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            top[j % LINES] = fmaxf(top[j % LINES], x[i][j]);
+#pragma unroll
+    for (int line = 0; line < LINES; line++)
+        statistics.rebase(line, top[line]);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            statistics.sum[0][j % LINES] += exp2_fast((x[i][j] - top[j % LINES]) * LOG2E);
+}
 
 /* The chunk of items that a thread has in registers. */
 template <class Job> struct Chunk {
     Item<Job> item[Job::CHUNK];
     bool has[Job::CHUNK]; /* else the item is blank, or nobody's */
-    int64_t down;         /* of the first item, from the place's first row; they are `step` apart */
+    int64_t row, down;    /* of the first item, in the strip and from the place's first row; they are `step` apart */
     int step;
 };
 
@@ -93,8 +116,8 @@ template <class Job> struct TeamShared {
     bool is_last;
 };
 
-/* Combines what all threads of a block have for each line, always in the same order, into total[line]. Threads `across` apart
- * hold the same lines, LINES of them each; across is a power of two. */
+/* Combines what all threads of a block have for each line, always in the same order, into total[line]. Threads `across`
+ * apart hold the same lines, LINES of them each; across is a power of two. */
 template <int THREADS, int LINES, class F>
 DEVICE void block_combine(const float (&mine)[LINES], int across, float *area, float *total, F combine) {
     const int lines = across * LINES, together = across < WARP ? WARP : across;
@@ -122,7 +145,8 @@ template <class Job, int LINES>
 DEVICE void combine_statistics(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across, TeamShared<Job> &shared) {
     const int column = threadIdx.x % across;
     if constexpr (Job::HAS_MAX) {
-        block_combine<Job::THREADS>(mine.max, across, shared.area, shared.total[0], [](float a, float b) { return fmaxf(a, b); });
+        block_combine<Job::THREADS>(mine.max, across, shared.area, shared.total[0],
+                                    [](float a, float b) { return fmaxf(a, b); });
 #pragma unroll
         for (int j = 0; j < LINES; j++)
             mine.rebase(j, shared.total[0][column * LINES + j]);
@@ -215,8 +239,12 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
 
     const int column = threadIdx.x % cut.across, first = threadIdx.x / cut.across, step = THREADS / cut.across;
     const int team = blockIdx.x / cut.team, rank = blockIdx.x % cut.team, lines = cut.across * LINES;
-    const int64_t begin = rank * cut.share, left = cut.rows - begin, rows = left < 0 ? 0 : left < cut.share ? left : cut.share;
-    const int steps = (int)ceil_div(rows, (int64_t)step), items = (int)((rows - first + step - 1) / step); /* block's, own */
+    const int64_t begin = rank * cut.share, left = cut.rows - begin,
+                  rows = left < 0           ? 0
+                         : left < cut.share ? left
+                                            : cut.share;
+    const int steps = (int)ceil_div(rows, (int64_t)step),
+              items = (int)((rows - first + step - 1) / step); /* block's, own */
     const int chunks = ceil_div(steps < cut.kept ? steps : cut.kept, CHUNK);
     scratch += (int64_t)team * (cut.team + 1) * StatisticsOf<Job>::COUNT * lines;
     counters += team * 3;
@@ -236,6 +264,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     /* Takes kept items from the k-th on into registers; others are read from where they came. */
     const auto take = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
         chunk.down = k * step;
+        chunk.row = begin + first + chunk.down;
         chunk.step = step;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
@@ -247,6 +276,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     };
     const auto read = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
         chunk.down = (int64_t)k * step;
+        chunk.row = begin + first + chunk.down;
         chunk.step = step;
 #pragma unroll
         for (int i = 0; i < CHUNK; i++) {
@@ -297,10 +327,11 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
 #pragma unroll
             for (int j = 0; j < LINES; j++)
                 statistics.value(k, j) = shared.total[k][column * LINES + j];
-        job.conclude(statistics, place, rank == 0 && first == 0);
+        job.conclude(statistics, strip, column, cut.across, place.active && rank == 0 && first == 0);
 
         const bool more = strip + cut.teams < cut.strips;
-        const typename Job::Place next = job.locate(more ? strip + cut.teams : strip, column, cut.across, begin + first);
+        const typename Job::Place next =
+            job.locate(more ? strip + cut.teams : strip, column, cut.across, begin + first);
         for (int c = 0; c < chunks; c++) {
             Chunk<Job> chunk;
             take(place, c * CHUNK, chunk);
@@ -320,21 +351,23 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
         counters[0] = counters[1] = counters[2] = 0;
 }
 
-/* ---- how to cut ------------------------------------------------------------------------------------------------------------- */
+/* ---- how to cut
+ * ------------------------------------------------------------------------------------------------------------- */
 
 struct Candidate {
     Cut cut;
     float cost; /* about the time, in units that only compare */
 };
 
-/* The better of two teams for strips of a given width: as small as one can be without reading twice, and as large as leaves
- * no block idle. An item moves `moved_bytes` through memory, in and out. */
+/* The better of two teams for strips of a given width: as small as one can be without reading twice, and as large as
+ * leaves no block idle. An item moves `moved_bytes` through memory, in and out. */
 template <class Job>
 static inline Candidate cut_into_teams(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
                                        int moved_bytes, int64_t most_team) {
     const int64_t item = (int64_t)Job::INPUTS * Job::N * sizeof(typename Job::T), step = Job::THREADS / across;
     const int64_t room = (state->shared_bytes + 1024) / Job::PER_SM - 1024 - (int64_t)sizeof(TeamShared<Job>);
-    const int64_t most_kept = room / (Job::THREADS * item) / Job::CHUNK * Job::CHUNK, blocks = (int64_t)state->multiprocessors * Job::PER_SM;
+    const int64_t most_kept = room / (Job::THREADS * item) / Job::CHUNK * Job::CHUNK,
+                  blocks = (int64_t)state->multiprocessors * Job::PER_SM;
     const int64_t steps = ceil_div(rows, step), most = most_team < blocks ? most_team : blocks;
     const int64_t least = ceil_div(steps, most_kept) < most ? ceil_div(steps, most_kept) : most;
     const int64_t teams = blocks / least < strips ? blocks / least : strips;
@@ -344,9 +377,10 @@ static inline Candidate cut_into_teams(const rafter_cuda_state *state, int64_t s
     Candidate best = {{}, INFINITY};
     for (int64_t team = least;; team = largest) {
         const int64_t share = ceil_div(rows, team), share_steps = ceil_div(share, step);
-        const int64_t kept = share_steps < most_kept ? ceil_div(share_steps, (int64_t)Job::CHUNK) * Job::CHUNK : most_kept;
-        /* What a block moves for a strip, over its part of a multiprocessor's bandwidth, about 32 KB in a microsecond; and
-         * what it waits for others, most of which is hidden where there are several teams. */
+        const int64_t kept =
+            share_steps < most_kept ? ceil_div(share_steps, (int64_t)Job::CHUNK) * Job::CHUNK : most_kept;
+        /* What a block moves for a strip, over its part of a multiprocessor's bandwidth, about 32 KB in a microsecond;
+         * and what it waits for others, most of which is hidden where there are several teams. */
         const float read_twice = share_steps > kept ? (float)((share_steps - kept) * item) : 0.0f;
         const float bytes = (float)Job::THREADS * ((float)(share_steps * moved_bytes) + read_twice);
         const float neighbours = (float)ceil_div(team * teams, (int64_t)state->multiprocessors);
@@ -359,6 +393,15 @@ static inline Candidate cut_into_teams(const rafter_cuda_state *state, int64_t s
     }
 }
 
+/* What it costs that a row of a strip is so few bytes wide: memory is read by 32, and written by pages. */
+static inline float narrowness(int64_t bytes) {
+    return bytes >= 256   ? 1.0f
+           : bytes >= 128 ? 1.03f
+           : bytes >= 64  ? 1.1f
+           : bytes >= 32  ? 1.3f
+                          : 1.3f * 32.0f / (float)bytes;
+}
+
 /* Bytes of scratch memory, and the launch. */
 template <class Job> static inline size_t team_scratch(const Cut &cut) {
     const size_t floats = (size_t)(cut.team + 1) * StatisticsOf<Job>::COUNT * cut.across * Job::LINES;
@@ -369,7 +412,8 @@ template <class Job>
 static inline void launch_teams(const rafter_context *context, const Job &job, const Cut &cut, char *scratch) {
     const size_t shared = (size_t)cut.kept * Job::INPUTS * Job::THREADS * Job::N * sizeof(typename Job::T);
     const Launch how = {(int64_t)cut.team * cut.teams, Job::THREADS, shared, cut.team > 1};
-    launch(context, how, team_softmax<Job>, job, cut, reinterpret_cast<float *>(scratch), context->cuda_state->counters);
+    launch(context, how, team_softmax<Job>, job, cut, reinterpret_cast<float *>(scratch),
+           context->cuda_state->counters);
 }
 
 #endif

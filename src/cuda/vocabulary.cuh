@@ -1,8 +1,8 @@
 /*
  * The device-side vocabulary: conversions, wide loads and stores, reductions. What src/simd/simd.h is to CPU kernels.
  *
- * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in float. A `Pack` is what one thread
- * moves at a time: 16 bytes where addresses allow.
+ * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in float. A `Pack` is what
+ * one thread moves at a time: 16 bytes where addresses allow.
  */
 #ifndef RAFTER_CUDA_VOCABULARY_CUH
 #define RAFTER_CUDA_VOCABULARY_CUH
@@ -21,23 +21,35 @@ constexpr int WARP = 32;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 
-/* ---- conversions --------------------------------------------------------------------------------------------------- */
+/* ---- conversions ---------------------------------------------------------------------------------------------------
+ */
 
-DEVICE float to_float(float a) { return a; }
-DEVICE float to_float(bf16 a) { return __bfloat162float(a); }
-DEVICE float to_float(fp16 a) { return __half2float(a); }
+DEVICE float to_float(float a) {
+    return a;
+}
+DEVICE float to_float(bf16 a) {
+    return __bfloat162float(a);
+}
+DEVICE float to_float(fp16 a) {
+    return __half2float(a);
+}
 
 template <typename T> DEVICE T from_float(float a);
-template <> DEVICE float from_float<float>(float a) { return a; }
-template <> DEVICE bf16 from_float<bf16>(float a) { return __float2bfloat16_rn(a); }
-template <> DEVICE fp16 from_float<fp16>(float a) { return __float2half_rn(a); }
+template <> DEVICE float from_float<float>(float a) {
+    return a;
+}
+template <> DEVICE bf16 from_float<bf16>(float a) {
+    return __float2bfloat16_rn(a);
+}
+template <> DEVICE fp16 from_float<fp16>(float a) {
+    return __float2half_rn(a);
+}
 
-/* ---- packs ----------------------------------------------------------------------------------------------------------- */
+/* ---- packs
+ * ----------------------------------------------------------------------------------------------------------- */
 
 /* N neighbouring elements, loaded and stored as one access; N * sizeof(T) is 2, 4, 8 or 16. */
-template <typename T, int N> struct alignas(N * sizeof(T)) Pack {
-    T v[N];
-};
+template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
 
 template <int BYTES> struct Word;
 template <> struct Word<2> { typedef unsigned short type; };
@@ -45,8 +57,9 @@ template <> struct Word<4> { typedef unsigned int type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-/* Data that this kernel reads once. A plain load on purpose: on an H200 a copying kernel that marks its loads as streaming
- * (ld.cs, or L1::no_allocate) takes 4 to 5 % longer, and one that marks its stores 1 % more: docs/perf/README.md. */
+/* Data that this kernel reads once. A plain load on purpose: on an H200 a copying kernel that marks its loads as
+ * streaming (ld.cs, or L1::no_allocate) takes 4 to 5 % longer, and one that marks its stores 1 % more:
+ * docs/perf/README.md. */
 template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W w = *reinterpret_cast<const W *>(p);
@@ -73,10 +86,24 @@ template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     *reinterpret_cast<W *>(p) = reinterpret_cast<const W &>(a);
 }
 
+/* The same two with streaming hints, for blocks that stay and walk over many rows: there they gain what they cost
+ * elsewhere. */
+template <typename T, int N> DEVICE Pack<T, N> load_streaming(const T *p) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const W w = __ldcs(reinterpret_cast<const W *>(p));
+    return reinterpret_cast<const Pack<T, N> &>(w);
+}
+
+template <typename T, int N> DEVICE void store_streaming(T *p, const Pack<T, N> &a) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    __stcs(reinterpret_cast<W *>(p), reinterpret_cast<const W &>(a));
+}
+
 /* Elements per 16-byte access. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 
-/* All elements of a pack as floats: one instruction each, where element by element the odd ones of a bf16 pack take two. */
+/* All elements of a pack as floats: one instruction each, where element by element the odd ones of a bf16 pack take
+ * two. */
 template <typename T, int N> DEVICE void unpack(const Pack<T, N> &pack, float (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -114,24 +141,30 @@ template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
     return pack;
 }
 
-/* ---- functions --------------------------------------------------------------------------------------------------------- */
+/* ---- functions
+ * --------------------------------------------------------------------------------------------------------- */
 
-/* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal results
- * are kept by scaling where it matters. */
+/* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal
+ * results are kept by scaling where it matters. */
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/* e^x, good enough to be rounded to T, for x <= 80: subnormal results are kept where T has any of the range of float. */
+/* e^x, good enough to be rounded to T, for x <= 80: subnormal results are kept where T has any of the range of float.
+ */
 template <typename T> DEVICE float exp_as(float x);
-template <> DEVICE float exp_as<float>(float x) { return expf(x); }
+template <> DEVICE float exp_as<float>(float x) {
+    return expf(x);
+}
 template <> DEVICE float exp_as<bf16>(float x) {
     const float root = exp2_fast(x * (LOG2E / 2)); /* the product rounds to subnormals; the unit flushes them */
     return root * root;
 }
-template <> DEVICE float exp_as<fp16>(float x) { return exp2_fast(x * LOG2E); }
+template <> DEVICE float exp_as<fp16>(float x) {
+    return exp2_fast(x * LOG2E);
+}
 
 /* 1 / x by the special-function unit: 1 unit in the last place, for x in [2^-126, 2^126]. */
 DEVICE float reciprocal_fast(float x) {
@@ -140,7 +173,8 @@ DEVICE float reciprocal_fast(float x) {
     return y;
 }
 
-/* ---- copies into shared memory that run on while the thread does ---------------------------------------------------------- */
+/* ---- copies into shared memory that run on while the thread does
+ * ---------------------------------------------------------- */
 
 /* Copies one pack from global to shared memory; without waiting where it is 4 bytes or more. */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from) {
@@ -178,7 +212,8 @@ DEVICE void copy_wait_all_but(int groups) {
     }
 }
 
-/* ---- words that blocks wait on ------------------------------------------------------------------------------------------- */
+/* ---- words that blocks wait on
+ * ------------------------------------------------------------------------------------------- */
 
 DEVICE unsigned load_acquire(const unsigned *p) {
     unsigned value;
@@ -190,7 +225,8 @@ DEVICE void store_release(unsigned *p, unsigned value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-/* ---- reductions over a warp, a block: always in the same order ---------------------------------------------------------- */
+/* ---- reductions over a warp, a block: always in the same order
+ * ---------------------------------------------------------- */
 
 DEVICE float warp_max(float a) {
 #pragma unroll
@@ -206,13 +242,14 @@ DEVICE float warp_sum(float a) {
     return a;
 }
 
-/* Running softmax statistics, in base 2: sum = sum of 2^(t - max) with t = x log2(e). Empty: {-inf, 0}. A NaN makes the sum
- * NaN; the maximum skips it. */
+/* Running softmax statistics, in base 2: sum = sum of 2^(t - max) with t = x log2(e). Empty: {-inf, 0}. A NaN makes the
+ * sum NaN; the maximum skips it. */
 struct Stats {
     float max, sum;
 };
 
-/* What to subtract before the exponential: the maximum, or 0 of a row that is all -inf, whose exponentials are then 0. */
+/* What to subtract before the exponential: the maximum, or 0 of a row that is all -inf, whose exponentials are then 0.
+ */
 DEVICE float pivot_of(float max) {
     return max == -INFINITY ? 0.0f : max;
 }

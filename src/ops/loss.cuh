@@ -1,6 +1,6 @@
 /*
- * The device side of loss.c: labels, options and the mathematics between the statistics of a row and its results, in the
- * same notation. One thread calls it per row, in double; what touches every column is the ops' own.
+ * The device side of loss.c: labels, options and the mathematics between the statistics of a row and its results, in
+ * the same notation. One thread calls it per row, in double; what touches every column is the ops' own.
  */
 #ifndef RAFTER_OPS_LOSS_CUH
 #define RAFTER_OPS_LOSS_CUH
@@ -47,14 +47,20 @@ struct Loss {
     DEVICE int64_t class_of(int64_t label) const {
         return label == ignore_index ? IGNORED : label < 0 || label >= classes ? OUT_OF_RANGE : label;
     }
-    DEVICE double weight_of(int64_t y) const { return class_weight ? class_weight[y * class_stride] : 1.0; }
+    DEVICE double weight_of(int64_t y) const {
+        return class_weight ? class_weight[y * class_stride] : 1.0;
+    }
     DEVICE double class_weights() const {
         return prepared ? prepared->class_weights : static_cast<double>(classes);
     }
-    DEVICE double row_weight_at(int64_t row) const { return row_weight.data ? *row_weight.at<float>(row) : 1.0; }
+    DEVICE double row_weight_at(int64_t row) const {
+        return row_weight.data ? *row_weight.at<float>(row) : 1.0;
+    }
 
     /* Whether gradients cannot be written before all labels have been seen. */
-    __host__ DEVICE bool needs_totals() const { return reduction == RAFTER_MEAN && !denominator; }
+    __host__ DEVICE bool needs_totals() const {
+        return reduction == RAFTER_MEAN && !denominator;
+    }
     DEVICE double mean_denominator(const Totals &totals) const {
         return reduction != RAFTER_MEAN ? 1.0 : denominator ? *denominator : totals.weight;
     }
@@ -97,10 +103,11 @@ static inline Loss loss_of(const rafter_context *context, const struct rafter_lo
     return loss;
 }
 
-/* ---- one row ----------------------------------------------------------------------------------------------------------- */
+/* ---- one row
+ * ----------------------------------------------------------------------------------------------------------- */
 
-/* struct rafter_row_stats of a whole row, but with max, moment, weighted and target in units of v, where u = scale * v: the
- * logit itself, or the capped one. */
+/* struct rafter_row_stats of a whole row, but with max, moment, weighted and target in units of v, where u = scale * v:
+ * the logit itself, or the capped one. */
 struct RowFigures {
     float max, target;
     double sum, moment, weighted;
@@ -167,7 +174,8 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
     *loss.loss.at<float>(0) = nothing ? 0.0f : static_cast<float>(totals.loss / loss.mean_denominator(totals));
 }
 
-/* ---- its gradient -------------------------------------------------------------------------------------------------------- */
+/* ---- its gradient
+ * -------------------------------------------------------------------------------------------------------- */
 
 /* What v and 1 - tanh^2(z / cap) are of a logit. */
 DEVICE float capped(float z, float cap) {
@@ -178,8 +186,8 @@ DEVICE float cap_slope(float z, float cap) {
     return 4.0f * q / (one_and_q * one_and_q);
 }
 
-/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole. `constant`: every
- * dz_v is `p`, which is 0 or NaN, at the label too. */
+/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole. `constant`:
+ * every dz_v is `p`, which is 0 or NaN, at the label too. */
 struct RowGradient {
     bool constant;
     float pivot, p, spread, at_label;
@@ -191,9 +199,10 @@ DEVICE double common_upstream(const Loss &loss, const Totals &totals) {
     return dloss / loss.mean_denominator(totals) * loss.scale;
 }
 
-/* For p = share * e^(u - scale * pivot), with r itself for the derivative of z_loss * r^2. z is the logit at the label. */
-DEVICE RowGradient gradient_of(const Loss &loss, double common, int64_t row, int64_t label, float z, float pivot, double share,
-                               double lse) {
+/* For p = share * e^(u - scale * pivot), with r itself for the derivative of z_loss * r^2. z is the logit at the label.
+ */
+DEVICE RowGradient gradient_of(const Loss &loss, double common, int64_t row, int64_t label, float z, float pivot,
+                               double share, double lse) {
     const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
     const double upstream = common * dloss * loss.row_weight_at(row), weight = loss.weight_of(label);
     const double target = loss.hit * weight;

@@ -7,14 +7,15 @@
 
 #include "simd/simd.h"
 
-/* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where it is
- * negative, and that of -x the other way round: quotients that are accurate however small. */
+/* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where
+ * it is negative, and that of -x the other way round: quotients that are accurate however small. */
 struct v_logistic {
     vf of_x, of_minus_x; /* dividends */
     vf divisor;
 };
 
-/* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is 1e-45). */
+/* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is
+ * 1e-45). */
 V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
     const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
     const vf e = dtype == RAFTER_F32 ? v_exp(-magnitude) : v_exp2(magnitude * v_set(-V_LOG2E));
@@ -25,12 +26,12 @@ V_INLINE vf v_relu(vf x) {
     return v_max(v_set(0.0f), x);
 }
 
-V_INLINE vf v_sigmoid_as(int dtype, vf x) {
+V_INLINE vf v_sigmoid(int dtype, vf x) {
     const struct v_logistic s = v_logistic(dtype, x);
     return s.of_x / s.divisor;
 }
 
-V_INLINE vf v_silu_as(int dtype, vf x) {
+V_INLINE vf v_silu(int dtype, vf x) {
     const struct v_logistic s = v_logistic(dtype, x);
     return x * s.of_x / s.divisor;
 }
@@ -42,33 +43,15 @@ V_INLINE vf v_relu_grad(vf x, vf dy) {
     return v_select(x <= v_set(0.0f), v_set(0.0f), dy);
 }
 
-V_INLINE vf v_sigmoid_grad_as(int dtype, vf x, vf dy) {
+V_INLINE vf v_sigmoid_grad(int dtype, vf x, vf dy) {
     const struct v_logistic s = v_logistic(dtype, x);
     return dy * (s.of_x * s.of_minus_x) / (s.divisor * s.divisor);
 }
 
 /* dy s(x) (1 + x s(-x)), with the sum over the common divisor. */
-V_INLINE vf v_silu_grad_as(int dtype, vf x, vf dy) {
+V_INLINE vf v_silu_grad(int dtype, vf x, vf dy) {
     const struct v_logistic s = v_logistic(dtype, x);
     return dy * s.of_x * v_fma(x, s.of_minus_x, s.divisor) / (s.divisor * s.divisor);
-}
-
-/* The same for results in fp32. */
-
-V_INLINE vf v_sigmoid(vf x) {
-    return v_sigmoid_as(RAFTER_F32, x);
-}
-
-V_INLINE vf v_silu(vf x) {
-    return v_silu_as(RAFTER_F32, x);
-}
-
-V_INLINE vf v_sigmoid_grad(vf x, vf dy) {
-    return v_sigmoid_grad_as(RAFTER_F32, x, dy);
-}
-
-V_INLINE vf v_silu_grad(vf x, vf dy) {
-    return v_silu_grad_as(RAFTER_F32, x, dy);
 }
 
 #endif

@@ -1,10 +1,10 @@
 /*
- * The vector vocabulary that CPU kernels are written in. One source, compiled once per ISA level: a vector `vf` has V_LANES
- * floats, 16 with AVX-512, 8 with AVX2, 4 in portable code. + - * / and comparisons are the compiler's vector extensions;
- * the rest is below. Everything is static inline: no symbol of one level can leak into another.
+ * The vector vocabulary that CPU kernels are written in. One source, compiled once per ISA level: a vector `vf` has
+ * V_LANES floats, 16 with AVX-512, 8 with AVX2, 4 in portable code. + - * / and comparisons are the compiler's vector
+ * extensions; the rest is below. Everything is static inline: no symbol of one level can leak into another.
  *
- * A dtype argument is meant to be a compile-time constant at every call: write kernels as V_INLINE functions that take the
- * dtype, and instantiate them from a switch at the top (see V_FOR_DTYPE).
+ * A dtype argument is meant to be a compile-time constant at every call: write kernels as V_INLINE functions that take
+ * the dtype, and instantiate them from a switch at the top (see V_FOR_DTYPE).
  */
 #ifndef RAFTER_SIMD_H
 #define RAFTER_SIMD_H
@@ -146,6 +146,17 @@ V_INLINE vf v_min(vf a, vf b) {
 #endif
 }
 
+/* 1 / a to one unit in the last place, for |a| in [2^-100, 2^100]. */
+V_INLINE vf v_reciprocal(vf a) {
+#if V_LANES == 16
+    const vf r =
+        (vf)_mm512_rcp14_ps((__m512)a); /* 14 bits; a Newton step doubles them, at a third of a division's time */
+    return v_fma(r, v_fma(-a, r, v_set(1.0f)), r);
+#else
+    return v_set(1.0f) / a;
+#endif
+}
+
 /* Sum or maximum of the lanes, always in the same order: halves folded together. */
 V_INLINE float v_fold(vf a, bool max) {
 #if V_LANES == 4
@@ -179,7 +190,8 @@ V_INLINE float v_hmax(vf a) {
 /* fp16 bits in the low halves -> fp32, and back (to nearest even), where there is no instruction. */
 V_INLINE vf v_from_half_bits(vu h) {
     const vu sign = (h & 0x8000u) << 16, body = (h & 0x7fffu) << 13;
-    /* Scaling by 2^112 moves the exponent bias and makes fp16's subnormals normal; infinities and NaN get theirs back. */
+    /* Scaling by 2^112 moves the exponent bias and makes fp16's subnormals normal; infinities and NaN get theirs back.
+     */
     const vf scaled = (vf)body * v_set(0x1p112f);
     const vu special = (vu)((vf)body >= (vf)((vu){0} + 0x0f800000u)) & 0x7f800000u;
     return (vf)((vu)scaled | special | sign);
@@ -217,7 +229,8 @@ V_INLINE vf v_load(int dtype, const void *p) {
 #endif
 }
 
-/* a rounded to bf16, to nearest even, in the high halves; NaN stays NaN, subnormals stay. The low halves hold anything. */
+/* a rounded to bf16, to nearest even, in the high halves; NaN stays NaN, subnormals stay. The low halves hold anything.
+ */
 V_INLINE vu v_round_bf16(vf a) {
     const vu bits = (vu)a, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
 #if V_LANES == 16
@@ -254,8 +267,8 @@ V_INLINE vh v_narrow(int dtype, vf a) {
 V_INLINE vu v_narrow2(int dtype, vf a, vf b) {
 #if V_LANES == 16
     if (dtype == RAFTER_BF16) {
-        const __m512i high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29,
-                                                     27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+        const __m512i high_halves = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31,
+                                                     29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
         return (vu)_mm512_permutex2var_epi16((__m512i)v_round_bf16(a), high_halves, (__m512i)v_round_bf16(b));
     }
     return (vu)_mm512_inserti64x4(_mm512_castsi256_si512((__m256i)v_narrow(dtype, a)), (__m256i)v_narrow(dtype, b), 1);
@@ -336,7 +349,8 @@ V_INLINE void v_put(int dtype, void *p, float a) {
     v_store_part(dtype, p, v_set(a), 1);
 }
 
-/* Two neighbouring vectors past the caches; p is aligned to V_STREAM bytes. A kernel that streams ends with v_fence(). */
+/* Two neighbouring vectors past the caches; p is aligned to V_STREAM bytes. A kernel that streams ends with v_fence().
+ */
 #define V_STREAM (V_LANES * 4)
 
 V_INLINE void v_stream2(int dtype, void *p, vf a, vf b) {
@@ -359,8 +373,9 @@ V_INLINE void v_stream2(int dtype, void *p, vf a, vf b) {
 #endif
 }
 
-/* 2 V_LANES neighbouring elements in two vectors, in an order that suits the dtype (bf16: the even ones and the odd ones) and
- * that v_store_pair and v_stream_pair undo: for work that does not mind the order, half the cost of unpacking and packing. */
+/* 2 V_LANES neighbouring elements in two vectors, in an order that suits the dtype (bf16: the even ones and the odd
+ * ones) and that v_store_pair and v_stream_pair undo: for work that does not mind the order, half the cost of unpacking
+ * and packing. */
 V_INLINE void v_load_pair(int dtype, const void *p, vf *a, vf *b) {
     if (dtype == RAFTER_BF16) {
         vu both;
@@ -467,8 +482,8 @@ V_INLINE void v_fence(void) {
 
 /* ---- y[i] = f(x0[i], x1[i], x2[i]) ------------------------------------------------------------------------------- */
 
-/* Applies f to n elements of up to three inputs of one dtype. `inputs` and f are compile-time constants at the call. With
- * `stream`, whole lines go past the caches. y may be one of the inputs. */
+/* Applies f to n elements of up to three inputs of one dtype. `inputs` and f are compile-time constants at the call.
+ * With `stream`, whole lines go past the caches. y may be one of the inputs. */
 V_INLINE void v_map(int dtype, int inputs, const void *const x[], void *y, int64_t n, bool stream,
                     vf (*f)(const vf in[], const void *env), const void *env) {
     const int64_t bytes = v_bytes(dtype);
@@ -493,7 +508,8 @@ V_INLINE void v_map(int dtype, int inputs, const void *const x[], void *y, int64
             V_STEP(head, a[k] = v_load_part(dtype, in[k], head, 0.0f), v_store_part(dtype, out, f(a, env), head));
         }
         while (n >= 2 * V_LANES)
-            V_STEP(2 * V_LANES, v_load_pair(dtype, in[k], &a[k], &b[k]), v_stream_pair(dtype, out, f(a, env), f(b, env)));
+            V_STEP(2 * V_LANES, v_load_pair(dtype, in[k], &a[k], &b[k]),
+                   v_stream_pair(dtype, out, f(a, env), f(b, env)));
     }
     while (n >= 2 * V_LANES)
         V_STEP(2 * V_LANES, v_load_pair(dtype, in[k], &a[k], &b[k]), v_store_pair(dtype, out, f(a, env), f(b, env)));
@@ -550,13 +566,14 @@ V_INLINE vf v_exp2(vf t) {
     const vf p = v_poly5(r, 0.693151311808f, 0.240164450136f, 0.055799913146f, 0.00901703028444f, 0.00186713008191f);
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)t);
 #else
-    /* 2^r on [-1/2, 1/2], minimax, relative error 9.2e-8. Adding 1.5 * 2^23 rounds t to a whole number and leaves that in the
-     * low bits. The scaling is done in two halves, whose product under- or overflows in one rounding. NaN passes. */
+    /* 2^r on [-1/2, 1/2], minimax, relative error 9.2e-8. Adding 1.5 * 2^23 rounds t to a whole number and leaves that
+     * in the low bits. The scaling is done in two halves, whose product under- or overflows in one rounding. NaN
+     * passes. */
     t = v_min(v_set(200.0f), v_max(v_set(-200.0f), t));
     const vf magic = v_set(0x1.8p23f), whole = t + magic, r = t - (whole - magic);
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
-    const vi half = (vi)whole << 22 & -0x800000, rest = ((vi)whole << 23) - half;
-    return p * (vf)(half + 0x3f800000) * (vf)(rest + 0x3f800000);
+    const vu half = (vu)whole << 22 & 0xff800000u, rest = ((vu)whole << 23) - half;
+    return p * (vf)(half + 0x3f800000u) * (vf)(rest + 0x3f800000u);
 #endif
 }
 
@@ -592,7 +609,8 @@ V_INLINE vf v_tanh(vf x) {
     return v_select(magnitude < v_set(0.625f), small, signed_large);
 }
 
-/* Where the row stride within a tensor is not 1: copies n elements of `stride` (in elements) to a compact buffer, and back. */
+/* Where the row stride within a tensor is not 1: copies n elements of `stride` (in elements) to a compact buffer, and
+ * back. */
 V_INLINE const void *v_gather(int dtype, const void *p, int64_t stride, int64_t n, void *buffer) {
     if (stride == 1)
         return p;

@@ -58,15 +58,24 @@ V_INLINE void v_to_d(vf a, vd *low, vd *high) {
     *high = __builtin_convertvector(half[1], vd);
 }
 
-/* The low 32 bits of each double. */
-V_INLINE vi v_low_words(vd low, vd high) {
+/* Words 0, 2, 4 ... of two vectors one after the other (of doubles: their low halves), and words 1, 3, 5 ... */
 #if V_LANES == 16
-    return __builtin_shufflevector((vi)low, (vi)high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#define V_EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define V_ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #elif V_LANES == 8
-    return __builtin_shufflevector((vi)low, (vi)high, 0, 2, 4, 6, 8, 10, 12, 14);
+#define V_EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define V_ODD 1, 3, 5, 7, 9, 11, 13, 15
 #else
-    return __builtin_shufflevector((vi)low, (vi)high, 0, 2, 4, 6);
+#define V_EVEN 0, 2, 4, 6
+#define V_ODD 1, 3, 5, 7
 #endif
+
+V_INLINE vi v_even_words(vi a, vi b) {
+    return __builtin_shufflevector(a, b, V_EVEN);
+}
+
+V_INLINE vi v_odd_words(vi a, vi b) {
+    return __builtin_shufflevector(a, b, V_ODD);
 }
 
 /* Sine and cosine of quarter * pi/2 + r, |r| <= pi/4; only the low two bits of quarter count. */
@@ -175,7 +184,7 @@ V_INLINE void v_sincos_row(const double *theta, double largest, int64_t position
             const vd low = v_reduce_angle(v_load_d(theta + i) * v_set_d(p), &low_quarter);
             const vd high = v_reduce_angle(v_load_d(theta + i + V_LANES / 2) * v_set_d(p), &high_quarter);
             vf s, c;
-            v_sincos_reduced(v_from_d(low, high), v_low_words(low_quarter, high_quarter), &s, &c);
+            v_sincos_reduced(v_from_d(low, high), v_even_words((vi)low_quarter, (vi)high_quarter), &s, &c);
             v_store(RAFTER_F32, sine + i, s);
             v_store(RAFTER_F32, cosine + i, c);
         }

@@ -15,7 +15,8 @@ struct v_stats {
     float max, sum;
 };
 
-/* What to subtract from x before the exponential: the maximum, or 0 for a row of all -inf, whose exponentials are then 0. */
+/* What to subtract from x before the exponential: the maximum, or 0 for a row of all -inf, whose exponentials are then
+ * 0. */
 V_INLINE float v_pivot(float max) {
     return max == -INFINITY ? 0.0f : max;
 }
@@ -39,12 +40,12 @@ V_INLINE float v_stats_lse(struct v_stats s) {
     return (float)((double)s.max + log((double)s.sum));
 }
 
-/* The same lane by lane, to 2e-8 and one rounding, for max with sum in [2^-100, 2^100]; infinite maxima stay, a sum that is
- * NaN gives NaN. */
+/* The same lane by lane, to 2e-8 and one rounding, for max with sum in [2^-100, 2^100]; infinite maxima stay, a sum
+ * that is NaN gives NaN. */
 V_INLINE vf v_lse(vf max, vf sum) {
     /* sum = 2^k m, m in [sqrt(1/2), sqrt(2)); log m = f + f^2 p(f) with f = m - 1, minimax, absolute error 7e-9. */
-    const vi k = ((vi)sum - 0x3f3504f3) >> 23;
-    const vf f = (vf)((vi)sum - (k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
+    const vi k = (vi)((vu)sum - 0x3f3504f3u) >> 23;
+    const vf f = (vf)((vu)sum - ((vu)k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
     vf p = v_fma(v_set(0.0873361751f), f, v_set(-0.144418672f));
     p = v_fma(p, f, v_set(0.149792865f));
     p = v_fma(p, f, v_set(-0.165523365f));
@@ -63,13 +64,13 @@ V_INLINE vf v_lse(vf max, vf sum) {
 /* ---- sums of exponentials ---------------------------------------------------------------------------------------- */
 
 /*
- * Terms of a sum are taken relative to a base near the largest x: e^x / 2^log2, log2 a whole number. In steps of 1/V_STEPS,
- *     x log2(e) - log2 = (k + r) / V_STEPS,   k whole, |r| <= 1/2:
- * k modulo V_STEPS picks a power of two from a table in registers, the rest of k goes straight into the exponent bits, and a
- * short polynomial gives 2^(r / V_STEPS). Adding `magic`, 1.5 * 2^23 less log2 * V_STEPS, rounds to k and leaves it in the
- * low bits, so that the base costs nothing per term. Terms under 2^-125 count as 2^-125.
- * Relative error of a term: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8) and two roundings. That of log2(e),
- * |x| * 1.3e-8, all terms have in common; it leaves when the sum is divided by one of them.
+ * Terms of a sum are taken relative to a base near the largest x: e^x / 2^log2, log2 a whole number. In steps of
+ * 1/V_STEPS, x log2(e) - log2 = (k + r) / V_STEPS,   k whole, |r| <= 1/2: k modulo V_STEPS picks a power of two from a
+ * table in registers, the rest of k goes straight into the exponent bits, and a short polynomial gives 2^(r / V_STEPS).
+ * Adding `magic`, 1.5 * 2^23 less log2 * V_STEPS, rounds to k and leaves it in the low bits, so that the base costs
+ * nothing per term. Terms under 2^-125 count as 2^-125. Relative error of a term: 5.3e-8 from the polynomial
+ * (AVX2 2.5e-8, portable 9.2e-8) and two roundings. That of log2(e), |x| * 1.3e-8, all terms have in common; it leaves
+ * when the sum is divided by one of them.
  */
 #if V_LANES == 16
 enum { V_STEPS = 32, V_STEP_SHIFT = 18 };
@@ -86,16 +87,17 @@ struct v_base {
     bool near;   /* shift is 0 */
 };
 
-/* The base for terms of which the largest is about e^max. Far from zero x log2(e) rounds too coarsely, and without FMA it
- * does anywhere: then the pivot is subtracted from every x first (and without FMA may not be far below the largest). */
+/* The base for terms of which the largest is about e^max. Far from zero x log2(e) rounds too coarsely, and without FMA
+ * it does anywhere: then the pivot is subtracted from every x first (and without FMA may not be far below the largest).
+ */
 V_INLINE struct v_base v_base_at(float max) {
     const float magic = 0x1.8p23f, ln2 = 0.69314718055994530942f, deepest = -125.0f * ln2;
 #if V_LANES > 4
     const float highest = 64.0f * ln2;
     if (max > -0x1p15f && max < 0x1p15f) {
         const float log2 = (float)(int)(max * V_LOG2E), pivot = log2 * ln2;
-        return (struct v_base){v_set(magic - log2 * V_STEPS), v_set(pivot + deepest), v_set(0.0f), pivot, pivot + highest,
-                               true};
+        return (struct v_base){
+            v_set(magic - log2 * V_STEPS), v_set(pivot + deepest), v_set(0.0f), pivot, pivot + highest, true};
     }
 #else
     const float highest = 2.0f * ln2;
@@ -103,29 +105,31 @@ V_INLINE struct v_base v_base_at(float max) {
     return (struct v_base){v_set(magic), v_set(deepest), v_set(v_pivot(max)), max, max + highest, false};
 }
 
-/* A base per lane, for lanes that belong to different rows: each term is relative to its own pivot, subtracted first. */
+/* A base per lane, for lanes that belong to different rows: each term is relative to its own pivot, subtracted first.
+ */
 V_INLINE struct v_base v_base_per_lane(vf pivot) {
     struct v_base base = v_base_at(-INFINITY);
     base.shift = pivot;
     return base;
 }
 
-/* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT. */
-V_INLINE vi v_step_bits(vf k) {
+/* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT.
+ */
+V_INLINE vu v_step_bits(vf k) {
 #if V_LANES == 16
     static const int32_t table[32] = {
         0x3f800000, 0x3f7ecd87, 0x3f7daac3, 0x3f7c980f, 0x3f7b95c2, 0x3f7aa43a, 0x3f79c3d3, 0x3f78f4f0,
         0x3f7837f0, 0x3f778d3a, 0x3f76f532, 0x3f767043, 0x3f75fed7, 0x3f75a15b, 0x3f75583f, 0x3f7523f6,
         0x3f7504f3, 0x3f74fbaf, 0x3f7508a4, 0x3f752c4d, 0x3f75672a, 0x3f75b9be, 0x3f76248c, 0x3f76a81e,
         0x3f7744fd, 0x3f77fbb8, 0x3f78ccdf, 0x3f79b907, 0x3f7ac0c7, 0x3f7be4ba, 0x3f7d257d, 0x3f7e83b3};
-    return (vi)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
+    return (vu)_mm512_permutex2var_epi32(_mm512_loadu_si512(table), (__m512i)k, _mm512_loadu_si512(table + 16));
 #elif V_LANES == 8
     const __m256i table = _mm256_setr_epi32(0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a,
                                             0x3f7744fd, 0x3f7ac0c7);
-    return (vi)_mm256_permutevar8x32_epi32(table, (__m256i)k);
+    return (vu)_mm256_permutevar8x32_epi32(table, (__m256i)k);
 #else
     (void)k;
-    return (vi){0} + 0x3f800000;
+    return (vu){0} + 0x3f800000u;
 #endif
 }
 
@@ -143,7 +147,7 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
 #else
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    return v_fma(p, (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
+    return v_fma(p, (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
 }
 
 /* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
@@ -168,13 +172,15 @@ V_INLINE float v_term(float x, const struct v_base *base) {
     return (base->near ? v_add_exp(zero, v_set(x), base, true) : v_add_exp(zero, v_set(x), base, false))[0];
 }
 
-/* ---- exponentials of a row ---------------------------------------------------------------------------------------- */
+/* ---- exponentials of a row ----------------------------------------------------------------------------------------
+ */
 
 /*
- * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a softmax
- * and the gradients of its kind are made of. The same steps as above; the scale is in the polynomial's coefficients, so that it
- * costs nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8), three
- * roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125 count as 0. NaN stays NaN, and +inf becomes it.
+ * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a
+ * softmax and the gradients of its kind are made of. The same steps as above; the scale is in the polynomial's
+ * coefficients, so that it costs nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8,
+ * portable 9.2e-8), three roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125 count as 0.
+ * NaN stays NaN, and +inf becomes it.
  */
 struct v_curve {
     vf pivot, scale, c1, c2, c3;
@@ -199,7 +205,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
     const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
     const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
-    const vf power = (vf)((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
+    const vf power = (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
     const vf bounded = v_max(low, d);
@@ -207,9 +213,10 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 #if V_LANES == 8
     const vf p = v_fma(v_fma(v_fma(curve->c3, r, curve->c2), r, curve->c1), r, curve->scale);
 #else
-    const vf p = curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+    const vf p =
+        curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
-    const vu power = ((vu)v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
+    const vu power = (v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
 #endif
 }
@@ -225,9 +232,9 @@ V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
     return v_hmax(n ? v_max(v_load_part(dtype, p, n, -INFINITY), max) : max);
 }
 
-/* Running maxima of pairs (see v_load_pair), lane by lane. Of 16-bit floats they are taken from the bits, 2 V_LANES at a
- * time: among encodings with the sign bit clear the largest integer is the largest float, among the others the smallest
- * unsigned integer is. A NaN may hide a maximum; it is then NaN. */
+/* Running maxima of pairs (see v_load_pair), lane by lane. Of 16-bit floats they are taken from the bits, 2 V_LANES at
+ * a time: among encodings with the sign bit clear the largest integer is the largest float, among the others the
+ * smallest unsigned integer is. A NaN may hide a maximum; it is then NaN. */
 struct v_peak {
     vf value[2];
 #if V_LANES == 16
@@ -276,7 +283,8 @@ V_INLINE void v_peak_pair(int dtype, const struct v_peak *peak, vf *a, vf *b) {
     (void)dtype;
 #if V_LANES == 16
     if (dtype != RAFTER_F32) {
-        const __m512i bits = _mm512_mask_mov_epi16(peak->positive, _mm512_movepi16_mask(peak->positive), peak->negative);
+        const __m512i bits =
+            _mm512_mask_mov_epi16(peak->positive, _mm512_movepi16_mask(peak->positive), peak->negative);
         v_load_pair(dtype, &bits, a, b);
     }
 #elif V_LANES == 8
@@ -295,10 +303,10 @@ V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
 #if V_LANES > 4
     if (dtype != RAFTER_F32) {
 #if V_LANES == 16
-        const __m256i positive = _mm256_max_epi16(_mm512_castsi512_si256(peak->positive),
-                                                  _mm512_extracti64x4_epi64(peak->positive, 1));
-        const __m256i negative = _mm256_min_epu16(_mm512_castsi512_si256(peak->negative),
-                                                  _mm512_extracti64x4_epi64(peak->negative, 1));
+        const __m256i positive =
+            _mm256_max_epi16(_mm512_castsi512_si256(peak->positive), _mm512_extracti64x4_epi64(peak->positive, 1));
+        const __m256i negative =
+            _mm256_min_epu16(_mm512_castsi512_si256(peak->negative), _mm512_extracti64x4_epi64(peak->negative, 1));
 #else
         const __m256i positive = peak->positive, negative = peak->negative;
 #endif
@@ -317,7 +325,8 @@ V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
 
 /* ---- statistics of a row ----------------------------------------------------------------------------------------- */
 
-/* Elements that are summed before their maximum is looked at, and those that are looked at beforehand, for a first guess. */
+/* Elements that are summed before their maximum is looked at, and those that are looked at beforehand, for a first
+ * guess. */
 #if V_LANES > 4
 enum { V_STATS_BLOCK = 1024, V_STATS_GUESS = V_LANES };
 #else
@@ -369,7 +378,8 @@ V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct 
                             : v_sum_block(dtype, p, block, &base, false, &top);
             if (top <= base.limit)
                 break;
-            /* Too large for this base, or hidden by a NaN. Rows almost never get here: the base has room for 44 more. */
+            /* Too large for this base, or hidden by a NaN. Rows almost never get here: the base has room for 44 more.
+             */
             top = v_max_row(dtype, p, block);
             if (!(top > base.limit))
                 break;

@@ -33,16 +33,17 @@ static bool is_result(const problem_tensor *t) {
     return t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT;
 }
 
-/* ---- numbers ------------------------------------------------------------------------------------------------------ */
+/* ---- numbers ------------------------------------------------------------------------------------------------------
+ */
 
 static const struct {
     const char *name;
     uint8_t code, bits;
     int digits, least_exponent; /* of floats: bits of the significand, exponent of the smallest normal */
 } dtypes[] = {
-    [RAFTER_F32] = {"fp32", kDLFloat, 32, 24, -126},  [RAFTER_BF16] = {"bf16", kDLBfloat, 16, 8, -126},
-    [RAFTER_F16] = {"fp16", kDLFloat, 16, 11, -14},   [RAFTER_I32] = {"int32", kDLInt, 32, 0, 0},
-    [RAFTER_I64] = {"int64", kDLInt, 64, 0, 0},       [RAFTER_U8] = {"uint8", kDLUInt, 8, 0, 0},
+    [RAFTER_F32] = {"fp32", kDLFloat, 32, 24, -126}, [RAFTER_BF16] = {"bf16", kDLBfloat, 16, 8, -126},
+    [RAFTER_F16] = {"fp16", kDLFloat, 16, 11, -14},  [RAFTER_I32] = {"int32", kDLInt, 32, 0, 0},
+    [RAFTER_I64] = {"int64", kDLInt, 64, 0, 0},      [RAFTER_U8] = {"uint8", kDLUInt, 8, 0, 0},
 };
 
 const char *problem_dtype_name(rafter_dtype dtype) {
@@ -94,7 +95,8 @@ static double half_value(uint16_t bits) {
     return bits >> 15 ? -size : size;
 }
 
-/* Rounded to nearest even; by way of fp32 for bf16, which can differ from one rounding in the last place: this fills inputs. */
+/* Rounded to nearest even; by way of fp32 for bf16, which can differ from one rounding in the last place: this fills
+ * inputs. */
 static void store(rafter_dtype dtype, char *to, double x) {
     if (dtype == RAFTER_I64) {
         const int64_t v = (int64_t)x;
@@ -130,7 +132,10 @@ static double load(rafter_dtype dtype, const char *from) {
     case RAFTER_I64: memcpy(&wide, from, 8); return (double)wide;
     case RAFTER_I32: memcpy(&word, from, 4); return (int32_t)word;
     case RAFTER_F16: memcpy(&half, from, 2); return half_value(half);
-    case RAFTER_BF16: memcpy(&half, from, 2); word = (uint32_t)half << 16; break;
+    case RAFTER_BF16:
+        memcpy(&half, from, 2);
+        word = (uint32_t)half << 16;
+        break;
     case RAFTER_F32: memcpy(&word, from, 4); break;
     }
     memcpy(&real, &word, 4);
@@ -144,7 +149,8 @@ static uint64_t mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------------------------ */
+/* ---- tensors ------------------------------------------------------------------------------------------------------
+ */
 
 problem_tensor *problem_add(problem *p, const char *name, enum problem_role role, rafter_dtype dtype, int ndim,
                             const int64_t *shape) {
@@ -188,7 +194,8 @@ double problem_initial(const problem_tensor *t, int64_t index) {
     return t->initial[index];
 }
 
-/* ---- layout and filling ------------------------------------------------------------------------------------------- */
+/* ---- layout and filling -------------------------------------------------------------------------------------------
+ */
 
 static bool lays_out(const problem_tensor *t, enum problem_layout layout) {
     if (t->compact_only || t->numel == 0)
@@ -255,7 +262,8 @@ static bool map_memory(problem_tensor *t, enum problem_layout layout) {
     t->memory_bytes = (size_t)((elements + pad) * bytes_of(t->dtype));
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     t->mapping_bytes = (t->memory_bytes + page - 1) / page * page + 2 * page;
-    t->mapping = mmap(NULL, t->mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    t->mapping =
+        mmap(NULL, t->mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (t->mapping == MAP_FAILED) {
         t->mapping = NULL;
         return false;
@@ -399,7 +407,8 @@ void problem_poison(problem *p, enum problem_mode mode) {
     }
 }
 
-/* ---- the oracle's answers ----------------------------------------------------------------------------------------- */
+/* ---- the oracle's answers -----------------------------------------------------------------------------------------
+ */
 
 /* An answer that was not given: a NaN no computation makes. */
 static const uint64_t unset_bits = 0x7ff4dead4badf00du;
@@ -459,7 +468,8 @@ void problem_store_outputs(problem *p) {
     }
 }
 
-/* ---- comparing ---------------------------------------------------------------------------------------------------- */
+/* ---- comparing ----------------------------------------------------------------------------------------------------
+ */
 
 /* Error as a share of the bound. */
 static double judge(const problem_tensor *t, double got, double want) {
@@ -484,8 +494,8 @@ static void compare_element(const problem_tensor *t, int64_t index, double want,
         v->worst = share;
         if (share > 1) {
             v->good = false;
-            snprintf(v->sentence, sizeof v->sentence, "%s[%lld] is %.9g, wanted %.9g (bound %.3g + %.3g relative)", t->name,
-                     (long long)index, got, want, t->absolute, t->relative);
+            snprintf(v->sentence, sizeof v->sentence, "%s[%lld] is %.9g, wanted %.9g (bound %.3g + %.3g relative)",
+                     t->name, (long long)index, got, want, t->absolute, t->relative);
         }
     }
 }
@@ -540,7 +550,8 @@ uint64_t problem_digest(const problem *p, enum problem_mode mode) {
     return digest;
 }
 
-/* ---- finite differences ------------------------------------------------------------------------------------------- */
+/* ---- finite differences -------------------------------------------------------------------------------------------
+ */
 
 static problem_tensor *upstream_of(const problem *p, const problem_tensor *output) {
     char name[32];

@@ -1,9 +1,9 @@
 /*
  * A problem: one call of one op, with all of its tensors. Tests, `rafter check` and `rafter bench` all walk problems.
  *
- * An op's cases.c declares problems (shapes, options, inputs, error bounds, bytes and flops) and calls the public API on
- * them; tests/oracle/<op>.c computes what must come out, in fp64 and from scratch; this harness allocates, fills, lays out
- * and compares. None of it is part of the library.
+ * An op's cases.c declares problems (shapes, options, inputs, error bounds, bytes and flops) and calls the public API
+ * on them; tests/oracle/<op>.c computes what must come out, in fp64 and from scratch; this harness allocates, fills,
+ * lays out and compares. None of it is part of the library.
  */
 #ifndef RAFTER_PROBLEM_H
 #define RAFTER_PROBLEM_H
@@ -13,7 +13,8 @@
 
 #include "rafter/rafter.h"
 
-/* What a call does. BOTH is forward and backward, in one call where the op (or the problem's algorithm) has such a form. */
+/* What a call does. BOTH is forward and backward, in one call where the op (or the problem's algorithm) has such a
+ * form. */
 enum problem_mode { PROBLEM_FORWARD, PROBLEM_BACKWARD, PROBLEM_BOTH, PROBLEM_MODES };
 extern const char *const problem_mode_names[]; /* "fwd", "bwd", "fwd+bwd" */
 
@@ -47,10 +48,10 @@ extern const char *const problem_layout_names[];
 /* Values sprinkled over inputs that have `special` set. */
 enum problem_values {
     PROBLEM_ORDINARY,
-    PROBLEM_HUGE,       /* some +-1e30 (fp16: +-6e4) */
+    PROBLEM_HUGE,         /* some +-1e30 (fp16: +-6e4) */
     PROBLEM_NEGATIVE_INF, /* some -inf, and the whole first row */
-    PROBLEM_INFINITE,   /* some +inf */
-    PROBLEM_NAN,        /* some NaN */
+    PROBLEM_INFINITE,     /* some +inf */
+    PROBLEM_NAN,          /* some NaN */
     PROBLEM_VALUES
 };
 extern const char *const problem_values_names[];
@@ -72,8 +73,8 @@ typedef struct problem_tensor {
     bool special;      /* takes special values */
     bool compact_only; /* keeps the compact layout (a mask, a scalar) */
 
-    /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and fp16 results may also be one
-     * unit in the last place away from the correctly rounded value. */
+    /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and fp16 results may also
+     * be one unit in the last place away from the correctly rounded value. */
     double relative, absolute;
     const char *in_place_of; /* name of the tensor whose memory this one shares, or NULL */
     bool accumulates;        /* starts from random values, which the oracle adds to (reads as problem_initial) */
@@ -85,21 +86,21 @@ typedef struct problem_tensor {
     double *expected; /* the oracle's answer, row-major; for huge tensors a list of (index, answer) */
     double *initial;  /* what an accumulating output held */
     int64_t listed, list_room;
-    void *mapping;       /* what was mapped: guard page and all */
+    void *mapping; /* what was mapped: guard page and all */
     size_t mapping_bytes;
-    char *memory;        /* the tensor's own bytes, padding included */
+    char *memory; /* the tensor's own bytes, padding included */
     size_t memory_bytes;
     char *device;   /* its copy on a device, while it is there */
-    char *original;      /* an input's bytes, kept where an in-place call destroys them */
+    char *original; /* an input's bytes, kept where an in-place call destroys them */
 } problem_tensor;
 
 typedef struct problem {
     const struct op_cases *op;
-    char label[192];         /* options and shapes, for messages: "silu bf16 [3, 1025]" */
-    char title[128];         /* bench: what follows "<prefix>-<metric>-<mode>-" in the table's title */
+    char label[192];            /* options and shapes, for messages: "silu bf16 [3, 1025]" */
+    char title[128];            /* bench: what follows "<prefix>-<metric>-<mode>-" in the table's title */
     _Alignas(16) char row[256]; /* the op's own options */
-    int algorithm;           /* index into op->algorithms */
-    int64_t sample;          /* the oracle may answer only for every sample-th independent row or column; 1: all of them */
+    int algorithm;              /* index into op->algorithms */
+    int64_t sample; /* the oracle may answer only for every sample-th independent row or column; 1: all of them */
     enum problem_layout layout;
     enum problem_values values;
     bool finite_differences; /* small and smooth enough for them */
@@ -119,16 +120,16 @@ struct bench_row {
 };
 
 struct bench_table {
-    const char *x_name;      /* "v", "n" */
-    unsigned modes;          /* bit m set: the table exists in problem_mode m */
-    const int64_t *seeds_x;  /* zero-terminated */
-    const int64_t *quick_x;  /* zero-terminated */
+    const char *x_name;     /* "v", "n" */
+    unsigned modes;         /* bit m set: the table exists in problem_mode m */
+    const int64_t *seeds_x; /* zero-terminated */
+    const int64_t *quick_x; /* zero-terminated */
 };
 
 /* Everything the harness knows about an op; defined in src/ops/<op>/cases.c as rafter_cases_<op>. */
 struct op_cases {
     const char *op;
-    const char *prefix; /* of table titles: "lce" */
+    const char *prefix;            /* of table titles: "lce" */
     const char *const *algorithms; /* names, NULL-terminated; the first is "rafter": the automatic choice */
     unsigned algorithm_modes[8];   /* bit m set: algorithm exists in problem_mode m */
 
@@ -147,7 +148,8 @@ struct op_cases {
     /* Least bytes through memory and flops of matrix work, for one call. */
     void (*cost)(const problem *p, enum problem_mode mode, double *bytes, double *flops);
 
-    /* Fills `expected` of every output (FORWARD) or gradient (BACKWARD), in fp64, by problem_value() of what is read. */
+    /* Fills `expected` of every output (FORWARD) or gradient (BACKWARD), in fp64, by problem_value() of what is read.
+     */
     void (*oracle)(problem *p, enum problem_mode mode);
 };
 
@@ -177,23 +179,26 @@ void problem_expect(problem_tensor *t, int64_t index, double value);
 
 /* ---- for test and bench ------------------------------------------------------------------------------------------ */
 
-/* Allocates and fills everything in the problem's layout and values; the same seed gives the same data. False: no memory. */
+/* Allocates and fills everything in the problem's layout and values; the same seed gives the same data. False: no
+ * memory. */
 bool problem_allocate(problem *p, uint64_t seed);
 void problem_free(problem *p);
 /* Whether the layout says anything for this problem's tensors (a vector has no transpose). */
 bool problem_has_layout(const problem *p, enum problem_layout layout);
-/* What a call in this mode writes goes back to poison (or to the initial values of accumulating outputs), and inputs that an
- * in-place call has overwritten come back. */
+/* What a call in this mode writes goes back to poison (or to the initial values of accumulating outputs), and inputs
+ * that an in-place call has overwritten come back. */
 void problem_poison(problem *p, enum problem_mode mode);
 /* Calls the oracle; BACKWARD reads the outputs of forward as they are stored, so store or compute them before. */
 void problem_solve(problem *p, enum problem_mode mode);
-/* Writes the oracle's answers for forward (all of them: sample is 1) into the outputs, for a backward that reads them. */
+/* Writes the oracle's answers for forward (all of them: sample is 1) into the outputs, for a backward that reads them.
+ */
 void problem_store_outputs(problem *p);
-/* Largest disagreement of the oracle's gradients with finite differences of its forward, relative to the gradient's size. */
+/* Largest disagreement of the oracle's gradients with finite differences of its forward, relative to the gradient's
+ * size. */
 double problem_finite_differences(problem *p);
 
-/* Copies every tensor to the context's device, where calls then find them; copies the results back (waits for the device); and
- * lets go of the device's memory, also after a failure. */
+/* Copies every tensor to the context's device, where calls then find them; copies the results back (waits for the
+ * device); and lets go of the device's memory, also after a failure. */
 bool problem_to_device(problem *p, const rafter_context *context);
 bool problem_from_device(const problem *p, const rafter_context *context);
 void problem_leave_device(problem *p, const rafter_context *context);
@@ -202,8 +207,8 @@ rafter_status problem_call(problem *p, rafter_context *context, enum problem_mod
 
 struct problem_verdict {
     bool good;
-    double worst;      /* largest error over its bound, over all compared elements; 1 is the limit */
-    double max_error;  /* largest |got - want| / max(1, |want|) */
+    double worst;       /* largest error over its bound, over all compared elements; 1 is the limit */
+    double max_error;   /* largest |got - want| / max(1, |want|) */
     char sentence[256]; /* of the worst element when not good: "dx[17] is 0.5, wanted 0.25 (bound 1e-6)" */
 };
 /* Compares outputs (FORWARD), gradients (BACKWARD) or both with what the oracle expects. */

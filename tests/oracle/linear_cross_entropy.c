@@ -4,7 +4,8 @@
 
 #include "oracle/loss.h"
 
-/* Past this many multiplications for the logits, only sampled rows are looked at, and what needs all rows is not answered. */
+/* Past this many multiplications for the logits, only sampled rows are looked at, and what needs all rows is not
+ * answered. */
 static const double most_products = 4e10;
 
 static double *numbers(int64_t count) {
@@ -20,14 +21,16 @@ static void read_row(const problem_tensor *t, int64_t row, int64_t columns, doub
 }
 
 void oracle_linear_cross_entropy(problem *p, enum problem_mode mode) {
-    const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight"), *bias = problem_find(p, "bias");
-    problem_tensor *dx = problem_find(p, "dx"), *dweight = problem_find(p, "dweight"), *dbias = problem_find(p, "dbias");
+    const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight"),
+                         *bias = problem_find(p, "bias");
+    problem_tensor *dx = problem_find(p, "dx"), *dweight = problem_find(p, "dweight"),
+                   *dbias = problem_find(p, "dbias");
     const int64_t depth = weight->shape[1], classes = weight->shape[0], rows = problem_find(p, "target")->numel;
     const struct oracle_loss o = oracle_loss_begin(p, rows, classes);
 
     const bool all = p->sample == 1 || (double)rows * (double)classes * (double)depth <= most_products;
     const int64_t step = all ? 1 : p->sample, count = (rows + step - 1) / step; /* row number i is row i * step */
-    double *inputs = numbers(count * depth), *turned = numbers(count * depth); /* [row][k] and [k][row] */
+    double *inputs = numbers(count * depth), *turned = numbers(count * depth);  /* [row][k] and [k][row] */
     double *z = numbers(count * classes), *row_loss = numbers(rows);
     for (int64_t i = 0; i < count; i++) {
         read_row(x, i * step, depth, inputs + i * depth);

@@ -7,9 +7,9 @@
 struct act_call {
     rafter_direction direction;
     rafter_act_kind kind;
-    int dim;         /* softmax: in [0, ndim) */
-    rafter_view in;  /* forward: x. Backward: x (relu without a mask, sigmoid, silu) or y (softmax); else data is NULL */
-    rafter_view dy;  /* backward only */
+    int dim;        /* softmax: in [0, ndim) */
+    rafter_view in; /* forward: x. Backward: x (relu without a mask, sigmoid, silu) or y (softmax); else data is NULL */
+    rafter_view dy; /* backward only */
     rafter_view out; /* forward: y. Backward: dx. May be the same memory as in (forward) or dy (backward) */
     uint8_t *mask;   /* relu_mask: forward writes it, backward reads it instead of x; NULL: none */
     void *workspace; /* the caller's, or NULL */

@@ -25,16 +25,16 @@ static const double x_size = 3.5 * 3, dy_size = 3.5 * 1;
  * where its error, of the size of s, is absolute: 8 u for |dy| = 1. Where e is subnormal its error is absolute too,
  * times |x| < 104 in silu.
  *
- * softmax over n: e^(x - m) has the error of the difference and the product with log2(e), 3 u |x - m|, where |x - m| is
- * at most 2 |x|, and 6 u of its own; so have the sum's terms; sums add n / 8 u (columns fold 8 rows at a time), the
- * reciprocal, the products 4 u. Backward: the sum of y dy, whose terms add up to |dy| at most, has n / 8 + 8 u of that.
- */
+ * softmax over n: e^(x - m) has the error of the difference and of its product with log2(e), 3 u |x - m|, where |x - m|
+ * is at most 2 |x|, and 6 u of its own; so have the terms of the sum, which adds n / 8 + 8 u (columns fold 8 rows at a
+ * time); the reciprocal and the products make 4 u. Backward: the sum of y dy has n / 8 + 8 u of the sum of |y dy|,
+ * which is |dy| at most. */
 static const double u = 0x1p-24;
 
 static void set_bounds(problem *p, rafter_act_kind kind, int64_t length) {
     problem_tensor *y = problem_find(p, "y"), *dx = problem_find(p, "dx");
     if (kind == RAFTER_ACT_SOFTMAX) {
-        y->relative = (2 * (3 * 2 * x_size + 6) + (double)length / 8 + 4) * u;
+        y->relative = (2 * (3 * 2 * x_size + 6) + (double)length / 8 + 8 + 4) * u;
         y->absolute = 0x1p-149; /* of subnormals */
         if (dx) {
             dx->relative = 4 * u;

@@ -31,8 +31,8 @@ V_INLINE vf forward(const vf in[], const void *env) {
     const struct flavour *const f = env;
     switch (f->kind) {
     case RAFTER_ACT_RELU: return v_relu(in[0]);
-    case RAFTER_ACT_SIGMOID: return v_sigmoid_as(f->dtype, in[0]);
-    default: return v_silu_as(f->dtype, in[0]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid(f->dtype, in[0]);
+    default: return v_silu(f->dtype, in[0]);
     }
 }
 
@@ -40,8 +40,8 @@ V_INLINE vf backward(const vf in[], const void *env) {
     const struct flavour *const f = env;
     switch (f->kind) {
     case RAFTER_ACT_RELU: return v_relu_grad(in[0], in[1]);
-    case RAFTER_ACT_SIGMOID: return v_sigmoid_grad_as(f->dtype, in[0], in[1]);
-    default: return v_silu_grad_as(f->dtype, in[0], in[1]);
+    case RAFTER_ACT_SIGMOID: return v_sigmoid_grad(f->dtype, in[0], in[1]);
+    default: return v_silu_grad(f->dtype, in[0], in[1]);
     }
 }
 
@@ -383,9 +383,9 @@ V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const fl
 /* ---- softmax along columns ----------------------------------------------------------------------------------------
  */
 
-/* Rows that are folded into the statistics of a pair of vectors at a time, and how many of them ahead memory is asked
- * for. */
-enum { FOLD = 4, AHEAD = 4 * FOLD };
+/* Rows that are summed before they are added to the columns' sums, which bounds the error by FOLD + n / FOLD roundings;
+ * and how many rows ahead memory is asked for. */
+enum { FOLD = 8, AHEAD = 16 };
 
 /* The maxima of the columns over the first `rows` rows. */
 V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, float *max) {
@@ -417,23 +417,23 @@ V_INLINE void fold_forward(int dtype, const struct act_block *b, int64_t row, in
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
         const vf p0 = finite_pivot(v_load(RAFTER_F32, pivot + i));
         const vf p1 = finite_pivot(v_load(RAFTER_F32, pivot + i + V_LANES));
-        vf s0 = v_load(RAFTER_F32, sum + i), s1 = v_load(RAFTER_F32, sum + i + V_LANES), x0, x1;
+        vf s0 = v_set(0.0f), s1 = s0, x0, x1;
         for (int r = 0; r < rows; r++) {
             __builtin_prefetch(x + (r + AHEAD) * pitch + i * bytes);
             v_load_pair(dtype, x + r * pitch + i * bytes, &x0, &x1);
             s0 += v_exp_from(x0, p0);
             s1 += v_exp_from(x1, p1);
         }
-        v_store(RAFTER_F32, sum + i, s0);
-        v_store(RAFTER_F32, sum + i + V_LANES, s1);
+        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
+        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
     }
     for (int64_t lanes; i < n; i += lanes) {
         lanes = smaller(n - i, V_LANES);
         const vf p = finite_pivot(load(RAFTER_F32, pivot + i, lanes));
-        vf s = load(RAFTER_F32, sum + i, lanes);
+        vf s = v_set(0.0f);
         for (int r = 0; r < rows; r++)
             s += v_exp_from(load(dtype, x + r * pitch + i * bytes, lanes), p);
-        store(RAFTER_F32, sum + i, s, lanes);
+        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
     }
 }
 
@@ -500,7 +500,7 @@ V_INLINE void fold_backward(int dtype, const struct act_block *b, int64_t row, i
     const char *const y = row_at(dtype, b, ACT_IN, row), *const dy = row_at(dtype, b, ACT_DY, row);
     int64_t i = 0;
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
-        vf s0 = v_load(RAFTER_F32, sum + i), s1 = v_load(RAFTER_F32, sum + i + V_LANES), y0, y1, dy0, dy1;
+        vf s0 = v_set(0.0f), s1 = s0, y0, y1, dy0, dy1;
         for (int r = 0; r < rows; r++) {
             __builtin_prefetch(y + (r + AHEAD) * y_pitch + i * bytes);
             __builtin_prefetch(dy + (r + AHEAD) * dy_pitch + i * bytes);
@@ -509,16 +509,16 @@ V_INLINE void fold_backward(int dtype, const struct act_block *b, int64_t row, i
             s0 = v_fma(y0, dy0, s0);
             s1 = v_fma(y1, dy1, s1);
         }
-        v_store(RAFTER_F32, sum + i, s0);
-        v_store(RAFTER_F32, sum + i + V_LANES, s1);
+        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
+        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
     }
     for (int64_t lanes; i < n; i += lanes) {
         lanes = smaller(n - i, V_LANES);
-        vf s = load(RAFTER_F32, sum + i, lanes);
+        vf s = v_set(0.0f);
         for (int r = 0; r < rows; r++)
             s = v_fma(load(dtype, y + r * y_pitch + i * bytes, lanes),
                       load(dtype, dy + r * dy_pitch + i * bytes, lanes), s);
-        store(RAFTER_F32, sum + i, s, lanes);
+        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
     }
 }
 

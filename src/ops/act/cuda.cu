@@ -17,9 +17,10 @@ namespace {
 enum { IN, DY, OUT }; /* the tensors of a Walk */
 
 constexpr int THREADS = 256;
-constexpr int IN_FLIGHT = 4; /* packs of an input that a thread loads before it uses the first */
+constexpr int IN_FLIGHT = 1; /* packs of an input that a thread loads before it uses the first: docs/perf/README.md */
 
-/* ---- elementwise kinds ------------------------------------------------------------------------------------------------- */
+/* ---- elementwise kinds
+ * ------------------------------------------------------------------------------------------------- */
 
 constexpr int ANY_KIND = -1; /* in place of a kind as a template's argument: the one that the call names */
 
@@ -42,7 +43,8 @@ DEVICE Pack<T, N> mapped(rafter_act_kind kind, const Pack<T, N> &in, const Pack<
     return packed<T, N>(x);
 }
 
-/* Tensors of neighbouring elements: `packs` from the element `head` on, and `edges` single elements before and after them. */
+/* Tensors of neighbouring elements: `packs` from the element `head` on, and `edges` single elements before and after
+ * them. */
 template <int KIND, bool FORWARD, int N, typename T>
 __global__ void __launch_bounds__(THREADS) map_flat(const Map<T> map, int head, int64_t packs, int edges) {
     const rafter_act_kind kind = KIND == ANY_KIND ? map.kind : (rafter_act_kind)KIND;
@@ -83,15 +85,16 @@ __global__ void __launch_bounds__(THREADS) map_strided(const Map<T> map, const W
     store_once(map.out + at[OUT], mapped<FORWARD>(map.kind, in, dy));
 }
 
-/* ---- relu and its mask ------------------------------------------------------------------------------------------------- */
+/* ---- relu and its mask
+ * ------------------------------------------------------------------------------------------------- */
 
 /* NaN counts as above 0: it goes through, and so does its gradient. */
 template <typename T> DEVICE bool passes(T x) {
     return !(to_float(x) <= 0.0f);
 }
 
-/* One byte and its eight elements, of which `count` are there. Forward turns x into y and the byte; backward turns dy into dx
- * by the byte. `at(i)` gives the offsets of element i of the eight. */
+/* One byte and its eight elements, of which `count` are there. Forward turns x into y and the byte; backward turns dy
+ * into dx by the byte. `at(i)` gives the offsets of element i of the eight. */
 template <typename T, bool FORWARD, typename F>
 DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
     unsigned bits = FORWARD ? 0 : *byte;
@@ -164,17 +167,18 @@ __global__ void __launch_bounds__(THREADS)
         });
 }
 
-/* ---- softmax of short lines -------------------------------------------------------------------------------------------- */
+/* ---- softmax of short lines
+ * -------------------------------------------------------------------------------------------- */
 
-/* Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum starts from the lowest finite
- * number, so that a line of all -inf is 0 / 0: NaN. */
+/* Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum starts from the
+ * lowest finite number, so that a line of all -inf is 0 / 0: NaN. */
 
 template <typename T> struct Lines {
     const T *in, *dy;
     T *out;
-    Walk walk;     /* over lines */
+    Walk walk; /* over lines */
     int64_t lines;
-    int packs;     /* of a line */
+    int packs; /* of a line */
 };
 
 /* GROUP lanes to a line, PACKS packs of a line to a lane, AT_ONCE lines loaded before the first is used. */
@@ -245,10 +249,11 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
     }
 }
 
-/* ---- softmax of all other lines ---------------------------------------------------------------------------------------- */
+/* ---- softmax of all other lines
+ * ---------------------------------------------------------------------------------------- */
 
-/* A job for teams (cuda/teams.cuh). DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
- * line of neighbouring elements, and a "row" is a pack of it. */
+/* A job for teams (cuda/teams.cuh). DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is
+ * one line of neighbouring elements, and a "row" is a pack of it. */
 template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Softmax {
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 128;
@@ -265,8 +270,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
 
     const T *in, *dy;
     T *out;
-    Walk outer;                          /* over the dimensions outside of strips */
-    int64_t groups, packs;               /* strips side by side; packs side by side */
+    Walk outer;            /* over the dimensions outside of strips */
+    int64_t groups, packs; /* strips side by side; packs side by side */
     int64_t pack_stride[3], row_stride[3];
 
     DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
@@ -277,7 +282,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
             at[t] += pack * pack_stride[t] + row * row_stride[t];
         return {{in + at[IN], dy + at[DY]}, out + at[OUT], pack < packs};
     }
-    DEVICE void prepare(Table &, int64_t, int) const {}
+    DEVICE void prepare(Table &, int64_t, int) const {
+    }
     DEVICE const T *source(const Place &place, int input, int64_t down) const {
         return place.in[input] + down * row_stride[input];
     }
@@ -298,31 +304,17 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
                 unpack(chunk.item[i].in[1], d[i]);
         }
         if constexpr (FORWARD) {
-            float top[LINES];
+            add_exponentials(statistics, x);
+        } else {
 #pragma unroll
             for (int j = 0; j < N; j++)
 #pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    const int line = DOWN ? j : 0;
-                    top[line] = fmaxf(i == 0 && j == line ? statistics.max[line] : top[line], x[i][j]);
-                }
-#pragma unroll
-            for (int line = 0; line < LINES; line++)
-                statistics.rebase(line, top[line]);
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const int line = DOWN ? j : 0;
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++)
-                if constexpr (FORWARD)
-                    statistics.sum[0][line] += exp2_fast((x[i][j] - statistics.max[line]) * LOG2E);
-                else
-                    statistics.sum[0][line] = fmaf(x[i][j], d[i][j], statistics.sum[0][line]);
+                for (int i = 0; i < CHUNK; i++)
+                    statistics.sum[0][j % LINES] = fmaf(x[i][j], d[i][j], statistics.sum[0][j % LINES]);
         }
     }
 
-    DEVICE void conclude(Stats &statistics, const Place &, bool) const {
+    DEVICE void conclude(Stats &statistics, int64_t, int, int, bool) const {
         if constexpr (FORWARD)
 #pragma unroll
             for (int line = 0; line < LINES; line++)
@@ -339,7 +331,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
                 unpack(chunk.item[i].in[1], d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const int line = DOWN ? j : 0;
+                const int line = j % LINES;
                 if constexpr (FORWARD)
                     x[j] = exp_as<T>(x[j] - statistics.max[line]) * statistics.sum[0][line];
                 else
@@ -351,7 +343,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Sof
     }
 };
 
-/* ---- how calls are cut ------------------------------------------------------------------------------------------------- */
+/* ---- how calls are cut
+ * ------------------------------------------------------------------------------------------------- */
 
 /* The views of a call, brought into another order of dimensions. in of a call that has none is dy: what none copies. */
 struct Views {
@@ -372,7 +365,9 @@ struct Views {
                 used[count++] = &view[t];
         }
     }
-    int ndim() const { return view[OUT].ndim; }
+    int ndim() const {
+        return view[OUT].ndim;
+    }
     bool all_wide(int dims) const {
         bool all = true;
         for (int v = 0; v < count; v++)
@@ -385,7 +380,9 @@ struct Views {
             all = all && (used[v]->stride[dim] == 1 || used[v]->shape[dim] == 1);
         return all;
     }
-    template <typename T> T *data(int t) const { return pointer[t] ? reinterpret_cast<T *>(view[t].data) : NULL; }
+    template <typename T> T *data(int t) const {
+        return pointer[t] ? reinterpret_cast<T *>(view[t].data) : NULL;
+    }
 
     /* Orders the first `dims` dimensions as they lie in the output's memory, outermost first. */
     void order_by_stride(int dims) {
@@ -429,7 +426,8 @@ template <typename T> void launch_map(const rafter_context *context, Views &view
                                  : start(map_flat<ANY_KIND, false, 1, T>, n, THREADS * IN_FLIGHT, 0, n, 0);
         const int64_t packs = (n - head) / WIDE<T>;
         const auto flat = [&](auto *kernel) {
-            start(kernel, packs, THREADS * IN_FLIGHT, static_cast<int>(head), packs, static_cast<int>(n - packs * WIDE<T>));
+            start(kernel, packs, THREADS * IN_FLIGHT, static_cast<int>(head), packs,
+                  static_cast<int>(n - packs * WIDE<T>));
         };
         switch (views.kind) {
         case RAFTER_ACT_RELU:
@@ -454,7 +452,8 @@ template <typename T> void launch_map(const rafter_context *context, Views &view
         views.forward ? start(map_strided<true, WIDE<T>, T>, n / WIDE<T>, THREADS, walk, n / WIDE<T>)
                       : start(map_strided<false, WIDE<T>, T>, n / WIDE<T>, THREADS, walk, n / WIDE<T>);
     else
-        views.forward ? start(map_strided<true, 1, T>, n, THREADS, walk, n) : start(map_strided<false, 1, T>, n, THREADS, walk, n);
+        views.forward ? start(map_strided<true, 1, T>, n, THREADS, walk, n)
+                      : start(map_strided<false, 1, T>, n, THREADS, walk, n);
 }
 
 template <typename T, bool FORWARD>
@@ -468,13 +467,15 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
                       (reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) % 16 == 0;
     const rafter_view *const walked[3] = {used[0], NULL, used[1]};
     if (flat)
-        launch(context, {ceil_div(n, (int64_t)8 * THREADS * IN_FLIGHT), THREADS}, relu_masked<T, FORWARD>, in, mask, out, n);
+        launch(context, {ceil_div(n, (int64_t)8 * THREADS * IN_FLIGHT), THREADS}, relu_masked<T, FORWARD>, in, mask,
+               out, n);
     else
         launch(context, {ceil_div(n, (int64_t)8 * THREADS), THREADS}, relu_masked_strided<T, FORWARD>, in, mask, out,
                walk_over(walked, 0, dims), n);
 }
 
-/* ---- softmax ------------------------------------------------------------------------------------------------------------- */
+/* ---- softmax
+ * ------------------------------------------------------------------------------------------------------------- */
 
 /* Starts a job on the teams of the best candidate. */
 template <class Job>
@@ -490,7 +491,8 @@ constexpr int64_t ALL_BLOCKS = INT64_MAX;
 
 /* Lines whose elements are neighbours, of `packs` packs each. */
 template <typename T, int N, bool FORWARD, int TEAM_THREADS>
-rafter_status launch_rows(rafter_context *context, const act_call *call, const Views &views, const Walk &walk, const Cut &cut) {
+rafter_status launch_rows(rafter_context *context, const act_call *call, const Views &views, const Walk &walk,
+                          const Cut &cut) {
     typedef Softmax<T, N, false, FORWARD, TEAM_THREADS> Job;
     Job job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk, 1, 1, {0, 0, 0}, {N, N, N}};
     return start_teams(context, call, job, cut);
@@ -501,7 +503,11 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
     const int dims = views.ndim() - 1;
     const int64_t length = views.view[OUT].shape[dims], lines = views.view[OUT].numel / length, packs = length / N;
     const Walk walk = walk_over(views.pointer, 0, dims);
-    const Lines<T> job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk, lines,
+    const Lines<T> job = {views.data<T>(IN),
+                          views.data<T>(DY),
+                          views.data<T>(OUT),
+                          walk,
+                          lines,
                           static_cast<int>(packs < INT32_MAX ? packs : INT32_MAX)};
     const auto in_registers = [&](auto *kernel, int64_t lines_of_block) {
         launch(context, {ceil_div(lines, lines_of_block), THREADS}, kernel, job);
@@ -528,8 +534,10 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
     }
     const int moved = (FORWARD ? 2 : 3) * N * static_cast<int>(sizeof(T));
     const rafter_cuda_state *const state = context->cuda_state;
-    const Candidate small = cut_into_teams<Softmax<T, N, false, FORWARD, 128>>(state, lines, packs, 1, moved, ALL_BLOCKS);
-    const Candidate large = cut_into_teams<Softmax<T, N, false, FORWARD, 512>>(state, lines, packs, 1, moved, ALL_BLOCKS);
+    const Candidate small =
+        cut_into_teams<Softmax<T, N, false, FORWARD, 128>>(state, lines, packs, 1, moved, ALL_BLOCKS);
+    const Candidate large =
+        cut_into_teams<Softmax<T, N, false, FORWARD, 512>>(state, lines, packs, 1, moved, ALL_BLOCKS);
     return small.cost < large.cost ? launch_rows<T, N, FORWARD, 128>(context, call, views, walk, small.cut)
                                    : launch_rows<T, N, FORWARD, 512>(context, call, views, walk, large.cut);
 }
@@ -545,18 +553,23 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
 
     /* Narrow strips hold more rows, so that smaller teams do; wide ones are kinder to the memory's pages. */
     Candidate best = {{}, INFINITY};
-    for (int across = Job::MOST_LINES / N, narrow = 0; across >= 1; across /= 2, narrow++) {
+    for (int across = Job::MOST_LINES / N; across >= 1; across /= 2) {
         if (across > 1 && across >= 2 * packs)
             continue;
-        Candidate candidate = cut_into_teams<Job>(context->cuda_state, outer * ceil_div(packs, (int64_t)across), rows, across,
-                                                  moved, ALL_BLOCKS);
-        const int64_t bytes = (int64_t)across * N * sizeof(T);
-        candidate.cost *= bytes >= 256 ? 1.0f : bytes >= 128 ? 1.03f : bytes >= 64 ? 1.1f : bytes >= 32 ? 1.3f : 32.0f / bytes;
+        Candidate candidate = cut_into_teams<Job>(context->cuda_state, outer * ceil_div(packs, (int64_t)across), rows,
+                                                  across, moved, ALL_BLOCKS);
+        candidate.cost *= narrowness((int64_t)across * N * sizeof(T));
         if (candidate.cost < best.cost)
             best = candidate;
     }
-    Job job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk_over(views.pointer, 0, side),
-               ceil_div(packs, (int64_t)best.cut.across), packs, {}, {}};
+    Job job = {views.data<T>(IN),
+               views.data<T>(DY),
+               views.data<T>(OUT),
+               walk_over(views.pointer, 0, side),
+               ceil_div(packs, (int64_t)best.cut.across),
+               packs,
+               {},
+               {}};
     for (int t = 0; t < 3; t++)
         if (views.pointer[t]) {
             job.pack_stride[t] = N * views.view[t].stride[side];
@@ -580,7 +593,8 @@ rafter_status plan_softmax(rafter_context *context, const act_call *call, Views 
     views.swap(line - 1, line);
     const bool wide = views.all_wide(line + 1);
     views.swap(line - 1, line);
-    return wide ? plan_columns<T, WIDE<T>, FORWARD>(context, call, views) : plan_columns<T, 1, FORWARD>(context, call, views);
+    return wide ? plan_columns<T, WIDE<T>, FORWARD>(context, call, views)
+                : plan_columns<T, 1, FORWARD>(context, call, views);
 }
 
 template <typename T> rafter_status start(rafter_context *context, const act_call *call) {
@@ -591,7 +605,8 @@ template <typename T> rafter_status start(rafter_context *context, const act_cal
     else if (call->kind != RAFTER_ACT_SOFTMAX)
         launch_map<T>(context, views);
     else
-        return views.forward ? plan_softmax<T, true>(context, call, views) : plan_softmax<T, false>(context, call, views);
+        return views.forward ? plan_softmax<T, true>(context, call, views)
+                             : plan_softmax<T, false>(context, call, views);
     return RAFTER_OK;
 }
 

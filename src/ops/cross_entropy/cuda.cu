@@ -3,12 +3,12 @@
  *
  *     rows_by<OneWarp>     short rows: a warp to a row
  *     rows_by<WholeBlock>  statistics alone, or gradients from a given lse: a block to a row
- *     on_chip              statistics and gradient: rows stay in the shared memory of a block, or of a cluster of them, between
- *                          the two, and the next row is fetched while the gradient of this one is written
- *     rows_by<Anyhow>      rows whose elements are not neighbours, or not alike in logits and dlogits
+ *     on_chip              statistics and gradient: rows stay in the shared memory of a block, or of a cluster of them,
+ * between the two, and the next row is fetched while the gradient of this one is written rows_by<Anyhow>      rows
+ * whose elements are not neighbours, or not alike in logits and dlogits
  *
- * Rows that fit on no chip are read twice by rows_by<WholeBlock>. Blocks stay, and take every gridDim.x-th row; each adds up
- * the losses of its rows, and the last to arrive adds up the blocks'.
+ * Rows that fit on no chip are read twice by rows_by<WholeBlock>. Blocks stay, and take every gridDim.x-th row; each
+ * adds up the losses of its rows, and the last to arrive adds up the blocks'.
  */
 #include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
@@ -21,13 +21,14 @@
 
 namespace {
 
-constexpr int MOST_THREADS = 512;    /* of a block that takes a row */
-constexpr int WARP_THREADS = 256;    /* of a block whose warps take rows */
-constexpr int CHIP_THREADS = 256;    /* of a block on_chip, at most */
-constexpr int MOST_RANKS = 8;        /* blocks of a cluster */
+constexpr int MOST_THREADS = 512; /* of a block that takes a row */
+constexpr int WARP_THREADS = 256; /* of a block whose warps take rows */
+constexpr int CHIP_THREADS = 256; /* of a block on_chip, at most */
+constexpr int MOST_RANKS = 8;     /* blocks of a cluster */
 
-/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too. FULL: softcap, class
- * weights under label smoothing, entropy, argmax, as the call says. Gradients have no PLAIN: label smoothing costs them nothing. */
+/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too. FULL:
+ * softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients have no PLAIN: label
+ * smoothing costs them nothing. */
 enum Options { PLAIN, SMOOTH, FULL };
 
 /* Packs that a thread loads before it uses the first. */
@@ -49,22 +50,22 @@ struct Call {
     unsigned *counter;
 };
 
-/* ---- statistics of columns ------------------------------------------------------------------------------------------------ */
+/* ---- statistics of columns
+ * ------------------------------------------------------------------------------------------------ */
 
-/* Of some columns, in units of v (see RowFigures). Blocks of a cluster send these to each other in words of 16 bytes. */
+/* Of some columns, in units of v (see RowFigures). Blocks of a cluster send these to each other in words of 16 bytes.
+ */
 template <int OPTIONS> struct alignas(16) Gathered {
     RowStats s;
     float weighted; /* sum of w v; SMOOTH: of v */
     float z_label;  /* on_chip: the label's logit from the one warp that has read it, 0 from the others */
 };
-template <> struct Gathered<PLAIN> {
-    RowStats s;
-};
+template <> struct Gathered<PLAIN> { RowStats s; };
 template <> struct alignas(16) Gathered<FULL> {
     RowStats s;
     float weighted, z_label;
-    float moment;   /* sum of (v - max) e^(scale (v - max)) */
-    float best;     /* the largest logit, or NaN, and its first column; -1: none yet */
+    float moment; /* sum of (v - max) e^(scale (v - max)) */
+    float best;   /* the largest logit, or NaN, and its first column; -1: none yet */
     int64_t argmax;
 };
 
@@ -126,10 +127,11 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, 
     return g;
 }
 
-/* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are full
- * of -inf. */
+/* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
+ * full of -inf. */
 template <int OPTIONS, typename T, int N, int COUNT>
-DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int there, int64_t column, int64_t step, const Call &c) {
+DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int there, int64_t column, int64_t step,
+                const Call &c) {
     const float scale = c.loss.scale;
     if constexpr (OPTIONS != FULL) {
         add_packs(g.s, packs, scale);
@@ -195,7 +197,7 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     for (; p + (AHEAD<OPTIONS> - 1) * stride < end; p += AHEAD<OPTIONS> * stride) {
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
-            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
+            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_streaming<T, N>(p + k * stride);
         add(g, packs, AHEAD<OPTIONS>, row.head + (p - row.body), stride, c);
     }
     if (p < end) {
@@ -225,14 +227,16 @@ template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, 
     return f;
 }
 
-/* ---- gradient of columns ---------------------------------------------------------------------------------------------------- */
+/* ---- gradient of columns
+ * ---------------------------------------------------------------------------------------------------- */
 
 template <int OPTIONS, typename T> struct ColumnGradient {
     ScaledExp<T> exp;
     float spread;
 
     DEVICE ColumnGradient(const RowGradient &row, const Call &c)
-        : exp(row.p, row.pivot, c.loss.scale), spread(row.spread) {}
+        : exp(row.p, row.pivot, c.loss.scale), spread(row.spread) {
+    }
 
     DEVICE float of(float z, int64_t column, const Call &c) const {
         if constexpr (OPTIONS != FULL) {
@@ -262,7 +266,7 @@ template <typename T> DEVICE void fill(T *dz, const Stretch<const T> &row, float
     for (int j = 0; j < N; j++)
         all[j] = value;
     for (int64_t i = thread; i < row.packs; i += threads)
-        store_once<T, N>(dz + row.head + i * N, packed<T>(all));
+        store_streaming<T, N>(dz + row.head + i * N, packed<T>(all));
     for (int e = thread; e < row.edges; e += threads)
         dz[row.head + row.edge(e)] = from_float<T>(value);
 }
@@ -277,8 +281,8 @@ template <typename T> DEVICE int writer_of(const Stretch<const T> &row, int64_t 
 
 /* One thread's share of a row's gradient. dz may be the row. */
 template <int OPTIONS, typename T>
-DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient &gradient, int64_t label, int thread, int threads,
-                           const Call &c) {
+DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient &gradient, int64_t label, int thread,
+                           int threads, const Call &c) {
     constexpr int N = WIDE<T>;
     if (gradient.constant) {
         fill(dz, row, gradient.p, thread, threads);
@@ -290,12 +294,12 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs)
-                packs[k] = load_once<T, N>(row.body + (i + k * threads) * N);
+                packs[k] = load_streaming<T, N>(row.body + (i + k * threads) * N);
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs) {
                 const int64_t at = row.head + (i + k * threads) * N;
-                store_once<T, N>(dz + at, column.of(packs[k], at, c));
+                store_streaming<T, N>(dz + at, column.of(packs[k], at, c));
             }
     }
     for (int e = thread; e < row.edges; e += threads) {
@@ -306,7 +310,8 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
         dz[label] = from_float<T>(gradient.at_label);
 }
 
-/* ---- totals over rows ------------------------------------------------------------------------------------------------------- */
+/* ---- totals over rows
+ * ------------------------------------------------------------------------------------------------------- */
 
 DEVICE double warp_sum(double a) {
 #pragma unroll
@@ -355,7 +360,9 @@ struct Running {
     double common;        /* see common_upstream */
     Totals of_warp[WARP]; /* of the rows that a warp's first lane has finished; only that lane's */
 
-    DEVICE Totals *mine() { return &of_warp[threadIdx.x / WARP]; }
+    DEVICE Totals *mine() {
+        return &of_warp[threadIdx.x / WARP];
+    }
     DEVICE void reset() {
         if (threadIdx.x % WARP == 0)
             *mine() = {};
@@ -389,18 +396,31 @@ DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blo
         write_loss(c.loss, all);
 }
 
-/* ---- rows from memory -------------------------------------------------------------------------------------------------------- */
+/* ---- rows from memory
+ * -------------------------------------------------------------------------------------------------------- */
 
 /* Who takes a row. `decides`: this thread has the merged statistics and works out what follows from them. */
 struct OneWarp {
     static constexpr int THREADS = WARP_THREADS;
     static constexpr bool ANYHOW = false;
-    DEVICE int thread() const { return threadIdx.x % WARP; }
-    DEVICE int threads() const { return WARP; }
-    DEVICE int64_t first_row() const { return (blockIdx.x * int64_t(WARP_THREADS) + threadIdx.x) / WARP; }
-    DEVICE int64_t row_step() const { return gridDim.x * int64_t(WARP_THREADS / WARP); }
-    DEVICE bool decides() const { return true; }
-    template <int OPTIONS> DEVICE Gathered<OPTIONS> all(Gathered<OPTIONS> g, float scale) { return merge_warp(g, scale); }
+    DEVICE int thread() const {
+        return threadIdx.x % WARP;
+    }
+    DEVICE int threads() const {
+        return WARP;
+    }
+    DEVICE int64_t first_row() const {
+        return (blockIdx.x * int64_t(WARP_THREADS) + threadIdx.x) / WARP;
+    }
+    DEVICE int64_t row_step() const {
+        return gridDim.x * int64_t(WARP_THREADS / WARP);
+    }
+    DEVICE bool decides() const {
+        return true;
+    }
+    template <int OPTIONS> DEVICE Gathered<OPTIONS> all(Gathered<OPTIONS> g, float scale) {
+        return merge_warp(g, scale);
+    }
     DEVICE RowGradient share(const RowGradient &gradient) {
         __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
         return gradient;
@@ -412,11 +432,21 @@ struct WholeBlock {
     static constexpr bool ANYHOW = false;
     bool odd = false, shared_odd = false; /* two buffers in turn: one may still be read while the next is written */
 
-    DEVICE int thread() const { return threadIdx.x; }
-    DEVICE int threads() const { return blockDim.x; }
-    DEVICE int64_t first_row() const { return blockIdx.x; }
-    DEVICE int64_t row_step() const { return gridDim.x; }
-    DEVICE bool decides() const { return threadIdx.x < WARP; }
+    DEVICE int thread() const {
+        return threadIdx.x;
+    }
+    DEVICE int threads() const {
+        return blockDim.x;
+    }
+    DEVICE int64_t first_row() const {
+        return blockIdx.x;
+    }
+    DEVICE int64_t row_step() const {
+        return gridDim.x;
+    }
+    DEVICE bool decides() const {
+        return threadIdx.x < WARP;
+    }
 
     template <int OPTIONS> DEVICE Gathered<OPTIONS> all(Gathered<OPTIONS> g, float scale) {
         __shared__ Gathered<OPTIONS> of_warp[2][WARP];
@@ -454,8 +484,8 @@ DEVICE Gathered<OPTIONS> gather_anyhow(const T *z, int thread, int threads, cons
 }
 
 template <int OPTIONS, typename T>
-DEVICE void write_gradient_anyhow(T *dz, const T *z, const RowGradient &gradient, int64_t label, int thread, int threads,
-                                  const Call &c) {
+DEVICE void write_gradient_anyhow(T *dz, const T *z, const RowGradient &gradient, int64_t label, int thread,
+                                  int threads, const Call &c) {
     const ColumnGradient<OPTIONS, T> column(gradient, c);
     for (int64_t v = thread; v < c.loss.classes; v += threads) {
         const float d = gradient.constant ? gradient.p
@@ -485,8 +515,8 @@ DEVICE RowGradient gradient_unread(int64_t label) {
 }
 
 template <typename T, int OPTIONS, bool GRADIENT, class By>
-__global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) / By::THREADS)
-void rows_by(const __grid_constant__ Call c) {
+__global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
+                                              By::THREADS) void rows_by(const __grid_constant__ Call c) {
     __shared__ Running running;
     const Loss &loss = c.loss;
     By by;
@@ -541,7 +571,8 @@ void rows_by(const __grid_constant__ Call c) {
         finish(c, running, blockIdx.x, gridDim.x);
 }
 
-/* ---- rows held on chip ------------------------------------------------------------------------------------------------------ */
+/* ---- rows held on chip
+ * ------------------------------------------------------------------------------------------------------ */
 
 /* Statistics of every warp of a cluster, in the shared memory of every block of it: two sets in turn. */
 template <int OPTIONS> struct Mailbox {
@@ -549,8 +580,8 @@ template <int OPTIONS> struct Mailbox {
     uint64_t complete[2]; /* mbarriers, in clusters of several blocks */
 };
 
-/* Warps send their statistics of a row to all blocks; each block waits until its mailbox has those of all warps. Nobody can be two
- * rows ahead: for that it would need what this block has not sent yet. */
+/* Warps send their statistics of a row to all blocks; each block waits until its mailbox has those of all warps. Nobody
+ * can be two rows ahead: for that it would need what this block has not sent yet. */
 template <int OPTIONS> struct Exchange {
     Mailbox<OPTIONS> &mine;
     int ranks = 1, rank = 0;
@@ -594,10 +625,11 @@ template <int OPTIONS> struct Exchange {
 #pragma unroll
             for (int i = 0; i < WORDS; i++) {
                 const uint4 w = reinterpret_cast<const uint4 *>(&g)[i];
-                asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                                 to + i * static_cast<unsigned>(sizeof w)),
-                             "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
-                             : "memory");
+                asm volatile(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                        to + i * static_cast<unsigned>(sizeof w)),
+                    "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
+                    : "memory");
             }
         }
 #endif
@@ -625,10 +657,13 @@ template <int OPTIONS> struct Exchange {
         return merge_warp(g, scale);
     }
 
-    static DEVICE unsigned address(const void *shared) { return static_cast<unsigned>(__cvta_generic_to_shared(shared)); }
+    static DEVICE unsigned address(const void *shared) {
+        return static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    }
 };
 
-/* The part of a row that one block of a cluster holds: columns [first, first + n). row is past the last when there is none. */
+/* The part of a row that one block of a cluster holds: columns [first, first + n). row is past the last when there is
+ * none. */
 template <typename T> struct Held {
     int64_t row, label, first, n;
     Stretch<const T> stretch;
@@ -644,8 +679,8 @@ template <typename T> DEVICE void hold(Held<T> &held, const Call &c, int rank, i
     held.stretch = Stretch<const T>(z + held.first, held.n);
 }
 
-/* The first row from held.row on, in steps of `step`, that is to be read; those before it are dealt with here. `ahead` is the
- * label of held.row as it was loaded, and becomes that of the row a step behind the one found. */
+/* The first row from held.row on, in steps of `step`, that is to be read; those before it are dealt with here. `ahead`
+ * is the label of held.row as it was loaded, and becomes that of the row a step behind the one found. */
 template <typename T>
 DEVICE void seek(Held<T> &held, int64_t &ahead, int64_t step, int rank, int ranks, Totals *totals, const Call &c) {
     for (; held.row < c.loss.rows; held.row += step) {
@@ -658,13 +693,14 @@ DEVICE void seek(Held<T> &held, int64_t &ahead, int64_t step, int rank, int rank
         if (rank == 0 && threadIdx.x == 0)
             write_unread(c, held.row, held.label, totals);
         if (c.gradient)
-            fill(c.dz.at<T>(held.row) + held.first, held.stretch, gradient_unread(held.label).p, threadIdx.x, blockDim.x);
+            fill(c.dz.at<T>(held.row) + held.first, held.stretch, gradient_unread(held.label).p, threadIdx.x,
+                 blockDim.x);
     }
     held.stretch.packs = 0;
 }
 
-/* Pack i of the part has slot i, which only thread i % threads ever touches: its own copies are all it waits for. Packs come in
- * groups of AHEAD to a thread. */
+/* Pack i of the part has slot i, which only thread i % threads ever touches: its own copies are all it waits for. Packs
+ * come in groups of AHEAD to a thread. */
 template <int OPTIONS, typename T> DEVICE void fetch_group(Pack<T, WIDE<T>> *slots, const Held<T> &held, int group) {
     const int threads = blockDim.x;
     int i = group * AHEAD<OPTIONS> * threads + threadIdx.x;
@@ -705,7 +741,8 @@ DEVICE Gathered<OPTIONS> gather_held(const Pack<T, WIDE<T>> *slots, const Held<T
 
 /* Gradient of `held` out of its slots, which `next` is fetched into. */
 template <int OPTIONS, typename T>
-DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const RowGradient &gradient, const Held<T> &next, int groups, const Call &c) {
+DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const RowGradient &gradient,
+                            const Held<T> &next, int groups, const Call &c) {
     constexpr int N = WIDE<T>;
     const int thread = threadIdx.x, threads = blockDim.x;
     const Stretch<const T> &row = held.stretch;
@@ -717,7 +754,7 @@ DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const 
         for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
             if (i < row.packs) {
                 const int64_t at = row.head + int64_t(i) * N;
-                store_once<T, N>(dz + at, column.of(slots[i], held.first + at, c));
+                store_streaming<T, N>(dz + at, column.of(slots[i], held.first + at, c));
             }
         fetch_group<OPTIONS>(slots, next, group);
     }
@@ -740,7 +777,8 @@ __global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant
     const Loss &loss = c.loss;
     Exchange<OPTIONS> exchange(mailbox);
     const int ranks = exchange.ranks, rank = exchange.rank, thread = threadIdx.x;
-    const int group_packs = AHEAD<OPTIONS> * blockDim.x, groups = static_cast<int>((c.part + group_packs - 1) / group_packs);
+    const int group_packs = AHEAD<OPTIONS> * blockDim.x,
+              groups = static_cast<int>((c.part + group_packs - 1) / group_packs);
     const int64_t clusters = gridDim.x / ranks;
     running.reset();
 
@@ -765,7 +803,8 @@ __global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant
         if (thread < WARP) {
             const RowFigures figures = figures_of(g, g.z_label, c);
             const RowGradient gradient =
-                c.gradient ? gradient_from_figures(loss, running.common, now.row, now.label, g.z_label, figures) : RowGradient{};
+                c.gradient ? gradient_from_figures(loss, running.common, now.row, now.label, g.z_label, figures)
+                           : RowGradient{};
             if (thread == 0)
                 shared[turn % 2] = gradient;
             if (thread == 0 && rank == 0 && loss.forward)
@@ -787,14 +826,16 @@ __global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant
         finish(c, running, blockIdx.x / ranks, static_cast<unsigned>(clusters));
 }
 
-/* ---- before the rows -------------------------------------------------------------------------------------------------------- */
+/* ---- before the rows
+ * -------------------------------------------------------------------------------------------------------- */
 
 constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
 constexpr int64_t SCANNED_ROWS = 1 << 16; /* up to so many labels every block goes through by itself */
 
 /* Sums over classes and over labels, where they are many. The last block to arrive writes the first of `prepared`. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Call c, Prepared *prepared) {
-    const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x, step = gridDim.x * int64_t(PREPARE_THREADS);
+    const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
+                  step = gridDim.x * int64_t(PREPARE_THREADS);
     double classes = 0.0;
     for (int64_t v = first; v < c.loss.classes; v += step)
         classes += c.loss.weight_of(v);
@@ -813,7 +854,8 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     prepared[0] = all;
 }
 
-/* ---- how a call is cut ------------------------------------------------------------------------------------------------------ */
+/* ---- how a call is cut
+ * ------------------------------------------------------------------------------------------------------ */
 
 typedef void (*Kernel)(const Call);
 
@@ -873,7 +915,8 @@ cudaLaunchConfig_t launch_of(const Plan &plan, cudaStream_t stream, cudaLaunchAt
     return config;
 }
 
-/* How many clusters of a plan run at a time; asked of the driver once for each. Blocks that stay must all be there at once. */
+/* How many clusters of a plan run at a time; asked of the driver once for each. Blocks that stay must all be there at
+ * once. */
 int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const Plan &plan) {
     struct Known {
         int device, ranks, threads, clusters;
@@ -893,8 +936,9 @@ int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const 
     int clusters = 0;
     cudaFuncAttributes attributes;
     bool good = cudaFuncGetAttributes(&attributes, function) == cudaSuccess;
-    good = good && cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes)) == cudaSuccess;
+    good =
+        good && cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes)) == cudaSuccess;
     good = good && cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared) == cudaSuccess;
     if (good && plan.ranks > 1) {
@@ -904,7 +948,8 @@ int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const 
         const cudaLaunchConfig_t config = launch_of(whole, state->stream, &cluster);
         good = cudaOccupancyMaxActiveClusters(&clusters, function, &config) == cudaSuccess;
     } else if (good) {
-        good = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, function, plan.threads, plan.shared) == cudaSuccess;
+        good = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, function, plan.threads, plan.shared) ==
+               cudaSuccess;
         clusters *= state->multiprocessors;
     }
     if (!good) {
@@ -917,8 +962,10 @@ int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const 
 }
 
 /* Holds rows in as few blocks as leave room for three on an SM; else in more room, or not at all. */
-bool plan_on_chip(const rafter_cuda_state *state, rafter_dtype dtype, int64_t rows, int64_t packs, bool gradient, Plan *plan) {
-    const int64_t statics = 6 << 10, reserved = 1 << 10; /* shared memory of the kernel's own, and of the system's, per block */
+bool plan_on_chip(const rafter_cuda_state *state, rafter_dtype dtype, int64_t rows, int64_t packs, bool gradient,
+                  Plan *plan) {
+    const int64_t statics = 6 << 10,
+                  reserved = 1 << 10; /* shared memory of the kernel's own, and of the system's, per block */
     const int most = state->compute_capability >= 90 ? MOST_RANKS : 1;
     plan->kind = ON_CHIP;
     plan->ranks = 0;
@@ -965,7 +1012,8 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.ranks = 1;
 
     const bool neighbours = c.z_step == 1 && (!c.gradient || (c.dz_step == 1 && alike(call->logits, call->dlogits)));
-    const bool from_lse = !c.loss.forward && c.loss.lse.data, both = c.gradient && !from_lse; /* statistics and gradient */
+    const bool from_lse = !c.loss.forward && c.loss.lse.data,
+               both = c.gradient && !from_lse; /* statistics and gradient */
     if (!neighbours) {
         plan.kind = BY_ANYHOW;
         plan.options = FULL;
@@ -989,10 +1037,14 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     return plan;
 }
 
-/* ---- calls -------------------------------------------------------------------------------------------------------------------- */
+/* ---- calls
+ * --------------------------------------------------------------------------------------------------------------------
+ */
 
-rafter_status launch(rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan, char *scratch) {
+rafter_status launch(rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan,
+                     char *scratch) {
     const cudaStream_t stream = context->cuda_state->stream;
+    c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
     c.part = plan.part;
     if (plan.prepares) {
@@ -1005,7 +1057,8 @@ rafter_status launch(rafter_context *context, const cross_entropy_call *call, Ca
     const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
     void *args[] = {&c};
     cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
-    return rafter_cuda_launched(context, call->loss.direction == RAFTER_FORWARD ? "cross_entropy forward" : "cross_entropy backward");
+    return rafter_cuda_launched(context, call->loss.direction == RAFTER_FORWARD ? "cross_entropy forward"
+                                                                                : "cross_entropy backward");
 }
 
 } // namespace

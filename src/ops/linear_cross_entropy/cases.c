@@ -18,14 +18,14 @@ struct options {
     enum ignored ignored;
     enum budget budget;
     bool bias, class_weight, row_weight, denominator, dloss, zero_if_all_ignored;
-    bool extras;               /* row_loss, logprob, entropy, argmax */
-    bool narrow;               /* int32 labels and argmax */
-    bool without_lse;          /* backward computes it again */
-    bool no_dx, no_dweight;    /* not wanted; dbias is wanted where there is a bias, unless */
+    bool extras;            /* row_loss, logprob, entropy, argmax */
+    bool narrow;            /* int32 labels and argmax */
+    bool without_lse;       /* backward computes it again */
+    bool no_dx, no_dweight; /* not wanted; dbias is wanted where there is a bias, unless */
     bool no_dbias;
-    bool main_gradient;        /* dweight is fp32 and is added to */
-    bool f32_gradients;        /* all gradients are fp32 */
-    bool native;               /* accumulate */
+    bool main_gradient; /* dweight is fp32 and is added to */
+    bool f32_gradients; /* all gradients are fp32 */
+    bool native;        /* accumulate */
 };
 
 static const struct options plain = {.name = "plain", .extras = true, .ignored = SOME_IGNORED};
@@ -44,7 +44,11 @@ static const struct options option_sets[] = {
     {.name = "dweight only", .no_dx = true, .ignored = SOME_IGNORED, .budget = SMALLEST_BUDGET, .without_lse = true},
     {.name = "smoothing", .smoothing = 0.1f, .extras = true},
     {.name = "class weights", .class_weight = true, .ignored = SOME_IGNORED, .bias = true},
-    {.name = "class weights, smoothing", .class_weight = true, .smoothing = 0.2f, .dloss = true, .budget = SMALL_BUDGET},
+    {.name = "class weights, smoothing",
+     .class_weight = true,
+     .smoothing = 0.2f,
+     .dloss = true,
+     .budget = SMALL_BUDGET},
     {.name = "row weights", .row_weight = true, .ignored = SOME_IGNORED, .dloss = true},
     {.name = "denominator", .denominator = true, .ignored = SOME_IGNORED},
     {.name = "z_loss", .z_loss = 0.01f, .extras = true, .without_lse = true},
@@ -95,10 +99,10 @@ struct shape {
 
 /* Each with the plain options: around vectors, panels, blocks and the steps of every micro-kernel. */
 static const struct shape shapes[] = {
-    {2, {1, 1}, 1},      {2, {1, 3}, 1},       {2, {3, 5}, 7},     {2, {2, 1}, 9},      {2, {5, 0}, 4},   {2, {0, 6}, 5},
-    {2, {17, 33}, 65},   {2, {31, 15}, 16},    {2, {32, 32}, 32},  {2, {33, 31}, 33},   {2, {12, 64}, 12}, {2, {13, 65}, 191},
-    {2, {64, 64}, 1025}, {2, {130, 80}, 257},  {2, {3, 513}, 40},  {2, {300, 24}, 193}, {1, {9}, 30},     {3, {2, 3, 9}, 11},
-    {4, {2, 1, 3, 17}, 40},
+    {2, {1, 1}, 1},      {2, {1, 3}, 1},     {2, {3, 5}, 7},      {2, {2, 1}, 9},         {2, {5, 0}, 4},
+    {2, {0, 6}, 5},      {2, {17, 33}, 65},  {2, {31, 15}, 16},   {2, {32, 32}, 32},      {2, {33, 31}, 33},
+    {2, {12, 64}, 12},   {2, {13, 65}, 191}, {2, {64, 64}, 1025}, {2, {130, 80}, 257},    {2, {3, 513}, 40},
+    {2, {300, 24}, 193}, {1, {9}, 30},       {3, {2, 3, 9}, 11},  {4, {2, 1, 3, 17}, 40},
 };
 
 /* Each with every set of options; the first by finite differences too. */
@@ -137,22 +141,21 @@ static const double denominator_value = 7;
 
 /*
  * Bounds. Products are accumulated in fp32 with unit e = 2^-24; x is normal, W too with deviation 2 / sqrt(D), so that
- * logits before bias, scale and softcap have deviation 2 and stay under 16. The harness draws nothing past 3.5 deviations.
+ * logits before bias, scale and softcap have deviation 2 and stay under 16. The harness draws nothing past 3.5
+ * deviations.
  *
- * Logits: D roundings of a sum of size 8 at most, 4 on the way, each of deviation 0.6 e; four deviations of their sum, and the
- * rounding of a bias, softcap and scale, give
- *     Z = scale * e * (8 + 9 sqrt(D) + max|z|, with a bias) + 12 e max|u|, with softcap or scale.
- * Statistics: the sum of exponentials is off by a relative S = e (8 + 3 ln V + 192 / 4): blocks of 192 classes are summed in
- * order, and those of a slice in order again, in fp32, few enough to fall under the same term. lse, logprob and row losses are
- * off by S + 2 Z.
- * Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from lse) + 3 e max|u - max|, relative to its terms, which add up to at
- * most 2 in a row; and, where bf16 is multiplied as such, every element is rounded to bf16: another relative 2^-9 of each,
- * independent. Hence, with `most` the largest |W| or |x| and `upstream` what a row's gradient is scaled by,
- *     dx: (G + 2^-9) * 2 * upstream * most
- *     dW: G * H * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms are alike,
- * where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V; and products in
- * fp32 add e (8 + 4 sqrt(K)) of the sum. dbias sums dz before it is rounded. accumulate native rounds the partial sums of
- * every chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk.
+ * Logits: D roundings of a sum of size 8 at most, 4 on the way, each of deviation 0.6 e; four deviations of their sum,
+ * and the rounding of a bias, softcap and scale, give Z = scale * e * (8 + 9 sqrt(D) + max|z|, with a bias) + 12 e
+ * max|u|, with softcap or scale. Statistics: the sum of exponentials is off by a relative S = e (8 + 3 ln V + 192 / 4):
+ * blocks of 192 classes are summed in order, and those of a slice in order again, in fp32, few enough to fall under the
+ * same term. lse, logprob and row losses are off by S + 2 Z. Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from
+ * lse) + 3 e max|u - max|, relative to its terms, which add up to at most 2 in a row; and, where bf16 is multiplied as
+ * such, every element is rounded to bf16: another relative 2^-9 of each, independent. Hence, with `most` the largest
+ * |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 * upstream * most dW: G * H *
+ * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms are alike, where H bounds the
+ * sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V; and products in fp32 add e (8
+ * + 4 sqrt(K)) of the sum. dbias sums dz before it is rounded. accumulate native rounds the partial sums of every
+ * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk.
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
@@ -197,7 +200,8 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
         {"dx", pairs ? 0x1p-8 : 4 * e, upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2)},
         {"dweight", pairs ? 0x1p-8 : 4 * e,
-         upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding) + (o->main_gradient ? 8 * e : 0)},
+         upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding) +
+             (o->main_gradient ? 8 * e : 0)},
         {"dbias", 4 * e, upstream * hits * (dz + sums_n)},
     };
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
@@ -273,7 +277,8 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
 
     int used = snprintf(p->label, sizeof p->label, "%s %s [", o->name, problem_dtype_name(dtype));
     for (int i = 0; i < shape->ndim; i++)
-        used += snprintf(p->label + used, sizeof p->label - (size_t)used, i ? ", %lld" : "%lld", (long long)shape->x[i]);
+        used +=
+            snprintf(p->label + used, sizeof p->label - (size_t)used, i ? ", %lld" : "%lld", (long long)shape->x[i]);
     snprintf(p->label + used, sizeof p->label - (size_t)used, "] x %lld classes", (long long)classes);
 }
 
@@ -313,7 +318,8 @@ static void make(problem *p, int64_t index) {
 }
 
 /* The smallest budget that works. */
-static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entropy_args args, rafter_direction direction) {
+static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entropy_args args,
+                              rafter_direction direction) {
     size_t low = 0, high = 1; /* low does not work */
     for (;; low = high, high *= 2) {
         size_t bytes;

@@ -7,16 +7,8 @@ V_INLINE bool is_pairs(int dtype) {
     return LCE_PAIRS && dtype == RAFTER_BF16;
 }
 
-#define F32_FORMAT {4, F32_ROWS, F32_COLUMNS, 1}
-#if LCE_PAIRS
-#define PAIR_FORMAT {2, PAIR_ROWS, PAIR_COLUMNS, PAIR_STEP}
-#else
-#define PAIR_FORMAT F32_FORMAT
-#endif
-static const struct lce_format f32_format = F32_FORMAT, pair_format = PAIR_FORMAT;
-
-V_INLINE const struct lce_format *format_of(int dtype) {
-    return is_pairs(dtype) ? &pair_format : &f32_format;
+V_INLINE struct lce_format format_of(bool pairs) {
+    return pairs ? (struct lce_format)PAIR_FORMAT : (struct lce_format)F32_FORMAT;
 }
 
 V_INLINE int64_t least(int64_t a, int64_t b) {
@@ -26,12 +18,14 @@ V_INLINE int64_t least(int64_t a, int64_t b) {
 /* ---- packing ----------------------------------------------------------------------------------------------------- */
 
 /* Columns [column, column + n) of a row, gathered into the buffer where they do not lie side by side. */
-V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, char *buffer) {
+V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n,
+                              char *buffer) {
     const char *p = m->row ? m->row[row] : m->data + row * m->row_stride * v_bytes(dtype);
     return v_gather(dtype, p + column * m->column_stride * v_bytes(dtype), m->column_stride, n, buffer);
 }
 
-/* The part of a row that lies in one K block, as one row of a left operand: widened unless pairs, zeros up to `padded`. */
+/* The part of a row that lies in one K block, as a row of a left operand: widened unless pairs, zeros up to `padded`.
+ */
 V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, int64_t padded,
                        char *out) {
     char buffer[LCE_DEPTH_BYTES];
@@ -49,12 +43,12 @@ V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64
 }
 
 V_INLINE void pack_left_as(int dtype, const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
-    const struct lce_format *f = format_of(dtype);
-    const int64_t depth = lce_depth(f), rows = lce_round_up(m->rows, f->rows);
+    const struct lce_format f = format_of(is_pairs(dtype));
+    const int64_t depth = lce_depth(&f), rows = lce_round_up(m->rows, f.rows);
     for (int64_t row = from; row < to; row++)
         for (int64_t k = 0; k < m->columns; k += depth) {
             const int64_t n = least(depth, m->columns - k);
-            pack_row(dtype, m, row, k, n, lce_round_up(n, f->step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
+            pack_row(dtype, m, row, k, n, lce_round_up(n, f.step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
         }
     if (to == m->rows)
         for (int64_t k = 0; k < m->columns; k += depth)
@@ -65,53 +59,41 @@ static void pack_left(const struct lce_matrix *m, char *left, int64_t from, int6
     V_FOR_DTYPE(m->dtype, d, pack_left_as(d, m, left, from, to));
 }
 
-#if LCE_PAIRS
-/* Up to 16 columns of two rows, interleaved: the first row's in the low halves. */
-V_INLINE __m512i interleave(const char *even, const char *odd, int64_t n) {
-    const __mmask16 mask = (__mmask16)((1u << n) - 1);
-    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even));
-    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(odd ? mask : 0, odd));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-}
-#endif
-
-/* A few panels at a time: enough for whole lines of the source, and few enough for the lines that are written to differ in
- * their place in L1. */
+/* A few panels at a time: enough for whole lines of the source, and few enough for the lines that are written to differ
+ * in their place in L1. */
 enum { PANELS = 4 };
 
+/* One vector of a right panel's row, or of a pair of rows: n numbers and then zeros. A row of zeros is NULL. */
+V_INLINE vf right_vector(int dtype, const char *even, const char *odd, int64_t n) {
+    if (n <= 0)
+        return v_set(0.0f);
+    if (is_pairs(dtype))
+        return join_pairs(load_halves(even, n), load_halves(odd, n));
+    return v_load_part(dtype, even, n, 0.0f);
+}
+
 V_INLINE void pack_right_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
-    const struct lce_format *f = format_of(dtype);
-    const int64_t depth = lce_depth(f), k_padded = lce_round_up(m->rows, f->step);
-    const int64_t panels = lce_blocks(m->columns, f->columns), block = from / depth * depth;
-    const int64_t in_block = least(depth, k_padded - block); /* K of this block */
-    char *const base = right + block * panels * f->columns * f->element;
-    char buffer[2][PANELS * 32 * 4];
+    const struct lce_format f = format_of(is_pairs(dtype));
+    const int64_t depth = lce_depth(&f), k_padded = lce_round_up(m->rows, f.step), bytes = v_bytes(dtype);
+    const int64_t panels = lce_blocks(m->columns, f.columns), block = from / depth * depth;
+    const int64_t panel_bytes = least(depth, k_padded - block) * f.columns * f.element;
+    char *const base = right + block * panels * f.columns * f.element;
+    char buffer[2][PANELS * F32_COLUMNS * 4];
     if (to == m->rows)
         to = k_padded;
     for (int64_t j = 0; j < panels; j += PANELS) {
-        const int64_t column = j * f->columns, n = least(PANELS * f->columns, m->columns - column);
-        char *const panel = base + j * in_block * f->columns * f->element;
+        const int64_t column = j * f.columns, n = least(PANELS * f.columns, m->columns - column);
         for (int64_t k = from; k < to; k += is_pairs(dtype) ? 2 : 1) {
             const char *even = k < m->rows ? row_part(dtype, m, k, column, n, buffer[0]) : NULL;
-            char *out = panel + (k - block) * f->columns * f->element;
-#if LCE_PAIRS
-            if (is_pairs(dtype)) {
-                const char *odd = k + 1 < m->rows ? row_part(dtype, m, k + 1, column, n, buffer[1]) : NULL;
-                for (int64_t i = 0; i < n; i += f->columns, out += in_block * f->columns * f->element)
-                    for (int64_t c = 0; c < f->columns; c += 16) {
-                        const int64_t here = i + c < n ? least(16, n - i - c) : 0;
-                        _mm512_storeu_si512(out + c * 4, even && here > 0 ? interleave(even + (i + c) * 2,
-                                                                                       odd ? odd + (i + c) * 2 : NULL, here)
-                                                                          : _mm512_setzero_si512());
-                    }
-                continue;
-            }
-#endif
-            for (int64_t i = 0; i < n; i += f->columns, out += in_block * f->columns * f->element)
-                for (int64_t c = 0; c < f->columns; c += V_LANES) {
-                    const int64_t here = i + c < n ? least(V_LANES, n - i - c) : 0;
-                    v_store(RAFTER_F32, out + c * 4,
-                            here > 0 ? v_load_part(dtype, even + (i + c) * v_bytes(dtype), here, 0.0f) : v_set(0.0f));
+            const char *odd =
+                is_pairs(dtype) && k + 1 < m->rows ? row_part(dtype, m, k + 1, column, n, buffer[1]) : NULL;
+            char *out = base + j * panel_bytes + (k - block) * f.columns * f.element;
+            for (int64_t i = 0; i < n; i += f.columns, out += panel_bytes)
+                for (int64_t c = 0; c < f.columns; c += V_LANES) {
+                    const int64_t at = (i + c) * bytes;
+                    v_store(
+                        RAFTER_F32, out + c * 4,
+                        right_vector(dtype, even ? even + at : NULL, odd ? odd + at : NULL, least(V_LANES, n - i - c)));
                 }
         }
     }
@@ -121,50 +103,21 @@ static void pack_right(const struct lce_matrix *m, char *right, int64_t from, in
     V_FOR_DTYPE(m->dtype, d, pack_right_as(d, m, right, from, to));
 }
 
-/* Transposes V_LANES vectors: exchanges bit by bit of the row's number with that of the lane's. */
-#define LOW_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) - (bit) : (lane))
-#define HIGH_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) : (lane) + (bit))
-#define LANES4_(f, l, bit) f(l, bit), f(l + 1, bit), f(l + 2, bit), f(l + 3, bit)
-#if V_LANES == 16
-#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit), LANES4_(f, 8, bit), LANES4_(f, 12, bit)
-#elif V_LANES == 8
-#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit)
-#else
-#define LANES_(f, bit) LANES4_(f, 0, bit)
-#endif
-#define EXCHANGE_(row, bit)                                                                                            \
-    _Pragma("GCC unroll 16") for (int i = 0; i < V_LANES; i++) if ((i & (bit)) == 0) {                                 \
-        const vf a = row[i], b = row[i + (bit)];                                                                       \
-        row[i] = __builtin_shufflevector(a, b, LANES_(LOW_, bit));                                                     \
-        row[i + (bit)] = __builtin_shufflevector(a, b, LANES_(HIGH_, bit));                                            \
-    }
-
-V_INLINE void transpose(vf row[V_LANES]) {
-    EXCHANGE_(row, 1)
-    EXCHANGE_(row, 2)
-#if V_LANES >= 8
-    EXCHANGE_(row, 4)
-#endif
-#if V_LANES >= 16
-    EXCHANGE_(row, 8)
-#endif
-}
-
 V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
-    const struct lce_format *f = format_of(dtype);
-    const int64_t depth = lce_depth(f), k_padded = lce_round_up(m->columns, f->step);
-    const int64_t columns = lce_round_up(m->rows, f->columns), row_bytes = f->columns * 4;
+    const struct lce_format f = format_of(is_pairs(dtype));
+    const int64_t depth = lce_depth(&f), k_padded = lce_round_up(m->columns, f.step);
+    const int64_t columns = lce_round_up(m->rows, f.columns), row_bytes = f.columns * 4;
     char stage[V_LANES * LCE_DEPTH_BYTES] __attribute__((aligned(64)));
     for (int64_t k = 0; k < m->columns; k += depth) {
         const int64_t in_block = least(depth, k_padded - k), n = least(depth, m->columns - k);
-        const int64_t units = in_block * f->element / 4; /* numbers or pairs: 4 bytes either way */
-        for (int64_t c = from * f->columns; c < to * f->columns; c += V_LANES) {
+        const int64_t units = in_block * f.element / 4; /* numbers or pairs: 4 bytes either way */
+        for (int64_t c = from * f.columns; c < to * f.columns; c += V_LANES) {
             for (int64_t i = 0; i < V_LANES; i++)
                 if (c + i < m->rows)
                     pack_row(dtype, m, c + i, k, n, in_block, stage + i * LCE_DEPTH_BYTES);
                 else
                     memset(stage + i * LCE_DEPTH_BYTES, 0, LCE_DEPTH_BYTES);
-            char *out = right + (k * columns + c / f->columns * f->columns * in_block) * f->element + c % f->columns * 4;
+            char *out = right + (k * columns + c / f.columns * f.columns * in_block) * f.element + c % f.columns * 4;
             for (int64_t u = 0; u < units; u += V_LANES) {
                 vf row[V_LANES];
                 for (int i = 0; i < V_LANES; i++)
@@ -188,42 +141,28 @@ static void pack_right_transposed(const struct lce_matrix *m, char *right, int64
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
 V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
-    const struct lce_format *f = pairs ? &pair_format : &f32_format;
-    const int64_t depth = lce_depth(f), k_padded = lce_round_up(job->k, f->step);
-    const int64_t rows = lce_round_up(job->m, f->rows), columns = lce_round_up(job->n, f->columns);
+    const struct lce_format f = format_of(pairs);
+    const int64_t depth = lce_depth(&f), inner = pairs ? PAIR_DEPTH : depth, k_padded = lce_round_up(job->k, f.step);
+    const int64_t rows = lce_round_up(job->m, f.rows), columns = lce_round_up(job->n, f.columns);
     const int64_t first_row = row_block * LCE_ROWS, first_column = column_block * LCE_COLUMNS;
     const int64_t m = least(LCE_ROWS, rows - first_row), n = least(LCE_COLUMNS, columns - first_column);
-    const int64_t stride = lce_out_stride(f, job->n, column_block);
-    float *const out = job->out + lce_out_at(f, job->m, job->n, first_row, column_block);
-#if LCE_PAIRS
-    const int64_t inner = pairs ? PAIR_DEPTH : depth;
+    const int64_t stride = lce_out_stride(&f, job->n, column_block);
+    float *const out = job->out + lce_out_at(&f, job->m, job->n, first_row, column_block);
     if (pairs)
-        pairs_begin();
-#else
-    const int64_t inner = depth;
-#endif
+        begin_pairs();
     for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* once for no K too: the result is zero then */
-        const int64_t block = k / depth * depth, in_block = least(depth, k_padded - block), n_k = least(inner, k_padded - k);
-        const char *left = job->left + (k / depth * rows + first_row) * LCE_DEPTH_BYTES + (k - block) * f->element;
+        const int64_t block = k / depth * depth, in_block = least(depth, k_padded - block);
+        const char *left = job->left + (k / depth * rows + first_row) * LCE_DEPTH_BYTES + (k - block) * f.element;
         const char *right =
-            job->right + (block * columns + first_column * in_block + (k - block) * f->columns) * f->element;
-        for (int64_t i = 0; i < m; i += f->rows)
-            for (int64_t j = 0; j < n; j += f->columns) {
-                const char *a = left + i * LCE_DEPTH_BYTES, *b = right + j * in_block * f->element;
-                float *c = out + i * stride + j;
-                const bool accumulate = job->accumulate || k > 0;
-#if LCE_PAIRS
-                if (pairs)
-                    micro_pairs(n_k, a, b, c, stride, accumulate);
-                else
-#endif
-                    micro_f32(n_k, a, b, c, stride, accumulate);
-            }
+            job->right + (block * columns + first_column * in_block + (k - block) * f.columns) * f.element;
+        for (int64_t i = 0; i < m; i += f.rows)
+            for (int64_t j = 0; j < n; j += f.columns)
+                (pairs ? micro_pairs : micro_f32)(least(inner, k_padded - k), left + i * LCE_DEPTH_BYTES,
+                                                  right + j * in_block * f.element, out + i * stride + j, stride,
+                                                  job->accumulate || k > 0);
     }
-#if LCE_PAIRS
     if (pairs)
-        pairs_end();
-#endif
+        end_pairs();
 }
 
 static void product(rafter_dtype dtype, const struct lce_product *job, int64_t row_block, int64_t column_block) {
@@ -236,7 +175,8 @@ static void product(rafter_dtype dtype, const struct lce_product *job, int64_t r
 /* ---- logits and their statistics --------------------------------------------------------------------------------- */
 
 /* Where the label of each row lies among the classes of a block, -1 where it does not. */
-V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, int64_t classes, int32_t place[LCE_COLUMNS]) {
+V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, int64_t classes,
+                           int32_t place[LCE_COLUMNS]) {
     for (int64_t i = 0; i < rows; i++) {
         const int64_t at = label[i] - first;
         place[i] = at >= 0 && at < classes ? (int32_t)at : -1;
@@ -252,10 +192,11 @@ static inline float *stat_at(const struct lce_logits *job, int64_t class_block, 
 /* Two vectors of rows, through all classes of a block: twice, and the second time they come from L1. */
 enum { STRIP = 2 };
 
-V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, float *block, int64_t stride, int64_t classes,
-                        int64_t row_block, int64_t column_block) {
+V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, float *block, int64_t stride,
+                        int64_t classes, int64_t row_block, int64_t column_block) {
     const float *bias = job->bias + row_block * LCE_ROWS, *weight = job->weight + row_block * LCE_ROWS;
-    const vf inverse_cap = v_set(capped ? 1.0f / job->softcap : 1.0f), scale = v_set(capped ? job->scale * job->softcap : job->scale);
+    const vf inverse_cap = v_set(capped ? 1.0f / job->softcap : 1.0f),
+             scale = v_set(capped ? job->scale * job->softcap : job->scale);
     const vf low = v_set(-INFINITY);
     for (int64_t r = 0; r < stride; r += STRIP * V_LANES) {
         vf max[STRIP], sum[STRIP], moment[STRIP], weighted[STRIP], best[STRIP];
@@ -310,13 +251,13 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
 
 static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row_block, int64_t column_block) {
     const struct lce_product *p = &job->product;
-    const struct lce_format *f = format_of((int)dtype);
+    const struct lce_format f = format_of(is_pairs((int)dtype));
     product(dtype, p, row_block, column_block);
 
     const int64_t first = row_block * LCE_ROWS, classes = least(LCE_ROWS, p->m - first);
     const int64_t first_row = column_block * LCE_COLUMNS, rows = least(LCE_COLUMNS, p->n - first_row);
-    const int64_t stride = lce_out_stride(f, p->n, column_block);
-    float *const block = p->out + lce_out_at(f, p->m, p->n, first, column_block);
+    const int64_t stride = lce_out_stride(&f, p->n, column_block);
+    float *const block = p->out + lce_out_at(&f, p->m, p->n, first, column_block);
     if (job->softcap != 0.0f) {
         if (job->more)
             logits_as(true, true, job, block, stride, classes, row_block, column_block);
@@ -399,13 +340,14 @@ V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight
     return v_select(row->inside, dz, v_set(0.0f));
 }
 
-V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *job, int64_t row_block, int64_t column_block) {
-    const struct lce_format *f = pairs ? &pair_format : &f32_format;
+V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *job, int64_t row_block,
+                          int64_t column_block) {
+    const struct lce_format f = format_of(pairs);
     const int group = pairs ? 2 * V_LANES : V_LANES; /* classes that fill one vector of a left operand's row */
-    const int64_t depth = lce_depth(f), first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
+    const int64_t depth = lce_depth(&f), first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
     const int64_t classes = least(LCE_ROWS, job->m - first_class), rows = least(LCE_COLUMNS, job->n - first_row);
-    const int64_t stride = lce_out_stride(f, job->n, column_block);
-    const float *const block = job->u + lce_out_at(f, job->m, job->n, first_class, column_block);
+    const int64_t stride = lce_out_stride(&f, job->n, column_block);
+    const float *const block = job->u + lce_out_at(&f, job->m, job->n, first_class, column_block);
     const float *const weight = job->weight + first_class;
     const vf inverse_cap = v_set(capped ? 1.0f / job->cap : 0.0f);
     vi lane;
@@ -415,12 +357,12 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
     place_labels(job->label + first_row, rows, job->first_class + first_class, classes, place);
 
     /* Both blocks lie within one K block of their operand, since LCE_COLUMNS and the groups divide its depth. */
-    const int64_t by_class_at = (first_row / depth * lce_round_up(job->m, f->rows) + first_class) * LCE_DEPTH_BYTES +
-                                first_row % depth * f->element;
+    const int64_t by_class_at = (first_row / depth * lce_round_up(job->m, f.rows) + first_class) * LCE_DEPTH_BYTES +
+                                first_row % depth * f.element;
     for (int64_t v = 0; v < classes; v += group) {
         const int64_t k = first_class + v;
         const int64_t by_row_at =
-            (k / depth * lce_round_up(job->n, f->rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f->element;
+            (k / depth * lce_round_up(job->n, f.rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f.element;
         vf sum[2 * V_LANES];
         for (int i = 0; i < group; i++)
             sum[i] = v_set(0.0f);
@@ -429,7 +371,8 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
             struct row_vectors here = {v_load(RAFTER_F32, job->pivot + row),  v_load(RAFTER_F32, job->p + row),
                                        v_load(RAFTER_F32, job->target + row), v_load(RAFTER_F32, job->spread + row),
                                        (vi)v_load(RAFTER_F32, place + r),     lane < (int32_t)(rows - r)};
-            vf unit[V_LANES];
+            vf unit[V_LANES]; /* numbers, or pairs of those of neighbouring classes */
+            vh even = (vh){0};
             for (int i = 0; i < group; i++) {
                 vf dz = v_set(0.0f);
                 if (v + i < classes) {
@@ -437,20 +380,20 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
                     dz = dz_of(capped, &here, u, weight[v + i], (int32_t)(v + i), inverse_cap);
                     sum[i] += dz;
                 }
-                const int64_t at = by_class_at + (v + i) * LCE_DEPTH_BYTES + r * f->element;
-#if LCE_PAIRS
-                if (pairs) {
-                    const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)dz);
-                    if (job->by_class && v + i < classes)
-                        _mm256_storeu_si256((__m256i *)(job->by_class + at), half);
-                    const __m512i wide = _mm512_cvtepu16_epi32(half);
-                    unit[i / 2] = i % 2 == 0 ? (vf)wide : (vf)((vi)unit[i / 2] | (vi)_mm512_slli_epi32(wide, 16));
-                    continue;
+                const vh half = pairs ? round_halves(dz) : even;
+                if (job->by_class && v + i < classes) {
+                    char *const to = job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + r * f.element;
+                    if (pairs)
+                        memcpy(to, &half, sizeof half);
+                    else
+                        v_store(RAFTER_F32, to, dz);
                 }
-#endif
-                if (job->by_class && v + i < classes)
-                    v_store(RAFTER_F32, job->by_class + at, dz);
-                unit[i] = dz;
+                if (!pairs)
+                    unit[i] = dz;
+                else if (i % 2 == 0)
+                    even = half;
+                else
+                    unit[i / 2] = join_pairs(even, half);
             }
             if (job->by_row) {
                 transpose(unit);
@@ -458,11 +401,11 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
                     v_store(RAFTER_F32, job->by_row + by_row_at + (r + i) * LCE_DEPTH_BYTES, unit[i]);
             }
         }
-        const int64_t written = lce_round_up(rows, V_LANES), padded = lce_round_up(rows, f->step);
+        const int64_t written = lce_round_up(rows, V_LANES), padded = lce_round_up(rows, f.step);
         for (int64_t i = 0; i < group && v + i < classes; i++) {
             if (job->by_class && padded > written)
-                memset(job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + written * f->element, 0,
-                       (size_t)((padded - written) * f->element));
+                memset(job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + written * f.element, 0,
+                       (size_t)((padded - written) * f.element));
             if (job->sum)
                 job->sum[column_block * job->m + first_class + v + i] = v_sum(sum[i]);
         }
@@ -483,7 +426,8 @@ static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t
 
 /* ---- results ----------------------------------------------------------------------------------------------------- */
 
-V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination, int64_t stride) {
+V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination,
+                       int64_t stride) {
     for (int64_t i = 0; i < n; i += V_LANES) {
         const int64_t here = least(V_LANES, n - i);
         char *const p = destination + i * stride * v_bytes(dtype);
@@ -515,21 +459,18 @@ static void widen(rafter_dtype dtype, const char *source, int64_t stride, int64_
 }
 
 static double peak(rafter_dtype dtype, int64_t iterations, char *scratch) {
-    const struct lce_format *f = format_of((int)dtype);
-    char *const left = scratch, *const right = left + f->rows * LCE_DEPTH_BYTES;
-    float *const out = (float *)(right + f->columns * LCE_DEPTH_BYTES);
-    const int64_t k = lce_depth(f) / 2;
-#if LCE_PAIRS
-    if (is_pairs((int)dtype)) {
-        pairs_begin();
-        for (int64_t i = 0; i < iterations; i++)
-            micro_pairs(k, left, right, out, f->columns, true);
-        pairs_end();
-    } else
-#endif
-        for (int64_t i = 0; i < iterations; i++)
-            micro_f32(k, left, right, out, f->columns, true);
-    return 2.0 * (double)(f->rows * f->columns * k) * (double)iterations;
+    const bool pairs = is_pairs((int)dtype);
+    const struct lce_format f = format_of(pairs);
+    char *const left = scratch, *const right = left + f.rows * LCE_DEPTH_BYTES;
+    float *const out = (float *)(right + f.columns * LCE_DEPTH_BYTES);
+    const int64_t k = lce_depth(&f) / 2;
+    if (pairs)
+        begin_pairs();
+    for (int64_t i = 0; i < iterations; i++)
+        (pairs ? micro_pairs : micro_f32)(k, left, right, out, f.columns, true);
+    if (pairs)
+        end_pairs();
+    return 2.0 * (double)(f.rows * f.columns * k) * (double)iterations;
 }
 
 extern const struct lce_kernels RAFTER_KERNELS(linear_cross_entropy);

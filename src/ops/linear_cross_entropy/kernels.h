@@ -5,13 +5,13 @@
  *     logits   z^T [classes, rows] = W x^T         left W,    right x^T
  *     for dx   dx  [rows, D]       = dz W          left dz,   right W
  *     for dW   dW  [classes, D]    = dz^T x        left dz^T, right x
- * The logits are formed transposed: then W, the largest operand, is a left one, which packs by copying rows; a vector runs
- * across rows of the batch, so that row statistics need no horizontal sums; and dz^T leaves the softmax in the order it is
- * stored in.
+ * The logits are formed transposed: then W, the largest operand, is a left one, which packs by copying rows; a vector
+ * runs across rows of the batch, so that row statistics need no horizontal sums; and dz^T leaves the softmax in the
+ * order it is stored in.
  *
  * Formats of out[m, n] = left[m, k] right[k, n]. K is cut into blocks that take LCE_DEPTH_BYTES of one left row.
  *     left   [k block][m][LCE_DEPTH_BYTES]: rows of K, at a stride that is a constant of the micro-kernels
- *     right  [k block][n panel][k][panel columns], and for bf16 pairs [k / 2][panel columns][2], as the dot products want it
+ *     right  [k block][n panel][k][columns], and of bf16 pairs [k block][n panel][k / 2][columns][2]
  *     out    fp32, [n block of LCE_COLUMNS][m][columns]
  * m is padded to whole micro-tiles (with anything), n to whole panels and k to whole steps (with zeros).
  */
@@ -99,22 +99,22 @@ enum lce_stat {
     LCE_STATS
 };
 
-/* From a slice's products to its logits u = scale * softcap(z + bias), in place in product.out, and their statistics. */
+/* From a slice's products to its logits u = scale * softcap(z + bias), in place in product.out, and statistics. */
 struct lce_logits {
-    struct lce_product product;  /* m classes, n rows */
-    const float *bias, *weight;  /* of the slice's classes: zeros and ones where the caller has none */
-    float scale, softcap;        /* softcap 0: none */
-    const int64_t *label;        /* of the rows */
-    int64_t first_class;         /* of the slice */
-    float *stats;                /* NULL: only the logits */
-    float *target;               /* with stats: u of each row's label, where the slice holds it */
-    bool more;                   /* all statistics, not only the first two */
+    struct lce_product product; /* m classes, n rows */
+    const float *bias, *weight; /* of the slice's classes: zeros and ones where the caller has none */
+    float scale, softcap;       /* softcap 0: none */
+    const int64_t *label;       /* of the rows */
+    int64_t first_class;        /* of the slice */
+    float *stats;               /* NULL: only the logits */
+    float *target;              /* with stats: u of each row's label, where the slice holds it */
+    bool more;                  /* all statistics, not only the first two */
 };
 
-/* From a slice's logits to dz = softcap'(z) (p e^(u - pivot) - spread * weight - target [v == label]), p, pivot, spread and
- * target being each row's: rounded to the format of a left operand, in either orientation or both. */
+/* From a slice's logits to dz = softcap'(z) (p e^(u - pivot) - spread * weight - target [v == label]), p, pivot, spread
+ * and target being each row's: rounded to the format of a left operand, in either orientation or both. */
 struct lce_gradient {
-    const float *u;     /* format out, m classes x n rows */
+    const float *u; /* format out, m classes x n rows */
     int64_t m, n;
     const float *weight; /* of the slice's classes */
     float cap;           /* scale * softcap: |u| stays under it; 0: no softcap */
@@ -152,15 +152,15 @@ struct lce_kernels {
     /* destination[i] = source[i], n elements of `dtype`, `stride` apart. */
     void (*widen)(rafter_dtype dtype, const char *source, int64_t stride, int64_t n, float *destination);
 
-    /* Runs the micro-kernel `iterations` times on panels that stay in L1; scratch has LCE_PEAK_BYTES zero bytes. Returns
-     * the flops done. */
+    /* Runs the micro-kernel `iterations` times on panels that stay in L1; scratch has LCE_PEAK_BYTES zero bytes.
+     * Returns the flops done. */
     double (*peak)(rafter_dtype dtype, int64_t iterations, char *scratch);
 };
 
 enum { LCE_PEAK_BYTES = 128 << 10 };
 
 /* The most that the matrix products can reach: every thread of the context runs the micro-kernel `iterations` times on
- * panels that stay in L1. Returns the flops done, for the caller to time; 0 if there is no memory. Not part of the API. */
+ * panels that stay in L1. Returns the flops done, for the caller to time; 0 if there is no memory. For the bench. */
 double rafter_lce_peak_flops(rafter_context *context, rafter_dtype dtype, int64_t iterations);
 
 #endif

@@ -1,7 +1,7 @@
 /*
- * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see kernels.h), with the whole
- * micro-tile in registers. What differs between ISA levels is here: fp32 everywhere, in the vector vocabulary, and bf16
- * pairs where the level multiplies them itself (LCE_PAIRS): by dot products of AVX-512, or by AMX tiles.
+ * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see kernels.h), with the
+ * whole micro-tile in registers. What differs between ISA levels is here: fp32 everywhere, in the vector vocabulary,
+ * and bf16 pairs where the level multiplies them itself (LCE_PAIRS): by dot products of AVX-512, or by AMX tiles.
  */
 #ifndef RAFTER_LCE_MICRO_H
 #define RAFTER_LCE_MICRO_H
@@ -13,6 +13,8 @@
 
 /* All but two or three vector registers hold sums. */
 enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES };
+#define F32_FORMAT                                                                                                     \
+    { 4, F32_ROWS, F32_COLUMNS, 1 }
 
 static void micro_f32(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
     const float *a = (const float *)left, *b = (const float *)right;
@@ -58,16 +60,15 @@ static const struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
-} tile_config __attribute__((aligned(64))) = {.palette = 1,
-                                              .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64},
-                                              .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+} tile_config __attribute__((aligned(64))) = {
+    .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* Tiles are state of the thread: a task sets them up, and gives them back so that a context switch need not save them. */
-V_INLINE void pairs_begin(void) {
+/* Tiles are state of the thread: a task sets them up, and gives them back so that nobody has to save them. */
+V_INLINE void begin_pairs(void) {
     _tile_loadconfig(&tile_config);
 }
 
-V_INLINE void pairs_end(void) {
+V_INLINE void end_pairs(void) {
     _tile_release();
 }
 
@@ -109,10 +110,10 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
 #define LCE_PAIRS 1
 enum { PAIR_ROWS = 12, PAIR_VECTORS = 2, PAIR_COLUMNS = 32, PAIR_STEP = 32, PAIR_DEPTH = LCE_DEPTH_BYTES / 2 };
 
-V_INLINE void pairs_begin(void) {
+V_INLINE void begin_pairs(void) {
 }
 
-V_INLINE void pairs_end(void) {
+V_INLINE void end_pairs(void) {
 }
 
 static void micro_pairs(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
@@ -149,7 +150,76 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
 #else
 
 #define LCE_PAIRS 0
+enum { PAIR_DEPTH = LCE_DEPTH_BYTES / 4 };
+#define PAIR_FORMAT F32_FORMAT
+#define micro_pairs micro_f32
+
+V_INLINE void begin_pairs(void) {
+}
+
+V_INLINE void end_pairs(void) {
+}
 
 #endif
+
+#if LCE_PAIRS
+#define PAIR_FORMAT                                                                                                    \
+    { 2, PAIR_ROWS, PAIR_COLUMNS, PAIR_STEP }
+#endif
+
+/* V_LANES numbers as bf16. */
+V_INLINE vh round_halves(vf a) {
+#if LCE_PAIRS
+    return (vh)_mm512_cvtneps_pbh((__m512)a);
+#else
+    return v_narrow(RAFTER_BF16, a);
+#endif
+}
+
+/* Up to V_LANES bf16 numbers, and then zeros; all zeros from NULL. */
+V_INLINE vh load_halves(const char *p, int64_t n) {
+    vh h = {0};
+    if (p && n == V_LANES)
+        memcpy(&h, p, sizeof h);
+    else if (p)
+        memcpy(&h, p, (size_t)n * 2);
+    return h;
+}
+
+/* Pairs: the first of each in the low half. */
+V_INLINE vf join_pairs(vh even, vh odd) {
+    return (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
+}
+
+/* ---- transposition ----------------------------------------------------------------------------------------------- */
+
+/* Transposes V_LANES vectors: exchanges bit by bit of the row's number with that of the lane's. */
+#define LOW_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) - (bit) : (lane))
+#define HIGH_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) : (lane) + (bit))
+#define LANES4_(f, l, bit) f(l, bit), f(l + 1, bit), f(l + 2, bit), f(l + 3, bit)
+#if V_LANES == 16
+#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit), LANES4_(f, 8, bit), LANES4_(f, 12, bit)
+#elif V_LANES == 8
+#define LANES_(f, bit) LANES4_(f, 0, bit), LANES4_(f, 4, bit)
+#else
+#define LANES_(f, bit) LANES4_(f, 0, bit)
+#endif
+#define EXCHANGE_(row, bit)                                                                                            \
+    _Pragma("GCC unroll 16") for (int i = 0; i < V_LANES; i++) if ((i & (bit)) == 0) {                                 \
+        const vf a = row[i], b = row[i + (bit)];                                                                       \
+        row[i] = __builtin_shufflevector(a, b, LANES_(LOW_, bit));                                                     \
+        row[i + (bit)] = __builtin_shufflevector(a, b, LANES_(HIGH_, bit));                                            \
+    }
+
+V_INLINE void transpose(vf row[V_LANES]) {
+    EXCHANGE_(row, 1)
+    EXCHANGE_(row, 2)
+#if V_LANES >= 8
+    EXCHANGE_(row, 4)
+#endif
+#if V_LANES >= 16
+    EXCHANGE_(row, 8)
+#endif
+}
 
 #endif

@@ -25,7 +25,8 @@ struct call {
     rafter_linear_cross_entropy_args args;
     rafter_direction direction;
     struct rafter_loss loss;
-    rafter_view x, weight, bias, dx, dweight, dbias; /* data NULL: not given, or empty. Rows of x and dx are collapsed */
+    rafter_view x, weight, bias, dx, dweight,
+        dbias; /* data NULL: not given, or empty. Rows of x and dx are collapsed */
     bool has_dx, has_dweight, has_dbias;
 
     const struct lce_kernels *kernels;
@@ -52,7 +53,8 @@ static rafter_status check_choices(rafter_context *context, const rafter_linear_
         return rafter_fail(context, bad, "accumulate is %d, wanted RAFTER_ACCUMULATE_F32 or RAFTER_ACCUMULATE_NATIVE",
                            (int)a->accumulate);
     if ((unsigned)a->accumulate_into_dweight > 1)
-        return rafter_fail(context, bad, "accumulate_into_dweight is %d, wanted 0 or 1", (int)a->accumulate_into_dweight);
+        return rafter_fail(context, bad, "accumulate_into_dweight is %d, wanted 0 or 1",
+                           (int)a->accumulate_into_dweight);
     if (a->reserved != 0)
         return rafter_fail(context, bad, "reserved is %d, wanted 0", (int)a->reserved);
     return RAFTER_OK;
@@ -103,7 +105,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
         const char *name;
         const rafter_view *view;
         bool output;
-    } own[] = {{"x", &c->x, false},   {"weight", &c->weight, false},  {"bias", &c->bias, false},
+    } own[] = {{"x", &c->x, false},  {"weight", &c->weight, false},  {"bias", &c->bias, false},
                {"dx", &c->dx, true}, {"dweight", &c->dweight, true}, {"dbias", &c->dbias, true}};
     enum { OWN = sizeof own / sizeof *own };
     for (int i = 0; i < OWN; i++) {
@@ -144,11 +146,11 @@ static rafter_status make_plan(struct call *c) {
     };
     const size_t room = rafter_scratch_request(1) - 1; /* to align a caller's workspace */
     if (a->budget != 0 && a->budget <= room)
-        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted more than %zu", a->budget,
-                           room);
+        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted more than %zu",
+                           a->budget, room);
     if (!lce_make_plan(&c->problem, a->mode, a->budget ? a->budget - room : 0, &c->plan))
-        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted at least %zu in mode %s",
-                           a->budget, c->plan.bytes + room,
+        return rafter_fail(c->context, RAFTER_WORKSPACE_TOO_SMALL,
+                           "budget is %zu bytes, wanted at least %zu in mode %s", a->budget, c->plan.bytes + room,
                            mode_names[a->mode]);
     return RAFTER_OK;
 }
@@ -208,7 +210,8 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
                               .data = depth ? rafter_at(&c->weight, s.first_class * c->weight.stride[0]) : NULL,
                               .row_stride = c->weight.stride[0],
                               .column_stride = c->weight.stride[1]};
-    const int64_t part = lce_keeps_logits(&c->problem, plan) ? lce_out_bytes(f, plan->slice, plan->group) / 4 * slice : 0;
+    const int64_t part =
+        lce_keeps_logits(&c->problem, plan) ? lce_out_bytes(f, plan->slice, plan->group) / 4 * slice : 0;
     s.logits = (struct lce_logits){.product = {.left = b->w_logits,
                                                .right = b->x_logits,
                                                .out = b->logits + part,
@@ -226,7 +229,8 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
 
 /* Spreads tasks over the threads, unless all of them together cost less than waking these: about a microsecond for each
  * 4096 elements touched. */
-static void spread(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t), struct step *s) {
+static void spread(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t),
+                   struct step *s) {
     if (elements >= 1 << 16)
         rafter_parallel(run->call->context, tasks, body, s);
     else
@@ -264,8 +268,8 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     const rafter_view *bias = &c->bias, *weight = &c->loss.class_weight;
     if (run->vectors != s->slice) {
         if (bias->data)
-            run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0], s->classes,
-                                run->b.bias);
+            run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0],
+                                s->classes, run->b.bias);
         if (rafter_loss_has(weight))
             run->kernels->widen(RAFTER_F32, rafter_at(weight, s->first_class * weight->stride[0]), weight->stride[0],
                                 s->classes, run->b.weight);
@@ -276,8 +280,9 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? lce_blocks(s->classes, LCE_CHUNK) : 0;
     s->x_panels = logits && run->x_logits != s->group ? lce_blocks(s->rows, c->problem.format.columns) : 0;
     const int64_t x_chunks = dweight && run->x_dweight != s->group ? lce_blocks(s->rows, LCE_CHUNK) : 0;
-    const double elements = (double)(s->w_chunks * LCE_CHUNK + s->x_panels * c->problem.format.columns +
-                                     x_chunks * LCE_CHUNK) * (double)c->problem.depth;
+    const double elements =
+        (double)(s->w_chunks * LCE_CHUNK + s->x_panels * c->problem.format.columns + x_chunks * LCE_CHUNK) *
+        (double)c->problem.depth;
     spread(run, s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
     run->x_logits = logits ? s->group : run->x_logits;
     run->x_dweight = dweight ? s->group : run->x_dweight;
@@ -315,7 +320,8 @@ static void fold_task(void *arg, int64_t task) {
     const float *const block = b->block_stats;
     for (int64_t i = task * LCE_COLUMNS; i < least((task + 1) * LCE_COLUMNS, s->rows); i++) {
         struct rafter_row_stats *const so_far = &b->stats[s->first_row + i];
-        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i], .sum = (double)block[LCE_SUM * padded + i]};
+        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i],
+                                        .sum = (double)block[LCE_SUM * padded + i]};
         if (s->logits.more) {
             int32_t argmax;
             memcpy(&argmax, &block[LCE_ARGMAX * padded + i], sizeof argmax);
@@ -374,7 +380,8 @@ static struct growth complete_in_turn(bool wanted, int64_t inner, int64_t inners
     return (struct growth){.wanted = wanted, .accumulate = inner > 0, .store = inner == inners - 1};
 }
 
-/* A part grows from one outer turn to the next: in the workspace if that keeps all parts, else in the caller's tensor. */
+/* A part grows from one outer turn to the next: in the workspace if that keeps all parts, else in the caller's tensor.
+ */
 static struct growth grows_by_turn(bool wanted, bool kept, int64_t outer, int64_t outers, int64_t inner) {
     if (!kept)
         return (struct growth){.wanted = wanted, .store = true, .add = outer > 0};
@@ -392,8 +399,8 @@ static void store_block(const struct step *s, const struct lce_product *job, int
     for (int64_t i = row_block * LCE_ROWS; i < least((row_block + 1) * LCE_ROWS, job->m); i++) {
         const int64_t row = is_dx ? s->run->b.row[s->first_row + i] : s->first_class + i;
         const int64_t at = rafter_offset(to, 0, to->ndim - 1, row) + column * column_stride;
-        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns, s->run->scale,
-                               add, rafter_at(to, at), column_stride);
+        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns,
+                               s->run->scale, add, rafter_at(to, at), column_stride);
     }
 }
 
@@ -419,7 +426,8 @@ static void gradient_task(void *arg, int64_t task) {
     s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
 }
 
-static void gradient_step(struct run *run, int64_t group, int64_t slice, struct growth dx, struct growth dweight, bool dbias) {
+static void gradient_step(struct run *run, int64_t group, int64_t slice, struct growth dx, struct growth dweight,
+                          bool dbias) {
     struct step s = step_at(run, group, slice);
     const struct call *c = run->call;
     const struct lce_buffers *b = &run->b;
@@ -447,7 +455,8 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
     }
     if (dweight.wanted) {
         float *const out = b->dweight + lce_out_bytes(f, c->plan.slice, depth) / 4 * dweight.part;
-        s.dweight = (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
+        s.dweight =
+            (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
     }
     s.store_dx = dx.store;
     s.add_dx = dx.add;
@@ -580,8 +589,9 @@ static void execute(struct call *c, char *memory) {
         memset(run.b.dbias, 0, (size_t)c->problem.classes * sizeof *run.b.dbias);
     if (!c->problem.stats && run.b.pivot)
         for (int64_t i = 0; i < run.rows; i++)
-            put_coefficients(&run, i, rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
-                                                                    rafter_loss_given_lse(&c->loss, run.b.row[i])));
+            put_coefficients(&run, i,
+                             rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
+                                                           rafter_loss_given_lse(&c->loss, run.b.row[i])));
     if (run.rows > 0 && c->plan.fast)
         run_fast(&run);
     else if (run.rows > 0)
@@ -606,7 +616,8 @@ static rafter_status start(rafter_context *context, const rafter_linear_cross_en
     return RAFTER_OK;
 }
 
-rafter_status rafter_linear_cross_entropy_forward(rafter_context *context, const rafter_linear_cross_entropy_args *args) {
+rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
+                                                  const rafter_linear_cross_entropy_args *args) {
     return start(context, args, RAFTER_FORWARD);
 }
 
@@ -623,8 +634,8 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted where to put the answer");
     if ((unsigned)direction > RAFTER_BACKWARD)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD",
-                           (int)direction);
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD", (int)direction);
     RAFTER_TRY(make_plan(&c));
     *bytes = rafter_scratch_request(c.plan.bytes);
     return RAFTER_OK;

@@ -5,14 +5,19 @@
 
 enum { MIB = 1 << 20 };
 
-/* Without a budget: a workspace of this size, and what the fp32 sums of dW take beside it. */
-static const size_t comfortable = (size_t)1024 * MIB;
+/* The workspace without a budget, beside the fp32 sums of dW or dx that may have to be kept. */
+static const size_t comfortable_fast = (size_t)1024 * MIB, comfortable_compact = (size_t)256 * MIB;
 
 /* With fewer rows in a group, packing W again for each of them costs more than compact's fourth product. */
 enum { FAST_ROWS = 256 };
 
-/* What a slice takes should stay in the last-level cache from one product to the next, unless it gets too narrow. */
-enum { SLICE_BYTES = 32 * MIB, SLICE_LEAST = 4 * LCE_ROWS };
+/* What a step takes should stay in the last-level cache from one product to the next. */
+enum { SLICE_BYTES = 32 * MIB };
+
+/* What else costs time, in elements that could have been moved in it: so many multiplications of a product; starting
+ * and ending the tasks of a step; and threads that wait for the last task: about so many tasks' time, on some 16
+ * threads. */
+enum { PRODUCT_RATE = 64, STEP_COST = 1 << 18, IDLE_TASKS = 8 };
 
 /* Groups and slices come in multiples of this. */
 enum { UNIT = 32 };
@@ -63,9 +68,11 @@ size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, cha
 static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {
     const double w = (double)q->classes * (double)q->depth, x = (double)q->rows * (double)q->depth;
     const double logits = (double)q->rows * (double)q->classes;
-    const double groups = (double)lce_blocks(q->rows, plan->group), slices = (double)lce_blocks(q->classes, plan->slice);
+    const double groups = (double)lce_blocks(q->rows, plan->group),
+                 slices = (double)lce_blocks(q->classes, plan->slice);
     const double w_packs = 1 + q->dx, x_packs = 1 + q->dweight;
-    double moved = slices * x * 2 * q->dx; /* the sums of dx, read and written */
+    double moved =
+        slices * x * 4 * q->dx; /* the sums of dx, read and written: each fp32 number is worth two of W or x */
     if (plan->fast) {
         moved += groups * w * w_packs + x * x_packs;
         moved += q->dweight ? groups * w * (groups > 1 ? 3 : 1) : 0; /* dW grows in memory, in fp32 */
@@ -73,11 +80,14 @@ static double overhead(const struct lce_problem *q, const struct lce_plan *plan)
         moved += w * (w_packs + q->stats + q->dweight);
         moved += groups > 1 ? slices * x * (x_packs + q->stats) : x * x_packs;
         if (plan->split)
-            moved += groups * w * w_packs + (q->dweight ? logits * (double)q->depth / 64 : 0); /* a product more */
+            moved += groups * w * w_packs + (q->dweight ? logits * (double)q->depth / PRODUCT_RATE : 0);
     }
+    moved += groups * slices * STEP_COST;
+    const double tasks = (double)(lce_blocks(plan->group, LCE_COLUMNS) * lce_blocks(plan->slice, LCE_ROWS));
+    moved += logits * (double)q->depth / PRODUCT_RATE * IDLE_TASKS / tasks;
     const int64_t per_class = 2 * (q->format.element + 2) * (q->depth + plan->group);
-    if (plan->slice > SLICE_LEAST && plan->slice * per_class > SLICE_BYTES)
-        moved += w * w_packs + 2 * logits; /* what one product leaves has left the cache when the next comes */
+    if (plan->slice * per_class > SLICE_BYTES)
+        moved += 3 * logits * (double)q->depth / LCE_COLUMNS; /* left operands come from memory for each column block */
     return moved;
 }
 
@@ -127,7 +137,7 @@ bool lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t bud
 
     if (gradients && (mode == RAFTER_LCE_FAST || (mode == RAFTER_LCE_AUTO && q->stats))) {
         const size_t kept = q->dweight && q->keeps_dweight ? kept_bytes(q, q->classes) : 0;
-        fast_fits = search(q, true, false, budget ? budget : comfortable + kept, &fast);
+        fast_fits = search(q, true, false, budget ? budget : comfortable_fast + kept, &fast);
         if (fast_fits && (mode == RAFTER_LCE_FAST || fast.group >= FAST_ROWS || fast.group >= q->rows)) {
             *plan = fast;
             return true;
@@ -135,9 +145,9 @@ bool lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t bud
     }
     if (!gradients || mode != RAFTER_LCE_FAST) {
         const size_t kept = may_split ? kept_bytes(q, q->rows) : 0;
-        compact_fits = search(q, false, false, budget ? budget : comfortable + kept, &compact);
+        compact_fits = search(q, false, false, budget ? budget : comfortable_compact + kept, &compact);
         if (!compact_fits && may_split)
-            split_fits = search(q, false, true, budget ? budget : comfortable, &split);
+            split_fits = search(q, false, true, budget ? budget : comfortable_compact, &split);
     }
     if (compact_fits)
         *plan = compact;

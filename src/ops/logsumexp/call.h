@@ -7,11 +7,11 @@
 struct logsumexp_call {
     rafter_direction direction;
     rafter_logsumexp_algorithm algorithm;
-    int dim;       /* in [0, ndim) */
-    rafter_view x; /* at least one dimension */
+    int dim;               /* in [0, ndim) */
+    rafter_view x;         /* at least one dimension */
     rafter_view lse, dlse; /* x's shape with dim of size 1 (stride 0); dlse in backward only */
     rafter_view dx;        /* backward only; may be the same memory as x */
-    void *workspace; /* the caller's, or NULL */
+    void *workspace;       /* the caller's, or NULL */
     size_t workspace_bytes;
 };
 

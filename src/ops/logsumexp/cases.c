@@ -4,7 +4,8 @@
 #include "harness/problem.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested ----------------------------------------------------------------------------------------------- */
+/* ---- what is tested -----------------------------------------------------------------------------------------------
+ */
 
 struct shape {
     int ndim, dim;
@@ -54,10 +55,10 @@ static const struct shape shapes[] = {
 
 /* Everything that may be chosen; algorithms are the harness's. */
 struct options {
-    bool keep;      /* lse and dlse have the dimension as 1 */
-    bool narrow;    /* lse in x's dtype, else fp32 */
+    bool keep;   /* lse and dlse have the dimension as 1 */
+    bool narrow; /* lse in x's dtype, else fp32 */
     bool narrow_dlse;
-    bool in_place;  /* dx is x */
+    bool in_place; /* dx is x */
 };
 enum { OPTION_SETS = 16 };
 
@@ -75,7 +76,8 @@ static struct options options_of(int64_t set) {
     return (struct options){.keep = set & 1, .narrow = set & 2, .narrow_dlse = set & 4, .in_place = set & 8};
 }
 
-/* ---- one problem -------------------------------------------------------------------------------------------------- */
+/* ---- one problem --------------------------------------------------------------------------------------------------
+ */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -86,11 +88,11 @@ struct row {
 /*
  * Bounds. With e = 2^-24, the sum of e^(x - max) has the relative error
  *     E = e (14 + ln n):
- * a term and the one that the sum is divided by are good to 3 units each. The roundings of x - max and of its product with
- * log2(e), where there is no FMA to spare them, are e |x - max| each; they weigh in with e^(x - max), whose mean of
- * |x - max| is at most ln n, and half of them cancel. Within a block of 1024 elements at most 64 additions follow one another
- * (4 lanes x 4 sums), whose roundings add up like a random walk; sums of blocks are added without loss. lse is off by E, and
- * by its own rounding.
+ * a term and the one that the sum is divided by are good to 3 units each. The roundings of x - max and of its product
+ * with log2(e), where there is no FMA to spare them, are e |x - max| each; they weigh in with e^(x - max), whose mean
+ * of |x - max| is at most ln n, and half of them cancel. Within a block of 1024 elements at most 64 additions follow
+ * one another (4 lanes x 4 sums), whose roundings add up like a random walk; sums of blocks are added without loss. lse
+ * is off by E, and by its own rounding.
  *
  * The gradient's exponential is good to 3 units, x - lse and its product with log2(e) add e |x - lse| each, the product
  * with dlse and the last rounding 2 e. Where it underflows, a unit of the smallest is all that there is.
@@ -123,7 +125,8 @@ static void build(problem *p, rafter_dtype dtype, const struct shape *shape, str
 
     int used = snprintf(p->label, sizeof p->label, "%s [", problem_dtype_name(dtype));
     for (int d = 0; d < ndim; d++)
-        used += snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
+        used +=
+            snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
     snprintf(p->label + used, sizeof p->label - (size_t)used, "] dim %d%s%s%s%s", shape->dim, o.keep ? ", kept" : "",
              o.narrow ? ", lse as x" : "", o.narrow_dlse ? ", dlse as x" : "", o.in_place ? ", in place" : "");
 }
@@ -174,7 +177,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return rafter_logsumexp_backward(context, &args);
 }
 
-/* ---- bench -------------------------------------------------------------------------------------------------------- */
+/* ---- bench --------------------------------------------------------------------------------------------------------
+ */
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};

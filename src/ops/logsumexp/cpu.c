@@ -1,7 +1,7 @@
 /*
- * logsumexp on the CPU. Statistics are a pivot near the maximum and the sum of exponentials relative to it: rows take theirs
- * from v_stats_row; columns keep a pivot per lane, which moves at most once per block of rows, so that an element costs one
- * exponential.
+ * logsumexp on the CPU. Statistics are a pivot near the maximum and the sum of exponentials relative to it: rows take
+ * theirs from v_stats_row; columns keep a pivot per lane, which moves at most once per block of rows, so that an
+ * element costs one exponential.
  */
 #include "ops/logsumexp/kernels.h"
 
@@ -35,9 +35,12 @@ V_INLINE bool line_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
     return false;
 }
 
-/* Columns are taken UNIT at a time, in two vectors: whole units as pairs (see v_load_pair), the last few columns one vector
- * after the other. */
-enum { UNIT = 2 * V_LANES, ROWS = 16 /* of a block whose maxima are found before its exponentials are taken, from L1 */ };
+/* Columns are taken UNIT at a time, in two vectors: whole units as pairs (see v_load_pair), the last few columns one
+ * vector after the other. */
+enum {
+    UNIT = 2 * V_LANES,
+    ROWS = 16 /* of a block whose maxima are found before its exponentials are taken, from L1 */
+};
 
 V_INLINE void load_few(int dtype, const char *p, int64_t columns, vf a[2]) {
     const int64_t first = smaller(columns, V_LANES);
@@ -252,7 +255,8 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
 }
 
 /* lse or dlse of the columns, as fp32, in the order in which the columns are loaded. */
-V_INLINE void take_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines, float *to) {
+V_INLINE void take_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines,
+                           float *to) {
     for (int64_t c = 0; c < lines; c += UNIT) {
         const int64_t columns = smaller(lines - c, UNIT);
         char buffer[UNIT * 4];
@@ -303,7 +307,8 @@ V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* ---- the table ---------------------------------------------------------------------------------------------------- */
+/* ---- the table ----------------------------------------------------------------------------------------------------
+ */
 
 static void row_statistics_of(const struct logsumexp_block *block, float *statistics) {
     float *const sums = statistics + block->lines;

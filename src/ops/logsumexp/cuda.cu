@@ -2,8 +2,8 @@
  * logsumexp on CUDA: one pass over x in either direction.
  *
  *     dim the last (stride 1)   groups of lanes, or a block, to a row; long rows that are few are split over blocks
- *     any other                 threads along the other dimensions, walking down dim: "columns", eight to a thread where
- *                               they are neighbours in memory, else one
+ *     any other                 threads along the other dimensions, walking down dim: "columns", eight to a thread
+ * where they are neighbours in memory, else one
  *
  * Split rows and columns are merged by the last block to arrive, from scratch memory, in the order of the parts.
  */
@@ -17,18 +17,21 @@ constexpr int THREADS = 256;      /* of a block, but for long rows */
 constexpr int MOST_THREADS = 512; /* of a block that takes one long row */
 constexpr int STEPS = 8;          /* down a column that a thread loads before it uses the first, in forward */
 
-/* ---- how a call is cut ------------------------------------------------------------------------------------------------- */
+/* ---- how a call is cut
+ * ------------------------------------------------------------------------------------------------- */
 
 /* By shape and alignment alone, never by the device: the same bits everywhere. */
 struct Plan {
-    bool columns; /* else rows: dim has stride 1 */
-    int lanes;    /* rows: threads to a row (forward) or to a piece of a row (backward) */
-    int width;    /* columns: neighbouring ones to a thread */
-    int across;   /* columns: threads of a block along them; the others follow each other down dim */
+    bool columns;               /* else rows: dim has stride 1 */
+    int lanes;                  /* rows: threads to a row (forward) or to a piece of a row (backward) */
+    int width;                  /* columns: neighbouring ones to a thread */
+    int across;                 /* columns: threads of a block along them; the others follow each other down dim */
     int64_t tasks, parts, part; /* rows or tiles of columns; parts that dim is cut into, and elements of each */
 
     /* Statistics that forward keeps in scratch memory when there are several parts. */
-    int64_t per_tile() const { return columns ? int64_t(width) * across : 1; }
+    int64_t per_tile() const {
+        return columns ? int64_t(width) * across : 1;
+    }
 };
 
 int power_at_least(int64_t a, int least, int most) {
@@ -115,14 +118,15 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
     return plan;
 }
 
-/* ---- forward --------------------------------------------------------------------------------------------------------------- */
+/* ---- forward
+ * --------------------------------------------------------------------------------------------------------------- */
 
 struct Forward {
     Rows x, lse;
-    int64_t rows, n, step;           /* step: stride of dim in x */
-    int64_t first, parts, part;      /* this launch begins with task `first` */
-    unsigned *counters;              /* one per task of this launch, where there are several parts */
-    RowStats *stored;                /* and the parts' statistics, in the order of tasks, then parts */
+    int64_t rows, n, step;      /* step: stride of dim in x */
+    int64_t first, parts, part; /* this launch begins with task `first` */
+    unsigned *counters;         /* one per task of this launch, where there are several parts */
+    RowStats *stored;           /* and the parts' statistics, in the order of tasks, then parts */
 };
 
 /* The logarithm in double: next to a maximum of opposite sign its rounding would show. */
@@ -130,7 +134,8 @@ DEVICE float lse_of(RowStats s) {
     return static_cast<float>(pivot_at(s.max) + log(static_cast<double>(s.sum)));
 }
 
-template <typename T, int LANES> __global__ __launch_bounds__(THREADS) void short_rows(const __grid_constant__ Forward f) {
+template <typename T, int LANES>
+__global__ __launch_bounds__(THREADS) void short_rows(const __grid_constant__ Forward f) {
     const int64_t row = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
     const int64_t taken = row < f.rows ? row : f.rows - 1; /* all lanes stay for the shuffles */
     const Stretch<const T> stretch(f.x.at<const T>(taken), f.n);
@@ -246,7 +251,8 @@ template <typename T> void launch_forward(const Plan &plan, const Forward &f, in
     }
 }
 
-/* ---- backward -------------------------------------------------------------------------------------------------------------- */
+/* ---- backward
+ * -------------------------------------------------------------------------------------------------------------- */
 
 struct Backward {
     Rows x, dx, lse, dlse;
@@ -288,7 +294,8 @@ __global__ __launch_bounds__(THREADS) void row_gradients(const __grid_constant__
             dx[x.edge(e)] = from_float<T>(gradient.of(to_float(x.body[x.edge(e)])));
 }
 
-template <typename T, int N> __global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
+template <typename T, int N>
+__global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
     const int64_t tile = b.parts == 1 ? blockIdx.x : blockIdx.x / b.parts, part = blockIdx.x - tile * b.parts;
     const int64_t column = (tile * blockDim.x + threadIdx.x) * N;
     const int64_t from = part * b.part, to = b.n - from < b.part ? b.n : from + b.part;
@@ -334,7 +341,9 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
     }
 }
 
-/* ---- calls ------------------------------------------------------------------------------------------------------------------- */
+/* ---- calls
+ * -------------------------------------------------------------------------------------------------------------------
+ */
 
 /* dim last, the others in order. */
 rafter_view dim_last(const rafter_view &view, int dim) {
@@ -353,11 +362,13 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     const rafter_view lse = dim_last(call->lse, call->dim);
     const Plan plan = plan_forward(x, rows, call->algorithm);
     /* Only a call that is told to split more tasks than there are counters takes several launches. */
-    const int64_t counters = RAFTER_CUDA_COUNTERS, most = plan.parts > 1 && plan.tasks > counters ? counters : plan.tasks;
+    const int64_t counters = RAFTER_CUDA_COUNTERS,
+                  most = plan.parts > 1 && plan.tasks > counters ? counters : plan.tasks;
 
     struct rafter_scratch scratch;
     const int64_t stored = plan.parts > 1 ? most * plan.parts * plan.per_tile() : 0;
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, stored * sizeof(RowStats), &scratch));
+    RAFTER_TRY(
+        rafter_scratch_take(context, call->workspace, call->workspace_bytes, stored * sizeof(RowStats), &scratch));
     Forward f = {};
     f.x = rows_of(x, x.ndim - 1);
     f.lse = rows_of(lse, dims);
@@ -370,9 +381,8 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     f.stored = reinterpret_cast<RowStats *>(scratch.memory);
     for (f.first = 0; f.first < plan.tasks; f.first += most) {
         const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
-        for_dtype(x.dtype, [&](auto zero) {
-            launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream);
-        });
+        for_dtype(x.dtype,
+                  [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
     }
     rafter_scratch_release(context, &scratch);
     return rafter_cuda_launched(context, "logsumexp forward");

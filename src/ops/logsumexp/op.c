@@ -1,7 +1,7 @@
 /*
- * logsumexp: checks, and how work is cut. Every call is brought into the form [outer ..., lines, length], the same for all
- * of its tensors: one lse per line. Blocks are some neighbouring lines, or parts of them; tasks are some blocks. All of that
- * follows from shapes and strides, so that results do not depend on the number of threads.
+ * logsumexp: checks, and how work is cut. Every call is brought into the form [outer ..., lines, length], the same for
+ * all of its tensors: one lse per line. Blocks are some neighbouring lines, or parts of them; tasks are some blocks.
+ * All of that follows from shapes and strides, so that results do not depend on the number of threads.
  */
 #include "core/backend.h"
 #include "core/threads.h"
@@ -22,10 +22,10 @@ static const struct rafter_variant variants[] = {
 const struct rafter_op rafter_op_logsumexp = {"logsumexp", sizeof variants / sizeof *variants, variants};
 
 enum {
-    TASK = 1 << 16,      /* elements that are worth a task */
-    ROW_PART = 1 << 14,  /* elements of a part of a line, in rows form ... */
-    COLUMN_PART = 1 << 10,/* ... and in columns form, where a part is of many lines */
-    FEW_BLOCKS = 64      /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
+    TASK = 1 << 16,        /* elements that are worth a task */
+    ROW_PART = 1 << 14,    /* elements of a part of a line, in rows form ... */
+    COLUMN_PART = 1 << 10, /* ... and in columns form, where a part is of many lines */
+    FEW_BLOCKS = 64        /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
 };
 
 static int64_t at_least(int64_t a, int64_t b) {
@@ -40,7 +40,8 @@ static int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }
 
-/* ---- checks ------------------------------------------------------------------------------------------------------- */
+/* ---- checks -------------------------------------------------------------------------------------------------------
+ */
 
 /* Gives a view a dimension of size 1 at `dim`. */
 static void insert_dim(rafter_view *view, int dim) {
@@ -102,22 +103,23 @@ static rafter_status take(rafter_context *context, const rafter_logsumexp_args *
     return rafter_want_disjoint(context, "dx", dx, "dlse", dlse);
 }
 
-/* ---- plan --------------------------------------------------------------------------------------------------------- */
+/* ---- plan ---------------------------------------------------------------------------------------------------------
+ */
 
 /* The call's views as [outer ..., lines, length], and how that is cut. */
 struct plan {
     enum logsumexp_form form;
     rafter_view x, lse, dlse, dx;
-    int line;                     /* the dimension of lines; that of length is the next */
-    int64_t lines, length;        /* of a block; the last one along a dimension may be smaller */
-    int64_t line_blocks, parts;   /* per outer index, and of a line */
-    int64_t blocks, per_task;     /* a block is `lines` x `length` */
-    size_t statistics;            /* bytes of scratch */
+    int line;                   /* the dimension of lines; that of length is the next */
+    int64_t lines, length;      /* of a block; the last one along a dimension may be smaller */
+    int64_t line_blocks, parts; /* per outer index, and of a line */
+    int64_t blocks, per_task;   /* a block is `lines` x `length` */
+    size_t statistics;          /* bytes of scratch */
     bool stream;
 };
 
-/* Moves `dim` behind all other dimensions, and these into the order of `leader`'s memory, outermost first: transposed tensors
- * are walked as if they were not. */
+/* Moves `dim` behind all other dimensions, and these into the order of `leader`'s memory, outermost first: transposed
+ * tensors are walked as if they were not. */
 static void reorder(rafter_view *const views[], int count, const rafter_view *leader, int dim) {
     int order[RAFTER_VIEW_DIMS], n = 0;
     for (int d = 0; d < leader->ndim; d++) {
@@ -160,13 +162,14 @@ static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
     const int64_t outer = rafter_extent(&plan->x, 0, line);
     const int64_t lines = plan->lse.shape[line], whole = at_least(plan->x.shape[length], 1);
     const bool rows = plan->form == LOGSUMEXP_ROWS;
-    plan->lines = at_most(lines, rows ? at_most(at_least(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
+    plan->lines =
+        at_most(lines, rows ? at_most(at_least(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
     plan->line_blocks = plan->lines ? ceil_div(lines, plan->lines) : 0;
 
     /* The gradient may be cut anywhere; a sum only where its parts are merged again. */
     const bool few = outer * plan->line_blocks < FEW_BLOCKS;
-    const bool cut = backward || call->algorithm == RAFTER_LOGSUMEXP_PARALLEL ||
-                     (call->algorithm == RAFTER_LOGSUMEXP_AUTO && few);
+    const bool cut =
+        backward || call->algorithm == RAFTER_LOGSUMEXP_PARALLEL || (call->algorithm == RAFTER_LOGSUMEXP_AUTO && few);
     const int64_t part = backward ? at_least(TASK / at_least(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;
     plan->length = cut ? at_most(whole, part) : whole;
     plan->parts = ceil_div(whole, plan->length);
@@ -180,7 +183,8 @@ static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
     }
 }
 
-/* ---- running ------------------------------------------------------------------------------------------------------ */
+/* ---- running ------------------------------------------------------------------------------------------------------
+ */
 
 struct work {
     const struct plan *plan;
@@ -222,7 +226,8 @@ static struct logsumexp_block block_at(const struct plan *plan, int64_t index) {
     return block;
 }
 
-static void finish(const struct work *work, const struct logsumexp_block *block, const float *statistics, int64_t parts) {
+static void finish(const struct work *work, const struct logsumexp_block *block, const float *statistics,
+                   int64_t parts) {
     work->kernels->finish(statistics, parts, block->lines, block->lse_dtype, (char *)block->lse, block->lse_line);
 }
 

@@ -12,12 +12,13 @@ enum lrpe_f {
     LRPE_SILU,
     LRPE_FEATURE,      /* softmax over the features of a head, at most LRPE_COLUMNS of them: a row at a time */
     LRPE_FEATURE_WIDE, /* the same over more of them: from statistics of rows */
-    LRPE_SEQUENCE      /* softmax over the sequence: from statistics of columns */
+    LRPE_SEQUENCE,     /* softmax over the sequence: from statistics of columns */
+    LRPE_FS
 };
 
 enum {
     LRPE_COLUMNS = 2048, /* features that are worked on at a time, at most */
-    LRPE_ALIGN = 16      /* boxes start at multiples of this many features, and arrays of columns are padded to it */
+    LRPE_ALIGN = 32      /* boxes start at multiples of this many features, and arrays of columns are padded to it */
 };
 
 /* Features of a head in arrays of columns. */
@@ -32,7 +33,7 @@ struct lrpe_box {
 
 /* Softmax statistics, of columns [B, H, padded D] or of rows [B, N, H]. First max, sum of e^(x - max) and, in backward,
  * sum of e^(x - max) * g, where g = dy_1 cos + dy_2 sin; once they are complete, what to subtract from x (max, but 0
- * for a column of all -inf), 1 / sum and sum of softmax * g. */
+ * where all is -inf), 1 / sum, and sum of softmax * g. Features of a column array are in the order of the kernels. */
 struct lrpe_statistics {
     float *pivot, *scale, *dot;
 };
@@ -41,7 +42,8 @@ struct lrpe_kernels {
     /* y from x. */
     void (*forward)(const struct lrpe_cosine_call *call, const struct lrpe_box *box, enum lrpe_f f,
                     const struct lrpe_statistics *statistics, bool stream);
-    /* dx from x and dy, if dx has data; and the box's part of dtheta [H, padded D], if that is not NULL. */
+    /* dx from x and dy, if dx has data; and the box's part of dtheta [H, padded D] (features in the order of the
+     * kernels), if that is not NULL. */
     void (*backward)(const struct lrpe_cosine_call *call, const struct lrpe_box *box, enum lrpe_f f,
                      const struct lrpe_statistics *statistics, double *dtheta, bool stream);
     /* Statistics of the box's columns over its tokens. */

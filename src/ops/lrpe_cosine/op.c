@@ -195,7 +195,10 @@ enum {
     TASK_ELEMENTS = 1 << 18,  /* of x: what a task should take */
     LEAST_ELEMENTS = 1 << 15, /* less is not worth a task */
     MOST_PARTS = 32,          /* pieces of the sequence where each costs workspace */
-    BP_COLUMNS = 128
+    BP_COLUMNS = 128,         /* features of a block */
+    BP_BATCHES = 16,          /* batches that share its angles, at most */
+    BP_BLOCKS = 8,            /* fewer are not worth the choice */
+    BP_BYTES = 5 << 20        /* what a thread may hope to find again in its share of the caches */
 };
 
 static int64_t least(int64_t a, int64_t b) {
@@ -215,30 +218,40 @@ static int64_t step_for(int64_t size, int64_t pieces) {
     return divided_up(size, most(1, least(pieces, size)));
 }
 
+/* Whether the softmax over the sequence had better be done in blocks of features: where what it reads twice of a block
+ * stays in a cache, and there are blocks enough to share out. Else memory is read best in the order in which it lies.
+ */
+static bool suits_bp(const struct lrpe_cosine_call *call) {
+    const int64_t *shape = call->x.shape, batches = least(shape[0], BP_BATCHES);
+    const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; there are twice as many of dy */
+    const int64_t bytes = elements * rafter_dtype_bytes(call->x.dtype) * (call->direction == RAFTER_FORWARD ? 1 : 3);
+    return bytes <= BP_BYTES &&
+           divided_up(shape[2] * shape[3], BP_COLUMNS) * divided_up(shape[0], BP_BATCHES) >= BP_BLOCKS;
+}
+
 static struct cut make_cut(const struct plan *plan) {
     const struct lrpe_cosine_call *call = plan->call;
     const int64_t batch = call->x.shape[0], length = call->x.shape[1], heads = call->x.shape[2],
                   features = call->x.shape[3];
-    const bool over_features = plan->f == LRPE_FEATURE;
     struct cut cut = {batch, length, heads, features, 1, 1, 1, 1};
     if (plan->bp) {
-        if (!over_features && features > BP_COLUMNS)
+        if (plan->f != LRPE_FEATURE && features > BP_COLUMNS)
             cut.d_step = BP_COLUMNS;
         cut.h_step = cut.d_step < features ? 1 : least(heads, most(1, BP_COLUMNS / features));
+        cut.b_step = least(batch, BP_BATCHES);
     } else {
         cut.n_step = least(length, divided_up(most(16, TASK_ELEMENTS / (call->x.numel / length)), 16) * 16);
         if (plan->f == LRPE_SEQUENCE || call->dtheta.data)
-            cut.n_step = most(cut.n_step, divided_up(divided_up(length, MOST_PARTS), 16) * 16);
+            cut.n_step = least(length, most(cut.n_step, divided_up(divided_up(length, MOST_PARTS), 16) * 16));
+        /* A short sequence: cut heads too, and then the batch, which costs computing angles again. */
+        const int64_t tasks = least(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = divided_up(length, cut.n_step);
+        cut.h_step = step_for(heads, tasks / pieces);
+        cut.b_step = step_for(batch, tasks / pieces / divided_up(heads, cut.h_step));
     }
-    cut.n_count = divided_up(length, cut.n_step);
-    cut.d_count = divided_up(features, cut.d_step);
-    /* Too few tasks: cut heads, then the batch, which costs computing angles again. */
-    const int64_t tasks = least(TASKS, call->x.numel / LEAST_ELEMENTS);
-    if (!plan->bp)
-        cut.h_step = step_for(heads, tasks / cut.n_count);
-    cut.h_count = divided_up(heads, cut.h_step);
-    cut.b_step = step_for(batch, tasks / (cut.n_count * cut.h_count * cut.d_count));
     cut.b_count = divided_up(batch, cut.b_step);
+    cut.n_count = divided_up(length, cut.n_step);
+    cut.h_count = divided_up(heads, cut.h_step);
+    cut.d_count = divided_up(features, cut.d_step);
     return cut;
 }
 
@@ -287,7 +300,8 @@ static size_t make_plan(const rafter_context *context, const struct lrpe_cosine_
               : sequence                 ? LRPE_SEQUENCE
               : shape[3] <= LRPE_COLUMNS ? LRPE_FEATURE
                                          : LRPE_FEATURE_WIDE;
-    plan->bp = call->algorithm == RAFTER_LRPE_BP || (call->algorithm == RAFTER_LRPE_AUTO && plan->f == LRPE_SEQUENCE);
+    plan->bp = call->algorithm == RAFTER_LRPE_AUTO ? plan->f == LRPE_SEQUENCE && suits_bp(call)
+                                                   : call->algorithm == RAFTER_LRPE_BP;
     const rafter_view *out = call->direction == RAFTER_FORWARD ? &call->y : &call->dx;
     plan->stream = out->data && rafter_should_stream(span(out));
     plan->cut = make_cut(plan);

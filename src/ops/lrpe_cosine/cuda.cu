@@ -1,0 +1,735 @@
+/*
+ * lrpe_cosine on CUDA: every input is read from memory once and every output written once.
+ *
+ *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
+ * them for softmax over features        every sequence of the batch. Lines of up to 32 packs are normalised among the
+ * lanes of a warp; of longer ones the statistics are computed first, by another kernel. softmax over the sequence    by
+ * teams of blocks that keep their share of the sequence in shared memory: cuda/teams.cuh
+ *
+ * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
+ * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
+ */
+#include "cuda/activations.cuh"
+#include "cuda/backend.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/sincos.cuh"
+#include "cuda/teams.cuh"
+#include "ops/lrpe_cosine/call.h"
+
+namespace {
+
+constexpr int THREADS = 256;
+
+/* ---- a call, as kernels take it
+ * ---------------------------------------------------------------------------------------- */
+
+struct Strides {
+    int64_t b, n, h, d;
+};
+
+DEVICE float number_at(const void *data, rafter_dtype dtype, int64_t i) {
+    return dtype == RAFTER_F32    ? static_cast<const float *>(data)[i]
+           : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
+                                  : to_float(static_cast<const fp16 *>(data)[i]);
+}
+
+template <typename T> struct Call {
+    const T *x, *dy;
+    T *out;                 /* y or dx; NULL where only dtheta is wanted */
+    Strides x_step, y_step; /* y_step: of y or dy */
+    Strides dx_step;
+    int64_t batch, length, heads, features;
+
+    const void *theta;
+    rafter_dtype theta_dtype;
+    int64_t theta_h, theta_d;
+    const void *positions; /* or NULL: offset + n */
+    bool positions_are_64_bit;
+    int64_t positions_b, positions_n, offset;
+
+    DEVICE Turns turns(int64_t h, int64_t d) const {
+        return turns_of(number_at(theta, theta_dtype, h * theta_h + d * theta_d));
+    }
+    DEVICE int64_t position(int64_t b, int64_t n) const {
+        if (!positions)
+            return offset + n;
+        const int64_t i = b * positions_b + n * positions_n;
+        return positions_are_64_bit ? static_cast<const int64_t *>(positions)[i]
+                                    : static_cast<const int *>(positions)[i];
+    }
+};
+
+/* f, besides the kinds that act has: a softmax over features whose lines are in a warp; one whose statistics are given.
+ */
+enum {
+    FEATURES = RAFTER_ACT_SOFTMAX,
+    GIVEN,
+    ANY = -1
+}; /* ANY, as a template's argument: the one that the walk names */
+
+/* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. */
+struct Walk4 {
+    int across, lanes; /* threads side by side in a block; threads that a head is given, some of them idle */
+    int f, batch;
+    int64_t tiles, row_chunks, batch_chunks, rows;
+    const float *statistics; /* GIVEN: of each line [B, N, H] the maximum, 1 / sum, and in backward the sum of p g */
+    double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
+};
+
+/* ---- all but the softmax over the sequence
+ * ----------------------------------------------------------------------------- */
+
+/* x becomes its softmax over the `lanes` lanes of a group, for COUNT lines at once. */
+template <typename T, int COUNT, int N> DEVICE void softmax_in_lanes(float (&x)[COUNT][N], int lanes) {
+    float max[COUNT], sum[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        max[i] = -FLT_MAX;
+        sum[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            max[i] = fmaxf(max[i], x[i][j]);
+    }
+    for (int step = lanes / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], step));
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[i] += x[i][j] = exp_as<T>(x[i][j] - max[i]);
+    for (int step = lanes / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const float scale = 1.0f / sum[i];
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[i][j] *= scale;
+    }
+}
+
+template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, float otherwise) {
+    if (has)
+        return load_once<T, N>(p);
+    Pack<T, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        pack.v[j] = from_float<T>(otherwise);
+    return pack;
+}
+
+template <typename T, int N, bool FORWARD, int F, bool DTHETA>
+__global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> call, const Walk4 walk) {
+    constexpr int INPUTS = FORWARD ? 1 : 3;
+    constexpr int AT_ONCE = FORWARD ? 4 : 2;  /* sequences whose packs are loaded before the first is used */
+    constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
+    __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
+    __shared__ double moments[DTHETA ? THREADS * N : 1];
+    const int f = F == ANY ? walk.f : F, across = walk.across, column = threadIdx.x % across, step = THREADS / across;
+    const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
+
+    const int64_t tile = blockIdx.x % walk.tiles, chunk = blockIdx.x / walk.tiles;
+    const int64_t top = chunk % walk.row_chunks * walk.rows,
+                  bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
+    const int64_t first_b = chunk / walk.row_chunks * walk.batch, left = call.batch - first_b;
+    const int sequences = left < walk.batch ? (int)left : walk.batch;
+    const int64_t place = tile * across + column, h = place / walk.lanes, d = place % walk.lanes * N;
+    const bool active = h < call.heads && d < call.features;
+
+    for (int i = threadIdx.x; i < N * across; i += THREADS) {
+        const int64_t at = tile * across + i % across, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i / across;
+        turns[i] = at_h < call.heads && at_d < call.features ? call.turns(at_h, at_d) : Turns();
+    }
+    __syncthreads();
+
+    const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
+    const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
+    double moment[DTHETA ? N : 1] = {};
+    for (int64_t row = top; row < bottom; row += step) {
+        const int64_t n = row + threadIdx.x / across;
+        const bool has = active && n < bottom;
+        const int64_t token = has ? call.position(first_b, n) : 0;
+        const Position position = position_of(token);
+        float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
+        sincos_of(turns + column, across, position, sine, cosine);
+
+        const T *x = call.x + first_b * call.x_step.b + n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
+        const T *dy = call.dy + first_b * call.y_step.b + n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
+        T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
+        for (int b = 0; b < sequences; b += AT_ONCE) {
+            Pack<T, N> packs[AT_ONCE][INPUTS];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const bool there = has && b + i < sequences;
+                if (reads_x)
+                    packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
+                if constexpr (!FORWARD) {
+                    packs[i][1] = load_or<T, N>(dy, there, 0.0f);
+                    packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
+                }
+                x += call.x_step.b;
+                dy += call.y_step.b;
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i += TOGETHER) {
+                float v[TOGETHER][N], dot[TOGETHER] = {}; /* x, then f(x) of a softmax */
+#pragma unroll
+                for (int k = 0; k < TOGETHER; k++)
+                    if (reads_x)
+                        unpack(packs[i + k][0], v[k]);
+                if (f == FEATURES)
+                    softmax_in_lanes<T>(v, walk.lanes);
+#pragma unroll
+                for (int k = 0; k < TOGETHER; k++) {
+                    const bool there = has && b + i + k < sequences;
+                    if (f == GIVEN && there) {
+                        const int64_t line = ((first_b + b + i + k) * call.length + n) * call.heads + h;
+                        const float *const given = walk.statistics + line * (FORWARD ? 2 : 3);
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            v[k][j] = exp_as<T>(v[k][j] - given[0]) * given[1];
+                        dot[k] = FORWARD ? 0.0f : given[2];
+                    }
+                    if constexpr (FORWARD) {
+                        float c[N], s[N];
+#pragma unroll
+                        for (int j = 0; j < N; j++) {
+                            const float value = softmax ? v[k][j] : act_forward<T>((rafter_act_kind)f, v[k][j]);
+                            c[j] = value * cosine[j];
+                            s[j] = value * sine[j];
+                        }
+                        if (there) {
+                            store_once(out, packed<T, N>(c));
+                            store_once(out + half, packed<T, N>(s));
+                        }
+                    } else {
+                        float c[N], s[N], g[N];
+                        unpack(packs[i + k][1], c);
+                        unpack(packs[i + k][2], s);
+#pragma unroll
+                        for (int j = 0; j < N; j++) {
+                            g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
+                            if constexpr (DTHETA) {
+                                const float value = softmax ? v[k][j] : act_forward<T>((rafter_act_kind)f, v[k][j]);
+                                if (there)
+                                    turned[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], turned[j]);
+                            }
+                            if (f == FEATURES)
+                                dot[k] = fmaf(v[k][j], g[j], dot[k]);
+                        }
+                        if (f == FEATURES)
+                            for (int apart = walk.lanes / 2; apart > 0; apart /= 2)
+                                dot[k] += __shfl_xor_sync(~0u, dot[k], apart);
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            g[j] = softmax   ? v[k][j] * (g[j] - dot[k])
+                                   : reads_x ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
+                                             : g[j];
+                        if (there && (!DTHETA || call.out))
+                            store_once(out, packed<T, N>(g));
+                    }
+                    out += out_step.b;
+                }
+            }
+        }
+        if constexpr (DTHETA)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                moment[j] += (double)token * (double)turned[j];
+    }
+
+    if constexpr (DTHETA) {
+        /* Threads `across` apart have the same features. */
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            moments[threadIdx.x * N + j] = moment[j];
+        __syncthreads();
+        for (int i = threadIdx.x; i < across * N; i += THREADS) {
+            double sum = 0.0;
+            for (int r = 0; r < step; r++)
+                sum += moments[r * across * N + i];
+            const int64_t at = tile * across + i / N, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i % N;
+            if (at_h < call.heads && at_d < call.features)
+                walk.moments[(chunk * call.heads + at_h) * call.features + at_d] = sum;
+        }
+    }
+}
+
+/* The statistics of lines of features, for GIVEN: a warp to a line. */
+template <typename T, int N, bool FORWARD>
+__global__ void __launch_bounds__(THREADS) line_statistics(const Call<T> call, float *statistics) {
+    const int lane = threadIdx.x % WARP;
+    const int64_t line = (int64_t)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
+    if (line >= call.batch * call.length * call.heads)
+        return;
+    const int64_t h = line % call.heads, n = line / call.heads % call.length, b = line / call.heads / call.length;
+    const T *const x_row = call.x + b * call.x_step.b + n * call.x_step.n + h * call.x_step.h;
+    Statistics<1, true, 1> mine;
+    mine.clear();
+    for (int64_t d = lane * N; d < call.features; d += WARP * N) {
+        float x[1][N];
+        unpack(load_l2<T, N>(x_row + d * call.x_step.d), x[0]);
+        add_exponentials(mine, x);
+    }
+    mine.rebase(0, warp_max(mine.max[0]));
+    const float max = mine.max[0], scale = 1.0f / warp_sum(mine.sum[0][0]);
+    float dot = 0.0f;
+    if constexpr (!FORWARD) {
+        const Position position = position_of(call.position(b, n));
+        const T *const dy_row = call.dy + b * call.y_step.b + n * call.y_step.n + h * call.y_step.h;
+        for (int64_t d = lane * N; d < call.features; d += WARP * N) {
+            float x[N], c[N], s[N];
+            unpack(load_l2<T, N>(x_row + d * call.x_step.d), x);
+            unpack(load_l2<T, N>(dy_row + d * call.y_step.d), c);
+            unpack(load_l2<T, N>(dy_row + (d + call.features) * call.y_step.d), s);
+            for (int j = 0; j < N; j++) {
+                const Turns turns = call.turns(h, d + j);
+                float sine[1], cosine[1];
+                sincos_of(&turns, 0, position, sine, cosine);
+                dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
+            }
+        }
+        dot = warp_sum(dot) * scale;
+    }
+    if (lane == 0) {
+        float *const out = statistics + line * (FORWARD ? 2 : 3);
+        out[0] = max;
+        out[1] = scale;
+        if (!FORWARD)
+            out[2] = dot;
+    }
+}
+
+/* dtheta[h, d], or summed over all h or all d where theta has one for all: a block to an element. */
+struct DTheta {
+    void *data;
+    rafter_dtype dtype;
+    int64_t heads, features, stride_h, stride_d; /* of dtheta */
+    int64_t all_heads, all_features, chunks;     /* of moments */
+    const double *moments;
+};
+
+__global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
+    __shared__ double sums[THREADS];
+    const int64_t h = blockIdx.x / dtheta.features, d = blockIdx.x % dtheta.features;
+    const int64_t over_h = dtheta.heads == 1 ? dtheta.all_heads : 1,
+                  over_d = dtheta.features == 1 ? dtheta.all_features : 1;
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < dtheta.chunks * over_h * over_d; i += THREADS) {
+        const int64_t from_d = d + i % over_d, from_h = h + i / over_d % over_h, chunk = i / over_d / over_h;
+        sum += dtheta.moments[(chunk * dtheta.all_heads + from_h) * dtheta.all_features + from_d];
+    }
+    sums[threadIdx.x] = sum;
+    for (int step = THREADS / 2; step > 0; step /= 2) {
+        __syncthreads();
+        if (threadIdx.x < step)
+            sums[threadIdx.x] += sums[threadIdx.x + step];
+    }
+    if (threadIdx.x == 0) {
+        const int64_t at = h * dtheta.stride_h + d * dtheta.stride_d;
+        const float value = (float)sums[0];
+        if (dtheta.dtype == RAFTER_F32)
+            static_cast<float *>(dtheta.data)[at] = value;
+        else if (dtheta.dtype == RAFTER_BF16)
+            static_cast<bf16 *>(dtheta.data)[at] = from_float<bf16>(value);
+        else
+            static_cast<fp16 *>(dtheta.data)[at] = from_float<fp16>(value);
+    }
+}
+
+/* ---- softmax over the sequence
+ * ----------------------------------------------------------------------------------------- */
+
+/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in SHARE sequences of the batch.
+ * Lanes that have the same features and tokens, of different sequences, compute a part of the angles each and hand them
+ * round. */
+template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Columns {
+    typedef T_ T;
+    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 128;
+    static constexpr int INPUTS = FORWARD ? 1 : 3, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
+    static constexpr int THREADS = FORWARD ? 384 : 256, PER_SM = 2, CHUNK = DTHETA ? 1 : 2;
+    static constexpr bool HAS_MAX = true, REPLACES = !FORWARD; /* dy by g, the gradient of f(x) */
+    static constexpr int EACH = N / SHARE;                     /* angles that a lane computes */
+    typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
+    struct Table {
+        Turns turns[MOST_LINES / SHARE]; /* [element of a pack][pack] */
+        int packs, shift;                /* side by side: 2^shift */
+    };
+    struct Place {
+        const T *in[3];
+        T *out;
+        int64_t b;
+        bool active;
+    };
+
+    Call<T> call;
+    int64_t packs; /* of a head */
+    double *moments;
+
+    struct Strip {
+        int64_t b, h, pack; /* the first of each */
+    };
+    DEVICE Strip strip_at(int64_t index, int across) const {
+        const int64_t groups = ceil_div(packs, (int64_t)(across / SHARE)), line = index / groups;
+        return {line / call.heads * SHARE, line % call.heads, index % groups * (across / SHARE)};
+    }
+
+    DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
+        const Strip first = strip_at(strip, across);
+        const int64_t b = first.b + column / (across / SHARE), pack = first.pack + column % (across / SHARE),
+                      d = pack * N;
+        const T *const x =
+            call.x + b * call.x_step.b + row * call.x_step.n + first.h * call.x_step.h + d * call.x_step.d;
+        const T *const dy =
+            call.dy + b * call.y_step.b + row * call.y_step.n + first.h * call.y_step.h + d * call.y_step.d;
+        const Strides &step = FORWARD ? call.y_step : call.dx_step;
+        T *const out = call.out + b * step.b + row * step.n + first.h * step.h + d * step.d;
+        return {{x, dy, dy + call.features * call.y_step.d}, out, b, b < call.batch && pack < packs};
+    }
+    DEVICE void prepare(Table &table, int64_t strip, int across) const {
+        const Strip first = strip_at(strip, across);
+        const int side = across / SHARE;
+        __syncthreads();
+        for (int i = threadIdx.x; i < side * N; i += THREADS) {
+            const int64_t d = (first.pack + i % side) * N + i / side;
+            table.turns[i] = d < call.features ? call.turns(first.h, d) : Turns();
+        }
+        if (threadIdx.x == 0) {
+            table.packs = side;
+            table.shift = __ffs(side) - 1;
+        }
+        __syncthreads();
+    }
+    DEVICE const T *source(const Place &place, int input, int64_t down) const {
+        return place.in[input] + down * (input == 0 ? call.x_step.n : call.y_step.n);
+    }
+    DEVICE Pack<T, N> blank(int input) const {
+        Pack<T, N> pack;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            pack.v[j] = from_float<T>(input == 0 ? -INFINITY : 0.0f);
+        return pack;
+    }
+
+    /* The position of token n of the place's sequence, and the angles there. All lanes of a warp come here together. */
+    DEVICE float angles(const Place &place, int64_t n, const Table &table, float (&cosine)[N], float (&sine)[N]) const {
+        const int lane = threadIdx.x % WARP, pack = lane & (table.packs - 1), own = lane >> table.shift & (SHARE - 1);
+        const int64_t token = n < call.length ? call.position(place.b, n) : 0;
+        float c[EACH], s[EACH];
+        sincos_of(table.turns + own * EACH * table.packs + pack, table.packs, position_of(token), s, c);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const int from = lane + (j / EACH - own) * table.packs;
+            cosine[j] = SHARE == 1 ? c[j] : __shfl_sync(~0u, c[j % EACH], from);
+            sine[j] = SHARE == 1 ? s[j] : __shfl_sync(~0u, s[j % EACH], from);
+        }
+        return (float)token;
+    }
+    /* g from dy; and, if wanted, `turned`: position dTheta / f(x). */
+    DEVICE void gradient(const Chunk<Columns> &chunk, int i, const Place &place, const Table &table, float (&g)[N],
+                         float (&turned)[N]) const {
+        float cosine[N], sine[N], c[N], s[N];
+        const float position = angles(place, chunk.row + i * chunk.step, table, cosine, sine);
+        unpack(chunk.item[i].in[1], c);
+        unpack(chunk.item[i].in[2], s);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
+            turned[j] = DTHETA ? position * (s[j] * cosine[j] - c[j] * sine[j]) : 0.0f;
+        }
+    }
+
+    DEVICE void accumulate(Stats &statistics, Chunk<Columns> &chunk, const Place &place, const Table &table) const {
+        float x[CHUNK][N];
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+            unpack(chunk.item[i].in[0], x[i]);
+        if constexpr (FORWARD) {
+            add_exponentials(statistics, x);
+        } else {
+            float g[CHUNK][N], turned[CHUNK][N];
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                gradient(chunk, i, place, table, g[i], turned[i]);
+                memcpy(&chunk.item[i].in[1], g[i], sizeof g[i]); /* as many bytes as two packs of 16-bit elements */
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float top = statistics.max[j];
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++)
+                    top = fmaxf(top, x[i][j]);
+                statistics.rebase(j, top);
+#pragma unroll
+                for (int i = 0; i < CHUNK; i++) {
+                    const float e = exp2_fast((x[i][j] - top) * LOG2E);
+                    statistics.sum[0][j] += e;
+                    statistics.sum[1][j] = fmaf(e, g[i][j], statistics.sum[1][j]);
+                    if constexpr (DTHETA)
+                        statistics.sum[2][j] = fmaf(e, turned[i][j], statistics.sum[2][j]);
+                }
+            }
+        }
+    }
+
+    DEVICE void conclude(Stats &statistics, int64_t strip, int column, int across, bool speaks) const {
+        const Strip first = strip_at(strip, across);
+        const int side = across / SHARE;
+        const int64_t b = first.b + column / side, d = (first.pack + column % side) * N;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float scale = 1.0f / statistics.sum[0][j];
+            statistics.sum[0][j] = scale;
+            if constexpr (!FORWARD)
+                statistics.sum[1][j] *= scale;
+            if constexpr (DTHETA)
+                if (speaks)
+                    moments[(b * call.heads + first.h) * call.features + d + j] =
+                        (double)(statistics.sum[2][j] * scale);
+        }
+    }
+
+    template <bool REPLACED>
+    DEVICE void finish(const Stats &statistics, const Chunk<Columns> &chunk, const Place &place,
+                       const Table &table) const {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++) {
+            const int64_t down = chunk.down + i * chunk.step;
+            float p[N];
+            unpack(chunk.item[i].in[0], p);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                p[j] = exp_as<T>(p[j] - statistics.max[j]) * statistics.sum[0][j];
+            if constexpr (FORWARD) {
+                float cosine[N], sine[N];
+                angles(place, chunk.row + i * chunk.step, table, cosine, sine);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    cosine[j] *= p[j];
+                    sine[j] *= p[j];
+                }
+                if (chunk.has[i]) {
+                    store_once(place.out + down * call.y_step.n, packed<T, N>(cosine));
+                    store_once(place.out + down * call.y_step.n + call.features * call.y_step.d, packed<T, N>(sine));
+                }
+            } else {
+                float g[N], unused[N];
+                if constexpr (REPLACED)
+                    memcpy(g, &chunk.item[i].in[1], sizeof g);
+                else
+                    gradient(chunk, i, place, table, g, unused);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    p[j] *= g[j] - statistics.sum[1][j];
+                if (chunk.has[i] && (!DTHETA || call.out))
+                    store_once(place.out + down * call.dx_step.n, packed<T, N>(p));
+            }
+        }
+    }
+};
+
+/* ---- how calls are cut
+ * ------------------------------------------------------------------------------------------------- */
+
+Strides strides_of(const rafter_view &view) {
+    return {view.stride[0], view.stride[1], view.stride[2], view.stride[3]};
+}
+
+template <typename T> Call<T> call_for(const lrpe_cosine_call *from) {
+    const bool forward = from->direction == RAFTER_FORWARD;
+    Call<T> call = {};
+    call.x = reinterpret_cast<const T *>(from->x.data);
+    call.dy = reinterpret_cast<const T *>(from->dy.data);
+    call.out = reinterpret_cast<T *>(forward ? from->y.data : from->dx.data);
+    call.x_step = strides_of(from->x);
+    call.y_step = strides_of(forward ? from->y : from->dy);
+    call.dx_step = strides_of(from->dx);
+    call.batch = from->x.shape[0];
+    call.length = from->x.shape[1];
+    call.heads = from->x.shape[2];
+    call.features = from->x.shape[3];
+    call.theta = from->theta.data;
+    call.theta_dtype = from->theta.dtype;
+    call.theta_h = from->theta.stride[0];
+    call.theta_d = from->theta.stride[1];
+    call.positions = from->positions.data;
+    call.positions_are_64_bit = from->positions.dtype == RAFTER_I64;
+    call.positions_b = from->positions.stride[0];
+    call.positions_n = from->positions.stride[1];
+    call.offset = from->offset;
+    return call;
+}
+
+bool all_wide(const lrpe_cosine_call *call) {
+    const rafter_view *const views[] = {&call->x, &call->y, &call->dy, &call->dx};
+    bool wide = call->x.shape[3] % (16 / rafter_dtype_bytes(call->x.dtype)) == 0; /* of y and dy: each half */
+    for (const rafter_view *view : views)
+        wide = wide && (!view->data || is_wide(*view, 4));
+    return wide;
+}
+
+int power_of_two(int64_t at_least, int at_most) {
+    int power = 1;
+    while (power < at_least && power < at_most)
+        power *= 2;
+    return power;
+}
+
+/* Walks for `rotate`, N elements to a pack. */
+template <typename T>
+Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
+    Walk4 walk = {};
+    const int64_t packs = call.features / n;
+    walk.lanes = packs <= WARP ? power_of_two(packs, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
+    walk.f = from->act != RAFTER_ACT_SOFTMAX ? (int)from->act : packs <= WARP ? (int)FEATURES : (int)GIVEN;
+    const int64_t side_by_side = call.heads * walk.lanes;
+    const bool bp = from->algorithm == RAFTER_LRPE_BP, own_positions = call.positions && call.positions_b != 0;
+
+    /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
+    const int least = walk.f == FEATURES ? walk.lanes : 1;
+    walk.across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
+    walk.tiles = ceil_div(side_by_side, (int64_t)walk.across);
+    const int64_t step = THREADS / walk.across, wanted = (int64_t)state->multiprocessors * 8;
+    if (bp) {
+        walk.rows = call.length;
+        walk.batch = 1;
+    } else {
+        /* Long walks save tables, and dtheta's moments; short ones keep all multiprocessors busy to the end. */
+        const int64_t most = from->dtheta.data ? INT64_MAX / step : 4, steps = ceil_div(call.length, step);
+        const int64_t each = steps * walk.tiles / wanted;
+        walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
+        const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
+        const int64_t pieces = blocks < wanted / 2 ? ceil_div(wanted / 2, blocks) : 1;
+        const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
+        walk.batch = (int)(together < 4096 ? together : 4096);
+    }
+    walk.row_chunks = ceil_div(call.length, walk.rows);
+    walk.batch_chunks = ceil_div(call.batch, (int64_t)walk.batch);
+    return walk;
+}
+
+template <typename T, int N, bool FORWARD>
+void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk, bool dtheta) {
+    const Launch how = {walk.tiles * walk.row_chunks * walk.batch_chunks, THREADS};
+    if constexpr (!FORWARD)
+        if (dtheta)
+            return launch(context, how, rotate<T, N, false, ANY, true>, call, walk);
+    if constexpr (N == 1)
+        return launch(context, how, rotate<T, N, FORWARD, ANY, false>, call, walk);
+    else
+        switch (walk.f) {
+        case RAFTER_ACT_NONE: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_NONE, false>, call, walk);
+        case RAFTER_ACT_RELU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_RELU, false>, call, walk);
+        case RAFTER_ACT_SIGMOID:
+            return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>, call, walk);
+        case RAFTER_ACT_SILU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SILU, false>, call, walk);
+        case FEATURES: return launch(context, how, rotate<T, N, FORWARD, FEATURES, false>, call, walk);
+        default: return launch(context, how, rotate<T, N, FORWARD, GIVEN, false>, call, walk);
+        }
+}
+
+void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call *from, const double *moments,
+                        int64_t chunks) {
+    const rafter_view &view = from->dtheta;
+    const DTheta dtheta = {view.data,      view.dtype,       view.shape[0],    view.shape[1], view.stride[0],
+                           view.stride[1], from->x.shape[2], from->x.shape[3], chunks,        moments};
+    if (view.numel > 0)
+        launch(context, {view.numel, THREADS}, sum_moments, dtheta);
+}
+
+/* Scratch memory in two parts, each aligned. */
+size_t rounded(size_t bytes) {
+    return ceil_div(bytes, (size_t)256) * 256;
+}
+
+template <typename T, int N, bool FORWARD>
+rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from) {
+    const Call<T> call = call_for<T>(from);
+    Walk4 walk = plan_walk(context->cuda_state, from, call, N);
+    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks * walk.batch_chunks;
+    const bool dtheta = from->dtheta.data != NULL;
+    const size_t moments = dtheta ? rounded((size_t)(chunks * call.heads * call.features) * sizeof(double)) : 0;
+    const size_t statistics = walk.f == GIVEN ? (size_t)(lines * (FORWARD ? 2 : 3)) * sizeof(float) : 0;
+    struct rafter_scratch scratch;
+    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes, moments + statistics, &scratch));
+    walk.moments = reinterpret_cast<double *>(scratch.memory);
+    if (walk.f == GIVEN) {
+        float *const memory = reinterpret_cast<float *>(scratch.memory + moments);
+        launch(context, {ceil_div(lines, (int64_t)(THREADS / WARP)), THREADS}, line_statistics<T, N, FORWARD>, call,
+               memory);
+        walk.statistics = memory;
+    }
+    launch_rotate<T, N, FORWARD>(context, call, walk, dtheta);
+    if (dtheta)
+        launch_sum_moments(context, from, walk.moments, chunks);
+    rafter_scratch_release(context, &scratch);
+    return RAFTER_OK;
+}
+
+template <typename T, int N, int SHARE, bool FORWARD, bool DTHETA>
+rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
+    typedef Columns<T, N, SHARE, FORWARD, DTHETA> Job;
+    Job job = {call_for<T>(from), from->x.shape[3] / N, NULL};
+    const Call<T> &call = job.call;
+    const int moved = (FORWARD ? 3 : 4) * N * static_cast<int>(sizeof(T));
+    const int64_t most_team = from->algorithm == RAFTER_LRPE_BP ? 1 : INT64_MAX;
+
+    /* Narrow strips hold more tokens, so that smaller teams do; wide ones are kinder to the memory's pages. */
+    Candidate best = {{}, INFINITY};
+    for (int across = Job::MOST_LINES / N; across >= SHARE; across /= 2) {
+        const int side = across / SHARE;
+        if (side > 1 && side >= 2 * job.packs)
+            continue;
+        const int64_t strips = ceil_div(call.batch, (int64_t)SHARE) * call.heads * ceil_div(job.packs, (int64_t)side);
+        Candidate candidate = cut_into_teams<Job>(context->cuda_state, strips, call.length, across, moved, most_team);
+        candidate.cost *= narrowness((int64_t)side * N * sizeof(T));
+        if (candidate.cost < best.cost)
+            best = candidate;
+    }
+    const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
+    struct rafter_scratch scratch;
+    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes,
+                                   moments + team_scratch<Job>(best.cut), &scratch));
+    job.moments = reinterpret_cast<double *>(scratch.memory);
+    launch_teams(context, job, best.cut, scratch.memory + moments);
+    if (DTHETA)
+        launch_sum_moments(context, from, job.moments, call.batch);
+    rafter_scratch_release(context, &scratch);
+    return RAFTER_OK;
+}
+
+template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {
+    if (call->act != RAFTER_ACT_SOFTMAX || call->softmax_over != RAFTER_OVER_SEQUENCE)
+        return start_rotate<T, N, FORWARD>(context, call);
+    if constexpr (!FORWARD)
+        if (call->dtheta.data)
+            return start_columns<T, N, 1, false, true>(context, call);
+    if constexpr (N > 1) {
+        const bool own_positions = call->positions.data && call->positions.stride[0] != 0;
+        if (call->x.shape[0] > 1 && !own_positions)
+            return start_columns<T, N, 2, FORWARD, false>(context, call);
+    }
+    return start_columns<T, N, 1, FORWARD, false>(context, call);
+}
+
+template <typename T> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {
+    const bool forward = call->direction == RAFTER_FORWARD;
+    if (all_wide(call))
+        return forward ? start<T, WIDE<T>, true>(context, call) : start<T, WIDE<T>, false>(context, call);
+    return forward ? start<T, 1, true>(context, call) : start<T, 1, false>(context, call);
+}
+
+} // namespace
+
+extern "C" rafter_status rafter_cuda_lrpe_cosine(rafter_context *context, const struct lrpe_cosine_call *call) {
+    OnDevice current(context);
+    if (call->x.numel > 0)
+        RAFTER_TRY(for_dtype(call->x.dtype, [&](auto zero) { return start<decltype(zero)>(context, call); }));
+    else if (call->dtheta.data)
+        launch_sum_moments(context, call, NULL, 0);
+    return rafter_cuda_launched(context, "lrpe_cosine");
+}
