@@ -42,6 +42,7 @@ static struct fixture {
 
 static int setup(void **state) {
     (void)state;
+    rafter_context_destroy(f.context);
     memset(&f, 0, sizeof f);
     if (rafter_context_create(&f.context, NULL) != RAFTER_OK)
         return 1;
@@ -113,6 +114,7 @@ static int setup(void **state) {
 static int teardown(void **state) {
     (void)state;
     rafter_context_destroy(f.context);
+    f.context = NULL;
     return 0;
 }
 

@@ -625,7 +625,7 @@ static void forward(const struct lrpe_cosine_call *call, const struct lrpe_box *
                     const struct lrpe_statistics *statistics, bool stream) {
     slab_function *const work = forward_table[call->x.dtype][f];
     struct tile t;
-    struct slab slab;
+    struct slab slab = {0};
     _Alignas(64) char in[TILE_CELLS * 4], out[2 * TILE_CELLS * 4];
     for (start_tiles(&t, TILE_CELLS, true); next_tile(call, box, &t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
@@ -648,7 +648,7 @@ static void backward(const struct lrpe_cosine_call *call, const struct lrpe_box 
             memset(dtheta + h * padded + box->d, 0, (size_t)(lrpe_padded(box->d_end) - box->d) * sizeof *dtheta);
     slab_function *const work = backward_table[call->x.dtype][f], *const work_dtheta = dtheta_table[call->x.dtype][f];
     struct tile t;
-    struct slab slab;
+    struct slab slab = {0};
     _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4], out[TILE_CELLS * 4];
     for (start_tiles(&t, TILE_CELLS, true); next_tile(call, box, &t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
@@ -745,7 +745,7 @@ static void columns(const struct lrpe_cosine_call *call, const struct lrpe_box *
                     statistics->dot[at] = 0.0f;
             }
     struct tile t;
-    struct slab slab;
+    struct slab slab = {0};
     _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4];
     for (start_tiles(&t, TILE_CELLS / TILE_ROWS, backwards); next_tile(call, box, &t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
@@ -813,7 +813,7 @@ static void rows(const struct lrpe_cosine_call *call, const struct lrpe_box *box
                  const struct lrpe_statistics *statistics) {
     const bool backwards = call->direction == RAFTER_BACKWARD;
     struct tile t;
-    struct slab slab;
+    struct slab slab = {0};
     _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4];
     for (start_tiles(&t, TILE_CELLS, backwards); next_tile(call, box, &t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
