@@ -56,7 +56,7 @@ static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, 
                            "relu_mask is given with kind %d, wanted it only with %d (relu)", (int)call->kind,
                            (int)RAFTER_ACT_RELU);
     const bool forward = call->direction == RAFTER_FORWARD;
-    rafter_view mask;
+    rafter_view mask = {0};
     RAFTER_TRY((forward ? rafter_take_output : rafter_take_tensor)(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8),
                                                                    &mask));
     const int64_t bytes = ceil_div(call->out.numel, 8);
