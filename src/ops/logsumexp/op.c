@@ -110,7 +110,7 @@ struct plan {
 /* Moves `dim` behind all other dimensions, and these into the order of `leader`'s memory, outermost first: transposed
  * tensors are walked as if they were not. */
 static void reorder(rafter_view *const views[], int count, const rafter_view *leader, int dim) {
-    int order[RAFTER_VIEW_DIMS], n = 0;
+    int order[RAFTER_VIEW_DIMS] = {0}, n = 0;
     for (int d = 0; d < leader->ndim; d++) {
         if (d == dim)
             continue;
