@@ -688,7 +688,7 @@ static void test_context(void **state) {
 
     options = (rafter_context_options){.size = sizeof options, .allocate = ledger_allocate};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
-    options = (rafter_context_options){.size = sizeof options, .device = {kDLCUDA, 0}};
+    options = (rafter_context_options){.size = sizeof options, .device = {kDLCUDA, 9999}};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
     for (int status = RAFTER_OK; status <= RAFTER_DEVICE_ERROR; status++)
         assert_string_not_equal(rafter_status_name((rafter_status)status), "unknown status");
