@@ -98,7 +98,7 @@ bool roofline_create(struct roofline *r, rafter_context *context) {
 static double memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
     double written = 0;
     for (int i = 0; i < p->tensors; i++)
-        if (writes_tensor(mode, &p->tensor[i]) && !p->tensor[i].in_place_of)
+        if (problem_writes(&p->tensor[i], mode) && !p->tensor[i].in_place_of)
             written += (double)tensor_bytes(&p->tensor[i]);
     const double copied = fmin(2 * written, bytes);
     return copied / r->copy + (bytes - copied) / r->read;

@@ -5,8 +5,8 @@
 
 #include "provider.h"
 
-static bool serves(const problem *p, enum problem_mode mode) {
-    (void)p, (void)mode;
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)provider, (void)p, (void)mode;
     return true;
 }
 
@@ -15,7 +15,7 @@ static bool spoil(struct session *s, double *seconds) {
     const bool good = provider_rafter.time(s, seconds);
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
-        if (writes_tensor(s->mode, t)) {
+        if (problem_writes(t, s->mode)) {
             memset(t->tensor.data, 0x41, tensor_bytes(t) / (size_t)t->numel); /* 12.1 in fp32 and bf16 */
             break;
         }

@@ -137,6 +137,15 @@ static void plain_release(void *memory) {
     cudaFree(memory);
 }
 
+static int64_t pool_bytes(const rafter_context *context) {
+    cudaMemPool_t pool = NULL;
+    uint64_t bytes = 0;
+    if (cudaDeviceGetDefaultMemPool(&pool, context->cuda_state->device) != cudaSuccess ||
+        cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &bytes) != cudaSuccess)
+        return 0;
+    return static_cast<int64_t>(bytes);
+}
+
 static bool copy(void *to, const void *from, size_t bytes) {
     return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess;
 }
@@ -206,6 +215,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.facts = facts;
     table.allocate = plain_allocate;
     table.release = plain_release;
+    table.pool_bytes = pool_bytes;
     table.copy = copy;
     table.fill = fill;
     table.move = move;
