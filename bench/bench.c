@@ -143,7 +143,7 @@ static bool open_run(struct run *run, int argc, char **argv) {
         return !fail("cannot flush the caches", "no memory");
     if (o->percent && o->metric[METRIC_SPEED]) {
         progress("measuring the rates of memory");
-        if (!roofline_create(&run->roofline, run->context))
+        if (!roofline_create(&run->roofline, run->context, &run->pace))
             return !fail("cannot measure the rates of memory", "no memory");
         progress_clear();
         printf("roofline: copy %.1f GB/s, read %.1f GB/s, ", run->roofline.copy / 1e9, run->roofline.read / 1e9);

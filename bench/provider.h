@@ -90,6 +90,9 @@ bool session_memory(struct session *s, double *bytes);
 /* Of that, what is written for the caller and what forward left for backward. */
 double result_bytes(const struct session *s);
 
+/* Flops per second of a large matrix product by PyTorch on the context's device; 0 where there is none to ask. */
+double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafter_dtype dtype);
+
 /* The row that the Python worker knows is over. */
 void peers_forget_row(void);
 

@@ -131,8 +131,7 @@ static bool serves(const struct provider *provider, const problem *p, enum probl
     return list_has(provider->ops, p->op->op);
 }
 
-static bool begin(struct session *s) {
-    struct peer *peer = s->state;
+static bool start_worker(struct session *s) {
     struct rafter_cuda_facts facts = {0};
     if (s->context->cuda)
         s->context->cuda->facts(s->context, &facts);
@@ -141,14 +140,17 @@ static bool begin(struct session *s) {
                                            .warm = s->pace->warm,
                                            .evict_bytes =
                                                s->context->cuda ? 4 * (size_t)facts.l2_bytes : s->pace->other_bytes};
-    if (deaths[s->provider->index] >= DEATHS) {
-        s->missing = true;
+    return worker_start(&options, s->reason, sizeof s->reason);
+}
+
+static bool begin(struct session *s) {
+    struct peer *peer = s->state;
+    s->missing = true;
+    if (deaths[s->provider->index] >= DEATHS)
         return session_fail(s, "left out after it took the Python worker down %d times", DEATHS);
-    }
-    if (!worker_start(&options, s->reason, sizeof s->reason)) {
-        s->missing = true;
+    if (!start_worker(s))
         return false;
-    }
+    s->missing = false;
     if (!share_row(s))
         return false;
     struct order order;
@@ -286,6 +288,18 @@ static void close_peer(struct session *s) {
     }
     free(peer);
     s->state = NULL;
+}
+
+double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafter_dtype dtype) {
+    struct session s = {.provider = &provider_to, .context = context, .pace = pace};
+    if (!start_worker(&s))
+        return 0;
+    struct order order;
+    fprintf(order_begin(&order), "{\"do\": \"matrix\", \"dtype\": \"%s\"}", problem_dtype_name(dtype));
+    struct json *answer = order_send(&s, &order, CALL_LIMIT);
+    const double rate = json_number(answer, "rate", 0);
+    json_free(answer);
+    return rate;
 }
 
 #define RAFTER_PEER(column, has, early)                                                                                \

@@ -35,7 +35,7 @@ expect 2 "no op 'acts'" "$rafter" check acts
 expect 2 "no option '--fast'" "$rafter" bench --fast
 expect 2 "no option '--json'" "$rafter" check --json x
 expect 2 "--preset is 'slow', wanted quick or seeds" "$rafter" bench --preset slow
-expect 2 "--metric is 'area', wanted speed or memory" "$rafter" bench --metric area
+expect 2 "--metric is 'area', wanted speed, memory or all" "$rafter" bench --metric area
 expect 2 "--mode is 'up', wanted fwd, bwd or fwd\+bwd" "$rafter" bench --mode=up
 expect 2 "--dtype is 'fp8'" "$rafter" bench --dtype fp8
 expect 2 "--x is '12,'" "$rafter" bench --x 12,

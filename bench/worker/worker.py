@@ -47,8 +47,7 @@ def maker(op, column):
 
 def view(memory, dtype, at, shape):
     """A tensor of the shared file's own bytes."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int64": torch.int64, "int32": torch.int32}
-    return torch.frombuffer(memory, dtype=dtypes[dtype], count=math.prod(shape), offset=at).view(shape)
+    return torch.frombuffer(memory, dtype=DTYPES[dtype], count=math.prod(shape), offset=at).view(shape)
 
 
 class Session:
@@ -188,6 +187,19 @@ def cpu_peak(call):
     return peak
 
 
+def matrix_rate(dtype, size=8192):
+    """Flops per second of a square product of random matrices, the best of several: the device's ceiling in practice."""
+    a, b = (torch.randn(size, size, device=DEVICE).to(DTYPES[dtype]) for _ in range(2))
+    best = math.inf
+    for _ in range(10):
+        synchronize()
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return {"rate": 2 * size**3 / best}
+
+
 def allocated():
     return torch.cuda.memory_allocated() if CUDA else 0
 
@@ -217,6 +229,8 @@ def obey(order, state):
         session = Session(state["row"], order["column"], order["mode"])
         state["sessions"][order["session"]] = session
         return {"first": session.first}
+    if do == "matrix":
+        return matrix_rate(order["dtype"])
     if do == "close":
         state["sessions"].pop(order["session"], None)
         return {}
@@ -267,6 +281,8 @@ if __name__ == "__main__":
         say(channel, {"error": f"{os.path.basename(sys.executable)}: {missing}"})
         sys.exit()
     DEVICE = torch.device(sys.argv[2])
+    DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int64": torch.int64,
+              "int32": torch.int32}
     torch.set_num_threads(int(sys.argv[3]))
     if CUDA and not torch.cuda.is_available():
         say(channel, {"error": "torch sees no CUDA device"})
