@@ -175,6 +175,23 @@ static void shorten_spinning(char **argv) {
     execv("/proc/self/exe", argv);        /* where that fails, go on as we are */
 }
 
+static int list(struct run *run) {
+    run_list(run);
+    return 0;
+}
+
+static int measure(struct run *run) {
+    for (int i = 0; run->options.op[i] && !run_interrupted; i++)
+        run_op(run, run->options.op[i]);
+    progress_clear();
+    const bool saved = run_save(run);
+    for (int i = 0; i < run->report.tables && run->options.markdown; i++)
+        table_markdown(&run->report.table[i], stdout);
+    if (run->report.tables == 0 && !run_interrupted)
+        return fail("nothing to measure", "no table has this mode");
+    return !saved ? 1 : run_interrupted ? 130 : 0;
+}
+
 int verb_bench(int argc, char **argv) {
     struct run run = {0};
     if (!options_read(&run.options, "bench", argc, argv, 2))
@@ -186,18 +203,8 @@ int verb_bench(int argc, char **argv) {
     sigaction(SIGINT, &action, NULL);
 
     int status = 1;
-    if (open_run(&run, argc, argv)) {
-        for (int i = 0; run.options.op[i] && !run_interrupted; i++)
-            run_op(&run, run.options.op[i]);
-        progress_clear();
-        status = run_interrupted ? 130 : 0;
-        if (!run_save(&run))
-            status = 1;
-        for (int i = 0; i < run.report.tables && run.options.markdown; i++)
-            table_markdown(&run.report.table[i], stdout);
-        if (run.report.tables == 0 && status == 0)
-            status = fail("nothing to measure", "no table has this mode");
-    }
+    if (open_run(&run, argc, argv))
+        status = run.options.list ? list(&run) : measure(&run);
     close_run(&run);
     return status;
 }

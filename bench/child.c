@@ -96,8 +96,7 @@ static void reap(struct child *c) {
 
 static bool receive_report(struct session *s, double *seconds) {
     struct child *c = s->child;
-    const double limit = s->provider->limit > 0 ? s->provider->limit : LIMIT_SECONDS,
-                 deadline = clock_seconds() + limit;
+    const double limit = session_limit(s, LIMIT_SECONDS), deadline = clock_seconds() + limit;
     struct pollfd wait = {.fd = c->socket, .events = POLLIN};
     int ready;
     do {

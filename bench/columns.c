@@ -37,8 +37,12 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
             continue;
         for (int a = 0; a == 0 || (ours && p->op->algorithms[a]); a++) {
             const char *name = ours ? p->op->algorithms[a] : providers[i]->name;
-            struct session s = {
-                .provider = providers[i], .problem = *p, .mode = mode, .context = run->context, .pace = &run->pace};
+            struct session s = {.provider = providers[i],
+                                .problem = *p,
+                                .mode = mode,
+                                .context = run->context,
+                                .pace = &run->pace,
+                                .limit = run->options.limit};
             s.problem.algorithm = a;
             if (wanted(run, name) && providers[i]->serves(providers[i], &s.problem, mode) && count < REPORT_COLUMNS)
                 columns[count++] = (struct column){.name = name, .session = s};

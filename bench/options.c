@@ -108,6 +108,14 @@ static bool read_seconds(struct options *o, const char *value) {
     return true;
 }
 
+static bool read_limit(struct options *o, const char *value) {
+    char *end;
+    o->limit = strtod(value, &end);
+    if (end == value || *end != '\0' || !(o->limit > 0 && o->limit <= 86400))
+        return complain("--limit is '%s', wanted seconds, such as 60", value);
+    return true;
+}
+
 static bool read_json(struct options *o, const char *value) {
     o->json = value;
     return true;
@@ -181,6 +189,11 @@ static bool read_markdown(struct options *o, const char *value) {
     return o->markdown = true;
 }
 
+static bool read_list(struct options *o, const char *value) {
+    (void)value;
+    return o->list = true;
+}
+
 static bool read_resume(struct options *o, const char *value) {
     (void)value;
     return o->resume = true;
@@ -203,6 +216,7 @@ static const struct {
     {"--providers", true, false, read_providers}, {"--table", true, false, read_table},
     {"--seconds", true, false, read_seconds},     {"--warm", false, false, read_warm},
     {"--device", true, true, read_device},        {"--resume", false, false, read_resume},
+    {"--limit", true, false, read_limit},         {"--list", false, false, read_list},
 };
 enum { TABLE = sizeof table / sizeof *table };
 

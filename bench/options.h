@@ -22,7 +22,8 @@ struct options {
     double seconds;  /* per cell; 0: the preset's */
     const char *json, *csv, *html;
     bool percent, error, host, first; /* figures beside each provider's */
-    bool warm, markdown, resume;
+    double limit; /* seconds that a peer in a process of its own may take to open or to make a call; 0: its own */
+    bool warm, markdown, resume, list;
     const char *providers; /* names between commas, or NULL for all */
     const char *table;     /* part of the title; NULL: all tables */
 };

@@ -25,6 +25,7 @@ struct session {
     double host_seconds; /* after a timed call: until it came back, where that is not when it was done */
     double first_call;   /* seconds, where the provider measures that itself: what compiles does so then */
     unsigned without;    /* after collecting: bit i set: it does not give the problem's tensor i (torch has no lse) */
+    double limit;        /* seconds that a process of its own has for opening or a call; 0: the provider's */
     char reason[256];    /* why something failed */
     bool missing;        /* it failed because it is not installed, or cannot run here at all */
     void *state;         /* the provider's own */
@@ -98,6 +99,9 @@ void peers_forget_row(void);
 
 /* Records why, printf-like, and returns false. */
 bool session_fail(struct session *s, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* The seconds that this session has, or `otherwise` where neither it nor its provider says. */
+double session_limit(const struct session *s, double otherwise);
 
 /* The same four for isolated providers. */
 bool child_open(struct session *s);

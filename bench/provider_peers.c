@@ -57,8 +57,7 @@ static struct json *order_send(struct session *s, struct order *o, double limit)
     fputc('\n', o->to);
     fclose(o->to);
     const bool lived = worker_alive();
-    struct json *answer =
-        worker_ask(o->text, s->provider->limit > 0 ? s->provider->limit : limit, s->reason, sizeof s->reason);
+    struct json *answer = worker_ask(o->text, session_limit(s, limit), s->reason, sizeof s->reason);
     free(o->text);
     if (!answer && lived)
         deaths[s->provider->index]++;

@@ -34,6 +34,7 @@ static struct table *find_table(struct run *run, const problem *p, enum problem_
         snprintf(t->x_name, sizeof t->x_name, "%s", x_name);
         t->metric = metric;
     }
+    t->printed = false;
     t->extras = (unsigned)o->error << EXTRA_ERROR;
     if (metric == METRIC_SPEED)
         t->extras |=
@@ -238,6 +239,39 @@ void run_op(struct run *run, const struct op_cases *op) {
             }
         fflush(stdout);
         run_save(run);
+    }
+}
+
+static void list_table(struct run *run, const problem *p, enum problem_mode mode, const struct bench_table *kind) {
+    struct column columns[REPORT_COLUMNS];
+    const int count = columns_list(run, p, mode, columns);
+    for (int m = 0; m < METRICS; m++) {
+        const struct table *t = find_table(run, p, mode, (enum metric)m, kind->x_name);
+        if (!t)
+            continue;
+        printf("%s %s ", t->title, t->x_name);
+        for (const int64_t *x = rows_of(run, kind); *x; x++)
+            printf("%s%lld", x == rows_of(run, kind) ? "" : ",", (long long)*x);
+        for (int i = 0; i < count; i++)
+            printf(" %s", columns[i].name);
+        putchar('\n');
+    }
+}
+
+void run_list(struct run *run) {
+    for (int i = 0; run->options.op[i]; i++) {
+        const struct op_cases *op = run->options.op[i];
+        for (int t = 0; t < op->tables; t++)
+            for (int mode = 0; mode < PROBLEM_MODES; mode++) {
+                const struct bench_row row = {.table = t,
+                                              .x = rows_of(run, &op->table[t])[0],
+                                              .dtype = run->options.dtype,
+                                              .quick = !run->options.seeds};
+                problem p;
+                make_row(&p, op, &row);
+                if (op->table[t].modes & run->options.modes & 1u << mode)
+                    list_table(run, &p, (enum problem_mode)mode, &op->table[t]);
+            }
     }
 }
 

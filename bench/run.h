@@ -60,6 +60,8 @@ void columns_close(struct column columns[], int count);
 
 /* rows.c: all tables of an op, row by row. */
 void run_op(struct run *run, const struct op_cases *op);
+/* Prints a line for every table that there would be: title, name of x, rows, columns. */
+void run_list(struct run *run);
 /* The work of the whole run, for the estimate. */
 double run_work(const struct run *run);
 

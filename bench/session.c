@@ -57,6 +57,10 @@ bool time_call_on_device(struct session *s, bool (*call)(struct session *), doub
     return good && (*seconds > 0 || session_fail(s, "the device reported no time: a kernel failed"));
 }
 
+double session_limit(const struct session *s, double otherwise) {
+    return s->limit > 0 ? s->limit : s->provider->limit > 0 ? s->provider->limit : otherwise;
+}
+
 bool session_fail(struct session *s, const char *format, ...) {
     va_list values;
     va_start(values, format);
