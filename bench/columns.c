@@ -105,6 +105,12 @@ static void lose(struct column *c, struct row_notes *notes) {
     c->live = false;
 }
 
+/* Whether its forward does backward's work, in a table that has one without the other. */
+static bool computes_early(const struct session *s) {
+    return s->mode != PROBLEM_BOTH && s->provider->early_gradient &&
+           list_has(s->provider->early_gradient, s->problem.op->op);
+}
+
 /* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one.
  */
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes) {
@@ -130,7 +136,7 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
         note(notes, c->name, verdict.sentence, false);
     if (seconds >= run->budget.once && seconds >= PATIENCE * run->budget.cell)
         c->done = samples_add(&c->samples, seconds) && samples_add(&c->host, s->host_seconds);
-    if (s->provider->early_gradient && list_has(s->provider->early_gradient, p->op->op))
+    if (computes_early(s))
         note(notes, c->name, "its forward computes the gradient too: compare fwd+bwd", true);
 }
 
@@ -212,10 +218,8 @@ static struct cell memory_cell(const struct column *c) {
 void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof) {
     for (int i = 0; i < count; i++) {
         const int k = table_column(table, columns[i].name);
-        const struct provider *provider = columns[i].session.provider;
-        table->ours[k] = provider->ours;
-        table->early[k] =
-            provider->early_gradient && list_has(provider->early_gradient, columns[i].session.problem.op->op);
+        table->ours[k] = columns[i].session.provider->ours;
+        table->early[k] = computes_early(&columns[i].session);
         row->cell[k] = table->metric == METRIC_MEMORY ? memory_cell(&columns[i]) : speed_cell(&columns[i], roof);
     }
 }
