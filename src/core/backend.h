@@ -33,6 +33,7 @@ struct rafter_cuda {
     /* Makes the context's device state: the default scratch allocator, counters, the flag for bad labels. */
     rafter_status (*open)(rafter_context *context);
     void (*close)(rafter_context *context);
+    void (*set_stream)(rafter_context *context); /* to context->stream */
 
     /* One function per op: enqueues the checked call on the context's stream, or, where call->ask is set, puts there
      * how many bytes of workspace it takes. Never synchronises. */

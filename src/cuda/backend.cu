@@ -108,6 +108,11 @@ static void close_context(rafter_context *context) {
     context->cuda_state = NULL;
 }
 
+/* The scratch block stays where it is: whoever sets a stream has ordered it after the old one. */
+static void set_stream(rafter_context *context) {
+    context->cuda_state->stream = static_cast<cudaStream_t>(context->stream);
+}
+
 static rafter_status open_context(rafter_context *context) {
     int devices = 0;
     const cudaError_t counted = cudaGetDeviceCount(&devices);
@@ -295,6 +300,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.interface = RAFTER_CUDA_INTERFACE;
     table.open = open_context;
     table.close = close_context;
+    table.set_stream = set_stream;
 #define RAFTER_OP(name) table.name = rafter_cuda_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
