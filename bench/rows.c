@@ -86,12 +86,12 @@ static void run_forward(struct run *run, problem *p) {
 /* One mode of one row, whose tensors are allocated. */
 static void run_mode(struct run *run, problem *p, const struct bench_row *bench, enum problem_mode mode,
                      struct row_notes *notes, struct history *history) {
-    struct column columns[REPORT_COLUMNS];
-    const int count = columns_list(run, p, mode, columns);
     show(run, notes, "oracle", "");
     if (mode != PROBLEM_FORWARD)
         run_forward(run, p);
     problem_solve(p, mode);
+    struct column columns[REPORT_COLUMNS];
+    const int count = columns_list(run, p, mode, columns); /* sessions see the oracle's answers: which elements count */
 
     struct row row = {.x = bench->x, .gradient_bytes = gradient_bytes(p, mode)};
     p->op->cost(p, mode, &row.bytes, &row.flops);
