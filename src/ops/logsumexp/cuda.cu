@@ -235,19 +235,19 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
 }
 
 template <typename T> void launch_forward(const Plan &plan, const Forward &f, int64_t tasks, cudaStream_t stream) {
-    const int64_t blocks = tasks * plan.parts;
+    const unsigned grid = grid_of(tasks * plan.parts);
     if (plan.columns) {
         const dim3 threads(plan.across, THREADS / plan.across);
         if (plan.width == 1)
-            columns<T, 1><<<blocks, threads, 0, stream>>>(f);
+            columns<T, 1><<<grid, threads, 0, stream>>>(f);
         else
-            columns<T, WIDE<T>><<<blocks, threads, 0, stream>>>(f);
+            columns<T, WIDE<T>><<<grid, threads, 0, stream>>>(f);
     } else if (plan.lanes == 8) {
-        short_rows<T, 8><<<ceil_div<int64_t>(tasks, THREADS / 8), THREADS, 0, stream>>>(f);
+        short_rows<T, 8><<<grid_of(ceil_div<int64_t>(tasks, THREADS / 8)), THREADS, 0, stream>>>(f);
     } else if (plan.lanes == WARP) {
-        short_rows<T, WARP><<<ceil_div<int64_t>(tasks, THREADS / WARP), THREADS, 0, stream>>>(f);
+        short_rows<T, WARP><<<grid_of(ceil_div<int64_t>(tasks, THREADS / WARP)), THREADS, 0, stream>>>(f);
     } else {
-        long_rows<T><<<blocks, plan.lanes, 0, stream>>>(f);
+        long_rows<T><<<grid, plan.lanes, 0, stream>>>(f);
     }
 }
 
@@ -331,13 +331,13 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
     if (plan.columns) {
         const dim3 threads(plan.across, THREADS / plan.across);
         if (plan.width == 1)
-            column_gradients<T, 1><<<pieces, threads, 0, stream>>>(b);
+            column_gradients<T, 1><<<grid_of(pieces), threads, 0, stream>>>(b);
         else
-            column_gradients<T, WIDE<T>><<<pieces, threads, 0, stream>>>(b);
+            column_gradients<T, WIDE<T>><<<grid_of(pieces), threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
-        row_gradients<T, 8><<<ceil_div<int64_t>(pieces, THREADS / 8), THREADS, 0, stream>>>(b);
+        row_gradients<T, 8><<<grid_of(ceil_div<int64_t>(pieces, THREADS / 8)), THREADS, 0, stream>>>(b);
     } else {
-        row_gradients<T, WARP><<<ceil_div<int64_t>(pieces, THREADS / WARP), THREADS, 0, stream>>>(b);
+        row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
     }
 }
 
@@ -365,10 +365,7 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     const int64_t counters = RAFTER_CUDA_COUNTERS,
                   most = plan.parts > 1 && plan.tasks > counters ? counters : plan.tasks;
 
-    struct rafter_scratch scratch;
     const int64_t stored = plan.parts > 1 ? most * plan.parts * plan.per_tile() : 0;
-    RAFTER_TRY(
-        rafter_scratch_take(context, call->workspace, call->workspace_bytes, stored * sizeof(RowStats), &scratch));
     Forward f = {};
     f.x = rows_of(x, x.ndim - 1);
     f.lse = rows_of(lse, dims);
@@ -378,14 +375,14 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     f.parts = plan.parts;
     f.part = plan.part;
     f.counters = context->cuda_state->counters;
-    f.stored = reinterpret_cast<RowStats *>(scratch.memory);
-    for (f.first = 0; f.first < plan.tasks; f.first += most) {
-        const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
-        for_dtype(x.dtype,
-                  [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
-    }
-    rafter_scratch_release(context, &scratch);
-    return rafter_cuda_launched(context, "logsumexp forward");
+    return run_with_scratch(context, call, stored * sizeof(RowStats), "logsumexp forward", [&](char *scratch) {
+        f.stored = reinterpret_cast<RowStats *>(scratch);
+        for (f.first = 0; f.first < plan.tasks; f.first += most) {
+            const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
+            for_dtype(x.dtype,
+                      [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
+        }
+    });
 }
 
 rafter_status backward(rafter_context *context, const logsumexp_call *call, const rafter_view &x, const rafter_view &dx,
@@ -403,8 +400,9 @@ rafter_status backward(rafter_context *context, const logsumexp_call *call, cons
     b.dstep = dx.stride[dx.ndim - 1];
     b.parts = plan.parts;
     b.part = plan.part;
-    for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
-    return rafter_cuda_launched(context, "logsumexp backward");
+    return run_with_scratch(context, call, 0, "logsumexp backward", [&](char *) {
+        for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
+    });
 }
 
 } // namespace
