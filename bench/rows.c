@@ -216,8 +216,10 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
     peers_forget_row();
 }
 
+/* Zero-terminated; a table that the preset has no rows for has none at all. */
 static const int64_t *rows_of(const struct run *run, const struct bench_table *kind) {
-    return run->options.x[0] ? run->options.x : run->options.seeds ? kind->seeds_x : kind->quick_x;
+    const int64_t *preset = run->options.seeds ? kind->seeds_x : kind->quick_x;
+    return preset[0] && run->options.x[0] ? run->options.x : preset;
 }
 
 void run_op(struct run *run, const struct op_cases *op) {
@@ -262,7 +264,7 @@ void run_list(struct run *run) {
     for (int i = 0; run->options.op[i]; i++) {
         const struct op_cases *op = run->options.op[i];
         for (int t = 0; t < op->tables; t++)
-            for (int mode = 0; mode < PROBLEM_MODES; mode++) {
+            for (int mode = 0; mode < PROBLEM_MODES && rows_of(run, &op->table[t])[0]; mode++) {
                 const struct bench_row row = {.table = t,
                                               .x = rows_of(run, &op->table[t])[0],
                                               .dtype = run->options.dtype,
