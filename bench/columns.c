@@ -22,7 +22,8 @@ static void note(struct row_notes *notes, const char *name, const char *sentence
 }
 
 static bool wanted(const struct run *run, const char *name) {
-    return !run->options.providers || list_has(run->options.providers, name);
+    const struct options *o = &run->options;
+    return (!o->providers || list_has(o->providers, name)) && !(o->without && list_has(o->without, name));
 }
 
 static bool runs_here(const struct run *run, const struct provider *provider) {
