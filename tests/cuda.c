@@ -8,10 +8,12 @@
  * --every takes one problem in N. Without a GPU it says so and exits with 77, which ctest counts as skipped.
  */
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "core/backend.h"
 #include "harness/problem.h"
@@ -35,16 +37,19 @@ static void expect(bool good, const char *format, ...) {
     va_end(values);
 }
 
-/* On a stream of its own, which takes no heed of the default one. */
-static rafter_context *open_context(void) {
-    const rafter_context_options options = {
-        .size = sizeof options, .device = {kDLCUDA, 0}, .stream = cuda ? cuda->stream() : NULL};
+static rafter_context *open_on(void *stream) {
+    const rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 0}, .stream = stream};
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
         printf("skipped: %s\n", rafter_last_error(NULL));
         exit(77);
     }
     return context;
+}
+
+/* On a stream of its own, which takes no heed of the default one. */
+static rafter_context *open_context(void) {
+    return open_on(cuda ? cuda->stream(false) : NULL);
 }
 
 static void close_context(rafter_context *context) {
@@ -308,6 +313,75 @@ static void test_two_streams(const struct op_cases *a, const struct op_cases *b)
     }
     leave(&one);
     leave(&other);
+}
+
+/* A softmax of one line, so long that its blocks fill the GPU and meet; or any other act of so many elements. */
+enum { LINE = 1 << 25 };
+
+struct line {
+    int64_t shape[1];
+    uint16_t *x_there, *y_there;
+    DLTensor x, y;
+    rafter_act_args args;
+    rafter_context *context;
+};
+
+static void open_line(struct line *line, rafter_act_kind kind, bool urgent) {
+    *line = (struct line){.shape = {LINE}, .context = open_on(cuda->stream(urgent))};
+    line->x_there = cuda->allocate(sizeof(uint16_t) * LINE);
+    line->y_there = cuda->allocate(sizeof(uint16_t) * LINE);
+    line->x = rafter_tensor(line->x_there, RAFTER_BF16, 1, line->shape);
+    line->y = rafter_tensor(line->y_there, RAFTER_BF16, 1, line->shape);
+    line->x.device = line->y.device = line->context->device;
+    line->args = (rafter_act_args){.size = sizeof line->args, .kind = kind, .x = &line->x, .y = &line->y};
+    cuda->fill(line->context, line->x_there, 0, sizeof(uint16_t) * LINE);
+    cuda->fill(line->context, line->y_there, 0xff, sizeof(uint16_t) * LINE);
+    cuda->synchronize(line->context);
+}
+
+static void close_line(struct line *line) {
+    cuda->release(line->x_there);
+    cuda->release(line->y_there);
+    close_context(line->context);
+}
+
+static void on_alarm(int signal) {
+    (void)signal;
+    static const char words[] = "FAIL blocks that meet have waited for each other for a minute\n";
+    if (write(STDOUT_FILENO, words, sizeof words - 1) > 0)
+        _exit(1);
+    _exit(2);
+}
+
+/* Kernels whose blocks wait for each other go on to the end though others, of a higher priority too, take their places
+ * on the GPU. */
+static void test_meetings(void) {
+    enum { ROUNDS = 100, MINUTE = 60 };
+    struct line meeting, urgent, filler;
+    open_line(&meeting, RAFTER_ACT_SOFTMAX, false);
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
+    open_line(&filler, RAFTER_ACT_SILU, false);
+    signal(SIGALRM, on_alarm);
+    alarm(MINUTE);
+    for (int round = 0; round < ROUNDS; round++) {
+        struct line *const turn[] = {&filler, &meeting, &urgent};
+        for (int i = 0; i < 3; i++)
+            expect(rafter_act_forward(turn[i]->context, &turn[i]->args) == RAFTER_OK, "%s",
+                   rafter_last_error(turn[i]->context));
+    }
+    expect(cuda->synchronize(meeting.context) && cuda->synchronize(urgent.context) && cuda->synchronize(filler.context),
+           "the device failed");
+    alarm(0);
+    uint16_t results[2][LINE / (1 << 15)];
+    const uint16_t want = (127 - 25) << 7; /* 2^-25 in bf16 */
+    for (int i = 0; i < LINE / (1 << 15); i++) {
+        cuda->copy(&results[0][i], meeting.y_there + ((size_t)i << 15), sizeof want);
+        cuda->copy(&results[1][i], urgent.y_there + ((size_t)i << 15), sizeof want);
+        expect(results[0][i] == want && results[1][i] == want, "a softmax beside another is wrong at %d", i << 15);
+    }
+    close_line(&meeting);
+    close_line(&urgent);
+    close_line(&filler);
 }
 
 /* ---- labels out of range --------------------------------------------------------------------------------------------
@@ -662,6 +736,8 @@ int main(int argc, char **argv) {
                 test_two_streams(problem_ops[o], problem_ops[other]);
         count_off("on two streams");
     }
+    test_meetings();
+    count_off("blocks that meet");
     rafter_context_destroy(context);
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0;

@@ -243,9 +243,12 @@ static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
 
-static void *new_stream(void) {
+static void *new_stream(bool urgent) {
     cudaStream_t stream = NULL;
-    return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : NULL;
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    const int priority = urgent ? highest : lowest;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
 }
 
 static void forget_stream(void *stream) {
