@@ -156,13 +156,13 @@ static rafter_status open_context(rafter_context *context) {
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
         error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+    state->bad_labels = static_cast<int *>(flag);
+    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     if (error != cudaSuccess) {
         cudaGetLastError();
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
-    state->bad_labels = static_cast<int *>(flag);
-    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
 
     if (!context->allocate) {
