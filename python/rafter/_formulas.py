@@ -2,7 +2,7 @@
 trailing ones that have their default value may be missing."""
 import torch
 
-from ._ops import Op, below_autograd, declare, define, direct
+from ._ops import Op, below_autograd, declare, define, direct, once
 
 SOFTMAX = 4  # of rafter_act_kind
 NONE = 2  # of rafter_reduction
@@ -109,7 +109,7 @@ class CrossEntropyInplace(torch.autograd.Function):
         return results[0]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dloss):
         input = ctx.saved_tensors[0]
         below_autograd("cross_entropy_backward_")(dloss, *ctx.saved_tensors, *ctx.numbers)
@@ -205,7 +205,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss, lse, *results[3:]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dloss, *_):
         input, linear_weight, linear_bias, target, lse, *options = ctx.saved_tensors  # raises if the graph was freed
         inputs = dloss, input, linear_weight, linear_bias, target, lse
