@@ -48,6 +48,7 @@ struct rafter_cuda {
     void (*facts)(const rafter_context *context, struct rafter_cuda_facts *facts);
     void *(*allocate)(size_t bytes); /* plain device memory; NULL if there is none */
     void (*release)(void *memory);
+    int64_t (*pool_bytes)(const rafter_context *context); /* handed out by the pool that scratch memory comes from */
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */

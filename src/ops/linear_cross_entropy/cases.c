@@ -392,10 +392,15 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {1024, 4096, 16384, 32768, 0};
-static const struct bench_table table = {"v", 1u << PROBLEM_BOTH, seeds_x, quick_x};
+static const int64_t larger_x[] = {1024, 32768, 0}, none_x[] = {0};
+static const struct bench_table tables[] = {
+    {"v", 1u << PROBLEM_BOTH, seeds_x, quick_x},
+    {"v", 1u << PROBLEM_BOTH, none_x, larger_x}, /* of a size where packing and softmax are small beside the products */
+};
 
 static void make_bench(problem *p, const struct bench_row *row) {
-    const int64_t batch = row->quick ? 512 : 12288, depth = row->quick ? 512 : 4096;
+    const bool middle = row->table == 1;
+    const int64_t batch = middle ? 2048 : row->quick ? 512 : 12288, depth = middle ? 2048 : row->quick ? 512 : 4096;
     build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, depth}, row->x});
     const double products = (double)batch * (double)depth * (double)row->x;
     p->sample = (int64_t)(products / 4e9) + 1;
@@ -430,8 +435,8 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
                         1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH},
     .count = count,
     .make = make,
-    .tables = 1,
-    .table = &table,
+    .tables = sizeof tables / sizeof *tables,
+    .table = tables,
     .make_bench = make_bench,
     .call = call,
     .cost = cost,
