@@ -80,10 +80,11 @@ class Op:
 
     fake(*args): the results' shapes and dtypes. save(ctx, args, results): keeps what backward needs.
     backward(op, ctx, *grads): the gradients, by way of op("NAME_backward").
-    first: the eager path returns only the first result; the others are for backward.
+    forward(raw): makes the eager path's forward(ctx, *inputs, rest), where the general one is too slow for a small op or returns
+    more than it should.
     """
 
-    def __init__(self, name, inputs, fake, save, backward, first=False):
+    def __init__(self, name, inputs, fake, save, backward, forward=None):
         declare(name, fake, differentiable=True)
         self.op = public(name)
         self.raw = raw = below_autograd(name)
@@ -98,11 +99,11 @@ class Op:
 
         torch.library.register_autograd("rafter::" + name, formula, setup_context=keep)
 
-        def forward(ctx, *args):
+        def general(ctx, *args):
             args = args[:-1] + args[-1]
             results = raw(*args)
             save(ctx, args, results)
-            return results[0] if first else results
+            return results
 
         @once
         def eager_backward(ctx, *grads):
@@ -110,5 +111,5 @@ class Op:
 
         # The arguments after the first `inputs` come as one tuple: a Function looks at each of its arguments. The class's name
         # is the one that grad_fn shows.
-        members = {"forward": staticmethod(forward), "backward": staticmethod(eager_backward)}
+        members = {"forward": staticmethod(forward(raw) if forward else general), "backward": staticmethod(eager_backward)}
         self.eager = direct(type(name, (Function,), members))
