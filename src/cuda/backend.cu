@@ -156,13 +156,13 @@ static rafter_status open_context(rafter_context *context) {
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
         error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+    state->bad_labels = static_cast<int *>(flag);
+    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     if (error != cudaSuccess) {
         cudaGetLastError();
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
-    state->bad_labels = static_cast<int *>(flag);
-    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
 
     if (!context->allocate) {
@@ -239,13 +239,44 @@ static bool move(const rafter_context *context, void *to, const void *from, size
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context->cuda_state->stream) == cudaSuccess;
 }
 
+template <typename T>
+static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] = from[index[i]];
+}
+
+template <typename T>
+static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
+                          int64_t count) {
+    const int threads = 256;
+    gather_elements<<<static_cast<unsigned>((count + threads - 1) / threads), threads, 0,
+                      context->cuda_state->stream>>>(static_cast<T *>(to), static_cast<const T *>(from), index, count);
+}
+
+static bool gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
+                   int element) {
+    switch (count > 0 ? element : 0) {
+    case 0: return true;
+    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
+    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
+    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
+    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    default: return false;
+    }
+    return cudaGetLastError() == cudaSuccess;
+}
+
 static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
 
-static void *new_stream(void) {
+static void *new_stream(bool urgent) {
     cudaStream_t stream = NULL;
-    return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : NULL;
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    const int priority = urgent ? highest : lowest;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
 }
 
 static void forget_stream(void *stream) {
@@ -318,6 +349,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.copy = copy;
     table.fill = fill;
     table.move = move;
+    table.gather = gather;
     table.synchronize = synchronize;
     table.stream = new_stream;
     table.forget_stream = forget_stream;
