@@ -170,7 +170,7 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
     }
 }
 
-void columns_weigh(struct run *run, struct column columns[], int count, struct row_notes *notes) {
+void columns_weigh(struct column columns[], int count, struct row_notes *notes) {
     for (int i = 0; i < count && !run_interrupted; i++) {
         struct column *c = &columns[i];
         if (!c->live)

@@ -121,7 +121,7 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
     }
     if (notes->table[METRIC_MEMORY]) {
         show(run, notes, "weighing", "");
-        columns_weigh(run, columns, count, notes);
+        columns_weigh(columns, count, notes);
     }
     for (int i = 0; i < count && run->options.first && !run->fresh && !run_interrupted; i++)
         if (columns[i].live) {
