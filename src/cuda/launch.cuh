@@ -28,8 +28,7 @@ static inline unsigned grid_of(int64_t blocks) {
 struct Launch {
     int64_t blocks;
     int threads;
-    size_t shared = 0;     /* dynamic shared memory, in bytes */
-    bool together = false; /* all blocks at the same time, so that they may wait for each other */
+    size_t shared = 0; /* dynamic shared memory, in bytes */
 };
 
 template <typename... Wanted, typename... Given>
@@ -40,13 +39,6 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    cudaLaunchAttribute together;
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
-    if (how.together) {
-        config.attrs = &together;
-        config.numAttrs = 1;
-    }
     if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);

@@ -349,9 +349,9 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
  * round. */
 template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Columns {
     typedef T_ T;
-    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 128;
+    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 8 * N * SHARE;
     static constexpr int INPUTS = FORWARD ? 1 : 3, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr int THREADS = FORWARD ? 384 : 256, PER_SM = 2, CHUNK = DTHETA ? 1 : 2;
+    static constexpr int THREADS = 256, PER_SM = FORWARD ? 3 : 2, CHUNK = DTHETA ? 1 : 2, HELD = FORWARD ? 2 : 0;
     static constexpr bool HAS_MAX = true, REPLACES = !FORWARD; /* dy by g, the gradient of f(x) */
     static constexpr int EACH = N / SHARE;                     /* angles that a lane computes */
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
@@ -673,25 +673,16 @@ rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *fro
     typedef Columns<T, N, SHARE, FORWARD, DTHETA> Job;
     Job job = {call_for<T>(from), from->x.shape[3] / N, NULL};
     const Call<T> &call = job.call;
-    const int moved = (FORWARD ? 3 : 4) * N * static_cast<int>(sizeof(T));
     const int64_t most_team = from->algorithm == RAFTER_LRPE_BP ? 1 : INT64_MAX;
-
-    /* Narrow strips hold more tokens, so that smaller teams do; wide ones are kinder to the memory's pages. */
-    Candidate best = {{}, INFINITY};
-    for (int across = Job::MOST_LINES / N; across >= SHARE; across /= 2) {
-        const int side = across / SHARE;
-        if (side > 1 && side >= 2 * job.packs)
-            continue;
-        const int64_t strips = ceil_div(call.batch, (int64_t)SHARE) * call.heads * ceil_div(job.packs, (int64_t)side);
-        Candidate candidate = cut_into_teams<Job>(context->cuda_state, strips, call.length, across, moved, most_team);
-        candidate.cost *= narrowness((int64_t)side * N * sizeof(T));
-        if (candidate.cost < best.cost)
-            best = candidate;
-    }
+    int side = 1; /* packs of a strip: 128 bytes, as act's softmax has them */
+    while (side < job.packs && side * SHARE * N < Job::MOST_LINES)
+        side *= 2;
+    const int64_t strips = ceil_div(call.batch, (int64_t)SHARE) * call.heads * ceil_div(job.packs, (int64_t)side);
+    const Cut cut = cut_into_teams<Job>(context->cuda_state, strips, call.length, side * SHARE, most_team);
     const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    return run_with_scratch(context, from, moments + team_scratch<Job>(best.cut), "lrpe_cosine", [&](char *scratch) {
+    return run_with_scratch(context, from, moments + team_scratch<Job>(cut), "lrpe_cosine", [&](char *scratch) {
         job.moments = reinterpret_cast<double *>(scratch);
-        launch_teams(context, job, best.cut, scratch + moments);
+        launch_teams(context, job, cut, scratch + moments);
         if (DTHETA)
             launch_sum_moments(context, from, job.moments, call.batch);
     });
