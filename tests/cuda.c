@@ -155,52 +155,54 @@ static void test_graphs(const struct op_cases *op) {
 /* ---- scratch memory and captures ------------------------------------------------------------------------------------
  */
 
-enum { LINES = 3, LENGTH = 1 << 18 }; /* a softmax of few long lines: several blocks to a line, with scratch memory */
+/* Columns in two parts each: more scratch memory than a context always has. */
+enum { LENGTH = 128, COLUMNS = 100000, MORE_COLUMNS = 400000 };
 
-struct softmax {
+struct sums {
     int64_t shape[2];
-    DLTensor x, y;
-    rafter_act_args args;
+    DLTensor x, lse;
+    rafter_logsumexp_args args;
 };
 
-static void set_softmax(struct softmax *s, float *x, float *y, int64_t length) {
-    s->shape[0] = LINES;
-    s->shape[1] = length;
+static void set_sums(struct sums *s, float *x, float *lse, int64_t columns) {
+    s->shape[0] = LENGTH;
+    s->shape[1] = columns;
     s->x = rafter_tensor(x, RAFTER_F32, 2, s->shape);
-    s->y = rafter_tensor(y, RAFTER_F32, 2, s->shape);
-    s->x.device = s->y.device = (DLDevice){kDLCUDA, 0};
-    s->args = (rafter_act_args){.size = sizeof s->args, .kind = RAFTER_ACT_SOFTMAX, .dim = -1, .x = &s->x, .y = &s->y};
+    s->lse = rafter_tensor(lse, RAFTER_F32, 1, s->shape + 1);
+    s->x.device = s->lse.device = (DLDevice){kDLCUDA, 0};
+    s->args = (rafter_logsumexp_args){
+        .size = sizeof s->args, .algorithm = RAFTER_LOGSUMEXP_PARALLEL, .dim = 0, .x = &s->x, .lse = &s->lse};
 }
 
-/* Every value is the same, so that a line's results are 1 / length. */
-static bool is_uniform(const float *y, int64_t length) {
-    float *const host = malloc(sizeof(float) * LINES * (size_t)length);
-    bool good = host && cuda->copy(host, y, sizeof(float) * LINES * (size_t)length);
-    for (int64_t i = 0; i < LINES * length && good; i++)
-        good = fabsf(host[i] * (float)length - 1.0f) < 1e-5f;
+/* Of zeros, every one is the logarithm of their number. */
+static bool are_right(const float *lse, int64_t columns) {
+    float *const host = malloc(sizeof(float) * (size_t)columns);
+    bool good = host && cuda->copy(host, lse, sizeof(float) * (size_t)columns);
+    for (int64_t i = 0; i < columns && good; i++)
+        good = fabs(host[i] - log(LENGTH)) < 1e-5;
     free(host);
     return good;
 }
 
 static void test_scratch_in_captures(void) {
     rafter_context *context = open_context();
-    const size_t bytes = sizeof(float) * LINES * LENGTH * 4;
-    float *const x = cuda->allocate(bytes), *const y = cuda->allocate(bytes), *const z = cuda->allocate(bytes);
-    cuda->fill(context, x, 0, bytes);
-    struct softmax s, larger;
-    set_softmax(&s, x, y, LENGTH);
-    set_softmax(&larger, x, z, 4 * LENGTH);
+    const size_t x_bytes = sizeof(float) * LENGTH * MORE_COLUMNS, lse_bytes = sizeof(float) * MORE_COLUMNS;
+    float *const x = cuda->allocate(x_bytes), *const few = cuda->allocate(lse_bytes),
+                 *const many = cuda->allocate(lse_bytes);
+    cuda->fill(context, x, 0, x_bytes);
+    struct sums s, more;
+    set_sums(&s, x, few, COLUMNS);
+    set_sums(&more, x, many, MORE_COLUMNS);
 
-    size_t wanted = 0, wanted_larger = 0;
-    expect(rafter_act_workspace(context, &s.args, RAFTER_FORWARD, &wanted) == RAFTER_OK && wanted > 0,
-           "a long softmax takes no workspace: this test needs another problem");
-    expect(rafter_act_workspace(context, &larger.args, RAFTER_FORWARD, &wanted_larger) == RAFTER_OK &&
-               wanted_larger >= wanted,
-           "a longer softmax takes less workspace");
+    size_t wanted = 0, wanted_more = 0;
+    expect(rafter_logsumexp_workspace(context, &s.args, RAFTER_FORWARD, &wanted) == RAFTER_OK && wanted > 1 << 20 &&
+               rafter_logsumexp_workspace(context, &more.args, RAFTER_FORWARD, &wanted_more) == RAFTER_OK &&
+               wanted_more > wanted,
+           "%zu and %zu bytes of workspace: this test needs other problems", wanted, wanted_more);
 
     /* Nothing is allocated during a capture, and the capture is none the worse for it. */
     expect(cuda->capture_begin(context), "no capture");
-    rafter_status status = rafter_act_forward(context, &s.args);
+    rafter_status status = rafter_logsumexp_forward(context, &s.args);
     expect(status == RAFTER_OUT_OF_MEMORY && strstr(rafter_last_error(context), "captured"),
            "a call that must allocate in a capture: %s (%s)", rafter_status_name(status), rafter_last_error(context));
     int32_t found;
@@ -213,25 +215,25 @@ static void test_scratch_in_captures(void) {
         cuda->forget_graph(graph);
 
     /* After one call there is memory. The graph keeps it, whatever the context does later. */
-    expect(rafter_act_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
+    expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
     expect(cuda->capture_begin(context), "no capture");
-    expect(rafter_act_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
+    expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
     graph = cuda->capture_end(context);
     expect(graph != NULL, "no graph");
     for (int round = 0; round < 3 && graph; round++) {
-        cuda->fill(context, y, 0xff, bytes);
-        cuda->fill(context, z, 0xff, bytes);
-        expect(rafter_act_forward(context, &larger.args) == RAFTER_OK, "%s", rafter_last_error(context));
+        cuda->fill(context, few, 0xff, lse_bytes);
+        cuda->fill(context, many, 0xff, lse_bytes);
+        expect(rafter_logsumexp_forward(context, &more.args) == RAFTER_OK, "%s", rafter_last_error(context));
         expect(cuda->replay(context, graph), "no replay");
         expect(cuda->synchronize(context), "the device failed");
-        expect(is_uniform(y, LENGTH), "the graph's softmax is wrong once the context's memory has grown");
-        expect(is_uniform(z, 4 * LENGTH), "a softmax between replays is wrong");
+        expect(are_right(few, COLUMNS), "the graph's results are wrong once the context's memory has grown");
+        expect(are_right(many, MORE_COLUMNS), "a call between replays is wrong");
     }
     if (graph)
         cuda->forget_graph(graph);
     cuda->release(x);
-    cuda->release(y);
-    cuda->release(z);
+    cuda->release(few);
+    cuda->release(many);
     close_context(context);
 }
 

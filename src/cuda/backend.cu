@@ -46,13 +46,17 @@ static bool drop_block(rafter_cuda_state *state) {
     return true;
 }
 
-/* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only
- * grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call once
- * before. */
+/* One block at a time is enough: a context serves one call at a time and all its work is in the order of one stream.
+ * The large one only grows, and not while the stream is being captured: then a caller gives a workspace, or has made
+ * the same call once before. Asking whether it is takes the host most of a microsecond, which the small block saves. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
         return NULL;
+    if (bytes <= RAFTER_CUDA_SMALL_BLOCK) {
+        state->block_taken = true;
+        return state->small;
+    }
     const bool capturing = is_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
@@ -108,6 +112,11 @@ static void close_context(rafter_context *context) {
     context->cuda_state = NULL;
 }
 
+/* The scratch block stays where it is: whoever sets a stream has ordered it after the old one. */
+static void set_stream(rafter_context *context) {
+    context->cuda_state->stream = static_cast<cudaStream_t>(context->stream);
+}
+
 static rafter_status open_context(rafter_context *context) {
     int devices = 0;
     const cudaError_t counted = cudaGetDeviceCount(&devices);
@@ -136,9 +145,11 @@ static rafter_status open_context(rafter_context *context) {
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
-    cudaError_t error = cudaMalloc(&state->counters, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+    const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
+    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
+    state->small = state->counters + RAFTER_CUDA_COUNTERS;
     if (error == cudaSuccess)
-        error = cudaMemset(state->counters, 0, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+        error = cudaMemset(state->counters, 0, counters_bytes);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
@@ -204,6 +215,15 @@ static void *plain_allocate(size_t bytes) {
 
 static void plain_release(void *memory) {
     cudaFree(memory);
+}
+
+static int64_t pool_bytes(const rafter_context *context) {
+    cudaMemPool_t pool = NULL;
+    uint64_t bytes = 0;
+    if (cudaDeviceGetDefaultMemPool(&pool, context->cuda_state->device) != cudaSuccess ||
+        cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &bytes) != cudaSuccess)
+        return 0;
+    return static_cast<int64_t>(bytes);
 }
 
 static bool copy(void *to, const void *from, size_t bytes) {
@@ -286,6 +306,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.interface = RAFTER_CUDA_INTERFACE;
     table.open = open_context;
     table.close = close_context;
+    table.set_stream = set_stream;
 #define RAFTER_OP(name) table.name = rafter_cuda_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
@@ -293,6 +314,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.facts = facts;
     table.allocate = plain_allocate;
     table.release = plain_release;
+    table.pool_bytes = pool_bytes;
     table.copy = copy;
     table.fill = fill;
     table.move = move;

@@ -21,15 +21,16 @@ struct rafter_cuda_state {
     volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
 
-    /* The default scratch allocator: one block, kept. Graphs hold on to the blocks that their calls were captured with,
-     * so that those live as long as the context. */
+    /* The default scratch allocator: a small block, which is always there, and a large one, which grows. Graphs hold on
+     * to the blocks that their calls were captured with, so that those live as long as the context. */
+    void *small;
     void *block;
     size_t block_bytes;
     bool block_taken, block_captured;
     struct Retired *retired;
 };
 
-enum { RAFTER_CUDA_COUNTERS = 1 << 16 };
+enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20 };
 
 /* Makes the context's device current for the length of a call. */
 struct OnDevice {
