@@ -28,7 +28,9 @@ static inline unsigned grid_of(int64_t blocks) {
 struct Launch {
     int64_t blocks;
     int threads;
-    size_t shared = 0; /* dynamic shared memory, in bytes */
+    size_t shared = 0;     /* dynamic shared memory, in bytes */
+    int cluster = 1;       /* blocks of a cluster */
+    bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
 };
 
 template <typename... Wanted, typename... Given>
@@ -39,8 +41,23 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (how.cluster > 1) {
+        cudaLaunchAttribute *const cluster = &attributes[config.numAttrs++];
+        cluster->id = cudaLaunchAttributeClusterDimension;
+        cluster->val.clusterDim.x = static_cast<unsigned>(how.cluster);
+        cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+    }
+    if (how.overlaps && context->cuda_state->compute_capability >= 90) {
+        cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
+        overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlaps->val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.shared > 16 << 10) { /* with what is static, 48 KB are there without asking */
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    }
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
 }
 

@@ -230,6 +230,25 @@ DEVICE unsigned load_relaxed(const unsigned *p) {
     return value;
 }
 
+/* ---- kernels that follow each other
+ * ------------------------------------------------------------------------------------ */
+
+/* Lets a kernel that was launched to overlap with this one start when all blocks of this one have come here or ended.
+ */
+DEVICE void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* In a kernel that was launched to overlap with the one before it: waits until that one has ended. All before it is
+ * long done: it did not overlap with what came before it, or has waited for that too. */
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 /* ---- reductions over a warp, a block: always in the same order
  * ---------------------------------------------------------- */
 

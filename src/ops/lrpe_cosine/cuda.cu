@@ -15,6 +15,7 @@
 #include "cuda/sincos.cuh"
 #include "cuda/teams.cuh"
 #include "ops/lrpe_cosine/call.h"
+#include <stdlib.h>
 
 namespace {
 
@@ -606,6 +607,10 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         const int64_t pieces = blocks < wanted / 2 ? ceil_div(wanted / 2, blocks) : 1;
         const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
         walk.batch = (int)(together < 4096 ? together : 4096);
+        if (getenv("LRPE_ROWS") && !from->dtheta.data) {
+            walk.rows = step * atoi(getenv("LRPE_ROWS"));
+            if (!own_positions) walk.batch = atoi(getenv("LRPE_BATCH"));
+        }
     }
     walk.row_chunks = ceil_div(call.length, walk.rows);
     walk.batch_chunks = ceil_div(call.batch, (int64_t)walk.batch);
