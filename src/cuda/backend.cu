@@ -156,13 +156,13 @@ static rafter_status open_context(rafter_context *context) {
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
         error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+    state->bad_labels = static_cast<int *>(flag);
+    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     if (error != cudaSuccess) {
         cudaGetLastError();
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
-    state->bad_labels = static_cast<int *>(flag);
-    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
 
     if (!context->allocate) {
@@ -243,9 +243,12 @@ static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
 
-static void *new_stream(void) {
+static void *new_stream(bool urgent) {
     cudaStream_t stream = NULL;
-    return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : NULL;
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    const int priority = urgent ? highest : lowest;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
 }
 
 static void forget_stream(void *stream) {

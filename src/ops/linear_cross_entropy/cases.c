@@ -390,17 +390,39 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
 
 /* ---- bench ------------------------------------------------------------------------------------------------------- */
 
-static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
-static const int64_t quick_x[] = {1024, 4096, 16384, 32768, 0};
-static const struct bench_table table = {"v", 1u << PROBLEM_BOTH, seeds_x, quick_x};
+static const int64_t seeds_classes[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
+static const int64_t seeds_rows[] = {1024, 2048, 4096, 8192, 16384, 32768, 0};
+static const int64_t seeds_depth[] = {512, 1024, 2048, 4096, 8192, 0};
+static const int64_t quick_classes[] = {1024, 4096, 16384, 32768, 0};
+static const int64_t middle_classes[] = {1024, 32768, 0}, none[] = {0};
+
+/* Sweeps of the vocabulary, as in the seeds and of a size where packing and softmax are small beside the products; of
+ * the batch and of the hidden size, with the vocabulary that published figures are for. */
+enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH };
+static const struct bench_table tables[] = {
+    [BY_CLASSES] = {"v", 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
+    [MIDDLE] = {"v", 1u << PROBLEM_BOTH, none, middle_classes},
+    [BY_ROWS] = {"b", 1u << PROBLEM_BOTH, seeds_rows, none},
+    [BY_DEPTH] = {"d", 1u << PROBLEM_BOTH, seeds_depth, none},
+};
 
 static void make_bench(problem *p, const struct bench_row *row) {
-    const int64_t batch = row->quick ? 512 : 12288, depth = row->quick ? 512 : 4096;
-    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, depth}, row->x});
-    const double products = (double)batch * (double)depth * (double)row->x;
-    p->sample = (int64_t)(products / 4e9) + 1;
-    snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", (long long)batch, (long long)depth,
-             problem_dtype_name(row->dtype));
+    const char *dtype = problem_dtype_name(row->dtype);
+    long long n = row->quick ? 512 : 12288, d = row->quick ? 512 : 4096, v = row->x;
+    if (row->table == MIDDLE)
+        n = d = 2048;
+    else if (row->table == BY_ROWS)
+        n = row->x, v = 128256;
+    else if (row->table == BY_DEPTH)
+        n = 4096, d = row->x, v = 128256;
+    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {n, d}, v});
+    p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
+    if (row->table == BY_ROWS)
+        snprintf(p->title, sizeof p->title, "dim%lld-vocab%lld-%s", d, v, dtype);
+    else if (row->table == BY_DEPTH)
+        snprintf(p->title, sizeof p->title, "batch%lld-vocab%lld-%s", n, v, dtype);
+    else
+        snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", n, d, dtype);
 }
 
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
@@ -430,8 +452,8 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
                         1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH},
     .count = count,
     .make = make,
-    .tables = 1,
-    .table = &table,
+    .tables = sizeof tables / sizeof *tables,
+    .table = tables,
     .make_bench = make_bench,
     .call = call,
     .cost = cost,
