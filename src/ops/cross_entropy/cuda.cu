@@ -10,8 +10,8 @@
  *     rows_by<Anyhow>      rows whose elements are not neighbours, or not alike in logits and dlogits
  *
  * Rows that fit on no chip are read twice by rows_by<WholeBlock>. What must be known of all labels before the first
- * gradient is written, `prepare` finds. Each block adds up the losses of its rows; the last to arrive adds up the
- * blocks'.
+ * gradient is written, `prepare` finds. Each block adds up the losses of its rows; what the blocks come to, the last
+ * one to arrive adds up, or where blocks are short and must not wait for that, a kernel behind them.
  */
 #include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
@@ -48,6 +48,7 @@ struct Call {
     int64_t part;            /* held: packs of a row that a block holds */
     Totals *of_block;
     unsigned *counter;
+    bool adds_up; /* the last block to arrive adds up the blocks' totals; else another kernel does */
 };
 
 /* ---- statistics of columns
@@ -369,22 +370,15 @@ struct Running {
     }
     /* To be called by all threads. */
     DEVICE void find_common(const Call &c) {
-        const double found = c.gradient ? common_upstream(c.loss, totals_before(c.loss)) : 0.0;
+        const Totals totals = c.gradient ? totals_before(c.loss) : Totals{};
         if (threadIdx.x == 0)
-            common = found;
+            common = c.gradient ? common_upstream(c.loss, totals) : 0.0;
         __syncthreads();
     }
 };
 
-/* The end of a block, one of `blocks`; the last to arrive writes the loss. */
-DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blocks) {
-    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
-        return;
-    const Totals of_block = block_sum(threadIdx.x % WARP == 0 ? *running.mine() : Totals{});
-    if (threadIdx.x == 0)
-        c.of_block[block] = of_block;
-    if (!block_arrives_last(c.counter, blocks))
-        return;
+/* The loss, from the totals of all blocks. To be called by all threads of one block. */
+DEVICE void add_up(const Call &c, unsigned blocks) {
     Totals all = {};
     for (unsigned i = threadIdx.x; i < blocks; i += blockDim.x) {
         all.loss += __ldcg(&c.of_block[i].loss);
@@ -394,6 +388,31 @@ DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blo
     all = block_sum(all);
     if (threadIdx.x == 0)
         write_loss(c.loss, all);
+}
+
+/* The end of a block, one of `blocks`. */
+DEVICE void finish(const Call &c, const Running &running, unsigned block, unsigned blocks) {
+    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
+        return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        Totals of_block = {};
+        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
+            of_block.loss += running.of_warp[warp].loss;
+            of_block.weight += running.of_warp[warp].weight;
+            of_block.counted += running.of_warp[warp].counted;
+        }
+        c.of_block[block] = of_block;
+    }
+    if (c.adds_up && block_arrives_last(c.counter, blocks))
+        add_up(c, blocks);
+}
+
+constexpr int ADDING_THREADS = 512;
+
+__global__ __launch_bounds__(ADDING_THREADS) void add_up_blocks(const __grid_constant__ Call c, unsigned blocks) {
+    wait_for_previous_kernel();
+    add_up(c, blocks);
 }
 
 /* ---- rows from memory
@@ -736,17 +755,17 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024   ? 1
         if (thread == 0)
             g.z_label = z_label;
         g = cluster.all(g, loss.scale);
+        const RowFigures figures = figures_of(g, g.z_label, c); /* warp 0's are the row's */
         if (thread < WARP) {
-            const RowFigures figures = figures_of(g, g.z_label, c);
             if (c.gradient)
                 gradient = gradient_from_figures(loss, running.common, row, label, g.z_label, figures);
             if (thread == 0)
                 shared = gradient;
-            if (thread == 0 && cluster.rank == 0 && loss.forward)
-                write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
         }
         __syncthreads();
         gradient = shared;
+        if (thread == 0 && cluster.rank == 0 && loss.forward) /* while the others write the gradient */
+            write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
     } else if (thread == 0 && cluster.rank == 0) {
         write_unread(c, row, label, running.mine());
     }
@@ -1059,8 +1078,10 @@ void launch_from_lse(const rafter_context *context, const Call &c, const Plan &p
 
 void launch_call(const rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan,
                  char *scratch) {
+    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
+    c.adds_up = plan.kind == BY_WARP || plan.kind == BY_ANYHOW;
     if (plan.prepares) {
         Prepared *const prepared = reinterpret_cast<Prepared *>(scratch + scratch_bytes(c, plan));
         launch(context, {PREPARE_BLOCKS, PREPARE_THREADS}, prepare, c, prepared);
@@ -1074,6 +1095,9 @@ void launch_call(const rafter_context *context, const cross_entropy_call *call, 
             launch(context, {plan.blocks, plan.threads, plan.shared, plan.ranks, plan.prepares},
                    kernel_of<T>(plan, c.gradient), c);
     });
+    if (reduces && !c.adds_up)
+        launch(context, {1, ADDING_THREADS, 0, 1, true}, add_up_blocks, c,
+               static_cast<unsigned>(plan.blocks / plan.ranks));
 }
 
 } // namespace

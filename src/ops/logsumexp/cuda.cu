@@ -111,7 +111,7 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
         plan.part = 4 * IN_FLIGHT * (THREADS / plan.across);
         plan.parts = ceil_div<int64_t>(n, plan.part);
     } else { /* a part is what a group of lanes takes, in packs */
-        plan.lanes = bytes <= 256 ? 8 : WARP;
+        plan.lanes = bytes <= 256 ? 8 : bytes < 16 * THREADS * GRADIENT_PACKS ? WARP : THREADS;
         plan.part = int64_t(plan.lanes) * GRADIENT_PACKS;
         plan.parts = ceil_div<int64_t>(ceil_div<int64_t>(bytes, 16), plan.part);
     }
@@ -266,10 +266,12 @@ struct Backward {
     }
 };
 
+/* LANES threads to a piece of a row, LANES * GRADIENT_PACKS packs of it; a whole block where LANES is THREADS. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(THREADS) void row_gradients(const __grid_constant__ Backward b) {
     constexpr int N = WIDE<T>;
-    const int64_t piece = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
+    const int64_t piece =
+        LANES == THREADS ? int64_t(blockIdx.x) : (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
     const int64_t row = b.parts == 1              ? piece
                         : (piece | b.parts) >> 32 ? piece / b.parts
                                                   : static_cast<unsigned>(piece) / static_cast<unsigned>(b.parts);
@@ -336,8 +338,10 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
             column_gradients<T, WIDE<T>><<<grid_of(pieces), threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
         row_gradients<T, 8><<<grid_of(ceil_div<int64_t>(pieces, THREADS / 8)), THREADS, 0, stream>>>(b);
-    } else {
+    } else if (plan.lanes == WARP) {
         row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
+    } else {
+        row_gradients<T, THREADS><<<grid_of(pieces), THREADS, 0, stream>>>(b);
     }
 }
 
