@@ -337,9 +337,27 @@ DEVICE Totals block_sum(const Totals &a) {
     return {block_sum(a.loss), block_sum(a.weight), block_sum(a.counted)};
 }
 
+/* Labels that are not ignored, of every step-th from the first on. */
+template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
+    int64_t counted = 0;
+#pragma unroll 8
+    for (int64_t row = first; row < loss.rows; row += step)
+        counted +=
+            labels[row] != static_cast<L>(loss.ignore_index) || loss.ignore_index != static_cast<L>(loss.ignore_index);
+    return counted;
+}
+
 /* One thread's share of the labels. */
 DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     Totals totals = {};
+    if (!loss.class_weight && loss.target.dims == 1 && loss.target.stride[0] == 1) { /* quicker, as many blocks do it */
+        totals.counted = static_cast<double>(
+            loss.target.dtype == RAFTER_I64
+                ? count_labels(reinterpret_cast<const int64_t *>(loss.target.data), first, step, loss)
+                : count_labels(reinterpret_cast<const int *>(loss.target.data), first, step, loss));
+        totals.weight = totals.counted;
+        return totals;
+    }
 #pragma unroll 4
     for (int64_t row = first; row < loss.rows; row += step) {
         const int64_t label = loss.class_of(loss.load_label(row));
@@ -413,6 +431,16 @@ constexpr int ADDING_THREADS = 512;
 __global__ __launch_bounds__(ADDING_THREADS) void add_up_blocks(const __grid_constant__ Call c, unsigned blocks) {
     wait_for_previous_kernel();
     add_up(c, blocks);
+}
+
+/* What a few threads work out for a row, in double. Calls, so that the registers it takes are not everybody's. */
+__device__ __noinline__ RowGradient work_out_gradient(const Loss &loss, double common, int64_t row, int64_t label,
+                                                      float z, const RowFigures &figures) {
+    return gradient_from_figures(loss, common, row, label, z, figures);
+}
+__device__ __noinline__ void work_out_results(const Loss &loss, int64_t row, int64_t label, const RowFigures &figures,
+                                              Totals *totals) {
+    write_row(loss, row, label, results_of(loss, row, label, figures), totals);
 }
 
 /* ---- rows from memory
@@ -568,9 +596,9 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
                 if (by.decides()) {
                     const RowFigures figures = figures_of(g, z_label, c);
                     if (GRADIENT && c.gradient)
-                        gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures);
+                        gradient = work_out_gradient(loss, running.common, row, label, z_label, figures);
                     if (loss.forward && thread == 0)
-                        write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
+                        work_out_results(loss, row, label, figures, running.mine());
                 }
             }
             if (GRADIENT && c.gradient)
@@ -693,9 +721,7 @@ template <typename T> struct Part {
  * stay in registers, the others in shared memory, where it waits for nobody's copies but its own. Blocks that have the
  * registers too are alone on their multiprocessor; what they move is marked as streaming, which pays there only. */
 template <typename T, int OPTIONS, int THREADS, int REGISTERS>
-__global__ __launch_bounds__(THREADS, THREADS == 1024   ? 1
-                                      : OPTIONS == FULL ? 2
-                                                        : 3) void held(const __grid_constant__ Call c) {
+__global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const __grid_constant__ Call c) {
     constexpr int N = WIDE<T>, SOME = AHEAD<OPTIONS>;
     typedef Pack<T, N> P;
     extern __shared__ uint4 slot_memory[];
@@ -758,14 +784,14 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024   ? 1
         const RowFigures figures = figures_of(g, g.z_label, c); /* warp 0's are the row's */
         if (thread < WARP) {
             if (c.gradient)
-                gradient = gradient_from_figures(loss, running.common, row, label, g.z_label, figures);
+                gradient = work_out_gradient(loss, running.common, row, label, g.z_label, figures);
             if (thread == 0)
                 shared = gradient;
         }
         __syncthreads();
         gradient = shared;
         if (thread == 0 && cluster.rank == 0 && loss.forward) /* while the others write the gradient */
-            write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
+            work_out_results(loss, row, label, figures, running.mine());
     } else if (thread == 0 && cluster.rank == 0) {
         write_unread(c, row, label, running.mine());
     }
@@ -939,7 +965,7 @@ template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     case HELD:
         if (plan.threads == 1024)
             return plan.options == FULL ? held<T, FULL, 1024, 4> : held<T, SMOOTH, 1024, 4>;
-        return plan.options == FULL ? held<T, FULL, 512, 0> : held<T, SMOOTH, 512, 0>;
+        return plan.options == FULL ? held<T, FULL, 256, 0> : held<T, SMOOTH, 256, 0>;
     case BY_ANYHOW: return rows_by<T, FULL, true, Anyhow>;
     case BY_WARP:
         if (gradient)
@@ -956,7 +982,7 @@ template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     }
 }
 
-/* Rows in blocks of at most 512 threads, three or two to a multiprocessor, if they fit; else in all of one
+/* Rows in blocks of at most 256 threads, two, three or more to a multiprocessor, if they fit; else in all of one
  * multiprocessor, or of a cluster of them. False: in none. */
 bool plan_held(const rafter_cuda_state *state, int64_t rows, int64_t packs, Plan *plan) {
     const int64_t statics = 4 << 10,
@@ -968,7 +994,7 @@ bool plan_held(const rafter_cuda_state *state, int64_t rows, int64_t packs, Plan
     if (rows > 1 << 27) /* of which each takes a block */
         return false;
     if (16 * packs <= room / 2 - reserved - statics) {
-        plan->threads = power_at_least(packs / 8, 64, 512);
+        plan->threads = power_at_least(packs / 8, 64, 256);
     } else {
         plan->threads = 1024;
         while (plan->ranks < most &&
