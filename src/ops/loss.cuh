@@ -28,6 +28,7 @@ struct Loss {
     int64_t rows, classes, ignore_index;
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
+    bool weighted; /* sum(w u) counts: label smoothing */
     float z_loss, softcap, scale;
     double hit, spread; /* 1 - s, s / V */
 
@@ -80,6 +81,7 @@ static inline Loss loss_of(const rafter_context *context, const struct rafter_lo
     loss.reduction = from->reduction;
     loss.zero_if_all_ignored = from->zero_if_all_ignored;
     loss.forward = from->direction == RAFTER_FORWARD;
+    loss.weighted = from->smoothing != 0.0f;
     loss.z_loss = from->z_loss;
     loss.softcap = from->softcap;
     loss.scale = from->scale;
@@ -232,6 +234,25 @@ DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t ro
     const float pivot = static_cast<float>(static_cast<double>(lse) / loss.scale);
     const double left = static_cast<double>(loss.scale) * pivot - lse; /* what rounding the pivot left, |left| << 1 */
     return gradient_of(loss, common, row, label, z, pivot, 1.0 + left, lse);
+}
+
+/* Whether backward can start from the lse it was given: see lse_serves in op.c. */
+template <typename T> DEVICE bool lse_serves(float lse) {
+    const float bound = sizeof(T) == 4 ? 0x1p6f : __is_same(T, bf16) ? 0x1p11f : 0x1p8f;
+    return fabsf(lse) <= bound;
+}
+
+/* What is done once for a row that is not read, by one thread. */
+DEVICE void write_unread(const Loss &loss, int64_t row, int64_t label, Totals *totals) {
+    if (label == OUT_OF_RANGE)
+        *static_cast<volatile int *>(loss.bad_labels) = 1;
+    if (loss.forward)
+        write_row(loss, row, label, results_unread(label), totals);
+}
+
+/* Its gradient: zeros where it is ignored, NaN where the label is out of range. */
+DEVICE RowGradient gradient_unread(int64_t label) {
+    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f};
 }
 
 #endif
