@@ -1,4 +1,5 @@
 #include "cuda/backend.cuh"
+#include "cuda/products.cuh"
 
 #include <cuda_runtime.h>
 
@@ -55,6 +56,7 @@ static void close_context(rafter_context *context) {
         return;
     {
         OnDevice current(context);
+        rafter_cuda_close_products(state);
         if (state->block)
             cudaFreeAsync(state->block, state->stream);
         cudaFree(state->counters);

@@ -21,6 +21,9 @@ struct rafter_cuda_state {
     volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
 
+    /* cuBLASLt and what it has chosen; NULL until the first matrix product. */
+    struct rafter_cuda_products *products;
+
     /* The default scratch allocator: one block, kept. */
     void *block;
     size_t block_bytes;

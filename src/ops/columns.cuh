@@ -89,6 +89,36 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, 
     return g;
 }
 
+/* Adds logits, of which column_of(k, j) says where they belong, or -1: those are -inf and count nowhere. The
+ * exponentials are as good as rounding to T asks for. */
+template <typename T, int COUNT, int N, typename F>
+DEVICE void add_full(Gathered<FULL> &g, float (&v)[COUNT][N], F column_of, const Loss &loss) {
+    float max = g.s.max;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const int64_t column = column_of(k, j);
+            if (column >= 0 && loss.argmax.data)
+                keep_best(g, v[k][j], column);
+            if (column >= 0 && loss.softcap != 0.0f)
+                v[k][j] = capped(v[k][j], loss.softcap);
+            if (column >= 0 && loss.weighted)
+                g.weighted += static_cast<float>(loss.weight_of(column)) * v[k][j];
+            max = fmaxf(max, v[k][j]);
+        }
+    rebase(g, max, loss.scale);
+    const float pivot = pivot_at(max);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
+            g.s.sum += e;
+            g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* e is 0 long before the bound, which keeps -inf out */
+        }
+}
+
 template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, float z, const Loss &loss) {
     RowFigures f = {};
     f.max = g.s.max;

@@ -188,11 +188,11 @@ DEVICE float cap_slope(float z, float cap) {
     return 4.0f * q / (one_and_q * one_and_q);
 }
 
-/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole. `constant`:
- * every dz_v is `p`, which is 0 or NaN, at the label too. */
+/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole: there the
+ * bracket is less by `target`. `constant`: every dz_v is `p`, which is 0 or NaN, at the label too. */
 struct RowGradient {
     bool constant;
-    float pivot, p, spread, at_label;
+    float pivot, p, spread, at_label, target;
 };
 
 /* What is the same in every row: dloss of mean and sum, the denominator, scale. */
@@ -216,13 +216,18 @@ DEVICE RowGradient gradient_of(const Loss &loss, double common, int64_t row, int
     double at_label = p * expf(loss.scale * (v - pivot)) - upstream * target - spread * weight;
     if (loss.softcap != 0.0f)
         at_label *= cap_slope(z, loss.softcap);
-    return {false, pivot, static_cast<float>(p), static_cast<float>(spread), static_cast<float>(at_label)};
+    return {false,
+            pivot,
+            static_cast<float>(p),
+            static_cast<float>(spread),
+            static_cast<float>(at_label),
+            static_cast<float>(upstream * target)};
 }
 
 DEVICE RowGradient gradient_from_figures(const Loss &loss, double common, int64_t row, int64_t label, float z,
                                          const RowFigures &f) {
     if (f.sum == 0.0)
-        return {true, 0.0f, 0.0f, 0.0f, 0.0f};
+        return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     const double lse = loss.z_loss != 0.0f ? static_cast<double>(loss.scale) * f.max + log(f.sum) : 0.0;
     return gradient_of(loss, common, row, label, z, f.max, 1.0 / f.sum, lse);
 }
@@ -252,7 +257,7 @@ DEVICE void write_unread(const Loss &loss, int64_t row, int64_t label, Totals *t
 
 /* Its gradient: zeros where it is ignored, NaN where the label is out of range. */
 DEVICE RowGradient gradient_unread(int64_t label) {
-    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f};
+    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, 0.0f};
 }
 
 #endif

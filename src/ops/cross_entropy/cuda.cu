@@ -69,32 +69,12 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
             g.weighted += sum[0] + sum[1];
         }
     } else {
-        float v[COUNT][N], max = g.s.max;
-#pragma unroll
-        for (int k = 0; k < COUNT; k++) {
-            unpack(packs[k], v[k]);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const int64_t at = column + k * step + j;
-                if (k < there && c.loss.argmax.data)
-                    keep_best(g, v[k][j], at);
-                if (k < there && c.loss.softcap != 0.0f)
-                    v[k][j] = capped(v[k][j], c.loss.softcap);
-                if (k < there && c.loss.weighted)
-                    g.weighted += static_cast<float>(c.loss.weight_of(at)) * v[k][j];
-                max = fmaxf(max, v[k][j]);
-            }
-        }
-        rebase(g, max, scale);
-        const float pivot = pivot_at(max);
+        float v[COUNT][N];
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const float d = v[k][j] - pivot, e = exp_term<T>(d, scale);
-                g.s.sum += e;
-                g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* e is 0 long before the bound, which keeps -inf out */
-            }
+            unpack(packs[k], v[k]);
+        add_full<T>(
+            g, v, [&](int k, int j) { return k < there ? column + k * step + j : -1; }, c.loss);
     }
 }
 
