@@ -41,7 +41,7 @@ static rafter_dtype dtype_of(const problem *p) {
 static void check_call(struct check *c, problem *p, enum problem_mode mode, int variant) {
     struct tally *tally = &c->tally[dtype_of(p)][mode][variant];
     problem_poison(p, mode);
-    const rafter_status status = p->op->call(p, c->context[variant], mode);
+    const rafter_status status = problem_call(p, c->context[variant], mode);
     struct problem_verdict v = {.good = false, .worst = INFINITY};
     if (status == RAFTER_OK)
         v = problem_compare(p, mode);
@@ -119,15 +119,23 @@ static bool print_op(const struct check *c) {
     return problems > 0 && wrong == 0 && c->sentences == 0;
 }
 
-static bool open_contexts(struct check *c, int threads) {
-    while (c->variants < VARIANTS && (c->variant[c->variants] = rafter_op_variant(c->op->op, c->variants))) {
-        const rafter_context_options options = {
-            .size = sizeof options, .variant = c->variant[c->variants], .threads = threads};
-        if (rafter_context_create(&c->context[c->variants], &options) != RAFTER_OK)
-            return false;
-        c->variants++;
-    }
+static bool open_context(struct check *c, const char *name, rafter_context_options options) {
+    options.size = sizeof options;
+    if (rafter_context_create(&c->context[c->variants], &options) != RAFTER_OK)
+        return false;
+    c->variant[c->variants++] = name;
     return true;
+}
+
+/* One for every variant of the CPU, or one for the GPU. */
+static bool open_contexts(struct check *c, const struct options *o) {
+    if (o->device.device_type == kDLCUDA)
+        return open_context(c, "cuda", (rafter_context_options){.device = o->device});
+    bool good = true;
+    const char *name;
+    while (good && c->variants < VARIANTS && (name = rafter_op_variant(c->op->op, c->variants)))
+        good = open_context(c, name, (rafter_context_options){.variant = name, .threads = o->threads});
+    return good;
 }
 
 int verb_check(int argc, char **argv) {
@@ -143,11 +151,11 @@ int verb_check(int argc, char **argv) {
         if (!c)
             return 1;
         c->op = options.op[i];
-        if (open_contexts(c, options.threads)) {
+        if (open_contexts(c, &options)) {
             check_op(c);
             good &= print_op(c);
         } else {
-            fprintf(stderr, "rafter: no context for a variant of %s\n", c->op->op);
+            fprintf(stderr, "rafter: no context for %s: %s\n", c->op->op, rafter_last_error(NULL));
             good = false;
         }
         for (int v = 0; v < c->variants; v++)

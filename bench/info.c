@@ -26,7 +26,7 @@ static void print_cuda(void) {
     const rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 0}};
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
-        printf("CUDA      no device here, or no librafter_cuda\n\n");
+        printf("CUDA      not usable: %s\n\n", rafter_last_error(NULL));
         return;
     }
     struct rafter_cuda_facts facts;
@@ -47,8 +47,7 @@ int verb_info(int argc, char **argv) {
     rafter_context *context;
     const rafter_status status = rafter_context_create(&context, NULL);
     if (status != RAFTER_OK) {
-        fprintf(stderr, "rafter: no context: %s (is RAFTER_VARIANT one that this machine can run?)\n",
-                rafter_status_name(status));
+        fprintf(stderr, "rafter: no context: %s\n", rafter_last_error(NULL));
         return 1;
     }
     printf("rafter    %s\n", rafter_version());

@@ -8,6 +8,7 @@
 static void help(FILE *to) {
     fputs("rafter info                 what runs here: CPU, threads, the variant that serves each op, libraries\n"
           "rafter check [OP...]        every variant against an fp64 oracle; exit status 1 if any is wrong\n"
+          "    --device cpu|cuda       where: all variants of the CPU (default), or the GPU\n"
           "    --threads N             threads to run on (default: all)\n"
           "rafter bench [OP...]        speed and memory tables, one column per provider\n"
           "    --preset quick|seeds    quick: small batches, two minutes (default); seeds: the seeds' full sizes\n"

@@ -663,6 +663,7 @@ static void test_context(void **state) {
     rafter_context_options options = {.size = sizeof options, .variant = "abacus"};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
     assert_null(context);
+    assert_non_null(strstr(rafter_last_error(NULL), "variant is 'abacus'"));
     options.variant = "portable";
     options.threads = 3;
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_OK);
@@ -688,8 +689,23 @@ static void test_context(void **state) {
 
     options = (rafter_context_options){.size = sizeof options, .allocate = ledger_allocate};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
+    assert_non_null(strstr(rafter_last_error(NULL), "release is NULL"));
+    options = (rafter_context_options){.size = sizeof options, .threads = -2};
+    assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
+    assert_non_null(strstr(rafter_last_error(NULL), "threads is -2"));
     options = (rafter_context_options){.size = sizeof options, .device = {kDLCUDA, 9999}};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
+    assert_non_null(strstr(rafter_last_error(NULL), "CUDA"));
+    options.device = (DLDevice){kDLCUDAHost, 0};
+    assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
+    assert_non_null(strstr(rafter_last_error(NULL), "device_type is 3"));
+    assert_int_equal(rafter_context_create(&context, NULL), RAFTER_OK); /* which forgets the sentence */
+    assert_string_equal(rafter_last_error(NULL), "context is NULL");
+    int32_t found = -1;
+    assert_int_equal(rafter_bad_labels(context, &found), RAFTER_OK);
+    assert_int_equal(found, 0);
+    assert_int_equal(rafter_bad_labels(context, NULL), RAFTER_INVALID_ARGUMENT);
+    rafter_context_destroy(context);
     for (int status = RAFTER_OK; status <= RAFTER_DEVICE_ERROR; status++)
         assert_string_not_equal(rafter_status_name((rafter_status)status), "unknown status");
     assert_string_equal(rafter_status_name((rafter_status)99), "unknown status");

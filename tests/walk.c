@@ -1,17 +1,20 @@
 /*
  * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality
- * over repeats and over 1, 2 and 3 threads; finite differences of the oracle itself.
+ * over repeats, over 1, 2 and 3 threads and in a workspace of just the bytes asked for; finite differences of the
+ * oracle itself.
  *
- *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda]
+ *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N]
  *
  * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems
- * there; where there is no such device it says so and exits with 77, which ctest counts as skipped.
+ * there; where there is no such device it says so and exits with 77, which ctest counts as skipped. --every takes one
+ * problem in N, for runs under a checker that is slow.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "core/backend.h"
 #include "harness/problem.h"
 
 static int64_t passed, failed;
@@ -48,8 +51,8 @@ static void run_mode(problem *p, rafter_context *context, const char *variant, e
 }
 
 /* The same bits again, and from other numbers of threads. */
-static void run_bitwise(problem *p, rafter_context *contexts[], int count, const char *variant,
-                        enum problem_mode mode) {
+static void run_bitwise(problem *p, rafter_context *contexts[], int count, const char *variant, enum problem_mode mode,
+                        uint64_t *bits) {
     uint64_t first = 0;
     for (int i = 0; i < count; i++) {
         problem_poison(p, mode);
@@ -61,28 +64,85 @@ static void run_bitwise(problem *p, rafter_context *contexts[], int count, const
         else if (digest != first)
             verdict(false, p, variant, problem_mode_names[mode], "bits depend on the number of threads or the run");
     }
+    *bits = first;
     verdict(true, p, variant, problem_mode_names[mode], "");
+}
+
+static bool succeeds(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
+                     const char *what) {
+    const rafter_status status = problem_call(p, context, mode);
+    if (status != RAFTER_OK)
+        verdict(false, p, variant, what, rafter_last_error(context));
+    return status == RAFTER_OK;
+}
+
+/* In a workspace of the size that was asked for, badly aligned, the call gives the same bits without the allocator,
+ * which this context's has none; in one byte less it is refused. */
+static void run_in_workspace(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
+                             uint64_t bits) {
+    enum { ALIGNED = 64, GARBAGE = 0xff };
+    if (mode == PROBLEM_BOTH && p->op->algorithm_modes[p->algorithm] != 1u << PROBLEM_BOTH)
+        return; /* two calls */
+    const struct rafter_cuda *const cuda = context->cuda;
+    size_t bytes = 0;
+    p->ask = &bytes;
+    const bool told = succeeds(p, context, variant, mode, "asking for the workspace");
+    p->ask = NULL;
+    if (!told)
+        return;
+    char *const memory =
+        cuda ? cuda->allocate(bytes + ALIGNED) : aligned_alloc(ALIGNED, (bytes + ALIGNED) / 64 * 64 + 64);
+    if (memory && cuda)
+        cuda->fill(context, memory, GARBAGE, bytes + ALIGNED);
+    else if (memory)
+        memset(memory, GARBAGE, bytes + ALIGNED);
+    p->workspace = bytes ? memory + 1 : NULL;
+    p->workspace_bytes = bytes;
+    problem_poison(p, mode);
+    if (succeeds(p, context, variant, mode, "a call in its workspace"))
+        verdict(problem_digest(p, mode) == bits, p, variant, "a call in its workspace", "its bits are others");
+    if (bytes > 0) {
+        p->workspace_bytes = bytes - 1;
+        const rafter_status status = problem_call(p, context, mode);
+        const bool refused = status == RAFTER_WORKSPACE_TOO_SMALL && strstr(rafter_last_error(context), "workspace");
+        verdict(refused, p, variant, "one byte less than asked for", rafter_status_name(status));
+    }
+    p->workspace = NULL;
+    p->workspace_bytes = 0;
+    if (cuda)
+        cuda->release(memory);
+    else
+        free(memory);
 }
 
 static DLDevice device = {kDLCPU, 0};
 
-static rafter_context *context_with(const char *variant, int threads) {
-    const rafter_context_options options = {
-        .size = sizeof options, .device = device, .variant = variant, .threads = threads};
+static void *allocate_nothing(void *user, size_t bytes) {
+    (void)user, (void)bytes;
+    return NULL;
+}
+
+static void release_nothing(void *user, void *memory, size_t bytes) {
+    (void)user, (void)memory, (void)bytes;
+}
+
+static rafter_context *context_with(const char *variant, int threads, bool allocates) {
+    rafter_context_options options = {.size = sizeof options, .device = device, .variant = variant, .threads = threads};
+    if (!allocates) {
+        options.allocate = allocate_nothing;
+        options.release = release_nothing;
+    }
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
-        if (device.device_type == kDLCUDA) {
-            printf("no CUDA device here, or no librafter_cuda: skipped\n");
-            exit(77);
-        }
-        fprintf(stderr, "no context for variant %s\n", variant ? variant : "auto");
-        exit(2);
+        const bool skip = device.device_type == kDLCUDA;
+        printf("%s: %s\n", skip ? "skipped" : "no context", rafter_last_error(NULL));
+        exit(skip ? 77 : 2);
     }
     return context;
 }
 
 static void walk_problem(const struct op_cases *op, int64_t index, const char *variant, rafter_context *contexts[],
-                         int count) {
+                         int count, rafter_context *without_memory) {
     for (int layout = 0; layout < PROBLEM_LAYOUTS; layout++)
         for (int values = 0; values < PROBLEM_VALUES; values++)
             for (int algorithm = 0; op->algorithms[algorithm]; algorithm++) {
@@ -102,8 +162,11 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
                 for (int mode = 0; mode < PROBLEM_MODES; mode++)
                     if (op->algorithm_modes[algorithm] >> mode & 1) {
                         run_mode(&p, contexts[1], variant, (enum problem_mode)mode);
-                        if (layout == PROBLEM_COMPACT && values == PROBLEM_ORDINARY)
-                            run_bitwise(&p, contexts, count, variant, (enum problem_mode)mode);
+                        if (layout == PROBLEM_COMPACT && values == PROBLEM_ORDINARY) {
+                            uint64_t bits = 0;
+                            run_bitwise(&p, contexts, count, variant, (enum problem_mode)mode, &bits);
+                            run_in_workspace(&p, without_memory, variant, (enum problem_mode)mode, bits);
+                        }
                     }
                 problem_free(&p);
             }
@@ -114,7 +177,7 @@ static void walk_large(const struct op_cases *op, int64_t index) {
     op->make(&p, index);
     if (!p.large)
         return;
-    rafter_context *context = context_with(NULL, 0);
+    rafter_context *context = context_with(NULL, 0, true);
     printf("%s: %s\n", op->op, p.label);
     fflush(stdout);
     if (problem_allocate(&p, 1)) {
@@ -140,7 +203,7 @@ static void walk_finite_differences(const struct op_cases *op, int64_t index) {
     problem_free(&p);
 }
 
-static void walk_op(const struct op_cases *op, bool large, const char *only_variant) {
+static void walk_op(const struct op_cases *op, bool large, const char *only_variant, int64_t every) {
     if (large) {
         for (int64_t i = 0; i < op->count(); i++)
             walk_large(op, i);
@@ -158,16 +221,18 @@ static void walk_op(const struct op_cases *op, bool large, const char *only_vari
         if (only_variant && strcmp(variant, only_variant) != 0)
             continue;
         const char *forced = cuda ? NULL : variant;
-        rafter_context *contexts[] = {context_with(forced, 1), context_with(forced, 2), context_with(forced, 3),
-                                      context_with(forced, 2)};
+        rafter_context *contexts[] = {context_with(forced, 1, true), context_with(forced, 2, true),
+                                      context_with(forced, 3, true), context_with(forced, 2, true)};
+        rafter_context *without_memory = context_with(forced, 2, false);
         enum { COUNT = sizeof contexts / sizeof *contexts };
         const int64_t before = passed + failed;
-        for (int64_t i = 0; i < op->count(); i++)
-            walk_problem(op, i, variant, contexts, COUNT);
+        for (int64_t i = 0; i < op->count(); i += every)
+            walk_problem(op, i, variant, contexts, COUNT, without_memory);
         printf("%-22s %-11s %lld checks\n", op->op, variant, (long long)(passed + failed - before));
         fflush(stdout);
         for (int i = 0; i < COUNT; i++)
             rafter_context_destroy(contexts[i]);
+        rafter_context_destroy(without_memory);
     }
 }
 
@@ -181,11 +246,14 @@ int main(int argc, char **argv) {
     unsetenv("RAFTER_VARIANT"); /* it would win over the variants forced here */
     bool large = false, named = false;
     const char *variant = NULL;
+    long long every = 1;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
             large = true;
         else if (strcmp(argv[i], "--variant") == 0 && i + 1 < argc)
             variant = argv[++i];
+        else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)
+            every = atoll(argv[++i]);
         else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
             device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else
@@ -196,7 +264,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < argc; i++)
             wanted |= strcmp(argv[i], problem_ops[o]->op) == 0;
         if (wanted)
-            walk_op(problem_ops[o], large, variant);
+            walk_op(problem_ops[o], large, variant, every > 1 ? every : 1);
     }
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0 || passed == 0;

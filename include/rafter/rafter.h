@@ -33,6 +33,11 @@
  * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator;
  * rafter_<op>_workspace() tells how many bytes a call with the same arguments takes.
  *
+ * CUDA: a call enqueues work on the context's stream and returns; it never waits for the device. It can be captured
+ * into a graph, and the graph replayed with other data in the same memory. While the stream is being captured nothing
+ * is allocated: give a workspace, or make the same call once before. A graph uses memory of the context: it may be
+ * replayed while the context is alive, in the order of its stream. The stream outlives the context.
+ *
  * Threads: a context serves one call at a time. Different contexts may be used from different threads.
  *
  * Determinism: the same call gives the same bits every time, for any number of threads.
@@ -96,19 +101,22 @@ typedef struct rafter_context_options {
     int32_t reserved;    /* zero */
     const char *variant; /* kernels no newer than this ("portable", "avx2", "avx512", ...); NULL: the machine's best.
                             The environment variable RAFTER_VARIANT, where set, wins over it. */
-    /* Allocator of scratch memory; both or neither. `allocate` returns memory aligned to 64 bytes, or NULL. */
+    /* Allocator of scratch memory; both or neither. `allocate` returns memory aligned to 64 bytes, or NULL. On CUDA it
+     * is called, and the memory is released, when work is enqueued, which will use it later in the stream's order:
+     * PyTorch's allocator and cudaMallocAsync allow that, cudaFree waits for the device. */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
 } rafter_context_options;
 
-/* `options` may be NULL. On failure *context is NULL and there is no sentence: the status says it all.
- * RAFTER_UNSUPPORTED is an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or
- * a driver is missing. */
+/* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) is the sentence. RAFTER_UNSUPPORTED
+ * is an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or a driver is
+ * missing. */
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 
-/* The sentence of the last call on this context that failed; "" if none has. Valid until the next call. */
+/* The sentence of the last call on this context that failed; "" if none has. Valid until the next call. For NULL: why
+ * the calling thread's last rafter_context_create failed. */
 RAFTER_API const char *rafter_last_error(const rafter_context *context);
 
 /* The most scratch memory, in bytes, that calls on this context have held at one time since the last reset. */
@@ -258,7 +266,7 @@ typedef struct rafter_loss_options {
  *     logprob = u_y - r, never above 0;  entropy = -sum p log p;  argmax: the first index of the largest logit.
  * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
  * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, naming the row, before anything is
- * written; on CUDA that row's outputs are NaN and a flag is set that the caller can read.
+ * written; on CUDA that row's outputs are NaN, and so is its gradient, and rafter_bad_labels() tells.
  * Columns of padding in a wider row stride are neither read nor written.
  */
 
@@ -283,6 +291,12 @@ RAFTER_API rafter_status rafter_cross_entropy_forward(rafter_context *context, c
 RAFTER_API rafter_status rafter_cross_entropy_backward(rafter_context *context, const rafter_cross_entropy_args *args);
 RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                                         rafter_direction direction, size_t *bytes);
+
+/* Whether a loss on this context has met a label out of range since this was last asked: *found becomes 1 or 0, and it
+ * is forgotten. On CUDA this waits for all that is enqueued on the context's stream, so it is for now and then, not for
+ * every call; while the stream is being captured it is RAFTER_UNSUPPORTED. On the CPU, where such a call fails, it is
+ * 0. */
+RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
 /* ------------------------------------------------------------------------------------------------------------------
  * linear_cross_entropy: cross_entropy of z = x W^T + bias, never holding all of z

@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Both libraries are built from one tree; the number keeps a stray older file from being used. */
-enum { RAFTER_CUDA_INTERFACE = 1 };
+enum { RAFTER_CUDA_INTERFACE = 2 };
 
 #define RAFTER_OP(name) struct name##_call;
 #include "ops/ops.inc"
@@ -34,10 +34,14 @@ struct rafter_cuda {
     rafter_status (*open)(rafter_context *context);
     void (*close)(rafter_context *context);
 
-    /* One function per op: enqueues the checked call on the context's stream. Never synchronises. */
+    /* One function per op: enqueues the checked call on the context's stream, or, where call->ask is set, puts there
+     * how many bytes of workspace it takes. Never synchronises. */
 #define RAFTER_OP(name) rafter_status (*name)(rafter_context * context, const struct name##_call *call);
 #include "ops/ops.inc"
 #undef RAFTER_OP
+
+    /* Waits for the stream; whether a kernel has met a label out of range since the last time this was asked. */
+    rafter_status (*bad_labels)(rafter_context *context, bool *found);
 
     /* For tests and the bench. */
     void (*facts)(const rafter_context *context, struct rafter_cuda_facts *facts);
@@ -47,6 +51,8 @@ struct rafter_cuda {
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */
     bool (*synchronize)(const rafter_context *context);
+    void *(*stream)(void); /* a new one, for the options of a context; NULL if there is none */
+    void (*forget_stream)(void *stream);
     void *(*event)(void);
     void (*record)(const rafter_context *context, void *event);
     float (*elapsed)(void *from, void *to); /* milliseconds, once both have passed; waits for them */

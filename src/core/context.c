@@ -54,67 +54,78 @@ static void default_release(void *user, void *memory, size_t bytes) {
 /* Loads librafter_cuda (from beside this library, or wherever the loader looks) and lets it adopt the context. It stays
  * loaded: the CUDA runtime does not survive being unloaded. */
 static rafter_status open_device(rafter_context *context) {
+    const rafter_status no = RAFTER_UNSUPPORTED;
     if (context->device.device_type != kDLCUDA)
-        return RAFTER_UNSUPPORTED;
+        return rafter_fail(context, no, "device_type is %d, wanted %d (CPU) or %d (CUDA)",
+                           (int)context->device.device_type, (int)kDLCPU, (int)kDLCUDA);
     const char *path = getenv("RAFTER_CUDA_LIBRARY");
     void *library =
         dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
-    if (!library)
-        return RAFTER_UNSUPPORTED;
+    if (!library) {
+        const char *reason = dlerror();
+        return rafter_fail(context, no, "the CUDA backend could not be loaded: %s",
+                           reason ? reason : "no reason given");
+    }
     rafter_cuda_entry *entry = NULL;
     *(void **)&entry = dlsym(library, RAFTER_CUDA_ENTRY);
     const struct rafter_cuda *cuda = entry ? entry() : NULL;
     if (!cuda || cuda->interface != RAFTER_CUDA_INTERFACE)
-        return RAFTER_UNSUPPORTED;
+        return rafter_fail(context, no, "the CUDA backend that was found is not of this build");
     const rafter_status status = cuda->open(context);
     if (status == RAFTER_OK)
         context->cuda = cuda;
     return status;
 }
 
-rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options) {
-    if (!context)
-        return RAFTER_INVALID_ARGUMENT;
-    *context = NULL;
-
-    rafter_context fresh = {.device = {kDLCPU, 0}};
+static rafter_status set_up(rafter_context *context, const rafter_context_options *options) {
     rafter_context_options o = {0};
     if (options)
-        RAFTER_TRY(rafter_take_args(&fresh, "rafter_context_options", options, &o, sizeof o));
-    if ((o.allocate != NULL) != (o.release != NULL) || o.threads < 0)
-        return RAFTER_INVALID_ARGUMENT;
+        RAFTER_TRY(rafter_take_args(context, "rafter_context_options", options, &o, sizeof o));
+    if ((o.allocate != NULL) != (o.release != NULL))
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s is NULL, wanted both allocate and release, or neither",
+                           o.allocate ? "release" : "allocate");
+    if (o.threads < 0)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "threads is %d, wanted 0 or more", (int)o.threads);
     if (o.device.device_type != 0)
-        fresh.device = o.device;
-    fresh.stream = o.stream;
-    fresh.threads = o.threads > 0 ? o.threads : omp_get_max_threads();
-    fresh.allocate = o.allocate;
-    fresh.release = o.release;
-    fresh.user = o.user;
-    if (!o.allocate && fresh.device.device_type == kDLCPU) { /* another device brings its own */
-        fresh.allocate = default_allocate;
-        fresh.release = default_release;
+        context->device = o.device;
+    context->stream = o.stream;
+    context->threads = o.threads > 0 ? o.threads : omp_get_max_threads();
+    context->allocate = o.allocate;
+    context->release = o.release;
+    context->user = o.user;
+    if (!o.allocate && context->device.device_type == kDLCPU) { /* another device brings its own */
+        context->allocate = default_allocate;
+        context->release = default_release;
     }
 
     const char *variant = getenv("RAFTER_VARIANT");
     if (!variant || !*variant)
         variant = o.variant;
-    fresh.isa = variant ? rafter_isa_named(variant) : rafter_cpu_isa();
-    if (fresh.isa > rafter_cpu_isa()) /* unknown names are past the last level */
-        return RAFTER_UNSUPPORTED;
+    context->isa = variant ? rafter_isa_named(variant) : rafter_cpu_isa();
+    if (context->isa > rafter_cpu_isa()) /* unknown names are past the last level */
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "variant is '%s', wanted one that this machine can run",
+                           variant);
+    return context->device.device_type == kDLCPU ? RAFTER_OK : open_device(context);
+}
 
-    *context = malloc(sizeof fresh);
+/* The sentence of the thread's last context that could not be made. */
+static _Thread_local char creation_error[sizeof((rafter_context *)NULL)->error];
+
+rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    creation_error[0] = '\0';
+    *context = malloc(sizeof **context);
     if (!*context)
         return RAFTER_OUT_OF_MEMORY;
-    **context = fresh;
-    if (fresh.device.device_type != kDLCPU) {
-        const rafter_status status = open_device(*context);
-        if (status != RAFTER_OK) {
-            free(*context);
-            *context = NULL;
-            return status;
-        }
+    **context = (rafter_context){.device = {kDLCPU, 0}};
+    const rafter_status status = set_up(*context, options);
+    if (status != RAFTER_OK) {
+        memcpy(creation_error, (*context)->error, sizeof creation_error);
+        free(*context);
+        *context = NULL;
     }
-    return RAFTER_OK;
+    return status;
 }
 
 void rafter_context_destroy(rafter_context *context) {
@@ -124,7 +135,22 @@ void rafter_context_destroy(rafter_context *context) {
 }
 
 const char *rafter_last_error(const rafter_context *context) {
-    return context ? context->error : "context is NULL";
+    if (context)
+        return context->error;
+    return *creation_error ? creation_error : "context is NULL";
+}
+
+rafter_status rafter_bad_labels(rafter_context *context, int32_t *found) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    context->error[0] = '\0';
+    if (!found)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "found is NULL, wanted a place for the answer");
+    bool any = false;
+    if (context->cuda)
+        RAFTER_TRY(context->cuda->bad_labels(context, &any));
+    *found = any;
+    return RAFTER_OK;
 }
 
 int rafter_context_threads(const rafter_context *context) {

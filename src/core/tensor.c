@@ -60,6 +60,9 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
     if (tensor->device.device_type != context->device.device_type)
         return rafter_fail(context, bad, "%s is on device type %d, wanted the context's, %d", name,
                            (int)tensor->device.device_type, (int)context->device.device_type);
+    if (context->device.device_type != kDLCPU && tensor->device.device_id != context->device.device_id)
+        return rafter_fail(context, bad, "%s is on device %d, wanted the context's, %d", name,
+                           (int)tensor->device.device_id, (int)context->device.device_id);
     if (tensor->ndim < 0 || tensor->ndim > RAFTER_MAX_DIMS)
         return rafter_fail(context, bad, "%s has %d dimensions, wanted 0 to %d", name, (int)tensor->ndim,
                            RAFTER_MAX_DIMS);

@@ -20,7 +20,7 @@ int rafter_describe_op(const rafter_context *context, int index, const char **op
     if (!context || index < 0 || index >= OPS)
         return 0;
     *op = ops[index]->name;
-    *variant = rafter_isa_name(rafter_pick(context, ops[index])->isa);
+    *variant = context->cuda ? "cuda" : rafter_isa_name(rafter_pick(context, ops[index])->isa);
     return 1;
 }
 

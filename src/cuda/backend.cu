@@ -16,6 +16,37 @@ extern "C" {
 /* ---- scratch memory
  * -------------------------------------------------------------------------------------------------- */
 
+/* A block that has become too small, but that a graph may still use. */
+struct Retired {
+    void *block;
+    Retired *next;
+};
+
+static bool is_capturing(const rafter_cuda_state *state) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
+        return status != cudaStreamCaptureStatusNone;
+    cudaGetLastError(); /* the default stream, while another is being captured: nothing can be enqueued there either */
+    return true;
+}
+
+/* Lets go of the block once the work that is enqueued has used it. */
+static bool drop_block(rafter_cuda_state *state) {
+    if (state->block && state->block_captured) {
+        Retired *retired = static_cast<Retired *>(malloc(sizeof *retired));
+        if (!retired)
+            return false;
+        *retired = {state->block, state->retired};
+        state->retired = retired;
+    } else if (state->block) {
+        cudaFreeAsync(state->block, state->stream);
+    }
+    state->block = NULL;
+    state->block_bytes = 0;
+    state->block_captured = false;
+    return true;
+}
+
 /* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only
  * grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call once
  * before. */
@@ -23,14 +54,10 @@ static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
         return NULL;
+    const bool capturing = is_capturing(state);
     if (state->block_bytes < bytes) {
-        cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-        if (cudaStreamIsCapturing(state->stream, &capturing) != cudaSuccess || capturing != cudaStreamCaptureStatusNone)
+        if (capturing || !drop_block(state))
             return NULL;
-        if (state->block)
-            cudaFreeAsync(state->block, state->stream);
-        state->block = NULL;
-        state->block_bytes = 0;
         if (cudaMallocAsync(&state->block, bytes, state->stream) != cudaSuccess) {
             cudaGetLastError(); /* reported as out of memory; do not leave it for the next launch */
             state->block = NULL;
@@ -38,6 +65,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
         }
         state->block_bytes = bytes;
     }
+    state->block_captured |= capturing;
     state->block_taken = true;
     return state->block;
 }
@@ -45,6 +73,17 @@ static void *scratch_allocate(void *user, size_t bytes) {
 static void scratch_release(void *user, void *memory, size_t bytes) {
     (void)memory, (void)bytes;
     static_cast<rafter_cuda_state *>(user)->block_taken = false;
+}
+
+rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
+                                  struct rafter_scratch *scratch) {
+    const rafter_status status = rafter_scratch_take(context, workspace, workspace_bytes, bytes, scratch);
+    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate || !is_capturing(context->cuda_state))
+        return status;
+    return rafter_fail(context, status,
+                       "the call takes %zu bytes of workspace, and while its stream is being captured nothing is "
+                       "allocated: wanted a workspace, or the same call once before the capture",
+                       rafter_scratch_request(bytes));
 }
 
 /* ---- open and close
@@ -57,8 +96,13 @@ static void close_context(rafter_context *context) {
     {
         OnDevice current(context);
         rafter_cuda_close_products(state);
-        if (state->block)
-            cudaFreeAsync(state->block, state->stream);
+        state->block_captured = false; /* graphs may not outlive the context */
+        drop_block(state);
+        while (Retired *retired = state->retired) {
+            state->retired = retired->next;
+            cudaFreeAsync(retired->block, state->stream);
+            free(retired);
+        }
         cudaFree(state->counters);
         cudaFreeHost(const_cast<int *>(state->bad_labels));
     }
@@ -68,9 +112,15 @@ static void close_context(rafter_context *context) {
 
 static rafter_status open_context(rafter_context *context) {
     int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || context->device.device_id < 0 ||
-        context->device.device_id >= devices)
-        return RAFTER_UNSUPPORTED;
+    const cudaError_t counted = cudaGetDeviceCount(&devices);
+    if (counted != cudaSuccess) {
+        cudaGetLastError();
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "the CUDA runtime finds no GPU: %s",
+                           cudaGetErrorString(counted));
+    }
+    if (context->device.device_id < 0 || context->device.device_id >= devices)
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "device_id is %d, wanted 0 to %d: there are %d CUDA devices",
+                           (int)context->device.device_id, devices - 1, devices);
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(calloc(1, sizeof *state));
     if (!state)
         return RAFTER_OUT_OF_MEMORY;
@@ -88,24 +138,43 @@ static rafter_status open_context(rafter_context *context) {
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
-    if (cudaMalloc(&state->counters, RAFTER_CUDA_COUNTERS * sizeof *state->counters) != cudaSuccess ||
-        cudaMemset(state->counters, 0, RAFTER_CUDA_COUNTERS * sizeof *state->counters) != cudaSuccess ||
-        cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped) != cudaSuccess ||
-        cudaHostGetDevicePointer(&flag_on_device, flag, 0) != cudaSuccess) {
+    cudaError_t error = cudaMalloc(&state->counters, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+    if (error == cudaSuccess)
+        error = cudaMemset(state->counters, 0, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+    if (error == cudaSuccess)
+        error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
+    if (error == cudaSuccess)
+        error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
+    if (error == cudaSuccess)
+        error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+    if (error != cudaSuccess) {
         cudaGetLastError();
         close_context(context);
-        return RAFTER_DEVICE_ERROR;
+        return rafter_cuda_check(context, "opening the GPU", error);
     }
     state->bad_labels = static_cast<int *>(flag);
     state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
-    cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
 
     if (!context->allocate) {
         context->allocate = scratch_allocate;
         context->release = scratch_release;
         context->user = state;
     }
+    return RAFTER_OK;
+}
+
+/* ---- labels out of range
+ * --------------------------------------------------------------------------------------------- */
+
+static rafter_status bad_labels(rafter_context *context, bool *found) {
+    rafter_cuda_state *state = context->cuda_state;
+    if (is_capturing(state))
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
+    OnDevice current(context);
+    RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));
+    *found = *state->bad_labels != 0;
+    *state->bad_labels = 0;
     return RAFTER_OK;
 }
 
@@ -140,7 +209,8 @@ static void plain_release(void *memory) {
 }
 
 static bool copy(void *to, const void *from, size_t bytes) {
-    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess;
+    /* From pageable memory the first returns early, and other streams do not wait for it. */
+    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess && cudaStreamSynchronize(NULL) == cudaSuccess;
 }
 
 static bool fill(const rafter_context *context, void *memory, int value, size_t bytes) {
@@ -153,6 +223,15 @@ static bool move(const rafter_context *context, void *to, const void *from, size
 
 static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
+}
+
+static void *new_stream(void) {
+    cudaStream_t stream = NULL;
+    return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : NULL;
+}
+
+static void forget_stream(void *stream) {
+    cudaStreamDestroy(static_cast<cudaStream_t>(stream));
 }
 
 static void *new_event(void) {
@@ -205,6 +284,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
 #define RAFTER_OP(name) table.name = rafter_cuda_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
+    table.bad_labels = bad_labels;
     table.facts = facts;
     table.allocate = plain_allocate;
     table.release = plain_release;
@@ -212,6 +292,8 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.fill = fill;
     table.move = move;
     table.synchronize = synchronize;
+    table.stream = new_stream;
+    table.forget_stream = forget_stream;
     table.event = new_event;
     table.record = record;
     table.elapsed = elapsed;

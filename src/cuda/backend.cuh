@@ -24,10 +24,12 @@ struct rafter_cuda_state {
     /* cuBLASLt and what it has chosen; NULL until the first matrix product. */
     struct rafter_cuda_products *products;
 
-    /* The default scratch allocator: one block, kept. */
+    /* The default scratch allocator: one block, kept. Graphs hold on to the blocks that their calls were captured with,
+     * so that those live as long as the context. */
     void *block;
     size_t block_bytes;
-    bool block_taken;
+    bool block_taken, block_captured;
+    struct Retired *retired;
 };
 
 enum { RAFTER_CUDA_COUNTERS = 1 << 16 };
@@ -60,6 +62,27 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
 /* To return from the function that launched `kernel`. */
 static inline rafter_status rafter_cuda_launched(rafter_context *context, const char *kernel) {
     return rafter_cuda_check(context, kernel, cudaGetLastError());
+}
+
+/* rafter_scratch_take, and a sentence of its own where there is no memory because the stream is being captured. */
+rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
+                                  struct rafter_scratch *scratch);
+
+/* How every op's call ends: launch(memory) enqueues its kernels, `memory` being `bytes` of scratch memory, aligned.
+ * That is given back at once: what uses it next comes behind in the same stream. Where the call only asks how many
+ * bytes it takes, that is answered instead. `what` begins the sentence if a launch fails. */
+template <class Call, typename F>
+static inline rafter_status run_with_scratch(rafter_context *context, const Call *call, size_t bytes, const char *what,
+                                             F launch) {
+    if (call->ask) {
+        *call->ask = rafter_scratch_request(bytes);
+        return RAFTER_OK;
+    }
+    struct rafter_scratch scratch;
+    RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, bytes, &scratch));
+    launch(scratch.memory);
+    rafter_scratch_release(context, &scratch);
+    return rafter_cuda_launched(context, what);
 }
 
 #endif

@@ -108,6 +108,12 @@ typedef struct problem {
     int tensors;
     problem_tensor tensor[PROBLEM_TENSORS];
     rafter_loss_options loss_options; /* storage for the losses' calls */
+
+    /* Of the next calls: the caller's workspace, if any; or, where `ask` is not NULL, only the bytes of workspace that
+     * the call would take are wanted, there. A BOTH of two calls cannot be asked. */
+    void *workspace;
+    size_t workspace_bytes;
+    size_t *ask;
 } problem;
 
 /* A table of the bench: the seeds' tables of one op differ in `table`. */
@@ -142,7 +148,7 @@ struct op_cases {
     const struct bench_table *table;
     void (*make_bench)(problem *p, const struct bench_row *row);
 
-    /* Calls the public API. A BOTH that has no one-call form is forward and then backward. */
+    /* Calls the public API, with p->workspace. A BOTH that has no one-call form is forward and then backward. */
     rafter_status (*call)(const problem *p, rafter_context *context, enum problem_mode mode);
 
     /* Least bytes through memory and flops of matrix work, for one call. */
@@ -202,6 +208,10 @@ double problem_finite_differences(problem *p);
 bool problem_to_device(problem *p, const rafter_context *context);
 bool problem_from_device(const problem *p, const rafter_context *context);
 void problem_leave_device(problem *p, const rafter_context *context);
+/* The direction that a call in this mode has; BOTH: of its one-call form. */
+static inline rafter_direction problem_direction(enum problem_mode mode) {
+    return mode == PROBLEM_BACKWARD ? RAFTER_BACKWARD : RAFTER_FORWARD;
+}
 /* op->call on the context's device. On CUDA: copies every tensor there, calls, waits, and copies the results back. */
 rafter_status problem_call(problem *p, rafter_context *context, enum problem_mode mode);
 

@@ -14,6 +14,7 @@ struct act_call {
     uint8_t *mask;   /* relu_mask: forward writes it, backward reads it instead of x; NULL: none */
     void *workspace; /* the caller's, or NULL */
     size_t workspace_bytes;
+    size_t *ask; /* CUDA: not NULL where only the bytes of workspace are wanted, here, and nothing is to be done */
 };
 
 #endif

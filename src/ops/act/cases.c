@@ -289,7 +289,13 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                   .y = problem_dl(p, "y"),
                                   .dy = problem_dl(p, "dy"),
                                   .dx = problem_dl(p, "dx"),
-                                  .relu_mask = problem_dl(p, "relu_mask")};
+                                  .relu_mask = problem_dl(p, "relu_mask"),
+                                  .workspace = p->workspace,
+                                  .workspace_bytes = p->workspace_bytes};
+    if (mode == PROBLEM_BACKWARD && !args.dx)
+        return RAFTER_OK;
+    if (p->ask)
+        return rafter_act_workspace(context, &args, problem_direction(mode), p->ask);
     rafter_status status = RAFTER_OK;
     if (mode != PROBLEM_BACKWARD)
         status = rafter_act_forward(context, &args);

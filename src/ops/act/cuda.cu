@@ -480,11 +480,8 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
 /* Starts a job on the teams of the best candidate. */
 template <class Job>
 rafter_status start_teams(rafter_context *context, const act_call *call, const Job &job, const Cut &cut) {
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, team_scratch<Job>(cut), &scratch));
-    launch_teams(context, job, cut, scratch.memory);
-    rafter_scratch_release(context, &scratch);
-    return RAFTER_OK;
+    return run_with_scratch(context, call, team_scratch<Job>(cut), "act",
+                            [&](char *scratch) { launch_teams(context, job, cut, scratch); });
 }
 
 constexpr int64_t ALL_BLOCKS = INT64_MAX;
@@ -510,8 +507,9 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
                           lines,
                           static_cast<int>(packs < INT32_MAX ? packs : INT32_MAX)};
     const auto in_registers = [&](auto *kernel, int64_t lines_of_block) {
-        launch(context, {ceil_div(lines, lines_of_block), THREADS}, kernel, job);
-        return RAFTER_OK;
+        return run_with_scratch(context, call, 0, "act", [&](char *) {
+            launch(context, {ceil_div(lines, lines_of_block), THREADS}, kernel, job);
+        });
     };
     if constexpr (N > 1) {
         if (packs <= 8)
@@ -597,19 +595,6 @@ rafter_status plan_softmax(rafter_context *context, const act_call *call, Views 
                 : plan_columns<T, 1, FORWARD>(context, call, views);
 }
 
-template <typename T> rafter_status start(rafter_context *context, const act_call *call) {
-    Views views(call);
-    if (call->mask)
-        views.forward ? launch_relu_masked<T, true>(context, views, call->mask)
-                      : launch_relu_masked<T, false>(context, views, call->mask);
-    else if (call->kind != RAFTER_ACT_SOFTMAX)
-        launch_map<T>(context, views);
-    else
-        return views.forward ? plan_softmax<T, true>(context, call, views)
-                             : plan_softmax<T, false>(context, call, views);
-    return RAFTER_OK;
-}
-
 /* A plain copy where the tensors have one order of memory; false where they have not. */
 bool copy(const rafter_context *context, const act_call *call) {
     Views views(call);
@@ -621,13 +606,25 @@ bool copy(const rafter_context *context, const act_call *call) {
     return true;
 }
 
+template <typename T> rafter_status start(rafter_context *context, const act_call *call) {
+    Views views(call);
+    if (call->kind == RAFTER_ACT_SOFTMAX)
+        return views.forward ? plan_softmax<T, true>(context, call, views)
+                             : plan_softmax<T, false>(context, call, views);
+    return run_with_scratch(context, call, 0, "act", [&](char *) {
+        if (call->mask)
+            views.forward ? launch_relu_masked<T, true>(context, views, call->mask)
+                          : launch_relu_masked<T, false>(context, views, call->mask);
+        else if (call->kind != RAFTER_ACT_NONE || !copy(context, call))
+            launch_map<T>(context, views);
+    });
+}
+
 } // namespace
 
 extern "C" rafter_status rafter_cuda_act(rafter_context *context, const struct act_call *call) {
     OnDevice current(context);
     if (call->out.numel == 0)
         return RAFTER_OK;
-    if (call->kind != RAFTER_ACT_NONE || !copy(context, call))
-        RAFTER_TRY(for_dtype(call->out.dtype, [&](auto zero) { return start<decltype(zero)>(context, call); }));
-    return rafter_cuda_launched(context, "act");
+    return for_dtype(call->out.dtype, [&](auto zero) { return start<decltype(zero)>(context, call); });
 }

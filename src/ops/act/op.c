@@ -125,6 +125,10 @@ static bool in_place(const struct act_call *call) {
     return rafter_same_memory(&call->out, call->direction == RAFTER_FORWARD ? &call->in : &call->dy);
 }
 
+static bool needs_nothing(const struct act_call *call) {
+    return call->out.numel == 0 || (call->kind == RAFTER_ACT_NONE && in_place(call));
+}
+
 /* ---- the grid -----------------------------------------------------------------------------------------------------
  */
 
@@ -361,7 +365,7 @@ static void run_task(void *arg, int64_t task) {
 static rafter_status run(rafter_context *context, const rafter_act_args *args, rafter_direction direction) {
     struct act_call call;
     RAFTER_TRY(take(context, args, direction, &call));
-    if (call.out.numel == 0 || (call.kind == RAFTER_ACT_NONE && in_place(&call)))
+    if (needs_nothing(&call))
         return RAFTER_OK;
     if (context->cuda)
         return context->cuda->act(context, &call);
@@ -399,9 +403,15 @@ rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_arg
     RAFTER_TRY(take(context, args, direction, &call));
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    struct grid grid = {.statistics = 0};
-    if (call.out.numel > 0)
-        make_grid(&call, &grid);
+    *bytes = 0;
+    if (needs_nothing(&call))
+        return RAFTER_OK;
+    if (context->cuda) {
+        call.ask = bytes;
+        return context->cuda->act(context, &call);
+    }
+    struct grid grid;
+    make_grid(&call, &grid);
     *bytes = rafter_scratch_request(grid.statistics);
     return RAFTER_OK;
 }

@@ -13,6 +13,7 @@ struct cross_entropy_call {
     bool gradient;   /* dlogits is wanted; in forward: loss and gradient in one pass */
     void *workspace; /* the caller's, or NULL */
     size_t workspace_bytes;
+    size_t *ask; /* CUDA: not NULL where only the bytes of workspace are wanted, here, and nothing is to be done */
 };
 
 #endif

@@ -307,10 +307,14 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                       .logprob = problem_dl(p, "logprob"),
                                       .entropy = problem_dl(p, "entropy"),
                                       .argmax = problem_dl(p, "argmax"),
-                                      .dloss = problem_dl(p, "dloss")};
+                                      .dloss = problem_dl(p, "dloss"),
+                                      .workspace = p->workspace,
+                                      .workspace_bytes = p->workspace_bytes};
     const bool one_pass = p->algorithm == 1;
     if (mode != PROBLEM_BACKWARD) {
         args.dlogits = mode == PROBLEM_BOTH && one_pass ? problem_dl(p, "dlogits") : NULL;
+        if (p->ask)
+            return rafter_cross_entropy_workspace(context, &args, RAFTER_FORWARD, p->ask);
         const rafter_status status = rafter_cross_entropy_forward(context, &args);
         if (status != RAFTER_OK || mode == PROBLEM_FORWARD || one_pass)
             return status;
@@ -318,7 +322,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     args.dlogits = problem_dl(p, "dlogits");
     if (((const struct row *)p->row)->without_lse)
         args.lse = NULL;
-    return rafter_cross_entropy_backward(context, &args);
+    return p->ask ? rafter_cross_entropy_workspace(context, &args, RAFTER_BACKWARD, p->ask)
+                  : rafter_cross_entropy_backward(context, &args);
 }
 
 /* ---- bench ------------------------------------------------------------------------------------------------------ */

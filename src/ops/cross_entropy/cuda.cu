@@ -844,8 +844,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
  * --------------------------------------------------------------------------------------------------------------------
  */
 
-rafter_status launch(rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan,
-                     char *scratch) {
+void launch(const rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan, char *scratch) {
     const cudaStream_t stream = context->cuda_state->stream;
     c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
@@ -860,8 +859,6 @@ rafter_status launch(rafter_context *context, const cross_entropy_call *call, Ca
     const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
     void *args[] = {&c};
     cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
-    return rafter_cuda_launched(context, call->loss.direction == RAFTER_FORWARD ? "cross_entropy forward"
-                                                                                : "cross_entropy backward");
 }
 
 } // namespace
@@ -886,11 +883,8 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
     Plan plan = plan_call(context->cuda_state, call, c);
     if (plan.blocks == 0)
         plan.blocks = 1; /* no rows, but a loss */
-    struct rafter_scratch scratch;
     const size_t bytes = (reduces || plan.prepares ? plan.blocks * sizeof(Totals) : 0) +
                          (plan.prepares ? (1 + PREPARE_BLOCKS) * sizeof(Prepared) : 0);
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, bytes, &scratch));
-    const rafter_status status = launch(context, call, c, plan, scratch.memory);
-    rafter_scratch_release(context, &scratch);
-    return status;
+    return run_with_scratch(context, call, bytes, c.loss.forward ? "cross_entropy forward" : "cross_entropy backward",
+                            [&](char *scratch) { launch(context, call, c, plan, scratch); });
 }

@@ -292,6 +292,11 @@ rafter_status rafter_cross_entropy_workspace(rafter_context *context, const raft
     RAFTER_TRY(take(context, args, direction, &call));
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
+    if (context->cuda) {
+        *bytes = 0;
+        call.ask = bytes;
+        return context->cuda->cross_entropy(context, &call);
+    }
     *bytes = rafter_scratch_request(plan(context, &call, &work));
     return RAFTER_OK;
 }

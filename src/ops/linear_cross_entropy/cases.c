@@ -339,9 +339,11 @@ static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entro
 }
 
 static rafter_status call_one(rafter_context *context, rafter_linear_cross_entropy_args *args, enum budget budget,
-                              rafter_direction direction) {
+                              rafter_direction direction, size_t *ask) {
     if (budget != DEFAULT_BUDGET)
         args->budget = smallest_budget(context, *args, direction) * (budget == SMALL_BUDGET ? 2 : 1);
+    if (ask)
+        return rafter_linear_cross_entropy_workspace(context, args, direction, ask);
     rafter_reset_peak_workspace(context);
     const rafter_status status = direction == RAFTER_FORWARD ? rafter_linear_cross_entropy_forward(context, args)
                                                              : rafter_linear_cross_entropy_backward(context, args);
@@ -372,6 +374,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
         .entropy = problem_dl(p, "entropy"),
         .argmax = problem_dl(p, "argmax"),
         .dloss = problem_dl(p, "dloss"),
+        .workspace = p->workspace,
+        .workspace_bytes = p->workspace_bytes,
     };
     if (mode != PROBLEM_FORWARD) {
         args.dx = problem_dl(p, "dx");
@@ -381,7 +385,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     }
     if (mode == PROBLEM_BACKWARD && row->without_lse)
         args.lse = NULL;
-    return call_one(context, &args, row->budget, mode == PROBLEM_BACKWARD ? RAFTER_BACKWARD : RAFTER_FORWARD);
+    return call_one(context, &args, row->budget, problem_direction(mode), p->ask);
 }
 
 /* ---- bench ------------------------------------------------------------------------------------------------------- */

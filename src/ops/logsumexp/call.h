@@ -13,6 +13,7 @@ struct logsumexp_call {
     rafter_view dx;        /* backward only; may be the same memory as x */
     void *workspace;       /* the caller's, or NULL */
     size_t workspace_bytes;
+    size_t *ask; /* CUDA: not NULL where only the bytes of workspace are wanted, here, and nothing is to be done */
 };
 
 #endif

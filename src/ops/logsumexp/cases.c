@@ -168,7 +168,11 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                         .x = problem_dl(p, "x"),
                                         .lse = problem_dl(p, "lse"),
                                         .dlse = problem_dl(p, "dlse"),
-                                        .dx = problem_dl(p, "dx")};
+                                        .dx = problem_dl(p, "dx"),
+                                        .workspace = p->workspace,
+                                        .workspace_bytes = p->workspace_bytes};
+    if (p->ask)
+        return rafter_logsumexp_workspace(context, &args, problem_direction(mode), p->ask);
     if (mode != PROBLEM_BACKWARD) {
         const rafter_status status = rafter_logsumexp_forward(context, &args);
         if (status != RAFTER_OK || mode == PROBLEM_FORWARD)

@@ -365,10 +365,7 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     const int64_t counters = RAFTER_CUDA_COUNTERS,
                   most = plan.parts > 1 && plan.tasks > counters ? counters : plan.tasks;
 
-    struct rafter_scratch scratch;
     const int64_t stored = plan.parts > 1 ? most * plan.parts * plan.per_tile() : 0;
-    RAFTER_TRY(
-        rafter_scratch_take(context, call->workspace, call->workspace_bytes, stored * sizeof(RowStats), &scratch));
     Forward f = {};
     f.x = rows_of(x, x.ndim - 1);
     f.lse = rows_of(lse, dims);
@@ -378,14 +375,14 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
     f.parts = plan.parts;
     f.part = plan.part;
     f.counters = context->cuda_state->counters;
-    f.stored = reinterpret_cast<RowStats *>(scratch.memory);
-    for (f.first = 0; f.first < plan.tasks; f.first += most) {
-        const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
-        for_dtype(x.dtype,
-                  [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
-    }
-    rafter_scratch_release(context, &scratch);
-    return rafter_cuda_launched(context, "logsumexp forward");
+    return run_with_scratch(context, call, stored * sizeof(RowStats), "logsumexp forward", [&](char *scratch) {
+        f.stored = reinterpret_cast<RowStats *>(scratch);
+        for (f.first = 0; f.first < plan.tasks; f.first += most) {
+            const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
+            for_dtype(x.dtype,
+                      [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
+        }
+    });
 }
 
 rafter_status backward(rafter_context *context, const logsumexp_call *call, const rafter_view &x, const rafter_view &dx,
@@ -403,8 +400,9 @@ rafter_status backward(rafter_context *context, const logsumexp_call *call, cons
     b.dstep = dx.stride[dx.ndim - 1];
     b.parts = plan.parts;
     b.part = plan.part;
-    for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
-    return rafter_cuda_launched(context, "logsumexp backward");
+    return run_with_scratch(context, call, 0, "logsumexp backward", [&](char *) {
+        for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
+    });
 }
 
 } // namespace

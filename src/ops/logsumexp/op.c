@@ -264,11 +264,15 @@ static void gradient_task(void *arg, int64_t task) {
     }
 }
 
+static bool needs_nothing(const struct logsumexp_call *call) {
+    return call->direction == RAFTER_BACKWARD ? call->dx.numel == 0 : call->lse.numel == 0;
+}
+
 static rafter_status run(rafter_context *context, const rafter_logsumexp_args *args, rafter_direction direction) {
     struct logsumexp_call call;
     RAFTER_TRY(take(context, args, direction, &call));
     const bool backward = direction == RAFTER_BACKWARD;
-    if (backward ? call.dx.numel == 0 : call.lse.numel == 0)
+    if (needs_nothing(&call))
         return RAFTER_OK;
     if (context->cuda)
         return context->cuda->logsumexp(context, &call);
@@ -307,6 +311,13 @@ rafter_status rafter_logsumexp_workspace(rafter_context *context, const rafter_l
     RAFTER_TRY(take(context, args, direction, &call));
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
+    *bytes = 0;
+    if (needs_nothing(&call))
+        return RAFTER_OK;
+    if (context->cuda) {
+        call.ask = bytes;
+        return context->cuda->logsumexp(context, &call);
+    }
     struct plan plan;
     make_plan(&call, &plan);
     *bytes = rafter_scratch_request(plan.statistics);

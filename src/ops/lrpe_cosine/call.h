@@ -16,6 +16,7 @@ struct lrpe_cosine_call {
     rafter_view positions;     /* [B, N] (stride 0 in B when one row serves all); data NULL: offset + n */
     void *workspace;           /* the caller's, or NULL */
     size_t workspace_bytes;
+    size_t *ask; /* CUDA: not NULL where only the bytes of workspace are wanted, here, and nothing is to be done */
 };
 
 #endif

@@ -221,7 +221,11 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                           .y = problem_dl(p, "y"),
                                           .dy = problem_dl(p, "dy"),
                                           .dx = problem_dl(p, "dx"),
-                                          .dtheta = problem_dl(p, "dtheta")};
+                                          .dtheta = problem_dl(p, "dtheta"),
+                                          .workspace = p->workspace,
+                                          .workspace_bytes = p->workspace_bytes};
+    if (p->ask)
+        return rafter_lrpe_cosine_workspace(context, &args, problem_direction(mode), p->ask);
     rafter_status status = RAFTER_OK;
     if (mode != PROBLEM_BACKWARD)
         status = rafter_lrpe_cosine_forward(context, &args);

@@ -654,20 +654,18 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(chunks * call.heads * call.features) * sizeof(double)) : 0;
     const size_t statistics = walk.f == GIVEN ? (size_t)(lines * (FORWARD ? 2 : 3)) * sizeof(float) : 0;
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes, moments + statistics, &scratch));
-    walk.moments = reinterpret_cast<double *>(scratch.memory);
-    if (walk.f == GIVEN) {
-        float *const memory = reinterpret_cast<float *>(scratch.memory + moments);
-        launch(context, {ceil_div(lines, (int64_t)(THREADS / WARP)), THREADS}, line_statistics<T, N, FORWARD>, call,
-               memory);
-        walk.statistics = memory;
-    }
-    launch_rotate<T, N, FORWARD>(context, call, walk, dtheta);
-    if (dtheta)
-        launch_sum_moments(context, from, walk.moments, chunks);
-    rafter_scratch_release(context, &scratch);
-    return RAFTER_OK;
+    return run_with_scratch(context, from, moments + statistics, "lrpe_cosine", [&](char *scratch) {
+        walk.moments = reinterpret_cast<double *>(scratch);
+        if (walk.f == GIVEN) {
+            float *const memory = reinterpret_cast<float *>(scratch + moments);
+            launch(context, {ceil_div(lines, (int64_t)(THREADS / WARP)), THREADS}, line_statistics<T, N, FORWARD>, call,
+                   memory);
+            walk.statistics = memory;
+        }
+        launch_rotate<T, N, FORWARD>(context, call, walk, dtheta);
+        if (dtheta)
+            launch_sum_moments(context, from, walk.moments, chunks);
+    });
 }
 
 template <typename T, int N, int SHARE, bool FORWARD, bool DTHETA>
@@ -691,15 +689,12 @@ rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *fro
             best = candidate;
     }
     const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, from->workspace, from->workspace_bytes,
-                                   moments + team_scratch<Job>(best.cut), &scratch));
-    job.moments = reinterpret_cast<double *>(scratch.memory);
-    launch_teams(context, job, best.cut, scratch.memory + moments);
-    if (DTHETA)
-        launch_sum_moments(context, from, job.moments, call.batch);
-    rafter_scratch_release(context, &scratch);
-    return RAFTER_OK;
+    return run_with_scratch(context, from, moments + team_scratch<Job>(best.cut), "lrpe_cosine", [&](char *scratch) {
+        job.moments = reinterpret_cast<double *>(scratch);
+        launch_teams(context, job, best.cut, scratch + moments);
+        if (DTHETA)
+            launch_sum_moments(context, from, job.moments, call.batch);
+    });
 }
 
 template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {
@@ -728,8 +723,9 @@ template <typename T> rafter_status start(rafter_context *context, const lrpe_co
 extern "C" rafter_status rafter_cuda_lrpe_cosine(rafter_context *context, const struct lrpe_cosine_call *call) {
     OnDevice current(context);
     if (call->x.numel > 0)
-        RAFTER_TRY(for_dtype(call->x.dtype, [&](auto zero) { return start<decltype(zero)>(context, call); }));
-    else if (call->dtheta.data)
-        launch_sum_moments(context, call, NULL, 0);
-    return rafter_cuda_launched(context, "lrpe_cosine");
+        return for_dtype(call->x.dtype, [&](auto zero) { return start<decltype(zero)>(context, call); });
+    return run_with_scratch(context, call, 0, "lrpe_cosine", [&](char *) {
+        if (call->dtheta.data)
+            launch_sum_moments(context, call, NULL, 0);
+    });
 }

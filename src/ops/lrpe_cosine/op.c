@@ -443,6 +443,11 @@ rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, const rafter
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
                            (int)direction);
     RAFTER_TRY(check(context, &a, direction, &call));
+    if (context->cuda) {
+        *bytes = 0;
+        call.ask = bytes;
+        return context->cuda->lrpe_cosine(context, &call);
+    }
     *bytes = rafter_scratch_request(make_plan(context, &call, &plan));
     return RAFTER_OK;
 }

@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# The tests that need a GPU: every op's walk, tests/cuda.c, the cases past 2^31 elements, and compute-sanitizer over a sample of
+# the small cases.
+#
+#     tests/cuda.sh BUILD [STEP...]
+#
+# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, memcheck, racecheck, initcheck, synccheck; all of
+# them when none is named. EVERY (default 29) is the sample of the sanitizer's steps: one problem in so many. Ends with a line per
+# job and, where one failed, the end of what it said; exit status 1 if any did, 77 if there is no GPU.
+set -uo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+build=$(cd "${1:?the build directory is missing}" && pwd)
+shift
+steps=${*:-walk api large memcheck racecheck initcheck synccheck}
+every=${EVERY:-29}
+logs=$build/cuda-tests
+walk=$build/tests/test_walk
+api=$build/tests/test_cuda
+rm -rf "$logs"
+mkdir -p "$logs"
+mapfile -t ops < <(sed -n 's/^RAFTER_OP(\([a-z_]*\)).*/\1/p' "$root/src/ops/ops.inc")
+export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=4
+at_once=$(($(nproc) / 3 + 1))
+
+# job NAME SECONDS COMMAND...: in the background, as soon as there is room for one more.
+job() {
+    local name=$1 limit=$2
+    shift 2
+    while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do
+        wait -n
+    done
+    {
+        local start=$SECONDS
+        timeout "$limit" "$@" >"$logs/$name.log" 2>&1
+        echo "$? $((SECONDS - start))" >"$logs/$name.end"
+    } &
+}
+
+sanitize() {
+    local tool=$1
+    if ! command -v compute-sanitizer >/dev/null; then
+        echo "compute-sanitizer is not installed: $tool was left out"
+        return
+    fi
+    # Every tensor in an allocation of its own, so that the checker sees its bounds.
+    export RAFTER_TEST_EXACT_MEMORY=1
+    for op in "${ops[@]}"; do
+        job "$tool-$op" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "$op" --device cuda --every "$every"
+    done
+    unset RAFTER_TEST_EXACT_MEMORY
+}
+
+for step in $steps; do
+    case $step in
+    walk) for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done ;;
+    api) job api 300 "$api" ;;
+    large)
+        wait # they take most of the host's memory
+        for op in "${ops[@]}"; do
+            OMP_NUM_THREADS=$(nproc) job "large-$op" 200 "$walk" "$op" --large --device cuda
+            wait
+        done
+        ;;
+    memcheck | racecheck | initcheck | synccheck) sanitize "$step" ;;
+    *)
+        echo "tests/cuda.sh: there is no step '$step'" >&2
+        exit 2
+        ;;
+    esac
+done
+wait
+
+result=77
+for end in "$logs"/*.end; do
+    read -r status seconds <"$end"
+    log=${end%.end}.log
+    case $status in
+    0) verdict="good: $(tail -n 1 "$log")" ;;
+    77) verdict=$(tail -n 1 "$log") ;;
+    *) verdict="FAILED with $status" ;;
+    esac
+    printf '%-34s %4d s  %s\n' "$(basename "${end%.end}")" "$seconds" "$verdict"
+    if [ "$status" != 0 ] && [ "$status" != 77 ]; then
+        result=1
+        tail -n "${TAIL:-12}" "$log" | cut -c 1-300 | sed 's/^/    /'
+    elif [ "$status" = 0 ] && [ $result = 77 ]; then
+        result=0
+    fi
+done
+exit $result
