@@ -22,7 +22,7 @@ struct Retired {
     Retired *next;
 };
 
-static bool is_capturing(const rafter_cuda_state *state) {
+bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
@@ -54,7 +54,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
         return NULL;
-    const bool capturing = is_capturing(state);
+    const bool capturing = rafter_cuda_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
             return NULL;
@@ -78,7 +78,8 @@ static void scratch_release(void *user, void *memory, size_t bytes) {
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch) {
     const rafter_status status = rafter_scratch_take(context, workspace, workspace_bytes, bytes, scratch);
-    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate || !is_capturing(context->cuda_state))
+    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate ||
+        !rafter_cuda_capturing(context->cuda_state))
         return status;
     return rafter_fail(context, status,
                        "the call takes %zu bytes of workspace, and while its stream is being captured nothing is "
@@ -152,6 +153,7 @@ static rafter_status open_context(rafter_context *context) {
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
+    state->zero_and_one = reinterpret_cast<const float *>(state->counters + RAFTER_CUDA_COUNTERS);
     state->bad_labels = static_cast<int *>(flag);
     state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
@@ -169,7 +171,7 @@ static rafter_status open_context(rafter_context *context) {
 
 static rafter_status bad_labels(rafter_context *context, bool *found) {
     rafter_cuda_state *state = context->cuda_state;
-    if (is_capturing(state))
+    if (rafter_cuda_capturing(state))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
     OnDevice current(context);
     RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));

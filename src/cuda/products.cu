@@ -85,7 +85,6 @@ enum { MOST_KNOWN = 128, MOST_CANDIDATES = 8, TRIALS = 4 };
 struct rafter_cuda_products {
     const LtFunctions *lt;
     LtHandle handle;
-    float *scalars; /* 0 and 1, on the device */
     bool tunes;
     int known, next; /* the oldest is forgotten when there is no room */
     Known shape[MOST_KNOWN];
@@ -108,7 +107,6 @@ void rafter_cuda_close_products(rafter_cuda_state *state) {
         forget(products->lt, &products->shape[i]);
     if (products->handle)
         products->lt->cublasLtDestroy(products->handle);
-    cudaFree(products->scalars);
     free(products);
     state->products = NULL;
 }
@@ -129,11 +127,9 @@ rafter_status rafter_cuda_open_products(rafter_context *context) {
     const char *tune = getenv("RAFTER_TUNE");
     products->tunes = tune && strcmp(tune, "1") == 0;
     state->products = products;
-    const float scalars[] = {0.0f, 1.0f};
     const LtStatus status = lt->cublasLtCreate(&products->handle);
-    if (status != 0 || cudaMalloc(&products->scalars, sizeof scalars) != cudaSuccess ||
-        cudaMemcpy(products->scalars, scalars, sizeof scalars, cudaMemcpyHostToDevice) != cudaSuccess) {
-        cudaGetLastError();
+    if (status != 0) {
+        products->handle = NULL;
         rafter_cuda_close_products(state);
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "cuBLASLt could not be started (status %d)", (int)status);
     }
@@ -193,33 +189,28 @@ static LtStatus propose(const rafter_cuda_products *products, const Known *known
     return status;
 }
 
-static LtStatus enqueue(const rafter_cuda_products *products, const Known &known, const Product &p, void *workspace,
-                        cudaStream_t stream) {
+static LtStatus enqueue(const rafter_cuda_state *state, const Known &known, const Product &p, void *workspace) {
+    const rafter_cuda_products *products = state->products;
     const float host_scalars[] = {0.0f, 1.0f};
-    const float *const scalars = known.shape.on_device ? products->scalars : host_scalars;
+    const float *const scalars = known.shape.on_device ? state->zero_and_one : host_scalars;
     return products->lt->cublasLtMatmul(products->handle, known.operation, p.alpha ? p.alpha : scalars + 1, p.b.data,
                                         known.a, p.a.data, known.b, scalars + p.add, p.c, known.c, p.c, known.c,
-                                        &known.algorithm, workspace, known.shape.workspace_bytes, stream);
-}
-
-static bool is_capturing(cudaStream_t stream) {
-    cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-    return cudaStreamIsCapturing(stream, &capturing) != cudaSuccess || capturing != cudaStreamCaptureStatusNone;
+                                        &known.algorithm, workspace, known.shape.workspace_bytes, state->stream);
 }
 
 /* Milliseconds of the fastest of a few trials, negative if it fails. The trials add nothing to c: alpha is 0 in them,
  * on the device, where cuBLASLt does not see it and leave out the product. */
-static float time_candidate(const rafter_cuda_products *products, const Known &known, Product p, void *workspace,
-                            cudaStream_t stream, cudaEvent_t before, cudaEvent_t after) {
+static float time_candidate(const rafter_cuda_state *state, const Known &known, Product p, void *workspace,
+                            cudaEvent_t before, cudaEvent_t after) {
     if (p.add)
-        p.alpha = products->scalars;
+        p.alpha = state->zero_and_one;
     float least = -1.0f;
     for (int trial = 0; trial < TRIALS; trial++) {
         float milliseconds = 0.0f;
-        cudaEventRecord(before, stream);
-        if (enqueue(products, known, p, workspace, stream) != 0)
+        cudaEventRecord(before, state->stream);
+        if (enqueue(state, known, p, workspace) != 0)
             return -1.0f;
-        cudaEventRecord(after, stream);
+        cudaEventRecord(after, state->stream);
         if (cudaEventSynchronize(after) != cudaSuccess || cudaEventElapsedTime(&milliseconds, before, after) != 0)
             return -1.0f;
         if (trial > 0 && (least < 0.0f || milliseconds < least))
@@ -247,8 +238,8 @@ static void describe_choice(const LtFunctions *lt, const Known &known, const LtC
 }
 
 /* Puts the fastest candidate into known->algorithm. */
-static void tune(const rafter_cuda_products *products, Known *known, const LtCandidate *found, int count,
-                 const Product &p, void *workspace, cudaStream_t stream) {
+static void tune(const rafter_cuda_state *state, Known *known, const LtCandidate *found, int count, const Product &p,
+                 void *workspace) {
     cudaEvent_t before = NULL, after = NULL;
     cudaEventCreate(&before);
     cudaEventCreate(&after);
@@ -256,9 +247,9 @@ static void tune(const rafter_cuda_products *products, Known *known, const LtCan
     int best = 0;
     for (int i = 0; i < count && before && after; i++) {
         known->algorithm = found[i].algorithm;
-        const float milliseconds = time_candidate(products, *known, p, workspace, stream, before, after);
+        const float milliseconds = time_candidate(state, *known, p, workspace, before, after);
         if (getenv("RAFTER_TUNE_TALK"))
-            describe_choice(products->lt, *known, found[i], i, milliseconds);
+            describe_choice(state->products->lt, *known, found[i], i, milliseconds);
         if (milliseconds > 0.0f && (least < 0.0f || milliseconds < least)) {
             least = milliseconds;
             best = i;
@@ -271,7 +262,6 @@ static void tune(const rafter_cuda_products *products, Known *known, const LtCan
 
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, void *workspace, size_t workspace_bytes) {
     rafter_cuda_products *products = context->cuda_state->products;
-    const cudaStream_t stream = context->cuda_state->stream;
     Shape shape;
     memset(&shape, 0, sizeof shape); /* padding too: shapes are compared as bytes */
     shape.dtype = p.dtype;
@@ -309,13 +299,13 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
                                (long long)p.m, (long long)p.n, (long long)p.k, (int)status);
         }
         known->algorithm = found[0].algorithm;
-        if (products->tunes && count > 1 && !is_capturing(stream))
-            tune(products, known, found, count, p, workspace, stream);
+        if (products->tunes && count > 1 && !rafter_cuda_capturing(context->cuda_state))
+            tune(context->cuda_state, known, found, count, p, workspace);
         products->next = (products->next + 1) % MOST_KNOWN;
         if (products->known < MOST_KNOWN)
             products->known++;
     }
-    status = enqueue(products, *known, p, workspace, stream);
+    status = enqueue(context->cuda_state, *known, p, workspace);
     if (status != 0)
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "cuBLASLt could not multiply %lld x %lld x %lld (status %d)",
                            (long long)p.m, (long long)p.n, (long long)p.k, (int)status);

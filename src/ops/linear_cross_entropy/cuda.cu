@@ -930,7 +930,7 @@ extern "C" rafter_status rafter_cuda_linear_cross_entropy(rafter_context *contex
         return RAFTER_OK;
     RAFTER_TRY(rafter_cuda_open_products(context));
     struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, run.plan.bytes, &scratch));
+    RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, run.plan.bytes, &scratch));
     lay_out(run.plan, scratch.memory, &run.b);
     run.loss = loss_of(context, &call->loss);
     const rafter_status status = execute(&run);
