@@ -163,7 +163,8 @@ static bool is_native(const problem *p, const struct options *o) {
  * are alike, where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V;
  * and products in fp32 add e (8
  * + 4 sqrt(K)) of the sum. dbias sums dz before it is rounded. accumulate native rounds the partial sums of every
- * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk.
+ * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk; which
+ * is that of the result where all rows are alike.
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
@@ -208,8 +209,9 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"row_loss", 2 * e, row_loss},
         {"loss", 2 * e, o->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
         {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
-        {"dx", narrow ? unit : 4 * e, upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2 + v * tiny)},
-        {"dweight", narrow ? unit : 4 * e,
+        {"dx", (narrow ? unit : 4 * e) + native / 2,
+         upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2 + v * tiny)},
+        {"dweight", (narrow ? unit : 4 * e) + native / 2,
          upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding + n * tiny) +
              (o->main_gradient ? 8 * e : 0)},
         {"dbias", 4 * e, upstream * hits * (dz + sums_n)},
