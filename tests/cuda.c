@@ -101,6 +101,7 @@ static void replay(const problem *p, problem *q, rafter_context *context, enum p
         problem_store_outputs(q);
         problem_solve(q, PROBLEM_BACKWARD);
     }
+    cuda->synchronize(context);               /* with the call that was made before the capture */
     for (int round = 0; round < 2; round++) { /* the second finds what the first has left: counters, scratch memory */
         problem_poison(q, mode);
         upload(q, p);
@@ -576,6 +577,10 @@ static void test_wrong_devices(rafter_context *here, rafter_context *there) {
     refused(call_lrpe(there), there, "theta is on device type 1, wanted the context's, 2");
     c.x_t.device.device_id = 5;
     refused(call_logsumexp(there), there, "x is on device 5, wanted the context's, 0");
+
+    reset_calls(gpu);
+    c.y_t.byte_offset = 2; /* the CPU takes it, a GPU would fault */
+    refused(call_act(there), there, "y begins at ");
 
     rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 1000}};
     rafter_context *none = NULL;

@@ -5,14 +5,15 @@
 #     tests/cuda.sh BUILD [STEP...]
 #
 # BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, memcheck, racecheck, initcheck, synccheck; all of
-# them when none is named. EVERY (default 29) is the sample of the sanitizer's steps: one problem in so many. Ends with a line per
-# job and, where one failed, the end of what it said; exit status 1 if any did, 77 if there is no GPU.
+# them when none is named. EVERY (default 13) is the sample of the sanitizer's steps: one problem in so many. LIMIT is the most
+# seconds that a job may take. Ends with a line per job and, where one failed, the end of what it said; exit status 1 if any did,
+# 77 if there is no GPU.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(cd "${1:?the build directory is missing}" && pwd)
 shift
 steps=${*:-walk api large memcheck racecheck initcheck synccheck}
-every=${EVERY:-29}
+every=${EVERY:-13}
 logs=$build/cuda-tests
 walk=$build/tests/test_walk
 api=$build/tests/test_cuda
@@ -24,7 +25,7 @@ at_once=$(($(nproc) / 3 + 1))
 
 # job NAME SECONDS COMMAND...: in the background, as soon as there is room for one more.
 job() {
-    local name=$1 limit=$2
+    local name=$1 limit=${LIMIT:-$2}
     shift 2
     while [ "$(jobs -rp | wc -l)" -ge "$at_once" ]; do
         wait -n
@@ -53,7 +54,10 @@ sanitize() {
 for step in $steps; do
     case $step in
     walk) for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done ;;
-    api) job api 300 "$api" ;;
+    api)
+        job api 300 "$api"
+        job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-40000}" 1 cuda
+        ;;
     large)
         wait # they take most of the host's memory
         for op in "${ops[@]}"; do

@@ -3,13 +3,17 @@
  * and writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an
  * allocation of exactly its own extent).
  *
- *     test_fuzz [CALLS [SEED]]
+ *     test_fuzz [CALLS [SEED [cuda]]]
+ *
+ * With `cuda`, data are ordinary numbers, and every call is made on the GPU too: its status must be that of the CPU,
+ * and its results about the same. Without a GPU it says so and exits with 77.
  */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "rafter/rafter.h"
+#include "core/backend.h"
 
 static uint64_t state;
 
@@ -35,24 +39,85 @@ struct tensor {
     int64_t shape[DIMS], strides[DIMS];
     size_t bytes;
     unsigned char *before; /* a copy of the memory, to see that a failed call wrote nothing */
+    unsigned char *after;  /* what is there after the call, on the host; on the CPU the memory itself */
 };
 
-static struct tensor pool[TENSORS];
-static int used;
+/* The tensors of one call. */
+static struct pool {
+    struct tensor tensor[TENSORS];
+    int used;
+    const struct rafter_cuda *cuda; /* whose memory it is; NULL: the CPU's */
+    bool ordinary;                  /* data are small numbers, not any bits */
+} pool_of_cpu, pool_of_gpu, *pool = &pool_of_cpu;
 
-static void release_all(void) {
-    for (int i = 0; i < used; i++) {
-        free(pool[i].dl.data);
-        free(pool[i].before);
-    }
-    used = 0;
+static void *take_memory(size_t bytes) {
+    void *memory = pool->cuda ? pool->cuda->allocate(bytes) : malloc(bytes);
+    if (!memory && bytes > 0)
+        abort();
+    return memory;
 }
+
+static void release_all(struct pool *all) {
+    for (int i = 0; i < all->used; i++) {
+        struct tensor *t = &all->tensor[i];
+        if (all->cuda)
+            all->cuda->release(t->dl.data);
+        else
+            free(t->dl.data);
+        if (all->cuda)
+            free(t->after);
+        free(t->before);
+    }
+    all->used = 0;
+}
+
+/* ---- numbers, of the floats only ----------------------------------------------------------------------------------
+ */
+
+static _Float16 half_of(const unsigned char *at) {
+    _Float16 half;
+    memcpy(&half, at, sizeof half);
+    return half;
+}
+
+static float load(const unsigned char *at, DLDataType dtype) {
+    uint16_t high;
+    uint32_t bits;
+    float value;
+    if (dtype.bits == 16 && dtype.code == kDLFloat)
+        return (float)half_of(at);
+    if (dtype.bits == 16) {
+        memcpy(&high, at, sizeof high);
+        bits = (uint32_t)high << 16;
+        memcpy(&value, &bits, sizeof value);
+        return value;
+    }
+    memcpy(&value, at, sizeof value);
+    return value;
+}
+
+/* Of a number that every dtype holds exactly, or cut to bf16. */
+static void store(unsigned char *at, DLDataType dtype, float value) {
+    const _Float16 half = (_Float16)value;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint16_t high = (uint16_t)(bits >> 16);
+    if (dtype.bits == 32)
+        memcpy(at, &value, sizeof value);
+    else if (dtype.code == kDLFloat)
+        memcpy(at, &half, sizeof half);
+    else
+        memcpy(at, &high, sizeof high);
+}
+
+/* ---- random calls ---------------------------------------------------------------------------------------------------
+ */
 
 /* A tensor of about this shape and dtype; NULL now and then. Integers are in [0, labels). */
 static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, int64_t labels) {
-    if (one_in(60) || used == TENSORS)
+    if (one_in(60) || pool->used == TENSORS)
         return NULL;
-    struct tensor *t = &pool[used++];
+    struct tensor *t = &pool->tensor[pool->used++];
     memset(t, 0, sizeof *t);
     if (one_in(40))
         dtype = (rafter_dtype)below(6);
@@ -62,8 +127,8 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     if (one_in(40) && ndim > 0)
         t->shape[below(ndim)] += below(3) - 1;
     t->dl = rafter_tensor(NULL, dtype, ndim, t->shape);
-    if (one_in(100))
-        t->dl.device.device_type = kDLCUDA;
+    const DLDeviceType here = pool->cuda ? kDLCUDA : kDLCPU, elsewhere = pool->cuda ? kDLCPU : kDLCUDA;
+    t->dl.device.device_type = one_in(100) ? elsewhere : here;
 
     int64_t step = 1;
     for (int d = ndim - 1; d >= 0; d--) {
@@ -106,22 +171,28 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     if (extent < 0)
         return &t->dl; /* no memory for that: data stays NULL and the call must refuse */
     t->bytes = (size_t)extent * size;
-    t->dl.data = malloc(t->bytes);
+    t->dl.data = take_memory(t->bytes);
     t->before = malloc(t->bytes);
-    if (!t->dl.data || !t->before)
+    t->after = pool->cuda ? malloc(t->bytes) : t->dl.data;
+    if (!t->before || !t->after)
         abort();
     for (size_t i = 0; i < (size_t)extent; i++) {
-        unsigned char *at = (unsigned char *)t->dl.data + i * size;
+        unsigned char *at = t->before + i * size;
         const uint64_t bits = draw();
         if (t->dl.dtype.code == kDLInt) {
             const int64_t label = one_in(200) ? (int64_t)bits : one_in(6) ? -100 : below(labels);
             const int32_t narrow = (int32_t)label;
             memcpy(at, size == 4 ? (const void *)&narrow : (const void *)&label, size);
+        } else if (pool->ordinary && t->dl.dtype.code != kDLUInt) {
+            store(at, t->dl.dtype, (float)(bits % 4096) / 512 - 4);
         } else {
             memcpy(at, &bits, size); /* any bits: subnormals, infinities, NaN */
         }
     }
-    memcpy(t->before, t->dl.data, t->bytes);
+    if (pool->cuda)
+        pool->cuda->copy(t->dl.data, t->before, t->bytes);
+    else
+        memcpy(t->dl.data, t->before, t->bytes);
     return &t->dl;
 }
 
@@ -139,7 +210,8 @@ static rafter_dtype some_int(void) {
 
 static int64_t some_size(void) {
     static const int64_t sizes[] = {0, 1, 1, 2, 3, 5, 8, 17, 33, 64, 130};
-    return sizes[below(sizeof sizes / sizeof *sizes)];
+    const int64_t size = sizes[below(sizeof sizes / sizeof *sizes)];
+    return one_in(60) ? 131 + below(40000) : size;
 }
 
 static int some_enum(int count) {
@@ -279,41 +351,115 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
     return one_in(2) ? rafter_lrpe_cosine_forward(context, &a) : rafter_lrpe_cosine_backward(context, &a);
 }
 
+/* ---- the walk over them ---------------------------------------------------------------------------------------------
+ */
+
+static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
+                                                         random_linear_cross_entropy, random_lrpe_cosine};
+enum { OPS = sizeof ops / sizeof *ops };
+
+/* Call number `seed`, its tensors in `pool`. */
+static rafter_status make_call(rafter_context *context, uint64_t seed, int *op) {
+    state = seed * 0x9e3779b97f4a7c15u | 1;
+    draw();
+    *op = (int)below(OPS);
+    const rafter_status status = ops[*op](context);
+    for (int t = 0; t < pool->used && pool->cuda; t++)
+        if (pool->tensor[t].after &&
+            !(pool->cuda->synchronize(context) &&
+              pool->cuda->copy(pool->tensor[t].after, pool->tensor[t].dl.data, pool->tensor[t].bytes))) {
+            printf("FAIL test_fuzz 1 %llu cuda: the device failed\n", (unsigned long long)seed);
+            exit(1); /* nothing works after that */
+        }
+    return status;
+}
+
+/* What is wrong with it, or NULL. */
+static const char *judge(const rafter_context *context, rafter_status status) {
+    if (status == RAFTER_OK)
+        return NULL;
+    for (int t = 0; t < pool->used; t++) {
+        const struct tensor *tensor = &pool->tensor[t];
+        if (tensor->before && memcmp(tensor->before, tensor->after, tensor->bytes) != 0)
+            return "a failure that wrote";
+    }
+    return rafter_last_error(context)[0] == '\0' ? "a failure without a sentence" : NULL;
+}
+
+/* Whether two tensors hold about the same. Rounding may differ, by a unit in the last place of the 16-bit types, and by
+ * what cancellation leaves of the largest numbers; an element that is another one's differs by far more. */
+static bool alike(const struct tensor *a, const struct tensor *b) {
+    if (!a->before || a->dl.dtype.code == kDLInt || a->dl.dtype.code == kDLUInt)
+        return !a->before || memcmp(a->after, b->after, a->bytes) == 0;
+    const size_t size = a->dl.dtype.bits / 8;
+    const float unit = size == 4 ? 1e-4f : a->dl.dtype.code == kDLFloat ? 0x1p-9f : 0x1p-6f;
+    float largest = 0;
+    for (size_t i = 0; i < a->bytes; i += size) {
+        const float x = load(a->after + i, a->dl.dtype);
+        largest = isfinite(x) && fabsf(x) > largest ? fabsf(x) : largest;
+    }
+    for (size_t i = 0; i < a->bytes; i += size) {
+        const float x = load(a->after + i, a->dl.dtype), y = load(b->after + i, a->dl.dtype);
+        if (x != y && !(isnan(x) && isnan(y)) && !(fabsf(x - y) <= unit * fabsf(x) + 1e-4f * largest))
+            return false;
+    }
+    return true;
+}
+
+static const char *compare(rafter_status here, rafter_status there) {
+    if (here == RAFTER_LABEL_OUT_OF_RANGE || there == RAFTER_UNSUPPORTED)
+        return NULL; /* the GPU goes on with NaN; or does not have the op */
+    if (here != there)
+        return "another status";
+    for (int t = 0; t < pool_of_cpu.used; t++)
+        if (!alike(&pool_of_cpu.tensor[t], &pool_of_gpu.tensor[t]))
+            return "other results";
+    return NULL;
+}
+
 int main(int argc, char **argv) {
     const long calls = argc > 1 ? atol(argv[1]) : 20000;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
-                                                             random_linear_cross_entropy, random_lrpe_cosine};
-    enum { OPS = sizeof ops / sizeof *ops };
+    const bool twice = argc > 3 && strcmp(argv[3], "cuda") == 0;
     long passed = 0, failed = 0, accepted[OPS] = {0};
-    const rafter_context_options options = {.size = sizeof options, .threads = 2};
-    rafter_context *context = NULL;
+    rafter_context_options options = {.size = sizeof options, .threads = 2};
+    rafter_context *context = NULL, *gpu = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK)
         return 2;
+    options.device = (DLDevice){kDLCUDA, 0};
+    if (twice && rafter_context_create(&gpu, &options) != RAFTER_OK) {
+        printf("skipped: %s\n", rafter_last_error(NULL));
+        return 77;
+    }
+    pool_of_cpu.ordinary = pool_of_gpu.ordinary = twice;
+    pool_of_gpu.cuda = gpu ? gpu->cuda : NULL;
     for (long i = 0; i < calls; i++) {
-        state = (seed + (uint64_t)i) * 0x9e3779b97f4a7c15u | 1;
-        draw();
-        const int op = (int)below(OPS);
-        const rafter_status status = ops[op](context);
-        const char *problem = NULL;
-        if (status != RAFTER_OK) {
-            if (rafter_last_error(context)[0] == '\0')
-                problem = "a failure without a sentence";
-            for (int t = 0; t < used; t++)
-                if (pool[t].before && memcmp(pool[t].before, pool[t].dl.data, pool[t].bytes) != 0)
-                    problem = "a failure that wrote";
+        int op;
+        const rafter_status status = make_call(context, seed + (uint64_t)i, &op);
+        const char *problem = judge(context, status), *sentence = rafter_last_error(context);
+        if (gpu) {
+            pool = &pool_of_gpu;
+            const rafter_status there = make_call(gpu, seed + (uint64_t)i, &op);
+            const char *of_gpu = judge(gpu, there);
+            of_gpu = of_gpu ? of_gpu : compare(status, there);
+            if (of_gpu && !problem) {
+                problem = of_gpu;
+                sentence = there == RAFTER_OK ? "on the GPU" : rafter_last_error(gpu);
+            }
+            release_all(&pool_of_gpu);
+            pool = &pool_of_cpu;
         }
         accepted[op] += status == RAFTER_OK;
-        if (problem) {
-            failed++;
-            printf("FAIL call %ld (test_fuzz 1 %llu): %s: %s\n", i, (unsigned long long)(seed + (uint64_t)i), problem,
-                   rafter_last_error(context));
-        } else {
+        if (!problem) {
             passed++;
+        } else if (failed++ < 20) {
+            printf("FAIL call %ld of op %d (test_fuzz 1 %llu%s): %s: %s\n", i, op,
+                   (unsigned long long)(seed + (uint64_t)i), gpu ? " cuda" : "", problem, sentence);
         }
-        release_all();
+        release_all(&pool_of_cpu);
     }
     rafter_context_destroy(context);
+    rafter_context_destroy(gpu);
     for (int op = 0; op < OPS; op++) /* a fuzzer whose calls are all refused tests nothing */
         if (calls >= 1000 && accepted[op] < calls / OPS / 12) {
             failed++;

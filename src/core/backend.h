@@ -53,6 +53,7 @@ struct rafter_cuda {
     bool (*synchronize)(const rafter_context *context);
     void *(*stream)(void); /* a new one, for the options of a context; NULL if there is none */
     void (*forget_stream)(void *stream);
+    void (*launch_nothing)(const rafter_context *context); /* an empty kernel */
     void *(*event)(void);
     void (*record)(const rafter_context *context, void *event);
     float (*elapsed)(void *from, void *to); /* milliseconds, once both have passed; waits for them */

@@ -116,6 +116,9 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
     if (!tensor->data)
         return rafter_fail(context, bad, "%s.data is NULL, wanted %lld elements", name, (long long)view->numel);
     view->data = (char *)tensor->data + tensor->byte_offset;
+    if (context->device.device_type != kDLCPU && (uintptr_t)view->data % (uintptr_t)bytes != 0)
+        return rafter_fail(context, bad, "%s begins at %p, wanted a multiple of %lld bytes on a GPU", name,
+                           (void *)view->data, (long long)bytes);
     return RAFTER_OK;
 }
 

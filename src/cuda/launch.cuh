@@ -20,6 +20,11 @@ template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
     }
 }
 
+/* A grid that is too large is one that the runtime refuses, not one that wraps around. */
+static inline unsigned grid_of(int64_t blocks) {
+    return blocks <= INT32_MAX ? static_cast<unsigned>(blocks) : 0;
+}
+
 struct Launch {
     int64_t blocks;
     int threads;
@@ -31,7 +36,7 @@ template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
                           const Given &...given) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(how.blocks));
+    config.gridDim = dim3(grid_of(how.blocks));
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;

@@ -235,19 +235,19 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
 }
 
 template <typename T> void launch_forward(const Plan &plan, const Forward &f, int64_t tasks, cudaStream_t stream) {
-    const int64_t blocks = tasks * plan.parts;
+    const unsigned grid = grid_of(tasks * plan.parts);
     if (plan.columns) {
         const dim3 threads(plan.across, THREADS / plan.across);
         if (plan.width == 1)
-            columns<T, 1><<<blocks, threads, 0, stream>>>(f);
+            columns<T, 1><<<grid, threads, 0, stream>>>(f);
         else
-            columns<T, WIDE<T>><<<blocks, threads, 0, stream>>>(f);
+            columns<T, WIDE<T>><<<grid, threads, 0, stream>>>(f);
     } else if (plan.lanes == 8) {
-        short_rows<T, 8><<<ceil_div<int64_t>(tasks, THREADS / 8), THREADS, 0, stream>>>(f);
+        short_rows<T, 8><<<grid_of(ceil_div<int64_t>(tasks, THREADS / 8)), THREADS, 0, stream>>>(f);
     } else if (plan.lanes == WARP) {
-        short_rows<T, WARP><<<ceil_div<int64_t>(tasks, THREADS / WARP), THREADS, 0, stream>>>(f);
+        short_rows<T, WARP><<<grid_of(ceil_div<int64_t>(tasks, THREADS / WARP)), THREADS, 0, stream>>>(f);
     } else {
-        long_rows<T><<<blocks, plan.lanes, 0, stream>>>(f);
+        long_rows<T><<<grid, plan.lanes, 0, stream>>>(f);
     }
 }
 
@@ -331,13 +331,13 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
     if (plan.columns) {
         const dim3 threads(plan.across, THREADS / plan.across);
         if (plan.width == 1)
-            column_gradients<T, 1><<<pieces, threads, 0, stream>>>(b);
+            column_gradients<T, 1><<<grid_of(pieces), threads, 0, stream>>>(b);
         else
-            column_gradients<T, WIDE<T>><<<pieces, threads, 0, stream>>>(b);
+            column_gradients<T, WIDE<T>><<<grid_of(pieces), threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
-        row_gradients<T, 8><<<ceil_div<int64_t>(pieces, THREADS / 8), THREADS, 0, stream>>>(b);
+        row_gradients<T, 8><<<grid_of(ceil_div<int64_t>(pieces, THREADS / 8)), THREADS, 0, stream>>>(b);
     } else {
-        row_gradients<T, WARP><<<ceil_div<int64_t>(pieces, THREADS / WARP), THREADS, 0, stream>>>(b);
+        row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
     }
 }
 
