@@ -139,9 +139,14 @@ static rafter_status open_context(rafter_context *context) {
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
-    cudaError_t error = cudaMalloc(&state->counters, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+    const float zero_and_one[] = {0.0f, 1.0f};
+    const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
+    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + sizeof zero_and_one);
     if (error == cudaSuccess)
-        error = cudaMemset(state->counters, 0, RAFTER_CUDA_COUNTERS * sizeof *state->counters);
+        error = cudaMemset(state->counters, 0, counters_bytes);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(state->counters + RAFTER_CUDA_COUNTERS, zero_and_one, sizeof zero_and_one,
+                           cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)

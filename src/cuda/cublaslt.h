@@ -52,6 +52,8 @@ enum LtAlgorithmAttribute {
     LT_CLUSTER
 };
 
+enum { LT_TILE_128X160 = 29 }; /* of LT_TILE */
+
 struct LtFunctions {
     LtStatus (*cublasLtCreate)(LtHandle *handle);
     LtStatus (*cublasLtDestroy)(LtHandle handle);

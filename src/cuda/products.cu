@@ -219,15 +219,19 @@ static float time_candidate(const rafter_cuda_state *state, const Known &known, 
     return least;
 }
 
+static int attribute_of(const LtFunctions *lt, const LtCandidate &candidate, LtAlgorithmAttribute attribute) {
+    int value = 0;
+    size_t written = 0;
+    lt->cublasLtMatmulAlgoConfigGetAttribute(&candidate.algorithm, attribute, &value,
+                                             attribute == LT_INNER || attribute == LT_CLUSTER ? 2 : 4, &written);
+    return value;
+}
+
 static void describe_choice(const LtFunctions *lt, const Known &known, const LtCandidate &candidate, int number,
                             float milliseconds) {
-    int value[LT_CLUSTER + 1] = {};
-    for (int attribute = LT_ID; attribute <= LT_CLUSTER; attribute++) {
-        size_t written = 0;
-        const size_t bytes = attribute == LT_INNER || attribute == LT_CLUSTER ? 2 : 4;
-        lt->cublasLtMatmulAlgoConfigGetAttribute(&candidate.algorithm, static_cast<LtAlgorithmAttribute>(attribute),
-                                                 &value[attribute], bytes, &written);
-    }
+    int value[LT_CLUSTER + 1];
+    for (int attribute = LT_ID; attribute <= LT_CLUSTER; attribute++)
+        value[attribute] = attribute_of(lt, candidate, static_cast<LtAlgorithmAttribute>(attribute));
     const Shape &s = known.shape;
     fprintf(stderr,
             "product m %lld n %lld k %lld turned %d%d add %d out %d: candidate %d, algorithm %d tile %d split %d "
@@ -235,6 +239,17 @@ static void describe_choice(const LtFunctions *lt, const Known &known, const LtC
             (long long)s.m, (long long)s.n, (long long)s.k, s.a_turned, s.b_turned, s.add, (int)s.out_dtype, number,
             value[LT_ID], value[LT_TILE], value[LT_SPLIT], value[LT_REDUCTION], value[LT_SWIZZLE], value[LT_CUSTOM],
             value[LT_STAGES], value[LT_INNER], value[LT_CLUSTER], (double)candidate.waves, (double)milliseconds);
+}
+
+/* The candidate that is taken without measuring. For large products that write much, cuBLASLt's kernels with tiles of
+ * 128 x 160 overlap the writing of one tile with the sums of the next, and beat those that it puts first by up to a
+ * fifth on an H200: docs/perf/linear_cross_entropy.md. */
+static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, const LtCandidate *found, int count) {
+    const double flops = 2.0 * (double)shape.m * (double)shape.n * (double)shape.k;
+    for (int i = 0; i < count && state->compute_capability == 90 && flops > 1e10; i++)
+        if (attribute_of(state->products->lt, found[i], LT_TILE) == LT_TILE_128X160)
+            return i;
+    return 0;
 }
 
 /* Puts the fastest candidate into known->algorithm. */
@@ -298,7 +313,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
                                "cuBLASLt has no algorithm for a product of %lld x %lld x %lld (status %d)",
                                (long long)p.m, (long long)p.n, (long long)p.k, (int)status);
         }
-        known->algorithm = found[0].algorithm;
+        known->algorithm = found[built_in_choice(context->cuda_state, shape, found, count)].algorithm;
         if (products->tunes && count > 1 && !rafter_cuda_capturing(context->cuda_state))
             tune(context->cuda_state, known, found, count, p, workspace);
         products->next = (products->next + 1) % MOST_KNOWN;

@@ -7,6 +7,11 @@
  *     compact   for each slice of classes: logits, group by group, and statistics. Then again for each slice: logits,
  *               dz of all rows, the slice's dW = dz^T x, and dx += dz W, which grows from slice to slice
  *
+ * On Hopper, for 16-bit inputs and most options, the first product is fused with what follows it (fused.cuh), and no
+ * logit is ever stored. Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of
+ * the product, before the sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW,
+ * and dx on its way out.
+ *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
  */
@@ -15,6 +20,7 @@
 #include "cuda/rows.cuh"
 #include "ops/columns.cuh"
 #include "ops/linear_cross_entropy/call.h"
+#include "ops/linear_cross_entropy/fused.cuh"
 
 #include <cuda_runtime.h>
 
@@ -173,36 +179,69 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
 /* ---- rows ---------------------------------------------------------------------------------------------------------
  */
 
-/* What a row's thread does once the statistics of all its parts are there, or the caller has given lse: its results,
- * if this is forward, and the coefficients of its gradient, if they are wanted. */
+/* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
+ * this is forward, and the coefficients of its gradient, if they are wanted. By one thread. */
+DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *gradients,
+                       Totals *totals) {
+    const int64_t label = loss.class_of(loss.load_label(row));
+    RowGradient gradient = gradient_unread(label);
+    if (label < 0) {
+        write_unread(loss, row, label, totals);
+    } else if (!g) {
+        const float lse = loss.lse.get(row);
+        gradient = lse == -INFINITY ? gradient_unread(IGNORED) /* every logit is -inf */
+                                    : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
+    } else {
+        const RowFigures figures = figures_of(*g, g->z_label, loss);
+        if (gradients)
+            gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
+        if (loss.forward)
+            write_row(loss, row, label, results_of(loss, row, label, figures), totals);
+    }
+    if (gradients)
+        gradients[row] = gradient;
+}
+
+DEVICE void finish_block(const Totals &mine, Totals *of_block) {
+    const Totals totals = block_sum(mine);
+    if (threadIdx.x == 0)
+        of_block[blockIdx.x] = totals;
+}
+
+/* A thread to a row, whose `parts` parts are merged in their order. */
 __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, int64_t first,
                                                            int64_t rows, const Gathered<FULL> *stats, int parts,
                                                            double row_scale, RowGradient *gradients, Totals *of_block) {
-    const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x, row = first + index;
+    const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
     if (index < rows) {
-        const int64_t label = loss.class_of(loss.load_label(row));
-        RowGradient gradient = gradient_unread(label);
-        if (label < 0) {
-            write_unread(loss, row, label, &totals);
-        } else if (!stats) {
-            gradient = gradient_from_lse(loss, row_scale, row, label, 0.0f, loss.lse.get(row));
-        } else {
-            Gathered<FULL> g = stats[index * parts];
-            for (int part = 1; part < parts; part++)
-                g = merge(g, stats[index * parts + part], loss.scale);
-            const RowFigures figures = figures_of(g, g.z_label, loss);
-            if (gradients)
-                gradient = gradient_from_figures(loss, row_scale, row, label, g.z_label, figures);
-            if (loss.forward)
-                write_row(loss, row, label, results_of(loss, row, label, figures), &totals);
-        }
-        if (gradients)
-            gradients[row] = gradient;
+        Gathered<FULL> g = none<FULL>();
+        for (int part = 0; stats && part < parts; part++)
+            g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
+        finish_row(loss, first + index, stats ? &g : NULL, row_scale, gradients, &totals);
     }
-    totals = block_sum(totals);
-    if (of_block && threadIdx.x == 0)
-        of_block[blockIdx.x] = totals;
+    finish_block(totals, of_block);
+}
+
+/* A warp to a row, from the tiles of fused.cuh. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss, int64_t first,
+                                                            int64_t rows, const RowStats *stats, int tiles,
+                                                            const float *z_label, double row_scale,
+                                                            RowGradient *gradients, Totals *of_block) {
+    const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
+    const int lane = threadIdx.x % WARP;
+    Totals totals = {};
+    if (index < rows) {
+        RowStats s = no_elements();
+        for (int tile = lane; tile < tiles; tile += WARP)
+            s = merge(s, stats[index * tiles + tile], loss.scale);
+        Gathered<FULL> g = none<FULL>();
+        g.s = merge_lanes<WARP>(s, loss.scale);
+        g.z_label = z_label[first + index];
+        if (lane == 0)
+            finish_row(loss, first + index, &g, row_scale, gradients, &totals);
+    }
+    finish_block(totals, of_block);
 }
 
 /* One block. */
@@ -290,6 +329,52 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
     sums[column] = first ? sum : sums[column] + sum;
 }
 
+/* ---- exponentials as gradients ------------------------------------------------------------------------------------
+ */
+
+constexpr int ADJUST_THREADS = 256;
+
+/* Makes exponentials e such that dz = p * e for a whole row, and x_scaled = p * x, so that dW = e^T x_scaled. A tile of
+ * the row whose pivot is not the row's is brought to it: that takes logits that are further apart than bf16 reaches. A
+ * block takes a row. */
+template <typename T>
+__global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
+                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                         T *exponentials, int64_t stride, const T *x, int64_t x_stride,
+                                                         int64_t depth, T *x_scaled, int64_t scaled_stride) {
+    const int64_t index = blockIdx.x, label = loss.load_label(first + index);
+    const RowGradient gradient = gradients[first + index];
+    T *const row = exponentials + index * stride;
+    if (!gradient.constant) {
+        bool apart = false;
+        for (int tile = threadIdx.x; tile < tiles; tile += ADJUST_THREADS)
+            apart |= stats[index * tiles + tile].max != gradient.pivot;
+        for (int tile = 0, any = __syncthreads_or(apart); any && tile < tiles; tile++) {
+            const float factor = expf((stats[index * tiles + tile].max - gradient.pivot) * loss.scale);
+            const int64_t begin = int64_t(tile) * fused::CLASSES, end = min(loss.classes, begin + fused::CLASSES);
+            for (int64_t v = begin + threadIdx.x; v < end; v += ADJUST_THREADS)
+                row[v] = from_float<T>(factor * to_float(row[v]));
+        }
+        __syncthreads();
+        if (threadIdx.x == 0)
+            row[label] = from_float<T>(gradient.p == 0.0f ? 0.0f : gradient.at_label / gradient.p);
+    }
+    constexpr int N = WIDE<T>;
+    const T *const from = x + index * x_stride;
+    T *const to = x_scaled + index * scaled_stride;
+    const auto scaled = [&](float value) { return gradient.constant ? gradient.p : gradient.p * value; };
+    for (int64_t i = threadIdx.x * N; i + N <= depth; i += ADJUST_THREADS * N) {
+        float all[N];
+        unpack(load_once<T, N>(from + i), all);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            all[j] = scaled(all[j]);
+        store_once<T, N>(to + i, packed<T>(all));
+    }
+    for (int64_t i = depth / N * N + threadIdx.x; i < depth; i += ADJUST_THREADS)
+        to[i] = from_float<T>(scaled(to_float(from[i])));
+}
+
 /* ---- gradients out of fp32 sums -----------------------------------------------------------------------------------
  */
 
@@ -304,27 +389,32 @@ template <typename T> DEVICE void put(T *to, float value, bool add) {
     *to = from_float<T>(add ? value + to_float(*to) : value);
 }
 
-/* Rows [first, first + rows) become alpha * sums, or 0 where sums is NULL. */
+/* What a row's sums are multiplied by: p of its gradient too, where that has not been done before. */
+DEVICE float factor_of(const float *alpha, const RowGradient *gradients, int64_t row) {
+    return gradients ? *alpha * gradients[row].p : *alpha;
+}
+
+/* Rows [first, first + rows) become factor * sums, or 0 where sums is NULL. */
 template <typename T>
 __global__ void store(const __grid_constant__ Out out, int64_t first, int64_t rows, int64_t columns, const float *sums,
-                      int64_t stride, const float *alpha) {
-    const float factor = *alpha;
+                      int64_t stride, const float *alpha, const RowGradient *gradients) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
          i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / columns, column = i - row * columns;
-        put(out.rows.at<T>(first + row) + column * out.step, sums ? factor * sums[row * stride + column] : 0.0f,
-            out.add);
+        const float value = sums ? factor_of(alpha, gradients, first + row) * sums[row * stride + column] : 0.0f;
+        put(out.rows.at<T>(first + row) + column * out.step, value, out.add);
     }
 }
 
 /* The same where rows follow each other without gaps on either side and all begins at multiples of 16 bytes. */
 template <typename T>
-__global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const float *sums, const float *alpha) {
+__global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t packs, int64_t columns,
+                                                  const float *sums, const float *alpha, const RowGradient *gradients) {
     constexpr int N = WIDE<T>;
     const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
     if (i >= packs)
         return;
-    const float factor = *alpha;
+    const float factor = factor_of(alpha, gradients, gradients ? first + i * N / columns : 0);
     float all[N];
 #pragma unroll
     for (int j = 0; j < N; j += 4) {
@@ -333,7 +423,7 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
         for (int l = 0; l < 4; l++)
             all[j + l] = factor * four.v[l];
     }
-    store_once<T, N>(out + i * N, packed<T>(all));
+    store_once<T, N>(out + first * columns + i * N, packed<T>(all));
 }
 
 /* ---- how a call is cut --------------------------------------------------------------------------------------------
@@ -360,13 +450,19 @@ Lying lying(const rafter_view &view) {
     return l;
 }
 
+/* Whether columns need more than the softmax. */
+bool needs_full(const struct rafter_loss &loss) {
+    return loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
+}
+
 struct Plan {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
     bool statistics;         /* to be found, not given by the caller's lse */
     bool dx, dweight, dbias; /* wanted */
+    bool fusable, fused;     /* may be, is by fused.cuh */
     bool fast;
-    int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time */
+    int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
@@ -376,9 +472,17 @@ struct Plan {
     bool gradients() const {
         return dx || dweight || dbias;
     }
+    /* Whether fast keeps these instead of dz. */
+    bool exponentials() const {
+        return fast && fused;
+    }
+    /* Whether x has to be packed group by group, all of it being too much. */
+    bool packs_groups() const {
+        return fast && !fused;
+    }
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
-        return dx_lies.plain && !grows_dx;
+        return dx_lies.plain && !grows_dx && !exponentials();
     }
     bool direct_dweight() const {
         return dweight_lies.plain && !grows_dweight;
@@ -387,6 +491,10 @@ struct Plan {
 
 struct Buffers {
     Common *common;
+    RowStats *tiles;        /* fused: of the group's rows */
+    float *z_label;         /* fused: of every row */
+    RowStats *sample;       /* fused.cuh's, of every row */
+    char *x_scaled;         /* the group's, by p */
     Gathered<FULL> *stats;  /* of every part of the group's rows (fast), of every row (compact) */
     RowGradient *gradients; /* of every row */
     Totals *of_block;
@@ -402,20 +510,28 @@ struct Buffers {
 size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     const int64_t bytes = rafter_dtype_bytes(p.dtype), groups = ceil_div<int64_t>(p.rows, p.group > 0 ? p.group : 1);
     const bool gradients = p.gradients();
-    size_t used = 0;
+    /* cuBLASLt's workspace must begin at a multiple of 256 bytes, the caller's begins at one of 64. */
+    constexpr int64_t ALIGNMENT = 256;
+    size_t used = ALIGNMENT - RAFTER_SCRATCH_ALIGNMENT;
+    if (memory)
+        memory += rounded(reinterpret_cast<intptr_t>(memory), ALIGNMENT) - reinterpret_cast<intptr_t>(memory) - used;
     const auto place = [&](auto **buffer, bool wanted, int64_t size) {
         *buffer = memory && wanted ? reinterpret_cast<std::remove_reference_t<decltype(*buffer)>>(memory + used) : NULL;
-        used += wanted ? static_cast<size_t>(rounded(size, 256)) : 0;
+        used += wanted ? static_cast<size_t>(rounded(size, ALIGNMENT)) : 0;
     };
     place(&b->common, true, sizeof(Common));
-    place(&b->stats, p.statistics, (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
+    place(&b->tiles, p.fused && p.statistics, p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)));
+    place(&b->z_label, p.fused, p.rows * 4);
+    place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
+    place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
+    place(&b->stats, !p.fused && p.statistics, (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
-    place(&b->of_block, true, (p.rows / ROW_THREADS + groups + 1) * int64_t(sizeof(Totals)));
+    place(&b->of_block, true, (p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);
-    place(&b->x, !p.x.plain, (p.fast ? p.group : p.rows) * p.depth_stride * bytes);
+    place(&b->x, !p.x.plain, (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
     place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);
-    place(&b->z, true, p.group * p.tile_stride * 4);
-    place(&b->dz, (p.dx || p.dweight) && !p.fast, p.rows * p.dz_stride * bytes);
+    place(&b->z, !p.fused, p.group * p.tile_stride * 4);
+    place(&b->dz, (p.dx || p.dweight) && (p.fused || !p.fast), (p.fast ? p.group : p.rows) * p.dz_stride * bytes);
     place(&b->dx, p.dx && !p.direct_dx(), (p.fast ? p.group : p.rows) * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
@@ -430,12 +546,14 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
         return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
     };
+    /* Exponentials need bf16's range; and a dz that is given by lse needs none of what they save. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics));
     if (p->fast)
         p->slice = p->classes;
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
-    p->dz_stride = p->fast ? p->tile_stride * 4 / bytes : p->tile_stride;
+    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
     p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
     Buffers unused;
@@ -484,12 +602,14 @@ bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
     int64_t tile = gradients ? COMPACT_TILE_BYTES : FORWARD_TILE_BYTES;
     for (;;) {
         p->slice = slice < p->classes ? slice : p->classes > 0 ? p->classes : 1;
-        const int64_t most = tile / (p->slice * 4);
+        const int64_t row_bytes =
+            p->fusable ? fused::tiles_across(p->classes) * int64_t(sizeof(RowStats)) : p->slice * 4;
+        const int64_t most = tile / (row_bytes > 0 ? row_bytes : 1);
         p->group = even_part(rows, most > LEAST_GROUP ? most : LEAST_GROUP, unit_of(most));
         complete(p, call);
         if (p->bytes <= limit)
             return true;
-        if (p->group > LEAST_GROUP && tile > p->slice * 4 * LEAST_GROUP)
+        if (p->group > LEAST_GROUP && tile > row_bytes * LEAST_GROUP)
             tile /= 2;
         else if (slice > LEAST_SLICE && slice / 2 < p->classes)
             slice /= 2;
@@ -512,8 +632,9 @@ bool may_be_compact(const Plan &p, const linear_cross_entropy_call *call) {
 /* Without a budget: groups whose logits take FAST_TILE_BYTES; or one group of all rows, after which nothing has to be
  * kept in fp32, if that takes little more. */
 Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
-    const int64_t most = FAST_TILE_BYTES / (4 * (p.classes > 0 ? p.classes : 1));
     p.fast = true;
+    complete(&p, call);
+    const int64_t most = FAST_TILE_BYTES / ((p.fused ? 2 : 4) * (p.classes > 0 ? p.classes : 1));
     p.group = even_part(p.rows, most > FAST_ROWS ? most : FAST_ROWS, 256);
     complete(&p, call);
     Plan one = p;
@@ -546,7 +667,7 @@ bool choose(Plan *p, const linear_cross_entropy_call *call, size_t budget) {
 
 /* Decided by shapes, dtypes, wanted results and the budget alone. False: the budget is too small, and the plan's bytes
  * are what would do. */
-bool make_plan(const linear_cross_entropy_call *call, size_t budget, Plan *plan) {
+bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *call, size_t budget, Plan *plan) {
     Plan p = {};
     p.dtype = call->x.dtype;
     p.rows = call->loss.rows;
@@ -560,6 +681,8 @@ bool make_plan(const linear_cross_entropy_call *call, size_t budget, Plan *plan)
     p.weight = lying(call->weight);
     p.dx_lies = p.dx ? lying(call->dx) : Lying{};
     p.dweight_lies = p.dweight ? lying(call->dweight) : Lying{};
+    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && !p.dbias &&
+                !needs_full(call->loss) && fused::available(state);
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)
         p.product_bytes = p.product_bytes > 65536 ? p.product_bytes / 2 : 0;
@@ -600,9 +723,8 @@ Operand operand(const rafter_view &view, const Lying &lies, const char *packed, 
 }
 
 Operand x_rows(const Run &run, int64_t first) {
-    /* fast has packed the group's rows alone */
     return operand(run.call->x, run.plan.x, run.b.x, run.plan.depth_stride,
-                   run.plan.x.plain || !run.plan.fast ? first : 0);
+                   run.plan.x.plain || !run.plan.packs_groups() ? first : 0);
 }
 
 Operand weight_rows(const Run &run, int64_t first) {
@@ -656,15 +778,10 @@ int threads_for(int64_t n) {
     return threads;
 }
 
-/* What its columns need. */
-bool needs_full(const Loss &loss) {
-    return loss.softcap != 0.0f || loss.weighted || loss.entropy.data || loss.argmax.data;
-}
-
 /* f(zero, options), with a zero of the inputs' dtype and the options as a constant. */
 template <typename F> void for_options(const Run &run, F f) {
     for_dtype(run.plan.dtype, [&](auto zero) {
-        if (needs_full(run.loss))
+        if (needs_full(run.call->loss))
             f(zero, std::integral_constant<int, FULL>());
         else
             f(zero, std::integral_constant<int, PLAIN>());
@@ -706,7 +823,7 @@ void differentiate(const Run &run, const Tile &t, char *dz, bool first_rows) {
 }
 
 void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool add, int64_t first, int64_t rows,
-                const float *sums) {
+                const float *sums, const RowGradient *gradients = NULL) {
     const int last = view.ndim - 1;
     const int64_t columns = view.shape[last], wide = 16 / rafter_dtype_bytes(view.dtype);
     const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, add};
@@ -716,10 +833,10 @@ void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool
         if (sums && !add && lies.plain && lies.stride == columns && run.plan.depth_stride == columns &&
             columns % wide == 0)
             launch(run.context, over(rows * columns / wide, 256, INT64_MAX), store_wide<T>,
-                   reinterpret_cast<T *>(view.data) + first * columns, rows * columns / wide, sums, alpha);
+                   reinterpret_cast<T *>(view.data), first, rows * columns / wide, columns, sums, alpha, gradients);
         else
             launch(run.context, over(rows * columns, 256), store<T>, out, first, rows, columns, sums,
-                   run.plan.depth_stride, alpha);
+                   run.plan.depth_stride, alpha, gradients);
     });
 }
 
@@ -759,7 +876,7 @@ rafter_status multiply_dweight(const Run &run, const char *dz, int64_t first, in
     p.n = plan.depth;
     p.k = rows;
     p.a = {dz, plan.dz_stride, true};
-    p.b = x_rows(run, first);
+    p.b = plan.exponentials() ? Operand{run.b.x_scaled, plan.depth_stride, false} : x_rows(run, first);
     p.add = add;
     if (plan.direct_dweight()) {
         p.out_dtype = dweight.dtype;
@@ -775,24 +892,91 @@ rafter_status multiply_dweight(const Run &run, const char *dz, int64_t first, in
     return multiply(run, p);
 }
 
+template <int MODE> rafter_status run_fused(const Run &run, fused::Task task) {
+    const Operand x = x_rows(run, task.first_row), w = weight_rows(run, 0);
+    task.depth = static_cast<int>(run.plan.depth);
+    task.bias = run.call->bias.data ? run.b.bias : NULL;
+    task.z_label = run.b.z_label;
+    task.gradients = run.b.gradients;
+    task.out = run.b.dz;
+    task.out_stride = run.plan.dz_stride;
+    return fused::run<MODE>(run.context, run.plan.dtype, x.data, x.stride, w.data, w.stride, run.plan.classes, run.loss,
+                            task);
+}
+
+fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
+    fused::Task task = {};
+    task.first_row = first;
+    task.rows = rows;
+    task.classes = run.plan.classes;
+    task.stats = run.b.tiles;
+    task.tiles = static_cast<int>(fused::tiles_across(run.plan.classes));
+    return task;
+}
+
+void finish_fused(Run *run, int64_t first, int64_t rows) {
+    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
+    launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, first, rows,
+           static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
+           static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
+           run->b.of_block + run->blocks);
+    run->blocks += blocks;
+}
+
+/* Exponentials of a group, as dz is; and x_scaled. */
+rafter_status form_exponentials(Run *run, int64_t first, int64_t rows) {
+    const Plan &plan = run->plan;
+    const Operand x = x_rows(*run, first);
+    fused::Task task = statistics_task(*run, first, rows);
+    task.sample = run->b.sample + first;
+    RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task));
+    finish_fused(run, first, rows);
+    launch(run->context, {rows, ADJUST_THREADS}, adjust<bf16>, run->loss, first,
+           static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
+           reinterpret_cast<bf16 *>(run->b.dz), plan.dz_stride, static_cast<const bf16 *>(x.data), x.stride,
+           plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
+    return RAFTER_OK;
+}
+
+/* The largest of a row's first logits: what its exponentials will be relative to. */
+rafter_status take_sample(const Run &run) {
+    fused::Task task = statistics_task(run, 0, run.plan.rows);
+    task.classes = run.plan.classes < fused::CLASSES ? run.plan.classes : fused::CLASSES;
+    task.stats = run.b.sample;
+    task.tiles = 1;
+    return run_fused<fused::STATISTICS>(run, task);
+}
+
+/* Logits, statistics and dz of a group. */
+rafter_status form_dz(Run *run, int64_t first, int64_t rows, char *dz) {
+    const Tile tile = tile_at(*run, first, rows, 0, run->plan.classes);
+    if (!run->plan.x.plain)
+        pack_rows(*run, run->call->x, first, rows, run->b.x);
+    RAFTER_TRY(form_logits(*run, tile));
+    if (run->plan.statistics)
+        gather_statistics(*run, tile, true);
+    finish(run, first, rows);
+    differentiate(*run, tile, dz, first == 0);
+    return RAFTER_OK;
+}
+
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    char *const dz = reinterpret_cast<char *>(run->b.z);
+    char *const dz = plan.exponentials() ? run->b.dz : reinterpret_cast<char *>(run->b.z);
+    if (plan.exponentials()) {
+        if (!plan.x.plain)
+            pack_rows(*run, call->x, 0, plan.rows, run->b.x);
+        RAFTER_TRY(take_sample(*run));
+    }
     for (int64_t first = 0; first < plan.rows; first += plan.group) {
         const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
-        const Tile tile = tile_at(*run, first, rows, 0, plan.classes);
-        if (!plan.x.plain)
-            pack_rows(*run, call->x, first, rows, run->b.x);
-        RAFTER_TRY(form_logits(*run, tile));
-        if (plan.statistics)
-            gather_statistics(*run, tile, true);
-        finish(run, first, rows);
-        differentiate(*run, tile, dz, first == 0);
+        RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows) : form_dz(run, first, rows, dz));
         if (plan.dx) {
             RAFTER_TRY(multiply_dx(*run, dz, first, rows, 0, plan.classes, false));
             if (!plan.direct_dx())
-                store_rows(*run, call->dx, plan.dx_lies, false, first, rows, run->b.dx);
+                store_rows(*run, call->dx, plan.dx_lies, false, first, rows, run->b.dx,
+                           plan.exponentials() ? run->b.gradients : NULL);
         }
         if (plan.dweight)
             RAFTER_TRY(multiply_dweight(*run, dz, first, rows, 0, plan.classes, first > 0));
@@ -824,11 +1008,17 @@ rafter_status run_compact(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     if (!plan.x.plain)
         pack_rows(*run, call->x, 0, plan.rows, run->b.x);
-    if (plan.statistics)
+    for (int64_t first = 0; plan.fused && plan.statistics && first < plan.rows; first += plan.group) {
+        const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
+        RAFTER_TRY(run_fused<fused::STATISTICS>(*run, statistics_task(*run, first, rows)));
+        finish_fused(run, first, rows);
+    }
+    if (plan.statistics && !plan.fused)
         RAFTER_TRY(for_tiles(
             *run, [&](const Tile &tile) { gather_statistics(*run, tile, tile.first_class == 0); },
             [](int64_t, int64_t) { return RAFTER_OK; }));
-    finish(run, 0, plan.rows);
+    if (!plan.statistics || !plan.fused)
+        finish(run, 0, plan.rows);
     if (!plan.gradients())
         return RAFTER_OK;
     const auto write = [&](const Tile &tile) {
@@ -844,7 +1034,16 @@ rafter_status run_compact(Run *run) {
         }
         return plan.dx ? multiply_dx(*run, run->b.dz, 0, plan.rows, v, classes, v > 0) : RAFTER_OK;
     };
-    RAFTER_TRY(for_tiles(*run, write, multiply_slice));
+    if (!plan.fused)
+        RAFTER_TRY(for_tiles(*run, write, multiply_slice));
+    for (int64_t v = 0; plan.fused && v < plan.classes; v += plan.slice) {
+        fused::Task task = {};
+        task.rows = plan.rows;
+        task.first_class = v;
+        task.classes = plan.classes - v < plan.slice ? plan.classes - v : plan.slice;
+        RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task));
+        RAFTER_TRY(multiply_slice(v, task.classes));
+    }
     if (plan.dx && !plan.direct_dx())
         store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);
     return RAFTER_OK;
@@ -919,7 +1118,7 @@ extern "C" rafter_status rafter_cuda_linear_cross_entropy(rafter_context *contex
     run.call = call;
     const size_t room = rafter_scratch_request(1) - 1; /* to align a caller's workspace */
     const size_t budget = call->budget > room ? call->budget - room : call->budget ? 1 : 0;
-    if (!make_plan(call, budget, &run.plan))
+    if (!make_plan(context->cuda_state, call, budget, &run.plan))
         return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted at least %zu in mode %s",
                            call->budget, run.plan.bytes + room, mode_names[call->mode]);
     if (call->ask) {
