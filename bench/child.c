@@ -26,7 +26,7 @@ struct child {
     size_t shared_bytes;
 };
 
-struct report {
+struct child_report {
     bool good;
     double seconds;
     size_t scratch;
@@ -38,7 +38,7 @@ static size_t aligned(size_t bytes) {
 }
 
 static void send_report(struct session *s, bool good, double seconds) {
-    struct report report = {.good = good, .seconds = seconds, .scratch = s->scratch};
+    struct child_report report = {.good = good, .seconds = seconds, .scratch = s->scratch};
     memcpy(report.reason, s->reason, sizeof report.reason);
     if (send(s->child->socket, &report, sizeof report, MSG_NOSIGNAL) != (ssize_t)sizeof report)
         _exit(1);
@@ -65,7 +65,7 @@ static _Noreturn void child_main(struct session *s) {
     char *place = s->child->shared;
     for (int i = 0; i < s->problem.tensors; i++) {
         problem_tensor *t = &s->problem.tensor[i];
-        if (writes_tensor(s->mode, t)) {
+        if (problem_writes(t, s->mode)) {
             t->tensor.data = place;
             place += aligned(tensor_bytes(t));
         }
@@ -81,7 +81,7 @@ static _Noreturn void child_main(struct session *s) {
 static void advise_outputs(const struct session *s, int advice) {
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
-        if (writes_tensor(s->mode, t) && t->mapping)
+        if (problem_writes(t, s->mode) && t->mapping)
             madvise(t->mapping, t->mapping_bytes, advice);
     }
 }
@@ -96,8 +96,7 @@ static void reap(struct child *c) {
 
 static bool receive_report(struct session *s, double *seconds) {
     struct child *c = s->child;
-    const double limit = s->provider->limit > 0 ? s->provider->limit : LIMIT_SECONDS,
-                 deadline = clock_seconds() + limit;
+    const double limit = session_limit(s, LIMIT_SECONDS), deadline = clock_seconds() + limit;
     struct pollfd wait = {.fd = c->socket, .events = POLLIN};
     int ready;
     do {
@@ -109,7 +108,7 @@ static bool receive_report(struct session *s, double *seconds) {
         return session_fail(s, "took longer than %.3g s", limit);
     }
 
-    struct report report;
+    struct child_report report;
     if (recv(c->socket, &report, sizeof report, MSG_WAITALL) != (ssize_t)sizeof report) {
         int status = 0;
         waitpid(c->pid, &status, 0);
@@ -132,7 +131,7 @@ bool child_open(struct session *s) {
         return session_fail(s, "no memory");
     c->socket = -1;
     for (int i = 0; i < s->problem.tensors; i++)
-        if (writes_tensor(s->mode, &s->problem.tensor[i])) {
+        if (problem_writes(&s->problem.tensor[i], s->mode)) {
             if (s->problem.tensor[i].in_place_of)
                 return session_fail(s, "does not work in place");
             c->shared_bytes += aligned(tensor_bytes(&s->problem.tensor[i]));
@@ -166,15 +165,16 @@ bool child_time(struct session *s, double *seconds) {
     return receive_report(s, seconds);
 }
 
-void child_collect(struct session *s) {
+bool child_collect(struct session *s) {
     const char *place = s->child->shared;
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
-        if (writes_tensor(s->mode, t)) {
+        if (problem_writes(t, s->mode)) {
             memcpy((char *)t->tensor.data + t->tensor.byte_offset, place, tensor_bytes(t));
             place += aligned(tensor_bytes(t));
         }
     }
+    return true;
 }
 
 void child_close(struct session *s) {

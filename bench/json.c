@@ -1,8 +1,13 @@
+/* A report as JSON, written and read back. */
+#include <errno.h>
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
-#include "machine.h"
+#include "json_read.h"
 #include "report.h"
+
+/* ---- writing ----------------------------------------------------------------------------------------------------- */
 
 static void write_string(FILE *to, const char *text) {
     fputc('"', to);
@@ -30,6 +35,22 @@ static void write_field(FILE *to, const char *name, double value) {
     write_number(to, value);
 }
 
+static void write_text(FILE *to, const char *name, const char *text) {
+    if (!text[0])
+        return;
+    fprintf(to, ",\n  \"%s\": ", name);
+    write_string(to, text);
+}
+
+static void write_strings(FILE *to, char *const strings[], int count) {
+    fputc('[', to);
+    for (int i = 0; i < count; i++) {
+        fputs(i ? ", " : "", to);
+        write_string(to, strings[i]);
+    }
+    fputc(']', to);
+}
+
 static void write_cell(FILE *to, const struct table *t, const struct row *row, int column) {
     const struct cell *c = &row->cell[column];
     const bool measured = c->state == CELL_MEASURED;
@@ -41,30 +62,74 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     write_field(to, "median", measured ? c->value.median : NAN);
     write_field(to, "p10", measured ? c->value.p10 : NAN);
     write_field(to, "p90", measured ? c->value.p90 : NAN);
-    fprintf(to, ", \"unit\": \"%s\"", metric_units[t->metric]);
+    fprintf(to, ", \"unit\": \"%s\", \"repeats\": %d", metric_units[t->metric], c->repeats);
     write_field(to, "bytes", row->bytes);
     write_field(to, "flops", row->flops);
+    write_field(to, "gradient_bytes", row->gradient_bytes);
     write_field(to, "max_error", c->state == CELL_EMPTY ? NAN : c->max_error);
     if (c->state == CELL_WRONG)
         fputs(", \"wrong\": true", to);
-    if (t->shares && measured)
+    if (t->extras >> EXTRA_SHARE & 1 && measured)
         write_field(to, "share", c->share);
+    if (t->extras >> EXTRA_HOST & 1 && measured)
+        write_field(to, "host_us", c->host);
+    if (t->extras >> EXTRA_FIRST & 1 && measured)
+        write_field(to, "first_ms", c->first);
+    if (c->samples.count > 0) {
+        fputs(", \"samples\": [", to);
+        for (int i = 0; i < c->samples.count; i++)
+            fprintf(to, "%s%.6g", i ? ", " : "", c->samples.value[i]);
+        fputs("]", to);
+    }
     fputs("}", to);
 }
 
-void json_write(const struct report *r, FILE *to, int threads, int argc, char **argv) {
-    fputs("{\n  \"version\": ", to);
-    write_string(to, rafter_version());
-    fputs(",\n  \"cpu\": ", to);
-    write_string(to, machine_cpu());
-    fputs(",\n  \"features\": ", to);
-    write_string(to, rafter_cpu_features());
-    fprintf(to, ",\n  \"threads\": %d,\n  \"command\": [", threads);
-    for (int i = 0; i < argc; i++) {
-        fputs(i ? ", " : "", to);
-        write_string(to, argv[i]);
+static void write_table(FILE *to, const struct table *t) {
+    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    int own = 0, marked = 0;
+    for (int i = 0; i < t->columns; i++) {
+        columns[i] = (char *)t->column[i];
+        if (t->ours[i])
+            ours[own++] = columns[i];
+        if (t->early[i])
+            early[marked++] = columns[i];
     }
-    fputs("]", to);
+    fputs("    {\"title\": ", to);
+    write_string(to, t->title);
+    fprintf(to, ", \"metric\": \"%s\", \"x\": \"%s\", \"extras\": %u, \"columns\": ", metric_names[t->metric],
+            t->x_name, t->extras);
+    write_strings(to, columns, t->columns);
+    fputs(", \"ours\": ", to);
+    write_strings(to, ours, own);
+    fputs(", \"gradient_in_forward\": ", to);
+    write_strings(to, early, marked);
+    fputs(", \"notes\": ", to);
+    write_strings(to, t->note, t->notes);
+    fputs("}", to);
+}
+
+static void write_gpu_state(FILE *to, const char *name, struct gpu_state s) {
+    if (s.clock_mhz > 0)
+        fprintf(to, ",\n  \"%s\": {\"clock_mhz\": %d, \"memory_clock_mhz\": %d, \"temperature\": %d, \"watts\": %d}",
+                name, s.clock_mhz, s.memory_clock_mhz, s.temperature, s.watts);
+}
+
+void json_write(const struct report *r, FILE *to) {
+    int words = 0;
+    while (r->command && r->command[words])
+        words++;
+    fputs("{\n  \"version\": ", to);
+    write_string(to, r->version);
+    write_text(to, "date", r->date);
+    write_text(to, "cpu", r->cpu);
+    write_text(to, "features", r->features);
+    write_text(to, "gpu", r->gpu);
+    write_text(to, "torch", r->torch);
+    fprintf(to, ",\n  \"threads\": %d,\n  \"command\": ", r->threads);
+    write_strings(to, r->command, words);
+    fprintf(to, ",\n  \"seconds\": %.1f,\n  \"interrupted\": %s", r->seconds, r->interrupted ? "true" : "false");
+    write_gpu_state(to, "gpu_before", r->before);
+    write_gpu_state(to, "gpu_after", r->after);
     const struct {
         const char *name;
         double rate;
@@ -73,7 +138,12 @@ void json_write(const struct report *r, FILE *to, int threads, int argc, char **
     for (size_t i = 0; i < sizeof rates / sizeof *rates; i++)
         if (rates[i].rate > 0)
             fprintf(to, ",\n  \"%s\": %.6g", rates[i].name, rates[i].rate);
-    fputs(",\n  \"rows\": [", to);
+    fputs(",\n  \"tables\": [", to);
+    for (int i = 0; i < r->tables; i++) {
+        fputs(i ? ",\n" : "\n", to);
+        write_table(to, &r->table[i]);
+    }
+    fputs("\n  ],\n  \"rows\": [", to);
     const char *separator = "\n";
     for (int i = 0; i < r->tables; i++)
         for (int k = 0; k < r->table[i].rows; k++)
@@ -83,4 +153,100 @@ void json_write(const struct report *r, FILE *to, int threads, int argc, char **
                 separator = ",\n";
             }
     fputs("\n  ]\n}\n", to);
+}
+
+/* ---- reading ----------------------------------------------------------------------------------------------------- */
+
+static void copy_text(char *to, size_t size, const struct json *from, const char *key) {
+    snprintf(to, size, "%s", json_text(from, key));
+}
+
+static struct gpu_state read_gpu_state(const struct json *s) {
+    return (struct gpu_state){(int)json_number(s, "clock_mhz", 0), (int)json_number(s, "memory_clock_mhz", 0),
+                              (int)json_number(s, "temperature", 0), (int)json_number(s, "watts", 0)};
+}
+
+static void mark_columns(struct table *t, const struct json *names, bool marks[]) {
+    for (const struct json *name = names ? names->first : NULL; name; name = name->next)
+        if (name->text)
+            marks[table_column(t, name->text)] = true;
+}
+
+static void read_table(struct report *r, const struct json *from) {
+    struct table *t = report_add_table(r);
+    copy_text(t->title, sizeof t->title, from, "title");
+    copy_text(t->x_name, sizeof t->x_name, from, "x");
+    t->metric = strcmp(json_text(from, "metric"), metric_names[METRIC_MEMORY]) == 0 ? METRIC_MEMORY : METRIC_SPEED;
+    t->extras = (unsigned)json_number(from, "extras", 0);
+    bool columns[REPORT_COLUMNS];
+    mark_columns(t, json_get(from, "columns"), columns);
+    mark_columns(t, json_get(from, "ours"), t->ours);
+    mark_columns(t, json_get(from, "gradient_in_forward"), t->early);
+    const struct json *notes = json_get(from, "notes");
+    for (const struct json *note = notes ? notes->first : NULL; note; note = note->next)
+        if (note->text)
+            table_add_note(t, "%s", note->text);
+}
+
+static void read_cell(struct report *r, const struct json *from) {
+    struct table *t = report_find_table(r, json_text(from, "table"));
+    if (!t)
+        return;
+    const int64_t x = (int64_t)json_number(from, "x", 0);
+    struct row *row = table_find_row(t, x);
+    row = row ? row : table_add_row(t);
+    row->x = x;
+    row->bytes = json_number(from, "bytes", 0);
+    row->flops = json_number(from, "flops", 0);
+    row->gradient_bytes = json_number(from, "gradient_bytes", 0);
+    struct cell *c = &row->cell[table_column(t, json_text(from, "provider"))];
+    c->value.median = json_number(from, "median", NAN);
+    c->value.p10 = json_number(from, "p10", NAN);
+    c->value.p90 = json_number(from, "p90", NAN);
+    c->repeats = (int)json_number(from, "repeats", 0);
+    c->max_error = json_number(from, "max_error", 0);
+    c->share = json_number(from, "share", 0);
+    c->host = json_number(from, "host_us", 0);
+    c->first = json_number(from, "first_ms", 0);
+    c->state = json_number(from, "wrong", 0) != 0 ? CELL_WRONG : isnan(c->value.median) ? CELL_EMPTY : CELL_MEASURED;
+    const struct json *samples = json_get(from, "samples");
+    for (const struct json *s = samples ? samples->first : NULL; s; s = s->next)
+        samples_add(&c->samples, s->number);
+}
+
+bool json_read_report(struct report *r, const char *path) {
+    struct json *from = json_parse_file(path);
+    const struct json *tables = json_get(from, "tables"), *rows = json_get(from, "rows");
+    if (!tables || !rows) {
+        fprintf(stderr, "rafter: %s: %s\n", path,
+                from || errno == 0 ? "not a report of rafter bench" : strerror(errno));
+        json_free(from);
+        return false;
+    }
+    *r = (struct report){.threads = (int)json_number(from, "threads", 0),
+                         .read = json_number(from, "read_bytes_per_second", 0),
+                         .copy = json_number(from, "copy_bytes_per_second", 0),
+                         .matrix = json_number(from, "matrix_flops_per_second", 0),
+                         .seconds = json_number(from, "seconds", 0),
+                         .interrupted = json_number(from, "interrupted", 0) != 0,
+                         .before = read_gpu_state(json_get(from, "gpu_before")),
+                         .after = read_gpu_state(json_get(from, "gpu_after"))};
+    copy_text(r->version, sizeof r->version, from, "version");
+    copy_text(r->date, sizeof r->date, from, "date");
+    copy_text(r->cpu, sizeof r->cpu, from, "cpu");
+    copy_text(r->features, sizeof r->features, from, "features");
+    copy_text(r->gpu, sizeof r->gpu, from, "gpu");
+    copy_text(r->torch, sizeof r->torch, from, "torch");
+    const struct json *command = json_get(from, "command");
+    char *words[64];
+    int count = 0;
+    for (const struct json *word = command ? command->first : NULL; word && count < 64; word = word->next)
+        words[count++] = word->text ? word->text : (char *)"";
+    report_set_command(r, count, words);
+    for (const struct json *t = tables->first; t; t = t->next)
+        read_table(r, t);
+    for (const struct json *c = rows->first; c; c = c->next)
+        read_cell(r, c);
+    json_free(from);
+    return true;
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/backend.h"
 #include "machine.h"
 
 double clock_seconds(void) {
@@ -47,11 +48,21 @@ struct summary samples_summary(struct samples *s) {
     return (struct summary){.median = quantile(s, 0.5), .p10 = quantile(s, 0.1), .p90 = quantile(s, 0.9)};
 }
 
-bool pace_create(struct pace *pace, bool warm, int threads) {
-    *pace = (struct pace){.warm = warm, .threads = threads};
+bool pace_create(struct pace *pace, bool warm, const struct rafter_context *context) {
+    *pace = (struct pace){.warm = warm, .threads = context->threads};
+    const struct rafter_cuda *cuda = context->cuda;
+    if (cuda) {
+        struct rafter_cuda_facts facts;
+        cuda->facts(context, &facts);
+        pace->device_bytes = 4 * (size_t)facts.l2_bytes;
+        pace->device_other = cuda->allocate(pace->device_bytes);
+        pace->before = cuda->event();
+        pace->after = cuda->event();
+        return pace->device_other && pace->before && pace->after;
+    }
     if (warm)
         return true;
-    pace->other_bytes = 2 * machine_cache_bytes(threads);
+    pace->other_bytes = 2 * machine_cache_bytes(pace->threads);
     pace->other = aligned_alloc(64, pace->other_bytes);
     if (!pace->other)
         return false;
@@ -59,8 +70,13 @@ bool pace_create(struct pace *pace, bool warm, int threads) {
     return true;
 }
 
-void pace_destroy(struct pace *pace) {
+void pace_destroy(struct pace *pace, const struct rafter_context *context) {
     free(pace->other);
+    if (!context || !context->cuda)
+        return;
+    context->cuda->release(pace->device_other);
+    context->cuda->forget(pace->before);
+    context->cuda->forget(pace->after);
 }
 
 void pace_evict(const struct pace *pace) {

@@ -29,10 +29,16 @@ struct pace {
     int threads;
     char *other; /* the other data: larger than the last-level caches together */
     size_t other_bytes;
+    void *device_other; /* and on a CUDA device, larger than its L2 */
+    size_t device_bytes;
+    void *before, *after; /* events, on a device */
 };
 
-bool pace_create(struct pace *pace, bool warm, int threads);
-void pace_destroy(struct pace *pace);
+struct rafter_context;
+
+/* For the context's device and threads. False: no memory. */
+bool pace_create(struct pace *pace, bool warm, const struct rafter_context *context);
+void pace_destroy(struct pace *pace, const struct rafter_context *context);
 
 /* Fills the caches with other data, on all threads. */
 void pace_evict(const struct pace *pace);

@@ -37,17 +37,6 @@ static int choose(const char *option, const char *value, const char *const names
     return -1;
 }
 
-bool list_has(const char *list, const char *name) {
-    const size_t length = strlen(name);
-    while (list) {
-        if (strncmp(list, name, length) == 0 && (list[length] == ',' || list[length] == '\0'))
-            return true;
-        list = strchr(list, ',');
-        list = list ? list + 1 : NULL;
-    }
-    return false;
-}
-
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
 static bool read_preset(struct options *o, const char *value) {
@@ -58,8 +47,9 @@ static bool read_preset(struct options *o, const char *value) {
 }
 
 static bool read_metric(struct options *o, const char *value) {
-    const int index = choose("--metric", value, metric_names, 2);
-    o->metric = (enum metric)index;
+    const int index = choose("--metric", value, metric_names, METRICS + 1);
+    for (int m = 0; m < METRICS; m++)
+        o->metric[m] = index == m || index == METRICS;
     return index >= 0;
 }
 
@@ -118,6 +108,14 @@ static bool read_seconds(struct options *o, const char *value) {
     return true;
 }
 
+static bool read_limit(struct options *o, const char *value) {
+    char *end;
+    o->limit = strtod(value, &end);
+    if (end == value || *end != '\0' || !(o->limit > 0 && o->limit <= 86400))
+        return complain("--limit is '%s', wanted seconds, such as 60", value);
+    return true;
+}
+
 static bool read_json(struct options *o, const char *value) {
     o->json = value;
     return true;
@@ -125,6 +123,16 @@ static bool read_json(struct options *o, const char *value) {
 
 static bool read_csv(struct options *o, const char *value) {
     o->csv = value;
+    return true;
+}
+
+static bool read_html(struct options *o, const char *value) {
+    o->html = value;
+    return true;
+}
+
+static bool read_table(struct options *o, const char *value) {
+    o->table = value;
     return true;
 }
 
@@ -161,6 +169,36 @@ static bool read_warm(struct options *o, const char *value) {
     return o->warm = true;
 }
 
+static bool read_error(struct options *o, const char *value) {
+    (void)value;
+    return o->error = true;
+}
+
+static bool read_host(struct options *o, const char *value) {
+    (void)value;
+    return o->host = true;
+}
+
+static bool read_first(struct options *o, const char *value) {
+    (void)value;
+    return o->first = true;
+}
+
+static bool read_markdown(struct options *o, const char *value) {
+    (void)value;
+    return o->markdown = true;
+}
+
+static bool read_list(struct options *o, const char *value) {
+    (void)value;
+    return o->list = true;
+}
+
+static bool read_resume(struct options *o, const char *value) {
+    (void)value;
+    return o->resume = true;
+}
+
 /* ---- the line ---------------------------------------------------------------------------------------------------- */
 
 static const struct {
@@ -168,13 +206,17 @@ static const struct {
     bool takes_value, for_check;
     bool (*read)(struct options *o, const char *value);
 } table[] = {
-    {"--preset", true, false, read_preset},    {"--metric", true, false, read_metric},
-    {"--mode", true, false, read_mode},        {"--x", true, false, read_x},
-    {"--dtype", true, false, read_dtype},      {"--threads", true, true, read_threads},
-    {"--json", true, false, read_json},        {"--csv", true, false, read_csv},
-    {"--percent", false, false, read_percent}, {"--providers", true, false, read_providers},
-    {"--seconds", true, false, read_seconds},  {"--warm", false, false, read_warm},
-    {"--device", true, true, read_device},
+    {"--preset", true, false, read_preset},       {"--metric", true, false, read_metric},
+    {"--mode", true, false, read_mode},           {"--x", true, false, read_x},
+    {"--dtype", true, false, read_dtype},         {"--threads", true, true, read_threads},
+    {"--json", true, false, read_json},           {"--csv", true, false, read_csv},
+    {"--html", true, false, read_html},           {"--markdown", false, false, read_markdown},
+    {"--percent", false, false, read_percent},    {"--error", false, false, read_error},
+    {"--host", false, false, read_host},          {"--first-call", false, false, read_first},
+    {"--providers", true, false, read_providers}, {"--table", true, false, read_table},
+    {"--seconds", true, false, read_seconds},     {"--warm", false, false, read_warm},
+    {"--device", true, true, read_device},        {"--resume", false, false, read_resume},
+    {"--limit", true, false, read_limit},         {"--list", false, false, read_list},
 };
 enum { TABLE = sizeof table / sizeof *table };
 
@@ -196,7 +238,7 @@ static bool read_op(struct options *o, int *ops, const char *name) {
 }
 
 bool options_read(struct options *o, const char *verb, int argc, char **argv, int from) {
-    *o = (struct options){.modes = ~0u, .dtype = RAFTER_BF16};
+    *o = (struct options){.modes = ~0u, .dtype = RAFTER_BF16, .metric = {true}};
     const bool check = strcmp(verb, "check") == 0;
     int ops = 0;
     for (int i = from; i < argc; i++) {
@@ -224,5 +266,7 @@ bool options_read(struct options *o, const char *verb, int argc, char **argv, in
     }
     for (int i = 0; ops == 0 && problem_ops[i]; i++)
         o->op[i] = problem_ops[i];
+    if (o->resume && !o->json)
+        return complain("--resume wants --json FILE, the file to go on with");
     return true;
 }

@@ -13,23 +13,23 @@ enum { OPTIONS_LIST = 32 };
 struct options {
     const struct op_cases *op[OPTIONS_LIST]; /* NULL-terminated; all of them when none was named */
     bool seeds;                              /* preset: the seeds' sizes, not the quick ones */
-    enum metric metric;
-    unsigned modes;          /* bit m set: problem_mode m is wanted */
-    int64_t x[OPTIONS_LIST]; /* zero-terminated; none: the preset's */
+    bool metric[METRICS];                    /* which are wanted */
+    unsigned modes;                          /* bit m set: problem_mode m is wanted */
+    int64_t x[OPTIONS_LIST];                 /* zero-terminated; none: the preset's */
     rafter_dtype dtype;
     DLDevice device; /* zero: the CPU */
     int threads;     /* 0: as many as OpenMP would */
     double seconds;  /* per cell; 0: the preset's */
-    const char *json, *csv;
-    bool percent, warm;
+    const char *json, *csv, *html;
+    bool percent, error, host, first; /* figures beside each provider's */
+    double limit; /* seconds that a peer in a process of its own may take to open or to make a call; 0: its own */
+    bool warm, markdown, resume, list;
     const char *providers; /* names between commas, or NULL for all */
+    const char *table;     /* part of the title; NULL: all tables */
 };
 
 /* Reads argv[from ...]. False: a sentence has been printed, and the command should end with status 2. `verb` is
  * "bench", which takes all options, or "check", which takes --threads. */
 bool options_read(struct options *o, const char *verb, int argc, char **argv, int from);
-
-/* Whether a list of names between commas holds this one. */
-bool list_has(const char *list, const char *name);
 
 #endif

@@ -37,7 +37,8 @@ void *naive_slot(struct naive *n, int index, size_t bytes) {
     return n->slot[index];
 }
 
-static bool serves(const problem *p, enum problem_mode mode) {
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)provider;
     const struct naive_op *op = find_op(p->op->op);
     return op && op->serves(p, mode);
 }

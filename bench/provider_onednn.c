@@ -284,7 +284,8 @@ static bool serves_loss(const problem *p) {
     return target && !target->some_ignored && !problem_find(p, "bias");
 }
 
-static bool serves(const problem *p, enum problem_mode mode) {
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)provider;
     if (strcmp(p->op->op, "act") == 0)
         return find_eltwise(p) < ELTWISE || title_has(p, "act_softmax");
     return strcmp(p->op->op, "linear_cross_entropy") == 0 && mode != PROBLEM_BACKWARD && serves_loss(p);

@@ -1,7 +1,8 @@
 /* The library itself, with the problem's algorithm: automatic or forced. */
 #include "provider.h"
 
-static bool serves(const problem *p, enum problem_mode mode) {
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)provider;
     return p->op->algorithm_modes[p->algorithm] >> mode & 1;
 }
 

@@ -6,16 +6,31 @@
 #include <string.h>
 #include <unistd.h>
 
-const char *const metric_names[] = {"speed", "memory"};
+const char *const metric_names[] = {"speed", "memory", "all"};
 const char *const metric_units[] = {"ms", "MiB"};
+const char *const extra_names[] = {"%", "error", "host us", "first ms"};
 
-/* An array of `count` elements with room for one more. */
-static void *grow(void *array, int count, size_t element) {
-    void *grown = realloc(array, (size_t)(count + 1) * element);
-    if (!grown) {
+const char *extra_text(const struct cell *c, enum extra extra) {
+    static char text[24];
+    const double values[] = {100 * c->share, c->max_error, c->host, c->first};
+    static const char *const formats[] = {"%.0f", "%.1e", "%.1f", "%.1f"};
+    text[0] = '\0';
+    if (c->state == CELL_MEASURED && values[extra] > 0)
+        snprintf(text, sizeof text, formats[extra], values[extra]);
+    return text;
+}
+
+static void *checked(void *memory) {
+    if (!memory) {
         fprintf(stderr, "rafter: no memory\n");
         exit(1);
     }
+    return memory;
+}
+
+/* An array of `count` elements with room for one more. */
+static void *grow(void *array, int count, size_t element) {
+    void *grown = checked(realloc(array, (size_t)(count + 1) * element));
     memset((char *)grown + (size_t)count * element, 0, element);
     return grown;
 }
@@ -25,9 +40,36 @@ struct table *report_add_table(struct report *r) {
     return &r->table[r->tables++];
 }
 
+struct table *report_find_table(const struct report *r, const char *title) {
+    for (int i = 0; i < r->tables; i++)
+        if (strcmp(r->table[i].title, title) == 0)
+            return &r->table[i];
+    return NULL;
+}
+
 struct row *table_add_row(struct table *t) {
     t->row = grow(t->row, t->rows, sizeof *t->row);
     return &t->row[t->rows++];
+}
+
+struct row *table_find_row(const struct table *t, int64_t x) {
+    for (int i = 0; i < t->rows; i++)
+        if (t->row[i].x == x)
+            return &t->row[i];
+    return NULL;
+}
+
+int table_column(struct table *t, const char *name) {
+    int i = 0;
+    while (i < t->columns && strcmp(t->column[i], name) != 0)
+        i++;
+    if (i == REPORT_COLUMNS) {
+        fprintf(stderr, "rafter: %s has more than %d columns\n", t->title, REPORT_COLUMNS);
+        exit(1);
+    }
+    if (i == t->columns)
+        snprintf(t->column[t->columns++], REPORT_NAME, "%s", name);
+    return i;
 }
 
 void table_add_note(struct table *t, const char *format, ...) {
@@ -40,19 +82,87 @@ void table_add_note(struct table *t, const char *format, ...) {
         if (strcmp(t->note[i], text) == 0)
             return;
     t->note = grow(t->note, t->notes, sizeof *t->note);
-    t->note[t->notes++] = strdup(text);
+    t->note[t->notes++] = checked(strdup(text));
+}
+
+/* Whether "a, b: sentence" has this name before the colon. */
+static bool names(const char *note, size_t length, const char *name) {
+    const size_t size = strlen(name);
+    for (const char *at = note; at + size <= note + length; at += strcspn(at, ",") + 2)
+        if (strncmp(at, name, size) == 0 && (at[size] == ',' || at[size] == ':'))
+            return true;
+    return false;
+}
+
+void table_add_note_about(struct table *t, const char *name, const char *sentence) {
+    for (int i = 0; i < t->notes; i++) {
+        const char *colon = strstr(t->note[i], ": ");
+        if (!colon || strcmp(colon + 2, sentence) != 0)
+            continue;
+        const size_t length = (size_t)(colon - t->note[i]), room = length + strlen(name) + strlen(sentence) + 5;
+        if (names(t->note[i], length, name))
+            return;
+        char *longer = checked(malloc(room));
+        snprintf(longer, room, "%.*s, %s: %s", (int)length, t->note[i], name, sentence);
+        free(t->note[i]);
+        t->note[i] = longer;
+        return;
+    }
+    table_add_note(t, "%s: %s", name, sentence);
+}
+
+static void free_command(struct report *r) {
+    for (char **word = r->command; word && *word; word++)
+        free(*word);
+    free(r->command);
+    r->command = NULL;
+}
+
+void report_set_command(struct report *r, int argc, char **argv) {
+    free_command(r);
+    r->command = checked(calloc((size_t)argc + 1, sizeof *r->command));
+    for (int i = 0; i < argc; i++)
+        r->command[i] = checked(strdup(argv[i]));
 }
 
 void report_free(struct report *r) {
     for (int i = 0; i < r->tables; i++) {
-        for (int k = 0; k < r->table[i].notes; k++)
-            free(r->table[i].note[k]);
-        free(r->table[i].note);
-        free(r->table[i].row);
+        struct table *t = &r->table[i];
+        for (int k = 0; k < t->notes; k++)
+            free(t->note[k]);
+        for (int k = 0; k < t->rows; k++)
+            for (int c = 0; c < t->columns; c++)
+                samples_free(&t->row[k].cell[c].samples);
+        free(t->note);
+        free(t->row);
     }
     free(r->table);
+    free_command(r);
     *r = (struct report){0};
 }
+
+/* ---- who is ahead ------------------------------------------------------------------------------------------------ */
+
+const struct cell *row_ours(const struct table *t, const struct row *row) {
+    for (int c = 0; c < t->columns; c++)
+        if (strcmp(t->column[c], "rafter") == 0 && row->cell[c].state == CELL_MEASURED)
+            return &row->cell[c];
+    return NULL;
+}
+
+const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name) {
+    const struct cell *best = NULL;
+    for (int c = 0; c < t->columns; c++) {
+        const struct cell *cell = &row->cell[c];
+        if (t->ours[c] || cell->state != CELL_MEASURED || (best && best->value.median <= cell->value.median))
+            continue;
+        best = cell;
+        *name = t->column[c];
+    }
+    return best;
+}
+
+/* ---- files ------------------------------------------------------------------------------------------------------- */
 
 bool output_open(struct output *o, const char *path) {
     if (strlen(path) >= sizeof o->path) {

@@ -47,8 +47,8 @@ static double device_copy_seconds(const rafter_context *context, double bytes) {
     return seconds;
 }
 
-bool roofline_create(struct roofline *r, rafter_context *context) {
-    *r = (struct roofline){.context = context};
+bool roofline_create(struct roofline *r, rafter_context *context, const struct pace *pace) {
+    *r = (struct roofline){.context = context, .pace = pace};
     if (context->cuda) {
         const double bytes = 0x1p32;
         r->copy = r->read = bytes / device_copy_seconds(context, bytes);
@@ -98,7 +98,7 @@ bool roofline_create(struct roofline *r, rafter_context *context) {
 static double memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
     double written = 0;
     for (int i = 0; i < p->tensors; i++)
-        if (writes_tensor(mode, &p->tensor[i]) && !p->tensor[i].in_place_of)
+        if (problem_writes(&p->tensor[i], mode) && !p->tensor[i].in_place_of)
             written += (double)tensor_bytes(&p->tensor[i]);
     const double copied = fmin(2 * written, bytes);
     return copied / r->copy + (bytes - copied) / r->read;
@@ -160,8 +160,13 @@ static double measure_matrix(rafter_context *context, rafter_dtype dtype) {
 double roofline_seconds(struct roofline *r, const problem *p, const struct bench_row *row, enum problem_mode mode) {
     double bytes = 0, flops = 0;
     p->op->cost(p, mode, &bytes, &flops);
-    if (r->context->cuda)
+    if (r->context->cuda && flops == 0)
         return device_copy_seconds(r->context, bytes);
+    if (r->context->cuda) {
+        if (r->matrix[row->dtype] == 0)
+            r->matrix[row->dtype] = peers_matrix_rate(r->context, r->pace, row->dtype);
+        return r->matrix[row->dtype] > 0 ? fmax(bytes / r->copy, flops / r->matrix[row->dtype]) : 0;
+    }
     const double memory = memory_seconds(r, p, mode, bytes);
     if (flops == 0)
         return fmax(memory, bytes / (measure_resident(p->op, row, mode) * r->context->threads));

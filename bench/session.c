@@ -2,6 +2,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/backend.h"
 #include "core/tensor.h"
 #include "provider.h"
 
@@ -15,11 +16,10 @@ bool session_time(struct session *s, double *seconds) {
     return s->provider->isolated ? child_time(s, seconds) : s->provider->time(s, seconds);
 }
 
-void session_collect(struct session *s) {
+bool session_collect(struct session *s) {
     if (s->provider->isolated)
-        child_collect(s);
-    else if (s->provider->collect)
-        s->provider->collect(s);
+        return child_collect(s);
+    return !s->provider->collect || s->provider->collect(s);
 }
 
 void session_close(struct session *s) {
@@ -38,8 +38,27 @@ bool time_call(struct session *s, bool (*call)(struct session *), double *second
     }
     const double start = clock_seconds();
     const bool good = call(s);
-    *seconds = clock_seconds() - start;
+    *seconds = s->host_seconds = clock_seconds() - start;
     return good;
+}
+
+bool time_call_on_device(struct session *s, bool (*call)(struct session *), double *seconds) {
+    const struct rafter_cuda *cuda = s->context->cuda;
+    if (!s->pace->warm)
+        cuda->fill(s->context, s->pace->device_other, 0, s->pace->device_bytes);
+    else if (!call(s))
+        return false;
+    cuda->record(s->context, s->pace->before);
+    const double start = clock_seconds();
+    const bool good = call(s);
+    s->host_seconds = clock_seconds() - start;
+    cuda->record(s->context, s->pace->after);
+    *seconds = 1e-3 * cuda->elapsed(s->pace->before, s->pace->after);
+    return good && (*seconds > 0 || session_fail(s, "the device reported no time: a kernel failed"));
+}
+
+double session_limit(const struct session *s, double otherwise) {
+    return s->limit > 0 ? s->limit : s->provider->limit > 0 ? s->provider->limit : otherwise;
 }
 
 bool session_fail(struct session *s, const char *format, ...) {
@@ -58,9 +77,15 @@ bool title_has(const problem *p, const char *field) {
     return false;
 }
 
-bool writes_tensor(enum problem_mode mode, const problem_tensor *t) {
-    return (t->role == PROBLEM_OUTPUT && mode != PROBLEM_BACKWARD) ||
-           (t->role == PROBLEM_GRADIENT && mode != PROBLEM_FORWARD);
+bool list_has(const char *list, const char *name) {
+    const size_t length = strlen(name);
+    while (list) {
+        if (strncmp(list, name, length) == 0 && (list[length] == ',' || list[length] == '\0'))
+            return true;
+        list = strchr(list, ',');
+        list = list ? list + 1 : NULL;
+    }
+    return false;
 }
 
 size_t tensor_bytes(const problem_tensor *t) {

@@ -42,9 +42,10 @@ static int width_of(const struct text *t, int rows) {
     return (int)width;
 }
 
-/* A table as text: index, x, then the providers. */
+/* A table as text: index, x, then the providers, each with the figures beside it; last, in tables of memory, the
+ * gradients' share. */
 struct layout {
-    struct text column[2 + 2 * REPORT_COLUMNS];
+    struct text column[3 + (1 + EXTRAS) * REPORT_COLUMNS];
     int columns, rows;
     char (*cells)[WIDTH]; /* room for all columns */
 };
@@ -62,13 +63,37 @@ static void add_providers(struct layout *l, const struct table *t) {
         for (int i = 0; i < t->rows; i++)
             format_cell(values->cell[i], &t->row[i].cell[k]);
         trim_zeros(values, t->rows);
-        if (!t->shares)
-            continue;
-        struct text *shares = add_column(l, "%");
-        for (int i = 0; i < t->rows; i++)
-            if (t->row[i].cell[k].state == CELL_MEASURED && t->row[i].cell[k].share > 0)
-                snprintf(shares->cell[i], WIDTH, "%.0f", 100 * t->row[i].cell[k].share);
+        for (int e = 0; e < EXTRAS; e++) {
+            if (!(t->extras >> e & 1))
+                continue;
+            struct text *beside = add_column(l, extra_names[e]);
+            for (int i = 0; i < t->rows; i++)
+                snprintf(beside->cell[i], WIDTH, "%s", extra_text(&t->row[i].cell[k], (enum extra)e));
+        }
     }
+}
+
+static void add_gradients(struct layout *l, const struct table *t) {
+    struct text *gradients = add_column(l, "(gradients)");
+    for (int i = 0; i < t->rows; i++)
+        snprintf(gradients->cell[i], WIDTH, "%.6f", t->row[i].gradient_bytes / (1 << 20));
+    trim_zeros(gradients, t->rows);
+}
+
+static bool layout_create(struct layout *l, const struct table *t) {
+    *l = (struct layout){.rows = t->rows};
+    l->cells = calloc((size_t)t->rows * (sizeof l->column / sizeof *l->column) + 1, WIDTH);
+    if (!l->cells)
+        return false;
+    struct text *index = add_column(l, ""), *x = add_column(l, t->x_name);
+    for (int i = 0; i < t->rows; i++) {
+        snprintf(index->cell[i], WIDTH, "%d", i);
+        snprintf(x->cell[i], WIDTH, "%.1f", (double)t->row[i].x);
+    }
+    add_providers(l, t);
+    if (t->metric == METRIC_MEMORY)
+        add_gradients(l, t);
+    return true;
 }
 
 static void print_layout(const struct layout *l, FILE *to) {
@@ -84,20 +109,29 @@ static void print_layout(const struct layout *l, FILE *to) {
 }
 
 void table_print(const struct table *t, FILE *to) {
-    struct layout l = {.rows = t->rows};
-    l.cells = calloc((size_t)t->rows * (sizeof l.column / sizeof *l.column) + 1, WIDTH);
-    if (!l.cells)
+    struct layout l;
+    if (!layout_create(&l, t))
         return;
-    struct text *index = add_column(&l, ""), *x = add_column(&l, t->x_name);
-    for (int i = 0; i < t->rows; i++) {
-        snprintf(index->cell[i], WIDTH, "%d", i);
-        snprintf(x->cell[i], WIDTH, "%.1f", (double)t->row[i].x);
-    }
-    add_providers(&l, t);
     fprintf(to, "%s:\n", t->title);
     print_layout(&l, to);
     for (int i = 0; i < t->notes; i++)
         fprintf(to, "  %s\n", t->note[i]);
+    fputc('\n', to);
+    free(l.cells);
+}
+
+void table_markdown(const struct table *t, FILE *to) {
+    struct layout l;
+    if (!layout_create(&l, t))
+        return;
+    fprintf(to, "**%s** (%s)\n\n", t->title, metric_units[t->metric]);
+    for (int i = -2; i < l.rows; i++) {
+        for (int k = 1; k < l.columns; k++) /* the index says nothing here */
+            fprintf(to, "| %s ", i == -2 ? l.column[k].heading : i == -1 ? "---:" : l.column[k].cell[i]);
+        fputs("|\n", to);
+    }
+    for (int i = 0; i < t->notes; i++)
+        fprintf(to, "%s- %s\n", i ? "" : "\n", t->note[i]);
     fputc('\n', to);
     free(l.cells);
 }

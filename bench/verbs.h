@@ -6,5 +6,7 @@
 int verb_info(int argc, char **argv);
 int verb_check(int argc, char **argv);
 int verb_bench(int argc, char **argv);
+int verb_compare(int argc, char **argv);
+int verb_headline(int argc, char **argv);
 
 #endif

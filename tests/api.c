@@ -705,6 +705,9 @@ static void test_context(void **state) {
     assert_int_equal(rafter_bad_labels(context, &found), RAFTER_OK);
     assert_int_equal(found, 0);
     assert_int_equal(rafter_bad_labels(context, NULL), RAFTER_INVALID_ARGUMENT);
+    assert_int_equal(rafter_context_set_stream(context, NULL), RAFTER_INVALID_ARGUMENT);
+    assert_non_null(strstr(rafter_last_error(context), "stream"));
+    assert_int_equal(rafter_context_set_stream(NULL, NULL), RAFTER_INVALID_ARGUMENT);
     rafter_context_destroy(context);
     for (int status = RAFTER_OK; status <= RAFTER_DEVICE_ERROR; status++)
         assert_string_not_equal(rafter_status_name((rafter_status)status), "unknown status");

@@ -1,12 +1,13 @@
 /* The rafter command with providers that misbehave, each in its own way; command.sh looks at what becomes of them. */
 #include <signal.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "provider.h"
 
-static bool serves(const problem *p, enum problem_mode mode) {
-    (void)p, (void)mode;
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)provider, (void)p, (void)mode;
     return true;
 }
 
@@ -15,7 +16,7 @@ static bool spoil(struct session *s, double *seconds) {
     const bool good = provider_rafter.time(s, seconds);
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
-        if (writes_tensor(s->mode, t)) {
+        if (problem_writes(t, s->mode)) {
             memset(t->tensor.data, 0x41, tensor_bytes(t) / (size_t)t->numel); /* 12.1 in fp32 and bf16 */
             break;
         }
@@ -25,6 +26,13 @@ static bool spoil(struct session *s, double *seconds) {
 
 static bool run_rafter(struct session *s, double *seconds) {
     return provider_rafter.time(s, seconds);
+}
+
+/* The library, and a millisecond of nothing where the environment says so. */
+static bool run_slowly(struct session *s, double *seconds) {
+    const bool good = provider_rafter.time(s, seconds);
+    *seconds += getenv("RAFTER_TEST_SLOW") ? 1e-3 : 0;
+    return good;
 }
 
 static bool crash(struct session *s, double *seconds) {
@@ -57,9 +65,20 @@ static const struct provider hanging = {
     .name = "hanging", .isolated = true, .limit = 0.5, .serves = serves, .open = hang_on_open, .time = crash};
 static const struct provider dying = {.name = "dying", .isolated = true, .serves = serves, .time = die_later};
 static const struct provider refusing = {.name = "refusing", .serves = serves, .open = refuse, .time = crash};
+static const struct provider sluggish = {.name = "sluggish", .exact = true, .serves = serves, .time = run_slowly};
 /* The library in a child process: as right as in this one. */
 static const struct provider apart = {
     .name = "apart", .exact = true, .isolated = true, .serves = serves, .time = run_rafter};
 
-const struct provider *const providers[] = {&provider_rafter, &spoiled, &crashing, &dying,
-                                            &refusing,        &apart,   &hanging,  NULL};
+const struct provider *const providers[] = {&provider_rafter,
+                                            &spoiled,
+                                            &crashing,
+                                            &dying,
+                                            &refusing,
+                                            &apart,
+                                            &hanging,
+                                            &sluggish,
+#define RAFTER_PEER(column, has, early) &provider_##column,
+#include "peers.inc"
+#undef RAFTER_PEER
+                                            NULL};

@@ -4,7 +4,9 @@
 set -uo pipefail
 rafter=$1
 bad=$2
+tests=$(dirname "${BASH_SOURCE[0]}")
 folder=$(mktemp -d)
+export RAFTER_PYTHON=${RAFTER_PYTHON:-/nonexistent/python3} # no PyTorch unless somebody says where
 trap 'rm -rf "$folder"' EXIT
 failures=0
 
@@ -35,7 +37,7 @@ expect 2 "no op 'acts'" "$rafter" check acts
 expect 2 "no option '--fast'" "$rafter" bench --fast
 expect 2 "no option '--json'" "$rafter" check --json x
 expect 2 "--preset is 'slow', wanted quick or seeds" "$rafter" bench --preset slow
-expect 2 "--metric is 'area', wanted speed or memory" "$rafter" bench --metric area
+expect 2 "--metric is 'area', wanted speed, memory or all" "$rafter" bench --metric area
 expect 2 "--mode is 'up', wanted fwd, bwd or fwd\+bwd" "$rafter" bench --mode=up
 expect 2 "--dtype is 'fp8'" "$rafter" bench --dtype fp8
 expect 2 "--x is '12,'" "$rafter" bench --x 12,
@@ -43,33 +45,32 @@ expect 2 "--x is '0'" "$rafter" bench --x 0
 expect 2 "--threads is '-1'" "$rafter" bench --threads -1
 expect 2 "--threads wants a value" "$rafter" bench --threads
 expect 2 "--seconds is 'soon'" "$rafter" bench --seconds soon
+expect 2 "--limit is 'never'" "$rafter" bench --limit never
+expect 2 "--resume wants --json" "$rafter" bench --resume
+expect 2 "compare wants two reports" "$rafter" compare one.json
+expect 2 "headline wants one report" "$rafter" headline
+expect 2 "$folder/none.json: No such file" "$rafter" compare "$folder/none.json" "$folder/none.json"
 expect 2 "--percent takes no value" "$rafter" bench --percent=yes
 expect 2 "names 'nobody'" "$rafter" bench --providers rafter,nobody
 expect 1 "$folder/no/such/file" "$rafter" bench act --json "$folder/no/such/file"
 [ -e "$folder/no" ] && fail "a file was made where there should be none"
 
-# --- titles are the seeds' where the sizes are (x and the time per cell are small to be quick)
-seeds_titles() {
-    local mode act
-    for mode in fwd bwd; do
-        echo "cross_entropy-speed-$mode-batch4096-bf16-ls0.0-mean"
-        echo "logsumexp-speed-$mode-batch4-dim1024-bf16"
-        for act in none relu sigmoid silu softmax-dim_-1 softmax-dim_-2; do
-            echo "act-speed-$mode-batch12-head12-dim128-act_$act-bf16"
-        done
-        for act in none silu softmax-dim_-1 softmax-dim_1; do
-            echo "lrpe_cosine-speed-$mode-batch12-head12-dim128-act_$act-bf16"
-        done
-    done
-    echo "lce-speed-fwd+bwd-batch12288-dim4096-bf16"
-}
-timeout 60 "$rafter" bench --preset seeds --x 16 --seconds 0.001 --providers rafter --json "$folder/seeds.json" \
+# --- every table of the seeds: title, x, rows, and its columns in their order, whatever stands between them
+"$rafter" bench --preset seeds --metric all --list >"$folder/list.txt" 2>&1 || fail "bench --list: status $?"
+while read -r title x rows columns; do
+    grep -qE "^${title//+/\\+} $x $rows .*${columns// / (.* )?}( |$)" "$folder/list.txt" ||
+        fail "no table '$title' with x = $x, rows $rows and columns $columns"
+done <"$tests/seeds.txt"
+[ "$(wc -l <"$tests/seeds.txt")" = 50 ] || fail "there are 50 tables in the seeds"
+
+# --- and the speed tables come out like that (x and the time per cell are small to be quick)
+timeout 60 "$rafter" bench --preset seeds --x 16 --seconds 0.001 --metric all --providers rafter --json "$folder/seeds.json" \
     >"$folder/seeds.txt" 2>"$folder/err" || fail "bench --preset seeds: status $?"
 [ -s "$folder/err" ] && fail "bench prints to stderr though it is not a terminal: $(head -n 1 "$folder/err")"
 while read -r title; do
     grep -qxF "$title:" "$folder/seeds.txt" || fail "no table '$title'"
     grep -qF "\"table\": \"$title\"" "$folder/seeds.json" || fail "no JSON row of '$title'"
-done < <(seeds_titles)
+done < <(cut -d ' ' -f 1 "$tests/seeds.txt")
 grep -qE '^0 +16\.0 +[0-9.]+$' "$folder/seeds.txt" || fail "no row '0  16.0  time'"
 grep -qw wrong "$folder/seeds.txt" && fail "a result is wrong: $(grep -w wrong "$folder/seeds.txt" | head -n 1)"
 
@@ -109,7 +110,8 @@ fi
 [ -z "$(find "$folder" -name '*.json.*')" ] || fail "a temporary file was left behind"
 
 # --- providers that misbehave cost nobody but themselves
-timeout 60 "$bad" bench logsumexp --x 64 --mode fwd --seconds 0.001 >"$folder/bad.txt" 2>&1 || fail "bad providers: status $?"
+naughty=rafter,parallel,recurrence,spoiled,crashing,dying,refusing,apart,hanging
+timeout 60 "$bad" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers $naughty >"$folder/bad.txt" 2>&1 || fail "bad providers: status $?"
 grep -qE '^ +n +rafter .*spoiled +crashing +dying +refusing +apart +hanging$' "$folder/bad.txt" || fail "bad providers: no such columns"
 grep -qE '^0 +64\.0 +[0-9.]+ .* wrong +- +- +- +[0-9.]+ +-$' "$folder/bad.txt" || fail "bad providers: no such row"
 grep -qE 'spoiled at n = 64: lse\[0\] is 12' "$folder/bad.txt" || fail "bad providers: nothing said of the wrong element"
@@ -117,6 +119,39 @@ grep -qE 'crashing at n = 64: died of signal 4' "$folder/bad.txt" || fail "bad p
 grep -qE 'dying at n = 64: died of signal 9' "$folder/bad.txt" || fail "bad providers: nothing said of the death"
 grep -qE 'refusing at n = 64: not today' "$folder/bad.txt" || fail "bad providers: nothing said of the refusal"
 grep -qE 'hanging at n = 64: took longer than 0.5 s' "$folder/bad.txt" || fail "bad providers: nothing said of the hang"
+
+# --- so do Python columns that misbehave, and a worker that is not there
+expect 0 '^  .*to, toc: .*/nonexistent/python3 cannot be run' env RAFTER_PYTHON=/nonexistent/python3 \
+    "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001
+grep -qE '^0 +64\.0 .* - +- +- +-$' "$folder/out" || fail "missing Python columns are not dashes"
+if command -v python3 >/dev/null; then
+    expect 0 '^0 +64\.0 +[0-9.]+ .* - +- +wrong +1\.0$' env RAFTER_PYTHON=python3 RAFTER_WORKER="$tests/bad_worker.py" \
+        "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --limit 1
+    cp "$folder/out" "$folder/worker.txt"
+    grep -qE 'ptr at n = 64: the Python worker died of signal 6' "$folder/worker.txt" || fail "nothing said of the worker's death"
+    grep -qE 'rtr at n = 64: took longer than 1 s' "$folder/worker.txt" || fail "nothing said of the worker's silence"
+    grep -qE 'to at n = 64: lse\[[0-9]+\] is ' "$folder/worker.txt" || fail "nothing said of the worker's wrong answer"
+fi
+
+# --- compare: nothing is slower than itself; a millisecond more is noticed
+same=(bench logsumexp --x 64,128 --mode fwd --seconds 0.02 --providers rafter,sluggish)
+"$bad" "${same[@]}" --json "$folder/old.json" >/dev/null || fail "bench for compare: status $?"
+RAFTER_TEST_SLOW=1 "$bad" "${same[@]}" --json "$folder/new.json" >/dev/null || fail "slow bench for compare: status $?"
+expect 0 '^[0-9]+ cells compared: 0 got worse' "$bad" compare "$folder/old.json" "$folder/old.json"
+expect 1 'n=64 sluggish: .*: slower$' "$bad" compare "$folder/old.json" "$folder/new.json"
+expect 0 'logsumexp-batch1-dim1024-bf16, n = 128' "$bad" headline "$folder/old.json"
+
+# --- resume: rows that are there are not measured again, the others are added
+cp "$folder/old.json" "$folder/more.json"
+expect 0 '^2 +256\.0 ' "$bad" bench logsumexp --x 64,128,256 --mode fwd --seconds 0.001 --providers rafter,sluggish --json "$folder/more.json" --resume
+if command -v python3 >/dev/null; then
+    python3 - "$folder/old.json" "$folder/more.json" <<'PYTHON' || fail "a resumed run does not keep what was there"
+import json, sys
+old, new = (json.load(open(path))["rows"] for path in sys.argv[1:])
+assert [row for row in new if row["x"] != 256] == old
+assert len([row for row in new if row["x"] == 256]) == len(old) // 2
+PYTHON
+fi
 
 if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"

@@ -115,6 +115,11 @@ typedef struct rafter_context_options {
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 
+/* CUDA: later calls are enqueued on this stream. It enqueues nothing itself, and so may be called while a stream is
+ * being captured. Calls already enqueued on the old stream and calls on the new one must not run at the same time:
+ * ordering the two streams is the caller's. RAFTER_INVALID_ARGUMENT on a CPU context. */
+RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void *stream);
+
 /* The sentence of the last call on this context that failed; "" if none has. Valid until the next call. For NULL: why
  * the calling thread's last rafter_context_create failed. */
 RAFTER_API const char *rafter_last_error(const rafter_context *context);

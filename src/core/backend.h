@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Both libraries are built from one tree; the number keeps a stray older file from being used. */
-enum { RAFTER_CUDA_INTERFACE = 2 };
+enum { RAFTER_CUDA_INTERFACE = 3 };
 
 #define RAFTER_OP(name) struct name##_call;
 #include "ops/ops.inc"
@@ -33,6 +33,7 @@ struct rafter_cuda {
     /* Makes the context's device state: the default scratch allocator, counters, the flag for bad labels. */
     rafter_status (*open)(rafter_context *context);
     void (*close)(rafter_context *context);
+    void (*set_stream)(rafter_context *context); /* to context->stream */
 
     /* One function per op: enqueues the checked call on the context's stream, or, where call->ask is set, puts there
      * how many bytes of workspace it takes. Never synchronises. */
@@ -47,6 +48,7 @@ struct rafter_cuda {
     void (*facts)(const rafter_context *context, struct rafter_cuda_facts *facts);
     void *(*allocate)(size_t bytes); /* plain device memory; NULL if there is none */
     void (*release)(void *memory);
+    int64_t (*pool_bytes)(const rafter_context *context); /* handed out by the pool that scratch memory comes from */
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */

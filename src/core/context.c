@@ -134,6 +134,16 @@ void rafter_context_destroy(rafter_context *context) {
     free(context);
 }
 
+rafter_status rafter_context_set_stream(rafter_context *context, void *stream) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    if (!context->cuda)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "a stream is set on a CPU context, wanted one for CUDA");
+    context->stream = stream;
+    context->cuda->set_stream(context);
+    return RAFTER_OK;
+}
+
 const char *rafter_last_error(const rafter_context *context) {
     if (context)
         return context->error;

@@ -111,6 +111,11 @@ static void close_context(rafter_context *context) {
     context->cuda_state = NULL;
 }
 
+/* The scratch block stays where it is: whoever sets a stream has ordered it after the old one. */
+static void set_stream(rafter_context *context) {
+    context->cuda_state->stream = static_cast<cudaStream_t>(context->stream);
+}
+
 static rafter_status open_context(rafter_context *context) {
     int devices = 0;
     const cudaError_t counted = cudaGetDeviceCount(&devices);
@@ -215,6 +220,15 @@ static void plain_release(void *memory) {
     cudaFree(memory);
 }
 
+static int64_t pool_bytes(const rafter_context *context) {
+    cudaMemPool_t pool = NULL;
+    uint64_t bytes = 0;
+    if (cudaDeviceGetDefaultMemPool(&pool, context->cuda_state->device) != cudaSuccess ||
+        cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &bytes) != cudaSuccess)
+        return 0;
+    return static_cast<int64_t>(bytes);
+}
+
 static bool copy(void *to, const void *from, size_t bytes) {
     /* From pageable memory the first returns early, and other streams do not wait for it. */
     return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess && cudaStreamSynchronize(NULL) == cudaSuccess;
@@ -295,6 +309,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.interface = RAFTER_CUDA_INTERFACE;
     table.open = open_context;
     table.close = close_context;
+    table.set_stream = set_stream;
 #define RAFTER_OP(name) table.name = rafter_cuda_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
@@ -302,6 +317,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.facts = facts;
     table.allocate = plain_allocate;
     table.release = plain_release;
+    table.pool_bytes = pool_bytes;
     table.copy = copy;
     table.fill = fill;
     table.move = move;

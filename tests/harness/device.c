@@ -54,12 +54,32 @@ bool problem_to_device(problem *p, const rafter_context *context) {
     return true;
 }
 
+static bool fetch(const problem *p, const problem_tensor *t, const rafter_context *context) {
+    return !t->device || t->memory_bytes == 0 ||
+           context->cuda->copy(t->memory, t->device + offset_of(p, t), t->memory_bytes);
+}
+
 bool problem_from_device(const problem *p, const rafter_context *context) {
     bool good = context->cuda->synchronize(context);
+    for (int i = 0; i < p->tensors && good; i++)
+        good = fetch(p, &p->tensor[i], context);
+    return good;
+}
+
+bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode) {
+    bool good = context->cuda->synchronize(context);
+    for (int i = 0; i < p->tensors && good; i++)
+        if (problem_writes(&p->tensor[i], mode))
+            good = fetch(p, &p->tensor[i], context);
+    return good;
+}
+
+bool problem_poison_device(const problem *p, const rafter_context *context, enum problem_mode mode) {
+    bool good = true;
     for (int i = 0; i < p->tensors && good; i++) {
         const problem_tensor *t = &p->tensor[i];
-        if (t->device && t->memory_bytes > 0)
-            good = context->cuda->copy(t->memory, t->device + offset_of(p, t), t->memory_bytes);
+        if (problem_writes(t, mode) && t->device && t->memory_bytes > 0)
+            good = context->cuda->fill(context, t->device + offset_of(p, t), PROBLEM_POISON, t->memory_bytes);
     }
     return good;
 }

@@ -17,14 +17,10 @@ const struct op_cases *const problem_ops[] = {
 #undef RAFTER_OP
     NULL};
 
-/* Written to every byte before a call: finite, huge, never an answer (bf16 and fp32 1.3e36, fp16 61280). */
-enum { POISON = 0x7b };
 /* Padding of inputs: NaN in every dtype, so that a kernel that reads it shows. */
 enum { PADDING = 0xff };
-/* Past this many elements answers are kept as a list: a sampled oracle gives few. */
-static const int64_t dense_limit = (int64_t)1 << 27;
 
-static bool written_by(const problem_tensor *t, enum problem_mode mode) {
+bool problem_writes(const problem_tensor *t, enum problem_mode mode) {
     return (t->role == PROBLEM_OUTPUT && mode != PROBLEM_BACKWARD) ||
            (t->role == PROBLEM_GRADIENT && mode != PROBLEM_FORWARD);
 }
@@ -178,6 +174,8 @@ const DLTensor *problem_dl(const problem *p, const char *name) {
 }
 
 static char *address(const problem_tensor *t, int64_t index) {
+    if (t->plain)
+        return t->memory + index * bytes_of(t->dtype);
     int64_t offset = 0;
     for (int d = t->ndim - 1; d >= 0; d--) {
         offset += index % t->shape[d] * t->stride[d];
@@ -239,6 +237,7 @@ static void set_strides(problem_tensor *t, enum problem_layout layout) {
         order[t->ndim - 1] = t->ndim - 2;
     }
     int64_t step = 1;
+    t->plain = !lays || layout < PROBLEM_PADDED;
     for (int i = t->ndim - 1; i >= 0; i--) {
         const int64_t d = order[i];
         t->stride[d] = step;
@@ -321,6 +320,17 @@ static void fill(problem *p, problem_tensor *t, uint64_t seed) {
     }
 }
 
+/* memset on all threads: a single one takes seconds to bring in the pages of the largest tensors. */
+static void set_bytes(char *memory, int value, size_t bytes) {
+    const size_t piece = (size_t)4 << 20;
+    const int64_t pieces = (int64_t)((bytes + piece - 1) / piece);
+#pragma omp parallel for schedule(static) if (pieces > 1)
+    for (int64_t i = 0; i < pieces; i++) {
+        const size_t from = (size_t)i * piece;
+        memset(memory + from, value, bytes - from < piece ? bytes - from : piece);
+    }
+}
+
 static double *values_of(const problem_tensor *t) {
     double *values = malloc(sizeof(double) * (size_t)(t->numel > 0 ? t->numel : 1));
     for (int64_t i = 0; values && i < t->numel; i++)
@@ -341,8 +351,8 @@ bool problem_allocate(problem *p, uint64_t seed) {
             problem_free(p);
             return false;
         }
-        if (t->memory_bytes && p->layout != PROBLEM_RESIDENT)
-            memset(t->memory, is_result(t) ? POISON : PADDING, t->memory_bytes);
+        if (p->layout != PROBLEM_RESIDENT && (is_result(t) || !t->plain))
+            set_bytes(t->memory, is_result(t) ? PROBLEM_POISON : PADDING, t->memory_bytes);
         if (!is_result(t) || t->accumulates)
             fill(p, t, mix(seed + 1000003u * (uint64_t)i));
         if (t->accumulates)
@@ -355,6 +365,7 @@ bool problem_allocate(problem *p, uint64_t seed) {
             t->memory = other->memory;
             t->memory_bytes = other->memory_bytes;
             memcpy(t->stride, other->stride, sizeof t->stride);
+            t->plain = other->plain;
             if (!is_result(other)) {
                 other->exact = values_of(other);
                 other->original = malloc(other->memory_bytes + 1);
@@ -375,26 +386,34 @@ bool problem_allocate(problem *p, uint64_t seed) {
     return true;
 }
 
+static void forget_answers(problem_tensor *t) {
+    if (t->list)
+        munmap(t->list, t->list_bytes);
+    free(t->expected);
+    t->expected = NULL;
+    t->list = NULL;
+    t->listed = 0;
+}
+
 void problem_free(problem *p) {
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
         if (t->mapping)
             munmap(t->mapping, t->mapping_bytes);
+        forget_answers(t);
         free(t->exact);
-        free(t->expected);
         free(t->initial);
         free(t->original);
         t->mapping = NULL;
         t->memory = t->original = NULL;
-        t->exact = t->expected = t->initial = NULL;
-        t->listed = t->list_room = 0;
+        t->exact = t->initial = NULL;
     }
 }
 
 void problem_poison(problem *p, enum problem_mode mode) {
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
-        if (!written_by(t, mode))
+        if (!problem_writes(t, mode))
             continue;
         problem_tensor *other = partner(p, t);
         if (other && !is_result(other))
@@ -402,8 +421,8 @@ void problem_poison(problem *p, enum problem_mode mode) {
         else if (t->accumulates)
             for (int64_t k = 0; k < t->numel; k++)
                 store(t->dtype, address(t, k), t->initial[k]);
-        else if (t->memory_bytes)
-            memset(t->memory, POISON, t->memory_bytes);
+        else
+            set_bytes(t->memory, PROBLEM_POISON, t->memory_bytes);
     }
 }
 
@@ -420,39 +439,41 @@ static bool is_unset(double x) {
 }
 
 void problem_expect(problem_tensor *t, int64_t index, double value) {
-    if (t->numel <= dense_limit) {
+    if (!t->list) {
         t->expected[index] = value;
         return;
     }
-#pragma omp critical(problem_list)
-    {
-        if (t->listed == t->list_room) {
-            t->list_room = t->list_room ? 2 * t->list_room : 4096;
-            t->expected = realloc(t->expected, 2 * sizeof(double) * (size_t)t->list_room);
-            if (!t->expected)
-                abort();
-        }
-        t->expected[2 * t->listed] = (double)index; /* exact below 2^53 */
-        t->expected[2 * t->listed + 1] = value;
-        t->listed++;
+    int64_t place;
+#pragma omp atomic capture
+    place = t->listed++;
+    if ((size_t)place >= t->list_bytes / sizeof *t->list)
+        abort(); /* an oracle that answers twice */
+    t->list[place] = (struct problem_answer){index, value};
+}
+
+/* Makes room for the answers: one per element, or, from a sampled oracle, a list. The list has room for all elements,
+ * but only the pages that are written to take memory. */
+static void expect_answers(problem_tensor *t, bool sampled) {
+    forget_answers(t);
+    const int64_t numel = t->numel > 0 ? t->numel : 1;
+    if (sampled) {
+        t->list_bytes = (size_t)numel * sizeof *t->list;
+        t->list = mmap(NULL, t->list_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (t->list == MAP_FAILED)
+            abort();
+        return;
     }
+    t->expected = malloc(sizeof(double) * (size_t)numel);
+    if (!t->expected)
+        abort();
+    for (int64_t k = 0; k < t->numel; k++)
+        memcpy(&t->expected[k], &unset_bits, 8);
 }
 
 void problem_solve(problem *p, enum problem_mode mode) {
-    for (int i = 0; i < p->tensors; i++) {
-        problem_tensor *t = &p->tensor[i];
-        if (!written_by(t, mode))
-            continue;
-        t->listed = 0;
-        if (t->numel <= dense_limit) {
-            if (!t->expected)
-                t->expected = malloc(sizeof(double) * (size_t)(t->numel > 0 ? t->numel : 1));
-            if (!t->expected)
-                abort();
-            for (int64_t k = 0; k < t->numel; k++)
-                memcpy(&t->expected[k], &unset_bits, 8);
-        }
-    }
+    for (int i = 0; i < p->tensors; i++)
+        if (problem_writes(&p->tensor[i], mode))
+            expect_answers(&p->tensor[i], p->sample > 1);
     if (mode != PROBLEM_BACKWARD)
         p->op->oracle(p, PROBLEM_FORWARD);
     if (mode != PROBLEM_FORWARD)
@@ -507,7 +528,7 @@ static bool padding_intact(const problem_tensor *t, enum problem_layout layout) 
     for (int64_t row = 0; row < t->numel / last; row++) {
         const unsigned char *end = (const unsigned char *)address(t, row * last) + last * bytes;
         for (int64_t b = 0; b < 3 * bytes; b++)
-            if (end[b] != end[0] || (end[b] != POISON && end[b] != PADDING))
+            if (end[b] != end[0] || (end[b] != PROBLEM_POISON && end[b] != PADDING))
                 return false;
     }
     return true;
@@ -517,11 +538,11 @@ struct problem_verdict problem_compare(const problem *p, enum problem_mode mode)
     struct problem_verdict v = {.good = true};
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
-        if (!written_by(t, mode))
+        if (!problem_writes(t, mode))
             continue;
-        if (t->numel > dense_limit)
+        if (t->list)
             for (int64_t k = 0; k < t->listed; k++)
-                compare_element(t, (int64_t)t->expected[2 * k], t->expected[2 * k + 1], &v);
+                compare_element(t, t->list[k].index, t->list[k].value, &v);
         else
             for (int64_t k = 0; k < t->numel; k++)
                 if (!is_unset(t->expected[k]))
@@ -539,7 +560,7 @@ uint64_t problem_digest(const problem *p, enum problem_mode mode) {
     uint64_t digest = 0;
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
-        if (!written_by(t, mode))
+        if (!problem_writes(t, mode))
             continue;
         for (int64_t k = 0; k < t->numel; k++) {
             uint64_t bits = 0;

@@ -58,6 +58,15 @@ extern const char *const problem_values_names[];
 
 enum { PROBLEM_TENSORS = 20, PROBLEM_DIMS = 8 };
 
+/* Written to every byte before a call: finite, huge, never an answer (bf16 and fp32 1.3e36, fp16 61280). */
+enum { PROBLEM_POISON = 0x7b };
+
+/* One answer of a sampled oracle. */
+struct problem_answer {
+    int64_t index; /* row-major */
+    double value;
+};
+
 typedef struct problem_tensor {
     const char *name;
     enum problem_role role;
@@ -83,10 +92,13 @@ typedef struct problem_tensor {
 
     /* Behind the scenes. */
     double *exact;    /* the values that the oracle reads, where they are not the stored ones */
-    double *expected; /* the oracle's answer, row-major; for huge tensors a list of (index, answer) */
-    double *initial;  /* what an accumulating output held */
-    int64_t listed, list_room;
-    void *mapping; /* what was mapped: guard page and all */
+    double *expected; /* the oracle's answers, row-major; where it is sampled, these: */
+    struct problem_answer *list;
+    int64_t listed;
+    size_t list_bytes;
+    double *initial; /* what an accumulating output held */
+    bool plain;      /* row-major, without padding: element i is at i */
+    void *mapping;   /* what was mapped: guard page and all */
     size_t mapping_bytes;
     char *memory; /* the tensor's own bytes, padding included */
     size_t memory_bytes;
@@ -191,6 +203,8 @@ bool problem_allocate(problem *p, uint64_t seed);
 void problem_free(problem *p);
 /* Whether the layout says anything for this problem's tensors (a vector has no transpose). */
 bool problem_has_layout(const problem *p, enum problem_layout layout);
+/* Whether a call in this mode writes the tensor. */
+bool problem_writes(const problem_tensor *t, enum problem_mode mode);
 /* What a call in this mode writes goes back to poison (or to the initial values of accumulating outputs), and inputs
  * that an in-place call has overwritten come back. */
 void problem_poison(problem *p, enum problem_mode mode);
@@ -203,11 +217,14 @@ void problem_store_outputs(problem *p);
  * size. */
 double problem_finite_differences(problem *p);
 
-/* Copies every tensor to the context's device, where calls then find them; copies the results back (waits for the
- * device); and lets go of the device's memory, also after a failure. */
+/* Copies every tensor to the context's device, where calls then find them; copies them back, or only what a call in
+ * this mode wrote (waits for the device); and lets go of the device's memory, also after a failure. */
 bool problem_to_device(problem *p, const rafter_context *context);
 bool problem_from_device(const problem *p, const rafter_context *context);
+bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode);
 void problem_leave_device(problem *p, const rafter_context *context);
+/* On the device, what a call in this mode writes goes back to poison; nothing may be in place there. */
+bool problem_poison_device(const problem *p, const rafter_context *context, enum problem_mode mode);
 /* The direction that a call in this mode has; BOTH: of its one-call form. */
 static inline rafter_direction problem_direction(enum problem_mode mode) {
     return mode == PROBLEM_BACKWARD ? RAFTER_BACKWARD : RAFTER_FORWARD;

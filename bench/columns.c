@@ -1,0 +1,233 @@
+/* The columns of a row: check each provider's result, then time them all in turn. */
+#include <math.h>
+#include <string.h>
+
+#include "progress.h"
+#include "run.h"
+
+enum {
+    LEAST_REPEATS = 5,
+    PATIENCE = 4 /* a cell may take so many times its time to come to LEAST_REPEATS */
+};
+
+/* Below every table of the row, about this x or about all of them. */
+static void note(struct row_notes *notes, const char *name, const char *sentence, bool everywhere) {
+    for (int m = 0; m < METRICS; m++) {
+        struct table *t = notes->table[m];
+        if (t && everywhere)
+            table_add_note_about(t, name, sentence);
+        else if (t)
+            table_add_note(t, "%s at %s = %lld: %s", name, t->x_name, (long long)notes->x, sentence);
+    }
+}
+
+static bool wanted(const struct run *run, const char *name) {
+    return !run->options.providers || list_has(run->options.providers, name);
+}
+
+static bool runs_here(const struct run *run, const struct provider *provider) {
+    return provider->anywhere || provider->device == (run->context->cuda != NULL);
+}
+
+int columns_list(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]) {
+    int count = 0;
+    for (int i = 0; providers[i]; i++) {
+        const bool ours = providers[i]->ours;
+        if (!runs_here(run, providers[i]))
+            continue;
+        for (int a = 0; a == 0 || (ours && p->op->algorithms[a]); a++) {
+            const char *name = ours ? p->op->algorithms[a] : providers[i]->name;
+            struct session s = {.provider = providers[i],
+                                .problem = *p,
+                                .mode = mode,
+                                .context = run->context,
+                                .pace = &run->pace,
+                                .limit = run->options.limit};
+            s.problem.algorithm = a;
+            if (wanted(run, name) && providers[i]->serves(providers[i], &s.problem, mode) && count < REPORT_COLUMNS)
+                columns[count++] = (struct column){.name = name, .session = s};
+        }
+    }
+    return count;
+}
+
+/* ---- checking ---------------------------------------------------------------------------------------------------- */
+
+/* The mean size of what the oracle expects of a tensor. */
+static double expected_size(const problem_tensor *t) {
+    double sum = 0, count = 0;
+    for (int64_t i = 0; i < (t->list ? t->listed : t->numel); i++) {
+        const double value = t->list ? t->list[i].value : t->expected[i];
+        if (!isnan(value)) {
+            sum += fabs(value);
+            count++;
+        }
+    }
+    return count > 0 ? sum / count : 0;
+}
+
+/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it relative to the value, and,
+ * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
+ * more. */
+static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
+    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
+    for (int i = 0; i < p->tensors; i++)
+        if (problem_writes(&p->tensor[i], mode)) {
+            p->tensor[i].relative = fmax(p->tensor[i].relative, 16 * unit);
+            p->tensor[i].absolute = fmax(p->tensor[i].absolute, 64 * unit * expected_size(&p->tensor[i]));
+        }
+}
+
+/* Peers need not give every statistic, but a forward gives its first output and a backward all gradients. */
+static bool gives_enough(struct session *s) {
+    bool first = s->mode != PROBLEM_BACKWARD;
+    for (int i = 0; i < s->problem.tensors; i++) {
+        const problem_tensor *t = &s->problem.tensor[i];
+        if (!problem_writes(t, s->mode))
+            continue;
+        if (s->without >> i & 1 && (first || t->role == PROBLEM_GRADIENT))
+            return session_fail(s, "it gave no %s", t->name);
+        first = first && t->role != PROBLEM_OUTPUT;
+    }
+    return true;
+}
+
+/* Leaves the tensors that the session does not give out of the comparison. */
+static void leave_out(problem *p, unsigned without) {
+    for (int i = 0; i < p->tensors; i++)
+        if (without >> i & 1)
+            p->tensor[i].role = PROBLEM_INPUT;
+}
+
+static void lose(struct column *c, struct row_notes *notes) {
+    note(notes, c->name, c->session.reason, c->session.missing);
+    c->state = CELL_EMPTY;
+    c->live = false;
+}
+
+/* Whether its forward does backward's work, in a table that has one without the other. */
+static bool computes_early(const struct session *s) {
+    return s->mode != PROBLEM_BOTH && s->provider->early_gradient &&
+           list_has(s->provider->early_gradient, s->problem.op->op);
+}
+
+/* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one.
+ */
+void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes) {
+    struct session *s = &c->session;
+    problem_poison(p, s->mode);
+    if (run->context->cuda)
+        problem_poison_device(p, run->context, s->mode);
+    double seconds = 0;
+    if (!session_open(s) || !session_time(s, &seconds) || !session_collect(s) || !gives_enough(s)) {
+        lose(c, notes);
+        return;
+    }
+    c->first = s->first_call > 0 ? s->first_call : seconds;
+    problem judged = *p;
+    leave_out(&judged, s->without);
+    if (!s->provider->exact)
+        allow_peer_errors(&judged, s->mode, run->options.dtype);
+    const struct problem_verdict verdict = problem_compare(&judged, s->mode);
+    c->max_error = verdict.max_error;
+    c->state = verdict.good ? CELL_MEASURED : CELL_WRONG;
+    c->live = verdict.good;
+    if (!verdict.good)
+        note(notes, c->name, verdict.sentence, false);
+    if (seconds >= run->budget.once && seconds >= PATIENCE * run->budget.cell)
+        c->done = samples_add(&c->samples, seconds) && samples_add(&c->host, s->host_seconds);
+    if (computes_early(s))
+        note(notes, c->name, "its forward computes the gradient too: compare fwd+bwd", true);
+}
+
+/* ---- measuring --------------------------------------------------------------------------------------------------- */
+
+void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes) {
+    for (bool again = true; again && !run_interrupted;) {
+        again = false;
+        for (int i = 0; i < count && !run_interrupted; i++) {
+            struct column *c = &columns[i];
+            if (!c->live || c->done)
+                continue;
+            const double start = clock_seconds();
+            double seconds;
+            if (!session_time(&c->session, &seconds)) {
+                lose(c, notes);
+                continue;
+            }
+            if (!samples_add(&c->samples, seconds) || !samples_add(&c->host, c->session.host_seconds)) {
+                session_fail(&c->session, "no memory");
+                lose(c, notes);
+                continue;
+            }
+            c->used += clock_seconds() - start;
+            c->done = (c->samples.count >= LEAST_REPEATS && c->used >= run->budget.cell) ||
+                      c->used >= PATIENCE * run->budget.cell;
+            again |= !c->done;
+        }
+    }
+}
+
+void columns_weigh(struct run *run, struct column columns[], int count, struct row_notes *notes) {
+    for (int i = 0; i < count && !run_interrupted; i++) {
+        struct column *c = &columns[i];
+        if (!c->live || !run->options.metric[METRIC_MEMORY])
+            continue;
+        if (!session_memory(&c->session, &c->bytes)) {
+            struct row_notes memory_only = *notes;
+            memory_only.table[METRIC_SPEED] = NULL;
+            note(&memory_only, c->name, c->session.reason, c->session.missing);
+            c->bytes = -1;
+        }
+    }
+}
+
+/* ---- reporting --------------------------------------------------------------------------------------------------- */
+
+/* At most REPORT_SAMPLES of them, evenly spread, in milliseconds. */
+static struct samples thinned(const struct samples *all) {
+    struct samples few = {0};
+    const int count = all->count < REPORT_SAMPLES ? all->count : REPORT_SAMPLES;
+    for (int i = 0; i < count; i++)
+        samples_add(&few, 1e3 * all->value[(int64_t)i * all->count / count]);
+    return few;
+}
+
+static struct cell speed_cell(struct column *c, double roof) {
+    struct cell cell = {.state = c->state, .max_error = c->max_error};
+    if (c->state != CELL_MEASURED)
+        return cell;
+    cell.samples = thinned(&c->samples);
+    const struct summary s = samples_summary(&c->samples), host = samples_summary(&c->host);
+    cell.value = (struct summary){.median = 1e3 * s.median, .p10 = 1e3 * s.p10, .p90 = 1e3 * s.p90};
+    cell.repeats = c->samples.count;
+    cell.share = roof / s.median;
+    cell.host = 1e6 * host.median;
+    cell.first = 1e3 * c->first;
+    return cell;
+}
+
+static struct cell memory_cell(const struct column *c) {
+    struct cell cell = {.state = c->bytes < 0 ? CELL_EMPTY : c->state, .max_error = c->max_error, .repeats = 1};
+    const double mebibytes = c->bytes / (1 << 20);
+    if (cell.state == CELL_MEASURED)
+        cell.value = (struct summary){mebibytes, mebibytes, mebibytes};
+    return cell;
+}
+
+void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof) {
+    for (int i = 0; i < count; i++) {
+        const int k = table_column(table, columns[i].name);
+        table->ours[k] = columns[i].session.provider->ours;
+        table->early[k] = computes_early(&columns[i].session);
+        row->cell[k] = table->metric == METRIC_MEMORY ? memory_cell(&columns[i]) : speed_cell(&columns[i], roof);
+    }
+}
+
+void columns_close(struct column columns[], int count) {
+    for (int i = 0; i < count; i++) {
+        session_close(&columns[i].session);
+        samples_free(&columns[i].samples);
+        samples_free(&columns[i].host);
+    }
+}

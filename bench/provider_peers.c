@@ -1,0 +1,317 @@
+/* The columns that run in Python, each a provider of its own; the worker does their work. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/backend.h"
+#include "provider.h"
+#include "worker.h"
+
+enum { ALIGNMENT = 64, OPEN_LIMIT = 180, CALL_LIMIT = 60, DEATHS = 2 };
+
+struct peer {
+    int id, generation; /* of the worker that knows this session */
+};
+
+/* What the worker has been told of the row: nothing, or its tensors, to the worker of this generation. */
+static struct {
+    bool laid; /* the inputs are in shared memory */
+    size_t end;
+    int generation;
+} row;
+
+static int deaths[64]; /* of the worker, by provider */
+static int next_id;
+
+void peers_forget_row(void) {
+    row.laid = false;
+    row.generation = 0;
+}
+
+static size_t aligned(size_t bytes) {
+    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+static bool is_input(const problem_tensor *t) {
+    return t->role == PROBLEM_INPUT || t->role == PROBLEM_UPSTREAM;
+}
+
+/* ---- asking ------------------------------------------------------------------------------------------------------ */
+
+struct order {
+    char *text;
+    size_t length;
+    FILE *to;
+};
+
+static FILE *order_begin(struct order *o) {
+    *o = (struct order){0};
+    o->to = open_memstream(&o->text, &o->length);
+    if (!o->to)
+        abort();
+    return o->to;
+}
+
+/* NULL: the session's reason says why. */
+static struct json *order_send(struct session *s, struct order *o, double limit) {
+    fputc('\n', o->to);
+    fclose(o->to);
+    const bool lived = worker_alive();
+    struct json *answer = worker_ask(o->text, session_limit(s, limit), s->reason, sizeof s->reason);
+    free(o->text);
+    if (!answer && lived)
+        deaths[s->provider->index]++;
+    if (answer && json_get(answer, "error")) {
+        session_fail(s, "%s", json_text(answer, "error"));
+        s->missing = json_number(answer, "missing", 0) != 0;
+        json_free(answer);
+        return NULL;
+    }
+    return answer;
+}
+
+/* ---- the row ----------------------------------------------------------------------------------------------------- */
+
+static void write_tensor(FILE *to, const problem_tensor *t, size_t at) {
+    fprintf(to, "{\"name\": \"%s\", \"dtype\": \"%s\", \"at\": %zu, \"shape\": [", t->name,
+            problem_dtype_name(t->dtype), at);
+    for (int d = 0; d < t->ndim; d++)
+        fprintf(to, "%s%lld", d ? ", " : "", (long long)t->shape[d]);
+    fputs("]}", to);
+}
+
+static void copy_bytes(char *to, const char *from, size_t bytes) {
+    const size_t piece = (size_t)4 << 20;
+#pragma omp parallel for schedule(static)
+    for (size_t at = 0; at < bytes; at += piece)
+        memcpy(to + at, from + at, bytes - at < piece ? bytes - at : piece);
+}
+
+/* Puts the inputs into shared memory, once per row, and tells the worker, once per worker. */
+static bool share_row(struct session *s) {
+    if (row.laid && row.generation == worker_generation())
+        return true;
+    size_t bytes = 0;
+    for (int i = 0; i < s->problem.tensors; i++)
+        if (is_input(&s->problem.tensor[i]))
+            bytes += aligned(tensor_bytes(&s->problem.tensor[i]));
+    char *memory = worker_memory(bytes + 1);
+    if (!memory)
+        return session_fail(s, "no memory to share with the Python worker");
+    struct order order;
+    FILE *to = order_begin(&order);
+    fprintf(to, "{\"do\": \"row\", \"op\": \"%s\", \"title\": \"%s\", \"path\": \"%s\", \"tensors\": [",
+            s->problem.op->op, s->problem.title, worker_memory_path());
+    const char *separator = "";
+    row.end = 0;
+    for (int i = 0; i < s->problem.tensors; i++) {
+        const problem_tensor *t = &s->problem.tensor[i];
+        if (!is_input(t))
+            continue;
+        if (!row.laid)
+            copy_bytes(memory + row.end, t->memory, tensor_bytes(t));
+        fputs(separator, to);
+        write_tensor(to, t, row.end);
+        separator = ", ";
+        row.end += aligned(tensor_bytes(t));
+    }
+    row.laid = true;
+    fputs("]}", to);
+    struct json *answer = order_send(s, &order, OPEN_LIMIT);
+    row.generation = answer ? worker_generation() : 0;
+    json_free(answer);
+    return row.generation != 0;
+}
+
+/* ---- the provider ------------------------------------------------------------------------------------------------ */
+
+static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
+    (void)mode;
+    return list_has(provider->ops, p->op->op);
+}
+
+static bool start_worker(struct session *s) {
+    struct rafter_cuda_facts facts = {0};
+    if (s->context->cuda)
+        s->context->cuda->facts(s->context, &facts);
+    const struct worker_options options = {.device = s->context->cuda ? "cuda" : "cpu",
+                                           .threads = rafter_context_threads(s->context),
+                                           .warm = s->pace->warm,
+                                           .evict_bytes =
+                                               s->context->cuda ? 4 * (size_t)facts.l2_bytes : s->pace->other_bytes};
+    return worker_start(&options, s->reason, sizeof s->reason);
+}
+
+static bool begin(struct session *s) {
+    struct peer *peer = s->state;
+    s->missing = true;
+    if (deaths[s->provider->index] >= DEATHS)
+        return session_fail(s, "left out after it took the Python worker down %d times", DEATHS);
+    if (!start_worker(s))
+        return false;
+    s->missing = false;
+    if (!share_row(s))
+        return false;
+    struct order order;
+    peer->id = ++next_id;
+    fprintf(order_begin(&order), "{\"do\": \"open\", \"session\": %d, \"column\": \"%s\", \"mode\": \"%s\"}", peer->id,
+            s->provider->name, problem_mode_names[s->mode]);
+    struct json *answer = order_send(s, &order, OPEN_LIMIT);
+    s->first_call = json_number(answer, "first", 0);
+    json_free(answer);
+    peer->generation = answer ? worker_generation() : 0;
+    return answer != NULL;
+}
+
+static bool open_peer(struct session *s) {
+    s->state = calloc(1, sizeof(struct peer));
+    return s->state ? begin(s) : session_fail(s, "no memory");
+}
+
+/* One word to the worker about this session; a worker that was started since then hears the whole story first. */
+static struct json *ask(struct session *s, const char *word) {
+    struct peer *peer = s->state;
+    if ((!worker_alive() || peer->generation != worker_generation()) && !begin(s))
+        return NULL;
+    struct order order;
+    fprintf(order_begin(&order), "{\"do\": \"%s\", \"session\": %d}", word, peer->id);
+    return order_send(s, &order, CALL_LIMIT);
+}
+
+static bool time_peer(struct session *s, double *seconds) {
+    struct json *answer = ask(s, "time");
+    *seconds = json_number(answer, "seconds", -1);
+    s->host_seconds = json_number(answer, "host", 0);
+    json_free(answer);
+    return answer && (*seconds >= 0 || session_fail(s, "the Python worker gave no time"));
+}
+
+static bool measure_memory(struct session *s, double *bytes) {
+    struct json *answer = ask(s, "memory");
+    *bytes = json_number(answer, "bytes", 0);
+    json_free(answer);
+    return answer != NULL;
+}
+
+/* A sampled oracle's elements are fetched, not the whole tensor, where they are few. */
+static bool is_sampled(const problem_tensor *t) {
+    return t->list && t->listed < t->numel / 8;
+}
+
+static size_t shared_bytes(const problem_tensor *t) {
+    const size_t element = tensor_bytes(t) / (size_t)t->numel;
+    return is_sampled(t) ? aligned((size_t)t->listed * sizeof(int64_t)) + aligned((size_t)t->listed * element)
+                         : aligned(tensor_bytes(t));
+}
+
+static bool is_wanted(const struct session *s, const problem_tensor *t) {
+    return problem_writes(t, s->mode) && !t->in_place_of && t->numel > 0;
+}
+
+static void write_wanted(FILE *to, const problem_tensor *t, char *memory, size_t at) {
+    fprintf(to, "{\"name\": \"%s\", \"dtype\": \"%s\", ", t->name, problem_dtype_name(t->dtype));
+    if (!is_sampled(t)) {
+        fprintf(to, "\"count\": %lld, \"at\": %zu}", (long long)t->numel, at);
+        return;
+    }
+    int64_t *index = (int64_t *)(memory + at);
+    for (int64_t k = 0; k < t->listed; k++)
+        index[k] = t->list[k].index;
+    fprintf(to, "\"count\": %lld, \"indices\": %zu, \"at\": %zu}", (long long)t->listed, at,
+            at + aligned((size_t)t->listed * sizeof *index));
+}
+
+/* Brings a result home from shared memory. */
+static void take_result(problem_tensor *t, const char *memory, size_t at) {
+    const size_t element = tensor_bytes(t) / (size_t)t->numel;
+    if (!is_sampled(t)) {
+        copy_bytes(t->memory, memory + at, tensor_bytes(t));
+        return;
+    }
+    const char *values = memory + at + aligned((size_t)t->listed * sizeof(int64_t));
+    for (int64_t k = 0; k < t->listed; k++)
+        memcpy(t->memory + (size_t)t->list[k].index * element, values + (size_t)k * element, element);
+}
+
+static bool collect_peer(struct session *s) {
+    struct peer *peer = s->state;
+    size_t bytes = row.end;
+    for (int i = 0; i < s->problem.tensors; i++)
+        if (is_wanted(s, &s->problem.tensor[i]))
+            bytes += shared_bytes(&s->problem.tensor[i]);
+    char *memory = worker_memory(bytes + 1);
+    if (!memory)
+        return session_fail(s, "no memory to share with the Python worker");
+    struct order order;
+    FILE *to = order_begin(&order);
+    fprintf(to, "{\"do\": \"collect\", \"session\": %d, \"path\": \"%s\", \"results\": [", peer->id,
+            worker_memory_path());
+    const char *separator = "";
+    size_t at = row.end;
+    for (int i = 0; i < s->problem.tensors; i++) {
+        const problem_tensor *t = &s->problem.tensor[i];
+        if (!is_wanted(s, t))
+            continue;
+        fputs(separator, to);
+        write_wanted(to, t, memory, at);
+        at += shared_bytes(t);
+        separator = ", ";
+    }
+    fputs("]}", to);
+    struct json *answer = order_send(s, &order, CALL_LIMIT);
+    const struct json *written = json_get(answer, "written");
+    at = row.end;
+    for (int i = 0; i < s->problem.tensors && answer; i++) {
+        problem_tensor *t = &s->problem.tensor[i];
+        if (!is_wanted(s, t))
+            continue;
+        const struct json *name = written ? written->first : NULL;
+        while (name && strcmp(name->text, t->name) != 0)
+            name = name->next;
+        if (name)
+            take_result(t, memory, at);
+        else
+            s->without |= 1u << i;
+        at += shared_bytes(t);
+    }
+    json_free(answer);
+    return answer != NULL;
+}
+
+static void close_peer(struct session *s) {
+    struct peer *peer = s->state;
+    if (peer && worker_alive() && peer->generation == worker_generation()) {
+        struct order order;
+        fprintf(order_begin(&order), "{\"do\": \"close\", \"session\": %d}", peer->id);
+        json_free(order_send(s, &order, CALL_LIMIT));
+    }
+    free(peer);
+    s->state = NULL;
+}
+
+double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafter_dtype dtype) {
+    struct session s = {.provider = &provider_to, .context = context, .pace = pace};
+    if (!start_worker(&s))
+        return 0;
+    struct order order;
+    fprintf(order_begin(&order), "{\"do\": \"matrix\", \"dtype\": \"%s\"}", problem_dtype_name(dtype));
+    struct json *answer = order_send(&s, &order, CALL_LIMIT);
+    const double rate = json_number(answer, "rate", 0);
+    json_free(answer);
+    return rate;
+}
+
+#define RAFTER_PEER(column, has, early)                                                                                \
+    const struct provider provider_##column = {.name = #column,                                                        \
+                                               .index = __COUNTER__,                                                   \
+                                               .anywhere = true,                                                       \
+                                               .ops = has,                                                             \
+                                               .early_gradient = early,                                                \
+                                               .serves = serves,                                                       \
+                                               .open = open_peer,                                                      \
+                                               .time = time_peer,                                                      \
+                                               .memory = measure_memory,                                               \
+                                               .collect = collect_peer,                                                \
+                                               .close = close_peer};
+#include "peers.inc"
+#undef RAFTER_PEER

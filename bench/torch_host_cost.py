@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Host time per call of Rafter's functions beside torch's own, on the smallest row of every table: what Python, the dispatcher,
+autograd and the launch cost before the device does anything.
+
+    PYTHONPATH=build/python bench/torch_host_cost.py [--device cuda]
+
+On CUDA calls are timed while the device is kept busy with what was enqueued before, so that nobody waits for it; on the CPU, where a
+call returns when it is done, on tensors of a few elements.
+"""
+import argparse
+import time
+
+import torch
+import torch.nn.functional as F
+
+import rafter
+
+
+def microseconds(call, device, repeats=200, rounds=15):
+    """The least mean time of a round: the rest is other people's."""
+    for _ in range(50):
+        call()
+    best = float("inf")
+    for _ in range(rounds):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        best = min(best, (time.perf_counter() - start) / repeats)
+    return 1e6 * best
+
+
+def rows(device, grad):
+    small = device == "cpu"
+    dtype = torch.float32 if small else torch.bfloat16
+
+    def tensor(*shape, kind=dtype):
+        return torch.randn(*shape, device=device, dtype=kind).requires_grad_(grad)
+
+    logits, target = tensor(*(4, 8) if small else (4096, 1024)), torch.randint(0, 8, (4 if small else 4096,), device=device)
+    hidden, weight = tensor(*(4, 8) if small else (4096, 1024)), tensor(*(8, 8) if small else (1024, 1024))
+    cube = tensor(*(2, 4, 8) if small else (12, 1024, 128))
+    block = tensor(*(2, 2, 4, 8) if small else (4, 16, 128, 128))
+    sequence = tensor(*(2, 4, 2, 8) if small else (4, 128, 16, 128))
+    theta = torch.rand(sequence.shape[2], sequence.shape[3], device=device)
+
+    def encode(x):
+        angle = torch.arange(x.shape[1], device=device, dtype=torch.float32).view(-1, 1, 1) * theta
+        return torch.cat([x * angle.cos(), x * angle.sin()], -1)
+
+    yield "cross_entropy", lambda: rafter.cross_entropy(logits, target), lambda: F.cross_entropy(logits, target)
+    yield ("linear_cross_entropy", lambda: rafter.linear_cross_entropy(hidden, weight, target),
+           lambda: F.cross_entropy(F.linear(hidden, weight), target))
+    yield "logsumexp", lambda: rafter.logsumexp(cube, -1), lambda: torch.logsumexp(cube, -1)
+    yield "softmax dim -1", lambda: rafter.softmax(block, -1), lambda: F.softmax(block, -1)
+    yield "softmax dim -2", lambda: rafter.softmax(block, -2), lambda: F.softmax(block, -2)
+    yield "silu", lambda: rafter.silu(block), lambda: F.silu(block)
+    yield "sigmoid", lambda: rafter.sigmoid(block), lambda: torch.sigmoid(block)
+    yield "relu", lambda: rafter.relu(block), lambda: F.relu(block)
+    yield "lrpe_cosine", lambda: rafter.lrpe_cosine(sequence, theta), lambda: encode(sequence)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {device}; microseconds of host time per forward call")
+    for grad in (False, True):
+        print(f"\n{'with gradients' if grad else 'without gradients':<24}{'rafter':>9}{'torch':>9}{'more':>9}")
+        for name, ours, theirs in rows(device, grad):
+            try:
+                mine = microseconds(ours, device)
+            except RuntimeError as error:
+                print(f"{name:<24}{str(error)[:60]}")
+                continue
+            other = microseconds(theirs, device)
+            print(f"{name:<24}{mine:>9.2f}{other:>9.2f}{mine - other:>+9.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

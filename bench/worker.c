@@ -1,0 +1,271 @@
+#include "worker.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "measure.h"
+
+static const double start_limit = 180; /* seconds for `import torch` and for the first use of a GPU */
+
+static struct {
+    pid_t pid;
+    int socket, log;
+    int generation;
+    bool hopeless; /* it said why it cannot run, and will not be started again */
+    char why[256];
+    struct json *greeting;
+    char *line; /* what was received and not yet taken */
+    size_t used, room;
+} worker = {.socket = -1, .log = -1};
+
+static struct {
+    int fd;
+    char path[64];
+    char *memory;
+    size_t bytes;
+} shared = {.fd = -1};
+
+/* ---- the process ------------------------------------------------------------------------------------------------- */
+
+static void let_go(void) {
+    if (worker.socket >= 0)
+        close(worker.socket);
+    if (worker.log >= 0)
+        close(worker.log);
+    json_free(worker.greeting);
+    worker.pid = 0;
+    worker.socket = worker.log = -1;
+    worker.greeting = NULL;
+    worker.used = 0;
+}
+
+void worker_stop(void) {
+    if (worker.pid > 0) {
+        kill(worker.pid, SIGKILL);
+        waitpid(worker.pid, NULL, 0);
+    }
+    let_go();
+    free(worker.line);
+    worker.line = NULL;
+    worker.room = 0;
+    if (shared.memory)
+        munmap(shared.memory, shared.bytes);
+    if (shared.fd >= 0)
+        close(shared.fd);
+    shared.memory = NULL;
+    shared.bytes = 0;
+    shared.fd = -1;
+}
+
+/* The last line that the worker wrote to stderr: a Python exception ends with its sentence. */
+static void last_words(char *text, size_t size) {
+    char tail[4096];
+    const off_t end = lseek(worker.log, 0, SEEK_END),
+                from = end > (off_t)sizeof tail - 1 ? end - (off_t)sizeof tail + 1 : 0;
+    const ssize_t got = end > 0 ? pread(worker.log, tail, sizeof tail - 1, from) : 0;
+    text[0] = '\0';
+    if (got <= 0)
+        return;
+    tail[got] = '\0';
+    for (char *line = strtok(tail, "\n"); line; line = strtok(NULL, "\n"))
+        if (line[strspn(line, " ")])
+            snprintf(text, size, ": %s", line);
+}
+
+/* Says how the worker ended, once it has. */
+static void bury(char *reason, size_t size) {
+    char words[160];
+    int status = 0;
+    waitpid(worker.pid, &status, 0);
+    last_words(words, sizeof words);
+    if (WIFSIGNALED(status))
+        snprintf(reason, size, "the Python worker died of signal %d (%s)%s", WTERMSIG(status),
+                 strsignal(WTERMSIG(status)), words);
+    else
+        snprintf(reason, size, "the Python worker exited with status %d%s", WEXITSTATUS(status), words);
+    let_go();
+}
+
+static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
+    const char *python = getenv("RAFTER_PYTHON"), *script = getenv("RAFTER_WORKER");
+    char fd[16], threads[16], evict[32];
+    signal(SIGINT, SIG_IGN); /* Ctrl-C is the tool's to handle; the setting outlives exec */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    const int nowhere = open("/dev/null", O_RDONLY);
+    dup2(nowhere, STDIN_FILENO);
+    dup2(log, STDOUT_FILENO); /* libraries print what they like */
+    dup2(log, STDERR_FILENO);
+    fcntl(socket, F_SETFD, 0);
+    if (o->fresh) {
+        setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1", 1);
+        setenv("TRITON_ALWAYS_COMPILE", "1", 1);
+    }
+    snprintf(fd, sizeof fd, "%d", socket);
+    snprintf(threads, sizeof threads, "%d", o->threads);
+    snprintf(evict, sizeof evict, "%zu", o->warm ? 0 : o->evict_bytes);
+    python = python ? python : "python3";
+    execlp(python, python, script ? script : RAFTER_WORKER, fd, o->device, threads, evict, (char *)NULL);
+    dprintf(STDERR_FILENO, "%s cannot be run: %s\n", python, strerror(errno));
+    _exit(127);
+}
+
+static bool spawn(const struct worker_options *options) {
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0)
+        return false;
+    worker.log = memfd_create("rafter-worker-log", MFD_CLOEXEC);
+    worker.pid = fork();
+    if (worker.pid == 0)
+        run_python(pair[1], worker.log, options);
+    close(pair[1]);
+    worker.socket = pair[0];
+    worker.generation++;
+    return worker.pid > 0 && worker.log >= 0;
+}
+
+/* ---- orders and answers ------------------------------------------------------------------------------------------ */
+
+/* A whole line, in worker.line. 1: there; 0: too late; -1: the worker has closed its end. */
+static int receive_line(double limit) {
+    const double deadline = clock_seconds() + limit;
+    for (;;) {
+        char *end = worker.used ? memchr(worker.line, '\n', worker.used) : NULL;
+        if (end) {
+            *end = '\0';
+            return 1;
+        }
+        if (worker.room - worker.used < 4096) {
+            worker.room = worker.room ? 2 * worker.room : 8192;
+            char *grown = realloc(worker.line, worker.room);
+            if (!grown)
+                return -1;
+            worker.line = grown;
+        }
+        struct pollfd wait = {.fd = worker.socket, .events = POLLIN};
+        const double left = deadline - clock_seconds();
+        const int ready = poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0);
+        if (ready == 0)
+            return 0;
+        if (ready < 0) {
+            if (errno == EINTR)
+                continue;
+            return -1;
+        }
+        const ssize_t got = recv(worker.socket, worker.line + worker.used, worker.room - worker.used, 0);
+        if (got <= 0)
+            return -1;
+        worker.used += (size_t)got;
+    }
+}
+
+/* The next answer, or NULL and a reason; then the worker is gone. */
+static struct json *receive(double limit, char *reason, size_t size) {
+    const int got = receive_line(limit);
+    if (got < 0) {
+        bury(reason, size);
+        return NULL;
+    }
+    struct json *answer = NULL;
+    if (got > 0) {
+        answer = json_parse(worker.line);
+        const size_t taken = strlen(worker.line) + 1;
+        memmove(worker.line, worker.line + taken, worker.used - taken);
+        worker.used -= taken;
+    }
+    if (!answer) {
+        snprintf(reason, size, got ? "the Python worker's answer is not JSON" : "took longer than %.3g s", limit);
+        kill(worker.pid, SIGKILL);
+        waitpid(worker.pid, NULL, 0);
+        let_go();
+    }
+    return answer;
+}
+
+struct json *worker_ask(const char *order, double limit, char *reason, size_t size) {
+    if (worker.pid <= 0) {
+        snprintf(reason, size, "the Python worker is gone");
+        return NULL;
+    }
+    const size_t length = strlen(order);
+    for (size_t sent = 0; sent < length;) {
+        const ssize_t step = send(worker.socket, order + sent, length - sent, MSG_NOSIGNAL);
+        if (step <= 0)
+            break; /* a worker that is gone shows when its answer does not come */
+        sent += (size_t)step;
+    }
+    return receive(limit, reason, size);
+}
+
+bool worker_start(const struct worker_options *options, char *reason, size_t size) {
+    if (worker.pid > 0)
+        return true;
+    if (!worker.hopeless) {
+        if (!spawn(options)) {
+            let_go();
+            snprintf(worker.why, sizeof worker.why, "no process for the Python worker: %s", strerror(errno));
+            worker.hopeless = true;
+        } else {
+            worker.greeting = receive(start_limit, worker.why, sizeof worker.why);
+            worker.hopeless = !worker.greeting;
+        }
+        if (worker.greeting && json_get(worker.greeting, "error")) {
+            snprintf(worker.why, sizeof worker.why, "%s", json_text(worker.greeting, "error"));
+            worker.hopeless = true;
+            kill(worker.pid, SIGKILL);
+            waitpid(worker.pid, NULL, 0);
+            let_go();
+        }
+    }
+    if (worker.hopeless)
+        snprintf(reason, size, "%s", worker.why);
+    return !worker.hopeless;
+}
+
+bool worker_alive(void) {
+    return worker.pid > 0;
+}
+
+int worker_generation(void) {
+    return worker.generation;
+}
+
+const struct json *worker_greeting(void) {
+    return worker.greeting;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+char *worker_memory(size_t bytes) {
+    if (shared.fd < 0) {
+        shared.fd = memfd_create("rafter-worker", MFD_CLOEXEC);
+        if (shared.fd < 0)
+            return NULL;
+        snprintf(shared.path, sizeof shared.path, "/proc/%ld/fd/%d", (long)getpid(), shared.fd);
+    }
+    if (bytes <= shared.bytes)
+        return shared.memory;
+    if (ftruncate(shared.fd, (off_t)bytes) != 0)
+        return NULL;
+    char *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shared.fd, 0);
+    if (memory == MAP_FAILED)
+        return NULL;
+    if (shared.memory)
+        munmap(shared.memory, shared.bytes);
+    shared.memory = memory;
+    shared.bytes = bytes;
+    return memory;
+}
+
+const char *worker_memory_path(void) {
+    return shared.path;
+}

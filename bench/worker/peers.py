@@ -1,0 +1,214 @@
+"""What each column that runs in Python calls: for an op, a function of the differentiable inputs.
+
+A function here is named <op>_<column>. It takes the row and returns the callable that is measured, through the package's
+public entry point. bench/peers.inc is the list of columns; a package that is not installed fails at its import.
+"""
+import torch
+import torch.nn.functional as F
+
+# The inputs that gradients are taken of, and the output; a gradient is named "d" and its input, likewise upstream ones.
+OPS = {
+    "act": (("x",), "y"),
+    "cross_entropy": (("logits",), "loss"),
+    "linear_cross_entropy": (("x", "weight"), "loss"),
+    "logsumexp": (("x",), "lse"),
+    "lrpe_cosine": (("x",), "y"),
+}
+
+
+def overwrites(make):
+    """Marks a provider whose call writes over its inputs: it gets a copy of its own, which is restored between calls."""
+    make.overwrites = True
+    return make
+
+
+def activation_of(row, sequence_dim):
+    """(name, dim) from the title: softmax goes over the features or over `sequence_dim`; the others have no dim."""
+    name = next(field[len("act_"):] for field in row.fields if field.startswith("act_"))
+    if name != "softmax":
+        return name, None
+    return name, -1 if "-dim_-1" in row.title else sequence_dim
+
+
+def activation(name, dim):
+    if name == "softmax":
+        return lambda x: F.softmax(x, dim)
+    return {"none": lambda x: x, "relu": F.relu, "sigmoid": torch.sigmoid, "silu": F.silu}[name]
+
+
+# ---- torch, eager ------------------------------------------------------------------------------------------------------
+
+
+def act_to(row):
+    return activation(*activation_of(row, -2))
+
+
+def cross_entropy_to(row):
+    target = row["target"]
+    return lambda z: F.cross_entropy(z, target)
+
+
+def linear_cross_entropy_to(row):
+    target = row["target"]
+    return lambda x, weight: F.cross_entropy(F.linear(x, weight), target)
+
+
+def logsumexp_to(_row):
+    return lambda x: torch.logsumexp(x, -1)
+
+
+def lrpe_cosine_to(row):
+    theta, activate = row["theta"], activation(*activation_of(row, 1))
+    positions = torch.arange(row["x"].shape[1], device=theta.device, dtype=torch.float32).view(-1, 1, 1)
+
+    def encode(x):
+        angle = positions * theta.float()
+        activated = activate(x)
+        return torch.cat([activated * angle.cos(), activated * angle.sin()], -1).to(x.dtype)
+
+    return encode
+
+
+# ---- torch, others -----------------------------------------------------------------------------------------------------
+
+
+def compiled(eager):
+    """torch.compile for this shape, as a model of fixed shapes would be compiled."""
+
+    def make(row):
+        torch._dynamo.reset()
+        return torch.compile(eager(row), dynamic=False)
+
+    return make
+
+
+act_toc = compiled(act_to)
+cross_entropy_toc = compiled(cross_entropy_to)
+linear_cross_entropy_toc = compiled(linear_cross_entropy_to)
+logsumexp_toc = compiled(logsumexp_to)
+lrpe_cosine_toc = compiled(lrpe_cosine_to)
+
+
+def linear_cross_entropy_torch_lce(row):
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    target = row["target"]
+    return lambda x, weight: F.linear_cross_entropy(x, weight, target)
+
+
+# ---- xopes: the kernels behind the seeds' tables -----------------------------------------------------------------------
+
+
+def act_tr(row):
+    from xopes.ops.act import act_triton
+
+    name, dim = activation_of(row, -2)
+    return lambda x: act_triton(x, name, dim)
+
+
+@overwrites
+def cross_entropy_tr(row):
+    from xopes.ops.cross_entropy import cross_entropy_triton
+
+    target = row["target"]
+    return lambda z: cross_entropy_triton(z, target)
+
+
+def cross_entropy_pt(row):
+    from xopes.ops.cross_entropy import cross_entropy_parallel_triton
+
+    target = row["target"]
+    return lambda z: cross_entropy_parallel_triton(z, target)
+
+
+def linear_cross_entropy_tr(row):
+    from xopes.ops.linear_cross_entropy import linear_cross_entropy_triton
+
+    target = row["target"]
+    return lambda x, weight: linear_cross_entropy_triton(x, target, weight)
+
+
+def linear_cross_entropy_tr_lce(row):
+    from xopes.ops.cross_entropy import cross_entropy_parallel_triton
+
+    target = row["target"]
+    return lambda x, weight: cross_entropy_parallel_triton(F.linear(x, weight), target)
+
+
+def logsumexp_ptr(_row):
+    from xopes.ops.logsumexp import lse_parallel_triton
+
+    return lambda x: lse_parallel_triton(x, -1)
+
+
+def logsumexp_rtr(_row):
+    from xopes.ops.logsumexp import lse_recurrence_triton
+
+    return lambda x: lse_recurrence_triton(x, -1)
+
+
+def lrpe_cosine_tr(row):
+    from xopes.ops.lrpe import lrpe_fn
+
+    theta, (name, dim) = row["theta"], activation_of(row, 1)
+    return lambda x: lrpe_fn(x, theta, act=name, dim=dim, lrpe_type="cosine")
+
+
+# ---- flash-linear-attention, Liger, cut cross entropy, Geiping's, QuACK -------------------------------------------------
+
+
+def cross_entropy_fla(row):
+    from fla.modules import FusedCrossEntropyLoss
+
+    loss, target = FusedCrossEntropyLoss(), row["target"]
+    return lambda z: loss(z, target)
+
+
+def linear_cross_entropy_tr_fla(row):
+    from fla.modules import FusedLinearCrossEntropyLoss
+
+    loss, target = FusedLinearCrossEntropyLoss(), row["target"]
+    return lambda x, weight: loss(x, target, weight)
+
+
+@overwrites
+def cross_entropy_liger(row):
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    target = row["target"]
+    return lambda z: liger_cross_entropy(z, target)
+
+
+def linear_cross_entropy_tr_liger(row):
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    target = row["target"]
+    return lambda x, weight: liger_fused_linear_cross_entropy(x, weight, target)
+
+
+def linear_cross_entropy_tr_cut(row):
+    from cut_cross_entropy import linear_cross_entropy
+
+    target = row["target"]
+    return lambda x, weight: linear_cross_entropy(x, weight, target)
+
+
+def linear_cross_entropy_tr_jg(row):
+    from linear_cross_entropy import linear_cross_entropy
+
+    target = row["target"]
+    return lambda x, weight: linear_cross_entropy(x, target, weight.t())[0]
+
+
+def cross_entropy_quack(row):
+    from quack.cross_entropy import cross_entropy
+
+    target = row["target"]
+    return lambda z: cross_entropy(z, target)
+
+
+def linear_cross_entropy_quack(row):
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    target = row["target"]
+    return lambda x, weight: chunked_linear_cross_entropy(x, weight, target)

@@ -1,0 +1,294 @@
+"""The worker that `rafter bench` starts for providers in Python: worker.py SOCKET cpu|cuda THREADS EVICT_BYTES
+
+Orders come and answers go over the socket, one JSON object per line; bench/worker.h says what the tool expects. The inputs of
+a row, the indices of the elements to check, and the results lie in a file that the tool shares. EVICT_BYTES of other data
+go through the caches before a call is timed; with 0 an untimed call comes before instead.
+"""
+import json
+import math
+import mmap
+import os
+import socket
+import sys
+import time
+
+MODES = ("fwd", "bwd", "fwd+bwd")
+
+
+def say(channel, answer):
+    channel.write(json.dumps(answer) + "\n")
+    channel.flush()
+
+
+class Row:
+    """The tensors of one row, on the device; sessions share them."""
+
+    def __init__(self, order, device):
+        self.op, self.title, self.path = order["op"], order["title"], order["path"]
+        self.fields = self.title.split("-")
+        self.tensors, self.functions = {}, {}
+        with open(self.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            for t in order["tensors"]:
+                self.tensors[t["name"]] = view(memory, t["dtype"], t["at"], t["shape"]).to(device, copy=True)
+
+    def __getitem__(self, name):
+        return self.tensors[name]
+
+    def function(self, column):
+        """What the column calls, made once: forward and backward share what was compiled."""
+        if column not in self.functions:
+            self.functions[column] = maker(self.op, column)(self)
+        return self.functions[column]
+
+
+def maker(op, column):
+    return getattr(peers, f"{op}_{column}")
+
+
+def view(memory, dtype, at, shape):
+    """A tensor of the shared file's own bytes."""
+    return torch.frombuffer(memory, dtype=DTYPES[dtype], count=math.prod(shape), offset=at).view(shape)
+
+
+class Session:
+    """One provider on one row in one mode."""
+
+    def __init__(self, row, column, mode):
+        names, self.output = peers.OPS[row.op]
+        self.gradients = ["d" + name for name in names]
+        self.originals = [row[name] for name in names]
+        self.overwrites = getattr(maker(row.op, column), "overwrites", False)
+        self.inputs = [(t.clone() if self.overwrites else t.detach()).requires_grad_() for t in self.originals]
+        self.mode, self.edge, self.last, self.collected = mode, None, None, False
+        upstream = row.tensors.get("d" + self.output)
+        before = allocated()
+        self.function = row.function(column)
+        start = time.perf_counter()
+        if mode != "fwd":
+            out = self.function(*self.inputs)
+            self.upstream = torch.ones_like(out) if upstream is None else upstream.to(out.dtype)
+            if out is self.inputs[0]:  # act none hands its input through, and the gradient too
+                self.edge = out
+            elif mode == "bwd":  # the graph, without keeping the output alive where backward does not need it
+                self.edge = torch.autograd.graph.get_gradient_edge(out)
+            del out
+        self.restore()
+        self.call()  # what compiles or tunes has done so after this
+        synchronize()
+        self.first = time.perf_counter() - start
+        self.held = allocated() - before
+
+    def restore(self):
+        """Brings back inputs that a forward has written over."""
+        if self.overwrites and self.mode != "bwd":
+            with torch.no_grad():
+                for mine, original in zip(self.inputs, self.originals):
+                    mine.copy_(original)
+
+    def call(self):
+        """(output or None, gradients or None)"""
+        if self.mode == "fwd":
+            return self.function(*self.inputs), None
+        if self.edge is self.inputs[0]:
+            return self.inputs[0], (self.upstream,)
+        if self.mode == "bwd":
+            return None, torch.autograd.grad([self.edge], self.inputs, [self.upstream], retain_graph=True)
+        out = self.function(*self.inputs)
+        return out, torch.autograd.grad(out, self.inputs, self.upstream)
+
+    def time(self):
+        """Seconds of one call: on the device, and on the host until the call comes back."""
+        self.restore()
+        if EVICT == 0:
+            self.call()
+            self.restore()
+        elif CUDA:
+            other.zero_()
+        else:
+            other.sum()
+        if not CUDA:
+            start = time.perf_counter()
+            out = self.call()
+            seconds = host = time.perf_counter() - start
+        else:
+            before.record()
+            start = time.perf_counter()
+            out = self.call()
+            host = time.perf_counter() - start
+            after.record()
+            after.synchronize()
+            seconds = 1e-3 * before.elapsed_time(after)
+        if not self.collected:
+            self.last = out
+        return {"seconds": seconds, "host": host}
+
+    def collect(self, path, wanted):
+        """Writes the last call's results to the shared file; answers which of the wanted ones there are."""
+        out, gradients = self.last
+        results = {self.output: out} if out is not None else {}
+        if gradients is not None:
+            results.update(zip(self.gradients, gradients))
+        written = []
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            for w in wanted:
+                if w["name"] not in results:
+                    continue
+                value = results[w["name"]].detach().reshape(-1)
+                if "indices" in w:
+                    value = value[view(memory, "int64", w["indices"], [w["count"]]).to(value.device)]
+                to = view(memory, w["dtype"], w["at"], [w["count"]])
+                to.copy_(value)
+                written.append(w["name"])
+                del to
+        self.last, self.collected = None, True
+        return {"written": written}
+
+    def memory(self):
+        """Bytes that the call holds at its peak beyond the row's inputs."""
+        self.last = None
+        self.restore()
+        if CUDA:
+            synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            base = allocated() - self.held
+            self.call()
+            synchronize()
+            return {"bytes": torch.cuda.max_memory_allocated() - base}
+        return {"bytes": self.saved() + cpu_peak(self.call)}
+
+    def saved(self):
+        """On a CPU, which keeps no statistics: what backward's graph holds beyond the inputs."""
+        if self.mode != "bwd" or self.edge is self.inputs[0]:
+            return 0
+        inputs = {t.untyped_storage().data_ptr() for t in self.inputs}
+        kept = {}
+
+        def pack(t):
+            if t.untyped_storage().data_ptr() not in inputs:
+                kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = self.function(*self.inputs)
+        del out
+        return sum(kept.values())
+
+
+def cpu_peak(call):
+    """The highest sum of what the CPU allocator handed out during the call, less what it got back."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        out = call()
+    del out
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def matrix_rate(dtype, size=8192):
+    """Flops per second of a square product of random matrices, the best of several: the device's ceiling in practice."""
+    a, b = (torch.randn(size, size, device=DEVICE).to(DTYPES[dtype]) for _ in range(2))
+    best = math.inf
+    for _ in range(10):
+        synchronize()
+        start = time.perf_counter()
+        torch.mm(a, b)
+        synchronize()
+        best = min(best, time.perf_counter() - start)
+    return {"rate": 2 * size**3 / best}
+
+
+def allocated():
+    return torch.cuda.memory_allocated() if CUDA else 0
+
+
+def synchronize():
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def reason(error):
+    """The first line of what went wrong, which is what fits below a table."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    text = lines[0].strip() if lines else ""
+    return text if isinstance(error, ImportError) and text else f"{type(error).__name__}: {text}"
+
+
+def obey(order, state):
+    do = order["do"]
+    if do == "row":
+        state["sessions"].clear()
+        state["row"] = None
+        if CUDA:
+            torch.cuda.empty_cache()
+        state["row"] = Row(order, DEVICE)
+        return {}
+    if do == "open":
+        session = Session(state["row"], order["column"], order["mode"])
+        state["sessions"][order["session"]] = session
+        return {"first": session.first}
+    if do == "matrix":
+        return matrix_rate(order["dtype"])
+    if do == "close":
+        state["sessions"].pop(order["session"], None)
+        return {}
+    session = state["sessions"][order["session"]]
+    if do == "time":
+        return session.time()
+    if do == "collect":
+        return session.collect(order["path"], order["results"])
+    if do == "memory":
+        return session.memory()
+    raise ValueError(f"no such order: {do}")
+
+
+def serve(channel):
+    state = {"row": None, "sessions": {}}
+    for line in channel:
+        order = json.loads(line)
+        try:
+            answer = obey(order, state)
+        except ImportError as error:
+            answer = {"error": reason(error), "missing": True}
+        except Exception as error:  # of any package, of any kind: it is this provider's cell that is lost
+            answer = {"error": reason(error)}
+        say(channel, answer)
+
+
+def greet():
+    greeting = {"python": sys.version.split()[0], "torch": torch.__version__}
+    if CUDA:
+        greeting["cuda"] = torch.version.cuda
+        try:
+            import nvidia.cudnn
+
+            greeting["cudnn"] = os.path.join(list(nvidia.cudnn.__path__)[0], "lib", "libcudnn.so.9")
+        except ImportError:
+            pass
+    return greeting
+
+
+if __name__ == "__main__":
+    channel = socket.socket(fileno=int(sys.argv[1])).makefile("rw", encoding="utf-8")
+    CUDA, EVICT = sys.argv[2] == "cuda", int(sys.argv[4])
+    try:
+        import torch
+
+        import peers
+    except ImportError as missing:
+        say(channel, {"error": f"{os.path.basename(sys.executable)}: {missing}"})
+        sys.exit()
+    DEVICE = torch.device(sys.argv[2])
+    DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int64": torch.int64,
+              "int32": torch.int32}
+    torch.set_num_threads(int(sys.argv[3]))
+    if CUDA and not torch.cuda.is_available():
+        say(channel, {"error": "torch sees no CUDA device"})
+        sys.exit()
+    other = torch.ones(max(EVICT, 4) // 4, dtype=torch.float32, device=DEVICE)
+    if CUDA:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    say(channel, greet())
+    serve(channel)

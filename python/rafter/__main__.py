@@ -1,0 +1,39 @@
+"""python -m rafter info: what runs here."""
+import os
+import sys
+
+import torch
+
+from . import _ops
+
+
+def info():
+    facts = dict(line.split(" ", 1) for line in torch.ops.rafter._info().splitlines())
+    folder = os.path.dirname(os.path.abspath(_ops.__file__))
+    kernels = {name.split(":")[1]: value for name, value in facts.items() if name.startswith("kernels:")}
+    print(f"rafter {facts['version']} in {folder}")
+    print(f"PyTorch {torch.__version__}, {facts['threads']} CPU threads")
+    print(f"CPU features: {facts['cpu']}")
+    for op, variant in kernels.items():
+        print(f"  {op:<24}{variant}")
+    print(f"CUDA: {cuda(folder)}")
+
+
+def cuda(folder):
+    if not torch.cuda.is_available():
+        return "PyTorch sees no GPU"
+    try:
+        torch.ops.rafter._act(torch.zeros(1, device="cuda"), 1)
+    except RuntimeError as error:
+        return f"not usable: {str(error).splitlines()[0]}"
+    return f"{torch.cuda.get_device_name()}, by librafter_cuda"
+
+
+def main():
+    if sys.argv[1:] not in ([], ["info"]):
+        sys.exit("usage: python -m rafter info")
+    info()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The dispatcher's side of Rafter: loads the library of ops and gives each its fake kernel and its gradient.
+
+Every differentiable op has two ways in, which share one gradient:
+
+- `torch.ops.rafter.NAME`, with its autograd formula registered with the dispatcher: for torch.compile, tensor subclasses,
+  function transforms, and whoever calls the op directly.
+- `Op.eager`, a torch.autograd.Function over `torch.ops.rafter._NAME`, the same kernel below autograd: for plain tensors, because
+  the dispatcher's Python autograd kernel costs some 15 microseconds a call and this some 3 (docs/pytorch.md has the figures).
+"""
+import functools
+import os
+
+import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+torch.ops.load_library(os.path.join(os.path.dirname(os.path.abspath(__file__)), "librafter_torch.so"))
+_library = torch.library.Library("rafter", "FRAGMENT")
+NAMES = []  # of all ops, for the tests
+
+
+def public(name):
+    return getattr(torch.ops.rafter, name).default
+
+
+@functools.cache
+def below_autograd(name):
+    """The kernel that autograd does not see, without what OpOverload.__call__ adds in Python."""
+    return public("_" + name)._op
+
+
+def direct(function):
+    """Function.apply without its Python part, which is for function transforms; those come in by the dispatcher."""
+    return super(Function, function).apply
+
+
+def define(name, schema, function):
+    """An op whose kernel is Python, for all devices, under both names."""
+    for each in (name, "_" + name):
+        _library.define(each + schema)
+        _library.impl(each, function, "CompositeExplicitAutograd")
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError("rafter: the gradient of a gradient is not implemented; call backward without create_graph=True")
+
+
+def declare(name, fake, differentiable=False):
+    """Registers the fake kernel of an op under both its names, and lets the one with the underscore pass autograd by. An op
+    that is part of a gradient refuses to be differentiated itself."""
+    NAMES.append(name)
+    for each in (name, "_" + name):
+        torch.library.register_fake("rafter::" + each, fake)
+    _library.impl("_" + name, torch.library.fallthrough_kernel, "Autograd")
+    if not differentiable and not public(name)._schema.is_mutable:
+        torch.library.register_autograd("rafter::" + name, _refuse)
+
+
+class Op:
+    """An op with a gradient for its first `inputs` arguments.
+
+    fake(*args): the results' shapes and dtypes. save(ctx, args, results): keeps what backward needs.
+    backward(op, ctx, *grads): the gradients, by way of op("NAME_backward").
+    first: the eager path returns only the first result; the others are for backward.
+    """
+
+    def __init__(self, name, inputs, fake, save, backward, first=False):
+        declare(name, fake, differentiable=True)
+        self.op = public(name)
+        self.raw = raw = below_autograd(name)
+        others = (None,) * (len(self.op._schema.arguments) - inputs)
+
+        def formula(ctx, *grads):
+            return (*backward(public, ctx, *grads), *others)
+
+        def keep(ctx, inputs, output):
+            save(ctx, inputs, output)
+
+        torch.library.register_autograd("rafter::" + name, formula, setup_context=keep)
+
+        def forward(ctx, *args):
+            args = args[:-1] + args[-1]
+            results = raw(*args)
+            save(ctx, args, results)
+            return results[0] if first else results
+
+        @once_differentiable
+        def eager_backward(ctx, *grads):
+            return (*backward(below_autograd, ctx, *grads), None)
+
+        # The arguments after the first `inputs` come as one tuple: a Function looks at each of its arguments. The class's name
+        # is the one that grad_fn shows.
+        members = {"forward": staticmethod(forward), "backward": staticmethod(eager_backward)}
+        self.eager = direct(type(name, (Function,), members))

@@ -1,0 +1,160 @@
+#include "contexts.h"
+
+#include <dlfcn.h>
+
+#include <deque>
+#include <memory>
+
+namespace rafter {
+
+namespace {
+
+[[noreturn]] void fail(const char *op, const std::string &sentence) {
+    throw std::runtime_error(std::string("rafter.") + op + ": " + sentence);
+}
+
+struct Destroy {
+    void operator()(rafter_context *context) const {
+        rafter_context_destroy(context);
+    }
+};
+using Context = std::unique_ptr<rafter_context, Destroy>;
+
+/* ---- CPU */
+
+rafter_context *cpu_context(const char *op) {
+    thread_local Context context;
+    thread_local uint32_t threads = 0;
+    uint32_t wanted = 1;
+    check_shim(torch_get_num_threads(&wanted), "get_num_threads");
+    if (!context || threads != wanted) {
+        rafter_context_options options = {};
+        options.size = sizeof options;
+        options.threads = static_cast<int32_t>(wanted);
+        rafter_context *made = nullptr;
+        const rafter_status status = rafter_context_create(&made, &options);
+        if (status != RAFTER_OK)
+            fail(op, rafter_last_error(nullptr));
+        context.reset(made);
+        threads = wanted;
+    }
+    return context.get();
+}
+
+/* ---- CUDA */
+
+/* A context and what it needs: scratch memory comes from PyTorch's caching allocator, which knows about streams and
+ * graph capture. */
+struct Lane {
+    Device device;
+    void *stream = nullptr;
+    bool bound = false; /* to its stream, for good */
+    std::mutex busy;
+    Context context;
+    AtenTensorHandle scratch = nullptr;
+};
+
+void *lane_allocate(void *user, size_t bytes) {
+    Lane *lane = static_cast<Lane *>(user);
+    const int64_t size = static_cast<int64_t>(bytes), step = 1;
+    void *memory = nullptr;
+    if (aoti_torch_empty_strided(1, &size, &step, torch_dtype(RAFTER_U8), lane->device.type, lane->device.index,
+                                 &lane->scratch) != AOTI_TORCH_SUCCESS)
+        return nullptr;
+    aoti_torch_get_data_ptr(lane->scratch, &memory);
+    return memory;
+}
+
+void lane_release(void *user, void *, size_t) {
+    aoti_torch_delete_tensor_object(static_cast<Lane *>(user)->scratch);
+}
+
+/* PyTorch's current stream. The shim has it only where PyTorch was built with CUDA. */
+void *current_stream(const char *op, Device device) {
+    using Getter = AOTITorchError(int32_t, void **);
+    static Getter *const getter = [] {
+        void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+        return reinterpret_cast<Getter *>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
+    }();
+    void *stream = nullptr;
+    if (!getter || getter(device.index, &stream) != AOTI_TORCH_SUCCESS)
+        fail(op, "PyTorch's current CUDA stream is not to be had");
+    return stream;
+}
+
+/* Making a context allocates, which a stream that is being captured does not allow; and a graph is captured on a stream
+ * of its own, that nothing ran on before. So the first call on a device makes a few contexts more than it needs, and a
+ * new stream takes one of those. Lanes are never freed: streams are few, and PyTorch takes them from a pool. */
+class Lanes {
+  public:
+    Lane &find(const char *op, Device device, void *stream) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        Lane *spare = nullptr;
+        for (Lane &lane : lanes_) {
+            if (!(lane.device == device))
+                continue;
+            if (lane.bound && lane.stream == stream)
+                return lane;
+            if (!lane.bound)
+                spare = &lane;
+        }
+        if (!spare)
+            for (int i = 0; i < SPARES; i++)
+                spare = &add(op, device, stream);
+        rafter_context_set_stream(spare->context.get(), stream);
+        spare->stream = stream;
+        spare->bound = true;
+        return *spare;
+    }
+
+  private:
+    enum { SPARES = 4 };
+
+    Lane &add(const char *op, Device device, void *stream) {
+        Lane &lane = lanes_.emplace_back();
+        rafter_context_options options = {};
+        options.size = sizeof options;
+        options.device = {kDLCUDA, device.index};
+        options.stream = stream;
+        options.allocate = lane_allocate;
+        options.release = lane_release;
+        options.user = &lane;
+        rafter_context *made = nullptr;
+        const rafter_status status = rafter_context_create(&made, &options);
+        if (status != RAFTER_OK) {
+            lanes_.pop_back();
+            fail(op, std::string(rafter_last_error(nullptr)) +
+                         " (if this is inside a graph capture: make one call on this device before)");
+        }
+        lane.device = device;
+        lane.context.reset(made);
+        return lane;
+    }
+
+    std::mutex mutex_;
+    std::deque<Lane> lanes_; /* their addresses stay */
+};
+
+Lanes &lanes() {
+    static Lanes *const all = new Lanes; /* not destroyed: at exit the CUDA runtime is gone before us */
+    return *all;
+}
+
+} // namespace
+
+Session::Session(const char *op, Device device) : op_(op) {
+    if (device.cuda()) {
+        Lane &lane = lanes().find(op, device, current_stream(op, device));
+        held_ = std::unique_lock<std::mutex>(lane.busy);
+        context_ = lane.context.get();
+    } else {
+        context_ = cpu_context(op);
+    }
+}
+
+void Session::operator()(rafter_status status) const {
+    if (status != RAFTER_OK)
+        fail(op_, rafter_last_error(context_));
+}
+
+} // namespace rafter

@@ -1,0 +1,427 @@
+/*
+ * Rafter's ops for PyTorch's dispatcher. Every op is registered twice, under its name and under its name with a leading
+ * underscore: the first gets an autograd formula (in _ops.py), the second is what lies below autograd, for the eager
+ * path, which brings its own. Shapes are the C API's; what PyTorch's users expect beyond that is the Python side's.
+ */
+#include "contexts.h"
+#include "tensor.h"
+
+using rafter::Call;
+using rafter::Session;
+using rafter::Tensor;
+
+namespace {
+
+int32_t f32() {
+    return rafter::torch_dtype(RAFTER_F32);
+}
+
+/* ---- act */
+
+void act(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor x = call.tensor();
+    rafter_act_args args = {};
+    args.size = sizeof args;
+    args.kind = static_cast<rafter_act_kind>(call.integer());
+    args.dim = static_cast<int32_t>(call.integer());
+    Session run("act", call.device());
+    Tensor y = x.empty_like();
+    args.x = x.dl();
+    args.y = y.dl();
+    run(rafter_act_forward(run, &args));
+    call.give(y);
+}
+
+void act_backward(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor dy = call.tensor(), saved = call.tensor(); /* x, or y for softmax */
+    rafter_act_args args = {};
+    args.size = sizeof args;
+    args.kind = static_cast<rafter_act_kind>(call.integer());
+    args.dim = static_cast<int32_t>(call.integer());
+    Session run("act", call.device());
+    Tensor dx = saved.empty_like();
+    (args.kind == RAFTER_ACT_SOFTMAX ? args.y : args.x) = saved.dl();
+    args.dy = dy.dl();
+    args.dx = dx.dl();
+    run(rafter_act_backward(run, &args));
+    call.give(dx);
+}
+
+/* ---- logsumexp */
+
+void logsumexp(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor x = call.tensor();
+    rafter_logsumexp_args args = {};
+    args.size = sizeof args;
+    args.dim = static_cast<int32_t>(call.integer());
+    const bool keepdim = call.flag();
+    args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
+    Session run("logsumexp", call.device());
+    int64_t shape[Tensor::MOST_DIMS];
+    int dims = 0;
+    for (int d = 0; d < x.dims(); d++) { /* a dim out of range drops nothing, and the library refuses it */
+        const bool reduced = d == (args.dim < 0 ? args.dim + x.dims() : args.dim);
+        if (!reduced || keepdim)
+            shape[dims++] = reduced ? 1 : x.shape()[d];
+    }
+    Tensor lse = Tensor::empty(shape, dims, f32(), call.device());
+    args.x = x.dl();
+    args.lse = lse.dl();
+    run(rafter_logsumexp_forward(run, &args));
+    call.give(lse);
+}
+
+void logsumexp_backward(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor dlse = call.tensor(), x = call.tensor(), lse = call.tensor();
+    rafter_logsumexp_args args = {};
+    args.size = sizeof args;
+    args.dim = static_cast<int32_t>(call.integer());
+    args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
+    Session run("logsumexp", call.device());
+    Tensor dx = x.empty_like();
+    args.x = x.dl();
+    args.lse = lse.dl();
+    args.dlse = dlse.dl();
+    args.dx = dx.dl();
+    run(rafter_logsumexp_backward(run, &args));
+    call.give(dx);
+}
+
+/* ---- what the two losses share */
+
+/* Last in every schema, with defaults: reading an argument from Python costs time, filling in a default hardly any. */
+#define OPTIONS                                                                                                        \
+    "Tensor? weight=None, Tensor? row_weight=None, Tensor? denominator=None, int ignore_index=-100, int reduction=0, " \
+    "bool zero_if_all_ignored=False, float label_smoothing=0., float z_loss=0., float softcap=0., float "              \
+    "logit_scale=0."
+
+struct Options {
+    Tensor weight, row_weight, denominator;
+    int64_t ignore_index;
+    rafter_loss_options c;
+
+    explicit Options(Call &call)
+        : weight(call.optional_tensor()), row_weight(call.optional_tensor()), denominator(call.optional_tensor()),
+          ignore_index(call.integer()), c{} {
+        c.size = sizeof c;
+        c.ignore_index = &ignore_index;
+        c.reduction = static_cast<rafter_reduction>(call.integer());
+        c.zero_if_all_ignored = call.flag();
+        c.label_smoothing = call.number();
+        c.z_loss = call.number();
+        c.softcap = call.number();
+        c.logit_scale = call.number();
+        c.class_weight = weight.dl();
+        c.row_weight = row_weight.dl();
+        c.denominator = denominator.dl();
+    }
+};
+
+/* Bits of `which`, in the order of the results. */
+enum { ROW_LOSS = 1, LOGPROB = 2, ENTROPY = 4, ARGMAX = 8 };
+
+/* The results of a loss: loss and lse always, the others when a call has them in its schema. */
+struct Outputs {
+    Tensor loss, lse, row_loss, logprob, entropy, argmax;
+
+    template <class Args>
+    Outputs(Args &args, const Tensor &target, const Options &options, rafter::Device device, bool stats,
+            int64_t which) {
+        const int dims = options.c.reduction == RAFTER_NONE ? target.dims() : 0;
+        const auto row = [&](rafter_dtype dtype, bool wanted) {
+            return Tensor::empty(target.shape(), target.dims(), rafter::torch_dtype(dtype), device, wanted);
+        };
+        loss = Tensor::empty(target.shape(), dims, f32(), device);
+        lse = row(RAFTER_F32, true);
+        args.loss = loss.dl();
+        args.lse = lse.dl();
+        if (!stats)
+            return;
+        row_loss = row(RAFTER_F32, which & ROW_LOSS);
+        logprob = row(RAFTER_F32, which & LOGPROB);
+        entropy = row(RAFTER_F32, which & ENTROPY);
+        argmax = row(RAFTER_I64, which & ARGMAX);
+        args.row_loss = row_loss.dl();
+        args.logprob = logprob.dl();
+        args.entropy = entropy.dl();
+        args.argmax = argmax.dl();
+    }
+};
+
+/* ---- cross_entropy */
+
+template <bool stats> void cross_entropy(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor logits = call.tensor(), target = call.tensor();
+    const int64_t which = stats ? call.integer() : 0;
+    const Options options(call);
+    Session run("cross_entropy", call.device());
+    rafter_cross_entropy_args args = {};
+    args.size = sizeof args;
+    args.options = &options.c;
+    args.logits = logits.dl();
+    args.target = target.dl();
+    Outputs out(args, target, options, call.device(), stats, which);
+    run(rafter_cross_entropy_forward(run, &args));
+    if constexpr (stats)
+        call.give(out.loss, out.lse, out.row_loss, out.logprob, out.entropy, out.argmax);
+    else
+        call.give(out.loss, out.lse);
+}
+
+template <bool in_place> void cross_entropy_backward(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor dloss = call.tensor(), logits = call.tensor(), target = call.tensor(), lse = call.tensor();
+    const Options options(call);
+    Session run("cross_entropy", call.device());
+    rafter_cross_entropy_args args = {};
+    args.size = sizeof args;
+    args.options = &options.c;
+    args.logits = logits.dl();
+    args.target = target.dl();
+    args.lse = lse.dl();
+    args.dloss = dloss.dl();
+    if constexpr (in_place) {
+        args.dlogits = logits.dl();
+        run(rafter_cross_entropy_backward(run, &args));
+    } else {
+        Tensor dlogits = logits.empty_like();
+        args.dlogits = dlogits.dl();
+        run(rafter_cross_entropy_backward(run, &args));
+        call.give(dlogits);
+    }
+}
+
+/* ---- linear_cross_entropy */
+
+#define LINEAR "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
+#define GRADIENTS "Tensor dinput, Tensor dweight, Tensor dbias"
+#define CHOICES "int mode=0, int accumulate=0, int budget=0"
+
+/* Bits of `grads`, in the order of the results. */
+enum { DX = 1, DWEIGHT = 2, DBIAS = 4 };
+
+struct LinearInputs {
+    Tensor x, weight, bias, target;
+
+    explicit LinearInputs(Call &call)
+        : x(call.tensor()), weight(call.tensor()), bias(call.optional_tensor()), target(call.tensor()) {
+    }
+};
+
+rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in, const Options &options) {
+    rafter_linear_cross_entropy_args args = {};
+    args.size = sizeof args;
+    args.options = &options.c;
+    args.x = in.x.dl();
+    args.weight = in.weight.dl();
+    args.bias = in.bias.dl();
+    args.target = in.target.dl();
+    args.mode = static_cast<rafter_lce_mode>(call.integer());
+    args.accumulate = static_cast<rafter_lce_accumulate>(call.integer());
+    args.budget = static_cast<size_t>(call.integer());
+    return args;
+}
+
+struct LinearGradients {
+    Tensor dx, dweight, dbias;
+
+    LinearGradients(rafter_linear_cross_entropy_args &args, const LinearInputs &in, int64_t grads)
+        : dx(in.x.empty_like(grads & DX)), dweight(in.weight.empty_like(grads & DWEIGHT)),
+          dbias(in.bias.has() ? in.bias.empty_like(grads & DBIAS) : in.x.empty_like(false)) {
+        args.dx = dx.dl();
+        args.dweight = dweight.dl();
+        args.dbias = dbias.dl();
+    }
+};
+
+template <bool stats> void linear_cross_entropy(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const LinearInputs in(call);
+    const int64_t grads = call.integer(), which = stats ? call.integer() : 0;
+    const Options options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    Session run("linear_cross_entropy", call.device());
+    Outputs out(args, in.target, options, call.device(), stats, which);
+    LinearGradients gradients(args, in, grads);
+    run(rafter_linear_cross_entropy_forward(run, &args));
+    if constexpr (stats)
+        call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias, out.row_loss, out.logprob,
+                  out.entropy, out.argmax);
+    else
+        call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias);
+}
+
+template <bool into_main_grad> void linear_cross_entropy_backward(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor dloss = call.tensor();
+    const LinearInputs in(call);
+    const Tensor lse = call.tensor();
+    const Tensor main_grad = into_main_grad ? call.tensor() : Tensor();
+    const int64_t grads = call.integer();
+    const Options options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    Session run("linear_cross_entropy", call.device());
+    LinearGradients gradients(args, in, into_main_grad ? grads & ~DWEIGHT : grads);
+    args.dloss = dloss.dl();
+    args.lse = lse.dl();
+    if constexpr (into_main_grad) {
+        args.dweight = main_grad.dl();
+        args.accumulate_into_dweight = 1;
+    }
+    run(rafter_linear_cross_entropy_backward(run, &args));
+    if constexpr (into_main_grad)
+        call.give(gradients.dx, gradients.dbias);
+    else
+        call.give(gradients.dx, gradients.dweight, gradients.dbias);
+}
+
+/* Per-row log-probability and entropy: linear_cross_entropy without a reduction, for the statistics alone. */
+void linear_logprobs(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const LinearInputs in(call);
+    const bool wants_entropy = call.flag();
+    const Options options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    Session run("linear_logprobs", call.device());
+    Outputs out(args, in.target, options, call.device(), true, LOGPROB | (wants_entropy ? ENTROPY : 0));
+    args.loss = nullptr;
+    run(rafter_linear_cross_entropy_forward(run, &args));
+    call.give(out.logprob, out.entropy, out.lse);
+}
+
+/* ---- lrpe_cosine */
+
+#define LRPE                                                                                                           \
+    "Tensor x, Tensor theta, Tensor? positions=None, int offset=0, int act=0, int softmax_over=0, int algorithm=0"
+
+struct Lrpe {
+    Tensor x, theta, positions;
+    rafter_lrpe_cosine_args c;
+
+    explicit Lrpe(Call &call) : x(call.tensor()), theta(call.tensor()), positions(call.optional_tensor()), c{} {
+        c.size = sizeof c;
+        c.offset = call.integer();
+        c.act = static_cast<rafter_act_kind>(call.integer());
+        c.softmax_over = static_cast<rafter_softmax_over>(call.integer());
+        c.algorithm = static_cast<rafter_lrpe_algorithm>(call.integer());
+        c.x = x.dl();
+        c.theta = theta.dl();
+        c.positions = positions.dl();
+    }
+};
+
+void lrpe_cosine(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    Lrpe lrpe(call);
+    Session run("lrpe_cosine", call.device());
+    int64_t shape[Tensor::MOST_DIMS];
+    for (int d = 0; d < lrpe.x.dims(); d++)
+        shape[d] = lrpe.x.shape()[d] * (d + 1 == lrpe.x.dims() ? 2 : 1);
+    Tensor y = Tensor::empty(shape, lrpe.x.dims(), lrpe.x.dtype(), call.device());
+    lrpe.c.y = y.dl();
+    run(rafter_lrpe_cosine_forward(run, &lrpe.c));
+    call.give(y);
+}
+
+void lrpe_cosine_backward(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    const Tensor dy = call.tensor();
+    const bool wants_dtheta = call.flag();
+    Lrpe lrpe(call);
+    Session run("lrpe_cosine", call.device());
+    Tensor dx = lrpe.x.empty_like(), dtheta = lrpe.theta.empty_like(wants_dtheta);
+    lrpe.c.dy = dy.dl();
+    lrpe.c.dx = dx.dl();
+    lrpe.c.dtheta = dtheta.dl();
+    run(rafter_lrpe_cosine_backward(run, &lrpe.c));
+    call.give(dx, dtheta);
+}
+
+/* ---- what runs here: lines of "name value" */
+
+void info(StableIValue *stack, uint64_t, uint64_t) {
+    const rafter::Device cpu = {aoti_torch_device_type_cpu(), 0};
+    Session run("info", cpu);
+    std::string text = std::string("version ") + rafter_version() + "\ncpu " + rafter_cpu_features() + "\nthreads " +
+                       std::to_string(rafter_context_threads(run)) + "\n";
+    const char *op, *variant;
+    for (int i = 0; rafter_describe_op(run, i, &op, &variant); i++)
+        text += std::string("kernels:") + op + " " + variant + "\n";
+    stack[0] = torch::stable::detail::from(text);
+}
+
+struct Registered {
+    const char *name, *schema;
+    void (*kernel)(StableIValue *, uint64_t, uint64_t);
+};
+
+const Registered ops[] = {
+    {"act", "(Tensor x, int kind, int dim=0) -> Tensor", act},
+    {"act_backward", "(Tensor dy, Tensor saved, int kind, int dim=0) -> Tensor", act_backward},
+    {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", logsumexp},
+    {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
+     logsumexp_backward},
+    {"cross_entropy", "(Tensor input, Tensor target, " OPTIONS ") -> (Tensor loss, Tensor lse)", cross_entropy<false>},
+    {"cross_entropy_stats",
+     "(Tensor input, Tensor target, int which, " OPTIONS ") -> (Tensor loss, Tensor lse, Tensor row_loss, "
+     "Tensor logprob, Tensor entropy, Tensor argmax)",
+     cross_entropy<true>},
+    {"cross_entropy_backward", "(Tensor dloss, Tensor input, Tensor target, Tensor lse, " OPTIONS ") -> Tensor",
+     cross_entropy_backward<false>},
+    {"cross_entropy_backward_", "(Tensor dloss, Tensor(a!) input, Tensor target, Tensor lse, " OPTIONS ") -> ()",
+     cross_entropy_backward<true>},
+    {"linear_cross_entropy",
+     "(" LINEAR ", int grads, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS ")",
+     linear_cross_entropy<false>},
+    {"linear_cross_entropy_stats",
+     "(" LINEAR ", int grads, int which, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS
+     ", Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
+     linear_cross_entropy<true>},
+    {"linear_cross_entropy_backward",
+     "(Tensor dloss, " LINEAR ", Tensor lse, int grads, " OPTIONS ", " CHOICES ") -> (" GRADIENTS ")",
+     linear_cross_entropy_backward<false>},
+    {"linear_cross_entropy_backward_main_grad",
+     "(Tensor dloss, " LINEAR ", Tensor lse, Tensor(a!) main_grad, int grads, " OPTIONS ", " CHOICES
+     ") -> (Tensor dinput, Tensor dbias)",
+     linear_cross_entropy_backward<true>},
+    {"linear_logprobs",
+     "(" LINEAR ", bool wants_entropy, " OPTIONS ", " CHOICES ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
+     linear_logprobs},
+    {"lrpe_cosine", "(" LRPE ") -> Tensor", lrpe_cosine},
+    {"lrpe_cosine_backward", "(Tensor dy, bool wants_dtheta, " LRPE ") -> (Tensor dx, Tensor dtheta)",
+     lrpe_cosine_backward},
+};
+
+void implement(torch::stable::detail::StableLibrary &library) {
+    for (const Registered &op : ops) {
+        library.impl(op.name, op.kernel);
+        library.impl((std::string("_") + op.name).c_str(), op.kernel);
+    }
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY(rafter, library) {
+    for (const Registered &op : ops) {
+        library.def((std::string(op.name) + op.schema).c_str());
+        library.def((std::string("_") + op.name + op.schema).c_str());
+    }
+    library.def("_info() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rafter, CPU, library) {
+    implement(library);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rafter, CUDA, library) {
+    implement(library);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(rafter, CompositeExplicitAutograd, library) {
+    library.impl("_info", info);
+}
