@@ -30,6 +30,7 @@ struct Launch {
     int threads;
     size_t shared = 0;     /* dynamic shared memory, in bytes */
     bool together = false; /* all blocks at the same time, so that they may wait for each other */
+    int cluster = 1;       /* neighbouring blocks that share their memory, from Hopper on */
 };
 
 template <typename... Wanted, typename... Given>
@@ -40,12 +41,17 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    cudaLaunchAttribute together;
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
+    cudaLaunchAttribute attributes[2];
+    config.attrs = attributes;
     if (how.together) {
-        config.attrs = &together;
-        config.numAttrs = 1;
+        attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+        attributes[config.numAttrs++].val.cooperative = 1;
+    }
+    if (how.cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs].val.clusterDim.x = static_cast<unsigned>(how.cluster);
+        attributes[config.numAttrs].val.clusterDim.y = 1;
+        attributes[config.numAttrs++].val.clusterDim.z = 1;
     }
     if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));

@@ -14,7 +14,7 @@
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
-static const char *const LIBRARY = "libcublasLt.so." STRING(CUDART_MAJOR_VERSION);
+static const char *const LIBRARY = "libcublasLt.so." STRING(__CUDACC_VER_MAJOR__);
 
 /* Once for the process; it stays loaded. A library of that name that is loaded already, PyTorch's for one, is it. */
 static const LtFunctions *load(char *reason, size_t room) {

@@ -262,10 +262,10 @@ struct Ring {
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
 template <typename T, int MODE>
-__global__ __cluster_dims__(CLUSTER, 1, 1)
-    __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ CUtensorMap x,
-                                                const __grid_constant__ CUtensorMap w,
-                                                const __grid_constant__ Loss loss, const __grid_constant__ Task task) {
+__global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ CUtensorMap x,
+                                                       const __grid_constant__ CUtensorMap w,
+                                                       const __grid_constant__ Loss loss,
+                                                       const __grid_constant__ Task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ uint64_t full[STEPS], empty[STEPS];
@@ -397,7 +397,8 @@ static inline rafter_status run(rafter_context *context, rafter_dtype dtype, con
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: no tensor map could be made");
     const int64_t tiles = ceil_div<int64_t>(task.rows, CLUSTER * ROWS) * tiles_across(task.classes);
     const int64_t most = context->cuda_state->multiprocessors / CLUSTER;
-    const Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
+    Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
+    how.cluster = CLUSTER;
     if (dtype == RAFTER_BF16)
         launch(context, how, multiply<bf16, MODE>, x_map, w_map, loss, task);
     else
