@@ -72,14 +72,16 @@ __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
         to[i] = from.get(i);
 }
 
-/* Rows [first, first + rows) of any stride as rows that a product can take. */
+/* Rows [first, first + rows) of any stride as rows that a product can take. Where they are x's, those of ignored rows
+ * become zeros: what lies there must reach no sum. */
 template <typename T>
 __global__ void pack(const __grid_constant__ Rows from, int64_t step, int64_t first, int64_t rows, int64_t columns,
-                     T *to, int64_t stride) {
+                     const __grid_constant__ Loss loss, bool is_x, T *to, int64_t stride) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
          i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / columns, column = i - row * columns;
-        to[row * stride + column] = from.at<const T>(first + row)[column * step];
+        const bool ignored = is_x && loss.class_of(loss.load_label(first + row)) == IGNORED;
+        to[row * stride + column] = ignored ? from_float<T>(0.0f) : from.at<const T>(first + row)[column * step];
     }
 }
 
@@ -476,9 +478,12 @@ struct Plan {
     bool exponentials() const {
         return fast && fused;
     }
-    /* Whether x has to be packed group by group, all of it being too much. */
+    /* Whether x is packed group by group, however it lies: that leaves out what ignored rows hold. */
     bool packs_groups() const {
         return fast && !fused;
+    }
+    bool direct_x() const {
+        return x.plain && !packs_groups();
     }
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
@@ -528,7 +533,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
     place(&b->of_block, true, (p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);
-    place(&b->x, !p.x.plain, (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
+    place(&b->x, !p.direct_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
     place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);
     place(&b->z, !p.fused, p.group * p.tile_stride * 4);
     place(&b->dz, (p.dx || p.dweight) && (p.fused || !p.fast), (p.fast ? p.group : p.rows) * p.dz_stride * bytes);
@@ -716,19 +721,23 @@ Launch over(int64_t items, int threads, int64_t most = 1 << 20) {
     return {blocks < 1 ? 1 : blocks < most ? blocks : most, threads};
 }
 
-/* Rows of `view`, which is x or W, as they lie or as they have been packed. */
-Operand operand(const rafter_view &view, const Lying &lies, const char *packed, int64_t packed_stride, int64_t row) {
-    const int64_t stride = lies.plain ? lies.stride : packed_stride;
-    return {(lies.plain ? view.data : packed) + row * stride * rafter_dtype_bytes(view.dtype), stride, false};
+/* Rows of x or W from `row` on. */
+Operand rows_at(const char *data, int64_t stride, rafter_dtype dtype, int64_t row) {
+    return {data + row * stride * rafter_dtype_bytes(dtype), stride, false};
 }
 
 Operand x_rows(const Run &run, int64_t first) {
-    return operand(run.call->x, run.plan.x, run.b.x, run.plan.depth_stride,
-                   run.plan.x.plain || !run.plan.packs_groups() ? first : 0);
+    const Plan &plan = run.plan;
+    if (plan.direct_x())
+        return rows_at(run.call->x.data, plan.x.stride, plan.dtype, first);
+    return rows_at(run.b.x, plan.depth_stride, plan.dtype, plan.packs_groups() ? 0 : first);
 }
 
 Operand weight_rows(const Run &run, int64_t first) {
-    return operand(run.call->weight, run.plan.weight, run.b.weight, run.plan.depth_stride, first);
+    const Plan &plan = run.plan;
+    if (plan.weight.plain)
+        return rows_at(run.call->weight.data, plan.weight.stride, plan.dtype, first);
+    return rows_at(run.b.weight, plan.depth_stride, plan.dtype, first);
 }
 
 void pack_rows(const Run &run, const rafter_view &view, int64_t first, int64_t rows, char *to) {
@@ -737,8 +746,8 @@ void pack_rows(const Run &run, const rafter_view &view, int64_t first, int64_t r
     const int64_t step = view.stride[last], columns = view.shape[last];
     for_dtype(view.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, over(rows * columns, 256), pack<T>, from, step, first, rows, columns,
-               reinterpret_cast<T *>(to), run.plan.depth_stride);
+        launch(run.context, over(rows * columns, 256), pack<T>, from, step, first, rows, columns, run.loss,
+               &view == &run.call->x, reinterpret_cast<T *>(to), run.plan.depth_stride);
     });
 }
 
@@ -950,8 +959,7 @@ rafter_status take_sample(const Run &run) {
 /* Logits, statistics and dz of a group. */
 rafter_status form_dz(Run *run, int64_t first, int64_t rows, char *dz) {
     const Tile tile = tile_at(*run, first, rows, 0, run->plan.classes);
-    if (!run->plan.x.plain)
-        pack_rows(*run, run->call->x, first, rows, run->b.x);
+    pack_rows(*run, run->call->x, first, rows, run->b.x);
     RAFTER_TRY(form_logits(*run, tile));
     if (run->plan.statistics)
         gather_statistics(*run, tile, true);
