@@ -15,8 +15,8 @@
  */
 #include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
+#include "ops/columns.cuh"
 #include "ops/cross_entropy/call.h"
-#include "ops/loss.cuh"
 
 #include <cuda_runtime.h>
 
@@ -25,11 +25,6 @@ namespace {
 constexpr int MOST_THREADS = 512; /* of a block that takes a row */
 constexpr int WARP_THREADS = 256; /* of a block whose warps take rows */
 constexpr int MOST_RANKS = 8;     /* blocks of a cluster */
-
-/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too. FULL:
- * softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients have no PLAIN: label
- * smoothing costs them nothing. */
-enum Options { PLAIN, SMOOTH, FULL };
 
 /* Packs that a thread loads before it uses the first. */
 template <int OPTIONS> constexpr int AHEAD = OPTIONS == FULL ? IN_FLIGHT / 2 : IN_FLIGHT;
@@ -44,7 +39,6 @@ struct Call {
     Rows z, dz;              /* logits and their gradient */
     int64_t z_step, dz_step; /* between columns; 1 but for Anyhow */
     bool gradient;           /* dz is wanted */
-    bool weighted;           /* FULL: sum(w u) is wanted, and w in gradients */
     int64_t part;            /* held: packs of a row that a block holds */
     Totals *of_block;
     unsigned *counter;
@@ -53,80 +47,6 @@ struct Call {
 
 /* ---- statistics of columns
  * ------------------------------------------------------------------------------------------------ */
-
-/* Of some columns, in units of v (see RowFigures). Blocks of a cluster send these to each other in words of 16 bytes.
- */
-template <int OPTIONS> struct alignas(16) Gathered {
-    RowStats s;
-    float weighted; /* sum of w v; SMOOTH: of v */
-    float z_label;  /* held: the label's logit from the one block that has read it, 0 from the others */
-};
-template <> struct Gathered<PLAIN> { RowStats s; };
-template <> struct alignas(16) Gathered<FULL> {
-    RowStats s;
-    float weighted, z_label;
-    float moment; /* sum of (v - max) e^(scale (v - max)) */
-    float best;   /* the largest logit, or NaN, and its first column; -1: none yet */
-    int64_t argmax;
-};
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> none() {
-    Gathered<OPTIONS> g = {};
-    g.s = no_elements();
-    if constexpr (OPTIONS == FULL)
-        g.argmax = -1;
-    return g;
-}
-
-/* Makes `max`, of this and other columns, what the exponentials are relative to. */
-template <int OPTIONS> DEVICE void rebase(Gathered<OPTIONS> &g, float max, float scale) {
-    const float shift = g.s.max - pivot_at(max), shrink = expf(shift * scale);
-    if constexpr (OPTIONS == FULL)
-        g.moment = g.s.sum == 0.0f ? 0.0f : (g.moment + shift * g.s.sum) * shrink;
-    g.s = {max, g.s.sum * shrink};
-}
-
-/* NaN counts as larger than all; of equals, the first column wins. */
-DEVICE void keep_best(Gathered<FULL> &g, float best, int64_t argmax) {
-    const bool larger = best > g.best || (best != best && g.best == g.best);
-    const bool same = best == g.best || (best != best && g.best != g.best);
-    if (argmax >= 0 && (g.argmax < 0 || larger || (same && argmax < g.argmax))) {
-        g.best = best;
-        g.argmax = argmax;
-    }
-}
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathered<OPTIONS> b, float scale) {
-    const float max = fmaxf(a.s.max, b.s.max);
-    rebase(a, max, scale);
-    rebase(b, max, scale);
-    a.s.sum += b.s.sum;
-    if constexpr (OPTIONS != PLAIN) {
-        a.weighted += b.weighted;
-        a.z_label += b.z_label;
-    }
-    if constexpr (OPTIONS == FULL) {
-        a.moment += b.moment;
-        keep_best(a, b.best, b.argmax);
-    }
-    return a;
-}
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, float scale) {
-    rebase(g, warp_max(g.s.max), scale);
-    g.s.sum = warp_sum(g.s.sum);
-    if constexpr (OPTIONS != PLAIN) {
-        g.weighted = warp_sum(g.weighted);
-        g.z_label = warp_sum(g.z_label);
-    }
-    if constexpr (OPTIONS == FULL) {
-        g.moment = warp_sum(g.moment);
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2)
-            keep_best(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
-    }
-    return g;
-}
 
 /* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
  * full of -inf. */
@@ -150,32 +70,12 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
             g.weighted += sum[0] + sum[1];
         }
     } else {
-        float v[COUNT][N], max = g.s.max;
-#pragma unroll
-        for (int k = 0; k < COUNT; k++) {
-            unpack(packs[k], v[k]);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const int64_t at = column + k * step + j;
-                if (k < there && c.loss.argmax.data)
-                    keep_best(g, v[k][j], at);
-                if (k < there && c.loss.softcap != 0.0f)
-                    v[k][j] = capped(v[k][j], c.loss.softcap);
-                if (k < there && c.weighted)
-                    g.weighted += static_cast<float>(c.loss.weight_of(at)) * v[k][j];
-                max = fmaxf(max, v[k][j]);
-            }
-        }
-        rebase(g, max, scale);
-        const float pivot = pivot_at(max);
+        float v[COUNT][N];
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const float d = v[k][j] - pivot, e = exp_term<T>(d, scale);
-                g.s.sum += e;
-                g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* e is 0 long before the bound, which keeps -inf out */
-            }
+            unpack(packs[k], v[k]);
+        add_full<T>(
+            g, v, [&](int k, int j) { return k < there ? column + k * step + j : -1; }, c.loss);
     }
 }
 
@@ -213,51 +113,8 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     return g;
 }
 
-template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, float z, const Call &c) {
-    RowFigures f = {};
-    f.max = g.s.max;
-    f.sum = g.s.max == INFINITY ? NAN : g.s.sum;
-    f.target = c.loss.softcap != 0.0f ? capped(z, c.loss.softcap) : z;
-    f.argmax = -1;
-    if constexpr (OPTIONS != PLAIN)
-        f.weighted = g.weighted;
-    if constexpr (OPTIONS == FULL) {
-        f.moment = g.moment;
-        f.argmax = g.argmax;
-    }
-    return f;
-}
-
 /* ---- gradient of columns
  * ---------------------------------------------------------------------------------------------------- */
-
-template <int OPTIONS, typename T> struct ColumnGradient {
-    ScaledExp<T> exp;
-    float spread;
-
-    DEVICE ColumnGradient(const RowGradient &row, const Call &c)
-        : exp(row.p, row.pivot, c.loss.scale), spread(row.spread) {
-    }
-
-    DEVICE float of(float z, int64_t column, const Call &c) const {
-        if constexpr (OPTIONS != FULL) {
-            return fmaf(exp.factor, exp.exp(z), -spread);
-        } else {
-            const float w = c.weighted ? static_cast<float>(c.loss.weight_of(column)) : 1.0f;
-            if (c.loss.softcap == 0.0f)
-                return fmaf(exp.factor, exp.exp(z), -spread * w);
-            return fmaf(exp.factor, exp.exp(capped(z, c.loss.softcap)), -spread * w) * cap_slope(z, c.loss.softcap);
-        }
-    }
-    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Call &c) const {
-        float z[N];
-        unpack(pack, z);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            z[j] = of(z[j], column + j, c);
-        return packed<T>(z);
-    }
-};
 
 /* One thread's share of a row whose elements are all the same. */
 template <typename T> DEVICE void fill(T *dz, const Stretch<const T> &row, float value, int thread, int threads) {
@@ -289,7 +146,7 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
         fill(dz, row, gradient.p, thread, threads);
         return;
     }
-    const ColumnGradient<OPTIONS, T> column(gradient, c);
+    const ColumnGradient<OPTIONS, T> column(gradient, c.loss);
     for (int64_t i = thread; i < row.packs; i += AHEAD<OPTIONS> * threads) {
         Pack<T, N> packs[AHEAD<OPTIONS>];
 #pragma unroll
@@ -300,12 +157,12 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs) {
                 const int64_t at = row.head + (i + k * threads) * N;
-                store_streaming<T, N>(dz + at, column.of(packs[k], at, c));
+                store_streaming<T, N>(dz + at, column.of(packs[k], at, c.loss));
             }
     }
     for (int e = thread; e < row.edges; e += threads) {
         const int64_t at = row.head + row.edge(e);
-        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), at, c));
+        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), at, c.loss));
     }
     if (thread == writer_of(row, label, threads))
         dz[label] = from_float<T>(gradient.at_label);
@@ -313,59 +170,6 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
 
 /* ---- totals over rows
  * ------------------------------------------------------------------------------------------------------- */
-
-DEVICE double warp_sum(double a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
-}
-
-/* Of all threads of the block; every thread gets it. */
-DEVICE double block_sum(double a) {
-    __shared__ double of_warp[WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    a = warp_sum(a);
-    __syncthreads(); /* the last one's readers are done */
-    if (lane == 0)
-        of_warp[warp] = a;
-    __syncthreads();
-    return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : 0.0);
-}
-
-DEVICE Totals block_sum(const Totals &a) {
-    return {block_sum(a.loss), block_sum(a.weight), block_sum(a.counted)};
-}
-
-/* Labels that are not ignored, of every step-th from the first on. */
-template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
-    int64_t counted = 0;
-#pragma unroll 8
-    for (int64_t row = first; row < loss.rows; row += step)
-        counted +=
-            labels[row] != static_cast<L>(loss.ignore_index) || loss.ignore_index != static_cast<L>(loss.ignore_index);
-    return counted;
-}
-
-/* One thread's share of the labels. */
-DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
-    Totals totals = {};
-    if (!loss.class_weight && loss.target.dims == 1 && loss.target.stride[0] == 1) { /* quicker, as many blocks do it */
-        totals.counted = static_cast<double>(
-            loss.target.dtype == RAFTER_I64
-                ? count_labels(reinterpret_cast<const int64_t *>(loss.target.data), first, step, loss)
-                : count_labels(reinterpret_cast<const int *>(loss.target.data), first, step, loss));
-        totals.weight = totals.counted;
-        return totals;
-    }
-#pragma unroll 4
-    for (int64_t row = first; row < loss.rows; row += step) {
-        const int64_t label = loss.class_of(loss.load_label(row));
-        totals.weight += label == IGNORED ? 0.0 : label >= 0 ? loss.weight_of(label) : 1.0;
-        totals.counted += label == IGNORED ? 0.0 : 1.0;
-    }
-    return totals;
-}
 
 /* Known before any row: for gradients of a mean. To be called by all threads. */
 DEVICE Totals totals_before(const Loss &loss) {
@@ -533,32 +337,13 @@ DEVICE Gathered<OPTIONS> gather_anyhow(const T *z, int thread, int threads, cons
 template <int OPTIONS, typename T>
 DEVICE void write_gradient_anyhow(T *dz, const T *z, const RowGradient &gradient, int64_t label, int thread,
                                   int threads, const Call &c) {
-    const ColumnGradient<OPTIONS, T> column(gradient, c);
+    const ColumnGradient<OPTIONS, T> column(gradient, c.loss);
     for (int64_t v = thread; v < c.loss.classes; v += threads) {
         const float d = gradient.constant ? gradient.p
                         : v == label      ? gradient.at_label
-                                          : column.of(to_float(z[v * c.z_step]), v, c);
+                                          : column.of(to_float(z[v * c.z_step]), v, c.loss);
         dz[v * c.dz_step] = from_float<T>(d);
     }
-}
-
-/* Whether backward can start from the lse it was given: see lse_serves in op.c. */
-template <typename T> DEVICE bool lse_serves(float lse) {
-    const float bound = sizeof(T) == 4 ? 0x1p6f : __is_same(T, bf16) ? 0x1p11f : 0x1p8f;
-    return fabsf(lse) <= bound;
-}
-
-/* What is done once for a row that is not read, by one thread. */
-DEVICE void write_unread(const Call &c, int64_t row, int64_t label, Totals *totals) {
-    if (label == OUT_OF_RANGE)
-        *static_cast<volatile int *>(c.loss.bad_labels) = 1;
-    if (c.loss.forward)
-        write_row(c.loss, row, label, results_unread(label), totals);
-}
-
-/* Its gradient: zeros where it is ignored, NaN where the label is out of range. */
-DEVICE RowGradient gradient_unread(int64_t label) {
-    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f};
 }
 
 template <typename T, int OPTIONS, bool GRADIENT, class By>
@@ -594,7 +379,7 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
                 else
                     g = by.all(gather<OPTIONS, GRADIENT>(stretch, thread, threads, c), loss.scale);
                 if (by.decides()) {
-                    const RowFigures figures = figures_of(g, z_label, c);
+                    const RowFigures figures = figures_of(g, z_label, c.loss);
                     if (GRADIENT && c.gradient)
                         gradient = work_out_gradient(loss, running.common, row, label, z_label, figures);
                     if (loss.forward && thread == 0)
@@ -604,7 +389,7 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
             if (GRADIENT && c.gradient)
                 gradient = by.share(gradient);
         } else if (thread == 0) {
-            write_unread(c, row, label, running.mine());
+            write_unread(loss, row, label, running.mine());
         }
         if (GRADIENT && c.gradient) {
             T *dz = c.dz.at<T>(row);
@@ -781,7 +566,7 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const _
         if (thread == 0)
             g.z_label = z_label;
         g = cluster.all(g, loss.scale);
-        const RowFigures figures = figures_of(g, g.z_label, c); /* warp 0's are the row's */
+        const RowFigures figures = figures_of(g, g.z_label, c.loss); /* warp 0's are the row's */
         if (thread < WARP) {
             if (c.gradient)
                 gradient = work_out_gradient(loss, running.common, row, label, g.z_label, figures);
@@ -793,7 +578,7 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const _
         if (thread == 0 && cluster.rank == 0 && loss.forward) /* while the others write the gradient */
             work_out_results(loss, row, label, figures, running.mine());
     } else if (thread == 0 && cluster.rank == 0) {
-        write_unread(c, row, label, running.mine());
+        write_unread(c.loss, row, label, running.mine());
     }
 
     if (c.gradient) {
@@ -801,10 +586,10 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const _
         if (gradient.constant) {
             fill(dz, stretch, gradient.p, thread, threads);
         } else {
-            const ColumnGradient<OPTIONS, T> columns(gradient, c);
+            const ColumnGradient<OPTIONS, T> columns(gradient, c.loss);
             const auto write = [&](const P &pack, int i) {
                 const int64_t at = stretch.head + int64_t(i) * N;
-                const P d = columns.of(pack, part.first + at, c);
+                const P d = columns.of(pack, part.first + at, c.loss);
                 REGISTERS > 0 ? store_streaming<T, N>(dz + at, d) : store_once<T, N>(dz + at, d);
             };
 #pragma unroll
@@ -816,7 +601,7 @@ __global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const _
                 write(slots[slot], i);
             for (int e = thread; e < stretch.edges; e += threads) {
                 const int64_t at = stretch.head + stretch.edge(e);
-                dz[at] = from_float<T>(columns.of(to_float(stretch.body[stretch.edge(e)]), part.first + at, c));
+                dz[at] = from_float<T>(columns.of(to_float(stretch.body[stretch.edge(e)]), part.first + at, c.loss));
             }
             const int64_t at = label - part.first;
             if (at >= 0 && at < part.n && thread == writer_of(stretch, at, threads))
@@ -858,10 +643,10 @@ __global__ __launch_bounds__(WARP_THREADS) void coefficients(const __grid_consta
         } else {
             const Stretch<const T> stretch(z, loss.classes);
             const Gathered<OPTIONS> g = by.all(gather<OPTIONS, true>(stretch, by.thread(), WARP, c), loss.scale);
-            gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures_of(g, z_label, c));
+            gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures_of(g, z_label, c.loss));
         }
     } else if (by.thread() == 0) {
-        write_unread(c, row, label, nullptr);
+        write_unread(c.loss, row, label, nullptr);
     }
     if (by.thread() == 0)
         of_row[row] = {gradient, label};
@@ -886,7 +671,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_const
     wait_for_previous_kernel();
     const RowGradient gradient = of_row[row].gradient;
     const int64_t label = of_row[row].label;
-    const ColumnGradient<OPTIONS, T> columns(gradient, c);
+    const ColumnGradient<OPTIONS, T> columns(gradient, c.loss);
 #pragma unroll
     for (int k = 0; k < GRADIENT_PACKS; k++)
         if (first + k * GRADIENT_THREADS < stretch.packs) {
@@ -895,7 +680,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_const
             unpack(packs[k], d);
 #pragma unroll
             for (int j = 0; j < N; j++)
-                d[j] = gradient.constant ? gradient.p : columns.of(d[j], at + j, c);
+                d[j] = gradient.constant ? gradient.p : columns.of(d[j], at + j, c.loss);
             if (label >= at && label < at + N && !gradient.constant)
 #pragma unroll
                 for (int j = 0; j < N; j++)
@@ -905,7 +690,9 @@ __global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_const
     if (part == 0 && threadIdx.x < stretch.edges) {
         const int64_t at = stretch.head + stretch.edge(threadIdx.x);
         const float z = to_float(stretch.body[stretch.edge(threadIdx.x)]);
-        dz[at] = from_float<T>(gradient.constant ? gradient.p : at == label ? gradient.at_label : columns.of(z, at, c));
+        dz[at] = from_float<T>(gradient.constant ? gradient.p
+                               : at == label     ? gradient.at_label
+                                                 : columns.of(z, at, c.loss));
     }
 }
 
@@ -1140,7 +927,6 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
         c.dz = rows_of(call->dlogits, call->dlogits.ndim - 1);
         c.dz_step = call->loss.classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
     }
-    c.weighted = call->loss.smoothing != 0.0f;
     c.counter = context->cuda_state->counters;
     const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     if (c.loss.rows == 0 ? !reduces : !c.loss.forward && !c.gradient)
