@@ -172,7 +172,8 @@ static void shorten_spinning(char **argv) {
         return;
     setenv("GOMP_SPINCOUNT", "10000", 1); /* GCC's runtime: turns */
     setenv("KMP_BLOCKTIME", "1", 1);      /* LLVM's: milliseconds */
-    execv("/proc/self/exe", argv);        /* where that fails, go on as we are */
+    machine_unbind();
+    execv("/proc/self/exe", argv); /* where that fails, go on as we are */
 }
 
 static int list(struct run *run) {

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/context.h"
 #include "harness/problem.h"
 #include "options.h"
 #include "progress.h"
@@ -80,7 +81,7 @@ static void check_op(struct check *c) {
         for (int algorithm = 0; c->op->algorithms[algorithm]; algorithm++) {
             problem p = {.op = c->op, .algorithm = algorithm};
             c->op->make(&p, i);
-            if (p.large)
+            if (p.large || (p.for_cuda && !c->context[0]->cuda))
                 break;
             progress("%s %lld/%lld: %s", c->op->op, (long long)i + 1, (long long)count, p.label);
             if (problem_allocate(&p, (uint64_t)i + 1))

@@ -46,6 +46,7 @@ static _Noreturn void run_again(const struct run *run, const problem *p, enum pr
     for (int fd = 0; fd < 3; fd++)
         dup2(nowhere, fd);
     setenv("RAFTER_FIRST_CALL", "1", 1);
+    machine_unbind();
     execv("/proc/self/exe", (char **)argv);
     _exit(127);
 }

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <omp.h>
+
 const char *machine_cpu(void) {
     static char model[128];
     if (model[0])
@@ -25,8 +27,23 @@ const char *machine_cpu(void) {
 }
 
 int machine_processors(void) {
-    cpu_set_t set;
-    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+    return omp_get_num_procs();
+}
+
+void machine_unbind(void) {
+    cpu_set_t all;
+    CPU_ZERO(&all);
+    for (int place = 0; place < omp_get_num_places(); place++) {
+        int ids[CPU_SETSIZE];
+        const int count = omp_get_place_num_procs(place);
+        if (count > CPU_SETSIZE)
+            return;
+        omp_get_place_proc_ids(place, ids);
+        for (int i = 0; i < count; i++)
+            CPU_SET((size_t)ids[i], &all);
+    }
+    if (CPU_COUNT(&all) > 0)
+        sched_setaffinity(0, sizeof all, &all);
 }
 
 /* The first line of /sys/devices/system/cpu/cpu0/cache/index<index>/<name>, or "". */

@@ -86,12 +86,12 @@ static void run_forward(struct run *run, problem *p) {
 /* One mode of one row, whose tensors are allocated. */
 static void run_mode(struct run *run, problem *p, const struct bench_row *bench, enum problem_mode mode,
                      struct row_notes *notes, struct history *history) {
-    struct column columns[REPORT_COLUMNS];
-    const int count = columns_list(run, p, mode, columns);
     show(run, notes, "oracle", "");
     if (mode != PROBLEM_FORWARD)
         run_forward(run, p);
     problem_solve(p, mode);
+    struct column columns[REPORT_COLUMNS];
+    const int count = columns_list(run, p, mode, columns); /* sessions see the oracle's answers: which elements count */
 
     struct row row = {.x = bench->x, .gradient_bytes = gradient_bytes(p, mode)};
     p->op->cost(p, mode, &row.bytes, &row.flops);
@@ -216,8 +216,10 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
     peers_forget_row();
 }
 
+/* Zero-terminated; a table that the preset has no rows for has none at all. */
 static const int64_t *rows_of(const struct run *run, const struct bench_table *kind) {
-    return run->options.x[0] ? run->options.x : run->options.seeds ? kind->seeds_x : kind->quick_x;
+    const int64_t *preset = run->options.seeds ? kind->seeds_x : kind->quick_x;
+    return preset[0] && run->options.x[0] ? run->options.x : preset;
 }
 
 void run_op(struct run *run, const struct op_cases *op) {
@@ -262,7 +264,7 @@ void run_list(struct run *run) {
     for (int i = 0; run->options.op[i]; i++) {
         const struct op_cases *op = run->options.op[i];
         for (int t = 0; t < op->tables; t++)
-            for (int mode = 0; mode < PROBLEM_MODES; mode++) {
+            for (int mode = 0; mode < PROBLEM_MODES && rows_of(run, &op->table[t])[0]; mode++) {
                 const struct bench_row row = {.table = t,
                                               .x = rows_of(run, &op->table[t])[0],
                                               .dtype = run->options.dtype,

@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "machine.h"
 #include "measure.h"
 
 static const double start_limit = 180; /* seconds for `import torch` and for the first use of a GPU */
@@ -114,6 +115,7 @@ static _Noreturn void run_python(int socket, int log, const struct worker_option
     snprintf(threads, sizeof threads, "%d", o->threads);
     snprintf(evict, sizeof evict, "%zu", o->warm ? 0 : o->evict_bytes);
     python = python ? python : "python3";
+    machine_unbind();
     execlp(python, python, script ? script : RAFTER_WORKER, fd, o->device, threads, evict, (char *)NULL);
     dprintf(STDERR_FILENO, "%s cannot be run: %s\n", python, strerror(errno));
     _exit(127);

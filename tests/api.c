@@ -3,6 +3,7 @@
  * argument and both values, and leaves outputs untouched; argument structs can grow; workspaces and allocators do what
  * they say; zero-size tensors pass.
  */
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -578,6 +579,54 @@ static void test_workspace(void **state) {
     free(memory);
 }
 
+/* The largest |a - b| relative to the largest |b|. */
+static double difference(const float *a, const float *b, int64_t n) {
+    double most = 0, size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        most = fmax(most, fabs((double)a[i] - (double)b[i]));
+        size = fmax(size, fabs((double)b[i]));
+    }
+    return most / size;
+}
+
+/* A large vocabulary in 64 MiB, as the allocator has seen them, gives what the call without a budget gives. */
+static void test_budget(void **state) {
+    (void)state;
+    enum { TOKENS = 384, WIDTH = 32, CLASSES = 131072 };
+    const size_t budget = (size_t)64 << 20;
+    int64_t tokens[] = {TOKENS}, shape_x[] = {TOKENS, WIDTH}, shape_w[] = {CLASSES, WIDTH};
+    enum { X = TOKENS * WIDTH, W = CLASSES * WIDTH };
+    float *const memory = malloc((size_t)(3 * X + 3 * W) * sizeof *memory);
+    int64_t *const labels = malloc(TOKENS * sizeof *labels);
+    assert_true(memory && labels);
+    for (int64_t i = 0; i < X + W; i++) /* of no short period */
+        memory[i] = (float)((uint64_t)i * 0x9e3779b97f4a7c15u >> 40) * 0x1p-23f - 1;
+    for (int64_t i = 0; i < TOKENS; i++)
+        labels[i] = i * 7919 % CLASSES;
+    f.hidden = rafter_tensor(memory, RAFTER_F32, 2, shape_x);
+    f.weight = rafter_tensor(memory + X, RAFTER_F32, 2, shape_w);
+    f.target = rafter_tensor(labels, RAFTER_I64, 1, tokens);
+
+    float loss[2], *const dx[] = {memory + X + W, memory + 2 * X + W},
+                          *const dweight[] = {memory + 3 * X + W, memory + 3 * X + 2 * W};
+    size_t peak[2];
+    for (int i = 0; i < 2; i++) {
+        struct ledger ledger = {0};
+        with_ledger(&ledger);
+        f.loss = rafter_tensor(&loss[i], RAFTER_F32, 0, NULL);
+        f.dhidden = rafter_tensor(dx[i], RAFTER_F32, 2, shape_x);
+        f.dweight = rafter_tensor(dweight[i], RAFTER_F32, 2, shape_w);
+        f.lce.budget = i == 0 ? 0 : budget;
+        assert_int_equal(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_OK);
+        peak[i] = ledger.most;
+    }
+    assert_true(peak[0] > 2 * budget && peak[1] <= budget && peak[1] > budget / 2);
+    assert_true(fabsf(loss[1] - loss[0]) < 1e-5f * loss[0]);
+    assert_true(difference(dx[1], dx[0], X) < 1e-5 && difference(dweight[1], dweight[0], W) < 1e-5);
+    free(memory);
+    free(labels);
+}
+
 static void test_interleaved_columns_do_not_overlap(void **state) {
     (void)state;
     int64_t shape[] = {4, 8}, strides[] = {16, 1};
@@ -728,6 +777,7 @@ int main(void) {
         TEST(test_lrpe_bad),
         TEST(test_allocator),
         TEST(test_workspace),
+        TEST(test_budget),
         TEST(test_interleaved_columns_do_not_overlap),
         TEST(test_none_copies_nothing_in_place),
         TEST(test_zero_sizes),

@@ -64,12 +64,15 @@ done <"$tests/seeds.txt"
 [ "$(wc -l <"$tests/seeds.txt")" = 50 ] || fail "there are 50 tables in the seeds"
 
 # --- and the speed tables come out like that (x and the time per cell are small to be quick)
-timeout 60 "$rafter" bench --preset seeds --x 16 --seconds 0.001 --metric all --providers rafter --json "$folder/seeds.json" \
+small=(--preset seeds --x 16 --seconds 0.001 --metric all --providers rafter)
+timeout 60 "$rafter" bench cross_entropy logsumexp act lrpe_cosine "${small[@]}" --json "$folder/seeds.json" \
     >"$folder/seeds.txt" 2>"$folder/err" || fail "bench --preset seeds: status $?"
+timeout 60 "$rafter" bench lce "${small[@]}" --table batch12288-dim4096 --json "$folder/lce.json" \
+    >>"$folder/seeds.txt" 2>>"$folder/err" || fail "bench lce --preset seeds: status $?"
 [ -s "$folder/err" ] && fail "bench prints to stderr though it is not a terminal: $(head -n 1 "$folder/err")"
 while read -r title; do
     grep -qxF "$title:" "$folder/seeds.txt" || fail "no table '$title'"
-    grep -qF "\"table\": \"$title\"" "$folder/seeds.json" || fail "no JSON row of '$title'"
+    grep -qF "\"table\": \"$title\"" "$folder/seeds.json" "$folder/lce.json" || fail "no JSON row of '$title'"
 done < <(cut -d ' ' -f 1 "$tests/seeds.txt")
 grep -qE '^0 +16\.0 +[0-9.]+$' "$folder/seeds.txt" || fail "no row '0  16.0  time'"
 grep -qw wrong "$folder/seeds.txt" && fail "a result is wrong: $(grep -w wrong "$folder/seeds.txt" | head -n 1)"

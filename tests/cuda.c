@@ -8,10 +8,12 @@
  * --every takes one problem in N. Without a GPU it says so and exits with 77, which ctest counts as skipped.
  */
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "core/backend.h"
 #include "harness/problem.h"
@@ -35,16 +37,19 @@ static void expect(bool good, const char *format, ...) {
     va_end(values);
 }
 
-/* On a stream of its own, which takes no heed of the default one. */
-static rafter_context *open_context(void) {
-    const rafter_context_options options = {
-        .size = sizeof options, .device = {kDLCUDA, 0}, .stream = cuda ? cuda->stream() : NULL};
+static rafter_context *open_on(void *stream) {
+    const rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 0}, .stream = stream};
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
         printf("skipped: %s\n", rafter_last_error(NULL));
         exit(77);
     }
     return context;
+}
+
+/* On a stream of its own, which takes no heed of the default one. */
+static rafter_context *open_context(void) {
+    return open_on(cuda ? cuda->stream(false) : NULL);
 }
 
 static void close_context(rafter_context *context) {
@@ -155,52 +160,54 @@ static void test_graphs(const struct op_cases *op) {
 /* ---- scratch memory and captures ------------------------------------------------------------------------------------
  */
 
-enum { LINES = 3, LENGTH = 1 << 18 }; /* a softmax of few long lines: several blocks to a line, with scratch memory */
+/* Columns in two parts each: more scratch memory than a context always has. */
+enum { LENGTH = 128, COLUMNS = 100000, MORE_COLUMNS = 400000 };
 
-struct softmax {
+struct sums {
     int64_t shape[2];
-    DLTensor x, y;
-    rafter_act_args args;
+    DLTensor x, lse;
+    rafter_logsumexp_args args;
 };
 
-static void set_softmax(struct softmax *s, float *x, float *y, int64_t length) {
-    s->shape[0] = LINES;
-    s->shape[1] = length;
+static void set_sums(struct sums *s, float *x, float *lse, int64_t columns) {
+    s->shape[0] = LENGTH;
+    s->shape[1] = columns;
     s->x = rafter_tensor(x, RAFTER_F32, 2, s->shape);
-    s->y = rafter_tensor(y, RAFTER_F32, 2, s->shape);
-    s->x.device = s->y.device = (DLDevice){kDLCUDA, 0};
-    s->args = (rafter_act_args){.size = sizeof s->args, .kind = RAFTER_ACT_SOFTMAX, .dim = -1, .x = &s->x, .y = &s->y};
+    s->lse = rafter_tensor(lse, RAFTER_F32, 1, s->shape + 1);
+    s->x.device = s->lse.device = (DLDevice){kDLCUDA, 0};
+    s->args = (rafter_logsumexp_args){
+        .size = sizeof s->args, .algorithm = RAFTER_LOGSUMEXP_PARALLEL, .dim = 0, .x = &s->x, .lse = &s->lse};
 }
 
-/* Every value is the same, so that a line's results are 1 / length. */
-static bool is_uniform(const float *y, int64_t length) {
-    float *const host = malloc(sizeof(float) * LINES * (size_t)length);
-    bool good = host && cuda->copy(host, y, sizeof(float) * LINES * (size_t)length);
-    for (int64_t i = 0; i < LINES * length && good; i++)
-        good = fabsf(host[i] * (float)length - 1.0f) < 1e-5f;
+/* Of zeros, every one is the logarithm of their number. */
+static bool are_right(const float *lse, int64_t columns) {
+    float *const host = malloc(sizeof(float) * (size_t)columns);
+    bool good = host && cuda->copy(host, lse, sizeof(float) * (size_t)columns);
+    for (int64_t i = 0; i < columns && good; i++)
+        good = fabs(host[i] - log(LENGTH)) < 1e-5;
     free(host);
     return good;
 }
 
 static void test_scratch_in_captures(void) {
     rafter_context *context = open_context();
-    const size_t bytes = sizeof(float) * LINES * LENGTH * 4;
-    float *const x = cuda->allocate(bytes), *const y = cuda->allocate(bytes), *const z = cuda->allocate(bytes);
-    cuda->fill(context, x, 0, bytes);
-    struct softmax s, larger;
-    set_softmax(&s, x, y, LENGTH);
-    set_softmax(&larger, x, z, 4 * LENGTH);
+    const size_t x_bytes = sizeof(float) * LENGTH * MORE_COLUMNS, lse_bytes = sizeof(float) * MORE_COLUMNS;
+    float *const x = cuda->allocate(x_bytes), *const few = cuda->allocate(lse_bytes),
+                 *const many = cuda->allocate(lse_bytes);
+    cuda->fill(context, x, 0, x_bytes);
+    struct sums s, more;
+    set_sums(&s, x, few, COLUMNS);
+    set_sums(&more, x, many, MORE_COLUMNS);
 
-    size_t wanted = 0, wanted_larger = 0;
-    expect(rafter_act_workspace(context, &s.args, RAFTER_FORWARD, &wanted) == RAFTER_OK && wanted > 0,
-           "a long softmax takes no workspace: this test needs another problem");
-    expect(rafter_act_workspace(context, &larger.args, RAFTER_FORWARD, &wanted_larger) == RAFTER_OK &&
-               wanted_larger >= wanted,
-           "a longer softmax takes less workspace");
+    size_t wanted = 0, wanted_more = 0;
+    expect(rafter_logsumexp_workspace(context, &s.args, RAFTER_FORWARD, &wanted) == RAFTER_OK && wanted > 1 << 20 &&
+               rafter_logsumexp_workspace(context, &more.args, RAFTER_FORWARD, &wanted_more) == RAFTER_OK &&
+               wanted_more > wanted,
+           "%zu and %zu bytes of workspace: this test needs other problems", wanted, wanted_more);
 
     /* Nothing is allocated during a capture, and the capture is none the worse for it. */
     expect(cuda->capture_begin(context), "no capture");
-    rafter_status status = rafter_act_forward(context, &s.args);
+    rafter_status status = rafter_logsumexp_forward(context, &s.args);
     expect(status == RAFTER_OUT_OF_MEMORY && strstr(rafter_last_error(context), "captured"),
            "a call that must allocate in a capture: %s (%s)", rafter_status_name(status), rafter_last_error(context));
     int32_t found;
@@ -213,25 +220,25 @@ static void test_scratch_in_captures(void) {
         cuda->forget_graph(graph);
 
     /* After one call there is memory. The graph keeps it, whatever the context does later. */
-    expect(rafter_act_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
+    expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
     expect(cuda->capture_begin(context), "no capture");
-    expect(rafter_act_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
+    expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
     graph = cuda->capture_end(context);
     expect(graph != NULL, "no graph");
     for (int round = 0; round < 3 && graph; round++) {
-        cuda->fill(context, y, 0xff, bytes);
-        cuda->fill(context, z, 0xff, bytes);
-        expect(rafter_act_forward(context, &larger.args) == RAFTER_OK, "%s", rafter_last_error(context));
+        cuda->fill(context, few, 0xff, lse_bytes);
+        cuda->fill(context, many, 0xff, lse_bytes);
+        expect(rafter_logsumexp_forward(context, &more.args) == RAFTER_OK, "%s", rafter_last_error(context));
         expect(cuda->replay(context, graph), "no replay");
         expect(cuda->synchronize(context), "the device failed");
-        expect(is_uniform(y, LENGTH), "the graph's softmax is wrong once the context's memory has grown");
-        expect(is_uniform(z, 4 * LENGTH), "a softmax between replays is wrong");
+        expect(are_right(few, COLUMNS), "the graph's results are wrong once the context's memory has grown");
+        expect(are_right(many, MORE_COLUMNS), "a call between replays is wrong");
     }
     if (graph)
         cuda->forget_graph(graph);
     cuda->release(x);
-    cuda->release(y);
-    cuda->release(z);
+    cuda->release(few);
+    cuda->release(many);
     close_context(context);
 }
 
@@ -306,6 +313,219 @@ static void test_two_streams(const struct op_cases *a, const struct op_cases *b)
     }
     leave(&one);
     leave(&other);
+}
+
+/* A softmax of one line, so long that its blocks fill the GPU and meet; or any other act of so many elements. */
+enum { LINE = 1 << 25 };
+
+struct line {
+    int64_t shape[1];
+    uint16_t *x_there, *y_there;
+    DLTensor x, y;
+    rafter_act_args args;
+    rafter_context *context;
+};
+
+static void open_line(struct line *line, rafter_act_kind kind, bool urgent) {
+    *line = (struct line){.shape = {LINE}, .context = open_on(cuda->stream(urgent))};
+    line->x_there = cuda->allocate(sizeof(uint16_t) * LINE);
+    line->y_there = cuda->allocate(sizeof(uint16_t) * LINE);
+    line->x = rafter_tensor(line->x_there, RAFTER_BF16, 1, line->shape);
+    line->y = rafter_tensor(line->y_there, RAFTER_BF16, 1, line->shape);
+    line->x.device = line->y.device = line->context->device;
+    line->args = (rafter_act_args){.size = sizeof line->args, .kind = kind, .x = &line->x, .y = &line->y};
+    cuda->fill(line->context, line->x_there, 0, sizeof(uint16_t) * LINE);
+    cuda->fill(line->context, line->y_there, 0xff, sizeof(uint16_t) * LINE);
+    cuda->synchronize(line->context);
+}
+
+static void close_line(struct line *line) {
+    cuda->release(line->x_there);
+    cuda->release(line->y_there);
+    close_context(line->context);
+}
+
+static void on_alarm(int signal) {
+    (void)signal;
+    static const char words[] = "FAIL blocks that meet have waited for each other for a minute\n";
+    if (write(STDOUT_FILENO, words, sizeof words - 1) > 0)
+        _exit(1);
+    _exit(2);
+}
+
+/* Kernels whose blocks wait for each other go on to the end though others, of a higher priority too, take their places
+ * on the GPU. */
+static void test_meetings(void) {
+    enum { ROUNDS = 100, MINUTE = 60 };
+    struct line meeting, urgent, filler;
+    open_line(&meeting, RAFTER_ACT_SOFTMAX, false);
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
+    open_line(&filler, RAFTER_ACT_SILU, false);
+    signal(SIGALRM, on_alarm);
+    alarm(MINUTE);
+    for (int round = 0; round < ROUNDS; round++) {
+        struct line *const turn[] = {&filler, &meeting, &urgent};
+        for (int i = 0; i < 3; i++)
+            expect(rafter_act_forward(turn[i]->context, &turn[i]->args) == RAFTER_OK, "%s",
+                   rafter_last_error(turn[i]->context));
+    }
+    expect(cuda->synchronize(meeting.context) && cuda->synchronize(urgent.context) && cuda->synchronize(filler.context),
+           "the device failed");
+    alarm(0);
+    uint16_t results[2][LINE / (1 << 15)];
+    const uint16_t want = (127 - 25) << 7; /* 2^-25 in bf16 */
+    for (int i = 0; i < LINE / (1 << 15); i++) {
+        cuda->copy(&results[0][i], meeting.y_there + ((size_t)i << 15), sizeof want);
+        cuda->copy(&results[1][i], urgent.y_there + ((size_t)i << 15), sizeof want);
+        expect(results[0][i] == want && results[1][i] == want, "a softmax beside another is wrong at %d", i << 15);
+    }
+    close_line(&meeting);
+    close_line(&urgent);
+    close_line(&filler);
+}
+
+/* ---- more rows than 32 bits count -----------------------------------------------------------------------------------
+ */
+
+enum { PATTERN = 0x3f };                                  /* of every byte of an input: 0.746 in bf16 and in fp32 */
+static const float pattern = 0x1.7e7e7ep-1f;              /* 0x3f3f3f3f */
+static const int64_t giant_rows = ((int64_t)1 << 31) + 7; /* in blocks of 256 and packs of 8: never a whole number */
+
+static rafter_context *giant;
+
+/* Device memory of n elements, every byte of it `byte`. */
+static void *giant_memory(rafter_dtype dtype, int64_t n, int byte) {
+    const size_t bytes = (size_t)n * (dtype == RAFTER_F32 || dtype == RAFTER_I32 ? 4 : 2);
+    void *memory = cuda->allocate(bytes);
+    expect(memory && cuda->fill(giant, memory, byte, bytes), "no memory for %lld elements", (long long)n);
+    return memory;
+}
+
+static DLTensor giant_tensor(rafter_dtype dtype, int ndim, int64_t *shape, int byte) {
+    int64_t n = 1;
+    for (int d = 0; d < ndim; d++)
+        n *= shape[d];
+    DLTensor t = rafter_tensor(giant_memory(dtype, n, byte), dtype, ndim, shape);
+    t.device = giant->device;
+    return t;
+}
+
+/* Elements at both ends, around powers of two, and in between, of a tensor where every `period`-th is alike. */
+static void expect_giant(const char *name, const DLTensor *t, int64_t n, int64_t period, int64_t phase, double want) {
+    const int64_t two = (int64_t)1 << 31;
+    const int64_t near[] = {0, 1, 255, n / 3, n / 2, two - 1, two, two + 1, 2 * two - 1, 2 * two, n - period};
+    for (size_t i = 0; i < sizeof near / sizeof *near; i++) {
+        const int64_t at = near[i] / period * period + phase;
+        unsigned char bytes[4] = {0};
+        const size_t size = t->dtype.bits / 8;
+        float got;
+        if (at >= n)
+            continue;
+        cuda->copy(bytes + 4 - size, (const char *)t->data + (size_t)at * size, size); /* a bf16 is the high half */
+        memcpy(&got, bytes, sizeof got);
+        expect(fabs(got - want) <= 0x1p-8 * fabs(want), "%s[%lld] is %g, wanted %g", name, (long long)at, got, want);
+    }
+}
+
+static void ran(rafter_status status, const char *what) {
+    expect(status == RAFTER_OK, "%s: %s", what, rafter_last_error(giant));
+    expect(cuda->synchronize(giant), "%s: the device failed", what);
+}
+
+static void test_giant_rows(void) {
+    int64_t pairs[2] = {giant_rows, 2}, rows[1] = {giant_rows};
+    const int64_t n = 2 * giant_rows;
+    DLTensor x = giant_tensor(RAFTER_BF16, 2, pairs, PATTERN), out = giant_tensor(RAFTER_BF16, 2, pairs, 0xff);
+    DLTensor of_row = giant_tensor(RAFTER_F32, 1, rows, 0xff), upstream = giant_tensor(RAFTER_F32, 1, rows, PATTERN);
+    DLTensor labels = giant_tensor(RAFTER_I32, 1, rows, 0);
+
+    const rafter_act_args softmax = {.size = sizeof softmax, .kind = RAFTER_ACT_SOFTMAX, .dim = 1, .x = &x, .y = &out};
+    ran(rafter_act_forward(giant, &softmax), "softmax of 2^31 rows");
+    expect_giant("y", &out, n, 1, 0, 0.5);
+    const rafter_act_args silu = {.size = sizeof silu, .kind = RAFTER_ACT_SILU, .x = &x, .y = &out};
+    ran(rafter_act_forward(giant, &silu), "silu of 2^32 elements");
+    expect_giant("y", &out, n, 1, 0, pattern / (1 + exp(-pattern)));
+
+    const rafter_logsumexp_args lse = {
+        .size = sizeof lse, .dim = 1, .x = &x, .lse = &of_row, .dlse = &upstream, .dx = &out};
+    ran(rafter_logsumexp_forward(giant, &lse), "logsumexp of 2^31 rows");
+    expect_giant("lse", &of_row, giant_rows, 1, 0, pattern + log(2));
+    ran(rafter_logsumexp_backward(giant, &lse), "backward of 2^31 rows");
+    expect_giant("dx", &out, n, 1, 0, pattern / 2);
+
+    const rafter_loss_options options = {.size = sizeof options, .reduction = RAFTER_NONE};
+    const rafter_cross_entropy_args loss = {.size = sizeof loss,
+                                            .options = &options,
+                                            .logits = &x,
+                                            .target = &labels,
+                                            .row_loss = &of_row,
+                                            .dloss = &upstream,
+                                            .dlogits = &out};
+    ran(rafter_cross_entropy_forward(giant, &loss), "cross_entropy of 2^31 rows");
+    expect_giant("row_loss", &of_row, giant_rows, 1, 0, log(2));
+    expect_giant("dlogits", &out, n, 2, 0, -pattern / 2);
+    expect_giant("dlogits", &out, n, 2, 1, pattern / 2);
+
+    int64_t shape_x[4] = {1, giant_rows, 1, 1}, shape_y[4] = {1, giant_rows, 1, 2}, shape_theta[2] = {1, 1};
+    DLTensor tokens = x, theta = giant_tensor(RAFTER_F32, 2, shape_theta, 0);
+    tokens.ndim = out.ndim = 4;
+    tokens.shape = shape_x;
+    out.shape = shape_y;
+    const rafter_lrpe_cosine_args encode = {
+        .size = sizeof encode, .act = RAFTER_ACT_RELU, .x = &tokens, .theta = &theta, .y = &out};
+    ran(rafter_lrpe_cosine_forward(giant, &encode), "lrpe_cosine of 2^31 tokens");
+    expect_giant("y", &out, n, 2, 0, pattern);
+    expect_giant("y", &out, n, 2, 1, 0);
+    const DLTensor *const all[] = {&x, &out, &of_row, &upstream, &labels, &theta};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        cuda->release(all[i]->data);
+}
+
+/* One line of so many elements, alone and beside another. */
+static void test_giant_lines(void) {
+    for (int64_t lines = 1; lines <= 2; lines++) {
+        int64_t shape[2] = {giant_rows, lines}, one[1] = {lines}, shape_x[4] = {1, giant_rows, 1, lines},
+                shape_y[4] = {1, giant_rows, 1, 2 * lines}, shape_theta[2] = {1, lines};
+        const int64_t n = giant_rows * lines;
+        DLTensor x = giant_tensor(RAFTER_BF16, 2, shape, PATTERN), y = giant_tensor(RAFTER_BF16, 2, shape, 0xff);
+        DLTensor wide = giant_tensor(RAFTER_BF16, 4, shape_y, 0xff), sums = giant_tensor(RAFTER_F32, 1, one, 0xff);
+        DLTensor theta = giant_tensor(RAFTER_F32, 2, shape_theta, 0), tokens = x;
+        tokens.ndim = 4;
+        tokens.shape = shape_x;
+        const rafter_act_args softmax = {
+            .size = sizeof softmax, .kind = RAFTER_ACT_SOFTMAX, .dim = 0, .x = &x, .y = &y};
+        ran(rafter_act_forward(giant, &softmax), "softmax over 2^31 elements");
+        expect_giant("y", &y, n, 1, 0, 0x1p-31);
+        const rafter_logsumexp_args lse = {.size = sizeof lse, .dim = 0, .x = &x, .lse = &sums};
+        ran(rafter_logsumexp_forward(giant, &lse), "logsumexp over 2^31 elements");
+        expect_giant("lse", &sums, lines, 1, 0, pattern + 31 * log(2));
+        const rafter_lrpe_cosine_args encode = {.size = sizeof encode,
+                                                .act = RAFTER_ACT_SOFTMAX,
+                                                .softmax_over = RAFTER_OVER_SEQUENCE,
+                                                .x = &tokens,
+                                                .theta = &theta,
+                                                .y = &wide};
+        ran(rafter_lrpe_cosine_forward(giant, &encode), "lrpe_cosine over 2^31 tokens");
+        expect_giant("y", &wide, 2 * n, 2 * lines, 0, 0x1p-31);
+        expect_giant("y", &wide, 2 * n, 2 * lines, lines, 0);
+        const DLTensor *const all[] = {&x, &y, &wide, &sums, &theta};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+            cuda->release(all[i]->data);
+    }
+}
+
+static void test_giants(void) {
+    const int64_t least = (int64_t)64 << 30;
+    struct rafter_cuda_facts facts;
+    giant = open_context();
+    cuda->facts(giant, &facts);
+    if (facts.memory_bytes >= least) {
+        test_giant_rows();
+        test_giant_lines();
+    } else {
+        printf("this GPU has less than 64 GiB: more than 2^31 rows were left out\n");
+    }
+    close_context(giant);
 }
 
 /* ---- labels out of range --------------------------------------------------------------------------------------------
@@ -660,6 +880,10 @@ int main(int argc, char **argv) {
                 test_two_streams(problem_ops[o], problem_ops[other]);
         count_off("on two streams");
     }
+    test_meetings();
+    count_off("blocks that meet");
+    test_giants();
+    count_off("more than 2^31 rows");
     rafter_context_destroy(context);
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0;

@@ -56,7 +56,7 @@ for step in $steps; do
     walk) for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done ;;
     api)
         job api 300 "$api"
-        job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-40000}" 1 cuda
+        job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-20000}" 1 cuda
         ;;
     large)
         wait # they take most of the host's memory

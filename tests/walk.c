@@ -155,6 +155,10 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
                 op->make(&p, index);
                 if (p.large || !problem_has_layout(&p, p.layout))
                     continue;
+                const bool common =
+                    values == PROBLEM_ORDINARY && (layout == PROBLEM_COMPACT || layout == PROBLEM_UNALIGNED);
+                if (p.for_cuda && !(device.device_type == kDLCUDA && common))
+                    continue;
                 if (!problem_allocate(&p, (uint64_t)index * 7919 + 1)) {
                     verdict(false, &p, variant, "allocation", "no memory");
                     continue;
@@ -164,7 +168,7 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
                         run_mode(&p, contexts[1], variant, (enum problem_mode)mode);
                         if (layout == PROBLEM_COMPACT && values == PROBLEM_ORDINARY) {
                             uint64_t bits = 0;
-                            run_bitwise(&p, contexts, count, variant, (enum problem_mode)mode, &bits);
+                            run_bitwise(&p, contexts, p.for_cuda ? 2 : count, variant, (enum problem_mode)mode, &bits);
                             run_in_workspace(&p, without_memory, variant, (enum problem_mode)mode, bits);
                         }
                     }

@@ -2,7 +2,7 @@
 trailing ones that have their default value may be missing."""
 import torch
 
-from ._ops import Op, below_autograd, declare, define, direct
+from ._ops import Op, below_autograd, declare, define, direct, once
 
 SOFTMAX = 4  # of rafter_act_kind
 NONE = 2  # of rafter_reduction
@@ -27,12 +27,22 @@ def _act_save(ctx, args, y):
     ctx.rest = args[1:]
 
 
+def _act_eager(raw):
+    def forward(ctx, x, rest):
+        y = raw(x, *rest)
+        ctx.save_for_backward(y if rest[0] == SOFTMAX else x)
+        ctx.rest = rest
+        return y
+
+    return forward
+
+
 def _act_backward(op, ctx, dy):
     return (op("act_backward")(dy, *ctx.saved_tensors, *ctx.rest),)
 
 
 declare("act_backward", lambda dy, saved, kind, dim=0: torch.empty_like(saved))
-act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward)
+act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward, _act_eager)
 
 # ---- logsumexp
 
@@ -86,6 +96,16 @@ def _cross_entropy_stats_save(ctx, args, results):
     _cross_entropy_save(ctx, args, results, options=3)
 
 
+def _cross_entropy_eager(raw):
+    def forward(ctx, input, rest):
+        loss, lse = raw(input, *rest)
+        ctx.save_for_backward(input, rest[0], lse, *rest[1:4])
+        ctx.numbers = rest[4:]
+        return loss
+
+    return forward
+
+
 def _cross_entropy_backward(op, ctx, dloss, *_):
     return (op("cross_entropy_backward")(dloss, *ctx.saved_tensors, *ctx.numbers),)
 
@@ -93,7 +113,7 @@ def _cross_entropy_backward(op, ctx, dloss, *_):
 declare("cross_entropy_backward", lambda dloss, input, *_: torch.empty_like(input))
 declare("cross_entropy_backward_", lambda *_: None)
 cross_entropy = Op("cross_entropy", 1, lambda input, target, *options: _loss_fake(target, options), _cross_entropy_save,
-                   _cross_entropy_backward, first=True)
+                   _cross_entropy_backward, _cross_entropy_eager)
 cross_entropy_stats = Op("cross_entropy_stats", 1, lambda input, target, which, *options:
                          (*_loss_fake(target, options), *_stats_fake(target, which)), _cross_entropy_stats_save,
                          _cross_entropy_backward)
@@ -104,12 +124,10 @@ class CrossEntropyInplace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, input, rest):
-        results = cross_entropy.raw(input, *rest)
-        _cross_entropy_save(ctx, (input, *rest), results)
-        return results[0]
+        return _cross_entropy_eager(cross_entropy.raw)(ctx, input, rest)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dloss):
         input = ctx.saved_tensors[0]
         below_autograd("cross_entropy_backward_")(dloss, *ctx.saved_tensors, *ctx.numbers)
@@ -205,7 +223,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss, lse, *results[3:]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dloss, *_):
         input, linear_weight, linear_bias, target, lse, *options = ctx.saved_tensors  # raises if the graph was freed
         inputs = dloss, input, linear_weight, linear_bias, target, lse

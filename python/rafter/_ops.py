@@ -12,7 +12,6 @@ import os
 
 import torch
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 torch.ops.load_library(os.path.join(os.path.dirname(os.path.abspath(__file__)), "librafter_torch.so"))
 _library = torch.library.Library("rafter", "FRAGMENT")
@@ -41,8 +40,28 @@ def define(name, schema, function):
         _library.impl(each, function, "CompositeExplicitAutograd")
 
 
+_TWICE = "rafter: the gradient of a gradient is not implemented"
+
+
 def _refuse(ctx, *grads):
-    raise RuntimeError("rafter: the gradient of a gradient is not implemented; call backward without create_graph=True")
+    raise RuntimeError(_TWICE)
+
+
+def once(backward):
+    """A backward whose gradients, where create_graph asks for a graph of them, raise when they are differentiated in turn. (What
+    torch.autograd.function.once_differentiable does, except that it trusts upstream gradients that require none: a term would be
+    missing silently.)"""
+
+    @functools.wraps(backward)
+    def guarded(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        tie = torch._C._functions.DelayedError(_TWICE.encode(), 1)
+        return tuple(None if r is None else tie(r.detach().requires_grad_()) for r in results)
+
+    return guarded
 
 
 def declare(name, fake, differentiable=False):
@@ -61,15 +80,17 @@ class Op:
 
     fake(*args): the results' shapes and dtypes. save(ctx, args, results): keeps what backward needs.
     backward(op, ctx, *grads): the gradients, by way of op("NAME_backward").
-    first: the eager path returns only the first result; the others are for backward.
+    forward(raw): makes the eager path's forward(ctx, *inputs, rest), where the general one is too slow for a small op or returns
+    more than it should.
     """
 
-    def __init__(self, name, inputs, fake, save, backward, first=False):
+    def __init__(self, name, inputs, fake, save, backward, forward=None):
         declare(name, fake, differentiable=True)
         self.op = public(name)
         self.raw = raw = below_autograd(name)
         others = (None,) * (len(self.op._schema.arguments) - inputs)
 
+        @once
         def formula(ctx, *grads):
             return (*backward(public, ctx, *grads), *others)
 
@@ -78,17 +99,17 @@ class Op:
 
         torch.library.register_autograd("rafter::" + name, formula, setup_context=keep)
 
-        def forward(ctx, *args):
+        def general(ctx, *args):
             args = args[:-1] + args[-1]
             results = raw(*args)
             save(ctx, args, results)
-            return results[0] if first else results
+            return results
 
-        @once_differentiable
+        @once
         def eager_backward(ctx, *grads):
             return (*backward(below_autograd, ctx, *grads), None)
 
         # The arguments after the first `inputs` come as one tuple: a Function looks at each of its arguments. The class's name
         # is the one that grad_fn shows.
-        members = {"forward": staticmethod(forward), "backward": staticmethod(eager_backward)}
+        members = {"forward": staticmethod(forward(raw) if forward else general), "backward": staticmethod(eager_backward)}
         self.eager = direct(type(name, (Function,), members))

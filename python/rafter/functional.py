@@ -58,7 +58,8 @@ def _plain(x):
 
 
 def _act(input, *kind):
-    if not _plain(input):
+    cls = type(input)
+    if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
         return _subclasses.call(_formulas.act.op, input, *kind)
     if input.requires_grad and _grad_enabled():
         return _act_eager(input, kind)

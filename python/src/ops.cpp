@@ -200,7 +200,7 @@ template <bool in_place> void cross_entropy_backward(StableIValue *stack, uint64
 
 #define LINEAR "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
 #define GRADIENTS "Tensor dinput, Tensor dweight, Tensor dbias"
-#define CHOICES "int mode=0, int accumulate=0, int budget=0"
+#define CHOICES "int lce_mode=0, int accumulate=0, int budget=0"
 
 /* Bits of `grads`, in the order of the results. */
 enum { DX = 1, DWEIGHT = 2, DBIAS = 4 };

@@ -48,12 +48,13 @@ struct rafter_cuda {
     void (*facts)(const rafter_context *context, struct rafter_cuda_facts *facts);
     void *(*allocate)(size_t bytes); /* plain device memory; NULL if there is none */
     void (*release)(void *memory);
-    int64_t (*pool_bytes)(const rafter_context *context); /* handed out by the pool that scratch memory comes from */
+    int64_t (*pool_bytes)(const rafter_context *context);   /* handed out by the pool that scratch memory comes from */
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */
     bool (*synchronize)(const rafter_context *context);
-    void *(*stream)(void); /* a new one, for the options of a context; NULL if there is none */
+    void *(*stream)(bool urgent); /* a new one, for the options of a context; NULL if there is none. Urgent: of the
+                                     highest priority, else of the lowest */
     void (*forget_stream)(void *stream);
     void (*launch_nothing)(const rafter_context *context); /* an empty kernel */
     void *(*event)(void);

@@ -47,13 +47,17 @@ static bool drop_block(rafter_cuda_state *state) {
     return true;
 }
 
-/* One block is enough: a context serves one call at a time and all its work is in the order of one stream. It only
- * grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call once
- * before. */
+/* One block at a time is enough: a context serves one call at a time and all its work is in the order of one stream.
+ * The large one only grows, and not while the stream is being captured: then a caller gives a workspace, or has made
+ * the same call once before. Asking whether it is takes the host most of a microsecond, which the small block saves. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
         return NULL;
+    if (bytes <= RAFTER_CUDA_SMALL_BLOCK) {
+        state->block_taken = true;
+        return state->small;
+    }
     const bool capturing = rafter_cuda_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
@@ -146,26 +150,26 @@ static rafter_status open_context(rafter_context *context) {
     void *flag = NULL, *flag_on_device = NULL;
     const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
-    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + sizeof zero_and_one);
+    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
+    state->small = state->counters + RAFTER_CUDA_COUNTERS;
+    state->zero_and_one = reinterpret_cast<float *>(static_cast<char *>(state->small) + RAFTER_CUDA_SMALL_BLOCK);
     if (error == cudaSuccess)
         error = cudaMemset(state->counters, 0, counters_bytes);
     if (error == cudaSuccess)
-        error = cudaMemcpy(state->counters + RAFTER_CUDA_COUNTERS, zero_and_one, sizeof zero_and_one,
-                           cudaMemcpyHostToDevice);
+        error = cudaMemcpy(state->zero_and_one, zero_and_one, sizeof zero_and_one, cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
         error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+    state->bad_labels = static_cast<int *>(flag);
+    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     if (error != cudaSuccess) {
         cudaGetLastError();
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
-    state->zero_and_one = reinterpret_cast<const float *>(state->counters + RAFTER_CUDA_COUNTERS);
-    state->bad_labels = static_cast<int *>(flag);
-    state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     *state->bad_labels = 0;
 
     if (!context->allocate) {
@@ -246,9 +250,12 @@ static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
 
-static void *new_stream(void) {
+static void *new_stream(bool urgent) {
     cudaStream_t stream = NULL;
-    return cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess ? stream : NULL;
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    const int priority = urgent ? highest : lowest;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
 }
 
 static void forget_stream(void *stream) {

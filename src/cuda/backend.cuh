@@ -16,7 +16,7 @@ struct rafter_cuda_state {
 
     /* Zero between calls: kernels that count arrivals set their counters back. */
     unsigned *counters;
-    const float *zero_and_one; /* on the device, for scalars of matrix products */
+    float *zero_and_one; /* on the device, for scalars of matrix products */
 
     /* Set by kernels that met a label out of range; in host memory that the device can write. */
     volatile int *bad_labels; /* as the host sees it */
@@ -25,15 +25,16 @@ struct rafter_cuda_state {
     /* cuBLASLt and what it has chosen; NULL until the first matrix product. */
     struct rafter_cuda_products *products;
 
-    /* The default scratch allocator: one block, kept. Graphs hold on to the blocks that their calls were captured with,
-     * so that those live as long as the context. */
+    /* The default scratch allocator: a small block, which is always there, and a large one, which grows. Graphs hold on
+     * to the blocks that their calls were captured with, so that those live as long as the context. */
+    void *small;
     void *block;
     size_t block_bytes;
     bool block_taken, block_captured;
     struct Retired *retired;
 };
 
-enum { RAFTER_CUDA_COUNTERS = 1 << 16 };
+enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20 };
 
 /* Makes the context's device current for the length of a call. */
 struct OnDevice {

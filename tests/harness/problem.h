@@ -117,6 +117,7 @@ typedef struct problem {
     enum problem_values values;
     bool finite_differences; /* small and smooth enough for them */
     bool large;              /* only run by the slow label */
+    bool for_cuda;           /* of a size that only a GPU treats unlike smaller ones: others leave it out */
     int tensors;
     problem_tensor tensor[PROBLEM_TENSORS];
     rafter_loss_options loss_options; /* storage for the losses' calls */

@@ -72,10 +72,10 @@ _RTOL = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 _ATOL = {torch.float32: 2e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
 
-def close(actual, expected, dtype=None, scale=1.0):
+def close(actual, expected, dtype=None, scale=1.0, atol=0.0):
     """Asserts that actual is the fp64 `expected` within the rounding of `dtype` (of `actual` unless given)."""
     dtype = dtype or actual.dtype
-    rtol, atol = _RTOL[dtype] * scale, _ATOL[dtype] * scale
+    rtol, atol = _RTOL[dtype] * scale, max(_ATOL[dtype] * scale, atol)
     torch.testing.assert_close(actual.detach().double().cpu(), expected.detach().double().cpu(), rtol=rtol, atol=atol, equal_nan=True,
                                check_stride=False)
 
@@ -139,7 +139,7 @@ def labels(shape, classes, device, ignored=True, ignore_index=-100, seed=3):
 
 
 def normal(*shape, device="cpu", dtype=torch.float32, seed=0, scale=1.0):
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return x.to(device=device, dtype=dtype)
 
 

@@ -148,11 +148,19 @@ static const struct {
     {1, {4, {2, 5, 3, 4}}},
     {-2, {4, {2, 3, 1, 5}}},
 };
-/* Lines so few and so long that they are cut into parts. */
+/* Lines so few and so long that they are cut into parts; and for GPUs, teams of several sizes that take several strips
+ * each. */
 static const struct {
+    rafter_dtype dtype;
     int dim;
     struct shape shape;
-} long_lines[] = {{-1, {2, {2, 140001}}}, {0, {2, {5003, 70}}}};
+    bool for_cuda;
+} long_lines[] = {{RAFTER_F32, -1, {2, {2, 140001}}, false},     {RAFTER_BF16, 0, {2, {5003, 70}}, false},
+                  {RAFTER_BF16, -1, {2, {1, 1 << 20}}, true},    {RAFTER_BF16, -1, {2, {600, 2056}}, true},
+                  {RAFTER_F32, -1, {2, {60, 5001}}, true},       {RAFTER_F16, 0, {2, {70001, 8}}, true},
+                  {RAFTER_F32, 0, {2, {9001, 7}}, true},         {RAFTER_BF16, 1, {3, {3, 1100, 136}}, true},
+                  {RAFTER_BF16, 1, {3, {40, 130, 72}}, true},    {RAFTER_BF16, 0, {2, {1 << 20, 1}}, true},
+                  {RAFTER_BF16, -2, {4, {3, 4, 300, 128}}, true}};
 
 static const struct {
     rafter_act_kind kind;
@@ -211,8 +219,9 @@ static void make(problem *p, int64_t index) {
     }
     i = index - COUNT(dtypes) * (COUNT(elementwise) * COUNT(shapes) + COUNT(lines) + COUNT(in_place));
     if (i < COUNT(long_lines)) {
-        declare(p, RAFTER_ACT_SOFTMAX, long_lines[i].dim, i ? RAFTER_BF16 : RAFTER_F32, PLAIN, long_lines[i].shape.ndim,
+        declare(p, RAFTER_ACT_SOFTMAX, long_lines[i].dim, long_lines[i].dtype, PLAIN, long_lines[i].shape.ndim,
                 long_lines[i].shape.size);
+        p->for_cuda = long_lines[i].for_cuda;
         return;
     }
     const int64_t large[] = {3, 32771, 21851}; /* past 2^31 elements */

@@ -383,9 +383,12 @@ V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const fl
 /* ---- softmax along columns ----------------------------------------------------------------------------------------
  */
 
-/* Rows that are summed before they are added to the columns' sums, which bounds the error by FOLD + n / FOLD roundings;
- * and how many rows ahead memory is asked for. */
-enum { FOLD = 8, AHEAD = 16 };
+enum {
+    FOLD = 8,  /* rows that are summed before they are added to the columns' sums: FOLD + n / FOLD roundings */
+    PAIRS = 4, /* pairs of vectors across columns whose sums are in registers meanwhile, so that memory is read straight
+                  on for at least that long */
+    AHEAD = 16, /* rows ahead that memory is asked for */
+};
 
 /* The maxima of the columns over the first `rows` rows. */
 V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, float *max) {
@@ -409,54 +412,79 @@ V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, fl
     }
 }
 
-V_INLINE void fold_forward(int dtype, const struct act_block *b, int64_t row, int rows, const float *pivot,
-                           float *sum) {
-    const int64_t bytes = v_bytes(dtype), pitch = b->row_stride[ACT_IN] * bytes, n = b->columns;
-    const char *const x = row_at(dtype, b, ACT_IN, row);
-    int64_t i = 0;
-    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
-        const vf p0 = finite_pivot(v_load(RAFTER_F32, pivot + i));
-        const vf p1 = finite_pivot(v_load(RAFTER_F32, pivot + i + V_LANES));
-        vf s0 = v_set(0.0f), s1 = s0, x0, x1;
-        for (int r = 0; r < rows; r++) {
-            __builtin_prefetch(x + (r + AHEAD) * pitch + i * bytes);
-            v_load_pair(dtype, x + r * pitch + i * bytes, &x0, &x1);
-            s0 += v_exp_from(x0, p0);
-            s1 += v_exp_from(x1, p1);
-        }
-        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
-        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
+/* Forward sums e^(x - pivot), backward y dy; `by` is the pivot or dy. */
+V_INLINE vf add_term(bool forth, vf sum, vf in, vf by) {
+    return forth ? sum + v_exp_from(in, by) : v_fma(in, by, sum);
+}
+
+/* Adds `rows` rows to the sums of the columns that `pairs` pairs of vectors hold. */
+V_INLINE void fold_pairs(int dtype, bool forth, int pairs, const struct act_block *b, int64_t row, int rows,
+                         int64_t column, const float *pivot, float *sum) {
+    const int64_t bytes = v_bytes(dtype), step = 2 * V_LANES * bytes;
+    const int64_t in_pitch = b->row_stride[ACT_IN] * bytes, dy_pitch = forth ? 0 : b->row_stride[ACT_DY] * bytes;
+    const char *in = row_at(dtype, b, ACT_IN, row) + column * bytes;
+    const char *dy = forth ? NULL : row_at(dtype, b, ACT_DY, row) + column * bytes;
+    vf s[2 * PAIRS], by[2 * PAIRS];
+    for (int k = 0; k < 2 * pairs; k++) {
+        s[k] = v_set(0.0f);
+        by[k] = forth ? finite_pivot(v_load(RAFTER_F32, pivot + column + k * V_LANES)) : s[k];
     }
+    for (int r = 0; r < rows; r++, in += in_pitch, dy += dy_pitch)
+        for (int k = 0; k < 2 * pairs; k += 2) {
+            vf in0, in1;
+            __builtin_prefetch(in + AHEAD * in_pitch + k / 2 * step);
+            v_load_pair(dtype, in + k / 2 * step, &in0, &in1);
+            if (!forth) {
+                __builtin_prefetch(dy + AHEAD * dy_pitch + k / 2 * step);
+                v_load_pair(dtype, dy + k / 2 * step, &by[k], &by[k + 1]);
+            }
+            s[k] = add_term(forth, s[k], in0, by[k]);
+            s[k + 1] = add_term(forth, s[k + 1], in1, by[k + 1]);
+        }
+    for (int k = 0; k < 2 * pairs; k++)
+        v_store(RAFTER_F32, sum + column + k * V_LANES, v_load(RAFTER_F32, sum + column + k * V_LANES) + s[k]);
+}
+
+V_INLINE void fold(int dtype, bool forth, const struct act_block *b, int64_t row, int rows, const float *pivot,
+                   float *sum) {
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
+    int64_t i = 0;
+    for (; i + PAIRS * 2 * V_LANES <= n; i += PAIRS * 2 * V_LANES)
+        fold_pairs(dtype, forth, PAIRS, b, row, rows, i, pivot, sum);
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES)
+        fold_pairs(dtype, forth, 1, b, row, rows, i, pivot, sum);
     for (int64_t lanes; i < n; i += lanes) {
         lanes = smaller(n - i, V_LANES);
-        const vf p = finite_pivot(load(RAFTER_F32, pivot + i, lanes));
-        vf s = v_set(0.0f);
-        for (int r = 0; r < rows; r++)
-            s += v_exp_from(load(dtype, x + r * pitch + i * bytes, lanes), p);
+        vf s = v_set(0.0f), by = forth ? finite_pivot(load(RAFTER_F32, pivot + i, lanes)) : s;
+        for (int r = 0; r < rows; r++) {
+            if (!forth)
+                by = load(dtype, row_at(dtype, b, ACT_DY, row + r) + i * bytes, lanes);
+            s = add_term(forth, s, load(dtype, row_at(dtype, b, ACT_IN, row + r) + i * bytes, lanes), by);
+        }
         store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
     }
 }
 
-V_INLINE void columns_sum(int dtype, const struct act_block *b, const float *pivot, float *sum) {
+V_INLINE void columns_sum(int dtype, bool forth, const struct act_block *b, const float *pivot, float *sum) {
     for (int64_t i = 0; i < b->columns; i++)
         sum[i] = 0.0f;
     int64_t r = 0;
     for (; r + FOLD <= b->rows; r += FOLD)
-        fold_forward(dtype, b, r, FOLD, pivot, sum);
+        fold(dtype, forth, b, r, FOLD, pivot, sum);
     for (; r < b->rows; r++)
-        fold_forward(dtype, b, r, 1, pivot, sum);
+        fold(dtype, forth, b, r, 1, pivot, sum);
 }
 
 V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, float *statistics) {
     float *const pivot = statistics, *const sum = statistics + b->columns;
     columns_max(dtype, b, guesses(dtype) ? 1 : b->rows, pivot);
-    columns_sum(dtype, b, pivot, sum);
+    columns_sum(dtype, true, b, pivot, sum);
     bool failed = false;
     for (int64_t i = 0; i < b->columns; i++)
         failed |= guess_failed(sum[i]);
     if (guesses(dtype) && failed) {
         columns_max(dtype, b, b->rows, pivot);
-        columns_sum(dtype, b, pivot, sum);
+        columns_sum(dtype, true, b, pivot, sum);
     }
 }
 
@@ -484,7 +512,7 @@ V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const 
         pivot[i] = v_pivot(statistics[i]);
         scale[i] = 1.0f / statistics[b->columns + i];
     }
-    for (int64_t r = 0; r < b->rows; r++) {
+    for (int64_t r = b->rows - 1; r >= 0; r--) { /* the last that were read come first: they may still be in L2 */
         const char *const x = row_at(dtype, b, ACT_IN, r);
         char *const y = row_at(dtype, b, ACT_OUT, r);
         if (b->stream && (uintptr_t)y % V_STREAM == 0)
@@ -494,42 +522,8 @@ V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const 
     }
 }
 
-V_INLINE void fold_backward(int dtype, const struct act_block *b, int64_t row, int rows, float *sum) {
-    const int64_t bytes = v_bytes(dtype), n = b->columns;
-    const int64_t y_pitch = b->row_stride[ACT_IN] * bytes, dy_pitch = b->row_stride[ACT_DY] * bytes;
-    const char *const y = row_at(dtype, b, ACT_IN, row), *const dy = row_at(dtype, b, ACT_DY, row);
-    int64_t i = 0;
-    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
-        vf s0 = v_set(0.0f), s1 = s0, y0, y1, dy0, dy1;
-        for (int r = 0; r < rows; r++) {
-            __builtin_prefetch(y + (r + AHEAD) * y_pitch + i * bytes);
-            __builtin_prefetch(dy + (r + AHEAD) * dy_pitch + i * bytes);
-            v_load_pair(dtype, y + r * y_pitch + i * bytes, &y0, &y1);
-            v_load_pair(dtype, dy + r * dy_pitch + i * bytes, &dy0, &dy1);
-            s0 = v_fma(y0, dy0, s0);
-            s1 = v_fma(y1, dy1, s1);
-        }
-        v_store(RAFTER_F32, sum + i, v_load(RAFTER_F32, sum + i) + s0);
-        v_store(RAFTER_F32, sum + i + V_LANES, v_load(RAFTER_F32, sum + i + V_LANES) + s1);
-    }
-    for (int64_t lanes; i < n; i += lanes) {
-        lanes = smaller(n - i, V_LANES);
-        vf s = v_set(0.0f);
-        for (int r = 0; r < rows; r++)
-            s = v_fma(load(dtype, y + r * y_pitch + i * bytes, lanes),
-                      load(dtype, dy + r * dy_pitch + i * bytes, lanes), s);
-        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
-    }
-}
-
 V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, float *sum) {
-    for (int64_t i = 0; i < b->columns; i++)
-        sum[i] = 0.0f;
-    int64_t r = 0;
-    for (; r + FOLD <= b->rows; r += FOLD)
-        fold_backward(dtype, b, r, FOLD, sum);
-    for (; r < b->rows; r++)
-        fold_backward(dtype, b, r, 1, sum);
+    columns_sum(dtype, false, b, NULL, sum);
 }
 
 V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx,
@@ -551,7 +545,7 @@ V_INLINE void project_row(int dtype, const char *y, const char *dy, const float 
 }
 
 V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const float *sum) {
-    for (int64_t r = 0; r < b->rows; r++) {
+    for (int64_t r = b->rows - 1; r >= 0; r--) { /* as above */
         const char *const y = row_at(dtype, b, ACT_IN, r), *const dy = row_at(dtype, b, ACT_DY, r);
         char *const dx = row_at(dtype, b, ACT_OUT, r);
         if (b->stream && (uintptr_t)dx % V_STREAM == 0)

@@ -115,12 +115,27 @@ static const struct single {
     struct options options;
     struct shape shape;
     int64_t sample; /* not 0: large */
+    bool for_cuda;
 } singles[] = {
     /* labels of no classes can only be ignored */
-    {RAFTER_F32, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0},
+    {RAFTER_F32, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0, false},
     /* rows of more than one chunk, so many that each is one thread's */
-    {RAFTER_BF16, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0},
-    {RAFTER_BF16, {.name = "past 2^31", .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031},
+    {RAFTER_BF16, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0, false},
+    {RAFTER_BF16, {.name = "past 2^31", .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031, false},
+    /* rows that fit on no chip, in clusters of several sizes, and unlike in their alignment; so many rows that blocks
+     * take several each; so many labels that they are counted by a kernel of its own */
+    {RAFTER_BF16, {.name = "long", .ignored = SOME_IGNORED, .dloss = true}, {2, {1, 1 << 20}}, 0, true},
+    {RAFTER_F32, {.name = "long", .smoothing = 0.1f}, {2, {3, 151939}}, 0, true},
+    {RAFTER_BF16, {.name = "long", .in_place = true, .without_lse = true}, {2, {5, 131072}}, 0, true},
+    {RAFTER_F16,
+     {.name = "long, all", .smoothing = 0.1f, .softcap = 5, .scale = 2, .class_weight = true, .extras = true},
+     {2, {3, 65540}},
+     0,
+     true},
+    {RAFTER_BF16, {.name = "many", .ignored = SOME_IGNORED}, {2, {500, 2051}}, 0, true},
+    {RAFTER_F32, {.name = "many"}, {2, {2100, 300}}, 0, true},
+    {RAFTER_BF16, {.name = "many", .ignored = SOME_IGNORED}, {2, {70001, 5}}, 0, true},
+    {RAFTER_BF16, {.name = "many", .smoothing = 0.1f, .class_weight = true}, {2, {70001, 17}}, 0, true},
 };
 
 enum {
@@ -290,6 +305,7 @@ static void make(problem *p, int64_t index) {
     build(p, single->dtype, &single->options, &single->shape);
     p->large = single->sample > 0;
     p->sample = single->sample;
+    p->for_cuda = single->for_cuda;
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {

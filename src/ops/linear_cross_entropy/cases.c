@@ -402,24 +402,41 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
 
 /* ---- bench ------------------------------------------------------------------------------------------------------- */
 
-static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
-static const int64_t quick_x[] = {1024, 4096, 16384, 32768, 0};
-/* Fewer rows, and the vocabulary that others publish figures for. */
-static const int64_t published_x[] = {128256, 0};
-static const int64_t quick_published_x[] = {50257, 0};
-static const struct bench_table tables[] = {{"v", 1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH, seeds_x, quick_x},
-                                            {"v", 1u << PROBLEM_BOTH, published_x, quick_published_x}};
+static const int64_t seeds_classes[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
+static const int64_t seeds_rows[] = {1024, 2048, 4096, 8192, 16384, 32768, 0};
+static const int64_t seeds_depth[] = {512, 1024, 2048, 4096, 8192, 0};
+static const int64_t quick_classes[] = {1024, 4096, 16384, 32768, 0};
+static const int64_t middle_classes[] = {1024, 32768, 0}, none[] = {0};
+
+/* Sweeps of the vocabulary, as in the seeds and of a size where packing and softmax are small beside the products; of
+ * the batch and of the hidden size, with the vocabulary that published figures are for. */
+enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH };
+static const struct bench_table tables[] = {
+    [BY_CLASSES] = {"v", 1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
+    [MIDDLE] = {"v", 1u << PROBLEM_BOTH, none, middle_classes},
+    [BY_ROWS] = {"b", 1u << PROBLEM_BOTH, seeds_rows, none},
+    [BY_DEPTH] = {"d", 1u << PROBLEM_BOTH, seeds_depth, none},
+};
 
 static void make_bench(problem *p, const struct bench_row *row) {
-    const int64_t batches[][2] = {{12288, 512}, {4096, 128}};
-    const int64_t batch = batches[row->table][row->quick], depth = row->quick ? 512 : 4096;
-    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, depth}, row->x});
+    const char *dtype = problem_dtype_name(row->dtype);
+    long long n = row->quick ? 512 : 12288, d = row->quick ? 512 : 4096, v = row->x;
+    if (row->table == MIDDLE)
+        n = d = 2048;
+    else if (row->table == BY_ROWS)
+        n = row->x, v = 128256;
+    else if (row->table == BY_DEPTH)
+        n = 4096, d = row->x, v = 128256;
+    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {n, d}, v});
     /* Logits of deviation 1, as a model's are at first: larger ones make dz almost all zeros, and the chip cooler. */
-    problem_find(p, "weight")->scale = 1 / sqrt((double)depth);
-    const double products = (double)batch * (double)depth * (double)row->x;
-    p->sample = (int64_t)(products / 4e9) + 1;
-    snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", (long long)batch, (long long)depth,
-             problem_dtype_name(row->dtype));
+    problem_find(p, "weight")->scale = 1 / sqrt((double)d);
+    p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
+    if (row->table == BY_ROWS)
+        snprintf(p->title, sizeof p->title, "dim%lld-vocab%lld-%s", d, v, dtype);
+    else if (row->table == BY_DEPTH)
+        snprintf(p->title, sizeof p->title, "batch%lld-vocab%lld-%s", n, v, dtype);
+    else
+        snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", n, d, dtype);
 }
 
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {

@@ -53,6 +53,12 @@ static const struct shape shapes[] = {
     {3, 1, {2, 1025, 9}},
 };
 
+/* For GPUs: rows and columns that several blocks take, and so many of them that blocks take several. */
+static const struct shape cuda_shapes[] = {
+    {2, 1, {1, 1 << 20}}, {2, 1, {2, 400001}}, {2, 0, {70001, 8}}, {2, 0, {1 << 20, 1}},
+    {2, 1, {70001, 9}},   {2, 1, {2100, 300}}, {2, 1, {70001, 1}}, {3, 1, {3, 1500, 136}},
+};
+
 /* Everything that may be chosen; algorithms are the harness's. */
 struct options {
     bool keep;   /* lse and dlse have the dimension as 1 */
@@ -68,6 +74,7 @@ enum {
     DTYPES = 3,
     SIZES = sizeof sizes / sizeof *sizes,
     SHAPES = sizeof shapes / sizeof *shapes,
+    CUDA_SHAPES = sizeof cuda_shapes / sizeof *cuda_shapes,
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
@@ -132,7 +139,7 @@ static void build(problem *p, rafter_dtype dtype, const struct shape *shape, str
 }
 
 static int64_t count(void) {
-    return DTYPES * (3 * SIZES + SHAPES + OPTION_SETS * OPTION_SHAPES) + 1;
+    return DTYPES * (3 * SIZES + SHAPES + OPTION_SETS * OPTION_SHAPES) + CUDA_SHAPES + 1;
 }
 
 static void make(problem *p, int64_t index) {
@@ -154,6 +161,12 @@ static void make(problem *p, int64_t index) {
     if (i < OPTION_SETS * OPTION_SHAPES) {
         build(p, dtype, &option_shapes[i / OPTION_SETS], options_of(i % OPTION_SETS));
         p->finite_differences = dtype == RAFTER_F32;
+        return;
+    }
+    i = index - DTYPES * (3 * SIZES + SHAPES + OPTION_SETS * OPTION_SHAPES);
+    if (i < CUDA_SHAPES) {
+        build(p, dtype, &cuda_shapes[i], any);
+        p->for_cuda = true;
         return;
     }
     build(p, RAFTER_BF16, &(struct shape){3, 2, {4, 4100, 131072}}, (struct options){.keep = true});

@@ -25,6 +25,7 @@ struct lrpe_case {
     bool only_dtheta;   /* no dx */
     bool special_theta; /* special values in theta, too */
     bool small_theta;   /* as in models: between 1e-4 and 1; else normal */
+    bool for_cuda;
 };
 
 static const struct {
@@ -107,6 +108,14 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32, .offset = 5, .dtheta = DTHETA_FP32),
     EACH_ACT(3, 7, 0, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I64, .offset = (int64_t)1 << 40,
              .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32),
+    /* for GPUs: sequences that teams of blocks share, of several sizes, and walks in many chunks */
+    EACH_ACT(1, 70001, 1, 8, .dtype = RAFTER_BF16, .small_theta = true, .for_cuda = true),
+    EACH_ACT(3, 5000, 2, 64, .dtype = RAFTER_BF16, .small_theta = true, .dtheta = DTHETA_FP32, .for_cuda = true),
+    EACH_ACT(5, 2100, 3, 40, .dtype = RAFTER_F16, .for_cuda = true),
+    EACH_ACT(2, 1500, 2, 33, .for_cuda = true),
+    EACH_ACT(4, 1000, 2, 64, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
+             .for_cuda = true),
+    EACH_ACT(600, 9, 2, 32, .dtype = RAFTER_BF16, .for_cuda = true),
     /* past 2^31 elements of y */
     {2, 65537, 64, 128, .dtype = RAFTER_BF16, .act = RAFTER_ACT_SILU},
 };
@@ -177,6 +186,7 @@ static void declare(problem *p, const struct lrpe_case *c) {
     const int64_t elements = c->b * c->n * heads * c->d;
     p->large = elements > (int64_t)1 << 28;
     p->sample = p->large ? 4099 : 1;
+    p->for_cuda = c->for_cuda;
     p->finite_differences = c->dtype == RAFTER_F32 && elements > 0 && elements < 200 && llabs(c->offset) < 100 &&
                             c->act != RAFTER_ACT_RELU && !c->special_theta;
     const char *name = "";
@@ -259,7 +269,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
 
 static const int64_t seeds_n[] = {256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 0};
 static const int64_t quick_n[] = {512, 2048, 0};
-enum { BENCH_MODES = 1 << PROBLEM_FORWARD | 1 << PROBLEM_BACKWARD };
+enum { BENCH_MODES = 1 << PROBLEM_FORWARD | 1 << PROBLEM_BACKWARD | 1 << PROBLEM_BOTH };
 static const struct bench_table tables[] = {
     {"n", BENCH_MODES, seeds_n, quick_n},
     {"n", BENCH_MODES, seeds_n, quick_n},

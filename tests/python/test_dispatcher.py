@@ -1,0 +1,217 @@
+"""The registered ops: torch.library.opcheck for each, fake tensors, torch.compile, autocast, CUDA graphs."""
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rafter
+from rafter import _ops
+from support import labels, leaf, normal, on_devices, parametrize, skip_unless
+
+OPTIONS = (None, None, None, -100, 0, False, 0.1, 1e-3, 5.0, 0.7)
+
+
+def samples(device):
+    """Arguments for every op, by name: several sets where options change the results."""
+    z, y, w = normal(6, 9, device=device), labels((6,), 9, device), normal(9, 8, device=device)
+    x, b, one = normal(6, 8, device=device), normal(9, device=device), torch.ones((), device=device)
+    lse, rows = torch.logsumexp(z, -1), normal(6, device=device)
+    wide = torch.logsumexp(x @ w.t(), -1)
+    cube, theta = normal(2, 3, 2, 8, device=device), normal(2, 8, device=device)
+    weights = (b.abs(), rows.abs(), one)
+    no_sum = OPTIONS[:4] + (2,) + OPTIONS[5:]
+    return {
+        "act": [(z, 1), (z, 3), (z, 4, 0), (z.t(), 4, -1), (z[:, ::2], 2)],
+        "act_backward": [(z, z, 3), (z, z.softmax(0), 4, 0)],
+        "logsumexp": [(z, 1), (cube, 1, True, 1), (z.t(), 0)],
+        "logsumexp_backward": [(lse, z, lse, 1), (lse, z, lse, 1, 2)],
+        "cross_entropy": [(z, y), (z, y, *OPTIONS), (z, y, *no_sum), (z, y, *weights)],
+        "cross_entropy_stats": [(z, y, 0), (z, y, 15, *OPTIONS), (z, y, 5, *no_sum)],
+        "cross_entropy_backward": [(one, z, y, lse), (one, z, y, lse, *weights), (rows, z, y, lse, *no_sum)],
+        "cross_entropy_backward_": [(one, z, y, lse), (rows, z, y, lse, *no_sum)],
+        "linear_cross_entropy": [(x, w, None, y, 0), (x, w, b, y, 7), (x, w, b, y, 2, *OPTIONS, 1, 0, 0), (x, w, b, y, 0, *no_sum)],
+        "linear_cross_entropy_stats": [(x, w, None, y, 3, 15), (x, w, b, y, 0, 6, *no_sum)],
+        "linear_cross_entropy_backward": [(one, x, w, None, y, wide, 3), (rows, x, w, b, y, wide, 5, *no_sum)],
+        "linear_cross_entropy_backward_main_grad": [(one, x, w, None, y, wide, torch.zeros_like(w), 3)],
+        "linear_logprobs": [(x, w, None, y, False, *no_sum), (x, w, b, y, True, *no_sum)],
+        "linear_logprobs_backward": [(rows, rows, x, w, b, y, rows.abs(), -100, 0.0, 1.0, 7),
+                                     (None, rows, x, w, None, y, rows.abs(), -100, 2.0, 1.0, 2)],
+        "lrpe_cosine": [(cube, theta), (cube, theta[:1], torch.arange(3, device=device), 0, 3), (cube, theta, None, 5, 4, 1, 2)],
+        "lrpe_cosine_backward": [(torch.cat([cube, cube], -1), False, cube, theta), (torch.cat([cube, cube], -1), True, cube, theta)],
+    }
+
+
+def test_every_op_has_samples():
+    assert sorted(samples("cpu")) == sorted(_ops.NAMES)
+
+
+def with_gradients(op, args):
+    """The arguments with requires_grad on those that the op has a gradient for."""
+    wanted = {"x", "input", "theta", "linear_weight", "linear_bias"}
+    names = [a.name for a in op._schema.arguments]
+    return tuple(leaf(a) if isinstance(a, torch.Tensor) and name in wanted else a for name, a in zip(names, args))
+
+
+@on_devices
+@parametrize("name", list(samples("cpu")))
+def test_opcheck(device, name):
+    if name.startswith("linear"):
+        skip_unless("linear_cross_entropy", device)
+    op = getattr(torch.ops.rafter, name).default
+    below = getattr(torch.ops.rafter, "_" + name).default
+    # Gradients' own ops are checked without gradients of their own: those are refused (test_autograd).
+    differentiable = not (name.endswith("backward") or op._schema.is_mutable)
+    for args in samples(device)[name]:
+        torch.library.opcheck(op, with_gradients(op, args) if differentiable else args)
+        torch.library.opcheck(below, args)
+
+
+@on_devices
+@parametrize("name", list(samples("cpu")))
+def test_fake_kernels(device, name):
+    """The fake result has the shape, strides, dtype and device of the real one. For all samples, and with no data."""
+    if name.startswith("linear"):
+        skip_unless("linear_cross_entropy", device)
+    op = getattr(torch.ops.rafter, name).default
+    for args in samples(device)[name]:
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+        real = op(*args)
+        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (fake, real))):
+            if a is not None:
+                assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def test_meta_tensors():
+    x = torch.empty(6, 9, device="meta", dtype=torch.bfloat16)
+    y = torch.empty(6, device="meta", dtype=torch.long)
+    assert rafter.cross_entropy(x, y, reduction="none").shape == (6,)
+    assert rafter.silu(x).device.type == "meta"
+
+
+def model(device):
+    y, theta = labels((6,), 9, device), normal(1, 8, device=device, seed=2)
+
+    def step(x, w):
+        """Uses every function."""
+        h = rafter.silu(x) + rafter.relu(x) * rafter.sigmoid(x)
+        h = h + rafter.lrpe_cosine(h.view(2, 3, 8), theta, act="silu").view(6, 16)[:, ::2]
+        logits = h @ w.t()
+        loss = rafter.cross_entropy(logits, y, label_smoothing=0.1, z_loss=1e-3)
+        out = rafter.cross_entropy(logits, y, reduction="none", extras=("entropy", "argmax"))
+        loss = loss + out.loss.mean() + out.entropy.sum() + rafter.softmax(logits, -1).square().sum()
+        loss = loss + rafter.logsumexp(logits, -1).sum() + rafter.logsumexp(h.bfloat16(), 0, dtype=torch.float32).sum()
+        if LINEAR[device]:
+            loss = loss + rafter.linear_cross_entropy(h, w, y) + rafter.linear_cross_entropy(h, w, y, mode="compact")
+            logprob, entropy = rafter.linear_logprobs(h, w, y, entropy=True, temperature=0.7)
+            loss = loss + (logprob * 0.5).sum() + 0.1 * entropy.sum()
+        return loss
+
+    return step
+
+
+class _Linear(dict):
+    def __missing__(self, device):
+        from support import refusal
+        return refusal("linear_cross_entropy", device) is None
+
+
+LINEAR = _Linear()
+
+
+@on_devices
+@parametrize("backend", ["aot_eager", "inductor"])
+def test_compile_without_graph_breaks(device, backend):
+    torch._dynamo.reset()
+    step = model(device)
+    x, w = leaf(normal(6, 8, device=device)), leaf(normal(9, 8, device=device, seed=1))
+    expected = step(x, w)
+    wanted = torch.autograd.grad(expected, [x, w])
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    actual = compiled(x, w)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(actual, [x, w]), wanted):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, w), expected, rtol=1e-5, atol=1e-5)
+
+
+@on_devices
+def test_compile_with_dynamic_shapes(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, y: rafter.cross_entropy(rafter.silu(x), y, reduction="none").sum(), fullgraph=True,
+                             backend="aot_eager", dynamic=True)
+    for rows, classes in ((4, 9), (7, 13), (5, 6)):
+        x, y = leaf(normal(rows, classes, device=device)), labels((rows,), classes, device)
+        (actual,) = torch.autograd.grad(compiled(x, y), x)
+        (expected,) = torch.autograd.grad(F.cross_entropy(F.silu(x), y, reduction="sum"), x)
+        torch.testing.assert_close(actual, expected)
+
+
+@on_devices
+def test_autocast(device):
+    x, y = leaf(normal(6, 9, device=device)), labels((6,), 9, device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert rafter.cross_entropy(x, y).dtype == torch.float32
+        assert rafter.cross_entropy(x.bfloat16(), y).dtype == torch.float32
+        assert rafter.silu(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_function_transforms_are_refused_or_right():
+    x, y = normal(6, 9), labels((6,), 9, "cpu")
+    try:
+        actual = torch.func.grad(lambda x: rafter.cross_entropy(x, y))(x)
+    except RuntimeError as error:
+        assert "setup_context" in str(error) or "functorch" in str(error)
+    else:
+        torch.testing.assert_close(actual, torch.func.grad(lambda x: F.cross_entropy(x, y))(x))
+
+
+def test_tensors_of_two_devices():
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    with pytest.raises(RuntimeError, match="argument 2 is on the CPU, wanted the first tensor's device, cuda:0"):
+        torch.ops.rafter._cross_entropy(torch.randn(3, 4, device="cuda"), torch.zeros(3, dtype=torch.long))
+
+
+def test_cuda_graphs():
+    """Forward and backward captured, then replayed with other data; the capture's own stream has not been seen before."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    step = model("cuda")
+    x, w = leaf(normal(6, 8, device="cuda")), leaf(normal(9, 8, device="cuda", seed=1))
+
+    def run():
+        loss = step(x, w)
+        return (loss, *torch.autograd.grad(loss, [x, w]))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in (5, 6):
+        with torch.no_grad():
+            x.copy_(normal(6, 8, device="cuda", seed=seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(captured, run()):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_compile_reduce_overhead():
+    """torch.compile's own CUDA graphs."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    torch._dynamo.reset()
+    step = model("cuda")
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):
+        x, w = leaf(normal(6, 8, device="cuda", seed=seed)), leaf(normal(9, 8, device="cuda", seed=1))
+        expected = step(x, w)
+        wanted = torch.autograd.grad(expected, [x, w])
+        actual = compiled(x, w)
+        for a, b in zip(torch.autograd.grad(actual, [x, w]), wanted):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,51 @@
+"""Replicated DTensors work; sharded ones are refused with the alternative named. One process is a mesh of one rank."""
+import os
+
+import pytest
+import torch
+
+import rafter
+from support import labels, normal
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh  # noqa: E402
+
+_mesh = None
+
+
+def mesh():
+    global _mesh
+    if _mesh is None:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        _mesh = init_device_mesh("cpu", (1,))
+    return _mesh
+
+
+def placed(x, placement):
+    return DTensor.from_local(x, mesh(), [placement], run_check=False)
+
+
+def test_replicated():
+    z, x, w, y = normal(6, 9), normal(6, 8), normal(9, 8), labels((6,), 9, "cpu")
+    for function, tensors in ((lambda z: rafter.cross_entropy(z, y), [z]), (rafter.silu, [z]), (lambda z: rafter.softmax(z, 0), [z]),
+                              (lambda z: rafter.logsumexp(z, 1), [z]), (lambda x, w: rafter.linear_cross_entropy(x, w, y), [x, w])):
+        plain = [t.clone().requires_grad_() for t in tensors]
+        there = [placed(t.clone(), Replicate()).requires_grad_() for t in tensors]
+        expected, out = function(*plain), function(*there)
+        assert isinstance(out, DTensor)
+        torch.testing.assert_close(out.to_local(), expected)
+        expected.sum().backward()
+        out.sum().backward()
+        for a, b in zip(there, plain):
+            torch.testing.assert_close(a.grad.to_local(), b.grad)
+
+
+def test_sharded():
+    z, y = placed(normal(6, 9), Shard(0)), labels((6,), 9, "cpu")
+    for function in (lambda: rafter.cross_entropy(z, y), lambda: rafter.silu(z), lambda: rafter.logsumexp(z, 1)):
+        with pytest.raises(NotImplementedError, match="redistribute"):
+            function()
+    with pytest.raises(NotImplementedError, match="Shard"):
+        rafter.linear_cross_entropy(normal(6, 8), placed(normal(9, 8), Shard(0)), y)

@@ -1,0 +1,124 @@
+"""rafter.patch on small causal LMs with random weights."""
+import inspect
+
+import pytest
+import torch
+
+import rafter
+from support import on_devices, parametrize, skip_unless
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY = 97
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def gemma2():
+    """Softcaps its logits after the output layer."""
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8))
+
+
+def step(model, **batch):
+    model.zero_grad()
+    out = model(**batch)
+    out.loss.backward()
+    return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def batch(device):
+    ids = torch.randint(0, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0)).to(device)
+    labels = ids.clone()
+    labels[0, :5] = -100
+    return dict(input_ids=ids, labels=labels)
+
+
+@on_devices
+@parametrize("make", [llama, gpt2])
+@parametrize("more", [{}, {"num_items_in_batch": torch.tensor(31)}, {"num_items_in_batch": 31}])
+def test_patched_model_agrees(device, make, more):
+    skip_unless("linear_cross_entropy", device)
+    torch.manual_seed(0)
+    model = make().to(device).train()
+    expected, wanted = step(model, **batch(device), **more)
+    forward = inspect.signature(model.forward)
+    assert rafter.patch(model) is model
+    assert inspect.signature(model.forward) == forward
+    actual, gradients = step(model, **batch(device), **more)
+    assert actual.logits is None
+    torch.testing.assert_close(actual.loss, expected.loss)
+    assert gradients.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+    model.eval()  # logits as ever, and the model's own loss
+    torch.testing.assert_close(model(**batch(device)).logits, expected.logits)
+    torch.testing.assert_close(model(**batch(device), **more).loss, expected.loss)
+    model.train()
+    with torch.no_grad():
+        assert model(**batch(device)).logits is not None
+    assert model(batch(device)["input_ids"]).logits is not None
+    loss, none, *_ = model(**batch(device), return_dict=False)
+    assert none is None and loss.requires_grad
+
+    assert rafter.unpatch(model) is model
+    again, gradients = step(model, **batch(device), **more)
+    torch.testing.assert_close(again.logits, expected.logits)
+    assert not any(name in model.__dict__ or name in model.get_output_embeddings().__dict__ for name in ("forward", "_loss_function"))
+
+
+def test_logits_are_never_formed():
+    """With a vocabulary so wide that logits would be the largest tensor by far, none of their size is made."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(t, torch.Tensor):
+                    largest = max(largest, t.numel())
+            return out
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)).train()
+    ids = torch.randint(0, 4096, (4, 32))
+    for patched in (False, True):
+        if patched:
+            rafter.patch(model)
+        largest = 0
+        with Watch():
+            model(ids, labels=ids).loss.backward()
+        assert (largest >= ids.numel() * 4096) != patched
+
+
+def test_options_and_refusals():
+    model = gpt2().train()
+    own, _ = step(model, **batch("cpu"))
+    rafter.patch(model, z_loss=1e-2, mode="compact")
+    assert step(model, **batch("cpu"))[0].loss > own.loss
+    with pytest.raises(RuntimeError, match="patched already"):
+        rafter.patch(model)
+    rafter.unpatch(model)
+    with pytest.raises(RuntimeError, match="not patched"):
+        rafter.unpatch(model)
+    with pytest.raises(TypeError, match="output layer"):
+        rafter.patch(model.transformer)
+
+
+def test_a_model_that_changes_its_logits_is_refused():
+    model = rafter.patch(gemma2().train())
+    with pytest.raises(RuntimeError, match="changes its logits"):
+        model(**batch("cpu"))
+    rafter.unpatch(model)
+    assert model(**batch("cpu")).loss.isfinite()

@@ -1,0 +1,232 @@
+"""linear_cross_entropy and linear_logprobs against F.cross_entropy of a matrix product, in fp64."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+import rafter
+from support import (LAYOUTS, close, gradients, in_dtypes, labels, leaf, loss_reference, normal, on_devices, ones, parametrize,
+                     skip_unless, uneven)
+
+OP = "linear_cross_entropy"
+
+
+def problem(device, dtype, rows=33, features=24, classes=65, bias=False):
+    x = leaf(normal(rows, features, device=device, dtype=dtype))
+    w = leaf(normal(classes, features, device=device, dtype=dtype, seed=1, scale=0.4))
+    b = leaf(normal(classes, device=device, dtype=dtype, seed=2)) if bias else None
+    return x, w, b, labels((rows,), classes, device)
+
+
+def logits(x, w, b=None):
+    return F.linear(x.double(), w.double(), None if b is None else b.double())
+
+
+def compare(ours, theirs, tensors, upstream):
+    """The gradient of the logits is rounded to the inputs' dtype before it is multiplied, as autograd would: so a gradient is
+    right within that rounding of its largest element."""
+    a, da = gradients(ours, tensors, upstream)
+    b, db = gradients(theirs, tensors, upstream)
+    close(a, b, scale=4)
+    for actual, expected in zip(da, db):
+        size = expected.abs().max().item() or 1.0
+        close(actual.double() / size, expected / size, dtype=actual.dtype, scale=2, atol=torch.finfo(actual.dtype).eps)
+
+
+@on_devices
+@in_dtypes
+@parametrize("bias", [False, True])
+@parametrize("reduction", ["mean", "sum", "none"])
+def test_agrees_with_pytorch(device, dtype, bias, reduction):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, dtype, bias=bias)
+    tensors = [x, w] + [b] * bias
+    for options in (dict(), dict(label_smoothing=0.1), dict(weight=normal(65, device=device, seed=4).abs() + 0.1)):
+        wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        compare(lambda x, w, b=None: rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, **options),
+                lambda x, w, b=None: F.cross_entropy(logits(x, w, b), y, reduction=reduction, **wide), tensors, uneven)
+
+
+@parametrize("reduction", ["mean", "sum", "none"])
+def test_agrees_with_pytorch_own(reduction):
+    own = getattr(F, "linear_cross_entropy", None)
+    if own is None:
+        pytest.skip("this PyTorch has no linear_cross_entropy")
+    x, w, b, y = problem("cpu", torch.float32, bias=True)
+    options = dict(linear_bias=b, reduction=reduction, label_smoothing=0.2, ignore_index=-100)
+    ours, theirs = rafter.linear_cross_entropy(x, w, y, **options), own(x, w, y, **options)
+    close(ours, theirs.double())
+    for actual, expected in zip(torch.autograd.grad(ours.sum(), [x, w, b]), torch.autograd.grad(theirs.sum(), [x, w, b])):
+        close(actual, expected.double(), scale=4)
+
+
+@on_devices
+@parametrize("mode", ["auto", "fast", "compact"])
+@parametrize("options", [dict(z_loss=1e-2, softcap=3.0, logit_scale=0.8), dict(denominator=7.0), dict(accumulate="native"),
+                         dict(budget=1 << 24)])
+def test_further_options(device, mode, options):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32, bias=True)
+    row_weight = normal(33, device=device, seed=6)
+    formula = {k: v for k, v in options.items() if k not in ("accumulate", "budget")}
+    compare(lambda x, w, b: rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, row_weight=row_weight, **options),
+            lambda x, w, b: loss_reference(logits(x, w, b), y, row_weight=row_weight, **formula), [x, w, b], uneven)
+
+
+@on_devices
+@parametrize("layout", LAYOUTS)
+def test_layouts(device, layout):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32)
+    x, w = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
+    compare(lambda x, w: rafter.linear_cross_entropy(x, w, y), lambda x, w: F.cross_entropy(logits(x, w), y), [x, w], ones)
+
+
+@on_devices
+def test_leading_dimensions(device):
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float32, rows=12)
+    cube, square = leaf(x.detach().view(3, 4, -1)), y.view(3, 4)
+    compare(lambda x, w: rafter.linear_cross_entropy(x, w, square, reduction="none"),
+            lambda x, w: loss_reference(logits(x, w), square, reduction="none"), [cube, w], uneven)
+
+
+@on_devices
+def test_extras(device):
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float32)
+    every = ("row_loss", "lse", "logprob", "entropy", "argmax")
+    for needs in (True, False):
+        with torch.set_grad_enabled(needs):
+            out = rafter.linear_cross_entropy(x, w, y, extras=every)
+            expected = rafter.cross_entropy(F.linear(x, w), y, extras=every)
+        assert out._fields == expected._fields and out.loss.requires_grad == needs
+        for actual, wanted in zip(out, expected):
+            torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=2e-6)
+    assert rafter.linear_cross_entropy(x, w, y, extras=("lse",)).argmax is None
+
+
+def seen_by_dispatcher(function):
+    """The rafter ops that the function calls, by name and arguments."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "rafter":
+                calls.append((func._opname.lstrip("_"), args))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        function()
+    return calls
+
+
+@on_devices
+def test_only_wanted_gradients_are_computed(device):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32, bias=True)
+    for bits, needs in ((0, (False, False, False)), (1, (True, False, False)), (2, (False, True, False)), (7, (True, True, True))):
+        for tensor, wanted in zip((x, w, b), needs):
+            tensor.requires_grad_(wanted)
+        ((name, args),) = seen_by_dispatcher(lambda: rafter.linear_cross_entropy(x, w, y, linear_bias=b))
+        assert (name, args[4]) == ("linear_cross_entropy", bits)
+        if bits:
+            loss = rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction="none")
+            ((name, args),) = [c for c in seen_by_dispatcher(lambda: loss.sum().backward()) if c[0].endswith("backward")]
+            assert args[6] == bits
+            assert [t.grad is not None for t in (x, w, b)] == list(needs)
+            x.grad = w.grad = b.grad = None
+    with torch.no_grad():
+        ((name, args),) = seen_by_dispatcher(lambda: rafter.linear_cross_entropy(x, w, y, linear_bias=b))
+    assert args[4] == 0
+
+
+@on_devices
+@parametrize("mode", ["auto", "compact"])
+def test_main_grad(device, mode):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.bfloat16, bias=True)
+    w.main_grad = torch.full(w.shape, 0.25, dtype=torch.float32, device=device)
+    version = w.main_grad._version
+    for _ in range(2):  # it accumulates
+        (3 * rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, main_grad=True)).backward()
+    assert w.grad is None and w.main_grad._version > version
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    dx, dw, db = torch.autograd.grad(F.cross_entropy(logits(*wide), y), wide)
+    eps = torch.finfo(torch.bfloat16).eps
+    for actual, expected in ((w.main_grad - 0.25, dw), (x.grad, dx), (b.grad, db)):
+        size = 6 * expected.abs().max()
+        close(actual.double() / size, 6 * expected / size, dtype=torch.bfloat16, atol=eps)
+    with pytest.raises(ValueError, match="main_grad"):
+        rafter.linear_cross_entropy(x, w.detach(), y, main_grad=True)
+
+
+@on_devices
+def test_mixed_dtypes_and_autocast(device):
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float32)
+    half = leaf(x.detach().bfloat16())
+    loss, (dx, dw) = gradients(lambda x, w: rafter.linear_cross_entropy(x, w, y), [half, w], ones)
+    assert loss.dtype == torch.float32 and dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss, (dx, dw) = gradients(lambda x, w: rafter.linear_cross_entropy(x, w, y), [x, w], ones)
+        assert rafter.cross_entropy(F.linear(x, w), y).dtype == torch.float32
+    assert loss.dtype == dx.dtype == dw.dtype == torch.float32
+    rounded = F.cross_entropy(logits(x.bfloat16(), w.bfloat16()), y)
+    close(loss, rounded)
+
+
+@on_devices
+def test_refusals(device):
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float32)
+    with pytest.raises(RuntimeError, match=r"weight has shape \[65, 23\]"):
+        rafter.linear_cross_entropy(x, w[:, 1:], y)
+    with pytest.raises(ValueError, match="mode is 'quick'"):
+        rafter.linear_cross_entropy(x, w, y, mode="quick")
+    with pytest.raises(RuntimeError, match="budget"):
+        rafter.linear_cross_entropy(x, w, y, budget=64)
+
+
+# ---- linear_logprobs
+
+
+@on_devices
+@in_dtypes
+@parametrize("options", [dict(), dict(temperature=0.7), dict(temperature=1.3, softcap=3.0)])
+@parametrize("parts", ["logprob", "entropy", "both"])
+def test_logprobs(device, dtype, options, parts):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, dtype, bias=True)
+
+    def pick(logprob, entropy):
+        return torch.stack([logprob, entropy]) if parts == "both" else logprob if parts == "logprob" else entropy
+
+    def expected(x, w, b):
+        u = logits(x, w, b)
+        if "softcap" in options:
+            u = options["softcap"] * torch.tanh(u / options["softcap"])
+        p = torch.log_softmax(u / options.get("temperature", 1.0), -1)
+        kept = y != -100
+        return pick(torch.where(kept, p.gather(1, y.clamp(min=0)[:, None])[:, 0], 0.0), torch.where(kept, -(p.exp() * p).sum(-1), 0.0))
+
+    def ours(x, w, b):
+        out = rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=parts != "logprob", **options)
+        assert bool((out.logprob <= 0).all())
+        return pick(*out)
+
+    compare(ours, expected, [x, w, b], uneven)
+
+
+def test_logprobs_in_slices():
+    """The entropy's gradient walks the rows in slices: more than one of them, with the last not full."""
+    from rafter import _formulas
+    x, w, _, y = problem("cpu", torch.float32, rows=33, classes=65)
+    whole = torch.autograd.grad(rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum(), [x, w])
+    before, _formulas._SLICE = _formulas._SLICE, 4 * 65 * 10
+    try:
+        sliced = torch.autograd.grad(rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum(), [x, w])
+    finally:
+        _formulas._SLICE = before
+    for a, b in zip(sliced, whole):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,45 @@
+"""The package as it is installed: from a folder of its own, with `python -m rafter info`."""
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import rafter
+
+
+def run(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run([sys.executable, *words], cwd="/", env=environment, capture_output=True, text=True)
+
+
+def test_info():
+    done = run(os.path.dirname(os.path.dirname(rafter.__file__)), "-m", "rafter", "info")
+    assert done.returncode == 0, done.stderr
+    for word in ("rafter 0.", "PyTorch", "linear_cross_entropy", "CUDA:"):
+        assert word in done.stdout
+    assert run(os.path.dirname(os.path.dirname(rafter.__file__)), "-m", "rafter", "abacus").returncode != 0
+
+
+def test_installed_files_are_enough():
+    """What `cmake --install --component python` puts in a folder, which is what a wheel carries."""
+    package = os.path.dirname(os.path.abspath(rafter.__file__))
+    build = os.path.dirname(os.path.dirname(package))
+    if not os.path.exists(os.path.join(build, "cmake_install.cmake")) or not shutil.which("cmake"):
+        pytest.skip("not run from a build tree")
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["cmake", "--install", build, "--component", "python", "--prefix", folder], check=True, capture_output=True)
+        for name in os.listdir(package):
+            if name.endswith(".py"):
+                shutil.copy(os.path.join(package, name), os.path.join(folder, "rafter", name))
+        done = run(folder, "-c", "import torch, rafter; print(rafter.__file__); print(rafter.silu(torch.ones(3)))")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(folder)
+
+
+def test_public_names():
+    for name in rafter.__all__:
+        assert getattr(rafter, name) is not None
+        assert getattr(rafter, name).__doc__

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The HTML report in a browser: report.sh RAFTER. Status 77 (skipped) without Python or Chromium.
+set -euo pipefail
+command -v python3 >/dev/null || exit 77
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+RAFTER_PYTHON=/nonexistent/python3 "$1" bench act cross_entropy lce --x 64,128,256 --metric all --percent --error --seconds 0.001 \
+    --html "$folder/report.html" --json "$folder/report.json" >/dev/null
+python3 "$(dirname "${BASH_SOURCE[0]}")/report_browser.py" "$folder/report.html" "$folder/report.json"

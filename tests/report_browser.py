@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Opens a report of `rafter bench --html` in headless Chromium and looks at it: report_browser.py REPORT.html REPORT.json
+
+Speaks the DevTools protocol over a pipe, so nothing but the browser is needed. Exit status 77 where there is none.
+"""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+PHONE_WIDTH = 360
+
+
+class Browser:
+    """One page of a browser that was started for this."""
+
+    def __init__(self, program, profile):
+        to_browser, self.orders = os.pipe()
+        self.events, from_browser = os.pipe()
+
+        def descriptors():  # the browser reads 3 and writes 4
+            os.dup2(to_browser, 100)
+            os.dup2(from_browser, 101)
+            os.dup2(100, 3)
+            os.dup2(101, 4)
+
+        arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe"]
+        self.process = subprocess.Popen([program, *arguments, f"--user-data-dir={profile}"], close_fds=False,
+                                        preexec_fn=descriptors, stderr=subprocess.DEVNULL)
+        os.close(to_browser)
+        os.close(from_browser)
+        self.buffer, self.number, self.session, self.errors, self.loaded = b"", 0, None, [], False
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Runtime", "Log", "Page", "Accessibility"):
+            self.send(domain + ".enable")
+
+    def receive(self):
+        while b"\0" not in self.buffer:
+            piece = os.read(self.events, 1 << 16)
+            if not piece:
+                sys.exit("the browser is gone")
+            self.buffer += piece
+        line, self.buffer = self.buffer.split(b"\0", 1)
+        message = json.loads(line)
+        method, params = message.get("method"), message.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.errors.append(params["exceptionDetails"]["text"])
+        if method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
+            self.errors.append(str(params["args"]))
+        if method == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.errors.append(params["entry"]["text"])
+        self.loaded |= method == "Page.loadEventFired"
+        return message
+
+    def send(self, method, **params):
+        self.number += 1
+        message = {"id": self.number, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.orders, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self.receive()
+            if answer.get("id") == self.number:
+                assert "error" not in answer, answer
+                return answer["result"]
+
+    def open(self, url):
+        self.send("Page.navigate", url=url)
+        while not self.loaded:
+            self.receive()
+
+    def ask(self, expression):
+        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def point(self, x, y, expression):
+        """Moves the pointer; whether the expression then comes true. A page that was just opened may not listen yet."""
+        for attempt in range(40):
+            self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + attempt % 2, y=y)
+            if self.ask(expression):
+                return True
+            time.sleep(0.05)
+        return False
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+
+# Text whose colour is too near to what is behind it, by WCAG's formula: 4.5 is the least for text of this size.
+CONTRAST = """(() => {
+  const parse = c => c.match(/[\\d.]+/g).map(Number);
+  const light = c => { const [r, g, b] = parse(c).map(v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+                       return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const behind = e => { for (; e; e = e.parentElement) { const c = getComputedStyle(e).backgroundColor;
+                          if (!/, 0\\)$/.test(c) && c !== 'transparent') return c; } return 'rgb(255,255,255)'; };
+  const bad = new Set();
+  for (const e of document.querySelectorAll('body *')) {
+    if (!e.textContent.trim() || e.closest('script,style,#tip') || e.children.length && e.tagName !== 'text') continue;
+    const s = getComputedStyle(e), a = light(e.tagName === 'text' ? s.fill : s.color), b = light(behind(e));
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) bad.add(`${e.tagName}.${e.className.baseVal ?? e.className} ${ratio.toFixed(2)}`);
+  }
+  return [...bad];
+})()"""
+
+STRUCTURE = """(() => {
+  const bad = [];
+  const want = (good, what) => { if (!good) bad.push(what); };
+  want(document.documentElement.lang === 'en', 'no language');
+  want(document.title.startsWith('Rafter on '), 'no title');
+  want(document.querySelectorAll('h1').length === 1, 'not one h1');
+  want(document.querySelectorAll('main').length === 1, 'not one main');
+  const ids = [...document.querySelectorAll('[id]')].map(e => e.id);
+  want(new Set(ids).size === ids.length, 'an id is there twice');
+  for (const a of document.querySelectorAll('a')) want(document.getElementById(decodeURIComponent(a.hash.slice(1))), 'dead link ' + a.hash);
+  for (const t of document.querySelectorAll('table')) want(t.caption && t.querySelector('thead th[scope=col]'), 'a table without caption or headings');
+  for (const s of document.querySelectorAll('svg')) want(s.getAttribute('role') === 'img' && s.getAttribute('aria-label'), 'an unnamed picture');
+  for (const e of document.querySelectorAll('[src],link[href]')) want((e.src ?? e.href).startsWith('data:'), 'something from elsewhere');
+  return bad;
+})()"""
+
+
+def expected_points(report):
+    """By table: measured cells that a logarithmic axis can show."""
+    points = {table["title"]: 0 for table in report["tables"]}
+    for row in report["rows"]:
+        points[row["table"]] += row["median"] is not None and row["median"] > 0 and not row.get("wrong")
+    return points
+
+
+def check_points(page, report):
+    drawn = page.ask("Object.fromEntries([...document.querySelectorAll('section[aria-labelledby]')].map("
+                     "s => [s.getAttribute('aria-labelledby'), s.querySelectorAll('circle.p').length]))")
+    for title, count in expected_points(report).items():
+        assert drawn[title] == count, f"{title} has {drawn[title]} points, wanted {count}"
+
+
+def check_hover(page):
+    middle = page.ask("(() => { const p = document.querySelectorAll('circle.p')[0]; p.scrollIntoView({block: 'center'});"
+                      "const b = p.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2, p.dataset.v]; })()")
+    assert page.ask("document.getElementById('tip').hidden"), "a value is shown before the pointer is there"
+    assert page.point(middle[0] + 2, middle[1] + 1, "!document.getElementById('tip').hidden"), "no value is shown under the pointer"
+    shown = page.ask("document.getElementById('tip').textContent")
+    assert shown == middle[2] and " = " in shown, f"'{shown}' is shown, wanted '{middle[2]}'"
+    assert page.point(1, 1, "document.getElementById('tip').hidden"), "the value stays when the pointer has left"
+
+
+def check_media(page):
+    light = page.ask("getComputedStyle(document.body).backgroundColor")
+    assert not page.ask(CONTRAST), page.ask(CONTRAST)
+    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert page.ask("getComputedStyle(document.body).backgroundColor") != light, "there is no dark mode"
+    assert not page.ask(CONTRAST), page.ask(CONTRAST)
+    page.send("Emulation.setEmulatedMedia", media="print", features=[])
+    assert not page.ask(CONTRAST), page.ask(CONTRAST)
+    page.send("Emulation.setEmulatedMedia", media="", features=[])
+    page.send("Emulation.setDeviceMetricsOverride", width=PHONE_WIDTH, height=740, deviceScaleFactor=2, mobile=True)
+    width = page.ask("document.scrollingElement.scrollWidth")
+    assert width <= PHONE_WIDTH, f"the page is {width} wide on a phone of {PHONE_WIDTH}"
+
+
+def check_names(page):
+    """What a screen reader gets: every picture, link, region and table has a name."""
+    nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+    for node in nodes:
+        role = node.get("role", {}).get("value")
+        if role in ("image", "img", "link", "region", "table", "heading") and not node.get("ignored"):
+            assert node.get("name", {}).get("value"), f"a {role} without a name"
+
+
+def main():
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if not program:
+        print("no Chromium here")
+        sys.exit(77)
+    with open(sys.argv[2], encoding="utf-8") as file:
+        report = json.load(file)
+    assert sum(expected_points(report).values()) > 0, "the report has nothing to draw"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        page = Browser(program, profile)
+        try:
+            page.open("file://" + os.path.abspath(sys.argv[1]))
+            assert not page.ask(STRUCTURE), page.ask(STRUCTURE)
+            check_points(page, report)
+            check_hover(page)
+            check_names(page)
+            check_media(page)
+            assert not page.errors, page.errors
+        finally:
+            page.close()
+    print("the report looks as it should")
+
+
+if __name__ == "__main__":
+    main()
