@@ -16,7 +16,7 @@ struct rafter_cuda_state {
 
     /* Zero between calls: kernels that count arrivals set their counters back. */
     unsigned *counters;
-    const float *zero_and_one; /* on the device, for scalars of matrix products */
+    float *zero_and_one; /* on the device, for scalars of matrix products */
 
     /* Set by kernels that met a label out of range; in host memory that the device can write. */
     volatile int *bad_labels; /* as the host sees it */
