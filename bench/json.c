@@ -78,14 +78,14 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     if (c->samples.count > 0) {
         fputs(", \"samples\": [", to);
         for (int i = 0; i < c->samples.count; i++)
-            fprintf(to, "%s%.6g", i ? ", " : "", c->samples.value[i]);
+            fprintf(to, "%s%.5g", i ? ", " : "", c->samples.value[i]);
         fputs("]", to);
     }
     fputs("}", to);
 }
 
 static void write_table(FILE *to, const struct table *t) {
-    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    char *columns[REPORT_COLUMNS] = {0}, *ours[REPORT_COLUMNS] = {0}, *early[REPORT_COLUMNS] = {0};
     int own = 0, marked = 0;
     for (int i = 0; i < t->columns; i++) {
         columns[i] = (char *)t->column[i];
