@@ -12,6 +12,26 @@ extern "C" {
 #undef RAFTER_OP
 }
 
+/* ---- shared memory
+ * --------------------------------------------------------------------------------------------------- */
+
+void rafter_cuda_allow_shared(rafter_cuda_state *state, const void *kernel) {
+    enum { PLACES = sizeof state->allowed / sizeof *state->allowed };
+    int place = 0;
+    while (place < PLACES && state->allowed[place] && state->allowed[place] != kernel)
+        place++;
+    if (place < PLACES && state->allowed[place] == kernel)
+        return;
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
+        return; /* the launch will say why */
+    const int most = state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (place < PLACES)
+        state->allowed[place] = kernel;
+}
+
 /* ---- scratch memory
  * -------------------------------------------------------------------------------------------------- */
 

@@ -21,6 +21,9 @@ struct rafter_cuda_state {
     volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
 
+    /* Kernels that may have as much shared memory as there is: see rafter_cuda_allow_shared. */
+    const void *allowed[64];
+
     /* The default scratch allocator: a small block, which is always there, and a large one, which grows. Graphs hold on
      * to the blocks that their calls were captured with, so that those live as long as the context. */
     void *small;
@@ -49,6 +52,10 @@ struct OnDevice {
     OnDevice(const OnDevice &) = delete;
     OnDevice &operator=(const OnDevice &) = delete;
 };
+
+/* Lets a kernel have as much dynamic shared memory as the device has. The runtime is asked once for each kernel of a
+ * context: it would take its time for every call. */
+void rafter_cuda_allow_shared(rafter_cuda_state *state, const void *kernel);
 
 /* RAFTER_OK, or the runtime's own words about what `what` did. */
 static inline rafter_status rafter_cuda_check(rafter_context *context, const char *what, cudaError_t error) {

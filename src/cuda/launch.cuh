@@ -48,7 +48,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         config.numAttrs = 1;
     }
     if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
+        rafter_cuda_allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
 }
 
