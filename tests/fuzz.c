@@ -74,40 +74,42 @@ static void release_all(struct pool *all) {
 /* ---- numbers, of the floats only ----------------------------------------------------------------------------------
  */
 
-static _Float16 half_of(const unsigned char *at) {
-    _Float16 half;
-    memcpy(&half, at, sizeof half);
-    return half;
+static float half_value(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float size = exponent == 0 ? ldexpf((float)fraction, -24) : ldexpf((float)(1024 + fraction), exponent - 25);
+    if (exponent == 31)
+        size = fraction ? NAN : INFINITY;
+    return bits >> 15 ? -size : size;
 }
 
 static float load(const unsigned char *at, DLDataType dtype) {
-    uint16_t high;
+    uint16_t narrow;
     uint32_t bits;
     float value;
-    if (dtype.bits == 16 && dtype.code == kDLFloat)
-        return (float)half_of(at);
-    if (dtype.bits == 16) {
-        memcpy(&high, at, sizeof high);
-        bits = (uint32_t)high << 16;
-        memcpy(&value, &bits, sizeof value);
+    if (dtype.bits == 32) {
+        memcpy(&value, at, sizeof value);
         return value;
     }
-    memcpy(&value, at, sizeof value);
+    memcpy(&narrow, at, sizeof narrow);
+    if (dtype.code == kDLFloat)
+        return half_value(narrow);
+    bits = (uint32_t)narrow << 16;
+    memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-/* Of a number that every dtype holds exactly, or cut to bf16. */
-static void store(unsigned char *at, DLDataType dtype, float value) {
-    const _Float16 half = (_Float16)value;
+/* n / 32, for n from -128 to 127, which every dtype holds exactly. */
+static void store(unsigned char *at, DLDataType dtype, int n) {
+    const float value = (float)n / 32;
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    const uint16_t high = (uint16_t)(bits >> 16);
+    uint16_t narrow = (uint16_t)(bits >> 16);
+    if (dtype.code == kDLFloat && n != 0) /* sign, exponent with another bias, fraction */
+        narrow = (uint16_t)((bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 127 + 15) << 10) | (bits >> 13 & 1023));
     if (dtype.bits == 32)
         memcpy(at, &value, sizeof value);
-    else if (dtype.code == kDLFloat)
-        memcpy(at, &half, sizeof half);
     else
-        memcpy(at, &high, sizeof high);
+        memcpy(at, &narrow, sizeof narrow);
 }
 
 /* ---- random calls ---------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
             const int32_t narrow = (int32_t)label;
             memcpy(at, size == 4 ? (const void *)&narrow : (const void *)&label, size);
         } else if (pool->ordinary && t->dl.dtype.code != kDLUInt) {
-            store(at, t->dl.dtype, (float)(bits % 4096) / 512 - 4);
+            store(at, t->dl.dtype, (int)(bits % 256) - 128);
         } else {
             memcpy(at, &bits, size); /* any bits: subnormals, infinities, NaN */
         }

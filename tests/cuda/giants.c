@@ -7,7 +7,7 @@
 #include "parts.h"
 
 enum { PATTERN = 0x3f };                                  /* of every byte of an input: 0.746 in bf16 and in fp32 */
-static const float pattern = 0x1.7e7e7ep-1f;              /* 0x3f3f3f3f */
+static const double pattern = 0x1.7e7e7ep-1;              /* 0x3f3f3f3f */
 static const int64_t giant_rows = ((int64_t)1 << 31) + 7; /* in blocks of 256 and packs of 8: never a whole number */
 
 static rafter_context *giant;

@@ -112,30 +112,30 @@ static const struct {
 /* In one dtype only. */
 static const struct single {
     rafter_dtype dtype;
+    bool for_cuda;
     struct options options;
     struct shape shape;
     int64_t sample; /* not 0: large */
-    bool for_cuda;
 } singles[] = {
     /* labels of no classes can only be ignored */
-    {RAFTER_F32, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0, false},
+    {RAFTER_F32, false, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0},
     /* rows of more than one chunk, so many that each is one thread's */
-    {RAFTER_BF16, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0, false},
-    {RAFTER_BF16, {.name = "past 2^31", .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031, false},
+    {RAFTER_BF16, false, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0},
+    {RAFTER_BF16, false, {.name = "past 2^31", .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031},
     /* rows that fit on no chip, in clusters of several sizes, and unlike in their alignment; so many rows that blocks
      * take several each; so many labels that they are counted by a kernel of its own */
-    {RAFTER_BF16, {.name = "long", .ignored = SOME_IGNORED, .dloss = true}, {2, {1, 1 << 20}}, 0, true},
-    {RAFTER_F32, {.name = "long", .smoothing = 0.1f}, {2, {3, 151939}}, 0, true},
-    {RAFTER_BF16, {.name = "long", .in_place = true, .without_lse = true}, {2, {5, 131072}}, 0, true},
+    {RAFTER_BF16, true, {.name = "long", .ignored = SOME_IGNORED, .dloss = true}, {2, {1, 1 << 20}}, 0},
+    {RAFTER_F32, true, {.name = "long", .smoothing = 0.1f}, {2, {3, 151939}}, 0},
+    {RAFTER_BF16, true, {.name = "long", .in_place = true, .without_lse = true}, {2, {5, 131072}}, 0},
     {RAFTER_F16,
+     true,
      {.name = "long, all", .smoothing = 0.1f, .softcap = 5, .scale = 2, .class_weight = true, .extras = true},
      {2, {3, 65540}},
-     0,
-     true},
-    {RAFTER_BF16, {.name = "many", .ignored = SOME_IGNORED}, {2, {500, 2051}}, 0, true},
-    {RAFTER_F32, {.name = "many"}, {2, {2100, 300}}, 0, true},
-    {RAFTER_BF16, {.name = "many", .ignored = SOME_IGNORED}, {2, {70001, 5}}, 0, true},
-    {RAFTER_BF16, {.name = "many", .smoothing = 0.1f, .class_weight = true}, {2, {70001, 17}}, 0, true},
+     0},
+    {RAFTER_BF16, true, {.name = "many", .ignored = SOME_IGNORED}, {2, {500, 2051}}, 0},
+    {RAFTER_F32, true, {.name = "many"}, {2, {2100, 300}}, 0},
+    {RAFTER_BF16, true, {.name = "many", .ignored = SOME_IGNORED}, {2, {70001, 5}}, 0},
+    {RAFTER_BF16, true, {.name = "many", .smoothing = 0.1f, .class_weight = true}, {2, {70001, 17}}, 0},
 };
 
 enum {
