@@ -1,4 +1,5 @@
 #include "cuda/backend.cuh"
+#include "cuda/products.cuh"
 
 #include <cuda_runtime.h>
 
@@ -12,26 +13,6 @@ extern "C" {
 #undef RAFTER_OP
 }
 
-/* ---- shared memory
- * --------------------------------------------------------------------------------------------------- */
-
-void rafter_cuda_allow_shared(rafter_cuda_state *state, const void *kernel) {
-    enum { PLACES = sizeof state->allowed / sizeof *state->allowed };
-    int place = 0;
-    while (place < PLACES && state->allowed[place] && state->allowed[place] != kernel)
-        place++;
-    if (place < PLACES && state->allowed[place] == kernel)
-        return;
-    cudaFuncAttributes attributes;
-    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-        return; /* the launch will say why */
-    const int most = state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    if (place < PLACES)
-        state->allowed[place] = kernel;
-}
-
 /* ---- scratch memory
  * -------------------------------------------------------------------------------------------------- */
 
@@ -41,7 +22,7 @@ struct Retired {
     Retired *next;
 };
 
-static bool is_capturing(const rafter_cuda_state *state) {
+bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
@@ -77,7 +58,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
         state->block_taken = true;
         return state->small;
     }
-    const bool capturing = is_capturing(state);
+    const bool capturing = rafter_cuda_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
             return NULL;
@@ -101,7 +82,8 @@ static void scratch_release(void *user, void *memory, size_t bytes) {
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch) {
     const rafter_status status = rafter_scratch_take(context, workspace, workspace_bytes, bytes, scratch);
-    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate || !is_capturing(context->cuda_state))
+    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate ||
+        !rafter_cuda_capturing(context->cuda_state))
         return status;
     return rafter_fail(context, status,
                        "the call takes %zu bytes of workspace, and while its stream is being captured nothing is "
@@ -118,6 +100,7 @@ static void close_context(rafter_context *context) {
         return;
     {
         OnDevice current(context);
+        rafter_cuda_close_products(state);
         state->block_captured = false; /* graphs may not outlive the context */
         drop_block(state);
         while (Retired *retired = state->retired) {
@@ -165,11 +148,15 @@ static rafter_status open_context(rafter_context *context) {
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
+    const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
-    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
+    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
     state->small = state->counters + RAFTER_CUDA_COUNTERS;
+    state->zero_and_one = reinterpret_cast<float *>(static_cast<char *>(state->small) + RAFTER_CUDA_SMALL_BLOCK);
     if (error == cudaSuccess)
         error = cudaMemset(state->counters, 0, counters_bytes);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(state->zero_and_one, zero_and_one, sizeof zero_and_one, cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
@@ -198,7 +185,7 @@ static rafter_status open_context(rafter_context *context) {
 
 static rafter_status bad_labels(rafter_context *context, bool *found) {
     rafter_cuda_state *state = context->cuda_state;
-    if (is_capturing(state))
+    if (rafter_cuda_capturing(state))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
     OnDevice current(context);
     RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));

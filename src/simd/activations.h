@@ -10,8 +10,8 @@
 /* With e = exp(-|x|), which never overflows, the sigmoid of x is 1 / (1 + e) where x is positive and e / (1 + e) where
  * it is negative, and that of -x the other way round: quotients that are accurate however small. */
 struct v_logistic {
-    vf of_x, of_minus_x; /* dividends */
-    vf divisor;
+    vf of_x, of_minus_x; /* dividends: 1 and e, or e and 1 */
+    vf e, divisor;
 };
 
 /* `dtype` is that of the result: for 16 bits the cheaper exponential is accurate enough (2e-5 at worst, where e is
@@ -19,7 +19,7 @@ struct v_logistic {
 V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
     const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
     const vf e = dtype == RAFTER_F32 ? v_exp(-magnitude) : v_exp2(magnitude * v_set(-V_LOG2E));
-    return (struct v_logistic){v_select_negative(x, e, one), v_select_negative(x, one, e), one + e};
+    return (struct v_logistic){v_select_negative(x, e, one), v_select_negative(x, one, e), e, one + e};
 }
 
 V_INLINE vf v_relu(vf x) {
@@ -45,7 +45,7 @@ V_INLINE vf v_relu_grad(vf x, vf dy) {
 
 V_INLINE vf v_sigmoid_grad(int dtype, vf x, vf dy) {
     const struct v_logistic s = v_logistic(dtype, x);
-    return dy * (s.of_x * s.of_minus_x) / (s.divisor * s.divisor);
+    return dy * s.e / (s.divisor * s.divisor);
 }
 
 /* dy s(x) (1 + x s(-x)), with the sum over the common divisor. */

@@ -3,82 +3,36 @@
 #include <string.h>
 
 #include "harness/problem.h"
+#include "ops/loss_cases.h"
 #include "oracle/oracle.h"
 
 /* ---- what is tested --------------------------------------------------------------------------------------------- */
 
-enum ignored { NONE_IGNORED, SOME_IGNORED, LABEL_ZERO_IGNORED, ALL_IGNORED };
-
-/* The options of one problem. */
 struct options {
-    const char *name;
-    float smoothing, z_loss, softcap, scale;
-    rafter_reduction reduction;
-    enum ignored ignored;
-    bool zero_if_all_ignored, class_weight, row_weight, denominator, dloss;
-    bool extras;      /* row_loss, logprob, entropy, argmax */
-    bool narrow;      /* int32 labels and argmax */
-    bool in_place;    /* dlogits over the logits */
-    bool without_lse; /* backward computes it again */
+    struct loss_case loss;
+    bool in_place; /* dlogits over the logits */
 };
 
-static const struct options plain = {.name = "plain", .extras = true};
+static const struct options plain = {{.name = "plain", .extras = true}, false};
 
+/* Beside those of every loss. */
 static const struct options option_sets[] = {
-    {.name = "sum", .reduction = RAFTER_SUM, .dloss = true},
-    {.name = "none", .reduction = RAFTER_NONE, .dloss = true, .extras = true},
-    {.name = "none, no dloss", .reduction = RAFTER_NONE, .narrow = true, .extras = true},
-    {.name = "some ignored", .ignored = SOME_IGNORED, .extras = true, .dloss = true},
-    {.name = "label 0 ignored", .ignored = LABEL_ZERO_IGNORED, .extras = true, .narrow = true},
-    {.name = "all ignored", .ignored = ALL_IGNORED, .extras = true},
-    {.name = "all ignored: 0", .ignored = ALL_IGNORED, .zero_if_all_ignored = true, .narrow = true},
-    {.name = "all ignored, sum", .ignored = ALL_IGNORED, .reduction = RAFTER_SUM},
-    {.name = "smoothing", .smoothing = 0.1f, .extras = true},
-    {.name = "smoothing 1", .smoothing = 1, .reduction = RAFTER_NONE},
-    {.name = "class weights", .class_weight = true, .ignored = SOME_IGNORED, .extras = true},
-    {.name = "class weights, smoothing",
-     .class_weight = true,
-     .smoothing = 0.2f,
-     .ignored = SOME_IGNORED,
-     .dloss = true},
-    {.name = "class weights, smoothing, sum", .class_weight = true, .smoothing = 0.3f, .reduction = RAFTER_SUM},
-    {.name = "row weights", .row_weight = true, .ignored = SOME_IGNORED, .extras = true},
-    {.name = "row weights, none", .row_weight = true, .reduction = RAFTER_NONE, .dloss = true},
-    {.name = "denominator", .denominator = true, .ignored = SOME_IGNORED},
-    {.name = "denominator, class weights", .denominator = true, .class_weight = true, .dloss = true},
-    {.name = "z_loss", .z_loss = 0.01f, .extras = true},
-    {.name = "z_loss, smoothing", .z_loss = 0.02f, .smoothing = 0.1f, .without_lse = true},
-    {.name = "softcap", .softcap = 2.5f, .extras = true},
-    {.name = "scale", .scale = 0.7f, .extras = true},
-    {.name = "softcap, scale", .softcap = 30, .scale = 1.5f, .without_lse = true, .narrow = true},
-    {.name = "in place", .in_place = true, .extras = true, .ignored = SOME_IGNORED},
-    {.name = "in place, no lse", .in_place = true, .without_lse = true, .smoothing = 0.1f},
-    {.name = "in place, softcap", .in_place = true, .softcap = 3, .dloss = true},
-    {.name = "no lse", .without_lse = true, .ignored = SOME_IGNORED},
-    {.name = "all",
-     .smoothing = 0.1f,
-     .z_loss = 0.001f,
-     .softcap = 5,
-     .scale = 2,
-     .ignored = SOME_IGNORED,
-     .class_weight = true,
-     .row_weight = true,
-     .denominator = true,
-     .dloss = true,
-     .extras = true},
-    {.name = "all, none",
-     .smoothing = 0.4f,
-     .z_loss = 0.005f,
-     .softcap = 4,
-     .scale = 0.5f,
-     .ignored = SOME_IGNORED,
-     .class_weight = true,
-     .row_weight = true,
-     .reduction = RAFTER_NONE,
-     .dloss = true,
-     .extras = true,
-     .in_place = true,
-     .without_lse = true},
+    {{.name = "in place", .extras = true, .ignored = SOME_IGNORED}, true},
+    {{.name = "in place, no lse", .without_lse = true, .smoothing = 0.1f}, true},
+    {{.name = "in place, softcap", .softcap = 3, .dloss = true}, true},
+    {{.name = "in place, all but the mean",
+      .smoothing = 0.4f,
+      .z_loss = 0.005f,
+      .softcap = 4,
+      .scale = 0.5f,
+      .ignored = SOME_IGNORED,
+      .class_weight = true,
+      .row_weight = true,
+      .reduction = RAFTER_NONE,
+      .dloss = true,
+      .extras = true,
+      .without_lse = true},
+     true},
 };
 
 /* Logits; the last size is V. */
@@ -112,41 +66,49 @@ static const struct {
 /* In one dtype only. */
 static const struct single {
     rafter_dtype dtype;
-    bool for_cuda;
     struct options options;
     struct shape shape;
     int64_t sample; /* not 0: large */
+    bool for_cuda;
 } singles[] = {
     /* labels of no classes can only be ignored */
-    {RAFTER_F32, false, {.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, {2, {2, 0}}, 0},
+    {RAFTER_F32, {{.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, false}, {2, {2, 0}}, 0, false},
     /* rows of more than one chunk, so many that each is one thread's */
-    {RAFTER_BF16, false, {.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, {2, {66, 16390}}, 0},
-    {RAFTER_BF16, false, {.name = "past 2^31", .reduction = RAFTER_SUM}, {2, {16500, 131072}}, 1031},
+    {RAFTER_BF16,
+     {{.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, false},
+     {2, {66, 16390}},
+     0,
+     false},
+    {RAFTER_BF16, {{.name = "past 2^31", .reduction = RAFTER_SUM}, false}, {2, {16500, 131072}}, 1031, false},
     /* rows that fit on no chip, in clusters of several sizes, and unlike in their alignment; so many rows that blocks
      * take several each; so many labels that they are counted by a kernel of its own */
-    {RAFTER_BF16, true, {.name = "long", .ignored = SOME_IGNORED, .dloss = true}, {2, {1, 1 << 20}}, 0},
-    {RAFTER_F32, true, {.name = "long", .smoothing = 0.1f}, {2, {3, 151939}}, 0},
-    {RAFTER_BF16, true, {.name = "long", .in_place = true, .without_lse = true}, {2, {5, 131072}}, 0},
+    {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {1, 1 << 20}}, 0, true},
+    {RAFTER_F32, {{.name = "long", .smoothing = 0.1f}, false}, {2, {3, 151939}}, 0, true},
+    {RAFTER_BF16, {{.name = "long", .without_lse = true}, true}, {2, {5, 131072}}, 0, true},
     {RAFTER_F16,
-     true,
-     {.name = "long, all", .smoothing = 0.1f, .softcap = 5, .scale = 2, .class_weight = true, .extras = true},
+     {{.name = "long, all", .smoothing = 0.1f, .softcap = 5, .scale = 2, .class_weight = true, .extras = true}, false},
      {2, {3, 65540}},
-     0},
-    {RAFTER_BF16, true, {.name = "many", .ignored = SOME_IGNORED}, {2, {500, 2051}}, 0},
-    {RAFTER_F32, true, {.name = "many"}, {2, {2100, 300}}, 0},
-    {RAFTER_BF16, true, {.name = "many", .ignored = SOME_IGNORED}, {2, {70001, 5}}, 0},
-    {RAFTER_BF16, true, {.name = "many", .smoothing = 0.1f, .class_weight = true}, {2, {70001, 17}}, 0},
+     0,
+     true},
+    {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {500, 2051}}, 0, true},
+    {RAFTER_F32, {{.name = "many"}, false}, {2, {2100, 300}}, 0, true},
+    {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {70001, 5}}, 0, true},
+    {RAFTER_BF16, {{.name = "many", .smoothing = 0.1f, .class_weight = true}, false}, {2, {70001, 17}}, 0, true},
 };
 
 enum {
     DTYPES = 3,
     SHAPES = sizeof shapes / sizeof *shapes,
-    OPTION_SETS = sizeof option_sets / sizeof *option_sets,
+    OPTION_SETS = LOSS_CASES + sizeof option_sets / sizeof *option_sets,
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
     LONG_ROWS = sizeof long_rows / sizeof *long_rows,
     SINGLES = sizeof singles / sizeof *singles,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+
+static struct options option_set(int64_t i) {
+    return i < LOSS_CASES ? (struct options){loss_cases[i], false} : option_sets[i - LOSS_CASES];
+}
 
 /* ---- one problem ------------------------------------------------------------------------------------------------ */
 
@@ -154,9 +116,6 @@ static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16}
 struct row {
     bool without_lse;
 };
-
-static const int64_t label_zero = 0;
-static const double denominator_value = 7;
 
 /*
  * Bounds. Everything before the last rounding is fp32 with unit e = 2^-24, or fp64.
@@ -173,7 +132,7 @@ static const double denominator_value = 7;
  * are 0; by another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times
  * their size, is absolute.
  */
-static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_t classes) {
+static void set_bounds(problem *p, const struct loss_case *o, int64_t rows, int64_t classes) {
     const double e = 0x1p-24, huge = p->values != PROBLEM_HUGE                        ? 0
                                      : problem_find(p, "logits")->dtype == RAFTER_F16 ? 6e4
                                                                                       : 1e30;
@@ -190,7 +149,7 @@ static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_
 
     double upstream = row_weight * (o->dloss ? 4 : 1) * scale, share = 1; /* of a row in the loss */
     if (o->reduction == RAFTER_MEAN && o->denominator)
-        share = 1 / denominator_value;
+        share = 1 / LOSS_CASE_DENOMINATOR;
     else if (o->reduction ==
              RAFTER_MEAN) /* weights are at least 0.5; one row in eight is ignored, or all that there are */
         share = o->class_weight ? 2 : 1;
@@ -222,58 +181,15 @@ static void set_bounds(problem *p, const struct options *o, int64_t rows, int64_
 static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
     const int rows_ndim = shape->ndim - 1;
     const int64_t classes = shape->size[rows_ndim];
-    p->loss_options = (rafter_loss_options){.size = sizeof p->loss_options,
-                                            .reduction = o->reduction,
-                                            .zero_if_all_ignored = o->zero_if_all_ignored,
-                                            .ignore_index = o->ignored == LABEL_ZERO_IGNORED ? &label_zero : NULL,
-                                            .label_smoothing = o->smoothing,
-                                            .z_loss = o->z_loss,
-                                            .softcap = o->softcap,
-                                            .logit_scale = o->scale};
-    *(struct row *)p->row = (struct row){.without_lse = o->without_lse};
-
+    *(struct row *)p->row = (struct row){.without_lse = o->loss.without_lse};
     problem_tensor *t = problem_add(p, "logits", PROBLEM_INPUT, dtype, shape->ndim, shape->size);
     t->scale = 3;
     t->special = true;
-    t = problem_add(p, "target", PROBLEM_INPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->size);
-    const int64_t rows = t->numel;
-    t->fill = o->ignored == ALL_IGNORED ? PROBLEM_COUNT : PROBLEM_LABELS;
-    t->low = o->ignored == ALL_IGNORED ? -100 : 0;
-    t->high = o->ignored == ALL_IGNORED ? 1 : classes;
-    t->some_ignored = o->ignored == SOME_IGNORED;
-    t->ignored = -100;
-    if (o->class_weight) {
-        t = problem_add(p, "class_weight", PROBLEM_INPUT, RAFTER_F32, 1, &classes);
-        t->fill = PROBLEM_UNIFORM;
-        t->shift = 0.5;
-    }
-    if (o->row_weight) /* advantages: of either sign */
-        problem_add(p, "row_weight", PROBLEM_INPUT, RAFTER_F32, rows_ndim, shape->size);
-    if (o->denominator) {
-        t = problem_add(p, "denominator", PROBLEM_INPUT, RAFTER_F32, 0, NULL);
-        t->shift = denominator_value;
-        t->scale = 0;
-    }
-    const int loss_ndim = o->reduction == RAFTER_NONE ? rows_ndim : 0;
-    problem_add(p, "loss", PROBLEM_OUTPUT, RAFTER_F32, loss_ndim, shape->size);
-    if (o->dloss)
-        problem_add(p, "dloss", PROBLEM_UPSTREAM, RAFTER_F32, loss_ndim, shape->size);
-    problem_add(p, "lse", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
-    if (o->extras) {
-        problem_add(p, "row_loss", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
-        problem_add(p, "logprob", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
-        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->size);
-        problem_add(p, "argmax", PROBLEM_OUTPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->size);
-    }
+    const int64_t rows = loss_case_declare(p, &o->loss, rows_ndim, shape->size, classes);
     t = problem_add(p, "dlogits", PROBLEM_GRADIENT, dtype, shape->ndim, shape->size);
     t->in_place_of = o->in_place ? "logits" : NULL;
-    set_bounds(p, o, rows, classes);
-
-    int used = snprintf(p->label, sizeof p->label, "%s %s [", o->name, problem_dtype_name(dtype));
-    for (int d = 0; d < shape->ndim; d++)
-        used +=
-            snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
-    snprintf(p->label + used, sizeof p->label - (size_t)used, "]");
+    set_bounds(p, &o->loss, rows, classes);
+    loss_case_label(p, o->loss.name, dtype, shape->ndim, shape->size, "");
 }
 
 static int64_t count(void) {
@@ -289,16 +205,18 @@ static void make(problem *p, int64_t index) {
     }
     i -= SHAPES;
     if (i < OPTION_SETS * OPTION_SHAPES) {
-        build(p, dtype, &option_sets[i / OPTION_SHAPES], &option_shapes[i % OPTION_SHAPES]);
+        const struct options o = option_set(i / OPTION_SHAPES);
+        build(p, dtype, &o, &option_shapes[i % OPTION_SHAPES]);
         p->finite_differences = dtype == RAFTER_F32 && i % OPTION_SHAPES == 0;
         return;
     }
     i -= OPTION_SETS * OPTION_SHAPES;
     if (i < LONG_ROWS) {
-        const struct options *o = option_sets;
-        while (strcmp(o->name, long_rows[i].options) != 0)
-            o++;
-        build(p, dtype, o, &long_rows[i].shape);
+        int64_t set = 0;
+        while (strcmp(option_set(set).loss.name, long_rows[i].options) != 0)
+            set++;
+        const struct options o = option_set(set);
+        build(p, dtype, &o, &long_rows[i].shape);
         return;
     }
     const struct single *single = &singles[index - (count() - SINGLES)];
@@ -309,10 +227,7 @@ static void make(problem *p, int64_t index) {
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
-    rafter_loss_options options = p->loss_options;
-    options.class_weight = problem_dl(p, "class_weight");
-    options.row_weight = problem_dl(p, "row_weight");
-    options.denominator = problem_dl(p, "denominator");
+    const rafter_loss_options options = loss_case_options(p);
     rafter_cross_entropy_args args = {.size = sizeof args,
                                       .options = &options,
                                       .logits = problem_dl(p, "logits"),
@@ -352,7 +267,7 @@ static const struct bench_table table = {"v", 1u << PROBLEM_FORWARD | 1u << PROB
 static void make_bench(problem *p, const struct bench_row *row) {
     const int64_t batch = row->quick ? 1024 : 4096, resident = 4096 / (row->dtype == RAFTER_F32 ? 4 : 2);
     const int64_t classes = row->resident && row->x > resident ? resident : row->x;
-    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {batch, classes}});
+    build(p, row->dtype, &(struct options){{.name = "bench"}, false}, &(struct shape){2, {batch, classes}});
     p->sample = batch * classes / (1 << 21) + 1;
     snprintf(p->title, sizeof p->title, "batch%lld-%s-ls0.0-mean", (long long)batch, problem_dtype_name(row->dtype));
 }
