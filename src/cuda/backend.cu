@@ -150,13 +150,16 @@ static rafter_status open_context(rafter_context *context) {
     void *flag = NULL, *flag_on_device = NULL;
     const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
-    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
-    state->small = state->counters + RAFTER_CUDA_COUNTERS;
-    state->zero_and_one = reinterpret_cast<float *>(static_cast<char *>(state->small) + RAFTER_CUDA_SMALL_BLOCK);
+    char *memory = NULL;
+    cudaError_t error = cudaMalloc(&memory, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
+    state->counters = reinterpret_cast<unsigned *>(memory);
+    state->small = memory + counters_bytes;
+    state->zero_and_one = reinterpret_cast<float *>(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
     if (error == cudaSuccess)
         error = cudaMemset(state->counters, 0, counters_bytes);
     if (error == cudaSuccess)
-        error = cudaMemcpy(state->zero_and_one, zero_and_one, sizeof zero_and_one, cudaMemcpyHostToDevice);
+        error = cudaMemcpy(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK, zero_and_one, sizeof zero_and_one,
+                           cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
@@ -246,6 +249,34 @@ static bool move(const rafter_context *context, void *to, const void *from, size
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context->cuda_state->stream) == cudaSuccess;
 }
 
+template <typename T>
+static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] = from[index[i]];
+}
+
+template <typename T>
+static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
+                          int64_t count) {
+    const int threads = 256;
+    gather_elements<<<static_cast<unsigned>((count + threads - 1) / threads), threads, 0,
+                      context->cuda_state->stream>>>(static_cast<T *>(to), static_cast<const T *>(from), index, count);
+}
+
+static bool gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
+                   int element) {
+    switch (count > 0 ? element : 0) {
+    case 0: return true;
+    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
+    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
+    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
+    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    default: return false;
+    }
+    return cudaGetLastError() == cudaSuccess;
+}
+
 static bool synchronize(const rafter_context *context) {
     return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
 }
@@ -328,6 +359,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.copy = copy;
     table.fill = fill;
     table.move = move;
+    table.gather = gather;
     table.synchronize = synchronize;
     table.stream = new_stream;
     table.forget_stream = forget_stream;

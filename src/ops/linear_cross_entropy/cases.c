@@ -3,24 +3,17 @@
 #include <string.h>
 
 #include "harness/problem.h"
+#include "ops/loss_cases.h"
 #include "oracle/oracle.h"
 
 /* ---- what is tested ---------------------------------------------------------------------------------------------- */
 
-enum ignored { NONE_IGNORED, SOME_IGNORED, ALL_IGNORED };
-enum budget { DEFAULT_BUDGET, SMALLEST_BUDGET, SMALL_BUDGET }; /* none; the least that works; a few times that */
+enum budget { DEFAULT_BUDGET, SMALLEST_BUDGET, SMALL_BUDGET, BUDGETS }; /* none; the least that works; twice that */
 
-/* The options of one problem. */
 struct options {
-    const char *name;
-    float smoothing, z_loss, softcap, scale;
-    rafter_reduction reduction;
-    enum ignored ignored;
+    struct loss_case loss;
     enum budget budget;
-    bool bias, class_weight, row_weight, denominator, dloss, zero_if_all_ignored;
-    bool extras;            /* row_loss, logprob, entropy, argmax */
-    bool narrow;            /* int32 labels and argmax */
-    bool without_lse;       /* backward computes it again */
+    bool bias;
     bool no_dx, no_dweight; /* not wanted; dbias is wanted where there is a bias, unless */
     bool no_dbias;
     bool main_gradient; /* dweight is fp32 and is added to */
@@ -28,67 +21,25 @@ struct options {
     bool native;        /* accumulate */
 };
 
-static const struct options plain = {.name = "plain", .extras = true, .ignored = SOME_IGNORED};
+static const struct options plain = {.loss = {.name = "plain", .extras = true, .ignored = SOME_IGNORED}};
 
+/* Beside those of every loss. */
 static const struct options option_sets[] = {
-    {.name = "sum", .reduction = RAFTER_SUM, .dloss = true},
-    {.name = "none", .reduction = RAFTER_NONE, .dloss = true, .extras = true, .ignored = SOME_IGNORED},
-    {.name = "none, no dloss", .reduction = RAFTER_NONE, .narrow = true, .without_lse = true},
-    {.name = "all ignored", .ignored = ALL_IGNORED, .extras = true, .bias = true},
-    {.name = "all ignored: 0", .ignored = ALL_IGNORED, .zero_if_all_ignored = true, .main_gradient = true},
-    {.name = "bias", .bias = true, .extras = true, .ignored = SOME_IGNORED},
-    {.name = "bias, dx only", .bias = true, .no_dweight = true, .no_dbias = true, .without_lse = true},
-    {.name = "bias, dweight only", .bias = true, .no_dx = true, .no_dbias = true},
-    {.name = "bias, dbias only", .bias = true, .no_dx = true, .no_dweight = true, .budget = SMALL_BUDGET},
-    {.name = "dx only", .no_dweight = true, .dloss = true, .budget = SMALLEST_BUDGET},
-    {.name = "dweight only", .no_dx = true, .ignored = SOME_IGNORED, .budget = SMALLEST_BUDGET, .without_lse = true},
-    {.name = "smoothing", .smoothing = 0.1f, .extras = true},
-    {.name = "class weights", .class_weight = true, .ignored = SOME_IGNORED, .bias = true},
-    {.name = "class weights, smoothing",
-     .class_weight = true,
-     .smoothing = 0.2f,
-     .dloss = true,
-     .budget = SMALL_BUDGET},
-    {.name = "row weights", .row_weight = true, .ignored = SOME_IGNORED, .dloss = true},
-    {.name = "denominator", .denominator = true, .ignored = SOME_IGNORED},
-    {.name = "z_loss", .z_loss = 0.01f, .extras = true, .without_lse = true},
-    {.name = "softcap", .softcap = 2.5f, .extras = true, .bias = true},
-    {.name = "scale", .scale = 0.7f, .extras = true},
-    {.name = "softcap, scale", .softcap = 30, .scale = 1.5f, .without_lse = true, .narrow = true},
-    {.name = "fp32 gradients", .f32_gradients = true, .bias = true, .budget = SMALLEST_BUDGET},
-    {.name = "main gradient", .main_gradient = true, .dloss = true, .ignored = SOME_IGNORED},
-    {.name = "main gradient, small budget", .main_gradient = true, .reduction = RAFTER_SUM, .budget = SMALLEST_BUDGET},
-    {.name = "native", .native = true, .bias = true},
-    {.name = "native, small budget", .native = true, .bias = true, .budget = SMALLEST_BUDGET, .without_lse = true},
-    {.name = "smallest budget", .budget = SMALLEST_BUDGET, .ignored = SOME_IGNORED, .extras = true, .bias = true},
-    {.name = "small budget", .budget = SMALL_BUDGET, .reduction = RAFTER_SUM, .extras = true, .without_lse = true},
-    {.name = "all",
-     .smoothing = 0.1f,
-     .z_loss = 0.001f,
-     .softcap = 5,
-     .scale = 2,
-     .ignored = SOME_IGNORED,
-     .bias = true,
-     .class_weight = true,
-     .row_weight = true,
-     .denominator = true,
-     .dloss = true,
-     .extras = true,
-     .main_gradient = true},
-    {.name = "all, none",
-     .smoothing = 0.4f,
-     .z_loss = 0.005f,
-     .softcap = 4,
-     .scale = 0.5f,
-     .ignored = SOME_IGNORED,
-     .budget = SMALL_BUDGET,
-     .bias = true,
-     .class_weight = true,
-     .row_weight = true,
-     .reduction = RAFTER_NONE,
-     .dloss = true,
-     .extras = true,
-     .without_lse = true},
+    {{.name = "bias", .extras = true, .ignored = SOME_IGNORED}, .bias = true},
+    {{.name = "bias, dx only", .without_lse = true}, .bias = true, .no_dweight = true, .no_dbias = true},
+    {{.name = "bias, dweight only"}, .bias = true, .no_dx = true, .no_dbias = true},
+    {{.name = "bias, dbias only"}, .bias = true, .no_dx = true, .no_dweight = true, .budget = SMALL_BUDGET},
+    {{.name = "dx only", .dloss = true}, .no_dweight = true, .budget = SMALLEST_BUDGET},
+    {{.name = "dweight only", .ignored = SOME_IGNORED, .without_lse = true}, .no_dx = true, .budget = SMALLEST_BUDGET},
+    {{.name = "fp32 gradients"}, .f32_gradients = true, .bias = true, .budget = SMALLEST_BUDGET},
+    {{.name = "main gradient", .dloss = true, .ignored = SOME_IGNORED}, .main_gradient = true},
+    {{.name = "main gradient, small budget", .reduction = RAFTER_SUM},
+     .main_gradient = true,
+     .budget = SMALLEST_BUDGET},
+    {{.name = "native"}, .native = true, .bias = true},
+    {{.name = "native, small budget", .without_lse = true}, .native = true, .bias = true, .budget = SMALLEST_BUDGET},
+    {{.name = "smallest budget", .ignored = SOME_IGNORED, .extras = true}, .budget = SMALLEST_BUDGET, .bias = true},
+    {{.name = "small budget", .reduction = RAFTER_SUM, .extras = true, .without_lse = true}, .budget = SMALL_BUDGET},
 };
 
 /* x, and V. */
@@ -123,11 +74,19 @@ static const struct {
 enum {
     DTYPES = 3,
     SHAPES = sizeof shapes / sizeof *shapes,
-    OPTION_SETS = sizeof option_sets / sizeof *option_sets,
+    OPTION_SETS = LOSS_CASES + sizeof option_sets / sizeof *option_sets,
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
     LARGE_SHAPES = sizeof large_shapes / sizeof *large_shapes,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
+
+/* The options of every loss meet those of this one in turn. */
+static struct options option_set(int64_t i) {
+    if (i >= LOSS_CASES)
+        return option_sets[i - LOSS_CASES];
+    return (struct options){loss_cases[i], .budget = (enum budget)(i % BUDGETS), .bias = i % 2 == 0,
+                            .main_gradient = i % 4 == 3};
+}
 
 /* ---- one problem ------------------------------------------------------------------------------------------------- */
 
@@ -136,8 +95,6 @@ struct row {
     enum budget budget;
     bool without_lse, main_gradient, native;
 };
-
-static const double denominator_value = 7;
 
 /* The algorithms: the values of rafter_lce_mode, and fast with native accumulation. */
 enum { NATIVE_ALGORITHM = 3 };
@@ -168,25 +125,27 @@ static bool is_native(const problem *p, const struct options *o) {
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
+    const struct loss_case *const loss = &o->loss;
     const double e = 0x1p-24, n = fmax(1, (double)rows), v = fmax(2, (double)classes), d = fmax(1, (double)depth);
     const double huge = p->values == PROBLEM_HUGE && o->bias ? dtype == RAFTER_F16 ? 6e4 : 1e30 : 0;
-    const double scale = o->scale != 0 ? o->scale : 1, largest_z = fmax(huge, 16);
-    const double largest = scale * (o->softcap != 0 ? fmin(o->softcap, largest_z) : largest_z); /* of |u| */
+    const double scale = loss->scale != 0 ? loss->scale : 1, largest_z = fmax(huge, 16);
+    const double largest = scale * (loss->softcap != 0 ? fmin(loss->softcap, largest_z) : largest_z); /* of |u| */
     const double logit = scale * e * (8 + 9 * sqrt(d) + (o->bias ? largest_z : 0)) +
-                         (o->scale != 0 || o->softcap != 0 ? 12 * e * largest : 0);
+                         (loss->scale != 0 || loss->softcap != 0 ? 12 * e * largest : 0);
     const double sum = e * (8 + 3 * log(v) + 192 / 4);
     const double statistic = sum + 2 * logit;
-    const double weight = o->class_weight ? 1.5 : 1, row_weight = o->row_weight ? 4 : 1, lse = largest + log(v);
-    const double smoothing = o->smoothing != 0 ? o->smoothing * weight * largest * e * 64 : 0;
-    const double row_loss = row_weight * (weight * statistic + smoothing + 2 * o->z_loss * lse * statistic + e * lse);
+    const double weight = loss->class_weight ? 1.5 : 1, row_weight = loss->row_weight ? 4 : 1, lse = largest + log(v);
+    const double smoothing = loss->smoothing != 0 ? loss->smoothing * weight * largest * e * 64 : 0;
+    const double row_loss =
+        row_weight * (weight * statistic + smoothing + 2 * loss->z_loss * lse * statistic + e * lse);
 
     double share = 1; /* of a row in the loss */
-    if (o->reduction == RAFTER_MEAN && o->denominator)
-        share = 1 / denominator_value;
-    else if (o->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
-        share = (o->class_weight ? 2 : 1) / fmax(1, n / 2);
+    if (loss->reduction == RAFTER_MEAN && loss->denominator)
+        share = 1 / LOSS_CASE_DENOMINATOR;
+    else if (loss->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
+        share = (loss->class_weight ? 2 : 1) / fmax(1, n / 2);
     const double upstream =
-        share * row_weight * (o->dloss ? 4 : 1) * scale * (weight * (1 + o->smoothing) + 2 * o->z_loss * lse);
+        share * row_weight * (loss->dloss ? 4 : 1) * scale * (weight * (1 + loss->smoothing) + 2 * loss->z_loss * lse);
 
     const bool narrow = dtype != RAFTER_F32;
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
@@ -207,7 +166,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"lse", e, statistic},
         {"logprob", e, statistic},
         {"row_loss", 2 * e, row_loss},
-        {"loss", 2 * e, o->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
+        {"loss", 2 * e, loss->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
         {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
         {"dx", (narrow ? unit : 4 * e) + native / 2,
          upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2 + v * tiny)},
@@ -228,14 +187,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
 static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
     const int rows_ndim = shape->ndim - 1;
     const int64_t depth = shape->x[rows_ndim], classes = shape->classes;
-    p->loss_options = (rafter_loss_options){.size = sizeof p->loss_options,
-                                            .reduction = o->reduction,
-                                            .zero_if_all_ignored = o->zero_if_all_ignored,
-                                            .label_smoothing = o->smoothing,
-                                            .z_loss = o->z_loss,
-                                            .softcap = o->softcap,
-                                            .logit_scale = o->scale};
-    *(struct row *)p->row = (struct row){o->budget, o->without_lse, o->main_gradient, is_native(p, o)};
+    *(struct row *)p->row = (struct row){o->budget, o->loss.without_lse, o->main_gradient, is_native(p, o)};
 
     problem_tensor *t = problem_add(p, "x", PROBLEM_INPUT, dtype, shape->ndim, shape->x);
     t->special = p->values != PROBLEM_HUGE; /* products of huge numbers are not known to any useful accuracy */
@@ -245,36 +197,7 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
         t = problem_add(p, "bias", PROBLEM_INPUT, dtype, 1, &classes);
         t->special = true;
     }
-    t = problem_add(p, "target", PROBLEM_INPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->x);
-    const int64_t rows = t->numel;
-    t->fill = o->ignored == ALL_IGNORED ? PROBLEM_COUNT : PROBLEM_LABELS;
-    t->low = o->ignored == ALL_IGNORED ? -100 : 0;
-    t->high = o->ignored == ALL_IGNORED ? 1 : classes;
-    t->some_ignored = o->ignored == SOME_IGNORED;
-    t->ignored = -100;
-    if (o->class_weight) {
-        t = problem_add(p, "class_weight", PROBLEM_INPUT, RAFTER_F32, 1, &classes);
-        t->fill = PROBLEM_UNIFORM;
-        t->shift = 0.5;
-    }
-    if (o->row_weight) /* advantages: of either sign */
-        problem_add(p, "row_weight", PROBLEM_INPUT, RAFTER_F32, rows_ndim, shape->x);
-    if (o->denominator) {
-        t = problem_add(p, "denominator", PROBLEM_INPUT, RAFTER_F32, 0, NULL);
-        t->shift = denominator_value;
-        t->scale = 0;
-    }
-    const int loss_ndim = o->reduction == RAFTER_NONE ? rows_ndim : 0;
-    problem_add(p, "loss", PROBLEM_OUTPUT, RAFTER_F32, loss_ndim, shape->x);
-    if (o->dloss)
-        problem_add(p, "dloss", PROBLEM_UPSTREAM, RAFTER_F32, loss_ndim, shape->x);
-    problem_add(p, "lse", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
-    if (o->extras) {
-        problem_add(p, "row_loss", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
-        problem_add(p, "logprob", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
-        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, rows_ndim, shape->x);
-        problem_add(p, "argmax", PROBLEM_OUTPUT, o->narrow ? RAFTER_I32 : RAFTER_I64, rows_ndim, shape->x);
-    }
+    const int64_t rows = loss_case_declare(p, &o->loss, rows_ndim, shape->x, classes);
     const rafter_dtype gradient = o->f32_gradients ? RAFTER_F32 : dtype;
     if (!o->no_dx)
         problem_add(p, "dx", PROBLEM_GRADIENT, gradient, shape->ndim, shape->x);
@@ -287,11 +210,9 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
         problem_add(p, "dbias", PROBLEM_GRADIENT, gradient, 1, &classes);
     set_bounds(p, o, dtype, rows, depth, classes);
 
-    int used = snprintf(p->label, sizeof p->label, "%s %s [", o->name, problem_dtype_name(dtype));
-    for (int i = 0; i < shape->ndim; i++)
-        used +=
-            snprintf(p->label + used, sizeof p->label - (size_t)used, i ? ", %lld" : "%lld", (long long)shape->x[i]);
-    snprintf(p->label + used, sizeof p->label - (size_t)used, "] x %lld classes", (long long)classes);
+    char behind[32];
+    snprintf(behind, sizeof behind, " x %lld classes", (long long)classes);
+    loss_case_label(p, o->loss.name, dtype, shape->ndim, shape->x, behind);
 }
 
 static int64_t count(void) {
@@ -307,24 +228,26 @@ static void make(problem *p, int64_t index) {
     }
     i -= SHAPES;
     if (i < OPTION_SETS * OPTION_SHAPES) {
-        build(p, dtype, &option_sets[i / OPTION_SHAPES], &option_shapes[i % OPTION_SHAPES]);
+        const struct options o = option_set(i / OPTION_SHAPES);
+        build(p, dtype, &o, &option_shapes[i % OPTION_SHAPES]);
         p->finite_differences = dtype == RAFTER_F32 && i % OPTION_SHAPES == 0;
         return;
     }
     i -= OPTION_SETS * OPTION_SHAPES;
     if (i < LARGE_SHAPES) {
-        const struct options *o = option_sets;
-        while (strcmp(o->name, large_shapes[i].options) != 0)
-            o++;
-        build(p, dtype, o, &large_shapes[i].shape);
+        int64_t set = 0;
+        while (strcmp(option_set(set).loss.name, large_shapes[i].options) != 0)
+            set++;
+        const struct options o = option_set(set);
+        build(p, dtype, &o, &large_shapes[i].shape);
         return;
     }
     if (index == count() - 2) { /* labels of no classes can only be ignored */
-        build(p, RAFTER_F32, &(struct options){.name = "no classes", .ignored = ALL_IGNORED, .bias = true},
+        build(p, RAFTER_F32, &(struct options){{.name = "no classes", .ignored = ALL_IGNORED}, .bias = true},
               &(struct shape){2, {2, 3}, 0});
         return;
     }
-    build(p, RAFTER_BF16, &(struct options){.name = "past 2^31"}, &(struct shape){2, {12, 16400}, 131072});
+    build(p, RAFTER_BF16, &(struct options){.loss = {.name = "past 2^31"}}, &(struct shape){2, {12, 16400}, 131072});
     p->large = true;
     p->sample = 1031;
 }
@@ -366,10 +289,7 @@ static rafter_status call_one(rafter_context *context, rafter_linear_cross_entro
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     const struct row *row = (const struct row *)p->row;
-    rafter_loss_options options = p->loss_options;
-    options.class_weight = problem_dl(p, "class_weight");
-    options.row_weight = problem_dl(p, "row_weight");
-    options.denominator = problem_dl(p, "denominator");
+    const rafter_loss_options options = loss_case_options(p);
     rafter_linear_cross_entropy_args args = {
         .size = sizeof args,
         .options = &options,
@@ -412,7 +332,7 @@ static const int64_t middle_classes[] = {1024, 32768, 0}, none[] = {0};
  * the batch and of the hidden size, with the vocabulary that published figures are for. */
 enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH };
 static const struct bench_table tables[] = {
-    [BY_CLASSES] = {"v", 1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
+    [BY_CLASSES] = {"v", 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
     [MIDDLE] = {"v", 1u << PROBLEM_BOTH, none, middle_classes},
     [BY_ROWS] = {"b", 1u << PROBLEM_BOTH, seeds_rows, none},
     [BY_DEPTH] = {"d", 1u << PROBLEM_BOTH, seeds_depth, none},
@@ -427,7 +347,7 @@ static void make_bench(problem *p, const struct bench_row *row) {
         n = row->x, v = 128256;
     else if (row->table == BY_DEPTH)
         n = 4096, d = row->x, v = 128256;
-    build(p, row->dtype, &(struct options){.name = "bench"}, &(struct shape){2, {n, d}, v});
+    build(p, row->dtype, &(struct options){.loss = {.name = "bench"}}, &(struct shape){2, {n, d}, v});
     /* Logits of deviation 1, as a model's are at first: larger ones make dz almost all zeros, and the chip cooler. */
     problem_find(p, "weight")->scale = 1 / sqrt((double)d);
     p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
