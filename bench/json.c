@@ -46,7 +46,7 @@ static void write_strings(FILE *to, char *const strings[], int count) {
     fputc('[', to);
     for (int i = 0; i < count; i++) {
         fputs(i ? ", " : "", to);
-        write_string(to, strings[i]);
+        write_string(to, strings[i] ? strings[i] : "");
     }
     fputc(']', to);
 }
