@@ -10,8 +10,8 @@ const char *machine_cpu(void);
 /* Logical processors this process may run on. */
 int machine_processors(void);
 
-/* Before a new image: lets this thread run on all processors again. An OpenMP runtime that binds threads (OMP_PROC_BIND)
- * has bound it to one, and the image's would take that for all there is. */
+/* Before a new image: lets this thread run on all processors again. An OpenMP runtime that binds threads
+ * (OMP_PROC_BIND) has bound it to one, and the image's would take that for all there is. */
 void machine_unbind(void);
 
 /* Bytes of data (or unified) cache at a level, 1 to 3, of the first processor; 0 where there is none. */

@@ -74,20 +74,30 @@ static void release_all(struct pool *all) {
 /* ---- numbers, of the floats only ----------------------------------------------------------------------------------
  */
 
-static _Float16 half_of(const unsigned char *at) {
-    _Float16 half;
-    memcpy(&half, at, sizeof half);
-    return half;
+static float from_half(uint16_t half) {
+    const int exponent = half >> 10 & 31, mantissa = half & 1023;
+    const float size = exponent == 31  ? (mantissa ? NAN : INFINITY)
+                       : exponent == 0 ? ldexpf((float)mantissa, -24)
+                                       : ldexpf((float)(1024 + mantissa), exponent - 25);
+    return half & 0x8000 ? -size : size;
+}
+
+/* Of a normal number, or 0, that fp16 holds exactly. */
+static uint16_t to_half(float value) {
+    int exponent;
+    const float fraction = frexpf(fabsf(value), &exponent); /* in [1/2, 1) */
+    const int bits = value == 0 ? 0 : (exponent + 14) * 1024 + (int)(2048 * fraction) - 1024;
+    return (uint16_t)(bits | (signbit(value) ? 0x8000 : 0));
 }
 
 static float load(const unsigned char *at, DLDataType dtype) {
     uint16_t high;
     uint32_t bits;
     float value;
-    if (dtype.bits == 16 && dtype.code == kDLFloat)
-        return (float)half_of(at);
     if (dtype.bits == 16) {
         memcpy(&high, at, sizeof high);
+        if (dtype.code == kDLFloat)
+            return from_half(high);
         bits = (uint32_t)high << 16;
         memcpy(&value, &bits, sizeof value);
         return value;
@@ -98,16 +108,13 @@ static float load(const unsigned char *at, DLDataType dtype) {
 
 /* Of a number that every dtype holds exactly, or cut to bf16. */
 static void store(unsigned char *at, DLDataType dtype, float value) {
-    const _Float16 half = (_Float16)value;
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    const uint16_t high = (uint16_t)(bits >> 16);
+    const uint16_t narrow = dtype.code == kDLFloat ? to_half(value) : (uint16_t)(bits >> 16);
     if (dtype.bits == 32)
         memcpy(at, &value, sizeof value);
-    else if (dtype.code == kDLFloat)
-        memcpy(at, &half, sizeof half);
     else
-        memcpy(at, &high, sizeof high);
+        memcpy(at, &narrow, sizeof narrow);
 }
 
 /* ---- random calls ---------------------------------------------------------------------------------------------------
