@@ -22,7 +22,8 @@ static void note(struct row_notes *notes, const char *name, const char *sentence
 }
 
 static bool wanted(const struct run *run, const char *name) {
-    return !run->options.providers || list_has(run->options.providers, name);
+    const struct options *o = &run->options;
+    return (!o->providers || list_has(o->providers, name)) && !(o->without && list_has(o->without, name));
 }
 
 static bool runs_here(const struct run *run, const struct provider *provider) {
@@ -66,14 +67,14 @@ static double expected_size(const problem_tensor *t) {
     return count > 0 ? sum / count : 0;
 }
 
-/* Peers round intermediate results to the tensors' dtype: they may be off by 16 units of it relative to the value, and,
+/* Peers round intermediate results to the tensors' dtype: they may be off by 32 units of it relative to the value, and,
  * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
  * more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
     for (int i = 0; i < p->tensors; i++)
         if (problem_writes(&p->tensor[i], mode)) {
-            p->tensor[i].relative = fmax(p->tensor[i].relative, 16 * unit);
+            p->tensor[i].relative = fmax(p->tensor[i].relative, 32 * unit);
             p->tensor[i].absolute = fmax(p->tensor[i].absolute, 64 * unit * expected_size(&p->tensor[i]));
         }
 }
@@ -115,9 +116,10 @@ static bool computes_early(const struct session *s) {
  */
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes) {
     struct session *s = &c->session;
-    problem_poison(p, s->mode);
     if (run->context->cuda)
         problem_poison_device(p, run->context, s->mode);
+    else
+        problem_poison(p, s->mode);
     double seconds = 0;
     if (!session_open(s) || !session_time(s, &seconds) || !session_collect(s) || !gives_enough(s)) {
         lose(c, notes);
@@ -168,10 +170,10 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
     }
 }
 
-void columns_weigh(struct run *run, struct column columns[], int count, struct row_notes *notes) {
+void columns_weigh(struct column columns[], int count, struct row_notes *notes) {
     for (int i = 0; i < count && !run_interrupted; i++) {
         struct column *c = &columns[i];
-        if (!c->live || !run->options.metric[METRIC_MEMORY])
+        if (!c->live)
             continue;
         if (!session_memory(&c->session, &c->bytes)) {
             struct row_notes memory_only = *notes;

@@ -19,6 +19,7 @@ static void help(FILE *to) {
         "    --dtype bf16|fp16|fp32  of the tensors (default bf16)\n"
         "    --threads N             threads for every provider (default: all)\n"
         "    --providers a,b         only these columns\n"
+        "    --without a,b           not these\n"
         "    --percent               beside each time, the share of the roofline measured in the same run\n"
         "    --error, --host         beside each figure: the largest error; microseconds until the call comes back\n"
         "    --first-call            and: the first call of a fresh process, compiling and tuning included\n"

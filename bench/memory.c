@@ -5,17 +5,17 @@
 
 #include "provider.h"
 
-/* Whether backward reads this output of forward, so that a training step keeps it (rafter.h says so op by op). */
-static bool kept_for_backward(const problem *p, const problem_tensor *t) {
-    return strcmp(t->name, "lse") == 0 || strcmp(t->name, "relu_mask") == 0 ||
-           (strcmp(p->op->op, "act") == 0 && title_has(p, "act_softmax") && strcmp(t->name, "y") == 0);
+bool kept_for_backward(const problem *p, const problem_tensor *t) {
+    const bool softmax = strcmp(p->op->op, "act") == 0 && title_has(p, "act_softmax");
+    return t->role == PROBLEM_OUTPUT &&
+           (strcmp(t->name, "lse") == 0 || strcmp(t->name, "relu_mask") == 0 || (softmax && strcmp(t->name, "y") == 0));
 }
 
 double result_bytes(const struct session *s) {
     double bytes = 0;
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
-        const bool kept = s->mode == PROBLEM_BACKWARD && t->role == PROBLEM_OUTPUT && kept_for_backward(&s->problem, t);
+        const bool kept = s->mode == PROBLEM_BACKWARD && kept_for_backward(&s->problem, t);
         if ((problem_writes(t, s->mode) || kept) && !t->in_place_of)
             bytes += (double)tensor_bytes(t);
     }

@@ -148,15 +148,24 @@ static bool is_column(const char *name, size_t length) {
     return false;
 }
 
-static bool read_providers(struct options *o, const char *value) {
+static bool are_columns(const char *option, const char *value) {
     for (const char *at = value; at;) {
         const size_t length = strcspn(at, ",");
         if (!is_column(at, length))
-            return complain("--providers names '%.*s', which this build does not have", (int)length, at);
+            return complain("%s names '%.*s', which this build does not have", option, (int)length, at);
         at = at[length] ? at + length + 1 : NULL;
     }
-    o->providers = value;
     return true;
+}
+
+static bool read_providers(struct options *o, const char *value) {
+    o->providers = value;
+    return are_columns("--providers", value);
+}
+
+static bool read_without(struct options *o, const char *value) {
+    o->without = value;
+    return are_columns("--without", value);
 }
 
 static bool read_percent(struct options *o, const char *value) {
@@ -214,9 +223,10 @@ static const struct {
     {"--percent", false, false, read_percent},    {"--error", false, false, read_error},
     {"--host", false, false, read_host},          {"--first-call", false, false, read_first},
     {"--providers", true, false, read_providers}, {"--table", true, false, read_table},
-    {"--seconds", true, false, read_seconds},     {"--warm", false, false, read_warm},
-    {"--device", true, true, read_device},        {"--resume", false, false, read_resume},
-    {"--limit", true, false, read_limit},         {"--list", false, false, read_list},
+    {"--without", true, false, read_without},     {"--seconds", true, false, read_seconds},
+    {"--warm", false, false, read_warm},          {"--device", true, true, read_device},
+    {"--resume", false, false, read_resume},      {"--limit", true, false, read_limit},
+    {"--list", false, false, read_list},
 };
 enum { TABLE = sizeof table / sizeof *table };
 

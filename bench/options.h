@@ -25,6 +25,7 @@ struct options {
     double limit; /* seconds that a peer in a process of its own may take to open or to make a call; 0: its own */
     bool warm, markdown, resume, list;
     const char *providers; /* names between commas, or NULL for all */
+    const char *without;   /* and those that are not wanted */
     const char *table;     /* part of the title; NULL: all tables */
 };
 

@@ -3,20 +3,31 @@
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <unistd.h>
+
+#include "measure.h"
 
 static bool shown;
 
 void progress(const char *format, ...) {
-    if (!isatty(STDERR_FILENO))
+    static double started;
+    const bool logged = getenv("RAFTER_PROGRESS") != NULL;
+    if (!logged && !isatty(STDERR_FILENO))
         return;
+    started = started > 0 ? started : clock_seconds();
     va_list values;
     va_start(values, format);
-    fputs("\r\033[K", stderr);
+    if (logged)
+        fprintf(stderr, "%8.3f ", clock_seconds() - started);
+    else
+        fputs("\r\033[K", stderr);
     vfprintf(stderr, format, values);
+    if (logged)
+        fputc('\n', stderr);
     va_end(values);
     fflush(stderr);
-    shown = true;
+    shown = !logged;
 }
 
 void progress_clear(void) {

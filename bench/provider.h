@@ -88,6 +88,9 @@ bool time_call_on_device(struct session *s, bool (*call)(struct session *), doub
 /* The most bytes that a call holds beyond its inputs (memory.c). */
 bool session_memory(struct session *s, double *bytes);
 
+/* Whether backward reads this output of forward, so that a training step keeps it (rafter.h says so op by op). */
+bool kept_for_backward(const problem *p, const problem_tensor *t);
+
 /* Of that, what is written for the caller and what forward left for backward. */
 double result_bytes(const struct session *s);
 

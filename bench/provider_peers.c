@@ -193,24 +193,19 @@ static bool measure_memory(struct session *s, double *bytes) {
     return answer != NULL;
 }
 
-/* A sampled oracle's elements are fetched, not the whole tensor, where they are few. */
-static bool is_sampled(const problem_tensor *t) {
-    return t->list && t->listed < t->numel / 8;
-}
-
 static size_t shared_bytes(const problem_tensor *t) {
     const size_t element = tensor_bytes(t) / (size_t)t->numel;
-    return is_sampled(t) ? aligned((size_t)t->listed * sizeof(int64_t)) + aligned((size_t)t->listed * element)
-                         : aligned(tensor_bytes(t));
+    return problem_is_sampled(t) ? aligned((size_t)t->listed * sizeof(int64_t)) + aligned((size_t)t->listed * element)
+                                 : aligned(tensor_bytes(t));
 }
 
 static bool is_wanted(const struct session *s, const problem_tensor *t) {
-    return problem_writes(t, s->mode) && !t->in_place_of && t->numel > 0;
+    return problem_writes(t, s->mode) && !t->in_place_of && (t->list ? t->listed : t->numel) > 0;
 }
 
 static void write_wanted(FILE *to, const problem_tensor *t, char *memory, size_t at) {
     fprintf(to, "{\"name\": \"%s\", \"dtype\": \"%s\", ", t->name, problem_dtype_name(t->dtype));
-    if (!is_sampled(t)) {
+    if (!problem_is_sampled(t)) {
         fprintf(to, "\"count\": %lld, \"at\": %zu}", (long long)t->numel, at);
         return;
     }
@@ -224,7 +219,7 @@ static void write_wanted(FILE *to, const problem_tensor *t, char *memory, size_t
 /* Brings a result home from shared memory. */
 static void take_result(problem_tensor *t, const char *memory, size_t at) {
     const size_t element = tensor_bytes(t) / (size_t)t->numel;
-    if (!is_sampled(t)) {
+    if (!problem_is_sampled(t)) {
         copy_bytes(t->memory, memory + at, tensor_bytes(t));
         return;
     }

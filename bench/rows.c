@@ -58,6 +58,8 @@ static bool find_tables(struct run *run, const problem *p, enum problem_mode mod
 /* "title n=4096: timing, 3 min left" */
 static void show(struct run *run, const struct row_notes *notes, const char *what, const char *name) {
     const struct table *t = notes->table[METRIC_SPEED] ? notes->table[METRIC_SPEED] : notes->table[METRIC_MEMORY];
+    if (!t)
+        return;
     const double spent = clock_seconds() - run->started, share = run->work_all > 0 ? run->work_done / run->work_all : 0;
     char left[32] = "";
     if (share > 0.01) {
@@ -79,8 +81,9 @@ static double gradient_bytes(const problem *p, enum problem_mode mode) {
 /* Leaves the outputs that backward, and the oracle's, reads. */
 static void run_forward(struct run *run, problem *p) {
     p->op->call(p, run->context, PROBLEM_FORWARD);
-    if (run->context->cuda)
-        problem_results_from_device(p, run->context, PROBLEM_FORWARD);
+    for (int i = 0; i < p->tensors && run->context->cuda; i++)
+        if (kept_for_backward(p, &p->tensor[i]))
+            problem_tensor_from_device(p, &p->tensor[i], run->context);
 }
 
 /* One mode of one row, whose tensors are allocated. */
@@ -116,7 +119,10 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
             roof = roofline_seconds(&run->roofline, p, bench, mode);
         columns_time(run, columns, count, notes);
     }
-    columns_weigh(run, columns, count, notes);
+    if (notes->table[METRIC_MEMORY]) {
+        show(run, notes, "weighing", "");
+        columns_weigh(columns, count, notes);
+    }
     for (int i = 0; i < count && run->options.first && !run->fresh && !run_interrupted; i++)
         if (columns[i].live) {
             show(run, notes, "first call of ", columns[i].name);
@@ -193,6 +199,7 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
     }
 
     const double bytes = row_bytes(&p), available = (double)machine_free_memory();
+    show(run, &notes, "filling its tensors", "");
     const bool there = bytes <= 0.8 * available && problem_allocate(&p, 1);
     const bool placed = there && (!run->context->cuda || problem_to_device(&p, run->context));
     for (int mode = 0; mode < PROBLEM_MODES && !run_interrupted; mode++) {

@@ -53,7 +53,7 @@ struct row_notes {
 int columns_list(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]);
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes);
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes);
-void columns_weigh(struct run *run, struct column columns[], int count, struct row_notes *notes);
+void columns_weigh(struct column columns[], int count, struct row_notes *notes);
 /* Writes the columns' findings into a row of the table. `roof`: seconds; 0: not measured. */
 void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof);
 void columns_close(struct column columns[], int count);

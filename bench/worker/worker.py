@@ -27,9 +27,9 @@ class Row:
         self.op, self.title, self.path = order["op"], order["title"], order["path"]
         self.fields = self.title.split("-")
         self.tensors, self.functions = {}, {}
-        with open(self.path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            for t in order["tensors"]:
-                self.tensors[t["name"]] = view(memory, t["dtype"], t["at"], t["shape"]).to(device, copy=True)
+        for t in order["tensors"]:
+            shared = view(mapped(self.path), t["dtype"], t["at"], t["shape"])
+            self.tensors[t["name"]] = shared.to(device, copy=True)
 
     def __getitem__(self, name):
         return self.tensors[name]
@@ -43,6 +43,15 @@ class Row:
 
 def maker(op, column):
     return getattr(peers, f"{op}_{column}")
+
+
+def mapped(path, known={}):
+    """The tool's shared file, mapped once, and again when it has grown."""
+    with open(path, "r+b") as file:
+        size = os.fstat(file.fileno()).st_size
+        if known.get("size") != size:
+            known.update(size=size, memory=mmap.mmap(file.fileno(), size))
+    return known["memory"]
 
 
 def view(memory, dtype, at, shape):
@@ -129,17 +138,15 @@ class Session:
         if gradients is not None:
             results.update(zip(self.gradients, gradients))
         written = []
-        with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            for w in wanted:
-                if w["name"] not in results:
-                    continue
-                value = results[w["name"]].detach().reshape(-1)
-                if "indices" in w:
-                    value = value[view(memory, "int64", w["indices"], [w["count"]]).to(value.device)]
-                to = view(memory, w["dtype"], w["at"], [w["count"]])
-                to.copy_(value)
-                written.append(w["name"])
-                del to
+        memory = mapped(path)
+        for w in wanted:
+            if w["name"] not in results:
+                continue
+            value = results[w["name"]].detach().reshape(-1)
+            if "indices" in w:
+                value = value[view(memory, "int64", w["indices"], [w["count"]]).to(value.device)]
+            view(memory, w["dtype"], w["at"], [w["count"]]).copy_(value)
+            written.append(w["name"])
         self.last, self.collected = None, True
         return {"written": written}
 

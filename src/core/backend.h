@@ -13,7 +13,7 @@ extern "C" {
 #endif
 
 /* Both libraries are built from one tree; the number keeps a stray older file from being used. */
-enum { RAFTER_CUDA_INTERFACE = 3 };
+enum { RAFTER_CUDA_INTERFACE = 4 };
 
 #define RAFTER_OP(name) struct name##_call;
 #include "ops/ops.inc"
@@ -52,6 +52,9 @@ struct rafter_cuda {
     bool (*copy)(void *to, const void *from, size_t bytes); /* between host and device, either way; waits for it */
     bool (*fill)(const rafter_context *context, void *memory, int value, size_t bytes);    /* enqueued */
     bool (*move)(const rafter_context *context, void *to, const void *from, size_t bytes); /* on the device; enqueued */
+    /* to[i] = from[index[i]], elements of 1, 2, 4 or 8 bytes; all on the device; enqueued. */
+    bool (*gather)(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
+                   int element);
     bool (*synchronize)(const rafter_context *context);
     void *(*stream)(bool urgent); /* a new one, for the options of a context; NULL if there is none. Urgent: of the
                                      highest priority, else of the lowest */

@@ -1,4 +1,5 @@
 #include "cuda/backend.cuh"
+#include "cuda/products.cuh"
 
 #include <cuda_runtime.h>
 
@@ -21,7 +22,7 @@ struct Retired {
     Retired *next;
 };
 
-static bool is_capturing(const rafter_cuda_state *state) {
+bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
@@ -57,7 +58,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
         state->block_taken = true;
         return state->small;
     }
-    const bool capturing = is_capturing(state);
+    const bool capturing = rafter_cuda_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
             return NULL;
@@ -81,7 +82,8 @@ static void scratch_release(void *user, void *memory, size_t bytes) {
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch) {
     const rafter_status status = rafter_scratch_take(context, workspace, workspace_bytes, bytes, scratch);
-    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate || !is_capturing(context->cuda_state))
+    if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate ||
+        !rafter_cuda_capturing(context->cuda_state))
         return status;
     return rafter_fail(context, status,
                        "the call takes %zu bytes of workspace, and while its stream is being captured nothing is "
@@ -98,6 +100,7 @@ static void close_context(rafter_context *context) {
         return;
     {
         OnDevice current(context);
+        rafter_cuda_close_products(state);
         state->block_captured = false; /* graphs may not outlive the context */
         drop_block(state);
         while (Retired *retired = state->retired) {
@@ -145,11 +148,18 @@ static rafter_status open_context(rafter_context *context) {
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
+    const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
-    cudaError_t error = cudaMalloc(&state->counters, counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
-    state->small = state->counters + RAFTER_CUDA_COUNTERS;
+    char *memory = NULL;
+    cudaError_t error = cudaMalloc(&memory, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
+    state->counters = reinterpret_cast<unsigned *>(memory);
+    state->small = memory + counters_bytes;
+    state->zero_and_one = reinterpret_cast<float *>(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
     if (error == cudaSuccess)
         error = cudaMemset(state->counters, 0, counters_bytes);
+    if (error == cudaSuccess)
+        error = cudaMemcpy(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK, zero_and_one, sizeof zero_and_one,
+                           cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
@@ -178,7 +188,7 @@ static rafter_status open_context(rafter_context *context) {
 
 static rafter_status bad_labels(rafter_context *context, bool *found) {
     rafter_cuda_state *state = context->cuda_state;
-    if (is_capturing(state))
+    if (rafter_cuda_capturing(state))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
     OnDevice current(context);
     RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));
@@ -237,6 +247,34 @@ static bool fill(const rafter_context *context, void *memory, int value, size_t 
 
 static bool move(const rafter_context *context, void *to, const void *from, size_t bytes) {
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context->cuda_state->stream) == cudaSuccess;
+}
+
+template <typename T>
+static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] = from[index[i]];
+}
+
+template <typename T>
+static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
+                          int64_t count) {
+    const int threads = 256;
+    gather_elements<<<static_cast<unsigned>((count + threads - 1) / threads), threads, 0,
+                      context->cuda_state->stream>>>(static_cast<T *>(to), static_cast<const T *>(from), index, count);
+}
+
+static bool gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
+                   int element) {
+    switch (count > 0 ? element : 0) {
+    case 0: return true;
+    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
+    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
+    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
+    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    default: return false;
+    }
+    return cudaGetLastError() == cudaSuccess;
 }
 
 static bool synchronize(const rafter_context *context) {
@@ -321,6 +359,7 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.copy = copy;
     table.fill = fill;
     table.move = move;
+    table.gather = gather;
     table.synchronize = synchronize;
     table.stream = new_stream;
     table.forget_stream = forget_stream;

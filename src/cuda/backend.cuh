@@ -16,10 +16,14 @@ struct rafter_cuda_state {
 
     /* Zero between calls: kernels that count arrivals set their counters back. */
     unsigned *counters;
+    float *zero_and_one; /* on the device, for scalars of matrix products */
 
     /* Set by kernels that met a label out of range; in host memory that the device can write. */
     volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
+
+    /* cuBLASLt and what it has chosen; NULL until the first matrix product. */
+    struct rafter_cuda_products *products;
 
     /* The default scratch allocator: a small block, which is always there, and a large one, which grows. Graphs hold on
      * to the blocks that their calls were captured with, so that those live as long as the context. */
@@ -61,6 +65,8 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
 static inline rafter_status rafter_cuda_launched(rafter_context *context, const char *kernel) {
     return rafter_cuda_check(context, kernel, cudaGetLastError());
 }
+
+bool rafter_cuda_capturing(const rafter_cuda_state *state);
 
 /* rafter_scratch_take, and a sentence of its own where there is no memory because the stream is being captured. */
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,

@@ -29,7 +29,8 @@ struct Launch {
     int64_t blocks;
     int threads;
     size_t shared = 0;     /* dynamic shared memory, in bytes */
-    bool together = false; /* all blocks at the same time, so that they may wait for each other */
+    int cluster = 1;       /* blocks of a cluster */
+    bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
 };
 
 template <typename... Wanted, typename... Given>
@@ -40,15 +41,23 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    cudaLaunchAttribute together;
-    together.id = cudaLaunchAttributeCooperative;
-    together.val.cooperative = 1;
-    if (how.together) {
-        config.attrs = &together;
-        config.numAttrs = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (how.cluster > 1) {
+        cudaLaunchAttribute *const cluster = &attributes[config.numAttrs++];
+        cluster->id = cudaLaunchAttributeClusterDimension;
+        cluster->val.clusterDim.x = static_cast<unsigned>(how.cluster);
+        cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
     }
-    if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
+    if (how.overlaps && context->cuda_state->compute_capability >= 90) {
+        cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
+        overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlaps->val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.shared > 16 << 10) { /* with what is static, 48 KB are there without asking */
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    }
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
 }
 

@@ -2,12 +2,16 @@
  * Softmax over lines too long for a warp, with each input read from memory once.
  *
  * A strip is a bundle of neighbouring lines (columns), or one line (rows): what is normalised together. A team of
- * blocks takes a strip, each block a share of its rows, and keeps that share in shared memory between the statistics
- * and the result. Every thread copies in, asynchronously, the packs that it alone will use: no barrier guards them, and
- * as soon as a pack has gone into the result, its place is filled with the team's next strip. Blocks of a team merge
- * their statistics through scratch memory; the last one to arrive does it, in the order of the blocks, and the others
- * wait. Meanwhile the other teams keep the memory busy, which is why there should be three of them or more. What a
- * block cannot keep it reads twice. A team of one block needs no scratch memory and waits for nobody.
+ * blocks takes a strip, each block a share of its rows, and keeps that share on chip between the statistics and the
+ * result: the first items of a thread in its registers, the others in shared memory, in places that no other thread
+ * touches. What a block cannot keep it reads twice. Blocks end with their strip; those that run at the same time are at
+ * different points of their work, which keeps the memory busy.
+ *
+ * Blocks of a team meet through scratch memory. Each writes the statistics of its share there and reads those of all
+ * shares, and merges them in the order of the blocks, so that all have the same result. The words are empty, all ones,
+ * until they are written, and each is its own flag: no fence and no counter stands between a statistic and its readers.
+ * Nobody waits for a block of a later strip, blocks start in the order of their numbers, and a team never has more of
+ * them than the chip holds: so the first strip that is not done can always go on.
  *
  * What the lines hold and what becomes of them is a Job's affair:
  *
@@ -17,9 +21,11 @@
  *     INPUTS            packs that make an item
  *     HAS_MAX, SUMS     statistics of a line: a maximum or none, and sums, relative to the maximum if there is one
  *     THREADS, PER_SM   of a block; blocks that a multiprocessor holds
- *     CHUNK             items that a thread takes into registers at a time
- *     REPLACES          whether accumulate() replaces an item by something dearer to compute, for finish() to start
- * from Place             where a thread's items are Table             what a block wants to share about a strip
+ *     CHUNK             items that a thread works on at a time
+ *     HELD              items that a thread keeps in registers, a multiple of CHUNK
+ *     REPLACES          whether accumulate() replaces an item by something dearer to compute, for finish() to use
+ *     Place             where a thread's items are
+ *     Table             what a block wants to share about a strip
  *
  *     locate(strip, column, across, row)   the thread's Place in a strip, its first row being `row`
  *     prepare(table, strip, across)        fills the Table
@@ -27,8 +33,8 @@
  *     blank(input)                         what stands for an input that is not there
  *     accumulate(statistics, items, ...)   adds a chunk to the thread's statistics
  *     finish(statistics, items, ...)       writes the results of a chunk from those of the whole lines
- *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants; one thread is told
- * that it speaks for its lines
+ *     conclude(statistics, ...)            turns statistics of whole lines into what finish() wants; one thread is
+ *                                          told that it speaks for its lines
  */
 #ifndef RAFTER_CUDA_TEAMS_CUH
 #define RAFTER_CUDA_TEAMS_CUH
@@ -42,7 +48,7 @@ struct Cut {
     int64_t strips, rows; /* rows of a strip: elements of its lines, or along a row packs */
     int64_t share;        /* rows of a block */
     int across;           /* threads side by side in a strip, a power of two */
-    int team, teams;      /* blocks to a team */
+    int team;             /* blocks to a strip */
     int kept;             /* items of a thread that stay in shared memory, a multiple of CHUNK */
 };
 
@@ -113,7 +119,6 @@ template <class Job> struct TeamShared {
     float area[Job::THREADS / WARP * Job::MOST_LINES];
     float total[StatisticsOf<Job>::COUNT][Job::MOST_LINES];
     typename Job::Table table;
-    bool is_last;
 };
 
 /* Combines what all threads of a block have for each line, always in the same order, into total[line]. Threads `across`
@@ -157,55 +162,38 @@ DEVICE void combine_statistics(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine,
                                     [](float a, float b) { return a + b; });
 }
 
-/* shared.total of all blocks of the team, combined, into shared.total of each. Three counters and, in scratch memory,
- * COUNT * lines floats for each block and for the result belong to the team; `round` counts its strips. */
-template <class Job>
-DEVICE void combine_team(const Cut &cut, int rank, unsigned round, int lines, float *scratch, unsigned *counters,
-                         TeamShared<Job> &shared) {
-    constexpr int COUNT = StatisticsOf<Job>::COUNT, AT_A_TIME = 8;
-    const int t = threadIdx.x, line = t % lines;
-    float *const result = scratch + (int64_t)cut.team * COUNT * lines;
-    unsigned *const arrived = counters, *const published = counters + 1;
-
+/* shared.total of all blocks of the team, combined, into shared.total of each. `words` belong to the strip: COUNT *
+ * lines for each block, all of them EMPTY before the first block starts. */
+template <class Job> DEVICE void combine_team(int team, int rank, int lines, unsigned *words, TeamShared<Job> &shared) {
+    constexpr int COUNT = StatisticsOf<Job>::COUNT, AT_A_TIME = 4;
+    const int t = threadIdx.x, line = t % lines, apart = Job::THREADS / lines;
     if (t < lines)
         for (int k = 0; k < COUNT; k++)
-            __stcg(&scratch[((int64_t)k * cut.team + rank) * lines + t], shared.total[k][t]);
-    __syncthreads();
-    if (t == 0) {
-        __threadfence();
-        shared.is_last = atomicAdd(arrived, 1) == (round + 1) * cut.team - 1;
-        __threadfence();
-    }
-    __syncthreads();
-    if (!shared.is_last) {
-        if (t == 0)
-            while (load_acquire(published) <= round)
-                __nanosleep(32);
-        __syncthreads();
-        if (t < lines)
-            for (int k = 0; k < COUNT; k++)
-                shared.total[k][t] = __ldcg(&result[k * lines + t]);
-        __syncthreads();
-        return;
-    }
+            store_flagged(&words[(rank * COUNT + k) * lines + t], shared.total[k][t]);
 
     Statistics<1, Job::HAS_MAX, Job::SUMS> mine, other[AT_A_TIME];
     mine.clear();
-    const int apart = Job::THREADS / lines;
-    for (int from = t / lines; from < cut.team; from += apart * AT_A_TIME) {
+    for (int from = t / lines; from < team; from += apart * AT_A_TIME) {
+        unsigned word[AT_A_TIME][COUNT];
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; i++)
+            if (from + i * apart < team)
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    word[i][k] = load_relaxed(&words[((from + i * apart) * COUNT + k) * lines + line]);
         float max = mine.max[0];
 #pragma unroll
         for (int i = 0; i < AT_A_TIME; i++) {
-            const int block = from + i * apart;
             other[i].clear();
-            if (block < cut.team)
+            if (from + i * apart < team)
 #pragma unroll
-                for (int k = 0; k < COUNT; k++)
-                    other[i].value(k, 0) = __ldcg(&scratch[((int64_t)k * cut.team + block) * lines + line]);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_A_TIME; i++)
+                for (int k = 0; k < COUNT; k++) {
+                    while (word[i][k] == EMPTY)
+                        word[i][k] = load_relaxed(&words[((from + i * apart) * COUNT + k) * lines + line]);
+                    other[i].value(k, 0) = __uint_as_float(word[i][k]);
+                }
             max = fmaxf(max, other[i].max[0]);
+        }
         if (Job::HAS_MAX)
             mine.rebase(0, max);
 #pragma unroll
@@ -218,202 +206,192 @@ DEVICE void combine_team(const Cut &cut, int rank, unsigned round, int lines, fl
         }
     }
     combine_statistics<Job, 1>(mine, lines, shared);
-    if (t < lines)
-        for (int k = 0; k < COUNT; k++)
-            __stcg(&result[k * lines + t], shared.total[k][t]);
-    __syncthreads();
-    if (t == 0) {
-        __threadfence();
-        store_release(published, round + 1);
-    }
 }
 
 template <class Job>
 __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
-    team_softmax(const Job job, const Cut cut, float *scratch, unsigned *counters) {
+    team_softmax(const Job job, const Cut cut, unsigned *words) {
     typedef Pack<typename Job::T, Job::N> P;
-    constexpr int THREADS = Job::THREADS, CHUNK = Job::CHUNK, INPUTS = Job::INPUTS, LINES = Job::LINES;
+    constexpr int THREADS = Job::THREADS, CHUNK = Job::CHUNK, INPUTS = Job::INPUTS, LINES = Job::LINES,
+                  HELD = Job::HELD;
     extern __shared__ uint4 kept_memory[];
     __shared__ TeamShared<Job> shared;
     P *const kept = reinterpret_cast<P *>(kept_memory) + threadIdx.x; /* the thread's own places: every THREADS-th */
 
     const int column = threadIdx.x % cut.across, first = threadIdx.x / cut.across, step = THREADS / cut.across;
-    const int team = blockIdx.x / cut.team, rank = blockIdx.x % cut.team, lines = cut.across * LINES;
+    const int64_t strip = cut.team == 1 ? blockIdx.x : blockIdx.x / cut.team;
+    const int rank = static_cast<int>(blockIdx.x - strip * cut.team);
     const int64_t begin = rank * cut.share, left = cut.rows - begin,
                   rows = left < 0           ? 0
                          : left < cut.share ? left
                                             : cut.share;
-    const int steps = (int)ceil_div(rows, (int64_t)step),
-              items = (int)((rows - first + step - 1) / step); /* block's, own */
-    const int chunks = ceil_div(steps < cut.kept ? steps : cut.kept, CHUNK);
-    scratch += (int64_t)team * (cut.team + 1) * StatisticsOf<Job>::COUNT * lines;
-    counters += team * 3;
+    /* A thread's items are `step` rows apart: HELD, then those kept, then those that are read twice. */
+    const int steps = (int)ceil_div(rows, (int64_t)step), items = (int)((rows - first + step - 1) / step);
+    const int on_chip = steps < HELD + cut.kept ? steps : HELD + cut.kept,
+              chunks = on_chip > HELD ? ceil_div(on_chip - HELD, CHUNK) : 0;
+    const typename Job::Place place = job.locate(strip, column, cut.across, begin + first);
 
-    /* Asks for chunk c of a strip. */
-    const auto ask = [&](const typename Job::Place &place, int c) {
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            const int k = c * CHUNK + i;
-            if (k < items && place.active)
-#pragma unroll
-                for (int input = 0; input < INPUTS; input++)
-                    copy_async(&kept[(k * INPUTS + input) * THREADS], job.source(place, input, k * step));
-        }
-        copy_commit();
-    };
-    /* Takes kept items from the k-th on into registers; others are read from where they came. */
-    const auto take = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
-        chunk.down = k * step;
-        chunk.row = begin + first + chunk.down;
-        chunk.step = step;
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            chunk.has[i] = k + i < items && place.active;
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] = kept[((k + i) * INPUTS + input) * THREADS];
-        }
-    };
-    const auto read = [&](const typename Job::Place &place, int k, Chunk<Job> &chunk) {
+    /* Where the chunk from item k on lies. */
+    const auto chunk_at = [&](int k) {
+        Chunk<Job> chunk;
         chunk.down = (int64_t)k * step;
         chunk.row = begin + first + chunk.down;
         chunk.step = step;
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
+        for (int i = 0; i < CHUNK; i++)
             chunk.has[i] = k + i < items && place.active;
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] =
-                    chunk.has[i] ? load_l2<typename Job::T, Job::N>(job.source(place, input, chunk.down + i * step))
-                                 : job.blank(input);
-        }
+        return chunk;
+    };
+    const auto load = [&](const Chunk<Job> &chunk, int i, int input, bool again) {
+        const typename Job::T *const from = job.source(place, input, chunk.down + i * step);
+        return !chunk.has[i] ? job.blank(input)
+               : again       ? load_l2<typename Job::T, Job::N>(from)
+                             : load_once<typename Job::T, Job::N>(from);
     };
 
-    for (int k = 0; k < chunks * CHUNK; k++) /* what nothing is ever copied into stays blank */
-        for (int input = 0; input < INPUTS; input++)
-            kept[(k * INPUTS + input) * THREADS] = job.blank(input);
-    typename Job::Place place = job.locate(team, column, cut.across, begin + first);
-    for (int c = 0; c < chunks; c++)
-        ask(place, c);
-    unsigned round = 0;
-    for (int64_t strip = team; strip < cut.strips; strip += cut.teams, round++) {
-        StatisticsOf<Job> statistics;
-        statistics.clear();
-        job.prepare(shared.table, strip, cut.across);
-        for (int c = 0; c < chunks; c++) {
-            Chunk<Job> chunk;
-            copy_wait_all_but(chunks - 1 - c);
-            take(place, c * CHUNK, chunk);
-            job.accumulate(statistics, chunk, place, shared.table);
-            if constexpr (Job::REPLACES)
+    Item<Job> held[HELD > 0 ? HELD : 1];
 #pragma unroll
-                for (int i = 0; i < CHUNK; i++)
-                    if (chunk.has[i])
+    for (int k = 0; k < HELD; k += CHUNK) {
+        const Chunk<Job> chunk = chunk_at(k);
 #pragma unroll
-                        for (int input = 0; input < INPUTS; input++)
-                            kept[((c * CHUNK + i) * INPUTS + input) * THREADS] = chunk.item[i].in[input];
-        }
-        for (int k = chunks * CHUNK; k < steps; k += CHUNK) {
-            Chunk<Job> chunk;
-            read(place, k, chunk);
-            job.accumulate(statistics, chunk, place, shared.table);
-        }
-
-        combine_statistics<Job>(statistics, cut.across, shared);
-        if (cut.team > 1)
-            combine_team<Job>(cut, rank, round, lines, scratch, counters, shared);
+        for (int i = 0; i < CHUNK; i++)
 #pragma unroll
-        for (int k = 0; k < StatisticsOf<Job>::COUNT; k++)
-#pragma unroll
-            for (int j = 0; j < LINES; j++)
-                statistics.value(k, j) = shared.total[k][column * LINES + j];
-        job.conclude(statistics, strip, column, cut.across, place.active && rank == 0 && first == 0);
-
-        const bool more = strip + cut.teams < cut.strips;
-        const typename Job::Place next =
-            job.locate(more ? strip + cut.teams : strip, column, cut.across, begin + first);
-        for (int c = 0; c < chunks; c++) {
-            Chunk<Job> chunk;
-            take(place, c * CHUNK, chunk);
-            job.template finish<Job::REPLACES>(statistics, chunk, place, shared.table);
-            if (more)
-                ask(next, c);
-        }
-        for (int k = chunks * CHUNK; k < steps; k += CHUNK) {
-            Chunk<Job> chunk;
-            read(place, k, chunk);
-            job.template finish<false>(statistics, chunk, place, shared.table);
-        }
-        place = next;
+            for (int input = 0; input < INPUTS; input++)
+                held[k + i].in[input] = load(chunk, i, input, false);
     }
-    /* The last block to leave sets the counters back. */
-    if (cut.team > 1 && threadIdx.x == 0 && atomicAdd(counters + 2, 1) == cut.team - 1)
-        counters[0] = counters[1] = counters[2] = 0;
+    for (int c = 0; c < chunks; c++) {
+        const Chunk<Job> chunk = chunk_at(HELD + c * CHUNK);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++) {
+                P *const to = &kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+                if (chunk.has[i])
+                    copy_async(to, job.source(place, input, chunk.down + i * step));
+                else
+                    *to = job.blank(input);
+            }
+        copy_commit();
+    }
+
+    StatisticsOf<Job> statistics;
+    statistics.clear();
+    job.prepare(shared.table, strip, cut.across);
+#pragma unroll
+    for (int k = 0; k < HELD; k += CHUNK) {
+        Chunk<Job> chunk = chunk_at(k);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+            chunk.item[i] = held[k + i];
+        job.accumulate(statistics, chunk, place, shared.table);
+        if constexpr (Job::REPLACES)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++)
+                held[k + i] = chunk.item[i];
+    }
+    for (int c = 0; c < chunks; c++) {
+        Chunk<Job> chunk = chunk_at(HELD + c * CHUNK);
+        copy_wait_all_but(chunks - 1 - c);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+        job.accumulate(statistics, chunk, place, shared.table);
+        if constexpr (Job::REPLACES)
+#pragma unroll
+            for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+                for (int input = 0; input < INPUTS; input++)
+                    kept[((c * CHUNK + i) * INPUTS + input) * THREADS] = chunk.item[i].in[input];
+    }
+    for (int k = HELD + cut.kept; k < steps; k += CHUNK) {
+        Chunk<Job> chunk = chunk_at(k);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = load(chunk, i, input, true);
+        job.accumulate(statistics, chunk, place, shared.table);
+    }
+
+    combine_statistics<Job>(statistics, cut.across, shared);
+    if (cut.team > 1) {
+        const int lines = cut.across * LINES;
+        combine_team<Job>(cut.team, rank, lines, words + strip * cut.team * StatisticsOf<Job>::COUNT * lines, shared);
+    }
+#pragma unroll
+    for (int k = 0; k < StatisticsOf<Job>::COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < LINES; j++)
+            statistics.value(k, j) = shared.total[k][column * LINES + j];
+    job.conclude(statistics, strip, column, cut.across, place.active && rank == 0 && first == 0);
+
+#pragma unroll
+    for (int k = 0; k < HELD; k += CHUNK) {
+        Chunk<Job> chunk = chunk_at(k);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+            chunk.item[i] = held[k + i];
+        job.template finish<Job::REPLACES>(statistics, chunk, place, shared.table);
+    }
+    for (int c = 0; c < chunks; c++) {
+        Chunk<Job> chunk = chunk_at(HELD + c * CHUNK);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+        job.template finish<Job::REPLACES>(statistics, chunk, place, shared.table);
+    }
+    for (int k = HELD + cut.kept; k < steps; k += CHUNK) {
+        Chunk<Job> chunk = chunk_at(k);
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = load(chunk, i, input, true);
+        job.template finish<false>(statistics, chunk, place, shared.table);
+    }
 }
 
 /* ---- how to cut
  * ------------------------------------------------------------------------------------------------------------- */
 
-struct Candidate {
-    Cut cut;
-    float cost; /* about the time, in units that only compare */
-};
-
-/* The better of two teams for strips of a given width: as small as one can be without reading twice, and as large as
- * leaves no block idle. An item moves `moved_bytes` through memory, in and out. */
+/* Teams as small as can keep a strip on chip, or as large as leaves no multiprocessor idle; never more than
+ * `most_team`, nor than run at a time. */
 template <class Job>
-static inline Candidate cut_into_teams(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
-                                       int moved_bytes, int64_t most_team) {
+static inline Cut cut_into_teams(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
+                                 int64_t most_team) {
     const int64_t item = (int64_t)Job::INPUTS * Job::N * sizeof(typename Job::T), step = Job::THREADS / across;
     const int64_t room = (state->shared_bytes + 1024) / Job::PER_SM - 1024 - (int64_t)sizeof(TeamShared<Job>);
-    const int64_t most_kept = room / (Job::THREADS * item) / Job::CHUNK * Job::CHUNK,
-                  blocks = (int64_t)state->multiprocessors * Job::PER_SM;
-    const int64_t steps = ceil_div(rows, step), most = most_team < blocks ? most_team : blocks;
-    const int64_t least = ceil_div(steps, most_kept) < most ? ceil_div(steps, most_kept) : most;
-    const int64_t teams = blocks / least < strips ? blocks / least : strips;
-    int64_t largest = blocks / teams < steps ? blocks / teams : steps;
-    largest = largest < most ? largest : most;
-
-    Candidate best = {{}, INFINITY};
-    for (int64_t team = least;; team = largest) {
-        const int64_t share = ceil_div(rows, team), share_steps = ceil_div(share, step);
-        const int64_t kept =
-            share_steps < most_kept ? ceil_div(share_steps, (int64_t)Job::CHUNK) * Job::CHUNK : most_kept;
-        /* What a block moves for a strip, over its part of a multiprocessor's bandwidth, about 32 KB in a microsecond;
-         * and what it waits for others, most of which is hidden where there are several teams. */
-        const float read_twice = share_steps > kept ? (float)((share_steps - kept) * item) : 0.0f;
-        const float bytes = (float)Job::THREADS * ((float)(share_steps * moved_bytes) + read_twice);
-        const float neighbours = (float)ceil_div(team * teams, (int64_t)state->multiprocessors);
-        const float wait = team == 1 ? 0.5f : teams >= 3 ? 1.0f : 4.0f;
-        const float cost = (float)ceil_div(strips, teams) * (bytes * neighbours / 32e3f + wait);
-        if (cost < best.cost)
-            best = {{strips, rows, share, across, (int)team, (int)teams, (int)kept}, cost};
-        if (team == largest)
-            return best;
-    }
+    const int64_t most_kept = room / (Job::THREADS * item) / Job::CHUNK * Job::CHUNK;
+    const int64_t blocks = (int64_t)state->multiprocessors * Job::PER_SM, steps = ceil_div(rows, step);
+    const int64_t keeps = ceil_div(steps, Job::HELD + most_kept),
+                  idle = blocks / strips < steps ? blocks / strips : steps;
+    int64_t team = keeps > idle ? keeps : idle;
+    team = team < most_team ? team : most_team;
+    team = team < blocks ? team : blocks;
+    const int64_t share = ceil_div(steps, team) * step, left = share / step - Job::HELD;
+    const int64_t kept = left <= 0          ? 0
+                         : left < most_kept ? ceil_div(left, (int64_t)Job::CHUNK) * Job::CHUNK
+                                            : most_kept;
+    return {strips, rows, share, across, (int)ceil_div(rows, share), (int)kept};
 }
 
-/* What it costs that a row of a strip is so few bytes wide: memory is read by 32, and written by pages. */
-static inline float narrowness(int64_t bytes) {
-    return bytes >= 256   ? 1.0f
-           : bytes >= 128 ? 1.03f
-           : bytes >= 64  ? 1.1f
-           : bytes >= 32  ? 1.3f
-                          : 1.3f * 32.0f / (float)bytes;
-}
-
-/* Bytes of scratch memory, and the launch. */
+/* Words of scratch memory where blocks meet, in bytes; and the launch. */
 template <class Job> static inline size_t team_scratch(const Cut &cut) {
-    const size_t floats = (size_t)(cut.team + 1) * StatisticsOf<Job>::COUNT * cut.across * Job::LINES;
-    return cut.team == 1 ? 0 : cut.teams * floats * sizeof(float);
+    const size_t words = (size_t)cut.team * StatisticsOf<Job>::COUNT * cut.across * Job::LINES;
+    return cut.team == 1 ? 0 : cut.strips * words * sizeof(unsigned);
 }
 
 template <class Job>
 static inline void launch_teams(const rafter_context *context, const Job &job, const Cut &cut, char *scratch) {
     const size_t shared = (size_t)cut.kept * Job::INPUTS * Job::THREADS * Job::N * sizeof(typename Job::T);
-    const Launch how = {(int64_t)cut.team * cut.teams, Job::THREADS, shared, cut.team > 1};
-    launch(context, how, team_softmax<Job>, job, cut, reinterpret_cast<float *>(scratch),
-           context->cuda_state->counters);
+    if (cut.team > 1)
+        cudaMemsetAsync(scratch, 0xff, team_scratch<Job>(cut), context->cuda_state->stream); /* EMPTY */
+    launch(context, {cut.strips * cut.team, Job::THREADS, shared}, team_softmax<Job>, job, cut,
+           reinterpret_cast<unsigned *>(scratch));
 }
 
 #endif

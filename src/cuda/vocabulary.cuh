@@ -215,14 +215,38 @@ DEVICE void copy_wait_all_but(int groups) {
 /* ---- words that blocks wait on
  * ------------------------------------------------------------------------------------------- */
 
-DEVICE unsigned load_acquire(const unsigned *p) {
+/* A word that is written once, and that says by itself whether it has been: until then it is EMPTY. No number is: the
+ * only NaN that could be mistaken for it is stored as another. */
+constexpr unsigned EMPTY = 0xffffffffu;
+
+DEVICE void store_flagged(unsigned *p, float value) {
+    const unsigned bits = __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(bits == EMPTY ? 0x7fffffffu : bits) : "memory");
+}
+
+DEVICE unsigned load_relaxed(const unsigned *p) {
     unsigned value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
 
-DEVICE void store_release(unsigned *p, unsigned value) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+/* ---- kernels that follow each other
+ * ------------------------------------------------------------------------------------ */
+
+/* Lets a kernel that was launched to overlap with this one start when all blocks of this one have come here or ended.
+ */
+DEVICE void start_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* In a kernel that was launched to overlap with the one before it: waits until that one has ended. All before it is
+ * long done: it did not overlap with what came before it, or has waited for that too. */
+DEVICE void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 /* ---- reductions over a warp, a block: always in the same order

@@ -28,6 +28,7 @@ struct Loss {
     int64_t rows, classes, ignore_index;
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
+    bool weighted; /* sum(w u) counts: label smoothing */
     float z_loss, softcap, scale;
     double hit, spread; /* 1 - s, s / V */
 
@@ -80,6 +81,7 @@ static inline Loss loss_of(const rafter_context *context, const struct rafter_lo
     loss.reduction = from->reduction;
     loss.zero_if_all_ignored = from->zero_if_all_ignored;
     loss.forward = from->direction == RAFTER_FORWARD;
+    loss.weighted = from->smoothing != 0.0f;
     loss.z_loss = from->z_loss;
     loss.softcap = from->softcap;
     loss.scale = from->scale;
@@ -186,11 +188,11 @@ DEVICE float cap_slope(float z, float cap) {
     return 4.0f * q / (one_and_q * one_and_q);
 }
 
-/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole. `constant`:
- * every dz_v is `p`, which is 0 or NaN, at the label too. */
+/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v ), and at the label `at_label`, whole: there the
+ * bracket is less by `target`. `constant`: every dz_v is `p`, which is 0 or NaN, at the label too. */
 struct RowGradient {
     bool constant;
-    float pivot, p, spread, at_label;
+    float pivot, p, spread, at_label, target;
 };
 
 /* What is the same in every row: dloss of mean and sum, the denominator, scale. */
@@ -214,13 +216,18 @@ DEVICE RowGradient gradient_of(const Loss &loss, double common, int64_t row, int
     double at_label = p * expf(loss.scale * (v - pivot)) - upstream * target - spread * weight;
     if (loss.softcap != 0.0f)
         at_label *= cap_slope(z, loss.softcap);
-    return {false, pivot, static_cast<float>(p), static_cast<float>(spread), static_cast<float>(at_label)};
+    return {false,
+            pivot,
+            static_cast<float>(p),
+            static_cast<float>(spread),
+            static_cast<float>(at_label),
+            static_cast<float>(upstream * target)};
 }
 
 DEVICE RowGradient gradient_from_figures(const Loss &loss, double common, int64_t row, int64_t label, float z,
                                          const RowFigures &f) {
     if (f.sum == 0.0)
-        return {true, 0.0f, 0.0f, 0.0f, 0.0f};
+        return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
     const double lse = loss.z_loss != 0.0f ? static_cast<double>(loss.scale) * f.max + log(f.sum) : 0.0;
     return gradient_of(loss, common, row, label, z, f.max, 1.0 / f.sum, lse);
 }
@@ -232,6 +239,25 @@ DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t ro
     const float pivot = static_cast<float>(static_cast<double>(lse) / loss.scale);
     const double left = static_cast<double>(loss.scale) * pivot - lse; /* what rounding the pivot left, |left| << 1 */
     return gradient_of(loss, common, row, label, z, pivot, 1.0 + left, lse);
+}
+
+/* Whether backward can start from the lse it was given: see lse_serves in op.c. */
+template <typename T> DEVICE bool lse_serves(float lse) {
+    const float bound = sizeof(T) == 4 ? 0x1p6f : __is_same(T, bf16) ? 0x1p11f : 0x1p8f;
+    return fabsf(lse) <= bound;
+}
+
+/* What is done once for a row that is not read, by one thread. */
+DEVICE void write_unread(const Loss &loss, int64_t row, int64_t label, Totals *totals) {
+    if (label == OUT_OF_RANGE)
+        *static_cast<volatile int *>(loss.bad_labels) = 1;
+    if (loss.forward)
+        write_row(loss, row, label, results_unread(label), totals);
+}
+
+/* Its gradient: zeros where it is ignored, NaN where the label is out of range. */
+DEVICE RowGradient gradient_unread(int64_t label) {
+    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, 0.0f};
 }
 
 #endif

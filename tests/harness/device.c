@@ -40,7 +40,12 @@ bool problem_to_device(problem *p, const rafter_context *context) {
         if (t->in_place_of)
             continue;
         t->device = device_memory(cuda, t->memory_bytes + offset);
-        if (!t->device || (t->memory_bytes > 0 && !cuda->copy(t->device + offset, t->memory, t->memory_bytes)))
+        if (!t->device)
+            return false;
+        const bool result = t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT;
+        if (result && t->plain && !t->accumulates
+                ? !cuda->fill(context, t->device + offset, PROBLEM_POISON, t->memory_bytes)
+                : t->memory_bytes > 0 && !cuda->copy(t->device + offset, t->memory, t->memory_bytes))
             return false;
         t->tensor.device = context->device;
         t->tensor.data = t->device + offset;
@@ -66,12 +71,40 @@ bool problem_from_device(const problem *p, const rafter_context *context) {
     return good;
 }
 
+/* Only the elements that a sampled oracle has answers for. */
+static bool fetch_listed(const problem_tensor *t, const rafter_context *context) {
+    const struct rafter_cuda *cuda = context->cuda;
+    const size_t count = (size_t)t->listed, element = (size_t)t->tensor.dtype.bits / 8;
+    int64_t *index = malloc(count * sizeof *index + 1);
+    char *values = malloc(count * element + 1);
+    void *index_there = cuda->allocate(count * sizeof *index), *values_there = cuda->allocate(count * element);
+    bool good = index && values && index_there && values_there;
+    for (size_t k = 0; k < count && good; k++)
+        index[k] = t->list[k].index;
+    good = good && cuda->copy(index_there, index, count * sizeof *index) &&
+           cuda->gather(context, values_there, t->device, index_there, t->listed, (int)element) &&
+           cuda->synchronize(context) && cuda->copy(values, values_there, count * element);
+    for (size_t k = 0; k < count && good; k++)
+        memcpy(t->memory + (size_t)index[k] * element, values + k * element, element);
+    cuda->release(index_there);
+    cuda->release(values_there);
+    free(index);
+    free(values);
+    return good;
+}
+
 bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode) {
     bool good = context->cuda->synchronize(context);
-    for (int i = 0; i < p->tensors && good; i++)
-        if (problem_writes(&p->tensor[i], mode))
-            good = fetch(p, &p->tensor[i], context);
+    for (int i = 0; i < p->tensors && good; i++) {
+        const problem_tensor *t = &p->tensor[i];
+        if (problem_writes(t, mode))
+            good = t->device && problem_is_sampled(t) ? fetch_listed(t, context) : fetch(p, t, context);
+    }
     return good;
+}
+
+bool problem_tensor_from_device(const problem *p, const problem_tensor *t, const rafter_context *context) {
+    return context->cuda->synchronize(context) && fetch(p, t, context);
 }
 
 bool problem_poison_device(const problem *p, const rafter_context *context, enum problem_mode mode) {

@@ -218,10 +218,17 @@ void problem_store_outputs(problem *p);
  * size. */
 double problem_finite_differences(problem *p);
 
-/* Copies every tensor to the context's device, where calls then find them; copies them back, or only what a call in
- * this mode wrote (waits for the device); and lets go of the device's memory, also after a failure. */
+/* Whether answers are so few that fetching those elements beats fetching the tensor. */
+static inline bool problem_is_sampled(const problem_tensor *t) {
+    return t->plain && t->list && t->listed < t->numel / 8;
+}
+
+/* Copies every tensor to the context's device, where calls then find them; copies them back, or one of them, or of what
+ * a call in this mode wrote the elements that will be compared (waits for the device); and lets go of the device's
+ * memory, also after a failure. */
 bool problem_to_device(problem *p, const rafter_context *context);
 bool problem_from_device(const problem *p, const rafter_context *context);
+bool problem_tensor_from_device(const problem *p, const problem_tensor *t, const rafter_context *context);
 bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode);
 void problem_leave_device(problem *p, const rafter_context *context);
 /* On the device, what a call in this mode writes goes back to poison; nothing may be in place there. */

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rafter
 from rafter import _ops
-from support import labels, leaf, normal, on_devices, parametrize, skip_unless
+from support import labels, leaf, normal, on_devices, parametrize, refusal, skip_unless
 
 OPTIONS = (None, None, None, -100, 0, False, 0.1, 1e-3, 5.0, 0.7)
 
@@ -91,6 +91,7 @@ def test_meta_tensors():
 
 def model(device):
     y, theta = labels((6,), 9, device), normal(1, 8, device=device, seed=2)
+    linear = refusal("linear_cross_entropy", device) is None
 
     def step(x, w):
         """Uses every function."""
@@ -101,22 +102,13 @@ def model(device):
         out = rafter.cross_entropy(logits, y, reduction="none", extras=("entropy", "argmax"))
         loss = loss + out.loss.mean() + out.entropy.sum() + rafter.softmax(logits, -1).square().sum()
         loss = loss + rafter.logsumexp(logits, -1).sum() + rafter.logsumexp(h.bfloat16(), 0, dtype=torch.float32).sum()
-        if LINEAR[device]:
+        if linear:
             loss = loss + rafter.linear_cross_entropy(h, w, y) + rafter.linear_cross_entropy(h, w, y, mode="compact")
             logprob, entropy = rafter.linear_logprobs(h, w, y, entropy=True, temperature=0.7)
             loss = loss + (logprob * 0.5).sum() + 0.1 * entropy.sum()
         return loss
 
     return step
-
-
-class _Linear(dict):
-    def __missing__(self, device):
-        from support import refusal
-        return refusal("linear_cross_entropy", device) is None
-
-
-LINEAR = _Linear()
 
 
 @on_devices

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 import types
+import warnings
 
 
 class Skip(Exception):
@@ -57,7 +58,7 @@ def install():
 
 
 def cases(module):
-    for name, function in vars(module).items():
+    for name, function in list(vars(module).items()):
         if not name.startswith("test_"):
             continue
         axes = getattr(function, "axes", [])
@@ -68,6 +69,7 @@ def cases(module):
 
 def main():
     install()
+    warnings.simplefilter("ignore")  # failures and skips are what counts here
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path.insert(0, folder)
     words = sys.argv[1:]

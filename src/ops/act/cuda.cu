@@ -256,9 +256,9 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
  * one line of neighbouring elements, and a "row" is a pack of it. */
 template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Softmax {
     typedef T_ T;
-    static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 128;
-    static constexpr int INPUTS = FORWARD ? 1 : 2, SUMS = 1, THREADS = THREADS_, PER_SM = 1024 / THREADS;
-    static constexpr int CHUNK = FORWARD ? 4 : 2;
+    static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
+    static constexpr int INPUTS = FORWARD ? 1 : 2, SUMS = 1, THREADS = THREADS_;
+    static constexpr int PER_SM = THREADS == 512 ? 2 : 768 / THREADS, CHUNK = FORWARD ? 4 : 2, HELD = DOWN ? CHUNK : 0;
     static constexpr bool HAS_MAX = FORWARD, REPLACES = false;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
@@ -477,22 +477,22 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
 /* ---- softmax
  * ------------------------------------------------------------------------------------------------------------- */
 
-/* Starts a job on the teams of the best candidate. */
+/* Starts a job. */
 template <class Job>
 rafter_status start_teams(rafter_context *context, const act_call *call, const Job &job, const Cut &cut) {
     return run_with_scratch(context, call, team_scratch<Job>(cut), "act",
                             [&](char *scratch) { launch_teams(context, job, cut, scratch); });
 }
 
-constexpr int64_t ALL_BLOCKS = INT64_MAX;
+constexpr int64_t ANY_TEAM = INT64_MAX;
 
 /* Lines whose elements are neighbours, of `packs` packs each. */
 template <typename T, int N, bool FORWARD, int TEAM_THREADS>
 rafter_status launch_rows(rafter_context *context, const act_call *call, const Views &views, const Walk &walk,
-                          const Cut &cut) {
+                          int64_t lines, int64_t packs) {
     typedef Softmax<T, N, false, FORWARD, TEAM_THREADS> Job;
-    Job job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk, 1, 1, {0, 0, 0}, {N, N, N}};
-    return start_teams(context, call, job, cut);
+    const Job job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk, 1, 1, {0, 0, 0}, {N, N, N}};
+    return start_teams(context, call, job, cut_into_teams<Job>(context->cuda_state, lines, packs, 1, ANY_TEAM));
 }
 
 template <typename T, int N, bool FORWARD>
@@ -530,41 +530,29 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
         if (packs <= 512)
             return in_registers(softmax_short<T, N, FORWARD, WARP, 16, 1>, THREADS / WARP);
     }
-    const int moved = (FORWARD ? 2 : 3) * N * static_cast<int>(sizeof(T));
-    const rafter_cuda_state *const state = context->cuda_state;
-    const Candidate small =
-        cut_into_teams<Softmax<T, N, false, FORWARD, 128>>(state, lines, packs, 1, moved, ALL_BLOCKS);
-    const Candidate large =
-        cut_into_teams<Softmax<T, N, false, FORWARD, 512>>(state, lines, packs, 1, moved, ALL_BLOCKS);
-    return small.cost < large.cost ? launch_rows<T, N, FORWARD, 128>(context, call, views, walk, small.cut)
-                                   : launch_rows<T, N, FORWARD, 512>(context, call, views, walk, large.cut);
+    /* Eight packs to a thread of a small block, or more to one of a large one. */
+    return packs <= 8 * 128 ? launch_rows<T, N, FORWARD, 128>(context, call, views, walk, lines, packs)
+                            : launch_rows<T, N, FORWARD, 512>(context, call, views, walk, lines, packs);
 }
 
 /* Lines down the last dimension; the one before it is where they are neighbours, if anywhere. */
 template <typename T, int N, bool FORWARD>
 rafter_status plan_columns(rafter_context *context, const act_call *call, const Views &views) {
-    typedef Softmax<T, N, true, FORWARD, 512> Job;
+    typedef Softmax<T, N, true, FORWARD, 256> Job;
     const int down = views.ndim() - 1, side = down - 1;
     const rafter_view &out = views.view[OUT];
     const int64_t packs = out.shape[side] / N, rows = out.shape[down], outer = out.numel / (out.shape[side] * rows);
-    const int moved = (FORWARD ? 2 : 3) * N * static_cast<int>(sizeof(T));
-
-    /* Narrow strips hold more rows, so that smaller teams do; wide ones are kinder to the memory's pages. */
-    Candidate best = {{}, INFINITY};
-    for (int across = Job::MOST_LINES / N; across >= 1; across /= 2) {
-        if (across > 1 && across >= 2 * packs)
-            continue;
-        Candidate candidate = cut_into_teams<Job>(context->cuda_state, outer * ceil_div(packs, (int64_t)across), rows,
-                                                  across, moved, ALL_BLOCKS);
-        candidate.cost *= narrowness((int64_t)across * N * sizeof(T));
-        if (candidate.cost < best.cost)
-            best = candidate;
-    }
+    /* Strips of 128 bytes: narrower ones break up the memory's pages, wider ones need more blocks to a team. */
+    int across = 1;
+    while (across < packs && across < Job::MOST_LINES / N)
+        across *= 2;
+    const int64_t groups = ceil_div(packs, (int64_t)across);
+    const Cut cut = cut_into_teams<Job>(context->cuda_state, outer * groups, rows, across, ANY_TEAM);
     Job job = {views.data<T>(IN),
                views.data<T>(DY),
                views.data<T>(OUT),
                walk_over(views.pointer, 0, side),
-               ceil_div(packs, (int64_t)best.cut.across),
+               groups,
                packs,
                {},
                {}};
@@ -573,7 +561,7 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
             job.pack_stride[t] = N * views.view[t].stride[side];
             job.row_stride[t] = views.view[t].stride[down];
         }
-    return start_teams(context, call, job, best.cut);
+    return start_teams(context, call, job, cut);
 }
 
 template <typename T, bool FORWARD>

@@ -1,35 +1,30 @@
 /*
- * cross_entropy on CUDA. One kernel per call, but for two that are rare (see prepare), and one pass over the logits:
+ * cross_entropy on CUDA, one pass over the logits:
  *
  *     rows_by<OneWarp>     short rows: a warp to a row
- *     rows_by<WholeBlock>  statistics alone, or gradients from a given lse: a block to a row
- *     on_chip              statistics and gradient: rows stay in the shared memory of a block, or of a cluster of them,
- * between the two, and the next row is fetched while the gradient of this one is written rows_by<Anyhow>      rows
- * whose elements are not neighbours, or not alike in logits and dlogits
+ *     rows_by<WholeBlock>  statistics alone: a block to a row
+ *     gradients            from a given lse: short blocks, 8 KB of a row each, after `coefficients` has worked out what
+ *                          is the same all along a row
+ *     held                 statistics and gradient: a row stays in the shared memory and registers of a block, or of a
+ *                          cluster of blocks, between the two
+ *     rows_by<Anyhow>      rows whose elements are not neighbours, or not alike in logits and dlogits
  *
- * Rows that fit on no chip are read twice by rows_by<WholeBlock>. Blocks stay, and take every gridDim.x-th row; each
- * adds up the losses of its rows, and the last to arrive adds up the blocks'.
+ * Rows that fit on no chip are read twice by rows_by<WholeBlock>. What must be known of all labels before the first
+ * gradient is written, `prepare` finds. Each block adds up the losses of its rows; what the blocks come to, the last
+ * one to arrive adds up, or where blocks are short and must not wait for that, a kernel behind them.
  */
 #include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
+#include "ops/columns.cuh"
 #include "ops/cross_entropy/call.h"
-#include "ops/loss.cuh"
 
 #include <cuda_runtime.h>
-
-#include <mutex>
 
 namespace {
 
 constexpr int MOST_THREADS = 512; /* of a block that takes a row */
 constexpr int WARP_THREADS = 256; /* of a block whose warps take rows */
-constexpr int CHIP_THREADS = 256; /* of a block on_chip, at most */
 constexpr int MOST_RANKS = 8;     /* blocks of a cluster */
-
-/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too. FULL:
- * softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients have no PLAIN: label
- * smoothing costs them nothing. */
-enum Options { PLAIN, SMOOTH, FULL };
 
 /* Packs that a thread loads before it uses the first. */
 template <int OPTIONS> constexpr int AHEAD = OPTIONS == FULL ? IN_FLIGHT / 2 : IN_FLIGHT;
@@ -44,88 +39,14 @@ struct Call {
     Rows z, dz;              /* logits and their gradient */
     int64_t z_step, dz_step; /* between columns; 1 but for Anyhow */
     bool gradient;           /* dz is wanted */
-    bool weighted;           /* FULL: sum(w u) is wanted, and w in gradients */
-    int64_t part;            /* on_chip: packs of a row that a block holds */
+    int64_t part;            /* held: packs of a row that a block holds */
     Totals *of_block;
     unsigned *counter;
+    bool adds_up; /* the last block to arrive adds up the blocks' totals; else another kernel does */
 };
 
 /* ---- statistics of columns
  * ------------------------------------------------------------------------------------------------ */
-
-/* Of some columns, in units of v (see RowFigures). Blocks of a cluster send these to each other in words of 16 bytes.
- */
-template <int OPTIONS> struct alignas(16) Gathered {
-    RowStats s;
-    float weighted; /* sum of w v; SMOOTH: of v */
-    float z_label;  /* on_chip: the label's logit from the one warp that has read it, 0 from the others */
-};
-template <> struct Gathered<PLAIN> { RowStats s; };
-template <> struct alignas(16) Gathered<FULL> {
-    RowStats s;
-    float weighted, z_label;
-    float moment; /* sum of (v - max) e^(scale (v - max)) */
-    float best;   /* the largest logit, or NaN, and its first column; -1: none yet */
-    int64_t argmax;
-};
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> none() {
-    Gathered<OPTIONS> g = {};
-    g.s = no_elements();
-    if constexpr (OPTIONS == FULL)
-        g.argmax = -1;
-    return g;
-}
-
-/* Makes `max`, of this and other columns, what the exponentials are relative to. */
-template <int OPTIONS> DEVICE void rebase(Gathered<OPTIONS> &g, float max, float scale) {
-    const float shift = g.s.max - pivot_at(max), shrink = expf(shift * scale);
-    if constexpr (OPTIONS == FULL)
-        g.moment = g.s.sum == 0.0f ? 0.0f : (g.moment + shift * g.s.sum) * shrink;
-    g.s = {max, g.s.sum * shrink};
-}
-
-/* NaN counts as larger than all; of equals, the first column wins. */
-DEVICE void keep_best(Gathered<FULL> &g, float best, int64_t argmax) {
-    const bool larger = best > g.best || (best != best && g.best == g.best);
-    const bool same = best == g.best || (best != best && g.best != g.best);
-    if (argmax >= 0 && (g.argmax < 0 || larger || (same && argmax < g.argmax))) {
-        g.best = best;
-        g.argmax = argmax;
-    }
-}
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathered<OPTIONS> b, float scale) {
-    const float max = fmaxf(a.s.max, b.s.max);
-    rebase(a, max, scale);
-    rebase(b, max, scale);
-    a.s.sum += b.s.sum;
-    if constexpr (OPTIONS != PLAIN) {
-        a.weighted += b.weighted;
-        a.z_label += b.z_label;
-    }
-    if constexpr (OPTIONS == FULL) {
-        a.moment += b.moment;
-        keep_best(a, b.best, b.argmax);
-    }
-    return a;
-}
-
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, float scale) {
-    rebase(g, warp_max(g.s.max), scale);
-    g.s.sum = warp_sum(g.s.sum);
-    if constexpr (OPTIONS != PLAIN) {
-        g.weighted = warp_sum(g.weighted);
-        g.z_label = warp_sum(g.z_label);
-    }
-    if constexpr (OPTIONS == FULL) {
-        g.moment = warp_sum(g.moment);
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2)
-            keep_best(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
-    }
-    return g;
-}
 
 /* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
  * full of -inf. */
@@ -149,32 +70,12 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
             g.weighted += sum[0] + sum[1];
         }
     } else {
-        float v[COUNT][N], max = g.s.max;
-#pragma unroll
-        for (int k = 0; k < COUNT; k++) {
-            unpack(packs[k], v[k]);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const int64_t at = column + k * step + j;
-                if (k < there && c.loss.argmax.data)
-                    keep_best(g, v[k][j], at);
-                if (k < there && c.loss.softcap != 0.0f)
-                    v[k][j] = capped(v[k][j], c.loss.softcap);
-                if (k < there && c.weighted)
-                    g.weighted += static_cast<float>(c.loss.weight_of(at)) * v[k][j];
-                max = fmaxf(max, v[k][j]);
-            }
-        }
-        rebase(g, max, scale);
-        const float pivot = pivot_at(max);
+        float v[COUNT][N];
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const float d = v[k][j] - pivot, e = exp_term<T>(d, scale);
-                g.s.sum += e;
-                g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* e is 0 long before the bound, which keeps -inf out */
-            }
+            unpack(packs[k], v[k]);
+        add_full<T>(
+            g, v, [&](int k, int j) { return k < there ? column + k * step + j : -1; }, c.loss);
     }
 }
 
@@ -197,7 +98,7 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     for (; p + (AHEAD<OPTIONS> - 1) * stride < end; p += AHEAD<OPTIONS> * stride) {
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
-            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_streaming<T, N>(p + k * stride);
+            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
         add(g, packs, AHEAD<OPTIONS>, row.head + (p - row.body), stride, c);
     }
     if (p < end) {
@@ -212,51 +113,8 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     return g;
 }
 
-template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, float z, const Call &c) {
-    RowFigures f = {};
-    f.max = g.s.max;
-    f.sum = g.s.max == INFINITY ? NAN : g.s.sum;
-    f.target = c.loss.softcap != 0.0f ? capped(z, c.loss.softcap) : z;
-    f.argmax = -1;
-    if constexpr (OPTIONS != PLAIN)
-        f.weighted = g.weighted;
-    if constexpr (OPTIONS == FULL) {
-        f.moment = g.moment;
-        f.argmax = g.argmax;
-    }
-    return f;
-}
-
 /* ---- gradient of columns
  * ---------------------------------------------------------------------------------------------------- */
-
-template <int OPTIONS, typename T> struct ColumnGradient {
-    ScaledExp<T> exp;
-    float spread;
-
-    DEVICE ColumnGradient(const RowGradient &row, const Call &c)
-        : exp(row.p, row.pivot, c.loss.scale), spread(row.spread) {
-    }
-
-    DEVICE float of(float z, int64_t column, const Call &c) const {
-        if constexpr (OPTIONS != FULL) {
-            return fmaf(exp.factor, exp.exp(z), -spread);
-        } else {
-            const float w = c.weighted ? static_cast<float>(c.loss.weight_of(column)) : 1.0f;
-            if (c.loss.softcap == 0.0f)
-                return fmaf(exp.factor, exp.exp(z), -spread * w);
-            return fmaf(exp.factor, exp.exp(capped(z, c.loss.softcap)), -spread * w) * cap_slope(z, c.loss.softcap);
-        }
-    }
-    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Call &c) const {
-        float z[N];
-        unpack(pack, z);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            z[j] = of(z[j], column + j, c);
-        return packed<T>(z);
-    }
-};
 
 /* One thread's share of a row whose elements are all the same. */
 template <typename T> DEVICE void fill(T *dz, const Stretch<const T> &row, float value, int thread, int threads) {
@@ -288,7 +146,7 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
         fill(dz, row, gradient.p, thread, threads);
         return;
     }
-    const ColumnGradient<OPTIONS, T> column(gradient, c);
+    const ColumnGradient<OPTIONS, T> column(gradient, c.loss);
     for (int64_t i = thread; i < row.packs; i += AHEAD<OPTIONS> * threads) {
         Pack<T, N> packs[AHEAD<OPTIONS>];
 #pragma unroll
@@ -299,12 +157,12 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
             if (i + k * threads < row.packs) {
                 const int64_t at = row.head + (i + k * threads) * N;
-                store_streaming<T, N>(dz + at, column.of(packs[k], at, c));
+                store_streaming<T, N>(dz + at, column.of(packs[k], at, c.loss));
             }
     }
     for (int e = thread; e < row.edges; e += threads) {
         const int64_t at = row.head + row.edge(e);
-        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), at, c));
+        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), at, c.loss));
     }
     if (thread == writer_of(row, label, threads))
         dz[label] = from_float<T>(gradient.at_label);
@@ -312,41 +170,6 @@ DEVICE void write_gradient(T *dz, const Stretch<const T> &row, const RowGradient
 
 /* ---- totals over rows
  * ------------------------------------------------------------------------------------------------------- */
-
-DEVICE double warp_sum(double a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
-}
-
-/* Of all threads of the block; every thread gets it. */
-DEVICE double block_sum(double a) {
-    __shared__ double of_warp[WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    a = warp_sum(a);
-    __syncthreads(); /* the last one's readers are done */
-    if (lane == 0)
-        of_warp[warp] = a;
-    __syncthreads();
-    return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : 0.0);
-}
-
-DEVICE Totals block_sum(const Totals &a) {
-    return {block_sum(a.loss), block_sum(a.weight), block_sum(a.counted)};
-}
-
-/* One thread's share of the labels. */
-DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
-    Totals totals = {};
-#pragma unroll 4
-    for (int64_t row = first; row < loss.rows; row += step) {
-        const int64_t label = loss.class_of(loss.load_label(row));
-        totals.weight += label == IGNORED ? 0.0 : label >= 0 ? loss.weight_of(label) : 1.0;
-        totals.counted += label == IGNORED ? 0.0 : 1.0;
-    }
-    return totals;
-}
 
 /* Known before any row: for gradients of a mean. To be called by all threads. */
 DEVICE Totals totals_before(const Loss &loss) {
@@ -369,22 +192,15 @@ struct Running {
     }
     /* To be called by all threads. */
     DEVICE void find_common(const Call &c) {
-        const double found = c.gradient ? common_upstream(c.loss, totals_before(c.loss)) : 0.0;
+        const Totals totals = c.gradient ? totals_before(c.loss) : Totals{};
         if (threadIdx.x == 0)
-            common = found;
+            common = c.gradient ? common_upstream(c.loss, totals) : 0.0;
         __syncthreads();
     }
 };
 
-/* The end of a block, one of `blocks`; the last to arrive writes the loss. */
-DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blocks) {
-    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
-        return;
-    const Totals of_block = block_sum(threadIdx.x % WARP == 0 ? *running.mine() : Totals{});
-    if (threadIdx.x == 0)
-        c.of_block[block] = of_block;
-    if (!block_arrives_last(c.counter, blocks))
-        return;
+/* The loss, from the totals of all blocks. To be called by all threads of one block. */
+DEVICE void add_up(const Call &c, unsigned blocks) {
     Totals all = {};
     for (unsigned i = threadIdx.x; i < blocks; i += blockDim.x) {
         all.loss += __ldcg(&c.of_block[i].loss);
@@ -394,6 +210,41 @@ DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blo
     all = block_sum(all);
     if (threadIdx.x == 0)
         write_loss(c.loss, all);
+}
+
+/* The end of a block, one of `blocks`. */
+DEVICE void finish(const Call &c, const Running &running, unsigned block, unsigned blocks) {
+    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
+        return;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        Totals of_block = {};
+        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
+            of_block.loss += running.of_warp[warp].loss;
+            of_block.weight += running.of_warp[warp].weight;
+            of_block.counted += running.of_warp[warp].counted;
+        }
+        c.of_block[block] = of_block;
+    }
+    if (c.adds_up && block_arrives_last(c.counter, blocks))
+        add_up(c, blocks);
+}
+
+constexpr int ADDING_THREADS = 512;
+
+__global__ __launch_bounds__(ADDING_THREADS) void add_up_blocks(const __grid_constant__ Call c, unsigned blocks) {
+    wait_for_previous_kernel();
+    add_up(c, blocks);
+}
+
+/* What a few threads work out for a row, in double. Calls, so that the registers it takes are not everybody's. */
+__device__ __noinline__ RowGradient work_out_gradient(const Loss &loss, double common, int64_t row, int64_t label,
+                                                      float z, const RowFigures &figures) {
+    return gradient_from_figures(loss, common, row, label, z, figures);
+}
+__device__ __noinline__ void work_out_results(const Loss &loss, int64_t row, int64_t label, const RowFigures &figures,
+                                              Totals *totals) {
+    write_row(loss, row, label, results_of(loss, row, label, figures), totals);
 }
 
 /* ---- rows from memory
@@ -486,32 +337,13 @@ DEVICE Gathered<OPTIONS> gather_anyhow(const T *z, int thread, int threads, cons
 template <int OPTIONS, typename T>
 DEVICE void write_gradient_anyhow(T *dz, const T *z, const RowGradient &gradient, int64_t label, int thread,
                                   int threads, const Call &c) {
-    const ColumnGradient<OPTIONS, T> column(gradient, c);
+    const ColumnGradient<OPTIONS, T> column(gradient, c.loss);
     for (int64_t v = thread; v < c.loss.classes; v += threads) {
         const float d = gradient.constant ? gradient.p
                         : v == label      ? gradient.at_label
-                                          : column.of(to_float(z[v * c.z_step]), v, c);
+                                          : column.of(to_float(z[v * c.z_step]), v, c.loss);
         dz[v * c.dz_step] = from_float<T>(d);
     }
-}
-
-/* Whether backward can start from the lse it was given: see lse_serves in op.c. */
-template <typename T> DEVICE bool lse_serves(float lse) {
-    const float bound = sizeof(T) == 4 ? 0x1p6f : __is_same(T, bf16) ? 0x1p11f : 0x1p8f;
-    return fabsf(lse) <= bound;
-}
-
-/* What is done once for a row that is not read, by one thread. */
-DEVICE void write_unread(const Call &c, int64_t row, int64_t label, Totals *totals) {
-    if (label == OUT_OF_RANGE)
-        *static_cast<volatile int *>(c.loss.bad_labels) = 1;
-    if (c.loss.forward)
-        write_row(c.loss, row, label, results_unread(label), totals);
-}
-
-/* Its gradient: zeros where it is ignored, NaN where the label is out of range. */
-DEVICE RowGradient gradient_unread(int64_t label) {
-    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f};
 }
 
 template <typename T, int OPTIONS, bool GRADIENT, class By>
@@ -522,6 +354,7 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
     By by;
     const int thread = by.thread(), threads = by.threads();
     running.reset();
+    wait_for_previous_kernel();
     if (GRADIENT)
         running.find_common(c);
 
@@ -546,17 +379,17 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
                 else
                     g = by.all(gather<OPTIONS, GRADIENT>(stretch, thread, threads, c), loss.scale);
                 if (by.decides()) {
-                    const RowFigures figures = figures_of(g, z_label, c);
+                    const RowFigures figures = figures_of(g, z_label, c.loss);
                     if (GRADIENT && c.gradient)
-                        gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures);
+                        gradient = work_out_gradient(loss, running.common, row, label, z_label, figures);
                     if (loss.forward && thread == 0)
-                        write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
+                        work_out_results(loss, row, label, figures, running.mine());
                 }
             }
             if (GRADIENT && c.gradient)
                 gradient = by.share(gradient);
         } else if (thread == 0) {
-            write_unread(c, row, label, running.mine());
+            write_unread(loss, row, label, running.mine());
         }
         if (GRADIENT && c.gradient) {
             T *dz = c.dz.at<T>(row);
@@ -574,266 +407,304 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
 /* ---- rows held on chip
  * ------------------------------------------------------------------------------------------------------ */
 
-/* Statistics of every warp of a cluster, in the shared memory of every block of it: two sets in turn. */
+/* Where the warps of a block, and the blocks of a cluster, leave their statistics of a row. */
 template <int OPTIONS> struct Mailbox {
-    Gathered<OPTIONS> of_warp[2][MOST_RANKS * CHIP_THREADS / WARP];
-    uint64_t complete[2]; /* mbarriers, in clusters of several blocks */
+    Gathered<OPTIONS> of_warp[WARP], of_block[MOST_RANKS];
+    uint64_t complete; /* an mbarrier: all blocks' statistics are here */
 };
 
-/* Warps send their statistics of a row to all blocks; each block waits until its mailbox has those of all warps. Nobody
- * can be two rows ahead: for that it would need what this block has not sent yet. */
-template <int OPTIONS> struct Exchange {
+/* The blocks that share a row. */
+template <int OPTIONS> struct Cluster {
     Mailbox<OPTIONS> &mine;
     int ranks = 1, rank = 0;
 
     /* To be made by all threads, once. */
-    DEVICE explicit Exchange(Mailbox<OPTIONS> &mailbox) : mine(mailbox) {
+    DEVICE explicit Cluster(Mailbox<OPTIONS> &mailbox) : mine(mailbox) {
 #if __CUDA_ARCH__ >= 900
         asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ranks));
         asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
         if (ranks == 1)
             return;
         if (threadIdx.x == 0) {
-            for (int set = 0; set < 2; set++)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&mine.complete[set])) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&mine.complete)) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&mine.complete)),
+                         "r"(static_cast<unsigned>(sizeof(Gathered<OPTIONS>) * ranks))
+                         : "memory");
         }
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
     }
 
-    /* One warp's statistics of row number `turn`, the same in all lanes. */
-    DEVICE void send(const Gathered<OPTIONS> &g, int turn) {
-        const int lane = threadIdx.x % WARP, set = turn % 2;
-        Gathered<OPTIONS> *slot = &mine.of_warp[set][(rank * blockDim.x + threadIdx.x) / WARP];
-        if (ranks == 1) {
-            if (lane == 0)
-                *slot = g;
-            return;
-        }
+    /* Statistics of the whole row, for the lanes of warp 0. To be called by all threads, once. */
+    DEVICE Gathered<OPTIONS> all(Gathered<OPTIONS> g, float scale) {
+        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+        g = merge_warp(g, scale);
+        if (lane == 0)
+            mine.of_warp[warp] = g;
+        __syncthreads();
+        if (warp > 0)
+            return g;
+        g = merge_warp(lane < blockDim.x / WARP ? mine.of_warp[lane] : none<OPTIONS>(), scale);
 #if __CUDA_ARCH__ >= 900
-        constexpr int WORDS = sizeof g / sizeof(uint4);
-        if (threadIdx.x == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&mine.complete[set])),
-                         "r"(static_cast<unsigned>(sizeof g * ranks * (blockDim.x / WARP)))
-                         : "memory");
-        if (lane < ranks) {
-            unsigned to, bell;
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(slot)), "r"(lane));
-            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bell) : "r"(address(&mine.complete[set])), "r"(lane));
-#pragma unroll
-            for (int i = 0; i < WORDS; i++) {
-                const uint4 w = reinterpret_cast<const uint4 *>(&g)[i];
-                asm volatile(
-                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                        to + i * static_cast<unsigned>(sizeof w)),
-                    "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
-                    : "memory");
-            }
+        if (ranks > 1) {
+            if (lane < ranks)
+                send(g, lane);
+            for (unsigned done = 0; !done;)
+                asm volatile("{\n\t.reg .pred p;\n\t"
+                             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
+                             "selp.u32 %0, 1, 0, p;\n\t}"
+                             : "=r"(done)
+                             : "r"(address(&mine.complete))
+                             : "memory");
+            g = merge_warp(lane < ranks ? mine.of_block[lane] : none<OPTIONS>(), scale);
         }
 #endif
+        return g;
     }
 
-    /* Statistics of the whole row, for the lanes of warp 0. To be called by all threads. */
-    DEVICE Gathered<OPTIONS> receive(int turn, float scale) {
-        const int set = turn % 2;
-        Gathered<OPTIONS> g = none<OPTIONS>();
-        if (ranks == 1)
-            __syncthreads();
-        if (threadIdx.x >= WARP)
-            return g;
 #if __CUDA_ARCH__ >= 900
-        for (unsigned done = ranks == 1; !done;)
-            asm volatile("{\n\t.reg .pred p;\n\t"
-                         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
-                         "selp.u32 %0, 1, 0, p;\n\t}"
-                         : "=r"(done)
-                         : "r"(address(&mine.complete[set])), "r"(turn / 2 % 2)
-                         : "memory");
-#endif
-        for (int i = threadIdx.x; i < ranks * static_cast<int>(blockDim.x / WARP); i += WARP)
-            g = merge(g, mine.of_warp[set][i], scale);
-        return merge_warp(g, scale);
+    /* Writes into the mailbox of another block, and rings there. */
+    DEVICE void send(const Gathered<OPTIONS> &g, int receiver) {
+        unsigned to, bell;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(&mine.of_block[rank])), "r"(receiver));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bell) : "r"(address(&mine.complete)), "r"(receiver));
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof g / sizeof(uint4)); i++) {
+            const uint4 w = reinterpret_cast<const uint4 *>(&g)[i];
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                    to + i * static_cast<unsigned>(sizeof w)),
+                "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
+                : "memory");
+        }
     }
+#endif
 
     static DEVICE unsigned address(const void *shared) {
         return static_cast<unsigned>(__cvta_generic_to_shared(shared));
     }
 };
 
-/* The part of a row that one block of a cluster holds: columns [first, first + n). row is past the last when there is
- * none. */
-template <typename T> struct Held {
-    int64_t row, label, first, n;
+/* Columns [first, first + n) of a row: what one block of a cluster holds. All parts begin where packs do, but for the
+ * first; the last ends where the row does. */
+template <typename T> struct Part {
+    int64_t first, n;
     Stretch<const T> stretch;
+
+    DEVICE Part(const T *z, const Call &c, int rank, int ranks) {
+        const int64_t head = Stretch<const T>(z, c.loss.classes).head, part = c.part * WIDE<T>;
+        const int64_t end = rank == ranks - 1 ? c.loss.classes : head + (rank + 1) * part;
+        first = rank == 0 ? 0 : head + rank * part;
+        n = end - first;
+        stretch = Stretch<const T>(z + first, n);
+    }
 };
 
-/* All parts begin where packs do, but for the first; the last ends where the row does. */
-template <typename T> DEVICE void hold(Held<T> &held, const Call &c, int rank, int ranks) {
-    const T *z = c.z.at<const T>(held.row);
-    const int64_t head = Stretch<const T>(z, c.loss.classes).head, part = c.part * WIDE<T>;
-    const int64_t end = rank == ranks - 1 ? c.loss.classes : head + (rank + 1) * part;
-    held.first = rank == 0 ? 0 : head + rank * part;
-    held.n = end - held.first;
-    held.stretch = Stretch<const T>(z + held.first, held.n);
-}
-
-/* The first row from held.row on, in steps of `step`, that is to be read; those before it are dealt with here. `ahead`
- * is the label of held.row as it was loaded, and becomes that of the row a step behind the one found. */
-template <typename T>
-DEVICE void seek(Held<T> &held, int64_t &ahead, int64_t step, int rank, int ranks, Totals *totals, const Call &c) {
-    for (; held.row < c.loss.rows; held.row += step) {
-        held.label = c.loss.class_of(ahead);
-        if (held.row + step < c.loss.rows)
-            ahead = c.loss.load_label(held.row + step);
-        hold(held, c, rank, ranks);
-        if (held.label >= 0)
-            return;
-        if (rank == 0 && threadIdx.x == 0)
-            write_unread(c, held.row, held.label, totals);
-        if (c.gradient)
-            fill(c.dz.at<T>(held.row) + held.first, held.stretch, gradient_unread(held.label).p, threadIdx.x,
-                 blockDim.x);
-    }
-    held.stretch.packs = 0;
-}
-
-/* Pack i of the part has slot i, which only thread i % threads ever touches: its own copies are all it waits for. Packs
- * come in groups of AHEAD to a thread. */
-template <int OPTIONS, typename T> DEVICE void fetch_group(Pack<T, WIDE<T>> *slots, const Held<T> &held, int group) {
-    const int threads = blockDim.x;
-    int i = group * AHEAD<OPTIONS> * threads + threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
-        if (i < held.stretch.packs)
-            copy_async<T, WIDE<T>>(slots + i, held.stretch.body + int64_t(i) * WIDE<T>);
-    copy_commit();
-}
-
-template <int OPTIONS, typename T>
-DEVICE Gathered<OPTIONS> gather_held(const Pack<T, WIDE<T>> *slots, const Held<T> &held, int groups, const Call &c) {
-    constexpr int N = WIDE<T>;
-    const int thread = threadIdx.x, threads = blockDim.x;
-    const Stretch<const T> &row = held.stretch;
-    Gathered<OPTIONS> g = none<OPTIONS>();
-    for (int e = thread; e < row.edges; e += threads)
-        add_one(g, row.body[row.edge(e)], held.first + row.head + row.edge(e), c);
-    for (int group = 0; group < groups; group++) {
-        copy_wait_all_but(groups - 1 - group);
-        const int i = group * AHEAD<OPTIONS> * threads + thread;
-        const int64_t column = held.first + row.head + int64_t(i) * N;
-        Pack<T, N> packs[AHEAD<OPTIONS>];
-        if (i + (AHEAD<OPTIONS> - 1) * threads < row.packs) {
-#pragma unroll
-            for (int k = 0; k < AHEAD<OPTIONS>; k++)
-                packs[k] = slots[i + k * threads];
-            add(g, packs, AHEAD<OPTIONS>, column, int64_t(threads) * N, c);
-        } else if (i < row.packs) {
-            for (int k = 0; i + k * threads < row.packs; k++) {
-                const Pack<T, N> pack[1] = {slots[i + k * threads]};
-                add(g, pack, 1, column + int64_t(k) * threads * N, 0, c);
-            }
-        }
-    }
-    return g;
-}
-
-/* Gradient of `held` out of its slots, which `next` is fetched into. */
-template <int OPTIONS, typename T>
-DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const RowGradient &gradient,
-                            const Held<T> &next, int groups, const Call &c) {
-    constexpr int N = WIDE<T>;
-    const int thread = threadIdx.x, threads = blockDim.x;
-    const Stretch<const T> &row = held.stretch;
-    T *dz = c.dz.at<T>(held.row) + held.first; /* as the part begins */
-    const ColumnGradient<OPTIONS, T> column(gradient, c);
-    for (int group = 0; group < groups; group++) {
-        int i = group * AHEAD<OPTIONS> * threads + thread;
-#pragma unroll
-        for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
-            if (i < row.packs) {
-                const int64_t at = row.head + int64_t(i) * N;
-                store_streaming<T, N>(dz + at, column.of(slots[i], held.first + at, c));
-            }
-        fetch_group<OPTIONS>(slots, next, group);
-    }
-    for (int e = thread; e < row.edges; e += threads) {
-        const int64_t at = row.head + row.edge(e);
-        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), held.first + at, c));
-    }
-    const int64_t label = held.label - held.first;
-    if (label >= 0 && label < held.n && thread == writer_of(row, label, threads))
-        dz[label] = from_float<T>(gradient.at_label);
-}
-
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant__ Call c) {
+/* A block, or a cluster of them, to a row. Pack i of a part is thread i % THREADS's alone: its first REGISTERS packs
+ * stay in registers, the others in shared memory, where it waits for nobody's copies but its own. Blocks that have the
+ * registers too are alone on their multiprocessor; what they move is marked as streaming, which pays there only. */
+template <typename T, int OPTIONS, int THREADS, int REGISTERS>
+__global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const __grid_constant__ Call c) {
+    constexpr int N = WIDE<T>, SOME = AHEAD<OPTIONS>;
+    typedef Pack<T, N> P;
     extern __shared__ uint4 slot_memory[];
-    Pack<T, WIDE<T>> *const slots = reinterpret_cast<Pack<T, WIDE<T>> *>(slot_memory);
+    P *const slots = reinterpret_cast<P *>(slot_memory) + threadIdx.x;
     __shared__ Mailbox<OPTIONS> mailbox;
-    __shared__ RowGradient shared[2];
+    __shared__ RowGradient shared;
     __shared__ Running running;
     const Loss &loss = c.loss;
-    Exchange<OPTIONS> exchange(mailbox);
-    const int ranks = exchange.ranks, rank = exchange.rank, thread = threadIdx.x;
-    const int group_packs = AHEAD<OPTIONS> * blockDim.x,
-              groups = static_cast<int>((c.part + group_packs - 1) / group_packs);
-    const int64_t clusters = gridDim.x / ranks;
+    Cluster<OPTIONS> cluster(mailbox);
+    const int thread = threadIdx.x, threads = blockDim.x;
+    const int64_t row = blockIdx.x / cluster.ranks, label = loss.class_of(loss.load_label(row));
+    const T *const z = c.z.at<const T>(row);
+    const Part<T> part(z, c, cluster.rank, cluster.ranks);
+    const Stretch<const T> &stretch = part.stretch;
+    const int packs = static_cast<int>(stretch.packs);
+
+    P mine[REGISTERS > 0 ? REGISTERS : 1];
+    if (label >= 0) {
+#pragma unroll
+        for (int k = 0; k < REGISTERS; k++)
+            if (thread + k * threads < packs)
+                mine[k] = load_streaming<T, N>(stretch.body + int64_t(thread + k * threads) * N);
+        for (int i = thread + REGISTERS * threads, slot = 0; i < packs; i += threads, slot += threads)
+            copy_async<T, N>(slots + slot, stretch.body + int64_t(i) * N);
+        copy_commit();
+    }
     running.reset();
+    wait_for_previous_kernel();
+    running.find_common(c);
 
-    Held<T> now;
-    now.row = blockIdx.x / ranks;
-    int64_t ahead = now.row < loss.rows ? loss.load_label(now.row) : 0;
-    seek(now, ahead, clusters, rank, ranks, running.mine(), c);
-    for (int group = 0; group < groups; group++)
-        fetch_group<OPTIONS>(slots, now, group);
-    running.find_common(c); /* while the first row is on its way */
-
-    for (int turn = 0; now.row < loss.rows; turn++) {
-        const float z_label = rank == 0 && thread < WARP ? to_float(c.z.at<const T>(now.row)[now.label]) : 0.0f;
-        Held<T> next = now;
-        next.row += clusters;
-        seek(next, ahead, clusters, rank, ranks, running.mine(), c);
-
-        Gathered<OPTIONS> g = merge_warp(gather_held<OPTIONS>(slots, now, groups, c), loss.scale);
-        g.z_label = z_label;
-        exchange.send(g, turn);
-        g = exchange.receive(turn, loss.scale);
+    RowGradient gradient = gradient_unread(label);
+    if (label >= 0) {
+        const float z_label = cluster.rank == 0 && thread < WARP ? to_float(z[label]) : 0.0f;
+        const int64_t column = part.first + stretch.head;
+        Gathered<OPTIONS> g = none<OPTIONS>();
+        for (int e = thread; e < stretch.edges; e += threads)
+            add_one(g, stretch.body[stretch.edge(e)], column + stretch.edge(e), c);
+#pragma unroll
+        for (int k = 0; k < REGISTERS; k++)
+            if (thread + k * threads < packs) {
+                const P pack[1] = {mine[k]};
+                add(g, pack, 1, column + int64_t(thread + k * threads) * N, 0, c);
+            }
+        copy_wait<0>();
+        int i = thread + REGISTERS * threads, slot = 0;
+        for (; i + (SOME - 1) * threads < packs; i += SOME * threads, slot += SOME * threads) {
+            P some[SOME];
+#pragma unroll
+            for (int k = 0; k < SOME; k++)
+                some[k] = slots[slot + k * threads];
+            add(g, some, SOME, column + int64_t(i) * N, int64_t(threads) * N, c);
+        }
+        for (; i < packs; i += threads, slot += threads) {
+            const P pack[1] = {slots[slot]};
+            add(g, pack, 1, column + int64_t(i) * N, 0, c);
+        }
+        if (thread == 0)
+            g.z_label = z_label;
+        g = cluster.all(g, loss.scale);
+        const RowFigures figures = figures_of(g, g.z_label, c.loss); /* warp 0's are the row's */
         if (thread < WARP) {
-            const RowFigures figures = figures_of(g, g.z_label, c);
-            const RowGradient gradient =
-                c.gradient ? gradient_from_figures(loss, running.common, now.row, now.label, g.z_label, figures)
-                           : RowGradient{};
+            if (c.gradient)
+                gradient = work_out_gradient(loss, running.common, row, label, g.z_label, figures);
             if (thread == 0)
-                shared[turn % 2] = gradient;
-            if (thread == 0 && rank == 0 && loss.forward)
-                write_row(loss, now.row, now.label, results_of(loss, now.row, now.label, figures), running.mine());
+                shared = gradient;
         }
         __syncthreads();
-        const RowGradient gradient = shared[turn % 2];
-        if (c.gradient && !gradient.constant) {
-            write_and_fetch<OPTIONS>(slots, now, gradient, next, groups, c);
-        } else {
-            if (c.gradient)
-                fill(c.dz.at<T>(now.row) + now.first, now.stretch, gradient.p, thread, blockDim.x);
-            for (int group = 0; group < groups; group++)
-                fetch_group<OPTIONS>(slots, next, group);
-        }
-        now = next;
+        gradient = shared;
+        if (thread == 0 && cluster.rank == 0 && loss.forward) /* while the others write the gradient */
+            work_out_results(loss, row, label, figures, running.mine());
+    } else if (thread == 0 && cluster.rank == 0) {
+        write_unread(c.loss, row, label, running.mine());
     }
-    if (loss.forward && rank == 0)
-        finish(c, running, blockIdx.x / ranks, static_cast<unsigned>(clusters));
+
+    if (c.gradient) {
+        T *const dz = c.dz.at<T>(row) + part.first; /* as the part begins */
+        if (gradient.constant) {
+            fill(dz, stretch, gradient.p, thread, threads);
+        } else {
+            const ColumnGradient<OPTIONS, T> columns(gradient, c.loss);
+            const auto write = [&](const P &pack, int i) {
+                const int64_t at = stretch.head + int64_t(i) * N;
+                const P d = columns.of(pack, part.first + at, c.loss);
+                REGISTERS > 0 ? store_streaming<T, N>(dz + at, d) : store_once<T, N>(dz + at, d);
+            };
+#pragma unroll
+            for (int k = 0; k < REGISTERS; k++)
+                if (thread + k * threads < packs)
+                    write(mine[k], thread + k * threads);
+#pragma unroll 4
+            for (int i = thread + REGISTERS * threads, slot = 0; i < packs; i += threads, slot += threads)
+                write(slots[slot], i);
+            for (int e = thread; e < stretch.edges; e += threads) {
+                const int64_t at = stretch.head + stretch.edge(e);
+                dz[at] = from_float<T>(columns.of(to_float(stretch.body[stretch.edge(e)]), part.first + at, c.loss));
+            }
+            const int64_t at = label - part.first;
+            if (at >= 0 && at < part.n && thread == writer_of(stretch, at, threads))
+                dz[at] = from_float<T>(gradient.at_label);
+        }
+    }
+    if (loss.forward && cluster.rank == 0)
+        finish(c, running, static_cast<unsigned>(row), static_cast<unsigned>(loss.rows));
+}
+
+/* ---- gradients from lse
+ * ----------------------------------------------------------------------------------------------------- */
+
+/* What is the same all along a row. */
+struct alignas(16) Coefficients {
+    RowGradient gradient;
+    int64_t label;
+};
+
+/* A warp to a row. Rows whose lse does not serve are read here. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(WARP_THREADS) void coefficients(const __grid_constant__ Call c, Coefficients *of_row) {
+    __shared__ Running running;
+    start_next_kernel();
+    wait_for_previous_kernel();
+    running.find_common(c);
+    const Loss &loss = c.loss;
+    OneWarp by;
+    const int64_t row = by.first_row();
+    if (row >= loss.rows)
+        return;
+    const int64_t label = loss.class_of(loss.load_label(row));
+    RowGradient gradient = gradient_unread(label);
+    if (label >= 0) {
+        const T *const z = c.z.at<const T>(row);
+        const float given = loss.lse.get(row), z_label = to_float(z[label]);
+        if (lse_serves<T>(given)) {
+            gradient = gradient_from_lse(loss, running.common, row, label, z_label, given);
+        } else {
+            const Stretch<const T> stretch(z, loss.classes);
+            const Gathered<OPTIONS> g = by.all(gather<OPTIONS, true>(stretch, by.thread(), WARP, c), loss.scale);
+            gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures_of(g, z_label, c.loss));
+        }
+    } else if (by.thread() == 0) {
+        write_unread(c.loss, row, label, nullptr);
+    }
+    if (by.thread() == 0)
+        of_row[row] = {gradient, label};
+}
+
+constexpr int GRADIENT_THREADS = 256, GRADIENT_PACKS = 2; /* of a block; of a thread: docs/perf/cross_entropy.md */
+
+/* `parts` blocks to a row. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_constant__ Call c,
+                                                              const Coefficients *of_row, unsigned parts) {
+    constexpr int N = WIDE<T>;
+    const unsigned row = blockIdx.x / parts, part = blockIdx.x - row * parts;
+    const Stretch<const T> stretch(c.z.at<const T>(row), c.loss.classes);
+    const int64_t first = part * int64_t(GRADIENT_THREADS * GRADIENT_PACKS) + threadIdx.x;
+    Pack<T, N> packs[GRADIENT_PACKS];
+#pragma unroll
+    for (int k = 0; k < GRADIENT_PACKS; k++)
+        if (first + k * GRADIENT_THREADS < stretch.packs)
+            packs[k] = load_once<T, N>(stretch.body + (first + k * GRADIENT_THREADS) * N);
+    T *const dz = c.dz.at<T>(row);
+    wait_for_previous_kernel();
+    const RowGradient gradient = of_row[row].gradient;
+    const int64_t label = of_row[row].label;
+    const ColumnGradient<OPTIONS, T> columns(gradient, c.loss);
+#pragma unroll
+    for (int k = 0; k < GRADIENT_PACKS; k++)
+        if (first + k * GRADIENT_THREADS < stretch.packs) {
+            const int64_t at = stretch.head + (first + k * GRADIENT_THREADS) * N;
+            float d[N];
+            unpack(packs[k], d);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                d[j] = gradient.constant ? gradient.p : columns.of(d[j], at + j, c.loss);
+            if (label >= at && label < at + N && !gradient.constant)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    d[j] = at + j == label ? gradient.at_label : d[j];
+            store_once<T, N>(dz + at, packed<T>(d));
+        }
+    if (part == 0 && threadIdx.x < stretch.edges) {
+        const int64_t at = stretch.head + stretch.edge(threadIdx.x);
+        const float z = to_float(stretch.body[stretch.edge(threadIdx.x)]);
+        dz[at] = from_float<T>(gradient.constant ? gradient.p
+                               : at == label     ? gradient.at_label
+                                                 : columns.of(z, at, c.loss));
+    }
 }
 
 /* ---- before the rows
  * -------------------------------------------------------------------------------------------------------- */
 
 constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
-constexpr int64_t SCANNED_ROWS = 1 << 16; /* up to so many labels every block goes through by itself */
+constexpr int64_t SCANNED_ROWS = 1 << 13; /* up to so many labels every block goes through by itself */
 
 /* Sums over classes and over labels, where they are many. The last block to arrive writes the first of `prepared`. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Call c, Prepared *prepared) {
+    start_next_kernel();
     const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
                   step = gridDim.x * int64_t(PREPARE_THREADS);
     double classes = 0.0;
@@ -859,7 +730,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
 
 typedef void (*Kernel)(const Call);
 
-enum Kind { BY_WARP, BY_BLOCK, BY_ANYHOW, ON_CHIP };
+enum Kind { BY_WARP, BY_BLOCK, BY_ANYHOW, HELD, FROM_LSE };
 
 struct Plan {
     Kind kind;
@@ -878,7 +749,10 @@ int power_at_least(int64_t a, int least, int most) {
 
 template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     switch (plan.kind) {
-    case ON_CHIP: return plan.options == FULL ? on_chip<T, FULL> : on_chip<T, SMOOTH>;
+    case HELD:
+        if (plan.threads == 1024)
+            return plan.options == FULL ? held<T, FULL, 1024, 4> : held<T, SMOOTH, 1024, 4>;
+        return plan.options == FULL ? held<T, FULL, 256, 0> : held<T, SMOOTH, 256, 0>;
     case BY_ANYHOW: return rows_by<T, FULL, true, Anyhow>;
     case BY_WARP:
         if (gradient)
@@ -895,94 +769,34 @@ template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     }
 }
 
-Kernel kernel_of(rafter_dtype dtype, const Plan &plan, bool gradient) {
-    return for_dtype(dtype, [&](auto zero) { return kernel_of<decltype(zero)>(plan, gradient); });
-}
-
-cudaLaunchConfig_t launch_of(const Plan &plan, cudaStream_t stream, cudaLaunchAttribute *cluster) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(plan.threads));
-    config.dynamicSmemBytes = plan.shared;
-    config.stream = stream;
-    if (plan.ranks > 1) {
-        cluster->id = cudaLaunchAttributeClusterDimension;
-        cluster->val.clusterDim.x = static_cast<unsigned>(plan.ranks);
-        cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
-        config.attrs = cluster;
-        config.numAttrs = 1;
-    }
-    return config;
-}
-
-/* How many clusters of a plan run at a time; asked of the driver once for each. Blocks that stay must all be there at
- * once. */
-int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const Plan &plan) {
-    struct Known {
-        int device, ranks, threads, clusters;
-        size_t shared;
-        Kernel kernel;
-    };
-    static Known known[64];
-    static int count;
-    static std::mutex lock;
-    const std::lock_guard<std::mutex> locked(lock);
-    for (int i = 0; i < count; i++)
-        if (known[i].device == state->device && known[i].kernel == kernel && known[i].ranks == plan.ranks &&
-            known[i].threads == plan.threads && known[i].shared == plan.shared)
-            return known[i].clusters;
-
-    const void *function = reinterpret_cast<const void *>(kernel);
-    int clusters = 0;
-    cudaFuncAttributes attributes;
-    bool good = cudaFuncGetAttributes(&attributes, function) == cudaSuccess;
-    good =
-        good && cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes)) == cudaSuccess;
-    good = good && cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                        cudaSharedmemCarveoutMaxShared) == cudaSuccess;
-    if (good && plan.ranks > 1) {
-        Plan whole = plan;
-        whole.blocks = plan.ranks;
-        cudaLaunchAttribute cluster;
-        const cudaLaunchConfig_t config = launch_of(whole, state->stream, &cluster);
-        good = cudaOccupancyMaxActiveClusters(&clusters, function, &config) == cudaSuccess;
-    } else if (good) {
-        good = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, function, plan.threads, plan.shared) ==
-               cudaSuccess;
-        clusters *= state->multiprocessors;
-    }
-    if (!good) {
-        cudaGetLastError(); /* another kernel will do */
-        clusters = 0;
-    }
-    if (count < static_cast<int>(sizeof known / sizeof *known))
-        known[count++] = {state->device, plan.ranks, plan.threads, clusters, plan.shared, kernel};
-    return clusters;
-}
-
-/* Holds rows in as few blocks as leave room for three on an SM; else in more room, or not at all. */
-bool plan_on_chip(const rafter_cuda_state *state, rafter_dtype dtype, int64_t rows, int64_t packs, bool gradient,
-                  Plan *plan) {
-    const int64_t statics = 6 << 10,
-                  reserved = 1 << 10; /* shared memory of the kernel's own, and of the system's, per block */
+/* Rows in blocks of at most 256 threads, two, three or more to a multiprocessor, if they fit; else in all of one
+ * multiprocessor, or of a cluster of them. False: in none. */
+bool plan_held(const rafter_cuda_state *state, int64_t rows, int64_t packs, Plan *plan) {
+    const int64_t statics = 4 << 10,
+                  reserved = 1 << 10; /* the kernel's own shared memory, and the system's, per block */
+    const int64_t room = state->shared_bytes + reserved, registers = 4 * 1024;
     const int most = state->compute_capability >= 90 ? MOST_RANKS : 1;
-    plan->kind = ON_CHIP;
-    plan->ranks = 0;
-    for (int blocks = 3; blocks > 0 && plan->ranks == 0; blocks--)
-        for (int ranks = 1; ranks <= most && plan->ranks == 0; ranks *= 2)
-            if (ceil_div<int64_t>(packs, ranks) * 16 <= (state->shared_bytes + reserved) / blocks - reserved - statics)
-                plan->ranks = ranks;
-    if (plan->ranks == 0)
+    plan->kind = HELD;
+    plan->ranks = 1;
+    if (rows > 1 << 27) /* of which each takes a block */
         return false;
+    if (16 * packs <= room / 2 - reserved - statics) {
+        plan->threads = power_at_least(packs / 8, 64, 256);
+    } else {
+        plan->threads = 1024;
+        while (plan->ranks < most &&
+               16 * (ceil_div<int64_t>(packs, plan->ranks) - registers) > state->shared_bytes - statics)
+            plan->ranks *= 2;
+        if (16 * (ceil_div<int64_t>(packs, plan->ranks) - registers) > state->shared_bytes - statics)
+            return false;
+    }
     while (2 * plan->ranks <= most && 2 * plan->ranks * rows <= state->multiprocessors && packs / plan->ranks >= 2048)
         plan->ranks *= 2;
     plan->part = ceil_div<int64_t>(packs, plan->ranks);
-    plan->shared = static_cast<size_t>(plan->part) * 16;
-    plan->threads = power_at_least(plan->part / IN_FLIGHT, 64, CHIP_THREADS);
-    const int64_t fit = clusters_at_a_time(state, kernel_of(dtype, *plan, gradient), *plan);
-    plan->blocks = plan->ranks * (rows < fit ? rows : fit);
-    return fit > 0;
+    const int64_t in_shared = plan->part - (plan->threads == 1024 ? registers : 0);
+    plan->shared = in_shared > 0 ? static_cast<size_t>(in_shared) * 16 : 0;
+    plan->blocks = plan->ranks * rows;
+    return true;
 }
 
 /* Whether packs of the logits' rows are packs of dlogits' too. */
@@ -995,8 +809,11 @@ bool alike(const rafter_view &a, const rafter_view &b) {
     return same;
 }
 
-/* Blocks of rows_by. */
-int64_t at_a_time(const rafter_cuda_state *state, const Plan &plan, bool gradient) {
+/* The most blocks of rows_by. Those that only read are many and short, down to a row each; those that write too stay,
+ * as many as run at a time. */
+int64_t most_blocks(const rafter_cuda_state *state, const Plan &plan, bool gradient) {
+    if (plan.kind == BY_BLOCK && !gradient)
+        return 1 << 14;
     return int64_t(state->multiprocessors) * (threads_per_sm(plan.options, gradient) / plan.threads);
 }
 
@@ -1008,23 +825,31 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.options = loss->softcap != 0.0f || weights || c.loss.entropy.data || c.loss.argmax.data ? FULL
                    : smooth || c.gradient                                                        ? SMOOTH
                                                                                                  : PLAIN;
-    plan.prepares = weights || (c.gradient && c.loss.needs_totals() && rows > SCANNED_ROWS);
+    const bool sees_all_labels = c.gradient && c.loss.needs_totals();
+    plan.prepares = weights || (sees_all_labels && rows > SCANNED_ROWS);
     plan.ranks = 1;
 
     const bool neighbours = c.z_step == 1 && (!c.gradient || (c.dz_step == 1 && alike(call->logits, call->dlogits)));
     const bool from_lse = !c.loss.forward && c.loss.lse.data,
                both = c.gradient && !from_lse; /* statistics and gradient */
+    const int64_t parts = ceil_div<int64_t>(bytes, 16 * GRADIENT_THREADS * GRADIENT_PACKS);
     if (!neighbours) {
         plan.kind = BY_ANYHOW;
         plan.options = FULL;
     } else if (bytes <= 2048 || (bytes <= 8192 && rows >= 2048 && !both)) {
         plan.kind = BY_WARP;
         plan.threads = WARP_THREADS;
-        const int64_t blocks = ceil_div<int64_t>(rows, WARP_THREADS / WARP), most = at_a_time(state, plan, c.gradient);
+        const int64_t blocks = ceil_div<int64_t>(rows, WARP_THREADS / WARP),
+                      most = most_blocks(state, plan, c.gradient);
         plan.blocks = blocks < most ? blocks : most;
         return plan;
-    } else if ((both || rows < state->multiprocessors) && rows > 0 &&
-               plan_on_chip(state, call->logits.dtype, rows, bytes / 16, c.gradient, &plan)) {
+    } else if (from_lse && rows < (int64_t(1) << 31) / parts) {
+        plan.kind = FROM_LSE;
+        plan.part = parts;
+        plan.blocks = rows * parts;
+        return plan;
+    } else if ((both || rows < state->multiprocessors) && rows > 0 && plan_held(state, rows, bytes / 16, &plan)) {
+        plan.prepares |= sees_all_labels;
         return plan;
     } else {
         plan.kind = BY_BLOCK;
@@ -1032,7 +857,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.ranks = 1;
     plan.shared = 0;
     plan.threads = power_at_least(bytes / (16 * IN_FLIGHT), 64, MOST_THREADS);
-    const int64_t most = at_a_time(state, plan, plan.kind == BY_ANYHOW || c.gradient);
+    const int64_t most = most_blocks(state, plan, plan.kind == BY_ANYHOW || c.gradient);
     plan.blocks = rows < most ? rows : most;
     return plan;
 }
@@ -1041,21 +866,51 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
  * --------------------------------------------------------------------------------------------------------------------
  */
 
-void launch(const rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan, char *scratch) {
-    const cudaStream_t stream = context->cuda_state->stream;
+/* Scratch memory of a call: the blocks' totals, or the rows' coefficients, and what `prepare` finds. */
+size_t scratch_bytes(const Call &c, const Plan &plan) {
+    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
+    if (plan.kind == FROM_LSE)
+        return c.loss.rows * sizeof(Coefficients);
+    return reduces || plan.prepares ? plan.blocks / plan.ranks * sizeof(Totals) : 0;
+}
+
+template <typename T>
+void launch_from_lse(const rafter_context *context, const Call &c, const Plan &plan, char *scratch) {
+    Coefficients *const of_row = reinterpret_cast<Coefficients *>(scratch);
+    const Launch first = {ceil_div<int64_t>(c.loss.rows, WARP_THREADS / WARP), WARP_THREADS, 0, 1, plan.prepares},
+                 second = {plan.blocks, GRADIENT_THREADS, 0, 1, true};
+    const unsigned parts = static_cast<unsigned>(plan.part);
+    if (plan.options == FULL) {
+        launch(context, first, coefficients<T, FULL>, c, of_row);
+        launch(context, second, gradients<T, FULL>, c, of_row, parts);
+    } else {
+        launch(context, first, coefficients<T, SMOOTH>, c, of_row);
+        launch(context, second, gradients<T, SMOOTH>, c, of_row, parts);
+    }
+}
+
+void launch_call(const rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan,
+                 char *scratch) {
+    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
-    c.part = plan.part;
+    c.adds_up = plan.kind == BY_WARP || plan.kind == BY_ANYHOW;
     if (plan.prepares) {
-        Prepared *prepared = reinterpret_cast<Prepared *>(scratch + plan.blocks * sizeof(Totals));
-        prepare<<<PREPARE_BLOCKS, PREPARE_THREADS, 0, stream>>>(c, prepared);
+        Prepared *const prepared = reinterpret_cast<Prepared *>(scratch + scratch_bytes(c, plan));
+        launch(context, {PREPARE_BLOCKS, PREPARE_THREADS}, prepare, c, prepared);
         c.loss.prepared = prepared;
     }
-    const Kernel kernel = kernel_of(call->logits.dtype, plan, c.gradient);
-    cudaLaunchAttribute cluster;
-    const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
-    void *args[] = {&c};
-    cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
+    for_dtype(call->logits.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        if (plan.kind == FROM_LSE)
+            launch_from_lse<T>(context, c, plan, scratch);
+        else
+            launch(context, {plan.blocks, plan.threads, plan.shared, plan.ranks, plan.prepares},
+                   kernel_of<T>(plan, c.gradient), c);
+    });
+    if (reduces && !c.adds_up)
+        launch(context, {1, ADDING_THREADS, 0, 1, true}, add_up_blocks, c,
+               static_cast<unsigned>(plan.blocks / plan.ranks));
 }
 
 } // namespace
@@ -1072,7 +927,6 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
         c.dz = rows_of(call->dlogits, call->dlogits.ndim - 1);
         c.dz_step = call->loss.classes > 1 ? call->dlogits.stride[call->dlogits.ndim - 1] : 1;
     }
-    c.weighted = call->loss.smoothing != 0.0f;
     c.counter = context->cuda_state->counters;
     const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     if (c.loss.rows == 0 ? !reduces : !c.loss.forward && !c.gradient)
@@ -1081,8 +935,7 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
     Plan plan = plan_call(context->cuda_state, call, c);
     if (plan.blocks == 0)
         plan.blocks = 1; /* no rows, but a loss */
-    const size_t bytes = (reduces || plan.prepares ? plan.blocks * sizeof(Totals) : 0) +
-                         (plan.prepares ? (1 + PREPARE_BLOCKS) * sizeof(Prepared) : 0);
+    const size_t bytes = scratch_bytes(c, plan) + (plan.prepares ? (1 + PREPARE_BLOCKS) * sizeof(Prepared) : 0);
     return run_with_scratch(context, call, bytes, c.loss.forward ? "cross_entropy forward" : "cross_entropy backward",
-                            [&](char *scratch) { launch(context, call, c, plan, scratch); });
+                            [&](char *scratch) { launch_call(context, call, c, plan, scratch); });
 }

@@ -96,6 +96,13 @@ struct row {
     bool without_lse, main_gradient, native;
 };
 
+/* The algorithms: the values of rafter_lce_mode, and fast with native accumulation. */
+enum { NATIVE_ALGORITHM = 3 };
+
+static bool is_native(const problem *p, const struct options *o) {
+    return o->native || p->algorithm == NATIVE_ALGORITHM;
+}
+
 /*
  * Bounds. Products are accumulated in fp32 with unit e = 2^-24; x is normal, W too with deviation 2 / sqrt(D), so that
  * logits before bias, scale and softcap have deviation 2 and stay under 16. The harness draws nothing past 3.5
@@ -106,13 +113,15 @@ struct row {
  * max|u|, with softcap or scale. Statistics: the sum of exponentials is off by a relative S = e (8 + 3 ln V + 192 / 4):
  * blocks of 192 classes are summed in order, and those of a slice in order again, in fp32, few enough to fall under the
  * same term. lse, logprob and row losses are off by S + 2 Z. Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from
- * lse) + 3 e max|u - max|, relative to its terms, which add up to at most 2 in a row; and, where bf16 is multiplied as
- * such, every element is rounded to bf16: another relative 2^-9 of each, independent. Hence, with `most` the largest
- * |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 * upstream * most dW: G * H *
- * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms are alike, where H bounds the
- * sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V; and products in fp32 add e (8
+ * lse) + 3 e max|u - max|, relative to its terms, which add up to at most 2 in a row; and, where bf16 (or, on CUDA,
+ * fp16) is multiplied as such, every element is rounded to it: another relative 2^-9 (2^-12) of each, independent.
+ * Hence, with `most` the largest |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 *
+ * upstream * most dW: G * H * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms
+ * are alike, where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V;
+ * and products in fp32 add e (8
  * + 4 sqrt(K)) of the sum. dbias sums dz before it is rounded. accumulate native rounds the partial sums of every
- * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk.
+ * chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk; which
+ * is that of the result where all rows are alike.
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
@@ -138,15 +147,17 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
     const double upstream =
         share * row_weight * (loss->dloss ? 4 : 1) * scale * (weight * (1 + loss->smoothing) + 2 * loss->z_loss * lse);
 
-    const bool pairs = dtype == RAFTER_BF16;
-    const double dz = fmin(1, statistic + 2 * e * lse + 3 * e * fmin(104, 2 * largest)), rounding = pairs ? 0x1p-9 : 0;
+    const bool narrow = dtype != RAFTER_F32;
+    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
+    const double dz = fmin(1, statistic + 2 * e * lse + 3 * e * fmin(104, 2 * largest)),
+                 rounding = narrow ? unit / 2 : 0;
+    const double tiny = dtype == RAFTER_F16 ? 0x1p-25 : 0; /* half the least number there is */
     const double most_w = 7 / sqrt(d), most_x = 3.5;
     /* Of huge logits that tie, lse does not tell how many: then every p of a row may be off by 1. */
     const double hits = huge != 0 ? n : fmin(n, 4 + 4 * n / v);
     const double sums_v = e * (8 + 4 * sqrt(v)), sums_n = e * (8 + 4 * sqrt(n));
-    const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
     /* Chunks are of 32 rows or classes at least. */
-    const double native = !o->native || o->f32_gradients ? 0 : unit * (1 + fmax(n, v) / 32);
+    const double native = !is_native(p, o) || o->f32_gradients ? 0 : unit * (1 + fmax(n, v) / 32);
 
     const struct {
         const char *name;
@@ -157,9 +168,10 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"row_loss", 2 * e, row_loss},
         {"loss", 2 * e, loss->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
         {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
-        {"dx", pairs ? 0x1p-8 : 4 * e, upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2)},
-        {"dweight", pairs ? 0x1p-8 : 4 * e,
-         upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding) +
+        {"dx", (narrow ? unit : 4 * e) + native / 2,
+         upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2 + v * tiny)},
+        {"dweight", (narrow ? unit : 4 * e) + native / 2,
+         upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding + n * tiny) +
              (o->main_gradient ? 8 * e : 0)},
         {"dbias", 4 * e, upstream * hits * (dz + sums_n)},
     };
@@ -175,7 +187,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
 static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
     const int rows_ndim = shape->ndim - 1;
     const int64_t depth = shape->x[rows_ndim], classes = shape->classes;
-    *(struct row *)p->row = (struct row){o->budget, o->loss.without_lse, o->main_gradient, o->native};
+    *(struct row *)p->row = (struct row){o->budget, o->loss.without_lse, o->main_gradient, is_native(p, o)};
 
     problem_tensor *t = problem_add(p, "x", PROBLEM_INPUT, dtype, shape->ndim, shape->x);
     t->special = p->values != PROBLEM_HUGE; /* products of huge numbers are not known to any useful accuracy */
@@ -281,7 +293,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     rafter_linear_cross_entropy_args args = {
         .size = sizeof args,
         .options = &options,
-        .mode = (rafter_lce_mode)p->algorithm,
+        .mode = p->algorithm == NATIVE_ALGORITHM ? RAFTER_LCE_FAST : (rafter_lce_mode)p->algorithm,
         .accumulate = row->native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
         .x = problem_dl(p, "x"),
         .weight = problem_dl(p, "weight"),
@@ -336,6 +348,8 @@ static void make_bench(problem *p, const struct bench_row *row) {
     else if (row->table == BY_DEPTH)
         n = 4096, d = row->x, v = 128256;
     build(p, row->dtype, &(struct options){.loss = {.name = "bench"}}, &(struct shape){2, {n, d}, v});
+    /* Logits of deviation 1, as a model's are at first: larger ones make dz almost all zeros, and the chip cooler. */
+    problem_find(p, "weight")->scale = 1 / sqrt((double)d);
     p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
     if (row->table == BY_ROWS)
         snprintf(p->title, sizeof p->title, "dim%lld-vocab%lld-%s", d, v, dtype);
@@ -362,14 +376,15 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
     }
 }
 
-static const char *const algorithms[] = {"rafter", "fast", "compact", NULL}; /* in the order of rafter_lce_mode */
+static const char *const algorithms[] = {"rafter", "fast", "compact", "native", NULL};
 
 const struct op_cases rafter_cases_linear_cross_entropy = {
     .op = "linear_cross_entropy",
     .prefix = "lce",
     .algorithms = algorithms,
     .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
-                        1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH},
+                        1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
+                        1u << PROBLEM_BOTH},
     .count = count,
     .make = make,
     .tables = sizeof tables / sizeof *tables,

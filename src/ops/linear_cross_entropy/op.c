@@ -3,6 +3,7 @@
 #include "core/backend.h"
 #include "core/threads.h"
 #include "core/variants.h"
+#include "ops/linear_cross_entropy/call.h"
 #include "ops/linear_cross_entropy/plan.h"
 
 #define RAFTER_VARIANT(isa) extern const struct lce_kernels RAFTER_PASTE3(rafter_, linear_cross_entropy, isa);
@@ -601,14 +602,36 @@ static void execute(struct call *c, char *memory) {
         rafter_loss_write(&c->loss, run.loss);
 }
 
+/* Enqueues the checked call on the context's device; or, if `ask` is not NULL, puts there what workspace it takes. */
+static rafter_status on_cuda(const struct call *c, size_t *ask) {
+    const rafter_linear_cross_entropy_args *a = &c->args;
+    const struct linear_cross_entropy_call call = {
+        .loss = c->loss,
+        .x = c->x,
+        .weight = c->weight,
+        .bias = c->bias,
+        .dx = c->dx,
+        .dweight = c->dweight,
+        .dbias = c->dbias,
+        .mode = a->mode,
+        .native = a->accumulate == RAFTER_ACCUMULATE_NATIVE,
+        .accumulate_into_dweight = a->accumulate_into_dweight,
+        .budget = a->budget,
+        .workspace = a->workspace,
+        .workspace_bytes = a->workspace_bytes,
+        .ask = ask,
+    };
+    return c->context->cuda->linear_cross_entropy(c->context, &call);
+}
+
 static rafter_status start(rafter_context *context, const rafter_linear_cross_entropy_args *args,
                            rafter_direction direction) {
     struct call c;
     struct rafter_scratch scratch;
     RAFTER_TRY(check(context, args, direction, &c));
-    RAFTER_TRY(make_plan(&c));
     if (context->cuda)
-        return context->cuda->linear_cross_entropy(context, NULL);
+        return on_cuda(&c, NULL);
+    RAFTER_TRY(make_plan(&c));
     RAFTER_TRY(rafter_loss_read(context, &c.loss));
     RAFTER_TRY(rafter_scratch_take(context, c.args.workspace, c.args.workspace_bytes, c.plan.bytes, &scratch));
     execute(&c, scratch.memory);
@@ -636,6 +659,8 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     if ((unsigned)direction > RAFTER_BACKWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "direction is %d, wanted RAFTER_FORWARD or RAFTER_BACKWARD", (int)direction);
+    if (context->cuda)
+        return on_cuda(&c, bytes);
     RAFTER_TRY(make_plan(&c));
     *bytes = rafter_scratch_request(c.plan.bytes);
     return RAFTER_OK;

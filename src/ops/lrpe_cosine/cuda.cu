@@ -2,9 +2,10 @@
  * lrpe_cosine on CUDA: every input is read from memory once and every output written once.
  *
  *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
- * them for softmax over features        every sequence of the batch. Lines of up to 32 packs are normalised among the
- * lanes of a warp; of longer ones the statistics are computed first, by another kernel. softmax over the sequence    by
- * teams of blocks that keep their share of the sequence in shared memory: cuda/teams.cuh
+ *                                  them for every sequence of the batch
+ *     softmax over features        likewise; lines of up to 32 packs are normalised among the lanes of a warp; of
+ * longer ones the statistics are computed first, by another kernel softmax over the sequence    by teams of blocks that
+ * keep their share of the sequence on chip: cuda/teams.cuh
  *
  * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
  * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
@@ -344,20 +345,17 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* ---- softmax over the sequence
  * ----------------------------------------------------------------------------------------- */
 
-/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in SHARE sequences of the batch.
- * Lanes that have the same features and tokens, of different sequences, compute a part of the angles each and hand them
- * round. */
-template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Columns {
+/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in one sequence of the batch. */
+template <typename T_, int N_, bool FORWARD, bool DTHETA> struct Columns {
     typedef T_ T;
-    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 128;
+    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 8 * N;
     static constexpr int INPUTS = FORWARD ? 1 : 3, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr int THREADS = FORWARD ? 384 : 256, PER_SM = 2, CHUNK = DTHETA ? 1 : 2;
+    static constexpr int THREADS = 256, PER_SM = FORWARD ? 3 : 2, CHUNK = 1, HELD = FORWARD ? 2 : 0;
     static constexpr bool HAS_MAX = true, REPLACES = !FORWARD; /* dy by g, the gradient of f(x) */
-    static constexpr int EACH = N / SHARE;                     /* angles that a lane computes */
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {
-        Turns turns[MOST_LINES / SHARE]; /* [element of a pack][pack] */
-        int packs, shift;                /* side by side: 2^shift */
+        Turns turns[MOST_LINES]; /* [element of a pack][pack] */
+        int packs;               /* side by side */
     };
     struct Place {
         const T *in[3];
@@ -371,37 +369,32 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
     double *moments;
 
     struct Strip {
-        int64_t b, h, pack; /* the first of each */
+        int64_t b, h, pack; /* the first pack */
     };
     DEVICE Strip strip_at(int64_t index, int across) const {
-        const int64_t groups = ceil_div(packs, (int64_t)(across / SHARE)), line = index / groups;
-        return {line / call.heads * SHARE, line % call.heads, index % groups * (across / SHARE)};
+        const int64_t groups = ceil_div(packs, (int64_t)across), line = index / groups;
+        return {line / call.heads, line % call.heads, index % groups * across};
     }
 
     DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
         const Strip first = strip_at(strip, across);
-        const int64_t b = first.b + column / (across / SHARE), pack = first.pack + column % (across / SHARE),
-                      d = pack * N;
+        const int64_t b = first.b, pack = first.pack + column, d = pack * N;
         const T *const x =
             call.x + b * call.x_step.b + row * call.x_step.n + first.h * call.x_step.h + d * call.x_step.d;
         const T *const dy =
             call.dy + b * call.y_step.b + row * call.y_step.n + first.h * call.y_step.h + d * call.y_step.d;
         const Strides &step = FORWARD ? call.y_step : call.dx_step;
         T *const out = call.out + b * step.b + row * step.n + first.h * step.h + d * step.d;
-        return {{x, dy, dy + call.features * call.y_step.d}, out, b, b < call.batch && pack < packs};
+        return {{x, dy, dy + call.features * call.y_step.d}, out, b, pack < packs};
     }
     DEVICE void prepare(Table &table, int64_t strip, int across) const {
         const Strip first = strip_at(strip, across);
-        const int side = across / SHARE;
-        __syncthreads();
-        for (int i = threadIdx.x; i < side * N; i += THREADS) {
-            const int64_t d = (first.pack + i % side) * N + i / side;
+        for (int i = threadIdx.x; i < across * N; i += THREADS) {
+            const int64_t d = (first.pack + i % across) * N + i / across;
             table.turns[i] = d < call.features ? call.turns(first.h, d) : Turns();
         }
-        if (threadIdx.x == 0) {
-            table.packs = side;
-            table.shift = __ffs(side) - 1;
-        }
+        if (threadIdx.x == 0)
+            table.packs = across;
         __syncthreads();
     }
     DEVICE const T *source(const Place &place, int input, int64_t down) const {
@@ -415,18 +408,10 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
         return pack;
     }
 
-    /* The position of token n of the place's sequence, and the angles there. All lanes of a warp come here together. */
+    /* The position of token n of the place's sequence, and the angles there. */
     DEVICE float angles(const Place &place, int64_t n, const Table &table, float (&cosine)[N], float (&sine)[N]) const {
-        const int lane = threadIdx.x % WARP, pack = lane & (table.packs - 1), own = lane >> table.shift & (SHARE - 1);
         const int64_t token = n < call.length ? call.position(place.b, n) : 0;
-        float c[EACH], s[EACH];
-        sincos_of(table.turns + own * EACH * table.packs + pack, table.packs, position_of(token), s, c);
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const int from = lane + (j / EACH - own) * table.packs;
-            cosine[j] = SHARE == 1 ? c[j] : __shfl_sync(~0u, c[j % EACH], from);
-            sine[j] = SHARE == 1 ? s[j] : __shfl_sync(~0u, s[j % EACH], from);
-        }
+        sincos_of(table.turns + threadIdx.x % table.packs, table.packs, position_of(token), sine, cosine);
         return (float)token;
     }
     /* g from dy; and, if wanted, `turned`: position dTheta / f(x). */
@@ -478,8 +463,7 @@ template <typename T_, int N_, int SHARE, bool FORWARD, bool DTHETA> struct Colu
 
     DEVICE void conclude(Stats &statistics, int64_t strip, int column, int across, bool speaks) const {
         const Strip first = strip_at(strip, across);
-        const int side = across / SHARE;
-        const int64_t b = first.b + column / side, d = (first.pack + column % side) * N;
+        const int64_t b = first.b, d = (first.pack + column) * N;
 #pragma unroll
         for (int j = 0; j < N; j++) {
             const float scale = 1.0f / statistics.sum[0][j];
@@ -598,8 +582,11 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         walk.rows = call.length;
         walk.batch = 1;
     } else {
-        /* Long walks save tables, and dtheta's moments; short ones keep all multiprocessors busy to the end. */
-        const int64_t most = from->dtheta.data ? INT64_MAX / step : 4, steps = ceil_div(call.length, step);
+        /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
+        const int64_t most = from->dtheta.data    ? INT64_MAX / step
+                             : walk.f >= FEATURES ? 4
+                                                  : 1,
+                      steps = ceil_div(call.length, step);
         const int64_t each = steps * walk.tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
         const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
@@ -668,30 +655,21 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     });
 }
 
-template <typename T, int N, int SHARE, bool FORWARD, bool DTHETA>
+template <typename T, int N, bool FORWARD, bool DTHETA>
 rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
-    typedef Columns<T, N, SHARE, FORWARD, DTHETA> Job;
+    typedef Columns<T, N, FORWARD, DTHETA> Job;
     Job job = {call_for<T>(from), from->x.shape[3] / N, NULL};
     const Call<T> &call = job.call;
-    const int moved = (FORWARD ? 3 : 4) * N * static_cast<int>(sizeof(T));
     const int64_t most_team = from->algorithm == RAFTER_LRPE_BP ? 1 : INT64_MAX;
-
-    /* Narrow strips hold more tokens, so that smaller teams do; wide ones are kinder to the memory's pages. */
-    Candidate best = {{}, INFINITY};
-    for (int across = Job::MOST_LINES / N; across >= SHARE; across /= 2) {
-        const int side = across / SHARE;
-        if (side > 1 && side >= 2 * job.packs)
-            continue;
-        const int64_t strips = ceil_div(call.batch, (int64_t)SHARE) * call.heads * ceil_div(job.packs, (int64_t)side);
-        Candidate candidate = cut_into_teams<Job>(context->cuda_state, strips, call.length, across, moved, most_team);
-        candidate.cost *= narrowness((int64_t)side * N * sizeof(T));
-        if (candidate.cost < best.cost)
-            best = candidate;
-    }
+    int side = 1; /* packs of a strip: 128 bytes, as act's softmax has them */
+    while (side < job.packs && side * N < Job::MOST_LINES)
+        side *= 2;
+    const int64_t strips = call.batch * call.heads * ceil_div(job.packs, (int64_t)side);
+    const Cut cut = cut_into_teams<Job>(context->cuda_state, strips, call.length, side, most_team);
     const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    return run_with_scratch(context, from, moments + team_scratch<Job>(best.cut), "lrpe_cosine", [&](char *scratch) {
+    return run_with_scratch(context, from, moments + team_scratch<Job>(cut), "lrpe_cosine", [&](char *scratch) {
         job.moments = reinterpret_cast<double *>(scratch);
-        launch_teams(context, job, best.cut, scratch + moments);
+        launch_teams(context, job, cut, scratch + moments);
         if (DTHETA)
             launch_sum_moments(context, from, job.moments, call.batch);
     });
@@ -702,13 +680,8 @@ template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *c
         return start_rotate<T, N, FORWARD>(context, call);
     if constexpr (!FORWARD)
         if (call->dtheta.data)
-            return start_columns<T, N, 1, false, true>(context, call);
-    if constexpr (N > 1) {
-        const bool own_positions = call->positions.data && call->positions.stride[0] != 0;
-        if (call->x.shape[0] > 1 && !own_positions)
-            return start_columns<T, N, 2, FORWARD, false>(context, call);
-    }
-    return start_columns<T, N, 1, FORWARD, false>(context, call);
+            return start_columns<T, N, false, true>(context, call);
+    return start_columns<T, N, FORWARD, false>(context, call);
 }
 
 template <typename T> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {

@@ -1,0 +1,147 @@
+/*
+ * Hopper's asynchronous machinery, one function per instruction: barriers in shared memory, bulk tensor copies into it,
+ * warpgroup matrix products out of it. Only for code behind __CUDA_ARCH_FEAT_SM90_ALL.
+ */
+#ifndef RAFTER_CUDA_HOPPER_CUH
+#define RAFTER_CUDA_HOPPER_CUH
+
+#include <cuda.h>
+
+#include "cuda/vocabulary.cuh"
+
+DEVICE unsigned shared_address(const void *p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+/* ---- clusters -----------------------------------------------------------------------------------------------------
+ */
+
+DEVICE unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+/* All threads of all blocks of the cluster. */
+DEVICE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* ---- barriers -----------------------------------------------------------------------------------------------------
+ */
+
+DEVICE void barrier_init(uint64_t *barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+/* So that the cluster's other blocks, and the copy engine, see barriers as initialised. */
+DEVICE void barriers_ready() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/* Arrives, and announces bytes that copies will bring. */
+DEVICE void barrier_expect(uint64_t *barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+/* Arrives at the barrier of the same place in block `rank` of the cluster. */
+DEVICE void barrier_arrive_at(uint64_t *barrier, unsigned rank) {
+    asm volatile("{\n\t.reg .b32 there;\n\t"
+                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+                 "r"(rank)
+                 : "memory");
+}
+
+DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
+    asm volatile("{\n\t.reg .pred done;\n\t"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+/* ---- copies -------------------------------------------------------------------------------------------------------
+ */
+
+/* A box of a matrix, whose first element is (row, column), into this block's shared memory. */
+DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared_address(to)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+        : "memory");
+}
+
+/* Into the same place of all blocks of the cluster that are set in `mask`, ringing each one's barrier. */
+DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier,
+                            unsigned short mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(mask)
+                 : "memory");
+}
+
+DEVICE void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/* ---- products -----------------------------------------------------------------------------------------------------
+ */
+
+/* Rows of 128 bytes, swizzled as the copy engine does it, the reduced dimension along them: what wgmma calls a
+ * descriptor. 16 further elements of 2 bytes along the rows are 2 further in it. */
+DEVICE uint64_t operand_of(const void *shared) {
+    const uint64_t address = shared_address(shared) >> 4, leading = 1, eight_rows = 1024 >> 4, swizzle_128 = 1;
+    return address | leading << 16 | eight_rows << 32 | swizzle_128 << 62;
+}
+
+DEVICE void products_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+DEVICE void products_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+/* Until at most N groups are under way. */
+template <int N> DEVICE void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+#define RAFTER_8(d, i)                                                                                                 \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
+        "+f"(d[i + 7])
+#define RAFTER_32(d, i) RAFTER_8(d, i), RAFTER_8(d, i + 8), RAFTER_8(d, i + 16), RAFTER_8(d, i + 24)
+#define RAFTER_MULTIPLY(type)                                                                                          \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "                                      \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                    \
+                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                    \
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                    \
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "        \
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "   \
+                 "%128, %129, p, 1, 1, 0, 0;\n\t}"                                                                     \
+                 : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
+                 : "l"(a), "l"(b), "r"(add))
+
+/* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 32, i < 2
+ * and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
+template <typename T> DEVICE void multiply_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+    if constexpr (__is_same(T, bf16))
+        RAFTER_MULTIPLY("bf16");
+    else
+        RAFTER_MULTIPLY("f16");
+}
+
+template <int REGISTERS> DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS> DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+#endif
