@@ -85,7 +85,7 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
 }
 
 static void write_table(FILE *to, const struct table *t) {
-    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    char *columns[REPORT_COLUMNS] = {NULL}, *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
     int own = 0, marked = 0;
     for (int i = 0; i < t->columns; i++) {
         columns[i] = (char *)t->column[i];
