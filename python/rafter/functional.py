@@ -270,7 +270,9 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     options = _options(input, weight, row_weight, denominator, -100 if ignore_index is None else ignore_index, reduction,
                        zero_if_all_ignored, label_smoothing, z_loss, softcap, logit_scale)
     needs = _needs(input, linear_weight, linear_bias)
-    early = needs if mode != _formulas.COMPACT and options[4] != _formulas.NONE and into is None else 0
+    # In fp16 a gradient for an upstream gradient of 1 may underflow, which a scaled loss is there to prevent: not in forward then.
+    in_backward = mode == _formulas.COMPACT or options[4] == _formulas.NONE or into is not None or input.dtype is torch.float16
+    early = 0 if in_backward else needs
     which, wants_lse = _which(extras) if extras else (0, False)
     rest = (target, early, which) if extras else (target, early)
     choices = (mode, accumulate, budget)
