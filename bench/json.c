@@ -46,7 +46,7 @@ static void write_strings(FILE *to, char *const strings[], int count) {
     fputc('[', to);
     for (int i = 0; i < count; i++) {
         fputs(i ? ", " : "", to);
-        write_string(to, strings[i] ? strings[i] : "");
+        write_string(to, strings[i]);
     }
     fputc(']', to);
 }
@@ -78,16 +78,17 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     if (c->samples.count > 0) {
         fputs(", \"samples\": [", to);
         for (int i = 0; i < c->samples.count; i++)
-            fprintf(to, "%s%.5g", i ? ", " : "", c->samples.value[i]);
+            fprintf(to, "%s%.6g", i ? ", " : "", c->samples.value[i]);
         fputs("]", to);
     }
     fputs("}", to);
 }
 
 static void write_table(FILE *to, const struct table *t) {
-    char *columns[REPORT_COLUMNS] = {0}, *ours[REPORT_COLUMNS] = {0}, *early[REPORT_COLUMNS] = {0};
+    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    const int count = t->columns;
     int own = 0, marked = 0;
-    for (int i = 0; i < t->columns; i++) {
+    for (int i = 0; i < count; i++) {
         columns[i] = (char *)t->column[i];
         if (t->ours[i])
             ours[own++] = columns[i];
@@ -98,7 +99,7 @@ static void write_table(FILE *to, const struct table *t) {
     write_string(to, t->title);
     fprintf(to, ", \"metric\": \"%s\", \"x\": \"%s\", \"extras\": %u, \"columns\": ", metric_names[t->metric],
             t->x_name, t->extras);
-    write_strings(to, columns, t->columns);
+    write_strings(to, columns, count);
     fputs(", \"ours\": ", to);
     write_strings(to, ours, own);
     fputs(", \"gradient_in_forward\": ", to);
