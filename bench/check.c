@@ -137,7 +137,7 @@ static bool open_contexts(struct check *c, const struct options *o) {
     const char *name;
     while (good && c->variants < VARIANTS && (name = rafter_op_variant(c->op->op, c->variants)))
         good = open_context(c, name, (rafter_context_options){.variant = name, .threads = o->threads});
-    return good;
+    return good && c->variants > 0;
 }
 
 int verb_check(int argc, char **argv) {
