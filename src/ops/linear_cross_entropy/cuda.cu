@@ -48,6 +48,7 @@ struct Tile {
 struct Common {
     Prepared prepared;
     float alpha;
+    int dirty; /* an ignored row of x holds an infinity or NaN */
 };
 
 constexpr int PREPARE_THREADS = 1024;
@@ -62,6 +63,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
+    common->dirty = 0;
     /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
     common->alpha =
         prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
@@ -428,6 +430,42 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t
     store_once<T, N>(out + first * columns + i * N, packed<T>(all));
 }
 
+/* ---- what ignored rows hold ---------------------------------------------------------------------------------------
+ */
+
+/* Their dz is 0, but 0 times an infinity or NaN of x is NaN in every class's sum. Compact, which does not copy x, looks
+ * for such a thing, and if there is one, which is rare, sums dW once more without them, slowly. */
+template <typename T>
+__global__ void find_dirt(const __grid_constant__ Loss loss, const T *x, int64_t stride, int64_t depth,
+                          Common *common) {
+    const int64_t row = blockIdx.x;
+    if (loss.class_of(loss.load_label(row)) != IGNORED)
+        return;
+    bool dirty = false;
+    for (int64_t i = threadIdx.x; i < depth; i += blockDim.x)
+        dirty |= !(fabsf(to_float(x[row * stride + i])) < INFINITY);
+    if (dirty)
+        common->dirty = 1;
+}
+
+/* out[classes, depth] = factor * dz^T x over the rows that count. */
+template <typename T, typename U>
+__global__ void mend_dweight(const __grid_constant__ Loss loss, const Common *common, const T *dz, int64_t dz_stride,
+                             const T *x, int64_t x_stride, int64_t classes, int64_t depth, U *out, int64_t out_stride,
+                             const float *factor) {
+    if (!common->dirty)
+        return;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < classes * depth;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t v = i / depth, column = i - v * depth;
+        float sum = 0.0f;
+        for (int64_t row = 0; row < loss.rows; row++)
+            if (loss.class_of(loss.load_label(row)) != IGNORED)
+                sum = fmaf(to_float(dz[row * dz_stride + v]), to_float(x[row * x_stride + column]), sum);
+        out[v * out_stride + column] = from_float<U>(factor ? *factor * sum : sum);
+    }
+}
+
 /* ---- how a call is cut --------------------------------------------------------------------------------------------
  */
 
@@ -469,6 +507,7 @@ struct Plan {
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
     bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
+    bool adds_dweight;            /* to what the caller's holds */
     size_t product_bytes, bytes;
 
     bool gradients() const {
@@ -490,7 +529,11 @@ struct Plan {
         return dx_lies.plain && !grows_dx && !exponentials();
     }
     bool direct_dweight() const {
-        return dweight_lies.plain && !grows_dweight;
+        return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
+    }
+    /* Whether ignored rows of x may reach the sums of dW. */
+    bool mends() const {
+        return !fast && dweight && direct_x();
     }
 };
 
@@ -682,6 +725,7 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.dx = call->dx.data;
     p.dweight = call->dweight.data;
     p.dbias = call->dbias.data;
+    p.adds_dweight = call->accumulate_into_dweight;
     p.x = lying(call->x);
     p.weight = lying(call->weight);
     p.dx_lies = p.dx ? lying(call->dx) : Lying{};
@@ -1011,6 +1055,38 @@ template <typename Step, typename End> rafter_status for_tiles(const Run &run, S
     return RAFTER_OK;
 }
 
+/* See find_dirt. */
+void look_for_dirt(const Run &run) {
+    const Operand x = x_rows(run, 0);
+    for_dtype(run.plan.dtype, [&](auto zero) {
+        launch(run.context, {run.plan.rows, 128}, find_dirt<decltype(zero)>, run.loss,
+               static_cast<const decltype(zero) *>(x.data), x.stride, run.plan.depth, run.b.common);
+    });
+}
+
+void mend(const Run &run, int64_t first_class, int64_t classes) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    const Operand x = x_rows(run, 0);
+    const Launch how = {4 * run.context->cuda_state->multiprocessors, 256};
+    const auto launch_with = [&](auto zero, auto out, int64_t out_stride, const float *factor) {
+        typedef decltype(zero) T;
+        launch(run.context, how, mend_dweight<T, std::remove_pointer_t<decltype(out)>>, run.loss,
+               static_cast<const Common *>(run.b.common), reinterpret_cast<const T *>(run.b.dz), plan.dz_stride,
+               static_cast<const T *>(x.data), x.stride, classes, plan.depth, out, out_stride, factor);
+    };
+    for_dtype(plan.dtype, [&](auto zero) {
+        const int64_t stride = plan.dweight_lies.stride;
+        const float *const alpha = &run.b.common->alpha;
+        if (!plan.direct_dweight())
+            launch_with(zero, run.b.dweight, plan.depth_stride, NULL);
+        else if (dweight.dtype == RAFTER_F32)
+            launch_with(zero, reinterpret_cast<float *>(dweight.data) + first_class * stride, stride, alpha);
+        else
+            launch_with(zero, reinterpret_cast<decltype(zero) *>(dweight.data) + first_class * stride, stride, alpha);
+    });
+}
+
 rafter_status run_compact(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
@@ -1029,6 +1105,8 @@ rafter_status run_compact(Run *run) {
         finish(run, 0, plan.rows);
     if (!plan.gradients())
         return RAFTER_OK;
+    if (plan.mends())
+        look_for_dirt(*run);
     const auto write = [&](const Tile &tile) {
         char *const dz = run->b.dz + tile.first_row * plan.dz_stride * rafter_dtype_bytes(plan.dtype);
         differentiate(*run, tile, dz, tile.first_row == 0);
@@ -1036,6 +1114,8 @@ rafter_status run_compact(Run *run) {
     const auto multiply_slice = [&](int64_t v, int64_t classes) {
         if (plan.dweight) {
             RAFTER_TRY(multiply_dweight(*run, run->b.dz, 0, plan.rows, v, classes, false));
+            if (plan.mends())
+                mend(*run, v, classes);
             if (!plan.direct_dweight())
                 store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, v, classes,
                            run->b.dweight);
