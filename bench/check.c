@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/context.h"
 #include "harness/problem.h"
 #include "options.h"
 #include "progress.h"
@@ -19,6 +18,7 @@ struct tally {
 
 struct check {
     const struct op_cases *op;
+    bool on_gpu;
     int variants;
     const char *variant[VARIANTS];
     rafter_context *context[VARIANTS];
@@ -81,7 +81,7 @@ static void check_op(struct check *c) {
         for (int algorithm = 0; c->op->algorithms[algorithm]; algorithm++) {
             problem p = {.op = c->op, .algorithm = algorithm};
             c->op->make(&p, i);
-            if (p.large || (p.for_cuda && !c->context[0]->cuda))
+            if (p.large || (p.for_cuda && !c->on_gpu))
                 break;
             progress("%s %lld/%lld: %s", c->op->op, (long long)i + 1, (long long)count, p.label);
             if (problem_allocate(&p, (uint64_t)i + 1))
@@ -130,13 +130,14 @@ static bool open_context(struct check *c, const char *name, rafter_context_optio
 
 /* One for every variant of the CPU, or one for the GPU. */
 static bool open_contexts(struct check *c, const struct options *o) {
-    if (o->device.device_type == kDLCUDA)
+    c->on_gpu = o->device.device_type == kDLCUDA;
+    if (c->on_gpu)
         return open_context(c, "cuda", (rafter_context_options){.device = o->device});
     bool good = true;
     const char *name;
     while (good && c->variants < VARIANTS && (name = rafter_op_variant(c->op->op, c->variants)))
         good = open_context(c, name, (rafter_context_options){.variant = name, .threads = o->threads});
-    return good;
+    return good && c->variants > 0;
 }
 
 int verb_check(int argc, char **argv) {

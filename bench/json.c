@@ -86,8 +86,9 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
 
 static void write_table(FILE *to, const struct table *t) {
     char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    const int count = t->columns;
     int own = 0, marked = 0;
-    for (int i = 0; i < t->columns; i++) {
+    for (int i = 0; i < count; i++) {
         columns[i] = (char *)t->column[i];
         if (t->ours[i])
             ours[own++] = columns[i];
@@ -98,7 +99,7 @@ static void write_table(FILE *to, const struct table *t) {
     write_string(to, t->title);
     fprintf(to, ", \"metric\": \"%s\", \"x\": \"%s\", \"extras\": %u, \"columns\": ", metric_names[t->metric],
             t->x_name, t->extras);
-    write_strings(to, columns, t->columns);
+    write_strings(to, columns, count);
     fputs(", \"ours\": ", to);
     write_strings(to, ours, own);
     fputs(", \"gradient_in_forward\": ", to);

@@ -30,7 +30,7 @@ struct cell {
     double first;           /* milliseconds of the first call of a process; 0: not asked for */
     struct samples samples; /* of speed, in ms, in the order they were taken, thinned to at most REPORT_SAMPLES */
 };
-enum { REPORT_SAMPLES = 40 };
+enum { REPORT_SAMPLES = 24 };
 
 struct row {
     int64_t x;

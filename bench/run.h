@@ -35,11 +35,11 @@ extern volatile sig_atomic_t run_interrupted;
 struct column {
     struct session session;
     const char *name;
-    enum cell_state state;
-    struct samples samples, host; /* seconds */
     double max_error, first, bytes;
-    double used; /* seconds, all told */
-    bool live;   /* open, and right so far */
+    double used;                  /* seconds, all told */
+    struct samples samples, host; /* seconds */
+    enum cell_state state;
+    bool live; /* open, and right so far */
     bool done;
 };
 

@@ -1,5 +1,6 @@
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "report.h"
 
@@ -112,7 +113,8 @@ void table_print(const struct table *t, FILE *to) {
     struct layout l;
     if (!layout_create(&l, t))
         return;
-    fprintf(to, "%s:\n", t->title);
+    const bool terminal = isatty(fileno(to));
+    fprintf(to, terminal ? "\033[1m%s:\033[0m\n" : "%s:\n", t->title);
     print_layout(&l, to);
     for (int i = 0; i < t->notes; i++)
         fprintf(to, "  %s\n", t->note[i]);

@@ -63,6 +63,14 @@ while read -r title x rows columns; do
 done <"$tests/seeds.txt"
 [ "$(wc -l <"$tests/seeds.txt")" = 50 ] || fail "there are 50 tables in the seeds"
 
+# --- every column that is to run in Python has its function there
+while IFS='"' read -r head ops _; do
+    column=${head#RAFTER_PEER(}
+    for op in ${ops//,/ }; do
+        grep -qE "^(def )?${op}_${column%,*}( =|\\()" "$tests/../bench/worker/peers.py" || fail "peers.py has no ${op}_${column%,*}"
+    done
+done < <(grep '^RAFTER_PEER(' "$tests/../bench/peers.inc")
+
 # --- and the speed tables come out like that (x and the time per cell are small to be quick)
 small=(--preset seeds --x 16 --seconds 0.001 --metric all --providers rafter)
 timeout 60 "$rafter" bench cross_entropy logsumexp act lrpe_cosine "${small[@]}" --json "$folder/seeds.json" \

@@ -444,7 +444,7 @@ static void test_giant_rows(void) {
     expect_giant("y", &out, n, 1, 0, 0.5);
     const rafter_act_args silu = {.size = sizeof silu, .kind = RAFTER_ACT_SILU, .x = &x, .y = &out};
     ran(rafter_act_forward(giant, &silu), "silu of 2^32 elements");
-    expect_giant("y", &out, n, 1, 0, pattern / (1 + exp(-pattern)));
+    expect_giant("y", &out, n, 1, 0, pattern / (1 + exp(-(double)pattern)));
 
     const rafter_logsumexp_args lse = {
         .size = sizeof lse, .dim = 1, .x = &x, .lse = &of_row, .dlse = &upstream, .dx = &out};

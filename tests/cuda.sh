@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that need a GPU: every op's walk, tests/cuda.c, the cases past 2^31 elements, and compute-sanitizer over a sample of
+# The tests that need a GPU: every op's walk, tests/cuda/, the cases past 2^31 elements, and compute-sanitizer over a sample of
 # the small cases.
 #
 #     tests/cuda.sh BUILD [STEP...]

@@ -27,10 +27,10 @@ def _act_save(ctx, args, y):
     ctx.rest = args[1:]
 
 
-def _act_eager(raw):
+def _softmax_eager(raw):  # the other kinds have their own, below
     def forward(ctx, x, rest):
         y = raw(x, *rest)
-        ctx.save_for_backward(y if rest[0] == SOFTMAX else x)
+        ctx.save_for_backward(y)
         ctx.rest = rest
         return y
 
@@ -42,7 +42,25 @@ def _act_backward(op, ctx, dy):
 
 
 declare("act_backward", lambda dy, saved, kind, dim=0: torch.empty_like(saved))
-act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward, _act_eager)
+act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward, _softmax_eager)
+
+
+def _pointwise(name, kind):
+    """The eager path of one activation: its only argument is the tensor, which is as cheap as a Function gets."""
+    raw, raw_backward = act.raw, below_autograd("act_backward")
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return raw(x, kind)
+
+    @once
+    def backward(ctx, dy):
+        return (raw_backward(dy, *ctx.saved_tensors, kind),)
+
+    return direct(type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}))
+
+
+pointwise = {kind: _pointwise(name, kind) for kind, name in ((1, "relu"), (2, "sigmoid"), (3, "silu"))}
 
 # ---- logsumexp
 
@@ -122,9 +140,7 @@ cross_entropy_stats = Op("cross_entropy_stats", 1, lambda input, target, which, 
 class CrossEntropyInplace(torch.autograd.Function):
     """cross_entropy whose backward writes over the logits, and tells autograd that it did."""
 
-    @staticmethod
-    def forward(ctx, input, rest):
-        return _cross_entropy_eager(cross_entropy.raw)(ctx, input, rest)
+    forward = staticmethod(_cross_entropy_eager(cross_entropy.raw))
 
     @staticmethod
     @once

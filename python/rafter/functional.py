@@ -12,7 +12,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _transforming = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
 _f32 = torch.float32
-_act_raw, _act_eager = _formulas.act.raw, _formulas.act.eager
+_act_raw, _act_eager, _pointwise_eager = _formulas.act.raw, _formulas.act.eager, _formulas.pointwise
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
 _REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
@@ -57,35 +57,39 @@ def _plain(x):
 # ---- act
 
 
-def _act(input, *kind):
+def _pointwise(input, kind):
     cls = type(input)
     if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
-        return _subclasses.call(_formulas.act.op, input, *kind)
+        return _subclasses.call(_formulas.act.op, input, kind)
     if input.requires_grad and _grad_enabled():
-        return _act_eager(input, kind)
-    return _act_raw(input, *kind)
+        return _pointwise_eager[kind](input)
+    return _act_raw(input, kind)
 
 
 def relu(input: Tensor) -> Tensor:
     """max(input, 0), as torch.nn.functional.relu; the derivative at 0 is 0."""
-    return _act(input, 1)
+    return _pointwise(input, 1)
 
 
 def sigmoid(input: Tensor) -> Tensor:
     """1 / (1 + exp(-input)), as torch.sigmoid."""
-    return _act(input, 2)
+    return _pointwise(input, 2)
 
 
 def silu(input: Tensor) -> Tensor:
     """input * sigmoid(input), as torch.nn.functional.silu."""
-    return _act(input, 3)
+    return _pointwise(input, 3)
 
 
 def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tensor:
     """As torch.nn.functional.softmax: over any dimension, without a transposing copy. `dtype` casts the input first."""
     if dtype is not None and dtype is not input.dtype:
         input = input.to(dtype)
-    return _act(input, 4, dim)
+    if not _plain(input):
+        return _subclasses.call(_formulas.act.op, input, 4, dim)
+    if input.requires_grad and _grad_enabled():
+        return _act_eager(input, (4, dim))
+    return _act_raw(input, 4, dim)
 
 
 def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
@@ -95,7 +99,7 @@ def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
         return input
     if (dim is None) == (number == 4):
         raise ValueError(f"dim is {dim!r} with kind {kind!r}: softmax wants one, the others none")
-    return _act(input, number) if dim is None else _act(input, number, dim)
+    return _pointwise(input, number) if dim is None else softmax(input, dim)
 
 
 # ---- logsumexp
@@ -270,7 +274,9 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     options = _options(input, weight, row_weight, denominator, -100 if ignore_index is None else ignore_index, reduction,
                        zero_if_all_ignored, label_smoothing, z_loss, softcap, logit_scale)
     needs = _needs(input, linear_weight, linear_bias)
-    early = needs if mode != _formulas.COMPACT and options[4] != _formulas.NONE and into is None else 0
+    # In fp16 a gradient for an upstream gradient of 1 may underflow, which a scaled loss is there to prevent: not in forward then.
+    in_backward = mode == _formulas.COMPACT or options[4] == _formulas.NONE or into is not None or input.dtype is torch.float16
+    early = 0 if in_backward else needs
     which, wants_lse = _which(extras) if extras else (0, False)
     rest = (target, early, which) if extras else (target, early)
     choices = (mode, accumulate, budget)

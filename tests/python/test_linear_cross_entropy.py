@@ -162,6 +162,20 @@ def test_main_grad(device, mode):
 
 
 @on_devices
+def test_scaled_losses_in_fp16(device):
+    """A gradient that would underflow in fp16 does not, when the loss is scaled: as torch.amp.GradScaler has it."""
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float16, rows=64)
+    scale = 2.0**14
+    loss = rafter.linear_cross_entropy(x, w, y, denominator=1e6)
+    dx, dw = torch.autograd.grad(loss * scale, [x, w])
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    for actual, expected in zip((dx, dw), torch.autograd.grad(loss_reference(logits(*wide), y, denominator=1e6) * scale, wide)):
+        size = expected.abs().max()
+        close(actual.double() / size, expected / size, dtype=torch.float16, scale=2, atol=torch.finfo(torch.float16).eps)
+
+
+@on_devices
 def test_mixed_dtypes_and_autocast(device):
     skip_unless(OP, device)
     x, w, _, y = problem(device, torch.float32)
