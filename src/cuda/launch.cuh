@@ -31,7 +31,6 @@ struct Launch {
     size_t shared = 0;     /* dynamic shared memory, in bytes */
     int cluster = 1;       /* blocks of a cluster */
     bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
-    bool together = false; /* all blocks at the same time, so that they may wait for each other */
 };
 
 template <typename... Wanted, typename... Given>
@@ -42,7 +41,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    cudaLaunchAttribute attributes[3] = {};
+    cudaLaunchAttribute attributes[2] = {};
     config.attrs = attributes;
     if (how.cluster > 1) {
         cudaLaunchAttribute *const cluster = &attributes[config.numAttrs++];
@@ -54,11 +53,6 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (how.together) {
-        cudaLaunchAttribute *const together = &attributes[config.numAttrs++];
-        together->id = cudaLaunchAttributeCooperative;
-        together->val.cooperative = 1;
     }
     if (how.shared > 16 << 10) { /* with what is static, 48 KB are there without asking */
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));

@@ -4,14 +4,15 @@
  * A strip is a bundle of neighbouring lines (columns), or one line (rows): what is normalised together. A team of
  * blocks takes a strip, each block a share of its rows, and keeps that share on chip between the statistics and the
  * result: the first items of a thread in its registers, the others in shared memory, in places that no other thread
- * touches. What a block cannot keep it reads twice. Blocks that run at the same time are at different points of their
- * work, which keeps the memory busy.
+ * touches. What a block cannot keep it reads twice. Blocks end with their strip; those that run at the same time are at
+ * different points of their work, which keeps the memory busy.
  *
  * Blocks of a team meet through scratch memory. Each writes the statistics of its share there and reads those of all
  * shares, and merges them in the order of the blocks, so that all have the same result. The words are empty, all ones,
  * until they are written, and each is its own flag: no fence and no counter stands between a statistic and its readers.
- * Blocks that meet are launched together, no more of them than the chip holds, and a team goes on from strip to strip:
- * whoever is waited for is running, whatever else, of a higher priority too, wants its place.
+ * Nobody waits for a block of another strip, and blocks start in the order of their numbers, so that of one kernel only
+ * the last strip to start can lack blocks. A team is at most an eighth of what the chip holds: however many kernels of
+ * different priorities share it, there is always a whole team that can go on.
  *
  * What the lines hold and what becomes of them is a Job's affair:
  *
@@ -208,16 +209,19 @@ template <class Job> DEVICE void combine_team(int team, int rank, int lines, uns
     combine_statistics<Job, 1>(mine, lines, shared);
 }
 
-/* A block's share of one strip. */
 template <class Job>
-DEVICE void take_share(const Job &job, const Cut &cut, int64_t strip, int rank, unsigned *words, uint4 *kept_memory,
-                       TeamShared<Job> &shared) {
+__global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
+    team_softmax(const Job job, const Cut cut, unsigned *words) {
     typedef Pack<typename Job::T, Job::N> P;
     constexpr int THREADS = Job::THREADS, CHUNK = Job::CHUNK, INPUTS = Job::INPUTS, LINES = Job::LINES,
                   HELD = Job::HELD;
+    extern __shared__ uint4 kept_memory[];
+    __shared__ TeamShared<Job> shared;
     P *const kept = reinterpret_cast<P *>(kept_memory) + threadIdx.x; /* the thread's own places: every THREADS-th */
 
     const int column = threadIdx.x % cut.across, first = threadIdx.x / cut.across, step = THREADS / cut.across;
+    const int64_t strip = cut.team == 1 ? blockIdx.x : blockIdx.x / cut.team;
+    const int rank = static_cast<int>(blockIdx.x - strip * cut.team);
     const int64_t begin = rank * cut.share, left = cut.rows - begin,
                   rows = left < 0           ? 0
                          : left < cut.share ? left
@@ -352,27 +356,11 @@ DEVICE void take_share(const Job &job, const Cut &cut, int64_t strip, int rank, 
     }
 }
 
-template <class Job>
-__global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
-    team_softmax(const Job job, const Cut cut, unsigned *words) {
-    extern __shared__ uint4 kept_memory[];
-    __shared__ TeamShared<Job> shared;
-    if (cut.team == 1) {
-        take_share(job, cut, blockIdx.x, 0, words, kept_memory, shared);
-        return;
-    }
-    const unsigned teams = gridDim.x / cut.team, team = blockIdx.x / cut.team;
-    for (int64_t strip = team; strip < cut.strips; strip += teams) {
-        take_share(job, cut, strip, static_cast<int>(blockIdx.x - team * cut.team), words, kept_memory, shared);
-        __syncthreads(); /* the table is read to the end */
-    }
-}
-
 /* ---- how to cut
  * ------------------------------------------------------------------------------------------------------------- */
 
 /* Teams as small as can keep a strip on chip, or as large as leaves no multiprocessor idle; never more than
- * `most_team`, nor than run at a time. */
+ * `most_team`, nor than an eighth of the blocks that run at a time: see above. */
 template <class Job>
 static inline Cut cut_into_teams(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
                                  int64_t most_team) {
@@ -384,7 +372,7 @@ static inline Cut cut_into_teams(const rafter_cuda_state *state, int64_t strips,
                   idle = blocks / strips < steps ? blocks / strips : steps;
     int64_t team = keeps > idle ? keeps : idle;
     team = team < most_team ? team : most_team;
-    team = team < blocks ? team : blocks;
+    team = team < blocks / 8 ? team : blocks / 8 > 0 ? blocks / 8 : 1;
     const int64_t share = ceil_div(steps, team) * step, left = share / step - Job::HELD;
     const int64_t kept = left <= 0          ? 0
                          : left < most_kept ? ceil_div(left, (int64_t)Job::CHUNK) * Job::CHUNK
@@ -403,11 +391,8 @@ static inline void launch_teams(const rafter_context *context, const Job &job, c
     const size_t shared = (size_t)cut.kept * Job::INPUTS * Job::THREADS * Job::N * sizeof(typename Job::T);
     if (cut.team > 1)
         cudaMemsetAsync(scratch, 0xff, team_scratch<Job>(cut), context->cuda_state->stream); /* EMPTY */
-    const int64_t at_once = (int64_t)context->cuda_state->multiprocessors * Job::PER_SM / cut.team,
-                  teams = cut.team == 1 || cut.strips < at_once ? cut.strips : at_once;
-    Launch how = {teams * cut.team, Job::THREADS, shared};
-    how.together = cut.team > 1;
-    launch(context, how, team_softmax<Job>, job, cut, reinterpret_cast<unsigned *>(scratch));
+    launch(context, {cut.strips * cut.team, Job::THREADS, shared}, team_softmax<Job>, job, cut,
+           reinterpret_cast<unsigned *>(scratch));
 }
 
 #endif
