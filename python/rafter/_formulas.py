@@ -212,7 +212,7 @@ def _linear_backward(op, ctx, dloss, *_):
     if grads & ~ctx.early:
         return _only(op("linear_cross_entropy_backward")(dloss, input, linear_weight, linear_bias, target, lse, grads, *options,
                                                          *ctx.numbers), grads)
-    return tuple(g * dloss.to(g.dtype) if grads & bit else None for g, bit in zip((dinput, dweight, dbias), BITS))
+    return tuple(g * dloss if grads & bit else None for g, bit in zip((dinput, dweight, dbias), BITS))
 
 
 declare("linear_cross_entropy_backward", _linear_backward_fake)

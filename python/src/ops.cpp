@@ -16,15 +16,26 @@ int32_t f32() {
     return rafter::torch_dtype(RAFTER_F32);
 }
 
+/* A struct of arguments with everything at its default. */
+template <class Args> Args blank() {
+    Args args = {};
+    args.size = sizeof args;
+    return args;
+}
+
 /* ---- act */
+
+rafter_act_args act_args(Call &call) {
+    rafter_act_args args = blank<rafter_act_args>();
+    args.kind = static_cast<rafter_act_kind>(call.integer());
+    args.dim = static_cast<int32_t>(call.integer());
+    return args;
+}
 
 void act(StableIValue *stack, uint64_t, uint64_t) {
     Call call(stack);
     const Tensor x = call.tensor();
-    rafter_act_args args = {};
-    args.size = sizeof args;
-    args.kind = static_cast<rafter_act_kind>(call.integer());
-    args.dim = static_cast<int32_t>(call.integer());
+    rafter_act_args args = act_args(call);
     Session run("act", call.device());
     Tensor y = x.empty_like();
     args.x = x.dl();
@@ -36,10 +47,7 @@ void act(StableIValue *stack, uint64_t, uint64_t) {
 void act_backward(StableIValue *stack, uint64_t, uint64_t) {
     Call call(stack);
     const Tensor dy = call.tensor(), saved = call.tensor(); /* x, or y for softmax */
-    rafter_act_args args = {};
-    args.size = sizeof args;
-    args.kind = static_cast<rafter_act_kind>(call.integer());
-    args.dim = static_cast<int32_t>(call.integer());
+    rafter_act_args args = act_args(call);
     Session run("act", call.device());
     Tensor dx = saved.empty_like();
     (args.kind == RAFTER_ACT_SOFTMAX ? args.y : args.x) = saved.dl();
@@ -54,8 +62,7 @@ void act_backward(StableIValue *stack, uint64_t, uint64_t) {
 void logsumexp(StableIValue *stack, uint64_t, uint64_t) {
     Call call(stack);
     const Tensor x = call.tensor();
-    rafter_logsumexp_args args = {};
-    args.size = sizeof args;
+    rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     const bool keepdim = call.flag();
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
@@ -77,8 +84,7 @@ void logsumexp(StableIValue *stack, uint64_t, uint64_t) {
 void logsumexp_backward(StableIValue *stack, uint64_t, uint64_t) {
     Call call(stack);
     const Tensor dlse = call.tensor(), x = call.tensor(), lse = call.tensor();
-    rafter_logsumexp_args args = {};
-    args.size = sizeof args;
+    rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
     Session run("logsumexp", call.device());
@@ -106,8 +112,7 @@ struct Options {
 
     explicit Options(Call &call)
         : weight(call.optional_tensor()), row_weight(call.optional_tensor()), denominator(call.optional_tensor()),
-          ignore_index(call.integer()), c{} {
-        c.size = sizeof c;
+          ignore_index(call.integer()), c(blank<rafter_loss_options>()) {
         c.ignore_index = &ignore_index;
         c.reduction = static_cast<rafter_reduction>(call.integer());
         c.zero_if_all_ignored = call.flag();
@@ -160,8 +165,7 @@ template <bool stats> void cross_entropy(StableIValue *stack, uint64_t, uint64_t
     const int64_t which = stats ? call.integer() : 0;
     const Options options(call);
     Session run("cross_entropy", call.device());
-    rafter_cross_entropy_args args = {};
-    args.size = sizeof args;
+    rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
@@ -178,8 +182,7 @@ template <bool in_place> void cross_entropy_backward(StableIValue *stack, uint64
     const Tensor dloss = call.tensor(), logits = call.tensor(), target = call.tensor(), lse = call.tensor();
     const Options options(call);
     Session run("cross_entropy", call.device());
-    rafter_cross_entropy_args args = {};
-    args.size = sizeof args;
+    rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
@@ -214,8 +217,7 @@ struct LinearInputs {
 };
 
 rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in, const Options &options) {
-    rafter_linear_cross_entropy_args args = {};
-    args.size = sizeof args;
+    rafter_linear_cross_entropy_args args = blank<rafter_linear_cross_entropy_args>();
     args.options = &options.c;
     args.x = in.x.dl();
     args.weight = in.weight.dl();
@@ -303,8 +305,9 @@ struct Lrpe {
     Tensor x, theta, positions;
     rafter_lrpe_cosine_args c;
 
-    explicit Lrpe(Call &call) : x(call.tensor()), theta(call.tensor()), positions(call.optional_tensor()), c{} {
-        c.size = sizeof c;
+    explicit Lrpe(Call &call)
+        : x(call.tensor()), theta(call.tensor()), positions(call.optional_tensor()),
+          c(blank<rafter_lrpe_cosine_args>()) {
         c.offset = call.integer();
         c.act = static_cast<rafter_act_kind>(call.integer());
         c.softmax_over = static_cast<rafter_softmax_over>(call.integer());

@@ -129,6 +129,18 @@ def test_compile_without_graph_breaks(device, backend):
 
 
 @on_devices
+def test_compiled_gradients_keep_the_upstream_gradient_exact(device):
+    """bf16 gradients are scaled by an fp32 number, not by that number in bf16."""
+    skip_unless("linear_cross_entropy", device)
+    torch._dynamo.reset()
+    x, w, y = leaf(normal(6, 8, device=device, dtype=torch.bfloat16)), normal(9, 8, device=device).bfloat16(), labels((6,), 9, device)
+    function = lambda x: rafter.linear_cross_entropy(x, w, y) / 3  # noqa: E731
+    (expected,) = torch.autograd.grad(function(x), x)
+    (actual,) = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)
+    assert torch.equal(actual, expected) and actual.dtype == torch.bfloat16
+
+
+@on_devices
 def test_compile_with_dynamic_shapes(device):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, y: rafter.cross_entropy(rafter.silu(x), y, reduction="none").sum(), fullgraph=True,
