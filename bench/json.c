@@ -78,7 +78,7 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     if (c->samples.count > 0) {
         fputs(", \"samples\": [", to);
         for (int i = 0; i < c->samples.count; i++)
-            fprintf(to, "%s%.6g", i ? ", " : "", c->samples.value[i]);
+            fprintf(to, "%s%.5g", i ? ", " : "", c->samples.value[i]);
         fputs("]", to);
     }
     fputs("}", to);

@@ -201,7 +201,7 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
     const double bytes = row_bytes(&p), available = (double)machine_free_memory();
     show(run, &notes, "filling its tensors", "");
     const bool there = bytes <= 0.8 * available && problem_allocate(&p, 1);
-    const bool placed = there && (!run->context->cuda || problem_to_device(&p, run->context));
+    const bool placed = there && (!run->context->cuda || problem_to_device(&p, run->context, PROBLEM_BOTH));
     for (int mode = 0; mode < PROBLEM_MODES && !run_interrupted; mode++) {
         if (!(modes >> mode & 1) || !find_tables(run, &p, (enum problem_mode)mode, kind->x_name, &notes))
             continue;

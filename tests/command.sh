@@ -107,6 +107,11 @@ PYTHON
 fi
 expect 0 '^act-memory-fwd-' "$rafter" bench act --x 64 --mode fwd --metric memory
 
+expect 0 '^ +n +rafter +error +host us +first ms$' "$rafter" bench act --x 64 --mode fwd --table silu --providers rafter --error --host \
+    --first-call --seconds 0.001
+grep -qE '^0 +64\.0 +[0-9.]+ +[0-9.e-]+ +[0-9.]+ +[0-9.]+$' "$folder/out" || fail "a figure beside the time is missing"
+expect 0 '^\| 64\.0 \| [0-9.]+ \|$' "$rafter" bench act --x 64 --mode fwd --table silu --providers rafter --seconds 0.001 --markdown
+
 # --- Ctrl-C: the exit status of an interrupt, and whole files
 "$rafter" bench act --x 256 --seconds 2 --providers rafter --json "$folder/cut.json" >"$folder/cut.txt" 2>&1 &
 pid=$!

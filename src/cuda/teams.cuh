@@ -10,8 +10,9 @@
  * Blocks of a team meet through scratch memory. Each writes the statistics of its share there and reads those of all
  * shares, and merges them in the order of the blocks, so that all have the same result. The words are empty, all ones,
  * until they are written, and each is its own flag: no fence and no counter stands between a statistic and its readers.
- * Nobody waits for a block of a later strip, blocks start in the order of their numbers, and a team never has more of
- * them than the chip holds: so the first strip that is not done can always go on.
+ * Nobody waits for a block of another strip, and blocks start in the order of their numbers, so that of one kernel only
+ * the last strip to start can lack blocks. A team is at most an eighth of what the chip holds: however many kernels of
+ * different priorities share it, there is always a whole team that can go on.
  *
  * What the lines hold and what becomes of them is a Job's affair:
  *
@@ -359,7 +360,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
  * ------------------------------------------------------------------------------------------------------------- */
 
 /* Teams as small as can keep a strip on chip, or as large as leaves no multiprocessor idle; never more than
- * `most_team`, nor than run at a time. */
+ * `most_team`, nor than an eighth of the blocks that run at a time: see above. */
 template <class Job>
 static inline Cut cut_into_teams(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
                                  int64_t most_team) {
@@ -371,7 +372,7 @@ static inline Cut cut_into_teams(const rafter_cuda_state *state, int64_t strips,
                   idle = blocks / strips < steps ? blocks / strips : steps;
     int64_t team = keeps > idle ? keeps : idle;
     team = team < most_team ? team : most_team;
-    team = team < blocks ? team : blocks;
+    team = team < blocks / 8 ? team : blocks / 8 > 0 ? blocks / 8 : 1;
     const int64_t share = ceil_div(steps, team) * step, left = share / step - Job::HELD;
     const int64_t kept = left <= 0          ? 0
                          : left < most_kept ? ceil_div(left, (int64_t)Job::CHUNK) * Job::CHUNK

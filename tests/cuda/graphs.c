@@ -72,7 +72,7 @@ static void test_graph(const struct op_cases *op, int64_t index, int algorithm, 
     if (p.large || !problem_allocate(&p, 1) || !problem_allocate(&q, 2))
         return;
     rafter_context *context = open_context();
-    if (problem_to_device(&p, context)) {
+    if (problem_to_device(&p, context, mode)) {
         rafter_status status = RAFTER_OK;
         void *const graph = capture(&p, context, mode, &status);
         expect(status == RAFTER_OK, "%s %s %s in a capture: %s", op->op, p.label, problem_mode_names[mode],

@@ -32,7 +32,7 @@ static size_t offset_of(const problem *p, const problem_tensor *t) {
     return p->layout == PROBLEM_UNALIGNED ? (size_t)t->tensor.dtype.bits / 8 : 0;
 }
 
-bool problem_to_device(problem *p, const rafter_context *context) {
+bool problem_to_device(problem *p, const rafter_context *context, enum problem_mode mode) {
     const struct rafter_cuda *cuda = context->cuda;
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
@@ -42,8 +42,7 @@ bool problem_to_device(problem *p, const rafter_context *context) {
         t->device = device_memory(cuda, t->memory_bytes + offset);
         if (!t->device)
             return false;
-        const bool result = t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT;
-        if (result && t->plain && !t->accumulates
+        if (problem_writes(t, mode) && t->plain && !t->accumulates
                 ? !cuda->fill(context, t->device + offset, PROBLEM_POISON, t->memory_bytes)
                 : t->memory_bytes > 0 && !cuda->copy(t->device + offset, t->memory, t->memory_bytes))
             return false;
@@ -133,7 +132,7 @@ rafter_status problem_call(problem *p, rafter_context *context, enum problem_mod
     if (!context->cuda)
         return p->op->call(p, context, mode);
     rafter_status status = RAFTER_OUT_OF_MEMORY;
-    if (problem_to_device(p, context)) {
+    if (problem_to_device(p, context, mode)) {
         status = p->op->call(p, context, mode);
         if (status == RAFTER_OK && !problem_from_device(p, context))
             status = RAFTER_DEVICE_ERROR;

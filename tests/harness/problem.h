@@ -223,10 +223,10 @@ static inline bool problem_is_sampled(const problem_tensor *t) {
     return t->plain && t->list && t->listed < t->numel / 8;
 }
 
-/* Copies every tensor to the context's device, where calls then find them; copies them back, or one of them, or of what
- * a call in this mode wrote the elements that will be compared (waits for the device); and lets go of the device's
- * memory, also after a failure. */
-bool problem_to_device(problem *p, const rafter_context *context);
+/* Copies every tensor to the context's device (but poisons there what a call in this mode writes), where calls then
+ * find them; copies them back, or one of them, or of what a call in this mode wrote the elements that will be compared
+ * (waits for the device); and lets go of the device's memory, also after a failure. */
+bool problem_to_device(problem *p, const rafter_context *context, enum problem_mode mode);
 bool problem_from_device(const problem *p, const rafter_context *context);
 bool problem_tensor_from_device(const problem *p, const problem_tensor *t, const rafter_context *context);
 bool problem_results_from_device(const problem *p, const rafter_context *context, enum problem_mode mode);

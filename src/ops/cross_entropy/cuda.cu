@@ -5,13 +5,12 @@
  *     rows_by<WholeBlock>  statistics alone: a block to a row
  *     gradients            from a given lse: short blocks, 8 KB of a row each, after `coefficients` has worked out what
  *                          is the same all along a row
- *     held                 statistics and gradient: a row stays in the shared memory and registers of a block, or of a
- *                          cluster of blocks, between the two
+ *     on_chip              statistics and gradient: rows stay in the shared memory of a block, or of a cluster of them,
+ *                          between the two, and the next row is fetched while the gradient of this one is written
  *     rows_by<Anyhow>      rows whose elements are not neighbours, or not alike in logits and dlogits
  *
- * Rows that fit on no chip are read twice by rows_by<WholeBlock>. What must be known of all labels before the first
- * gradient is written, `prepare` finds. Each block adds up the losses of its rows; what the blocks come to, the last
- * one to arrive adds up, or where blocks are short and must not wait for that, a kernel behind them.
+ * Rows that fit on no chip are read twice by rows_by<WholeBlock>. Blocks of rows_by and on_chip stay, and take every
+ * gridDim.x-th row; each adds up the losses of its rows, and the last to arrive adds up the blocks'.
  */
 #include "cuda/launch.cuh"
 #include "cuda/rows.cuh"
@@ -20,10 +19,13 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 namespace {
 
 constexpr int MOST_THREADS = 512; /* of a block that takes a row */
 constexpr int WARP_THREADS = 256; /* of a block whose warps take rows */
+constexpr int CHIP_THREADS = 256; /* of a block on_chip, at most */
 constexpr int MOST_RANKS = 8;     /* blocks of a cluster */
 
 /* Packs that a thread loads before it uses the first. */
@@ -39,10 +41,9 @@ struct Call {
     Rows z, dz;              /* logits and their gradient */
     int64_t z_step, dz_step; /* between columns; 1 but for Anyhow */
     bool gradient;           /* dz is wanted */
-    int64_t part;            /* held: packs of a row that a block holds */
+    int64_t part;            /* on_chip: packs of a row that a block holds */
     Totals *of_block;
     unsigned *counter;
-    bool adds_up; /* the last block to arrive adds up the blocks' totals; else another kernel does */
 };
 
 /* ---- statistics of columns
@@ -98,7 +99,7 @@ DEVICE Gathered<OPTIONS> gather(const Stretch<const T> &row, int thread, int thr
     for (; p + (AHEAD<OPTIONS> - 1) * stride < end; p += AHEAD<OPTIONS> * stride) {
 #pragma unroll
         for (int k = 0; k < AHEAD<OPTIONS>; k++)
-            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_once<T, N>(p + k * stride);
+            packs[k] = SOON ? load_l2<T, N>(p + k * stride) : load_streaming<T, N>(p + k * stride);
         add(g, packs, AHEAD<OPTIONS>, row.head + (p - row.body), stride, c);
     }
     if (p < end) {
@@ -192,15 +193,22 @@ struct Running {
     }
     /* To be called by all threads. */
     DEVICE void find_common(const Call &c) {
-        const Totals totals = c.gradient ? totals_before(c.loss) : Totals{};
+        const double found = c.gradient ? common_upstream(c.loss, totals_before(c.loss)) : 0.0;
         if (threadIdx.x == 0)
-            common = c.gradient ? common_upstream(c.loss, totals) : 0.0;
+            common = found;
         __syncthreads();
     }
 };
 
-/* The loss, from the totals of all blocks. To be called by all threads of one block. */
-DEVICE void add_up(const Call &c, unsigned blocks) {
+/* The end of a block, one of `blocks`; the last to arrive writes the loss. */
+DEVICE void finish(const Call &c, Running &running, unsigned block, unsigned blocks) {
+    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
+        return;
+    const Totals of_block = block_sum(threadIdx.x % WARP == 0 ? *running.mine() : Totals{});
+    if (threadIdx.x == 0)
+        c.of_block[block] = of_block;
+    if (!block_arrives_last(c.counter, blocks))
+        return;
     Totals all = {};
     for (unsigned i = threadIdx.x; i < blocks; i += blockDim.x) {
         all.loss += __ldcg(&c.of_block[i].loss);
@@ -210,41 +218,6 @@ DEVICE void add_up(const Call &c, unsigned blocks) {
     all = block_sum(all);
     if (threadIdx.x == 0)
         write_loss(c.loss, all);
-}
-
-/* The end of a block, one of `blocks`. */
-DEVICE void finish(const Call &c, const Running &running, unsigned block, unsigned blocks) {
-    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
-        return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        Totals of_block = {};
-        for (int warp = 0; warp < blockDim.x / WARP; warp++) {
-            of_block.loss += running.of_warp[warp].loss;
-            of_block.weight += running.of_warp[warp].weight;
-            of_block.counted += running.of_warp[warp].counted;
-        }
-        c.of_block[block] = of_block;
-    }
-    if (c.adds_up && block_arrives_last(c.counter, blocks))
-        add_up(c, blocks);
-}
-
-constexpr int ADDING_THREADS = 512;
-
-__global__ __launch_bounds__(ADDING_THREADS) void add_up_blocks(const __grid_constant__ Call c, unsigned blocks) {
-    wait_for_previous_kernel();
-    add_up(c, blocks);
-}
-
-/* What a few threads work out for a row, in double. Calls, so that the registers it takes are not everybody's. */
-__device__ __noinline__ RowGradient work_out_gradient(const Loss &loss, double common, int64_t row, int64_t label,
-                                                      float z, const RowFigures &figures) {
-    return gradient_from_figures(loss, common, row, label, z, figures);
-}
-__device__ __noinline__ void work_out_results(const Loss &loss, int64_t row, int64_t label, const RowFigures &figures,
-                                              Totals *totals) {
-    write_row(loss, row, label, results_of(loss, row, label, figures), totals);
 }
 
 /* ---- rows from memory
@@ -354,7 +327,6 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
     By by;
     const int thread = by.thread(), threads = by.threads();
     running.reset();
-    wait_for_previous_kernel();
     if (GRADIENT)
         running.find_common(c);
 
@@ -381,9 +353,9 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
                 if (by.decides()) {
                     const RowFigures figures = figures_of(g, z_label, c.loss);
                     if (GRADIENT && c.gradient)
-                        gradient = work_out_gradient(loss, running.common, row, label, z_label, figures);
+                        gradient = gradient_from_figures(loss, running.common, row, label, z_label, figures);
                     if (loss.forward && thread == 0)
-                        work_out_results(loss, row, label, figures, running.mine());
+                        write_row(loss, row, label, results_of(loss, row, label, figures), running.mine());
                 }
             }
             if (GRADIENT && c.gradient)
@@ -407,209 +379,256 @@ __global__ __launch_bounds__(By::THREADS, threads_per_sm(OPTIONS, GRADIENT) /
 /* ---- rows held on chip
  * ------------------------------------------------------------------------------------------------------ */
 
-/* Where the warps of a block, and the blocks of a cluster, leave their statistics of a row. */
+/* Statistics of every warp of a cluster, in the shared memory of every block of it: two sets in turn. */
 template <int OPTIONS> struct Mailbox {
-    Gathered<OPTIONS> of_warp[WARP], of_block[MOST_RANKS];
-    uint64_t complete; /* an mbarrier: all blocks' statistics are here */
+    Gathered<OPTIONS> of_warp[2][MOST_RANKS * CHIP_THREADS / WARP];
+    uint64_t complete[2]; /* mbarriers, in clusters of several blocks */
 };
 
-/* The blocks that share a row. */
-template <int OPTIONS> struct Cluster {
+/* Warps send their statistics of a row to all blocks; each block waits until its mailbox has those of all warps. Nobody
+ * can be two rows ahead: for that it would need what this block has not sent yet. */
+template <int OPTIONS> struct Exchange {
     Mailbox<OPTIONS> &mine;
     int ranks = 1, rank = 0;
 
     /* To be made by all threads, once. */
-    DEVICE explicit Cluster(Mailbox<OPTIONS> &mailbox) : mine(mailbox) {
+    DEVICE explicit Exchange(Mailbox<OPTIONS> &mailbox) : mine(mailbox) {
 #if __CUDA_ARCH__ >= 900
         asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ranks));
         asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
         if (ranks == 1)
             return;
         if (threadIdx.x == 0) {
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&mine.complete)) : "memory");
+            for (int set = 0; set < 2; set++)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(&mine.complete[set])) : "memory");
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&mine.complete)),
-                         "r"(static_cast<unsigned>(sizeof(Gathered<OPTIONS>) * ranks))
-                         : "memory");
         }
         asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
         asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
     }
 
-    /* Statistics of the whole row, for the lanes of warp 0. To be called by all threads, once. */
-    DEVICE Gathered<OPTIONS> all(Gathered<OPTIONS> g, float scale) {
-        const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        g = merge_warp(g, scale);
-        if (lane == 0)
-            mine.of_warp[warp] = g;
-        __syncthreads();
-        if (warp > 0)
-            return g;
-        g = merge_warp(lane < blockDim.x / WARP ? mine.of_warp[lane] : none<OPTIONS>(), scale);
+    /* One warp's statistics of row number `turn`, the same in all lanes. */
+    DEVICE void send(const Gathered<OPTIONS> &g, int turn) {
+        const int lane = threadIdx.x % WARP, set = turn % 2;
+        Gathered<OPTIONS> *slot = &mine.of_warp[set][(rank * blockDim.x + threadIdx.x) / WARP];
+        if (ranks == 1) {
+            if (lane == 0)
+                *slot = g;
+            return;
+        }
 #if __CUDA_ARCH__ >= 900
-        if (ranks > 1) {
-            if (lane < ranks)
-                send(g, lane);
-            for (unsigned done = 0; !done;)
-                asm volatile("{\n\t.reg .pred p;\n\t"
-                             "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n\t"
-                             "selp.u32 %0, 1, 0, p;\n\t}"
-                             : "=r"(done)
-                             : "r"(address(&mine.complete))
-                             : "memory");
-            g = merge_warp(lane < ranks ? mine.of_block[lane] : none<OPTIONS>(), scale);
+        constexpr int WORDS = sizeof g / sizeof(uint4);
+        if (threadIdx.x == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&mine.complete[set])),
+                         "r"(static_cast<unsigned>(sizeof g * ranks * (blockDim.x / WARP)))
+                         : "memory");
+        if (lane < ranks) {
+            unsigned to, bell;
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(slot)), "r"(lane));
+            asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bell) : "r"(address(&mine.complete[set])), "r"(lane));
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const uint4 w = reinterpret_cast<const uint4 *>(&g)[i];
+                asm volatile(
+                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                        to + i * static_cast<unsigned>(sizeof w)),
+                    "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
+                    : "memory");
+            }
         }
 #endif
-        return g;
     }
 
+    /* Statistics of the whole row, for the lanes of warp 0. To be called by all threads. */
+    DEVICE Gathered<OPTIONS> receive(int turn, float scale) {
+        const int set = turn % 2;
+        Gathered<OPTIONS> g = none<OPTIONS>();
+        if (ranks == 1)
+            __syncthreads();
+        if (threadIdx.x >= WARP)
+            return g;
 #if __CUDA_ARCH__ >= 900
-    /* Writes into the mailbox of another block, and rings there. */
-    DEVICE void send(const Gathered<OPTIONS> &g, int receiver) {
-        unsigned to, bell;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(address(&mine.of_block[rank])), "r"(receiver));
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(bell) : "r"(address(&mine.complete)), "r"(receiver));
-#pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof g / sizeof(uint4)); i++) {
-            const uint4 w = reinterpret_cast<const uint4 *>(&g)[i];
-            asm volatile(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                    to + i * static_cast<unsigned>(sizeof w)),
-                "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(bell)
-                : "memory");
-        }
-    }
+        for (unsigned done = ranks == 1; !done;)
+            asm volatile("{\n\t.reg .pred p;\n\t"
+                         "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n\t"
+                         "selp.u32 %0, 1, 0, p;\n\t}"
+                         : "=r"(done)
+                         : "r"(address(&mine.complete[set])), "r"(turn / 2 % 2)
+                         : "memory");
 #endif
+        for (int i = threadIdx.x; i < ranks * static_cast<int>(blockDim.x / WARP); i += WARP)
+            g = merge(g, mine.of_warp[set][i], scale);
+        return merge_warp(g, scale);
+    }
 
     static DEVICE unsigned address(const void *shared) {
         return static_cast<unsigned>(__cvta_generic_to_shared(shared));
     }
 };
 
-/* Columns [first, first + n) of a row: what one block of a cluster holds. All parts begin where packs do, but for the
- * first; the last ends where the row does. */
-template <typename T> struct Part {
-    int64_t first, n;
+/* The part of a row that one block of a cluster holds: columns [first, first + n). row is past the last when there is
+ * none. */
+template <typename T> struct Held {
+    int64_t row, label, first, n;
     Stretch<const T> stretch;
-
-    DEVICE Part(const T *z, const Call &c, int rank, int ranks) {
-        const int64_t head = Stretch<const T>(z, c.loss.classes).head, part = c.part * WIDE<T>;
-        const int64_t end = rank == ranks - 1 ? c.loss.classes : head + (rank + 1) * part;
-        first = rank == 0 ? 0 : head + rank * part;
-        n = end - first;
-        stretch = Stretch<const T>(z + first, n);
-    }
 };
 
-/* A block, or a cluster of them, to a row. Pack i of a part is thread i % THREADS's alone: its first REGISTERS packs
- * stay in registers, the others in shared memory, where it waits for nobody's copies but its own. Blocks that have the
- * registers too are alone on their multiprocessor; what they move is marked as streaming, which pays there only. */
-template <typename T, int OPTIONS, int THREADS, int REGISTERS>
-__global__ __launch_bounds__(THREADS, THREADS == 1024 ? 1 : 3) void held(const __grid_constant__ Call c) {
-    constexpr int N = WIDE<T>, SOME = AHEAD<OPTIONS>;
-    typedef Pack<T, N> P;
+/* All parts begin where packs do, but for the first; the last ends where the row does. */
+template <typename T> DEVICE void hold(Held<T> &held, const Call &c, int rank, int ranks) {
+    const T *z = c.z.at<const T>(held.row);
+    const int64_t head = Stretch<const T>(z, c.loss.classes).head, part = c.part * WIDE<T>;
+    const int64_t end = rank == ranks - 1 ? c.loss.classes : head + (rank + 1) * part;
+    held.first = rank == 0 ? 0 : head + rank * part;
+    held.n = end - held.first;
+    held.stretch = Stretch<const T>(z + held.first, held.n);
+}
+
+/* The first row from held.row on, in steps of `step`, that is to be read; those before it are dealt with here. `ahead`
+ * is the label of held.row as it was loaded, and becomes that of the row a step behind the one found. */
+template <typename T>
+DEVICE void seek(Held<T> &held, int64_t &ahead, int64_t step, int rank, int ranks, Totals *totals, const Call &c) {
+    for (; held.row < c.loss.rows; held.row += step) {
+        held.label = c.loss.class_of(ahead);
+        if (held.row + step < c.loss.rows)
+            ahead = c.loss.load_label(held.row + step);
+        hold(held, c, rank, ranks);
+        if (held.label >= 0)
+            return;
+        if (rank == 0 && threadIdx.x == 0)
+            write_unread(c.loss, held.row, held.label, totals);
+        if (c.gradient)
+            fill(c.dz.at<T>(held.row) + held.first, held.stretch, gradient_unread(held.label).p, threadIdx.x,
+                 blockDim.x);
+    }
+    held.stretch.packs = 0;
+}
+
+/* Pack i of the part has slot i, which only thread i % threads ever touches: its own copies are all it waits for. Packs
+ * come in groups of AHEAD to a thread. */
+template <int OPTIONS, typename T> DEVICE void fetch_group(Pack<T, WIDE<T>> *slots, const Held<T> &held, int group) {
+    const int threads = blockDim.x;
+    int i = group * AHEAD<OPTIONS> * threads + threadIdx.x;
+#pragma unroll
+    for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
+        if (i < held.stretch.packs)
+            copy_async<T, WIDE<T>>(slots + i, held.stretch.body + int64_t(i) * WIDE<T>);
+    copy_commit();
+}
+
+template <int OPTIONS, typename T>
+DEVICE Gathered<OPTIONS> gather_held(const Pack<T, WIDE<T>> *slots, const Held<T> &held, int groups, const Call &c) {
+    constexpr int N = WIDE<T>;
+    const int thread = threadIdx.x, threads = blockDim.x;
+    const Stretch<const T> &row = held.stretch;
+    Gathered<OPTIONS> g = none<OPTIONS>();
+    for (int e = thread; e < row.edges; e += threads)
+        add_one(g, row.body[row.edge(e)], held.first + row.head + row.edge(e), c);
+    for (int group = 0; group < groups; group++) {
+        copy_wait_all_but(groups - 1 - group);
+        const int i = group * AHEAD<OPTIONS> * threads + thread;
+        const int64_t column = held.first + row.head + int64_t(i) * N;
+        Pack<T, N> packs[AHEAD<OPTIONS>];
+        if (i + (AHEAD<OPTIONS> - 1) * threads < row.packs) {
+#pragma unroll
+            for (int k = 0; k < AHEAD<OPTIONS>; k++)
+                packs[k] = slots[i + k * threads];
+            add(g, packs, AHEAD<OPTIONS>, column, int64_t(threads) * N, c);
+        } else if (i < row.packs) {
+            for (int k = 0; i + k * threads < row.packs; k++) {
+                const Pack<T, N> pack[1] = {slots[i + k * threads]};
+                add(g, pack, 1, column + int64_t(k) * threads * N, 0, c);
+            }
+        }
+    }
+    return g;
+}
+
+/* Gradient of `held` out of its slots, which `next` is fetched into. */
+template <int OPTIONS, typename T>
+DEVICE void write_and_fetch(Pack<T, WIDE<T>> *slots, const Held<T> &held, const RowGradient &gradient,
+                            const Held<T> &next, int groups, const Call &c) {
+    constexpr int N = WIDE<T>;
+    const int thread = threadIdx.x, threads = blockDim.x;
+    const Stretch<const T> &row = held.stretch;
+    T *dz = c.dz.at<T>(held.row) + held.first; /* as the part begins */
+    const ColumnGradient<OPTIONS, T> column(gradient, c.loss);
+    for (int group = 0; group < groups; group++) {
+        int i = group * AHEAD<OPTIONS> * threads + thread;
+#pragma unroll
+        for (int k = 0; k < AHEAD<OPTIONS>; k++, i += threads)
+            if (i < row.packs) {
+                const int64_t at = row.head + int64_t(i) * N;
+                store_streaming<T, N>(dz + at, column.of(slots[i], held.first + at, c.loss));
+            }
+        fetch_group<OPTIONS>(slots, next, group);
+    }
+    for (int e = thread; e < row.edges; e += threads) {
+        const int64_t at = row.head + row.edge(e);
+        dz[at] = from_float<T>(column.of(to_float(row.body[row.edge(e)]), held.first + at, c.loss));
+    }
+    const int64_t label = held.label - held.first;
+    if (label >= 0 && label < held.n && thread == writer_of(row, label, threads))
+        dz[label] = from_float<T>(gradient.at_label);
+}
+
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(CHIP_THREADS, 3) void on_chip(const __grid_constant__ Call c) {
     extern __shared__ uint4 slot_memory[];
-    P *const slots = reinterpret_cast<P *>(slot_memory) + threadIdx.x;
+    Pack<T, WIDE<T>> *const slots = reinterpret_cast<Pack<T, WIDE<T>> *>(slot_memory);
     __shared__ Mailbox<OPTIONS> mailbox;
-    __shared__ RowGradient shared;
+    __shared__ RowGradient shared[2];
     __shared__ Running running;
     const Loss &loss = c.loss;
-    Cluster<OPTIONS> cluster(mailbox);
-    const int thread = threadIdx.x, threads = blockDim.x;
-    const int64_t row = blockIdx.x / cluster.ranks, label = loss.class_of(loss.load_label(row));
-    const T *const z = c.z.at<const T>(row);
-    const Part<T> part(z, c, cluster.rank, cluster.ranks);
-    const Stretch<const T> &stretch = part.stretch;
-    const int packs = static_cast<int>(stretch.packs);
-
-    P mine[REGISTERS > 0 ? REGISTERS : 1];
-    if (label >= 0) {
-#pragma unroll
-        for (int k = 0; k < REGISTERS; k++)
-            if (thread + k * threads < packs)
-                mine[k] = load_streaming<T, N>(stretch.body + int64_t(thread + k * threads) * N);
-        for (int i = thread + REGISTERS * threads, slot = 0; i < packs; i += threads, slot += threads)
-            copy_async<T, N>(slots + slot, stretch.body + int64_t(i) * N);
-        copy_commit();
-    }
+    Exchange<OPTIONS> exchange(mailbox);
+    const int ranks = exchange.ranks, rank = exchange.rank, thread = threadIdx.x;
+    const int group_packs = AHEAD<OPTIONS> * blockDim.x,
+              groups = static_cast<int>((c.part + group_packs - 1) / group_packs);
+    const int64_t clusters = gridDim.x / ranks;
     running.reset();
-    wait_for_previous_kernel();
-    running.find_common(c);
 
-    RowGradient gradient = gradient_unread(label);
-    if (label >= 0) {
-        const float z_label = cluster.rank == 0 && thread < WARP ? to_float(z[label]) : 0.0f;
-        const int64_t column = part.first + stretch.head;
-        Gathered<OPTIONS> g = none<OPTIONS>();
-        for (int e = thread; e < stretch.edges; e += threads)
-            add_one(g, stretch.body[stretch.edge(e)], column + stretch.edge(e), c);
-#pragma unroll
-        for (int k = 0; k < REGISTERS; k++)
-            if (thread + k * threads < packs) {
-                const P pack[1] = {mine[k]};
-                add(g, pack, 1, column + int64_t(thread + k * threads) * N, 0, c);
-            }
-        copy_wait<0>();
-        int i = thread + REGISTERS * threads, slot = 0;
-        for (; i + (SOME - 1) * threads < packs; i += SOME * threads, slot += SOME * threads) {
-            P some[SOME];
-#pragma unroll
-            for (int k = 0; k < SOME; k++)
-                some[k] = slots[slot + k * threads];
-            add(g, some, SOME, column + int64_t(i) * N, int64_t(threads) * N, c);
-        }
-        for (; i < packs; i += threads, slot += threads) {
-            const P pack[1] = {slots[slot]};
-            add(g, pack, 1, column + int64_t(i) * N, 0, c);
-        }
-        if (thread == 0)
-            g.z_label = z_label;
-        g = cluster.all(g, loss.scale);
-        const RowFigures figures = figures_of(g, g.z_label, c.loss); /* warp 0's are the row's */
+    Held<T> now;
+    now.row = blockIdx.x / ranks;
+    int64_t ahead = now.row < loss.rows ? loss.load_label(now.row) : 0;
+    seek(now, ahead, clusters, rank, ranks, running.mine(), c);
+    for (int group = 0; group < groups; group++)
+        fetch_group<OPTIONS>(slots, now, group);
+    running.find_common(c); /* while the first row is on its way */
+
+    for (int turn = 0; now.row < loss.rows; turn++) {
+        const float z_label = rank == 0 && thread < WARP ? to_float(c.z.at<const T>(now.row)[now.label]) : 0.0f;
+        Held<T> next = now;
+        next.row += clusters;
+        seek(next, ahead, clusters, rank, ranks, running.mine(), c);
+
+        Gathered<OPTIONS> g = merge_warp(gather_held<OPTIONS>(slots, now, groups, c), loss.scale);
+        g.z_label = z_label;
+        exchange.send(g, turn);
+        g = exchange.receive(turn, loss.scale);
         if (thread < WARP) {
-            if (c.gradient)
-                gradient = work_out_gradient(loss, running.common, row, label, g.z_label, figures);
+            const RowFigures figures = figures_of(g, g.z_label, c.loss);
+            const RowGradient gradient =
+                c.gradient ? gradient_from_figures(loss, running.common, now.row, now.label, g.z_label, figures)
+                           : RowGradient{};
             if (thread == 0)
-                shared = gradient;
+                shared[turn % 2] = gradient;
+            if (thread == 0 && rank == 0 && loss.forward)
+                write_row(loss, now.row, now.label, results_of(loss, now.row, now.label, figures), running.mine());
         }
         __syncthreads();
-        gradient = shared;
-        if (thread == 0 && cluster.rank == 0 && loss.forward) /* while the others write the gradient */
-            work_out_results(loss, row, label, figures, running.mine());
-    } else if (thread == 0 && cluster.rank == 0) {
-        write_unread(c.loss, row, label, running.mine());
-    }
-
-    if (c.gradient) {
-        T *const dz = c.dz.at<T>(row) + part.first; /* as the part begins */
-        if (gradient.constant) {
-            fill(dz, stretch, gradient.p, thread, threads);
+        const RowGradient gradient = shared[turn % 2];
+        if (c.gradient && !gradient.constant) {
+            write_and_fetch<OPTIONS>(slots, now, gradient, next, groups, c);
         } else {
-            const ColumnGradient<OPTIONS, T> columns(gradient, c.loss);
-            const auto write = [&](const P &pack, int i) {
-                const int64_t at = stretch.head + int64_t(i) * N;
-                const P d = columns.of(pack, part.first + at, c.loss);
-                REGISTERS > 0 ? store_streaming<T, N>(dz + at, d) : store_once<T, N>(dz + at, d);
-            };
-#pragma unroll
-            for (int k = 0; k < REGISTERS; k++)
-                if (thread + k * threads < packs)
-                    write(mine[k], thread + k * threads);
-#pragma unroll 4
-            for (int i = thread + REGISTERS * threads, slot = 0; i < packs; i += threads, slot += threads)
-                write(slots[slot], i);
-            for (int e = thread; e < stretch.edges; e += threads) {
-                const int64_t at = stretch.head + stretch.edge(e);
-                dz[at] = from_float<T>(columns.of(to_float(stretch.body[stretch.edge(e)]), part.first + at, c.loss));
-            }
-            const int64_t at = label - part.first;
-            if (at >= 0 && at < part.n && thread == writer_of(stretch, at, threads))
-                dz[at] = from_float<T>(gradient.at_label);
+            if (c.gradient)
+                fill(c.dz.at<T>(now.row) + now.first, now.stretch, gradient.p, thread, blockDim.x);
+            for (int group = 0; group < groups; group++)
+                fetch_group<OPTIONS>(slots, next, group);
         }
+        now = next;
     }
-    if (loss.forward && cluster.rank == 0)
-        finish(c, running, static_cast<unsigned>(row), static_cast<unsigned>(loss.rows));
+    if (loss.forward && rank == 0)
+        finish(c, running, blockIdx.x / ranks, static_cast<unsigned>(clusters));
 }
 
 /* ---- gradients from lse
@@ -626,7 +645,6 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(WARP_THREADS) void coefficients(const __grid_constant__ Call c, Coefficients *of_row) {
     __shared__ Running running;
     start_next_kernel();
-    wait_for_previous_kernel();
     running.find_common(c);
     const Loss &loss = c.loss;
     OneWarp by;
@@ -704,7 +722,6 @@ constexpr int64_t SCANNED_ROWS = 1 << 13; /* up to so many labels every block go
 
 /* Sums over classes and over labels, where they are many. The last block to arrive writes the first of `prepared`. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Call c, Prepared *prepared) {
-    start_next_kernel();
     const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
                   step = gridDim.x * int64_t(PREPARE_THREADS);
     double classes = 0.0;
@@ -730,7 +747,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
 
 typedef void (*Kernel)(const Call);
 
-enum Kind { BY_WARP, BY_BLOCK, BY_ANYHOW, HELD, FROM_LSE };
+enum Kind { BY_WARP, BY_BLOCK, BY_ANYHOW, ON_CHIP, FROM_LSE };
 
 struct Plan {
     Kind kind;
@@ -749,10 +766,7 @@ int power_at_least(int64_t a, int least, int most) {
 
 template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     switch (plan.kind) {
-    case HELD:
-        if (plan.threads == 1024)
-            return plan.options == FULL ? held<T, FULL, 1024, 4> : held<T, SMOOTH, 1024, 4>;
-        return plan.options == FULL ? held<T, FULL, 256, 0> : held<T, SMOOTH, 256, 0>;
+    case ON_CHIP: return plan.options == FULL ? on_chip<T, FULL> : on_chip<T, SMOOTH>;
     case BY_ANYHOW: return rows_by<T, FULL, true, Anyhow>;
     case BY_WARP:
         if (gradient)
@@ -769,34 +783,94 @@ template <typename T> Kernel kernel_of(const Plan &plan, bool gradient) {
     }
 }
 
-/* Rows in blocks of at most 256 threads, two, three or more to a multiprocessor, if they fit; else in all of one
- * multiprocessor, or of a cluster of them. False: in none. */
-bool plan_held(const rafter_cuda_state *state, int64_t rows, int64_t packs, Plan *plan) {
-    const int64_t statics = 4 << 10,
-                  reserved = 1 << 10; /* the kernel's own shared memory, and the system's, per block */
-    const int64_t room = state->shared_bytes + reserved, registers = 4 * 1024;
-    const int most = state->compute_capability >= 90 ? MOST_RANKS : 1;
-    plan->kind = HELD;
-    plan->ranks = 1;
-    if (rows > 1 << 27) /* of which each takes a block */
-        return false;
-    if (16 * packs <= room / 2 - reserved - statics) {
-        plan->threads = power_at_least(packs / 8, 64, 256);
-    } else {
-        plan->threads = 1024;
-        while (plan->ranks < most &&
-               16 * (ceil_div<int64_t>(packs, plan->ranks) - registers) > state->shared_bytes - statics)
-            plan->ranks *= 2;
-        if (16 * (ceil_div<int64_t>(packs, plan->ranks) - registers) > state->shared_bytes - statics)
-            return false;
+Kernel kernel_of(rafter_dtype dtype, const Plan &plan, bool gradient) {
+    return for_dtype(dtype, [&](auto zero) { return kernel_of<decltype(zero)>(plan, gradient); });
+}
+
+cudaLaunchConfig_t launch_of(const Plan &plan, cudaStream_t stream, cudaLaunchAttribute *cluster) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(plan.threads));
+    config.dynamicSmemBytes = plan.shared;
+    config.stream = stream;
+    if (plan.ranks > 1) {
+        cluster->id = cudaLaunchAttributeClusterDimension;
+        cluster->val.clusterDim.x = static_cast<unsigned>(plan.ranks);
+        cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
+        config.attrs = cluster;
+        config.numAttrs = 1;
     }
+    return config;
+}
+
+/* How many clusters of a plan run at a time; asked of the driver once for each. Blocks that stay must all be there at
+ * once. */
+int64_t clusters_at_a_time(const rafter_cuda_state *state, Kernel kernel, const Plan &plan) {
+    struct Known {
+        int device, ranks, threads, clusters;
+        size_t shared;
+        Kernel kernel;
+    };
+    static Known known[64];
+    static int count;
+    static std::mutex lock;
+    const std::lock_guard<std::mutex> locked(lock);
+    for (int i = 0; i < count; i++)
+        if (known[i].device == state->device && known[i].kernel == kernel && known[i].ranks == plan.ranks &&
+            known[i].threads == plan.threads && known[i].shared == plan.shared)
+            return known[i].clusters;
+
+    const void *function = reinterpret_cast<const void *>(kernel);
+    int clusters = 0;
+    cudaFuncAttributes attributes;
+    bool good = cudaFuncGetAttributes(&attributes, function) == cudaSuccess;
+    good =
+        good && cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes)) == cudaSuccess;
+    good = good && cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared) == cudaSuccess;
+    if (good && plan.ranks > 1) {
+        Plan whole = plan;
+        whole.blocks = plan.ranks;
+        cudaLaunchAttribute cluster;
+        const cudaLaunchConfig_t config = launch_of(whole, state->stream, &cluster);
+        good = cudaOccupancyMaxActiveClusters(&clusters, function, &config) == cudaSuccess;
+    } else if (good) {
+        good = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, function, plan.threads, plan.shared) ==
+               cudaSuccess;
+        clusters *= state->multiprocessors;
+    }
+    if (!good) {
+        cudaGetLastError(); /* another kernel will do */
+        clusters = 0;
+    }
+    if (count < static_cast<int>(sizeof known / sizeof *known))
+        known[count++] = {state->device, plan.ranks, plan.threads, clusters, plan.shared, kernel};
+    return clusters;
+}
+
+/* Holds rows in as few blocks as leave room for three on an SM; else in more room, or not at all. */
+bool plan_on_chip(const rafter_cuda_state *state, rafter_dtype dtype, int64_t rows, int64_t packs, bool gradient,
+                  Plan *plan) {
+    const int64_t statics = 6 << 10,
+                  reserved = 1 << 10; /* shared memory of the kernel's own, and of the system's, per block */
+    const int most = state->compute_capability >= 90 ? MOST_RANKS : 1;
+    plan->kind = ON_CHIP;
+    plan->ranks = 0;
+    for (int blocks = 3; blocks > 0 && plan->ranks == 0; blocks--)
+        for (int ranks = 1; ranks <= most && plan->ranks == 0; ranks *= 2)
+            if (ceil_div<int64_t>(packs, ranks) * 16 <= (state->shared_bytes + reserved) / blocks - reserved - statics)
+                plan->ranks = ranks;
+    if (plan->ranks == 0)
+        return false;
     while (2 * plan->ranks <= most && 2 * plan->ranks * rows <= state->multiprocessors && packs / plan->ranks >= 2048)
         plan->ranks *= 2;
     plan->part = ceil_div<int64_t>(packs, plan->ranks);
-    const int64_t in_shared = plan->part - (plan->threads == 1024 ? registers : 0);
-    plan->shared = in_shared > 0 ? static_cast<size_t>(in_shared) * 16 : 0;
-    plan->blocks = plan->ranks * rows;
-    return true;
+    plan->shared = static_cast<size_t>(plan->part) * 16;
+    plan->threads = power_at_least(plan->part / IN_FLIGHT, 64, CHIP_THREADS);
+    const int64_t fit = clusters_at_a_time(state, kernel_of(dtype, *plan, gradient), *plan);
+    plan->blocks = plan->ranks * (rows < fit ? rows : fit);
+    return fit > 0;
 }
 
 /* Whether packs of the logits' rows are packs of dlogits' too. */
@@ -809,11 +883,8 @@ bool alike(const rafter_view &a, const rafter_view &b) {
     return same;
 }
 
-/* The most blocks of rows_by. Those that only read are many and short, down to a row each; those that write too stay,
- * as many as run at a time. */
-int64_t most_blocks(const rafter_cuda_state *state, const Plan &plan, bool gradient) {
-    if (plan.kind == BY_BLOCK && !gradient)
-        return 1 << 14;
+/* Blocks of rows_by. */
+int64_t at_a_time(const rafter_cuda_state *state, const Plan &plan, bool gradient) {
     return int64_t(state->multiprocessors) * (threads_per_sm(plan.options, gradient) / plan.threads);
 }
 
@@ -825,8 +896,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.options = loss->softcap != 0.0f || weights || c.loss.entropy.data || c.loss.argmax.data ? FULL
                    : smooth || c.gradient                                                        ? SMOOTH
                                                                                                  : PLAIN;
-    const bool sees_all_labels = c.gradient && c.loss.needs_totals();
-    plan.prepares = weights || (sees_all_labels && rows > SCANNED_ROWS);
+    plan.prepares = weights || (c.gradient && c.loss.needs_totals() && rows > SCANNED_ROWS);
     plan.ranks = 1;
 
     const bool neighbours = c.z_step == 1 && (!c.gradient || (c.dz_step == 1 && alike(call->logits, call->dlogits)));
@@ -839,8 +909,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     } else if (bytes <= 2048 || (bytes <= 8192 && rows >= 2048 && !both)) {
         plan.kind = BY_WARP;
         plan.threads = WARP_THREADS;
-        const int64_t blocks = ceil_div<int64_t>(rows, WARP_THREADS / WARP),
-                      most = most_blocks(state, plan, c.gradient);
+        const int64_t blocks = ceil_div<int64_t>(rows, WARP_THREADS / WARP), most = at_a_time(state, plan, c.gradient);
         plan.blocks = blocks < most ? blocks : most;
         return plan;
     } else if (from_lse && rows < (int64_t(1) << 31) / parts) {
@@ -848,8 +917,8 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
         plan.part = parts;
         plan.blocks = rows * parts;
         return plan;
-    } else if ((both || rows < state->multiprocessors) && rows > 0 && plan_held(state, rows, bytes / 16, &plan)) {
-        plan.prepares |= sees_all_labels;
+    } else if ((both || rows < state->multiprocessors) && rows > 0 &&
+               plan_on_chip(state, call->logits.dtype, rows, bytes / 16, c.gradient, &plan)) {
         return plan;
     } else {
         plan.kind = BY_BLOCK;
@@ -857,7 +926,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.ranks = 1;
     plan.shared = 0;
     plan.threads = power_at_least(bytes / (16 * IN_FLIGHT), 64, MOST_THREADS);
-    const int64_t most = most_blocks(state, plan, plan.kind == BY_ANYHOW || c.gradient);
+    const int64_t most = at_a_time(state, plan, plan.kind == BY_ANYHOW || c.gradient);
     plan.blocks = rows < most ? rows : most;
     return plan;
 }
@@ -866,18 +935,18 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
  * --------------------------------------------------------------------------------------------------------------------
  */
 
-/* Scratch memory of a call: the blocks' totals, or the rows' coefficients, and what `prepare` finds. */
+/* Scratch memory of a call: the blocks' totals, or the rows' coefficients; behind it is what `prepare` finds. */
 size_t scratch_bytes(const Call &c, const Plan &plan) {
     const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
     if (plan.kind == FROM_LSE)
         return c.loss.rows * sizeof(Coefficients);
-    return reduces || plan.prepares ? plan.blocks / plan.ranks * sizeof(Totals) : 0;
+    return reduces || plan.prepares ? plan.blocks * sizeof(Totals) : 0;
 }
 
 template <typename T>
 void launch_from_lse(const rafter_context *context, const Call &c, const Plan &plan, char *scratch) {
     Coefficients *const of_row = reinterpret_cast<Coefficients *>(scratch);
-    const Launch first = {ceil_div<int64_t>(c.loss.rows, WARP_THREADS / WARP), WARP_THREADS, 0, 1, plan.prepares},
+    const Launch first = {ceil_div<int64_t>(c.loss.rows, WARP_THREADS / WARP), WARP_THREADS},
                  second = {plan.blocks, GRADIENT_THREADS, 0, 1, true};
     const unsigned parts = static_cast<unsigned>(plan.part);
     if (plan.options == FULL) {
@@ -891,26 +960,22 @@ void launch_from_lse(const rafter_context *context, const Call &c, const Plan &p
 
 void launch_call(const rafter_context *context, const cross_entropy_call *call, Call &c, const Plan &plan,
                  char *scratch) {
-    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
+    const cudaStream_t stream = context->cuda_state->stream;
     c.part = plan.part;
     c.of_block = reinterpret_cast<Totals *>(scratch);
-    c.adds_up = plan.kind == BY_WARP || plan.kind == BY_ANYHOW;
     if (plan.prepares) {
         Prepared *const prepared = reinterpret_cast<Prepared *>(scratch + scratch_bytes(c, plan));
-        launch(context, {PREPARE_BLOCKS, PREPARE_THREADS}, prepare, c, prepared);
+        prepare<<<PREPARE_BLOCKS, PREPARE_THREADS, 0, stream>>>(c, prepared);
         c.loss.prepared = prepared;
     }
-    for_dtype(call->logits.dtype, [&](auto zero) {
-        typedef decltype(zero) T;
-        if (plan.kind == FROM_LSE)
-            launch_from_lse<T>(context, c, plan, scratch);
-        else
-            launch(context, {plan.blocks, plan.threads, plan.shared, plan.ranks, plan.prepares},
-                   kernel_of<T>(plan, c.gradient), c);
-    });
-    if (reduces && !c.adds_up)
-        launch(context, {1, ADDING_THREADS, 0, 1, true}, add_up_blocks, c,
-               static_cast<unsigned>(plan.blocks / plan.ranks));
+    if (plan.kind == FROM_LSE)
+        return for_dtype(call->logits.dtype,
+                         [&](auto zero) { launch_from_lse<decltype(zero)>(context, c, plan, scratch); });
+    const Kernel kernel = kernel_of(call->logits.dtype, plan, c.gradient);
+    cudaLaunchAttribute cluster;
+    const cudaLaunchConfig_t config = launch_of(plan, stream, &cluster);
+    void *args[] = {&c};
+    cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), args);
 }
 
 } // namespace

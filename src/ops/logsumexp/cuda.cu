@@ -42,7 +42,6 @@ int power_at_least(int64_t a, int least, int most) {
 
 /* Enough blocks to fill any device several times over; where there are fewer tasks, each is cut. */
 constexpr int64_t ENOUGH_BLOCKS = 1024;
-constexpr int GRADIENT_PACKS = 2; /* of a thread, where rows are of neighbours: docs/perf/cross_entropy.md */
 
 void cut(Plan *plan, rafter_logsumexp_algorithm algorithm, int64_t n, int64_t least_part) {
     plan->parts = 1;
@@ -111,8 +110,9 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
         plan.part = 4 * IN_FLIGHT * (THREADS / plan.across);
         plan.parts = ceil_div<int64_t>(n, plan.part);
     } else { /* a part is what a group of lanes takes, in packs */
-        plan.lanes = bytes <= 256 ? 8 : bytes < 16 * THREADS * GRADIENT_PACKS ? WARP : THREADS;
-        plan.part = int64_t(plan.lanes) * GRADIENT_PACKS;
+        plan.lanes = bytes <= 256 ? 8 : WARP;
+        const int64_t once = int64_t(plan.lanes) * IN_FLIGHT, all = rows * ceil_div<int64_t>(bytes, 16);
+        plan.part = all >= 4 * once * ENOUGH_BLOCKS * (THREADS / WARP) ? 4 * once : once;
         plan.parts = ceil_div<int64_t>(ceil_div<int64_t>(bytes, 16), plan.part);
     }
     return plan;
@@ -266,31 +266,29 @@ struct Backward {
     }
 };
 
-/* LANES threads to a piece of a row, LANES * GRADIENT_PACKS packs of it; a whole block where LANES is THREADS. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(THREADS) void row_gradients(const __grid_constant__ Backward b) {
     constexpr int N = WIDE<T>;
-    const int64_t piece =
-        LANES == THREADS ? int64_t(blockIdx.x) : (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
-    const int64_t row = b.parts == 1              ? piece
-                        : (piece | b.parts) >> 32 ? piece / b.parts
-                                                  : static_cast<unsigned>(piece) / static_cast<unsigned>(b.parts);
+    const int64_t piece = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
+    const int64_t row = b.parts == 1 ? piece : piece / b.parts;
     if (row >= b.rows)
         return;
     const int lane = threadIdx.x % LANES;
     const Stretch<const T> x(b.x.at<const T>(row), b.n);
     T *dx = b.dx.at<T>(row) + x.head;
-    const int64_t first = (piece - row * b.parts) * b.part + lane;
-    Pack<T, N> packs[GRADIENT_PACKS];
-#pragma unroll
-    for (int k = 0; k < GRADIENT_PACKS; k++)
-        if (first + k * LANES < x.packs)
-            packs[k] = load_once<T, N>(x.body + (first + k * LANES) * N);
+    const int64_t from = (piece - row * b.parts) * b.part, to = x.packs - from < b.part ? x.packs : from + b.part;
     const ScaledExp<T> gradient = b.gradient<T>(row);
+    for (int64_t i = from + lane; i < to; i += LANES * IN_FLIGHT) {
+        Pack<T, N> packs[IN_FLIGHT];
 #pragma unroll
-    for (int k = 0; k < GRADIENT_PACKS; k++)
-        if (first + k * LANES < x.packs)
-            store_once<T, N>(dx + (first + k * LANES) * N, gradient.of(packs[k]));
+        for (int k = 0; k < IN_FLIGHT; k++)
+            if (i + k * LANES < to)
+                packs[k] = load_once<T, N>(x.body + (i + k * LANES) * N);
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            if (i + k * LANES < to)
+                store_once<T, N>(dx + (i + k * LANES) * N, gradient.of(packs[k]));
+    }
     if (piece == row * b.parts)
         for (int e = lane; e < x.edges; e += LANES)
             dx[x.edge(e)] = from_float<T>(gradient.of(to_float(x.body[x.edge(e)])));
@@ -338,10 +336,8 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
             column_gradients<T, WIDE<T>><<<grid_of(pieces), threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
         row_gradients<T, 8><<<grid_of(ceil_div<int64_t>(pieces, THREADS / 8)), THREADS, 0, stream>>>(b);
-    } else if (plan.lanes == WARP) {
-        row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
     } else {
-        row_gradients<T, THREADS><<<grid_of(pieces), THREADS, 0, stream>>>(b);
+        row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
     }
 }
 
