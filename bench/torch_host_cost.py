@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import rafter
 
 
-def microseconds(call, device, repeats=200, rounds=15):
+def microseconds(call, device, repeats=30, rounds=100):  # so few that the device's queue never fills
     """The least mean time of a round: the rest is other people's."""
     for _ in range(50):
         call()

@@ -79,38 +79,62 @@ void lane_release(void *user, void *memory, size_t) {
         aoti_torch_delete_tensor_object(lane->scratch);
 }
 
-/* PyTorch's current stream. The shim has it only where PyTorch was built with CUDA. */
+/* A function of PyTorch's CUDA library or of the CUDA runtime that it is linked with. Where PyTorch was built without
+ * CUDA there is none, which is why they are not called by name. */
+template <class Function> Function *cuda_function(const char *name) {
+    void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<Function *>(library ? dlsym(library, name) : nullptr);
+}
+
 void *current_stream(const char *op, Device device) {
-    using Getter = AOTITorchError(int32_t, void **);
-    static Getter *const getter = [] {
-        void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-        return reinterpret_cast<Getter *>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream") : nullptr);
-    }();
+    static auto *const getter = cuda_function<AOTITorchError(int32_t, void **)>("aoti_torch_get_current_cuda_stream");
     void *stream = nullptr;
     if (!getter || getter(device.index, &stream) != AOTI_TORCH_SUCCESS)
         fail(op, "PyTorch's current CUDA stream is not to be had");
     return stream;
 }
 
+/* Also where it cannot be told, as on the default stream while another is being captured: then nothing may be allocated
+ * either. */
+bool is_capturing(void *stream) {
+    static auto *const getter = cuda_function<int(void *, int *)>("cudaStreamIsCapturing");
+    static auto *const forget_error = cuda_function<int()>("cudaGetLastError");
+    int status = 0;
+    if (!getter || !forget_error)
+        return false;
+    if (getter(stream, &status) == 0)
+        return status != 0;
+    forget_error(); /* it is not for PyTorch's next check to find */
+    return true;
+}
+
 /* Making a context allocates, which a stream that is being captured does not allow; and a graph is captured on a stream
- * of its own, that nothing ran on before. So the first call on a device makes a few contexts more than it needs, and a
- * new stream takes one of those. Lanes are never freed: streams are few, and PyTorch takes them from a pool. */
+ * of its own, that nothing ran on before. So every device has a few contexts to spare, and a stream that is first seen
+ * in a capture takes one of those. Lanes are never freed: streams are few, and PyTorch takes them from a pool. */
 class Lanes {
   public:
     Lane &find(const char *op, Device device, void *stream) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        Lane *spare = nullptr;
+        Lane *found = nullptr, *spare = nullptr;
+        int spares = 0;
         for (Lane &lane : lanes_) {
             if (!(lane.device == device))
                 continue;
-            if (lane.bound && lane.stream == stream)
-                return lane;
             if (!lane.bound)
-                spare = &lane;
+                spare = &lane, spares++;
+            else if (lane.stream == stream)
+                found = &lane;
         }
-        if (!spare)
-            for (int i = 0; i < SPARES; i++)
+        if (found && spares == SPARES)
+            return *found;
+        if (!is_capturing(stream)) {
+            for (; spares < SPARES + (found ? 0 : 1); spares++)
                 spare = &add(op, device, stream);
+        }
+        if (found)
+            return *found;
+        if (!spare)
+            fail(op, "the first call on this device is inside a graph capture; make one before it");
         rafter_context_set_stream(spare->context.get(), stream);
         spare->stream = stream;
         spare->bound = true;
@@ -118,7 +142,7 @@ class Lanes {
     }
 
   private:
-    enum { SPARES = 4 };
+    enum { SPARES = 3 };
 
     Lane &add(const char *op, Device device, void *stream) {
         Lane &lane = lanes_.emplace_back();
@@ -133,8 +157,7 @@ class Lanes {
         const rafter_status status = rafter_context_create(&made, &options);
         if (status != RAFTER_OK) {
             lanes_.pop_back();
-            fail(op, std::string(rafter_last_error(nullptr)) +
-                         " (if this is inside a graph capture: make one call on this device before)");
+            fail(op, rafter_last_error(nullptr));
         }
         lane.device = device;
         lane.context.reset(made);

@@ -58,8 +58,8 @@ static void leave(struct party *party) {
 void test_two_streams(const struct op_cases *a, const struct op_cases *b) {
     enum { ROUNDS = 20 };
     struct party one = {.context = NULL}, other = {.context = NULL};
-    if (join(&one, a, PROBLEM_FORWARD) && join(&other, b, PROBLEM_BACKWARD) && problem_to_device(&one.p, one.context, one.mode) &&
-        problem_to_device(&other.p, other.context, other.mode)) {
+    if (join(&one, a, PROBLEM_FORWARD) && join(&other, b, PROBLEM_BACKWARD) &&
+        problem_to_device(&one.p, one.context, one.mode) && problem_to_device(&other.p, other.context, other.mode)) {
         bool good = true;
         for (int round = 0; round < ROUNDS && good; round++)
             good = one.p.op->call(&one.p, one.context, one.mode) == RAFTER_OK &&

@@ -189,10 +189,11 @@ def test_cuda_graphs():
         loss = step(x, w)
         return (loss, *torch.autograd.grad(loss, [x, w]))
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
+    for _ in range(6):  # several streams before, as in a long program
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
