@@ -32,8 +32,8 @@
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride 0), except where a
  * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator;
  * rafter_<op>_workspace() tells how many bytes a call with the same arguments takes. The allocator that a CPU context
- * has by itself keeps the last block of 4 MiB or more for the next call that takes as much, until the context is
- * destroyed.
+ * has by itself keeps the last block of 4 MiB or more, for calls that take from 4 MiB to its size, until the
+ * context is destroyed.
  *
  * CUDA: a call enqueues work on the context's stream and returns; it never waits for the device. It can be captured
  * into a graph, and the graph replayed with other data in the same memory. While the stream is being captured nothing

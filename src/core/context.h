@@ -25,8 +25,8 @@ struct rafter_context {
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
-    size_t held, peak; /* scratch bytes, now and at most */
-    void *spare;       /* the CPU's own allocator: a large block for the next call that wants one of its size */
+    size_t held, peak;  /* scratch bytes, now and at most */
+    void *spare, *lent; /* the CPU's own allocator: a large block for the next call that it is enough for; out at one */
     size_t spare_bytes;
     bool allow_self_overlap; /* bench only: outputs with stride 0, so that a whole op runs on data that stays in L1 */
     char error[512];
