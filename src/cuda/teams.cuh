@@ -250,6 +250,21 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
                              : load_once<typename Job::T, Job::N>(from);
     };
 
+    const auto take_kept = [&](Chunk<Job> &chunk, int c) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+    };
+    const auto read_again = [&](Chunk<Job> &chunk) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; i++)
+#pragma unroll
+            for (int input = 0; input < INPUTS; input++)
+                chunk.item[i].in[input] = load(chunk, i, input, true);
+    };
+
     Item<Job> held[HELD > 0 ? HELD : 1];
 #pragma unroll
     for (int k = 0; k < HELD; k += CHUNK) {
@@ -293,11 +308,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     for (int c = 0; c < chunks; c++) {
         Chunk<Job> chunk = chunk_at(HELD + c * CHUNK);
         copy_wait_all_but(chunks - 1 - c);
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++)
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] = kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+        take_kept(chunk, c);
         job.accumulate(statistics, chunk, place, shared.table);
         if constexpr (Job::REPLACES)
 #pragma unroll
@@ -308,11 +319,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     }
     for (int k = HELD + cut.kept; k < steps; k += CHUNK) {
         Chunk<Job> chunk = chunk_at(k);
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++)
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] = load(chunk, i, input, true);
+        read_again(chunk);
         job.accumulate(statistics, chunk, place, shared.table);
     }
 
@@ -338,20 +345,12 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     }
     for (int c = 0; c < chunks; c++) {
         Chunk<Job> chunk = chunk_at(HELD + c * CHUNK);
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++)
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] = kept[((c * CHUNK + i) * INPUTS + input) * THREADS];
+        take_kept(chunk, c);
         job.template finish<Job::REPLACES>(statistics, chunk, place, shared.table);
     }
     for (int k = HELD + cut.kept; k < steps; k += CHUNK) {
         Chunk<Job> chunk = chunk_at(k);
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++)
-#pragma unroll
-            for (int input = 0; input < INPUTS; input++)
-                chunk.item[i].in[input] = load(chunk, i, input, true);
+        read_again(chunk);
         job.template finish<false>(statistics, chunk, place, shared.table);
     }
 }

@@ -66,13 +66,6 @@ template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* Data that will be read again soon. */
-template <typename T, int N> DEVICE Pack<T, N> load_keep(const T *p) {
-    typedef typename Word<N * sizeof(T)>::type W;
-    const W w = __ldg(reinterpret_cast<const W *>(p));
-    return reinterpret_cast<const Pack<T, N> &>(w);
-}
-
 /* Data that will be read again, or that this kernel overwrites later: kept in L2, past L1. */
 template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
@@ -264,28 +257,6 @@ DEVICE float warp_sum(float a) {
     for (int step = WARP / 2; step > 0; step /= 2)
         a += __shfl_xor_sync(~0u, a, step);
     return a;
-}
-
-/* Running softmax statistics, in base 2: sum = sum of 2^(t - max) with t = x log2(e). Empty: {-inf, 0}. A NaN makes the
- * sum NaN; the maximum skips it. */
-struct Stats {
-    float max, sum;
-};
-
-/* What to subtract before the exponential: the maximum, or 0 of a row that is all -inf, whose exponentials are then 0.
- */
-DEVICE float pivot_of(float max) {
-    return max == -INFINITY ? 0.0f : max;
-}
-
-DEVICE Stats merge(Stats a, Stats b) {
-    const float max = fmaxf(a.max, b.max), pivot = pivot_of(max);
-    return {max, a.sum * exp2f(a.max - pivot) + b.sum * exp2f(b.max - pivot)};
-}
-
-DEVICE Stats warp_merge(Stats a) {
-    const float max = warp_max(a.max), pivot = pivot_of(max);
-    return {max, warp_sum(a.sum * exp2f(a.max - pivot))};
 }
 
 #endif
