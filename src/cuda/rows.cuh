@@ -287,13 +287,18 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
+template <typename T, int N> DEVICE Pack<T, N> all_of(float value) {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        pack.v[j] = from_float<T>(value);
+    return pack;
+}
+
 /* A pack, or where it is not there, one full of `value`. */
 template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
     typedef typename Word<N * sizeof(T)>::type W;
-    Pack<T, N> instead;
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        instead.v[j] = from_float<T>(value);
+    const Pack<T, N> instead = all_of<T, N>(value);
     W w = reinterpret_cast<const W &>(instead);
     if (there)
         w = *reinterpret_cast<const W *>(p);

@@ -175,40 +175,50 @@ DEVICE double warp_sum(double a) {
     return a;
 }
 
+DEVICE int warp_sum(int a) {
+    return __reduce_add_sync(~0u, a);
+}
+
+DEVICE Totals warp_sum(const Totals &a) {
+    return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
+}
+
 /* Of all threads of the block; every thread gets it. */
-DEVICE double block_sum(double a) {
-    __shared__ double of_warp[WARP];
+template <typename A> DEVICE A block_sum(A a) {
+    __shared__ A of_warp[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     a = warp_sum(a);
     __syncthreads(); /* the last one's readers are done */
     if (lane == 0)
         of_warp[warp] = a;
     __syncthreads();
-    return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : 0.0);
-}
-
-DEVICE Totals block_sum(const Totals &a) {
-    return {block_sum(a.loss), block_sum(a.weight), block_sum(a.counted)};
+    return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : A{});
 }
 
 /* Labels that are not ignored, of every step-th from the first on. */
 template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
     int64_t counted = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int64_t row = first; row < loss.rows; row += step)
         counted += static_cast<int64_t>(labels[row]) != loss.ignore_index;
     return counted;
 }
 
+/* Whether rows weigh the same and their labels are neighbours: counting is quicker then. */
+DEVICE bool counts_quickly(const Loss &loss) {
+    return !loss.class_weight && loss.target.dims == 1 && loss.target.stride[0] == 1;
+}
+DEVICE int64_t count_quickly(const Loss &loss, int64_t first, int64_t step) {
+    return loss.target.dtype == RAFTER_I64
+               ? count_labels(reinterpret_cast<const int64_t *>(loss.target.data), first, step, loss)
+               : count_labels(reinterpret_cast<const int *>(loss.target.data), first, step, loss);
+}
+
 /* One thread's share of the labels. */
 DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     Totals totals = {};
-    if (!loss.class_weight && loss.target.dims == 1 && loss.target.stride[0] == 1) { /* quicker, as many blocks do it */
-        totals.counted = static_cast<double>(
-            loss.target.dtype == RAFTER_I64
-                ? count_labels(reinterpret_cast<const int64_t *>(loss.target.data), first, step, loss)
-                : count_labels(reinterpret_cast<const int *>(loss.target.data), first, step, loss));
-        totals.weight = totals.counted;
+    if (counts_quickly(loss)) {
+        totals.weight = totals.counted = static_cast<double>(count_quickly(loss, first, step));
         return totals;
     }
 #pragma unroll 4
@@ -218,6 +228,14 @@ DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
         totals.counted += label == IGNORED ? 0.0 : 1.0;
     }
     return totals;
+}
+
+/* Of all labels, by one block: every thread gets it. For as many rows as an int can count. */
+DEVICE Totals count_in_block(const Loss &loss) {
+    if (!counts_quickly(loss))
+        return block_sum(count(loss, threadIdx.x, blockDim.x));
+    const double counted = block_sum(static_cast<int>(count_quickly(loss, threadIdx.x, blockDim.x)));
+    return {0.0, counted, counted};
 }
 
 #endif

@@ -201,44 +201,58 @@ DEVICE double common_upstream(const Loss &loss, const Totals &totals) {
     return dloss / loss.mean_denominator(totals) * loss.scale;
 }
 
-/* For p = share * e^(u - scale * pivot), with r itself for the derivative of z_loss * r^2. z is the logit at the label.
- */
-DEVICE RowGradient gradient_of(const Loss &loss, double common, int64_t row, int64_t label, float z, float pivot,
-                               double share, double lse) {
+/* What a row's gradient is made of before its softmax is known: p = (whole + of_lse * r) * share, and at the label the
+ * bracket is less by `target` and that class's part of the spread, together `off_label`. */
+struct RowTerms {
+    double whole, of_lse, spread, target, off_label;
+};
+
+DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t label) {
     const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
     const double upstream = common * dloss * loss.row_weight_at(row), weight = loss.weight_of(label);
-    const double target = loss.hit * weight;
-    double whole = target + loss.spread * loss.class_weights();
-    if (loss.z_loss != 0.0f)
-        whole += 2.0 * loss.z_loss * lse;
-    const double p = upstream * whole * share, spread = upstream * loss.spread;
+    const double target = upstream * loss.hit * weight, spread = upstream * loss.spread;
+    return {target + spread * loss.class_weights(), loss.z_loss != 0.0f ? upstream * 2.0 * loss.z_loss : 0.0, spread,
+            target, target + spread * weight};
+}
+
+/* Where the softmax is share * e^(u - scale * pivot). z is the logit at the label; lse is looked at for z_loss alone.
+ */
+DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z, float pivot, double share,
+                               double lse) {
+    const double p = (loss.z_loss != 0.0f ? terms.whole + terms.of_lse * lse : terms.whole) * share;
     const float v = loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
-    double at_label = p * expf(loss.scale * (v - pivot)) - upstream * target - spread * weight;
+    double at_label = p * expf(loss.scale * (v - pivot)) - terms.off_label;
     if (loss.softcap != 0.0f)
         at_label *= cap_slope(z, loss.softcap);
     return {false,
             pivot,
             static_cast<float>(p),
-            static_cast<float>(spread),
+            static_cast<float>(terms.spread),
             static_cast<float>(at_label),
-            static_cast<float>(upstream * target)};
+            static_cast<float>(terms.target)};
+}
+
+/* Of a row that is all -inf. */
+DEVICE RowGradient gradient_of_nothing() {
+    return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 DEVICE RowGradient gradient_from_figures(const Loss &loss, double common, int64_t row, int64_t label, float z,
                                          const RowFigures &f) {
     if (f.sum == 0.0)
-        return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        return gradient_of_nothing();
     const double lse = loss.z_loss != 0.0f ? static_cast<double>(loss.scale) * f.max + log(f.sum) : 0.0;
-    return gradient_of(loss, common, row, label, z, f.max, 1.0 / f.sum, lse);
+    return gradient_of(loss, terms_of(loss, common, row, label), z, f.max, 1.0 / f.sum, lse);
 }
 
 /* From r alone, of at most 2^11 or so: the caller sees to that. */
 DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t row, int64_t label, float z, float lse) {
+    const RowTerms terms = terms_of(loss, common, row, label);
     if (loss.scale == 1.0f)
-        return gradient_of(loss, common, row, label, z, lse, 1.0, lse);
+        return gradient_of(loss, terms, z, lse, 1.0, lse);
     const float pivot = static_cast<float>(static_cast<double>(lse) / loss.scale);
     const double left = static_cast<double>(loss.scale) * pivot - lse; /* what rounding the pivot left, |left| << 1 */
-    return gradient_of(loss, common, row, label, z, pivot, 1.0 + left, lse);
+    return gradient_of(loss, terms, z, pivot, 1.0 + left, lse);
 }
 
 /* Whether backward can start from the lse it was given: see lse_serves in op.c. */
