@@ -13,15 +13,21 @@
 /* ---- where rows lie ------------------------------------------------------------------------------------------------
  */
 
-/* Rows in row-major order of the leading dimensions of a view; as kernels take it. */
+/* Rows in row-major order of the leading dimensions of a view; as kernels take it. What most calls need comes first: a
+ * kernel waits for its parameters line by line. */
 struct Rows {
     char *data;
+    int64_t step; /* between rows, where there is one dimension */
     rafter_dtype dtype;
     int dims;
     int64_t shape[RAFTER_VIEW_DIMS], stride[RAFTER_VIEW_DIMS];
 
     /* Of a row's first element, in elements. */
     DEVICE int64_t offset(int64_t row) const {
+        return dims == 1 ? row * step : offset_by_division(row);
+    }
+    /* Never inlined: kernels are slow to start when they are long. */
+    __device__ __noinline__ int64_t offset_by_division(int64_t row) const {
         int64_t at = 0;
 #pragma unroll 1
         for (int d = dims - 1; d > 0; d--) {
@@ -64,6 +70,7 @@ static inline Rows rows_of(const rafter_view &view, int dims) {
         out.shape[d] = rows.shape[d];
         out.stride[d] = rows.stride[d];
     }
+    out.step = out.stride[0];
     return out;
 }
 

@@ -79,19 +79,6 @@ template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     *reinterpret_cast<W *>(p) = reinterpret_cast<const W &>(a);
 }
 
-/* The same two with streaming hints, for blocks that stay and walk over many rows: there they gain what they cost
- * elsewhere. */
-template <typename T, int N> DEVICE Pack<T, N> load_streaming(const T *p) {
-    typedef typename Word<N * sizeof(T)>::type W;
-    const W w = __ldcs(reinterpret_cast<const W *>(p));
-    return reinterpret_cast<const Pack<T, N> &>(w);
-}
-
-template <typename T, int N> DEVICE void store_streaming(T *p, const Pack<T, N> &a) {
-    typedef typename Word<N * sizeof(T)>::type W;
-    __stcs(reinterpret_cast<W *>(p), reinterpret_cast<const W &>(a));
-}
-
 /* Elements per 16-byte access. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 

@@ -198,7 +198,7 @@ template <typename A> DEVICE A block_sum(A a) {
 /* Labels that are not ignored, of every step-th from the first on. */
 template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
     int64_t counted = 0;
-#pragma unroll 16
+#pragma unroll 8
     for (int64_t row = first; row < loss.rows; row += step)
         counted += static_cast<int64_t>(labels[row]) != loss.ignore_index;
     return counted;
@@ -206,7 +206,7 @@ template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first
 
 /* Whether rows weigh the same and their labels are neighbours: counting is quicker then. */
 DEVICE bool counts_quickly(const Loss &loss) {
-    return !loss.class_weight && loss.target.dims == 1 && loss.target.stride[0] == 1;
+    return !loss.class_weight && loss.target.dims == 1 && loss.target.step == 1;
 }
 DEVICE int64_t count_quickly(const Loss &loss, int64_t first, int64_t step) {
     return loss.target.dtype == RAFTER_I64
@@ -221,7 +221,7 @@ DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
         totals.weight = totals.counted = static_cast<double>(count_quickly(loss, first, step));
         return totals;
     }
-#pragma unroll 4
+#pragma unroll 1
     for (int64_t row = first; row < loss.rows; row += step) {
         const int64_t label = loss.class_of(loss.load_label(row));
         totals.weight += label == IGNORED ? 0.0 : label >= 0 ? loss.weight_of(label) : 1.0;

@@ -216,13 +216,14 @@ DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t l
 }
 
 /* Where the softmax is share * e^(u - scale * pivot). z is the logit at the label; lse is looked at for z_loss alone.
- */
+ * MAY_CAP: there may be a softcap. */
+template <bool MAY_CAP = true>
 DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z, float pivot, double share,
                                double lse) {
     const double p = (loss.z_loss != 0.0f ? terms.whole + terms.of_lse * lse : terms.whole) * share;
-    const float v = loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
+    const float v = MAY_CAP && loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
     double at_label = p * expf(loss.scale * (v - pivot)) - terms.off_label;
-    if (loss.softcap != 0.0f)
+    if (MAY_CAP && loss.softcap != 0.0f)
         at_label *= cap_slope(z, loss.softcap);
     return {false,
             pivot,

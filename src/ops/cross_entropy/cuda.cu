@@ -46,6 +46,12 @@ struct Call {
 /* ---- statistics of columns
  * ------------------------------------------------------------------------------------------------ */
 
+DEVICE void add_weighted(Gathered<SMOOTH> &g, float sum) {
+    g.weighted += sum;
+}
+DEVICE void add_weighted(Gathered<PLAIN> &, float) {
+}
+
 /* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
  * full of -inf. */
 template <int OPTIONS, typename T, int N, int COUNT>
@@ -53,7 +59,7 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
                 const Loss &loss) {
     if constexpr (OPTIONS != FULL) {
         add_packs(g.s, packs, loss.scale);
-        if constexpr (OPTIONS == SMOOTH) {
+        if (OPTIONS == SMOOTH && loss.weighted) {
             float sum[2] = {};
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
@@ -64,7 +70,7 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
                     for (int j = 0; j < N; j++)
                         sum[j % 2] += x[j];
             }
-            g.weighted += sum[0] + sum[1];
+            add_weighted(g, sum[0] + sum[1]);
         }
     } else {
         float v[COUNT][N];
@@ -100,11 +106,11 @@ template <typename T, int COUNT> struct Group {
     template <int OPTIONS>
     DEVICE void add_to(Gathered<OPTIONS> &g, const Stretch<const T> &row, int64_t origin, int64_t first, int threads,
                        const Loss &loss) const {
-        const int64_t column = origin + row.head + first * WIDE<T>, step = int64_t(threads) * WIDE<T>;
-        if (first + (COUNT - 1) * threads < row.packs)
-            add(g, packs, COUNT, column, step, loss);
-        else if (first < row.packs)
-            add(g, packs, static_cast<int>((row.packs - first + threads - 1) / threads), column, step, loss);
+        int there = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            there += first + k * threads < row.packs;
+        add(g, packs, there, origin + row.head + first * WIDE<T>, int64_t(threads) * WIDE<T>, loss);
     }
 };
 
@@ -230,12 +236,13 @@ template <int OPTIONS, typename T> DEVICE Gathered<OPTIONS> gather_anyhow(const 
     return g;
 }
 
-/* GRADIENT: may write dz. ANYHOW: elements of any stride, one at a time. */
-template <typename T, int OPTIONS, bool GRADIENT, bool ANYHOW>
+/* FORWARD, GRADIENT: the call may be a forward one, and may want dz. ANYHOW: elements of any stride, one at a time. */
+template <typename T, int OPTIONS, bool FORWARD, bool GRADIENT, bool ANYHOW>
 __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant__ Call c) {
     constexpr int N = WIDE<T>;
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;
+    const bool forward = FORWARD && loss.forward, gradient_wanted = GRADIENT && c.gradient;
     const int64_t first = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP,
                   step = gridDim.x * int64_t(ROW_THREADS / WARP);
     Totals totals = {};
@@ -244,16 +251,18 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
         const bool there = row < loss.rows;
         const T *const z = c.z.at<const T>(there ? row : 0);
         const Stretch<const T> stretch(z, ANYHOW || !there ? 0 : loss.classes);
-        Group<T, AHEAD<OPTIONS>> group; /* on its way before anything else is asked for */
+        /* All that can be is on its way before any of it is looked at. */
+        const int64_t loaded = there ? loss.load_label(row) : loss.ignore_index;
+        const float given = GRADIENT && there && !forward && loss.lse.data ? loss.lse.get(row) : INFINITY;
+        Group<T, AHEAD<OPTIONS>> group;
         group.load(stretch, lane, WARP);
-        const int64_t label = there ? loss.class_of(loss.load_label(row)) : IGNORED;
-        const float given = label >= 0 && !loss.forward && loss.lse.data ? loss.lse.get(row) : INFINITY;
-        const float z_label = label >= 0 ? to_float(z[label * c.z_step]) : 0.0f;
         if (row == first) { /* all threads come here, even those that have no row */
             wait_for_previous_kernel();
-            if (GRADIENT && c.gradient)
+            if (gradient_wanted)
                 common = common_factor(c);
         }
+        const int64_t label = loss.class_of(loaded);
+        const float z_label = label >= 0 ? to_float(z[label * c.z_step]) : 0.0f;
         if (!there)
             break;
 
@@ -268,12 +277,12 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
                                                           : gather<OPTIONS>(stretch, 0, group, lane, WARP, loss),
                                                    loss.scale);
             const RowFigures figures = figures_of(g, z_label, loss);
-            if (GRADIENT && c.gradient)
+            if (gradient_wanted)
                 gradient = gradient_from_figures(loss, common, row, label, z_label, figures);
-            if (loss.forward && lane == 0)
+            if (forward && lane == 0)
                 write_row(loss, row, label, results_of(loss, row, label, figures), &totals);
         }
-        if (!GRADIENT || !c.gradient)
+        if (!gradient_wanted)
             continue;
         __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
         T *const dz = c.dz.at<T>(row);
@@ -294,7 +303,7 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
         }
         writer.write_edges(dz, stretch, lane, WARP);
     }
-    if (loss.forward)
+    if (forward)
         add_up(c, totals);
 }
 
@@ -312,10 +321,11 @@ __global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statist
     const int64_t from = (blockIdx.x - row * parts) * part;
     const int64_t n = from >= loss.classes ? 0 : loss.classes - from < part ? loss.classes - from : part;
     const Stretch<const T> stretch(c.z.at<const T>(row) + (n > 0 ? from : 0), n);
-    Group<T, AHEAD<OPTIONS>> group; /* on its way while the label is */
+    const int64_t label = loss.load_label(row); /* before the row, or it would come behind it */
+    Group<T, AHEAD<OPTIONS>> group;
     group.load(stretch, threadIdx.x, blockDim.x);
     wait_for_previous_kernel();
-    if (loss.class_of(loss.load_label(row)) < 0)
+    if (loss.class_of(label) < 0)
         return;
     const Gathered<OPTIONS> g =
         merge_block(gather<OPTIONS>(stretch, from, group, threadIdx.x, blockDim.x, loss), loss.scale);
@@ -335,7 +345,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ca
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
     float z_label = label >= 0 && !has_label ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
     wait_for_previous_kernel();
-    const double common = of_row ? common_factor(c) : 0.0;
+    const bool gradient_wanted = OPTIONS != PLAIN && of_row;
+    const double common = gradient_wanted ? common_factor(c) : 0.0;
     Totals totals = {};
     if (row < loss.rows) {
         RowGradient gradient = gradient_unread(label);
@@ -346,14 +357,14 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ca
             if constexpr (OPTIONS != PLAIN)
                 z_label = has_label ? g.z_label : z_label;
             const RowFigures figures = figures_of(g, z_label, loss);
-            if (of_row)
+            if (gradient_wanted)
                 gradient = gradient_from_figures(loss, common, row, label, z_label, figures);
             if (loss.forward)
                 write_row(loss, row, label, results_of(loss, row, label, figures), &totals);
         } else {
             write_unread(loss, row, label, &totals);
         }
-        if (of_row)
+        if (gradient_wanted)
             of_row[row] = {gradient, label};
     }
     if (loss.forward)
@@ -370,11 +381,12 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const float given = label >= 0 ? loss.lse.get(row) : 0.0f;
-    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
+    const float lse = row < loss.rows ? loss.lse.get(row) : 0.0f;
     wait_for_previous_kernel();
     const double common = common_factor(c);
+    const int64_t label = loss.class_of(loaded);
+    const float given = label >= 0 ? lse : 0.0f, z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
     RowGradient gradient = gradient_unread(label);
     if (label >= 0 && lse_serves<T>(given))
         gradient = gradient_from_lse(loss, common, row, label, z_label, given);
@@ -396,8 +408,8 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
 
 /* `parts` blocks to a row. */
 template <typename T, int OPTIONS>
-__global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_constant__ Call c,
-                                                              const Coefficients *of_row, unsigned parts) {
+__global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_constant__ Call c,
+                                                                  const Coefficients *of_row, unsigned parts) {
     constexpr int N = WIDE<T>;
     const unsigned row = blockIdx.x / parts, part = blockIdx.x - row * parts;
     const Stretch<const T> stretch(c.z.at<const T>(row), c.loss.classes);
@@ -425,9 +437,8 @@ __global__ __launch_bounds__(GRADIENT_THREADS) void gradients(const __grid_const
  * ------------------------------------------------------------------------------------------------------ */
 
 /* What on_chip knows of a row beside its logits. */
-struct alignas(16) Terms {
+struct Terms {
     RowTerms terms;
-    int64_t label;
     float z_label;
 };
 
@@ -437,15 +448,14 @@ __global__ __launch_bounds__(ROW_THREADS) void terms(const __grid_constant__ Cal
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
     wait_for_previous_kernel();
     const double common = common_factor(c);
-    if (row >= loss.rows)
-        return;
-    if (label < 0 && !loss.forward)
+    const int64_t label = loss.class_of(loaded);
+    if (label >= 0)
+        of_row[row] = {terms_of(loss, common, row, label), to_float(c.z.at<const T>(row)[label])};
+    else if (row < loss.rows && !loss.forward) /* else `finish` does it */
         write_unread(loss, row, label, nullptr);
-    of_row[row] = {label >= 0 ? terms_of(loss, common, row, label) : RowTerms{}, label, z_label};
 }
 
 /* How a block holds a row: so many packs of a thread in registers, the others in shared memory. */
@@ -462,26 +472,27 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
                                                                          const Terms *of_row,
                                                                          Gathered<OPTIONS> *stats) {
     extern __shared__ uint4 slot_memory[];
+    __shared__ Terms known;
     constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS;
     const Loss &loss = c.loss;
     const int thread = threadIdx.x, threads = blockDim.x;
     const int64_t row = blockIdx.x;
     const Stretch<const T> stretch(c.z.at<const T>(row), loss.classes);
     T *const dz = c.dz.at<T>(row);
-    Group<T, COPIED> own[OWN / COPIED]; /* on its way while the label is */
+    const int64_t label_loaded = loss.load_label(row); /* before the row, or it would come behind it */
+    Group<T, COPIED> own[OWN / COPIED];
 #pragma unroll
     for (int k = 0; k < OWN; k += COPIED)
         own[k / COPIED].load(stretch, thread + k * threads, threads);
     start_next_kernel();
-    wait_for_previous_kernel();
-    const Terms known = of_row[row];
+    const int64_t label = loss.class_of(label_loaded);
 
     /* No other thread ever touches the slot of a pack: each waits for its own copies alone. */
     const auto slot_of = [=](int i) { return reinterpret_cast<Pack<T, N> *>(slot_memory) + (i - OWN * threads); };
     const int packs = static_cast<int>(stretch.packs), first = OWN * threads + thread, step = COPIED * threads;
-    int groups = 0;
-    RowGradient gradient = gradient_unread(known.label);
-    if (known.label >= 0) {
+    RowGradient gradient = gradient_unread(label);
+    if (label >= 0) {
+        int groups = 0;
         for (int i = first; i < packs; i += step, groups++) {
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
@@ -493,7 +504,11 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         add_edges(g, stretch, 0, thread, threads, loss);
 #pragma unroll
         for (int k = 0; k < OWN; k += COPIED)
-            own[k / COPIED].add_to(g, stretch, 0, thread + k * threads, threads, loss);
+            if (thread + k * threads < packs)
+                own[k / COPIED].add_to(g, stretch, 0, thread + k * threads, threads, loss);
+        wait_for_previous_kernel();
+        if (thread == 0)
+            known = of_row[row];
         for (int i = first; i < packs; i += step) {
             copy_wait_all_but(--groups);
             Group<T, COPIED> group;
@@ -507,14 +522,14 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         if (sum == 0.0f)
             gradient = gradient_of_nothing();
         else
-            gradient = gradient_of(loss, known.terms, known.z_label, g.s.max, 1.0f / sum,
-                                   loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
+            gradient = gradient_of<OPTIONS == FULL>(loss, known.terms, known.z_label, g.s.max, 1.0f / sum,
+                                                    loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
         if (thread == 0 && loss.forward) {
             g.z_label = known.z_label;
             stats[row] = g;
         }
     }
-    const RowWriter<OPTIONS, T> writer(gradient, known.label, loss);
+    const RowWriter<OPTIONS, T> writer(gradient, label, loss);
     for (int i = first; i < packs; i += threads) {
         const int64_t at = stretch.head + int64_t(i) * N;
         store_once<T, N>(dz + at, writer.of(*slot_of(i), at));
@@ -696,13 +711,15 @@ struct Sequence {
 template <typename T, int OPTIONS> void launch_by_warps(Sequence &sequence, const Call &c, const Plan &plan) {
     const Launch how = {plan.warp_blocks, ROW_THREADS};
     if constexpr (OPTIONS == PLAIN)
-        sequence.run(how, by_warps<T, PLAIN, false, false>, c);
+        sequence.run(how, by_warps<T, PLAIN, true, false, false>, c);
     else if (OPTIONS == FULL && plan.anyhow)
-        sequence.run(how, by_warps<T, FULL, true, true>, c);
-    else if (c.gradient)
-        sequence.run(how, by_warps<T, OPTIONS, true, false>, c);
+        sequence.run(how, by_warps<T, FULL, true, true, true>, c);
+    else if (!c.gradient)
+        sequence.run(how, by_warps<T, OPTIONS, true, false, false>, c);
+    else if (c.loss.forward)
+        sequence.run(how, by_warps<T, OPTIONS, true, true, false>, c);
     else
-        sequence.run(how, by_warps<T, OPTIONS, false, false>, c);
+        sequence.run(how, by_warps<T, OPTIONS, false, true, false>, c);
 }
 
 template <typename T, int OPTIONS>
