@@ -11,8 +11,9 @@ from . import _formulas, _subclasses
 _compiling = torch.compiler.is_dynamo_compiling
 _transforming = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _f32 = torch.float32
-_act_raw, _act_eager, _pointwise_eager = _formulas.act.raw, _formulas.act.eager, _formulas.pointwise
+_act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
 _REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
@@ -62,7 +63,7 @@ def _pointwise(input, kind):
     if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
         return _subclasses.call(_formulas.act.op, input, kind)
     if input.requires_grad and _grad_enabled():
-        return _pointwise_eager[kind](input)
+        return _act_eager[kind, 0](input)
     return _act_raw(input, kind)
 
 
@@ -88,7 +89,7 @@ def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> 
     if not _plain(input):
         return _subclasses.call(_formulas.act.op, input, 4, dim)
     if input.requires_grad and _grad_enabled():
-        return _act_eager(input, (4, dim))
+        return _act_eager[4, dim](input)
     return _act_raw(input, 4, dim)
 
 
@@ -232,23 +233,28 @@ def _cross_entropy_stats(input, target, options, which, wants_lse):
 
 def _same_dtype(input, linear_weight, linear_bias):
     """One dtype for all three: autocast's where it is on, as torch.nn.functional.linear has it, else what they promote to."""
+    given = input.dtype
+    same = linear_weight.dtype is given and (linear_bias is None or linear_bias.dtype is given)
+    if same and not _compiling() and not _any_autocast():  # the rule; what follows would say the same, in twice the time
+        return input, linear_weight, linear_bias
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.is_floating_point() and input.dtype is not torch.float64:
+    if torch.is_autocast_enabled(device) and given.is_floating_point and given is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    elif linear_weight.dtype is input.dtype and (linear_bias is None or linear_bias.dtype is input.dtype):
+    elif same:
         return input, linear_weight, linear_bias
     else:
-        dtype = torch.promote_types(input.dtype, linear_weight.dtype)
+        dtype = torch.promote_types(given, linear_weight.dtype)
         if linear_bias is not None:
             dtype = torch.promote_types(dtype, linear_bias.dtype)
     return input.to(dtype), linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype)
 
 
-def _needs(*tensors):
-    """Which gradients of input, weight and bias are wanted, as the ops take it."""
+def _needs(input, linear_weight, linear_bias):
+    """Which gradients are wanted, as the ops take it."""
     if not _grad_enabled():
         return 0
-    return sum(1 << bit for bit, t in enumerate(tensors) if t is not None and t.requires_grad)
+    of_bias = linear_bias is not None and linear_bias.requires_grad
+    return input.requires_grad * _formulas.DX | linear_weight.requires_grad * _formulas.DWEIGHT | of_bias * _formulas.DBIAS
 
 
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
@@ -288,7 +294,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
             raise RuntimeError("main_grad=True is for plain tensors outside torch.compile; leave it off here")
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
     elif needs:
-        results = _formulas.linear_eager(input, linear_weight, linear_bias, into, bool(extras), rest)
+        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, bool(extras), rest))
         return _named(which, wants_lse, *results) if extras else results
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
