@@ -292,8 +292,8 @@ static void test_spoilt_tensors(void **state) {
     spoil_inputs(on_gpu, "device");
     spoil_outputs(on_gpu, "device");
     spoil_inputs(as_int32, "dtype");
-    spoil_inputs(as_double, "64 bits");
-    spoil_outputs(as_double, "64 bits");
+    spoil_inputs(as_double, "dtype fp64");
+    spoil_outputs(as_double, "dtype fp64");
     spoil_inputs(without_data, "NULL");
     spoil_outputs(without_data, "NULL");
     spoil_inputs(without_shape, "NULL");

@@ -36,8 +36,8 @@ act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_b
 
 
 class _ActEager(dict):
-    """The eager path of each activation, by kind and dim. An activation is the least there is to compute, and a Function costs least
-    when its only argument is the tensor."""
+    """The eager path of each activation, by kind and dim. An activation is the least there is to compute, and a Function
+    costs least when its only argument is the tensor."""
 
     def __missing__(self, key):
         kind, dim = key

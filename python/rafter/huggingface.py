@@ -9,8 +9,8 @@ from . import functional
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _KEY = "_rafter_patch"  # where a model keeps its _Patch
-_OWN = {"input", "linear_weight", "target", "linear_bias", "ignore_index", "denominator", "reduction", "extras"}  # the patch's to give
-_OPTIONS = [name for name in inspect.signature(functional.linear_cross_entropy).parameters if name not in _OWN]
+_GIVEN = {"input", "linear_weight", "target", "linear_bias", "ignore_index", "denominator", "reduction", "extras"}  # by us
+_OPTIONS = [name for name in inspect.signature(functional.linear_cross_entropy).parameters if name not in _GIVEN]
 
 
 class _Disguised:
@@ -40,7 +40,8 @@ class _Patch:
             raise TypeError(f"rafter.patch wants a model with a loss_function (transformers 4.46 or later); {kind} has none")
         self.loss = model.loss_function
         if getattr(self.loss, "__name__", None) != "ForCausalLMLoss":
-            raise TypeError(f"rafter.patch wants a model whose loss is transformers' ForCausalLMLoss; this {kind} has {self.loss!r}")
+            raise TypeError(f"rafter.patch wants a model whose loss is transformers' ForCausalLMLoss; this {kind} has "
+                            f"{self.loss!r}")
         self.hidden = None  # of the forward that is under way
         self.armed = False
         self.forwards = model.forward, self.layer.forward
