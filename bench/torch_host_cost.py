@@ -8,6 +8,7 @@ On CUDA calls are timed while the device is kept busy with what was enqueued bef
 call returns when it is done, on tensors of a few elements.
 """
 import argparse
+import gc
 import time
 
 import torch
@@ -16,19 +17,21 @@ import torch.nn.functional as F
 import rafter
 
 
-def microseconds(call, device, repeats=30, rounds=100):  # so few that the device's queue never fills
-    """The least mean time of a round: the rest is other people's."""
-    for _ in range(50):
-        call()
-    best = float("inf")
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
+def microseconds(calls, device, repeats=30, rounds=200):  # so few repeats that the device's queue never fills
+    """The least mean time of a round, of each call: the rest is other people's. Rounds alternate, so that all see the same weather."""
+    best = [float("inf")] * len(calls)
+    for call in calls:
+        for _ in range(50):
             call()
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return 1e6 * best
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            best[i] = min(best[i], (time.perf_counter() - start) / repeats)
+    return [1e6 * seconds for seconds in best]
 
 
 def rows(device, grad):
@@ -72,13 +75,14 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
     torch.set_num_threads(1)
+    gc.disable()
     print(f"torch {torch.__version__}, {device}; microseconds of host time per call")
     for title, grad, backward in (("without gradients", False, False), ("with gradients", True, False), ("and backward", True, True)):
         print(f"\n{title:<24}{'rafter':>9}{'torch':>9}{'more':>9}")
         for name, tensors, *calls in rows(device, grad):
             if backward:
                 calls = [with_backward(call, tensors) for call in calls]
-            mine, other = (microseconds(call, device) for call in calls)
+            mine, other = microseconds(calls, device)
             print(f"{name:<24}{mine:>9.2f}{other:>9.2f}{mine - other:>+9.2f}", flush=True)
 
 

@@ -55,7 +55,12 @@ _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 def _plain(*tensors):
     """Whether the eager path serves: tensors that are no subclasses, or None, outside torch.compile and function transforms."""
-    return not _compiling() and not _transforming() and _PLAIN.issuperset(map(type, tensors))
+    if _compiling() or _transforming():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    return True
 
 
 # ---- act
