@@ -13,21 +13,16 @@
 /* ---- where rows lie ------------------------------------------------------------------------------------------------
  */
 
-/* Rows in row-major order of the leading dimensions of a view; as kernels take it. What most calls need comes first: a
- * kernel waits for its parameters line by line. */
+/* Rows in row-major order of the leading dimensions of a view; as kernels take it. What most calls need comes first. */
 struct Rows {
     char *data;
-    int64_t step; /* between rows, where there is one dimension */
+    int64_t step; /* stride of the first dimension: of the only one, in most calls */
     rafter_dtype dtype;
     int dims;
     int64_t shape[RAFTER_VIEW_DIMS], stride[RAFTER_VIEW_DIMS];
 
     /* Of a row's first element, in elements. */
     DEVICE int64_t offset(int64_t row) const {
-        return dims == 1 ? row * step : offset_by_division(row);
-    }
-    /* Never inlined: kernels are slow to start when they are long. */
-    __device__ __noinline__ int64_t offset_by_division(int64_t row) const {
         int64_t at = 0;
 #pragma unroll 1
         for (int d = dims - 1; d > 0; d--) {
@@ -35,7 +30,7 @@ struct Rows {
             at += (row - outer * shape[d]) * stride[d];
             row = outer;
         }
-        return at + row * stride[0];
+        return at + row * step;
     }
     template <typename T> DEVICE T *at(int64_t row) const {
         return reinterpret_cast<T *>(data) + offset(row);
