@@ -678,7 +678,7 @@ bool may_be_compact(const Plan &p, const linear_cross_entropy_call *call) {
 }
 
 /* Without a budget: groups whose logits take FAST_TILE_BYTES; or one group of all rows, after which nothing has to be
- * kept in fp32, if that takes little more. */
+ * kept in fp32, if that takes no more. */
 Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
     p.fast = true;
     complete(&p, call);
@@ -688,7 +688,7 @@ Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
     Plan one = p;
     one.group = p.rows > 0 ? p.rows : 1;
     complete(&one, call);
-    return one.bytes <= p.bytes + p.bytes / 2 ? one : p;
+    return one.bytes <= p.bytes ? one : p;
 }
 
 /* With p->product_bytes for cuBLASLt. False: no plan fits the budget, and the plan is the smallest. */

@@ -27,11 +27,17 @@ namespace fused {
 
 enum Mode { STATISTICS, EXPONENTIALS, GRADIENT };
 
-constexpr int ROWS = 128, CLASSES = 256, DEPTH = 64;                    /* of a block's step */
-constexpr int CLUSTER = 2, STEPS = 4;                                   /* blocks; steps under way */
-constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* of a warpgroup; warpgroups; their threads */
+#ifndef TILE_CLASSES
+#define TILE_CLASSES 160
+#endif
+constexpr int ROWS = 128, CLASSES = TILE_CLASSES, DEPTH = 64; /* of a block's step */
+constexpr int CLUSTER = 2;                                    /* blocks */
+constexpr int HALF = 64, HALVES = ROWS / HALF;                /* rows of one product; products of a tile */
+constexpr int HELD = HALF * CLASSES / 128;                    /* elements of a half that a thread holds */
+constexpr int GROUP = 128, GROUPS = 2;                        /* threads of a warpgroup; warpgroups that multiply */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = CLASSES * DEPTH * 2, STEP_BYTES = X_BYTES + W_BYTES;
+constexpr int STEPS = (226 << 10) / STEP_BYTES;         /* under way */
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + 1024; /* and what aligning to 1024 takes */
 constexpr int BAND = 8; /* clusters' rows that share a pass over the classes: 2048 rows of x stay in L2 */
 
@@ -107,10 +113,10 @@ template <typename T, int MODE> struct Results {
     }
 
     /* Adds the bias; columns that are not there become -inf. */
-    DEVICE void complete(float (&d)[128], int64_t first_class, int there) const {
+    DEVICE void complete(float (&d)[HELD], int64_t first_class, int there) const {
         if (task.bias)
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < CLASSES / 8; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     if (column_of(j) + c < there) {
@@ -120,33 +126,33 @@ template <typename T, int MODE> struct Results {
                     }
         if (there < CLASSES)
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < CLASSES / 8; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     if (column_of(j) + c >= there)
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
     }
 
-    DEVICE void note_label(const float (&d)[128], int i, int64_t first_class) const {
+    DEVICE void note_label(const float (&d)[HELD], int i, int64_t first_class) const {
         const int64_t at = label[i] - first_class;
         if (label[i] < 0 || at < 0 || at >= CLASSES || (at / 2 % 4) != (threadIdx.x & 3))
             return;
 #pragma unroll
-        for (int j = 0; j < 32; j++)
+        for (int j = 0; j < CLASSES / 8; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (column_of(j) + c == at)
                     task.z_label[task.first_row + row[i]] = d[4 * j + 2 * i + c];
     }
 
-    DEVICE void gather(float (&d)[128], int tile, int64_t first_class) const {
+    DEVICE void gather(float (&d)[HELD], int tile, int64_t first_class) const {
         const float rate = loss.scale * LOG2E;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             note_label(d, i, first_class);
             float max = -INFINITY, sum = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < CLASSES / 8; j++)
                 max = fmaxf(max, fmaxf(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]));
             max = quad_max(max);
             float pivot = pivot_at(max);
@@ -156,7 +162,7 @@ template <typename T, int MODE> struct Results {
                     max = pivot = known;
             }
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < CLASSES / 8; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float &z = d[4 * j + 2 * i + c];
@@ -169,13 +175,13 @@ template <typename T, int MODE> struct Results {
             if (MODE == EXPONENTIALS && label[i] < 0) { /* an ignored row, or one that is to be NaN */
                 const float all = gradient_unread(label[i]).p;
 #pragma unroll
-                for (int j = 0; j < 32; j++)
+                for (int j = 0; j < CLASSES / 8; j++)
                     d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = all;
             }
         }
     }
 
-    DEVICE void differentiate(float (&d)[128], int64_t first_class) const {
+    DEVICE void differentiate(float (&d)[HELD], int64_t first_class) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             RowGradient gradient = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
@@ -184,7 +190,7 @@ template <typename T, int MODE> struct Results {
             const ScaledExp<T> exp(gradient.p, gradient.pivot, loss.scale);
             const int64_t at = label[i] - first_class;
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int j = 0; j < CLASSES / 8; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float &z = d[4 * j + 2 * i + c];
@@ -195,12 +201,12 @@ template <typename T, int MODE> struct Results {
         }
     }
 
-    DEVICE void store(const float (&d)[128], int64_t column, int there) const {
+    DEVICE void store(const float (&d)[HELD], int64_t column, int there) const {
         T *const out = static_cast<T *>(task.out);
 #pragma unroll
         for (int i = 0; i < 2; i++)
 #pragma unroll
-            for (int j = 0; j < 32; j += 4) {
+            for (int j = 0; j < CLASSES / 8; j += 4) {
                 unsigned u[4];
 #pragma unroll
                 for (int m = 0; m < 4; m++)
@@ -212,7 +218,7 @@ template <typename T, int MODE> struct Results {
             }
     }
 
-    DEVICE void finish(float (&d)[128], int tile) const {
+    DEVICE void finish(float (&d)[HELD], int tile) const {
         const int64_t column = int64_t(tile) * CLASSES, first_class = task.first_class + column;
         const int there = static_cast<int>(min(int64_t(CLASSES), task.classes - column));
         complete(d, first_class, there);
@@ -251,11 +257,10 @@ struct Order {
 struct Ring {
     int step = 0;
     unsigned parity = 0;
-    DEVICE void advance() {
-        if (++step == STEPS) {
-            step = 0;
-            parity ^= 1;
-        }
+    DEVICE void advance(int by = 1) {
+        step += by;
+        parity ^= step / STEPS & 1;
+        step %= STEPS;
     }
 };
 
@@ -277,7 +282,7 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
     if (threadIdx.x == 0) {
         for (int i = 0; i < STEPS; i++) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], GROUPS * CLUSTER);
+            barrier_init(&empty[i], CLUSTER);
         }
         barriers_ready();
     }
@@ -308,19 +313,27 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
         take_registers<232>();
         const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
         Ring ring;
-        for (int turn = first; turn < order.count(); turn += stride) {
+        ring.advance(group * depth_steps);
+        if (group > 0)
+            named_arrive(1, GROUPS * GROUP); /* the first turn is the first warpgroup's */
+        for (int turn = first + group * stride; turn < order.count();
+             turn += GROUPS * stride, ring.advance(depth_steps)) {
             int down, tile;
             order.at(turn, &down, &tile);
-            float d[128];
+            float d[HALVES][HELD];
             int before = 0;
+            named_wait(1 + group, GROUPS * GROUP);
             for (int k = 0; k < depth_steps; k++, ring.advance()) {
                 const char *const from = steps + ring.step * STEP_BYTES;
-                const uint64_t a = operand_of(from + group * GROUP_ROWS * DEPTH * 2), b = operand_of(from + X_BYTES);
+                const uint64_t a = operand_of(from), b = operand_of(from + X_BYTES);
                 barrier_wait(&full[ring.step], ring.parity);
                 products_begin();
 #pragma unroll
                 for (int part = 0; part < DEPTH / 16; part++)
-                    multiply_64x256x16<T>(d, a + 2 * part, b + 2 * part, k | part);
+#pragma unroll
+                    for (int half = 0; half < HALVES; half++)
+                        multiply_step<T>(d[half], a + (half * HALF * DEPTH * 2 >> 4) + 2 * part, b + 2 * part,
+                                         k | part);
                 products_commit();
                 if (k > 0) {
                     products_wait<1>();
@@ -329,12 +342,16 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
                 }
                 before = ring.step;
             }
+            named_arrive(1 + (group ^ 1), GROUPS * GROUP);
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
-            const int64_t row =
-                (int64_t(down) * CLUSTER + rank) * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
-            Results<T, MODE>(loss, task, row).finish(d, tile);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                const int64_t row =
+                    (int64_t(down) * CLUSTER + rank) * ROWS + half * HALF + thread / WARP * 16 + thread % WARP / 4;
+                Results<T, MODE>(loss, task, row).finish(d[half], tile);
+            }
         }
     }
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
@@ -346,10 +363,10 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
 /* ---- launching ----------------------------------------------------------------------------------------------------
  */
 
-/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of 128 rows x 64 columns; what lies
- * outside of it reads as 0. */
+/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of `box_rows` rows x 64 columns; what
+ * lies outside of it reads as 0. */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
-                              int64_t stride) {
+                              int64_t stride, int box_rows) {
     typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -365,7 +382,7 @@ static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *
     }
     const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[2] = {DEPTH, ROWS}, step[2] = {1, 1};
+    const cuuint32_t box[2] = {DEPTH, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
     return encode(map, dtype == RAFTER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
                   const_cast<void *>(data), size, row_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -398,8 +415,8 @@ static inline rafter_status run(rafter_context *context, rafter_dtype dtype, con
                                 const void *w, int64_t w_stride, int64_t all_classes, const Loss &loss,
                                 const Task &task) {
     CUtensorMap x_map, w_map;
-    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride) ||
-        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride))
+    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride, ROWS) ||
+        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride, CLASSES / CLUSTER))
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: no tensor map could be made");
     const int64_t tiles = ceil_div<int64_t>(task.rows, CLUSTER * ROWS) * tiles_across(task.classes);
     const int64_t most = context->cuda_state->multiprocessors / CLUSTER;
