@@ -332,21 +332,29 @@ __global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__
     const int64_t index = blockIdx.x, label = loss.load_label(first + index);
     const RowGradient gradient = gradients[first + index];
     T *const row = exponentials + index * stride;
+    constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         bool apart = false;
         for (int tile = threadIdx.x; tile < tiles; tile += ADJUST_THREADS)
             apart |= stats[index * tiles + tile].max != gradient.pivot;
-        for (int tile = 0, any = __syncthreads_or(apart); any && tile < tiles; tile++) {
-            const float factor = expf((stats[index * tiles + tile].max - gradient.pivot) * loss.scale);
-            const int64_t begin = int64_t(tile) * fused::CLASSES, end = min(loss.classes, begin + fused::CLASSES);
-            for (int64_t v = begin + threadIdx.x; v < end; v += ADJUST_THREADS)
-                row[v] = from_float<T>(factor * to_float(row[v]));
+        static_assert(fused::CLASSES % N == 0, "a pack is of one tile");
+        const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
+        for (int64_t v = threadIdx.x * N; v < end; v += ADJUST_THREADS * N) { /* padding up to a multiple of N too */
+            const float pivot = stats[index * tiles + v / fused::CLASSES].max;
+            if (pivot == gradient.pivot)
+                continue;
+            const float factor = expf((pivot - gradient.pivot) * loss.scale);
+            float all[N];
+            unpack(load_once<T, N>(row + v), all);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[j] *= factor;
+            store_once<T, N>(row + v, packed<T>(all));
         }
         __syncthreads();
         if (threadIdx.x == 0)
             row[label] = from_float<T>(gradient.p == 0.0f ? 0.0f : gradient.at_label / gradient.p);
     }
-    constexpr int N = WIDE<T>;
     const T *const from = x + index * x_stride;
     T *const to = x_scaled + index * scaled_stride;
     const auto scaled = [&](float value) { return gradient.constant ? gradient.p : gradient.p * value; };
