@@ -439,11 +439,12 @@ rafter_view as_row(const rafter_view &view) {
 }
 
 /* fp16 holds nothing under 2^-24, and 13 bits above 2^-14 at most: so dz takes up what is left at its upper end, unless
- * weights of the caller's may take it there. */
+ * weights of the caller's, or z-loss, may take it there. */
 float row_scale_of(const linear_cross_entropy_call *call) {
     const struct rafter_loss &loss = call->loss;
-    const bool weights = loss.row_weight.data || loss.class_weight.data || loss.reduction == RAFTER_NONE;
-    return call->x.dtype == RAFTER_F16 && !weights ? 0x1p12f : 1.0f;
+    const bool bounded =
+        !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
+    return call->x.dtype == RAFTER_F16 && bounded ? 0x1p12f : 1.0f;
 }
 
 rafter_status execute(Run *run) {
