@@ -25,7 +25,7 @@ struct Product {
 };
 
 /* Workspace that lets cuBLASLt choose among all its algorithms; with less it has fewer, with none it has some. */
-enum { PRODUCT_BYTES = 32 << 20 };
+enum { PRODUCT_BYTES = 16 << 20 };
 
 /* Loads cuBLASLt if that has not been done; else, the sentence says what is missing. */
 rafter_status rafter_cuda_open_products(rafter_context *context);

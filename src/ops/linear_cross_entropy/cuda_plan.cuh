@@ -83,7 +83,7 @@ struct Plan {
 
 struct Buffers {
     Common *common;
-    RowStats *tiles;        /* fused: of the group's rows */
+    RowStats *tiles;        /* fused: of the group's rows; compact's lie where dz will */
     float *z_label;         /* fused: of every row */
     RowStats *sample;       /* fused.cuh's, of every row */
     char *x_scaled;         /* the group's, by p */
@@ -112,7 +112,10 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         used += wanted ? static_cast<size_t>(rounded(size, ALIGNMENT)) : 0;
     };
     place(&b->common, true, sizeof(Common));
-    place(&b->tiles, p.fused && p.statistics, p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)));
+    const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast);
+    const int64_t tile_bytes = tiles ? p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t dz_bytes = dz ? (p.fast ? p.group : p.rows) * p.dz_stride * bytes : 0;
+    place(&b->tiles, tiles && p.fast, tile_bytes);
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
     place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
@@ -123,7 +126,12 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->x, !p.direct_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
     place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);
     place(&b->z, !p.fused, p.group * p.tile_stride * 4);
-    place(&b->dz, (p.dx || p.dweight) && (p.fused || !p.fast), (p.fast ? p.group : p.rows) * p.dz_stride * bytes);
+    if (p.fast) {
+        place(&b->dz, dz, dz_bytes);
+    } else {
+        place(&b->dz, tiles || dz, tile_bytes > dz_bytes ? tile_bytes : dz_bytes);
+        b->tiles = reinterpret_cast<RowStats *>(b->dz);
+    }
     place(&b->dx, p.dx && !p.direct_dx(), (p.fast ? p.group : p.rows) * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
@@ -156,7 +164,8 @@ constexpr int64_t MIB = 1 << 20;
 
 /* The sizes that fast and compact like, and the least they go down to. */
 constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,
-                  COMPACT_TILE_BYTES = 32 * MIB, FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
+                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 96 * MIB, FUSED_TILE_BYTES = 96 * MIB,
+                  FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
 /* With fewer rows in a group the products of fast run slower than compact's fourth one costs. */
 constexpr int64_t FAST_ROWS = 512;
 
@@ -189,9 +198,9 @@ bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
     const bool gradients = p->gradients();
     p->fast = false;
     int64_t slice = MOST_PART;
-    while (gradients && slice > 512 && slice * rows * bytes > COMPACT_DZ_BYTES)
+    while (gradients && slice > 512 && slice * rows * bytes > (p->fusable ? FUSED_DZ_BYTES : COMPACT_DZ_BYTES))
         slice /= 2;
-    int64_t tile = gradients ? COMPACT_TILE_BYTES : FORWARD_TILE_BYTES;
+    int64_t tile = !gradients ? FORWARD_TILE_BYTES : p->fusable ? FUSED_TILE_BYTES : COMPACT_TILE_BYTES;
     for (;;) {
         p->slice = slice < p->classes ? slice : p->classes > 0 ? p->classes : 1;
         const int64_t row_bytes =
