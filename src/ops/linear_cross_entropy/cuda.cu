@@ -263,7 +263,7 @@ rafter_status form_exponentials(Run *run, int64_t first, int64_t rows) {
     RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task));
     finish_fused(run, first, rows);
     launch(run->context, {rows, ADJUST_THREADS}, adjust<bf16>, run->loss, first,
-           static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
+           static_cast<const RowStats *>(run->b.tiles), task.tiles, run->b.gradients,
            reinterpret_cast<bf16 *>(run->b.dz), plan.dz_stride, static_cast<const bf16 *>(x.data), x.stride,
            plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
     return RAFTER_OK;

@@ -322,16 +322,18 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
 constexpr int ADJUST_THREADS = 256;
 
 /* Makes exponentials e such that dz = p * e for a whole row, and x_scaled = p * x, so that dW = e^T x_scaled. A tile of
- * the row whose pivot is not the row's is brought to it: that takes logits that are further apart than bf16 reaches. A
+ * the row whose pivot is not the row's is brought to it: that takes logits that are further apart than bf16 reaches.
+ * The label's e is rounded as all are; p is moved by as much, so that the largest element of most rows' dz is exact. A
  * block takes a row. */
 template <typename T>
 __global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
-                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                         const RowStats *stats, int tiles, RowGradient *gradients,
                                                          T *exponentials, int64_t stride, const T *x, int64_t x_stride,
                                                          int64_t depth, T *x_scaled, int64_t scaled_stride) {
     const int64_t index = blockIdx.x, label = loss.load_label(first + index);
     const RowGradient gradient = gradients[first + index];
     T *const row = exponentials + index * stride;
+    float p = gradient.p;
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         bool apart = false;
@@ -352,12 +354,17 @@ __global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__
             store_once<T, N>(row + v, packed<T>(all));
         }
         __syncthreads();
-        if (threadIdx.x == 0)
-            row[label] = from_float<T>(gradient.p == 0.0f ? 0.0f : gradient.at_label / gradient.p);
+        const T at_label = from_float<T>(p == 0.0f ? 0.0f : gradient.at_label / p);
+        if (to_float(at_label) != 0.0f)
+            p = gradient.at_label / to_float(at_label);
+        if (threadIdx.x == 0) {
+            row[label] = at_label;
+            gradients[first + index].p = p;
+        }
     }
     const T *const from = x + index * x_stride;
     T *const to = x_scaled + index * scaled_stride;
-    const auto scaled = [&](float value) { return gradient.constant ? gradient.p : gradient.p * value; };
+    const auto scaled = [&](float value) { return gradient.constant ? p : p * value; };
     for (int64_t i = threadIdx.x * N; i + N <= depth; i += ADJUST_THREADS * N) {
         float all[N];
         unpack(load_once<T, N>(from + i), all);
