@@ -278,10 +278,43 @@ rafter_status take_sample(const Run &run) {
     return run_fused<fused::STATISTICS>(run, task);
 }
 
+/* See find_dirt. */
+void look_for_dirt(const Run &run) {
+    const Operand x = x_rows(run, 0);
+    for_dtype(run.plan.dtype, [&](auto zero) {
+        launch(run.context, {run.plan.rows, 128}, find_dirt<decltype(zero)>, run.loss,
+               static_cast<const decltype(zero) *>(x.data), x.stride, run.plan.depth, run.b.common);
+    });
+}
+
+void mend(const Run &run, const char *dz, int64_t first_class, int64_t classes) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    const Operand x = x_rows(run, 0);
+    const Launch how = {4 * run.context->cuda_state->multiprocessors, 256};
+    const auto launch_with = [&](auto zero, auto out, int64_t out_stride, const float *factor) {
+        typedef decltype(zero) T;
+        launch(run.context, how, mend_dweight<T, std::remove_pointer_t<decltype(out)>>, run.loss,
+               static_cast<const Common *>(run.b.common), reinterpret_cast<const T *>(dz), plan.dz_stride,
+               static_cast<const T *>(x.data), x.stride, classes, plan.depth, out, out_stride, factor);
+    };
+    for_dtype(plan.dtype, [&](auto zero) {
+        const int64_t stride = plan.dweight_lies.stride;
+        const float *const alpha = &run.b.common->alpha;
+        if (!plan.direct_dweight())
+            launch_with(zero, run.b.dweight, plan.depth_stride, NULL);
+        else if (dweight.dtype == RAFTER_F32)
+            launch_with(zero, reinterpret_cast<float *>(dweight.data) + first_class * stride, stride, alpha);
+        else
+            launch_with(zero, reinterpret_cast<decltype(zero) *>(dweight.data) + first_class * stride, stride, alpha);
+    });
+}
+
 /* Logits, statistics and dz of a group. */
 rafter_status form_dz(Run *run, int64_t first, int64_t rows, char *dz) {
     const Tile tile = tile_at(*run, first, rows, 0, run->plan.classes);
-    pack_rows(*run, run->call->x, first, rows, run->b.x);
+    if (!run->plan.direct_x())
+        pack_rows(*run, run->call->x, first, rows, run->b.x);
     RAFTER_TRY(form_logits(*run, tile));
     if (run->plan.statistics)
         gather_statistics(*run, tile, true);
@@ -310,6 +343,10 @@ rafter_status run_fast(Run *run) {
         }
         if (plan.dweight)
             RAFTER_TRY(multiply_dweight(*run, dz, first, rows, 0, plan.classes, first > 0));
+        if (plan.mends()) {
+            look_for_dirt(*run);
+            mend(*run, dz, 0, plan.classes);
+        }
     }
     if (plan.dweight && !plan.direct_dweight())
         store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, 0, plan.classes,
@@ -331,38 +368,6 @@ template <typename Step, typename End> rafter_status for_tiles(const Run &run, S
         RAFTER_TRY(end(v, classes));
     }
     return RAFTER_OK;
-}
-
-/* See find_dirt. */
-void look_for_dirt(const Run &run) {
-    const Operand x = x_rows(run, 0);
-    for_dtype(run.plan.dtype, [&](auto zero) {
-        launch(run.context, {run.plan.rows, 128}, find_dirt<decltype(zero)>, run.loss,
-               static_cast<const decltype(zero) *>(x.data), x.stride, run.plan.depth, run.b.common);
-    });
-}
-
-void mend(const Run &run, int64_t first_class, int64_t classes) {
-    const Plan &plan = run.plan;
-    const rafter_view &dweight = run.call->dweight;
-    const Operand x = x_rows(run, 0);
-    const Launch how = {4 * run.context->cuda_state->multiprocessors, 256};
-    const auto launch_with = [&](auto zero, auto out, int64_t out_stride, const float *factor) {
-        typedef decltype(zero) T;
-        launch(run.context, how, mend_dweight<T, std::remove_pointer_t<decltype(out)>>, run.loss,
-               static_cast<const Common *>(run.b.common), reinterpret_cast<const T *>(run.b.dz), plan.dz_stride,
-               static_cast<const T *>(x.data), x.stride, classes, plan.depth, out, out_stride, factor);
-    };
-    for_dtype(plan.dtype, [&](auto zero) {
-        const int64_t stride = plan.dweight_lies.stride;
-        const float *const alpha = &run.b.common->alpha;
-        if (!plan.direct_dweight())
-            launch_with(zero, run.b.dweight, plan.depth_stride, NULL);
-        else if (dweight.dtype == RAFTER_F32)
-            launch_with(zero, reinterpret_cast<float *>(dweight.data) + first_class * stride, stride, alpha);
-        else
-            launch_with(zero, reinterpret_cast<decltype(zero) *>(dweight.data) + first_class * stride, stride, alpha);
-    });
 }
 
 rafter_status run_compact(Run *run) {
@@ -393,7 +398,7 @@ rafter_status run_compact(Run *run) {
         if (plan.dweight) {
             RAFTER_TRY(multiply_dweight(*run, run->b.dz, 0, plan.rows, v, classes, false));
             if (plan.mends())
-                mend(*run, v, classes);
+                mend(*run, run->b.dz, v, classes);
             if (!plan.direct_dweight())
                 store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, v, classes,
                            run->b.dweight);

@@ -61,9 +61,10 @@ struct Plan {
     bool exponentials() const {
         return fast && fused;
     }
-    /* Whether x is packed group by group, however it lies: that leaves out what ignored rows hold. */
+    /* Whether x is packed group by group, however it lies: that leaves out what ignored rows hold, which cannot be
+     * mended in sums that have been there before. */
     bool packs_groups() const {
-        return fast && !fused;
+        return fast && !fused && (group < rows || adds_dweight);
     }
     bool direct_x() const {
         return x.plain && !packs_groups();
@@ -77,7 +78,7 @@ struct Plan {
     }
     /* Whether ignored rows of x may reach the sums of dW. */
     bool mends() const {
-        return !fast && dweight && direct_x();
+        return dweight && direct_x() && !exponentials();
     }
 };
 

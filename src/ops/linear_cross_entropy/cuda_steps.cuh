@@ -431,8 +431,8 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t
 /* ---- what ignored rows hold ---------------------------------------------------------------------------------------
  */
 
-/* Their dz is 0, but 0 times an infinity or NaN of x is NaN in every class's sum. Compact, which does not copy x, looks
- * for such a thing, and if there is one, which is rare, sums dW once more without them, slowly. */
+/* Their dz is 0, but 0 times an infinity or NaN of x is NaN in every class's sum. Where x is not copied, such a
+ * thing is looked for, and if there is one, which is rare, dW is summed once more without those rows, slowly. */
 template <typename T>
 __global__ void find_dirt(const __grid_constant__ Loss loss, const T *x, int64_t stride, int64_t depth,
                           Common *common) {
