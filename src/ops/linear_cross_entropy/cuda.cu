@@ -153,6 +153,17 @@ void differentiate(const Run &run, const Tile &t, char *dz, bool first_rows) {
     });
 }
 
+/* All of a tile of whole rows in one pass. */
+void turn(Run *run, const Tile &t, char *dz) {
+    for_options(*run, [&](auto zero, auto options) {
+        typedef decltype(zero) T;
+        launch(run->context, {t.rows, threads_for(t.classes)}, turn_rows<T, options.value>, t, run->loss,
+               static_cast<double>(run->row_scale), run->b.gradients, run->b.of_block + run->blocks,
+               reinterpret_cast<T *>(dz), run->plan.dz_stride);
+    });
+    run->blocks += t.rows;
+}
+
 void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool add, int64_t first, int64_t rows,
                 const float *sums, const RowGradient *gradients = NULL) {
     const int last = view.ndim - 1;
@@ -316,6 +327,10 @@ rafter_status form_dz(Run *run, int64_t first, int64_t rows, char *dz) {
     if (!run->plan.direct_x())
         pack_rows(*run, run->call->x, first, rows, run->b.x);
     RAFTER_TRY(form_logits(*run, tile));
+    if (run->plan.turns_rows()) {
+        turn(run, tile, dz);
+        return RAFTER_OK;
+    }
     if (run->plan.statistics)
         gather_statistics(*run, tile, true);
     finish(run, first, rows);

@@ -61,6 +61,10 @@ struct Plan {
     bool exponentials() const {
         return fast && fused;
     }
+    /* Whether a block takes a row's logits to dz in one pass. */
+    bool turns_rows() const {
+        return fast && !fused && statistics && !dbias && classes <= MOST_PART;
+    }
     /* Whether x is packed group by group, however it lies: that leaves out what ignored rows hold, which cannot be
      * mended in sums that have been there before. */
     bool packs_groups() const {
@@ -120,9 +124,11 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
     place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
-    place(&b->stats, !p.fused && p.statistics, (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
+    place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
+          (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
-    place(&b->of_block, true, (p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
+    place(&b->of_block, true,
+          (p.turns_rows() ? p.rows : p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);
     place(&b->x, !p.direct_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
     place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);

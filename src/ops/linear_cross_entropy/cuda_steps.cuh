@@ -109,22 +109,11 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_block(Gathered<OPTIONS> g,
     return g;
 }
 
-/* A block takes one of `parts` parts of a row. Its statistics are merged with those that `stats` has of that row of the
- * tile and that part, unless these are the first. T: the dtype of the inputs. */
+/* Of the block's `n` logits of a row, whose first is of first_class; the result is thread 0's. T: the dtype of the
+ * inputs. */
 template <typename T, int OPTIONS>
-__global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ Tile tile,
-                                                       const __grid_constant__ Loss loss, int parts, bool first,
-                                                       Gathered<FULL> *stats) {
-    const int64_t row = blockIdx.x / parts, begin = (blockIdx.x % parts) * int64_t(MOST_PART);
-    const int64_t label = loss.class_of(loss.load_label(tile.first_row + row)), first_class = tile.first_class + begin;
-    if (label < 0)
-        return;
-    const int n = static_cast<int>(min(int64_t(MOST_PART), tile.classes - begin));
-    const float *const z_row = tile.z + row * tile.stride + begin, *const bias =
-                                                                       tile.bias ? tile.bias + first_class : NULL;
-    float z[PACKS][4];
-    load_part(z, z_row, bias, n);
-
+DEVICE Gathered<FULL> gather_part(float (&z)[PACKS][4], const float *row, const float *bias, int64_t first_class, int n,
+                                  int64_t label, const Loss &loss) {
     Gathered<OPTIONS> g = none<OPTIONS>();
     if constexpr (OPTIONS == FULL) {
         add_full<T>(
@@ -150,17 +139,37 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
         g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
     }
     g = merge_block(g, loss.scale);
-    if (threadIdx.x > 0)
-        return;
     Gathered<FULL> all = none<FULL>();
+    if (threadIdx.x > 0)
+        return all;
     if constexpr (OPTIONS == FULL)
         all = g;
     else
         all.s = g.s;
     const int64_t at = label - first_class;
-    all.z_label = at >= 0 && at < n ? z_row[at] + (bias ? bias[at] : 0.0f) : 0.0f;
+    all.z_label = at >= 0 && at < n ? row[at] + (bias ? bias[at] : 0.0f) : 0.0f;
+    return all;
+}
+
+/* A block takes one of `parts` parts of a row. Its statistics are merged with those that `stats` has of that row of the
+ * tile and that part, unless these are the first. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ Tile tile,
+                                                       const __grid_constant__ Loss loss, int parts, bool first,
+                                                       Gathered<FULL> *stats) {
+    const int64_t row = blockIdx.x / parts, begin = (blockIdx.x % parts) * int64_t(MOST_PART);
+    const int64_t label = loss.class_of(loss.load_label(tile.first_row + row)), first_class = tile.first_class + begin;
+    if (label < 0)
+        return;
+    const int n = static_cast<int>(min(int64_t(MOST_PART), tile.classes - begin));
+    const float *const z_row = tile.z + row * tile.stride + begin, *const bias =
+                                                                       tile.bias ? tile.bias + first_class : NULL;
+    float z[PACKS][4];
+    load_part(z, z_row, bias, n);
+    const Gathered<FULL> all = gather_part<T, OPTIONS>(z, z_row, bias, first_class, n, label, loss);
     stats += blockIdx.x;
-    *stats = first ? all : merge(*stats, all, loss.scale);
+    if (threadIdx.x == 0)
+        *stats = first ? all : merge(*stats, all, loss.scale);
 }
 
 /* ---- rows ---------------------------------------------------------------------------------------------------------
@@ -258,6 +267,24 @@ DEVICE float gradient_at(const ColumnGradient<OPTIONS, T> &of, const RowGradient
     return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss.softcap) : 1.0f);
 }
 
+/* dz of the block's `n` logits of a row; up to 3 elements of padding are written too. */
+template <typename T, int OPTIONS>
+DEVICE void write_part(const float (&z)[PACKS][4], const RowGradient &gradient, int64_t first_class, int n,
+                       int64_t label, const Loss &loss, T *dz) {
+    const ColumnGradient<OPTIONS, T> column(gradient, loss);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        const int at = 4 * (threadIdx.x + k * blockDim.x);
+        float d[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            d[j] = gradient.constant ? gradient.p
+                                     : gradient_at<T>(column, gradient, z[k][j], first_class + at + j, label, loss);
+        if (at < n)
+            store_once<T, 4>(dz + at, packed<T>(d));
+    }
+}
+
 /* A block takes a row. dz may lie over the front of the row of logits: then it is no longer than those. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(MOST_THREADS) void write_dz(const __grid_constant__ Tile tile,
@@ -265,7 +292,6 @@ __global__ __launch_bounds__(MOST_THREADS) void write_dz(const __grid_constant__
                                                          const RowGradient *gradients, T *dz, int64_t dz_stride) {
     const int64_t row = blockIdx.x, label = loss.load_label(tile.first_row + row);
     const RowGradient gradient = gradients[tile.first_row + row];
-    const ColumnGradient<OPTIONS, T> column(gradient, loss);
     dz += row * dz_stride;
     for (int64_t begin = 0; begin < tile.classes; begin += PACKS * 4 * blockDim.x) {
         const int64_t first_class = tile.first_class + begin;
@@ -274,18 +300,34 @@ __global__ __launch_bounds__(MOST_THREADS) void write_dz(const __grid_constant__
         if (!gradient.constant)
             load_part(z, tile.z + row * tile.stride + begin, tile.bias ? tile.bias + first_class : NULL, n);
         __syncthreads(); /* this part of the row has been read by all, and may be overwritten */
-#pragma unroll
-        for (int k = 0; k < PACKS; k++) {
-            const int at = 4 * (threadIdx.x + k * blockDim.x);
-            float d[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                d[j] = gradient.constant ? gradient.p
-                                         : gradient_at<T>(column, gradient, z[k][j], first_class + at + j, label, loss);
-            if (at < n) /* up to 3 elements of padding are written too */
-                store_once<T, 4>(dz + begin + at, packed<T>(d));
-        }
+        write_part<T, OPTIONS>(z, gradient, first_class, n, label, loss, dz + begin);
     }
+}
+
+/* gather, finish_rows and write_dz in one, of rows of at most MOST_PART classes, all of them in the tile. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant__ Tile tile,
+                                                          const __grid_constant__ Loss loss, double row_scale,
+                                                          RowGradient *gradients, Totals *of_row, T *dz,
+                                                          int64_t dz_stride) {
+    const int64_t index = blockIdx.x, row = tile.first_row + index, label = loss.load_label(row);
+    const int n = static_cast<int>(tile.classes);
+    const float *const z_row = tile.z + index * tile.stride;
+    float z[PACKS][4], capped[PACKS][4];
+    load_part(z, z_row, tile.bias, n);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            capped[k][j] = z[k][j];
+    const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
+    if (threadIdx.x == 0) {
+        Totals totals = {};
+        finish_row(loss, row, &all, row_scale, gradients, &totals);
+        of_row[index] = totals;
+    }
+    __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
+    write_part<T, OPTIONS>(z, gradients[row], 0, n, label, loss, dz + index * dz_stride);
 }
 
 constexpr int SUM_COLUMNS = 64, SUM_ROWS = 8;
