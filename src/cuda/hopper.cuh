@@ -65,15 +65,6 @@ DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
                  : "memory");
 }
 
-/* The block's hardware barrier `id`, 1 to 15, that `threads` threads take part in: those that wait, and those that only
- * say that they have come. */
-DEVICE void named_wait(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-DEVICE void named_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 /* ---- copies -------------------------------------------------------------------------------------------------------
  */
 
@@ -123,46 +114,29 @@ template <int N> DEVICE void products_wait() {
 #define RAFTER_8(d, i)                                                                                                 \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]),        \
         "+f"(d[i + 7])
-#define RAFTER_16(d, i) RAFTER_8(d, i), RAFTER_8(d, i + 8)
-#define RAFTER_80(d) RAFTER_16(d, 0), RAFTER_16(d, 16), RAFTER_16(d, 32), RAFTER_16(d, 48), RAFTER_16(d, 64)
-#define RAFTER_96(d) RAFTER_80(d), RAFTER_16(d, 80)
-#define RAFTER_MULTIPLY_160(type)                                                                                      \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %82, 0;\n\t"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n160k16.f32." type "." type " "                                      \
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                    \
-                 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "                   \
-                 "%80, %81, p, 1, 1, 0, 0;\n\t}"                                                                       \
-                 : RAFTER_80(d)                                                                                        \
-                 : "l"(a), "l"(b), "r"(add))
-#define RAFTER_MULTIPLY_192(type)                                                                                      \
-    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %98, 0;\n\t"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n192k16.f32." type "." type " "                                      \
+#define RAFTER_32(d, i) RAFTER_8(d, i), RAFTER_8(d, i + 8), RAFTER_8(d, i + 16), RAFTER_8(d, i + 24)
+#define RAFTER_MULTIPLY(type)                                                                                          \
+    asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %130, 0;\n\t"                                                   \
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " "                                      \
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                             \
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                    \
                  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                    \
                  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                    \
                  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                    \
-                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}, "                   \
-                 "%96, %97, p, 1, 1, 0, 0;\n\t}"                                                                       \
-                 : RAFTER_96(d)                                                                                        \
+                 "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                    \
+                 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "        \
+                 "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "   \
+                 "%128, %129, p, 1, 1, 0, 0;\n\t}"                                                                     \
+                 : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
                  : "l"(a), "l"(b), "r"(add))
 
-/* d[64, 160] (+)= a[64, 16] b[160, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 20, i < 2
+/* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 32, i < 2
  * and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
-template <typename T> DEVICE void multiply_step(float (&d)[80], uint64_t a, uint64_t b, int add) {
+template <typename T> DEVICE void multiply_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int add) {
     if constexpr (__is_same(T, bf16))
-        RAFTER_MULTIPLY_160("bf16");
+        RAFTER_MULTIPLY("bf16");
     else
-        RAFTER_MULTIPLY_160("f16");
-}
-template <typename T> DEVICE void multiply_step(float (&d)[96], uint64_t a, uint64_t b, int add) {
-    if constexpr (__is_same(T, bf16))
-        RAFTER_MULTIPLY_192("bf16");
-    else
-        RAFTER_MULTIPLY_192("f16");
+        RAFTER_MULTIPLY("f16");
 }
 
 template <int REGISTERS> DEVICE void take_registers() {

@@ -508,11 +508,10 @@ extern "C" rafter_status rafter_cuda_linear_cross_entropy(rafter_context *contex
     if (!make_plan(context->cuda_state, call, budget, &run.plan))
         return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted at least %zu in mode %s",
                            call->budget, run.plan.bytes + room, mode_names[call->mode]);
-    if (call->ask) {
-        *call->ask = rafter_scratch_request(run.plan.bytes);
-        return RAFTER_OK;
-    }
-    if (call->loss.direction == RAFTER_BACKWARD && !run.plan.gradients())
+    const bool nothing = call->loss.direction == RAFTER_BACKWARD && !run.plan.gradients();
+    if (call->ask)
+        *call->ask = nothing ? 0 : rafter_scratch_request(run.plan.bytes);
+    if (call->ask || nothing)
         return RAFTER_OK;
     RAFTER_TRY(rafter_cuda_open_products(context));
     struct rafter_scratch scratch;

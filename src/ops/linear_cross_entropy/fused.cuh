@@ -27,17 +27,11 @@ namespace fused {
 
 enum Mode { STATISTICS, EXPONENTIALS, GRADIENT };
 
-#ifndef TILE_CLASSES
-#define TILE_CLASSES 160
-#endif
-constexpr int ROWS = 128, CLASSES = TILE_CLASSES, DEPTH = 64; /* of a block's step */
-constexpr int CLUSTER = 2;                                    /* blocks */
-constexpr int HALF = 64, HALVES = ROWS / HALF;                /* rows of one product; products of a tile */
-constexpr int HELD = HALF * CLASSES / 128;                    /* elements of a half that a thread holds */
-constexpr int GROUP = 128, GROUPS = 2;                        /* threads of a warpgroup; warpgroups that multiply */
+constexpr int ROWS = 128, CLASSES = 256, DEPTH = 64;                    /* of a block's step */
+constexpr int CLUSTER = 2, STEPS = 4;                                   /* blocks; steps under way */
+constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* of a warpgroup; warpgroups; their threads */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = CLASSES * DEPTH * 2, STEP_BYTES = X_BYTES + W_BYTES;
-constexpr int STEPS = (226 << 10) / STEP_BYTES;         /* under way */
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + 1024; /* and what aligning to 1024 takes */
 constexpr int BAND = 8; /* clusters' rows that share a pass over the classes: 2048 rows of x stay in L2 */
 
@@ -92,31 +86,45 @@ template <typename T> DEVICE unsigned pair_of(float a, float b) {
     return reinterpret_cast<const unsigned &>(pack);
 }
 
-/* A thread's two rows of a tile: i = 0, 1. */
-template <typename T, int MODE> struct Results {
-    const Loss &loss;
-    const Task &task;
-    int64_t row[2];   /* among the task's */
-    int64_t label[2]; /* IGNORED past the last row */
+/* A thread's two rows of a tile, i = 0 and 1, and what it reads of them while the tile is still being summed: from its
+ * registers nothing has to be waited for when the sums are there. */
+template <int MODE> struct TileRows {
+    int64_t row[2]; /* among the task's */
+    int64_t label[2];
+    float known[2];          /* EXPONENTIALS: the sample's maximum */
+    RowGradient gradient[2]; /* GRADIENT */
 
-    DEVICE Results(const Loss &loss_, const Task &task_, int64_t first) : loss(loss_), task(task_) {
+    DEVICE void load(const Loss &loss, const Task &task, int64_t first) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             row[i] = first + 8 * i;
-            label[i] = row[i] < task.rows ? loss.class_of(loss.load_label(task.first_row + row[i])) : IGNORED;
+            label[i] = loss.ignore_index;
+            known[i] = 0.0f;
+            gradient[i] = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            if (row[i] >= task.rows)
+                continue;
+            label[i] = loss.load_label(task.first_row + row[i]);
+            if constexpr (MODE == EXPONENTIALS)
+                known[i] = task.sample[row[i]].max;
+            if constexpr (MODE == GRADIENT)
+                gradient[i] = task.gradients[task.first_row + row[i]];
         }
     }
+};
 
-    /* The columns of j: column, and the next. */
-    static DEVICE int column_of(int j) {
-        return 8 * j + 2 * (threadIdx.x & 3);
-    }
+constexpr int CHUNK = 32; /* columns whose exponentials, packing and stores go side by side */
+
+/* What the sums d of a tile become. */
+template <typename T, int MODE> struct Results {
+    const Loss &loss;
+    const Task &task;
+    const TileRows<MODE> &rows;
 
     /* Adds the bias; columns that are not there become -inf. */
-    DEVICE void complete(float (&d)[HELD], int64_t first_class, int there) const {
+    DEVICE void complete(float (&d)[128], int64_t first_class, int there) const {
         if (task.bias)
 #pragma unroll
-            for (int j = 0; j < CLASSES / 8; j++)
+            for (int j = 0; j < 32; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     if (column_of(j) + c < there) {
@@ -126,108 +134,140 @@ template <typename T, int MODE> struct Results {
                     }
         if (there < CLASSES)
 #pragma unroll
-            for (int j = 0; j < CLASSES / 8; j++)
+            for (int j = 0; j < 32; j++)
 #pragma unroll
                 for (int c = 0; c < 2; c++)
                     if (column_of(j) + c >= there)
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
     }
 
-    DEVICE void note_label(const float (&d)[HELD], int i, int64_t first_class) const {
-        const int64_t at = label[i] - first_class;
-        if (label[i] < 0 || at < 0 || at >= CLASSES || (at / 2 % 4) != (threadIdx.x & 3))
+    /* The columns of j: column, and the next. */
+    static DEVICE int column_of(int j) {
+        return 8 * j + 2 * (threadIdx.x & 3);
+    }
+
+    /* Whether this thread holds column `at` of the `count` that begin at column `first`; -1 is none. */
+    static DEVICE bool holds(int at, int first, int count) {
+        return static_cast<unsigned>(at - first) < static_cast<unsigned>(count) &&
+               (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
+    }
+
+    DEVICE void note_label(const float (&d)[128], int i, int at) const {
+        if (!holds(at, 0, CLASSES))
             return;
 #pragma unroll
-        for (int j = 0; j < CLASSES / 8; j++)
+        for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (column_of(j) + c == at)
-                    task.z_label[task.first_row + row[i]] = d[4 * j + 2 * i + c];
+                    task.z_label[task.first_row + rows.row[i]] = d[4 * j + 2 * i + c];
     }
 
-    DEVICE void gather(float (&d)[HELD], int tile, int64_t first_class) const {
+    /* The maxima of both rows over the tile. */
+    static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
+        float of[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                of[k] = fmaxf(of[k], d[4 * j + k]);
+        max[0] = quad_max(fmaxf(of[0], of[1]));
+        max[1] = quad_max(fmaxf(of[2], of[3]));
+    }
+
+    /* Row i's columns of a chunk, each turned into what `f` makes of it. */
+    template <typename F> static DEVICE void turn_chunk(float (&e)[8], const float (&d)[128], int chunk, int i, F f) {
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            e[k] = f(d[4 * (chunk * (CHUNK / 8) + k / 2) + 2 * i + k % 2]);
+    }
+
+    DEVICE void store_chunk(const float (&e)[8], int i, int64_t column, int chunk, int there) const {
+        unsigned u[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+            u[m] = pair_of<T>(e[2 * m], e[2 * m + 1]);
+        const uint4 eight = turn_quad(u);
+        const int at = CHUNK * chunk + 8 * (threadIdx.x & 3);
+        if (rows.row[i] < task.rows && at < there) /* padding up to a multiple of 8 is written too */
+            *reinterpret_cast<uint4 *>(static_cast<T *>(task.out) + rows.row[i] * task.out_stride + column + at) =
+                eight;
+    }
+
+    DEVICE void gather(float (&d)[128], int tile, int64_t column, int there, const int (&at)[2]) const {
         const float rate = loss.scale * LOG2E;
+        float max[2], pivot[2], sum[2][2] = {};
+        find_maxima(d, max);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            note_label(d, i, first_class);
-            float max = -INFINITY, sum = 0.0f;
+            note_label(d, i, at[i]);
+            pivot[i] = pivot_at(max[i]);
+            if constexpr (MODE == EXPONENTIALS) {
+                const float known = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                if (!((max[i] - known) * loss.scale > HEADROOM))
+                    max[i] = pivot[i] = known;
+                const int64_t label = loss.class_of(rows.label[i]);
+                if (label < 0) { /* an ignored row: exponentials are 0; or one that is to be NaN */
 #pragma unroll
-            for (int j = 0; j < CLASSES / 8; j++)
-                max = fmaxf(max, fmaxf(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]));
-            max = quad_max(max);
-            float pivot = pivot_at(max);
-            if (MODE == EXPONENTIALS) {
-                const float known = row[i] < task.rows ? pivot_at(task.sample[row[i]].max) + MARGIN / loss.scale : 0.0f;
-                if (!((max - known) * loss.scale > HEADROOM))
-                    max = pivot = known;
-            }
-#pragma unroll
-            for (int j = 0; j < CLASSES / 8; j++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &z = d[4 * j + 2 * i + c];
-                    z = exp2_fast((z - pivot) * rate);
-                    sum += z;
+                    for (int j = 0; j < 32; j++)
+                        d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = label == IGNORED ? -INFINITY : NAN;
                 }
-            sum = quad_sum(sum);
-            if ((threadIdx.x & 3) == 0 && row[i] < task.rows)
-                task.stats[row[i] * task.tiles + tile] = {max, sum};
-            if (MODE == EXPONENTIALS && label[i] < 0) { /* an ignored row, or one that is to be NaN */
-                const float all = gradient_unread(label[i]).p;
-#pragma unroll
-                for (int j = 0; j < CLASSES / 8; j++)
-                    d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = all;
             }
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float e[8];
+                turn_chunk(e, d, chunk, i, [&](float z) { return exp2_fast((z - pivot[i]) * rate); });
+#pragma unroll
+                for (int k = 0; k < 8; k++)
+                    sum[i][k % 2] += e[k];
+                if constexpr (MODE == EXPONENTIALS)
+                    store_chunk(e, i, column, chunk, there);
+            }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float all = quad_sum(sum[i][0] + sum[i][1]);
+            if ((threadIdx.x & 3) == 0 && rows.row[i] < task.rows)
+                task.stats[rows.row[i] * task.tiles + tile] = {max[i], all};
         }
     }
 
-    DEVICE void differentiate(float (&d)[HELD], int64_t first_class) const {
+    DEVICE void differentiate(const float (&d)[128], int64_t column, int there, const int (&at)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            RowGradient gradient = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-            if (row[i] < task.rows)
-                gradient = task.gradients[task.first_row + row[i]];
+            const RowGradient &gradient = rows.gradient[i];
             const ScaledExp<T> exp(gradient.p, gradient.pivot, loss.scale);
-            const int64_t at = label[i] - first_class;
 #pragma unroll
-            for (int j = 0; j < CLASSES / 8; j++)
+            for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++) {
+                float e[8];
+                turn_chunk(e, d, chunk, i, [&](float z) { return gradient.constant ? gradient.p : exp.of(z); });
+                if (holds(at[i], CHUNK * chunk, CHUNK) && !gradient.constant) {
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &z = d[4 * j + 2 * i + c];
-                    z = gradient.constant ? gradient.p : exp.of(z);
-                    if (column_of(j) + c == at && !gradient.constant)
-                        z -= gradient.target;
+                    for (int k = 0; k < 8; k++)
+                        if (column_of(chunk * (CHUNK / 8) + k / 2) + k % 2 == at[i])
+                            e[k] -= gradient.target;
                 }
+                store_chunk(e, i, column, chunk, there);
+            }
         }
     }
 
-    DEVICE void store(const float (&d)[HELD], int64_t column, int there) const {
-        T *const out = static_cast<T *>(task.out);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int j = 0; j < CLASSES / 8; j += 4) {
-                unsigned u[4];
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-                    u[m] = pair_of<T>(d[4 * (j + m) + 2 * i], d[4 * (j + m) + 2 * i + 1]);
-                const uint4 eight = turn_quad(u);
-                const int at = 8 * (j + (threadIdx.x & 3));
-                if (row[i] < task.rows && at < there) /* padding up to a multiple of 8 is written too */
-                    *reinterpret_cast<uint4 *>(out + row[i] * task.out_stride + column + at) = eight;
-            }
-    }
-
-    DEVICE void finish(float (&d)[HELD], int tile) const {
+    DEVICE void finish(float (&d)[128], int tile) const {
         const int64_t column = int64_t(tile) * CLASSES, first_class = task.first_class + column;
         const int there = static_cast<int>(min(int64_t(CLASSES), task.classes - column));
+        int at[2]; /* the column of the label */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int64_t label = loss.class_of(rows.label[i]), from = label - first_class;
+            at[i] = label >= 0 && from >= 0 && from < there ? static_cast<int>(from) : -1;
+        }
         complete(d, first_class, there);
         if constexpr (MODE == GRADIENT)
-            differentiate(d, first_class);
+            differentiate(d, column, there, at);
         else
-            gather(d, tile, first_class);
-        if constexpr (MODE != STATISTICS)
-            store(d, column, there);
+            gather(d, tile, column, there, at);
     }
 };
 
@@ -257,10 +297,11 @@ struct Order {
 struct Ring {
     int step = 0;
     unsigned parity = 0;
-    DEVICE void advance(int by = 1) {
-        step += by;
-        parity ^= step / STEPS & 1;
-        step %= STEPS;
+    DEVICE void advance() {
+        if (++step == STEPS) {
+            step = 0;
+            parity ^= 1;
+        }
     }
 };
 
@@ -282,7 +323,7 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
     if (threadIdx.x == 0) {
         for (int i = 0; i < STEPS; i++) {
             barrier_init(&full[i], 1);
-            barrier_init(&empty[i], CLUSTER);
+            barrier_init(&empty[i], GROUPS * CLUSTER);
         }
         barriers_ready();
     }
@@ -313,45 +354,39 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
         take_registers<232>();
         const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
         Ring ring;
-        ring.advance(group * depth_steps);
-        if (group > 0)
-            named_arrive(1, GROUPS * GROUP); /* the first turn is the first warpgroup's */
-        for (int turn = first + group * stride; turn < order.count();
-             turn += GROUPS * stride, ring.advance(depth_steps)) {
-            int down, tile;
-            order.at(turn, &down, &tile);
-            float d[HALVES][HELD];
-            int before = 0;
-            named_wait(1 + group, GROUPS * GROUP);
+        int down, tile;
+        order.at(first, &down, &tile);
+        for (int turn = first; turn < order.count(); turn += stride) {
+            TileRows<MODE> rows;
+            float d[128];
+            int before = 0, next_down = 0, next_tile = 0;
             for (int k = 0; k < depth_steps; k++, ring.advance()) {
                 const char *const from = steps + ring.step * STEP_BYTES;
-                const uint64_t a = operand_of(from), b = operand_of(from + X_BYTES);
+                const uint64_t a = operand_of(from + group * GROUP_ROWS * DEPTH * 2), b = operand_of(from + X_BYTES);
                 barrier_wait(&full[ring.step], ring.parity);
                 products_begin();
 #pragma unroll
                 for (int part = 0; part < DEPTH / 16; part++)
-#pragma unroll
-                    for (int half = 0; half < HALVES; half++)
-                        multiply_step<T>(d[half], a + (half * HALF * DEPTH * 2 >> 4) + 2 * part, b + 2 * part,
-                                         k | part);
+                    multiply_64x256x16<T>(d, a + 2 * part, b + 2 * part, k | part);
                 products_commit();
                 if (k > 0) {
                     products_wait<1>();
                     if (thread < CLUSTER)
                         barrier_arrive_at(&empty[before], thread);
+                } else { /* what is done here takes no time from the products */
+                    rows.load(loss, task,
+                              (int64_t(down) * CLUSTER + rank) * ROWS + group * GROUP_ROWS + thread / WARP * 16 +
+                                  thread % WARP / 4);
+                    order.at(turn + stride, &next_down, &next_tile);
                 }
                 before = ring.step;
             }
-            named_arrive(1 + (group ^ 1), GROUPS * GROUP);
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
-#pragma unroll
-            for (int half = 0; half < HALVES; half++) {
-                const int64_t row =
-                    (int64_t(down) * CLUSTER + rank) * ROWS + half * HALF + thread / WARP * 16 + thread % WARP / 4;
-                Results<T, MODE>(loss, task, row).finish(d[half], tile);
-            }
+            Results<T, MODE>{loss, task, rows}.finish(d, tile);
+            down = next_down;
+            tile = next_tile;
         }
     }
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
@@ -363,10 +398,10 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
 /* ---- launching ----------------------------------------------------------------------------------------------------
  */
 
-/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of `box_rows` rows x 64 columns; what
- * lies outside of it reads as 0. */
+/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of 128 rows x 64 columns; what lies
+ * outside of it reads as 0. */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
-                              int64_t stride, int box_rows) {
+                              int64_t stride) {
     typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -382,7 +417,7 @@ static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *
     }
     const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
     const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[2] = {DEPTH, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+    const cuuint32_t box[2] = {DEPTH, ROWS}, step[2] = {1, 1};
     return encode(map, dtype == RAFTER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
                   const_cast<void *>(data), size, row_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -415,8 +450,8 @@ static inline rafter_status run(rafter_context *context, rafter_dtype dtype, con
                                 const void *w, int64_t w_stride, int64_t all_classes, const Loss &loss,
                                 const Task &task) {
     CUtensorMap x_map, w_map;
-    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride, ROWS) ||
-        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride, CLASSES / CLUSTER))
+    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride) ||
+        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride))
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: no tensor map could be made");
     const int64_t tiles = ceil_div<int64_t>(task.rows, CLUSTER * ROWS) * tiles_across(task.classes);
     const int64_t most = context->cuda_state->multiprocessors / CLUSTER;
