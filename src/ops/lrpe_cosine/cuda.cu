@@ -123,10 +123,19 @@ template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, flo
     return pack;
 }
 
+/* Of `rotate`, the fastest by measurement: sequences whose packs a thread loads before it uses the first, and blocks
+ * that share an SM's registers. */
+template <bool FORWARD, int F, bool DTHETA> struct Depth {
+    static constexpr bool ELEMENTWISE = F == RAFTER_ACT_RELU || F == RAFTER_ACT_SIGMOID || F == RAFTER_ACT_SILU;
+    static constexpr int AT_ONCE = FORWARD ? 4 : DTHETA ? 2 : F == FEATURES ? 1 : ELEMENTWISE ? 3 : 2;
+    static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : F == FEATURES ? 4 : ELEMENTWISE ? 2 : 3;
+};
+
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
-__global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> call, const Walk4 walk) {
+__global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
+    rotate(const Call<T> call, const Walk4 walk) {
     constexpr int INPUTS = FORWARD ? 1 : 3;
-    constexpr int AT_ONCE = FORWARD ? 4 : 2;  /* sequences whose packs are loaded before the first is used */
+    constexpr int AT_ONCE = Depth<FORWARD, F, DTHETA>::AT_ONCE;
     constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
     __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
@@ -590,7 +599,8 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         const int64_t each = steps * walk.tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
         const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
-        const int64_t pieces = blocks < wanted / 2 ? ceil_div(wanted / 2, blocks) : 1;
+        const int64_t at_a_time = (int64_t)state->multiprocessors * 3; /* one wave, not a little more than one */
+        const int64_t pieces = blocks < at_a_time ? at_a_time / blocks : 1;
         const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
         walk.batch = (int)(together < 4096 ? together : 4096);
     }
