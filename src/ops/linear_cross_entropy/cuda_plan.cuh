@@ -153,8 +153,10 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
         return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
     };
-    /* Exponentials need bf16's range; and a dz that is given by lse needs none of what they save. */
-    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics));
+    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save; and what they cost,
+     * further passes over x and dx, is less than the passes over logits that they save only where there are many
+     * classes. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics && p->classes > p->depth));
     if (p->fast)
         p->slice = p->classes;
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
