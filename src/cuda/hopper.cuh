@@ -86,10 +86,6 @@ DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int ro
                  : "memory");
 }
 
-DEVICE void prefetch_map(const CUtensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 /* ---- products -----------------------------------------------------------------------------------------------------
  */
 
