@@ -433,12 +433,16 @@ static inline bool allowed() {
 }
 
 /* Whether this build and device have the kernels: without sm_90a their bodies are empty, and so is their shared memory.
- */
+ * That is asked once, on the first device that could run them. */
 static inline bool available(const rafter_cuda_state *state) {
-    cudaFuncAttributes attributes;
-    return allowed() && state->compute_capability == 90 &&
-           cudaFuncGetAttributes(&attributes, multiply<bf16, STATISTICS>) == cudaSuccess &&
-           attributes.sharedSizeBytes > 0;
+    if (!allowed() || state->compute_capability != 90)
+        return false;
+    static const bool built = [] {
+        cudaFuncAttributes attributes;
+        return cudaFuncGetAttributes(&attributes, multiply<bf16, STATISTICS>) == cudaSuccess &&
+               attributes.sharedSizeBytes > 0;
+    }();
+    return built;
 }
 
 static inline int64_t tiles_across(int64_t classes) {
