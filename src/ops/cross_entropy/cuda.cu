@@ -234,7 +234,7 @@ template <int OPTIONS, typename T> DEVICE Gathered<OPTIONS> gather_anyhow(const 
 /* FORWARD, GRADIENT: the call may be a forward one, and may want dz. ANYHOW: elements of any stride, one at a time. */
 template <typename T, int OPTIONS, bool FORWARD, bool GRADIENT, bool ANYHOW>
 __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant__ Call c) {
-    constexpr int N = WIDE<T>;
+    [[maybe_unused]] constexpr int N = WIDE<T>;
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;
     const bool forward = FORWARD && loss.forward, gradient_wanted = GRADIENT && c.gradient;
@@ -282,21 +282,22 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
         __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
         T *const dz = c.dz.at<T>(row);
         const RowWriter<OPTIONS, T> writer(gradient, label, loss);
-        if (ANYHOW) {
+        if constexpr (ANYHOW) {
             for (int64_t v = lane; v < loss.classes; v += WARP)
                 dz[v * c.dz_step] = writer.of_one(z[v * c.z_step], v);
-            continue;
+        } else {
+            for (int64_t i = lane; i < stretch.packs; i += AHEAD<OPTIONS> * WARP) {
+                if (i >= AHEAD<OPTIONS> * WARP)
+                    group.load(stretch, i, WARP);
+#pragma unroll
+                for (int k = 0; k < AHEAD<OPTIONS>; k++)
+                    if (i + k * WARP < stretch.packs) {
+                        const int64_t at = stretch.head + (i + k * WARP) * N;
+                        store_whole<T, N>(dz + at, writer.of(group.packs[k], at));
+                    }
+            }
+            writer.write_edges(dz, stretch, lane, WARP);
         }
-        for (int64_t i = lane; i < stretch.packs; i += AHEAD<OPTIONS> * WARP) {
-            if (i >= AHEAD<OPTIONS> * WARP)
-                group.load(stretch, i, WARP);
-            for (int k = 0; k < AHEAD<OPTIONS>; k++)
-                if (i + k * WARP < stretch.packs) {
-                    const int64_t at = stretch.head + (i + k * WARP) * N;
-                    store_whole<T, N>(dz + at, writer.of(group.packs[k], at));
-                }
-        }
-        writer.write_edges(dz, stretch, lane, WARP);
     }
     if (forward)
         add_up(c, totals);
