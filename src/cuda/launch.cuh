@@ -16,7 +16,9 @@ struct Divisor {
     unsigned number, multiplier;
     int shift;
 
-    explicit Divisor(int64_t divisor = 1) : number(static_cast<unsigned>(divisor)), multiplier(0), shift(0) {
+    Divisor() : Divisor(1) {
+    }
+    explicit Divisor(int64_t divisor) : number(static_cast<unsigned>(divisor)), multiplier(0), shift(0) {
         while (shift < 31 && static_cast<int64_t>(1) << shift < divisor)
             shift++;
         /* Above 2^(31 + shift) / divisor by at most 1, which is not seen for dividends below 2^31. */

@@ -9,8 +9,9 @@
  *
  * so that position 10^6 is as accurate as position 1, at zeros of the sine and cosine too. What is left of the nearest
  * quarter turn goes through polynomials in fp32: 2 units in the last place, or, with two thirds of the instructions, a
- * relative error of 2^-16 where results of 16 bits are all that is made of them. Angles too small for fixed point, below
- * 2^-10 of a quarter turn, are taken from the product in fp32, so that the sine of a tiny angle has all its digits.
+ * relative error of 2^-16 where results of 16 bits are all that is made of them. Angles too small for fixed point,
+ * below 2^-10 of a quarter turn, are taken from the product in fp32, so that the sine of a tiny angle has all its
+ * digits.
  */
 #ifndef RAFTER_CUDA_SINCOS_CUH
 #define RAFTER_CUDA_SINCOS_CUH
@@ -70,7 +71,8 @@ DEVICE Position position_of(int64_t n) {
 }
 
 /* FAR: the position is 2^32 or more. SHORT: for 16 bits. */
-template <bool FAR, bool SHORT> DEVICE void sincos_at(const Turns turns, const Position &position, float *sine, float *cosine) {
+template <bool FAR, bool SHORT>
+DEVICE void sincos_at(const Turns turns, const Position &position, float *sine, float *cosine) {
     /* The upper 64 of the 96 bits. */
     const uint64_t lower = (uint64_t)turns.middle * position.low + __umulhi(turns.low, position.low);
     unsigned high = turns.high * position.low + (unsigned)(lower >> 32), low = (unsigned)lower;
@@ -110,6 +112,15 @@ template <bool FAR, bool SHORT> DEVICE void sincos_at(const Turns turns, const P
     const bool odd = nearest & 0x40000000u;
     *sine = __uint_as_float(__float_as_uint(odd ? c : s) ^ (nearest & 0x80000000u) ^ position.sign);
     *cosine = __uint_as_float(__float_as_uint(odd ? s : c) ^ (nearest + 0x40000000u & 0x80000000u));
+}
+
+/* To 2^-21 of a full swing, however small the sine or cosine is, for a position below 2^32: a quarter of the
+ * instructions, for sums that such an error is lost in. */
+DEVICE void sincos_roughly(const Turns turns, const Position &position, float *sine, float *cosine) {
+    const unsigned turn = turns.high * position.low + __umulhi(turns.middle, position.low);
+    const float angle = (float)(int)turn * (6.28318530717958647693f * 0x1p-32f);
+    *sine = __uint_as_float(__float_as_uint(__sinf(angle)) ^ position.sign);
+    *cosine = turns.quarters == turns.quarters ? __cosf(angle) : NAN; /* the one NaN makes sums with it NaN */
 }
 
 /* The same for COUNT entries of a table, `apart` from each other. */

@@ -17,7 +17,7 @@
  * What the lines hold and what becomes of them is a Job's affair:
  *
  *     T, N              storage type; elements of a pack
- *     LINES             lines of a thread: one, or those of its packs
+ *     LINES             lines of a thread, a power of two: one, or those of its packs
  *     MOST_LINES        lines of a strip
  *     INPUTS            packs that make an item
  *     ITEMS             items of a thread that are loaded at a time
@@ -33,7 +33,7 @@
  *     source(place, input)                 address of the place's first pack
  *     row_stride(input)                    elements from a row to the next
  *     has(place, input), blank(input)      whether the strip has an input, and what stands for packs that are not there
- *     accumulate(statistics, items, ...)   adds items to the thread's statistics
+ *     accumulate<FIRST>(statistics, ...)   adds items to the thread's statistics, which are clear if they are the FIRST
  *     conclude(values, strip, line)        turns the statistics of a whole line into what finish() wants; called by one
  *                                          thread for each line
  *     finish(values, items, ...)           writes the results of items
@@ -49,9 +49,11 @@
 struct Cut {
     int64_t rows;    /* of a strip: elements of its lines, or along a row packs */
     int64_t covered; /* rows of a chunk */
+    int64_t blocks;  /* of the launch; one that has too many for a grid is refused, whatever the numbers below are */
     unsigned strips, chunks, delay; /* chunks of a strip; blocks of the first phase that start before the second */
     Divisor of_strip;               /* blocks of one phase that belong to a strip */
-    int across, rounds;             /* threads side by side in a strip, a power of two; times that they take ITEMS */
+    int across, across_log2;        /* threads side by side in a strip, a power of two */
+    int rounds;                     /* times that they take ITEMS */
 };
 
 /* Statistics of a thread's lines. The maximum starts from the lowest finite number: a line of all -inf then has a sum
@@ -96,8 +98,8 @@ template <int LINES, bool HAS_MAX, int SUMS> struct Statistics {
 template <class Job> using StatisticsOf = Statistics<Job::LINES, Job::HAS_MAX, Job::SUMS>;
 
 /* Makes the statistics of lines [first, first + LINES) relative to maxima that cover a pack's elements too. A line is
- * column j of packs, or all of them. */
-template <int LINES, int ALL, int SUMS, typename T, int N>
+ * column j of packs, or all of them. CLEAR: nothing has been added yet. */
+template <bool CLEAR, int LINES, int ALL, int SUMS, typename T, int N>
 DEVICE void cover(Statistics<ALL, true, SUMS> &statistics, int first, const Pack<T, N> &pack) {
     float x[N], top[LINES];
     unpack(pack, x);
@@ -109,7 +111,22 @@ DEVICE void cover(Statistics<ALL, true, SUMS> &statistics, int first, const Pack
         top[j % LINES] = fmaxf(top[j % LINES], x[j]);
 #pragma unroll
     for (int line = 0; line < LINES; line++)
-        statistics.rebase(first + line, top[line]);
+        if constexpr (CLEAR)
+            statistics.max[first + line] = top[line];
+        else
+            statistics.rebase(first + line, top[line]);
+}
+
+/* Neighbouring numbers, 16 bytes at a time if there are so many: then the first is aligned. */
+template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
+    constexpr int EACH = N % 4 == 0 ? 4 : 1;
+#pragma unroll
+    for (int j = 0; j < N; j += EACH) {
+        const Pack<float, EACH> pack = *reinterpret_cast<const Pack<float, EACH> *>(from + j);
+#pragma unroll
+        for (int k = 0; k < EACH; k++)
+            to[j + k] = pack.v[k];
+    }
 }
 
 /* What a thread works on at a time: up to ITEMS items, `step` rows apart, in places of shared memory that no other
@@ -125,13 +142,13 @@ template <class Job> struct Items {
     }
 };
 
-template <class Job> constexpr size_t STAGED_BYTES =
-    (size_t)Job::ITEMS *Job::INPUTS *Job::THREADS *Job::N * sizeof(typename Job::T);
+template <class Job>
+constexpr size_t STAGED_BYTES = (size_t)Job::ITEMS *Job::INPUTS *Job::THREADS *Job::N * sizeof(typename Job::T);
 
 template <class Job> struct StripShared {
     static constexpr int COUNT = StatisticsOf<Job>::COUNT;
-    float area[COUNT][Job::THREADS / WARP * Job::MOST_LINES];
-    float total[COUNT][Job::MOST_LINES];
+    alignas(16) float area[COUNT][Job::THREADS / WARP * Job::MOST_LINES];
+    alignas(16) float total[COUNT][Job::MOST_LINES];
     typename Job::Table table;
 };
 
@@ -143,34 +160,47 @@ struct Meeting {
 };
 
 /* Combines what all threads of a block have for each line, always in the same order; f(line, statistics) is called by
- * one thread for each. Threads `across` apart hold the same lines, LINES of them each; across is a power of two. */
+ * one thread for each. Threads 2^across_log2 apart hold the same lines, LINES of them each. */
 template <class Job, int LINES, class F>
-DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across, StripShared<Job> &shared, F f) {
-    constexpr int COUNT = StatisticsOf<Job>::COUNT;
-    const int lines = across * LINES, together = across < WARP ? WARP : across;
+DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across_log2, StripShared<Job> &shared,
+                          F f) {
+    constexpr int COUNT = StatisticsOf<Job>::COUNT, WARP_LOG2 = 5;
+    const int across = 1 << across_log2, lines = across * LINES,
+              together_log2 = across_log2 < WARP_LOG2 ? WARP_LOG2 : across_log2;
+    const int group = threadIdx.x >> together_log2, place = threadIdx.x & ((1 << together_log2) - 1);
+    if constexpr (Job::HAS_MAX) {
+        float top[LINES];
+#pragma unroll
+        for (int j = 0; j < LINES; j++)
+            top[j] = mine.max[j];
+        for (int apart = WARP / 2; apart >= across; apart /= 2)
+#pragma unroll
+            for (int j = 0; j < LINES; j++)
+                top[j] = fmaxf(top[j], __shfl_xor_sync(~0u, top[j], apart));
+#pragma unroll
+        for (int j = 0; j < LINES; j++)
+            mine.rebase(j, top[j]);
+    }
     for (int apart = WARP / 2; apart >= across; apart /= 2)
 #pragma unroll
-        for (int j = 0; j < LINES; j++) {
-            if constexpr (Job::HAS_MAX)
-                mine.rebase(j, fmaxf(mine.max[j], __shfl_xor_sync(~0u, mine.max[j], apart)));
+        for (int j = 0; j < LINES; j++)
 #pragma unroll
             for (int k = 0; k < Job::SUMS; k++)
                 mine.sum[k][j] += __shfl_xor_sync(~0u, mine.sum[k][j], apart);
-        }
-    if (threadIdx.x % together < across)
+    if (place < across)
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < LINES; j++)
-                shared.area[k][threadIdx.x / together * lines + threadIdx.x % across * LINES + j] = mine.value(k, j);
+                shared.area[k][group * lines + place * LINES + j] = mine.value(k, j);
     __syncthreads();
     if (threadIdx.x < lines) {
         Statistics<1, Job::HAS_MAX, Job::SUMS> all, one;
         all.clear();
-        for (int group = 0; group < Job::THREADS / together; group++) {
+        for (int g = 0; g < Job::THREADS >> together_log2; g++) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
-                one.value(k, 0) = shared.area[k][group * lines + threadIdx.x];
+                one.value(k, 0) = shared.area[k][g * lines + threadIdx.x];
             all.add(0, one, 0);
         }
         f(static_cast<int>(threadIdx.x), all);
@@ -189,10 +219,10 @@ template <class Job> struct Part {
     DEVICE Part(const Job &job, const Cut &cut, unsigned index, unsigned chunk)
         : job(job), cut(cut), strip(job.strip_at(index)) {
         extern __shared__ uint4 staged_memory[];
-        items.step = Job::THREADS / cut.across;
+        items.step = Job::THREADS >> cut.across_log2;
         items.staged = reinterpret_cast<typename Items<Job>::P *>(staged_memory) + threadIdx.x;
-        row = chunk * cut.covered + threadIdx.x / cut.across;
-        place = job.locate(strip, threadIdx.x % cut.across, row);
+        row = chunk * cut.covered + (threadIdx.x >> cut.across_log2);
+        place = job.locate(strip, threadIdx.x & (cut.across - 1), row);
     }
     /* Starts to load the items of a round. AGAIN: for the last time, else they will be read again soon. */
     template <bool AGAIN> DEVICE void start(int round) {
@@ -201,21 +231,24 @@ template <class Job> struct Part {
         items.row = row + items.down;
         const int64_t left = place.active ? cut.rows - items.row : 0;
         items.count = left > Job::ITEMS * items.step ? Job::ITEMS
-                      : left > 0                     ? ((int)left + items.step - 1) / items.step
+                      : left > 0                     ? (((int)left - 1) << cut.across_log2) / Job::THREADS + 1
                                                      : 0;
 #pragma unroll
         for (int input = 0; input < Job::INPUTS; input++) {
-            const int64_t stride = job.row_stride(input);
+            const int64_t stride = job.row_stride(input), apart = items.step * stride;
             const typename Job::T *from = job.source(place, input) + items.down * stride;
             const int count = job.has(place, input) ? items.count : 0;
+            if (count == Job::ITEMS)
 #pragma unroll
-            for (int i = 0; i < Job::ITEMS; i++) {
-                if (i < count)
+                for (int i = 0; i < Job::ITEMS; i++, from += apart)
                     copy_async(&items.in(i, input), from, policy);
-                else
-                    items.in(i, input) = job.blank(input);
-                from += items.step * stride;
-            }
+            else
+#pragma unroll 1
+                for (int i = 0; i < Job::ITEMS; i++, from += apart)
+                    if (i < count)
+                        copy_async(&items.in(i, input), from, policy);
+                    else
+                        items.in(i, input) = job.blank(input);
         }
         copy_commit();
     }
@@ -242,12 +275,12 @@ DEVICE void accumulate(const Job &job, Part<Job> &part, StatisticsOf<Job> &stati
     statistics.clear();
     part.template start<false>(0);
     job.prepare(shared.table, part.strip);
-    for (int round = 0;;) {
-        copy_wait<0>();
-        job.accumulate(statistics, part.items, part.place, shared.table);
-        if (++round == part.cut.rounds)
-            break;
+    copy_wait<0>();
+    job.template accumulate<true>(statistics, part.items, part.place, shared.table);
+    for (int round = 1; round < part.cut.rounds; round++) {
         part.template start<false>(round);
+        copy_wait<0>();
+        job.template accumulate<false>(statistics, part.items, part.place, shared.table);
     }
 }
 
@@ -257,7 +290,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM) strip_in_block(cons
     Part<Job> part(job, cut, blockIdx.x, 0);
     StatisticsOf<Job> statistics;
     accumulate(job, part, statistics, shared);
-    combine_block<Job>(statistics, cut.across, shared, [&](int line, auto &all) {
+    combine_block<Job>(statistics, cut.across_log2, shared, [&](int line, auto &all) {
         conclude(job, all, part.strip, line, [&](int k, float value) { shared.total[k][line] = value; });
     });
     __syncthreads();
@@ -281,16 +314,14 @@ DEVICE void take_statistics(const Job &job, const Cut &cut, const Meeting &meeti
     accumulate(job, part, statistics, shared);
     const int lines = cut.across * Job::LINES;
     float *const to = meeting.statistics + ((int64_t)strip * cut.chunks + chunk) * (COUNT * lines);
-    combine_block<Job>(statistics, cut.across, shared, [&](int line, auto &all) {
+    combine_block<Job>(statistics, cut.across_log2, shared, [&](int line, auto &all) {
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
             to[k * lines + line] = all.value(k, 0);
     });
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        atomicAdd(meeting.arrived + strip, 1);
-    }
+    if (threadIdx.x == 0)
+        add_release(meeting.arrived + strip, 1);
 }
 
 /* Between the phases: the statistics of a whole strip, for MERGERS blocks, each of which takes some of its lines. */
@@ -300,8 +331,8 @@ template <class Job>
 DEVICE void merge_statistics(const Job &job, const Cut &cut, const Meeting &meeting, unsigned strip, int merger,
                              StripShared<Job> &shared) {
     constexpr int COUNT = StatisticsOf<Job>::COUNT, AT_A_TIME = 8;
-    const int lines = cut.across * Job::LINES, each = lines < MERGERS ? 1 : lines / MERGERS,
-              groups = Job::THREADS / each, first = merger * each;
+    const int lines = cut.across * Job::LINES, each_log2 = lines < MERGERS ? 0 : 31 - __clz(lines / MERGERS),
+              each = 1 << each_log2, groups = Job::THREADS >> each_log2, first = merger * each;
     if (first >= lines)
         return;
     if (threadIdx.x == 0)
@@ -309,10 +340,10 @@ DEVICE void merge_statistics(const Job &job, const Cut &cut, const Meeting &meet
             ;
     __syncthreads();
     const float *const from =
-        meeting.statistics + (int64_t)strip * cut.chunks * (COUNT * lines) + first + threadIdx.x % each;
+        meeting.statistics + (int64_t)strip * cut.chunks * (COUNT * lines) + first + (threadIdx.x & (each - 1));
     Statistics<1, Job::HAS_MAX, Job::SUMS> mine, other[AT_A_TIME];
     mine.clear();
-    for (unsigned chunk = threadIdx.x / each; chunk < cut.chunks; chunk += groups * AT_A_TIME) {
+    for (unsigned chunk = threadIdx.x >> each_log2; chunk < cut.chunks; chunk += groups * AT_A_TIME) {
 #pragma unroll
         for (int i = 0; i < AT_A_TIME; i++) {
             other[i].clear();
@@ -325,7 +356,7 @@ DEVICE void merge_statistics(const Job &job, const Cut &cut, const Meeting &meet
         for (int i = 0; i < AT_A_TIME; i++)
             mine.add(0, other[i], 0);
     }
-    combine_block<Job>(mine, each, shared, [&](int line, auto &all) {
+    combine_block<Job>(mine, each_log2, shared, [&](int line, auto &all) {
         unsigned *const to = meeting.merged + (int64_t)strip * (COUNT * lines) + first + line;
         conclude(job, all, job.strip_at(strip), first + line,
                  [&](int k, float value) { store_flagged(to + k * lines, value); });
@@ -368,9 +399,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     const unsigned all = cut.strips * cut.of_strip.number, alternating = 2 * (all - cut.delay);
     const int behind = static_cast<int>(blockIdx.x - cut.delay);
     const bool ending = behind >= static_cast<int>(alternating), second = behind >= 0 && (ending || behind % 2 == 1);
-    const unsigned index = behind < 0 ? blockIdx.x
-                           : ending   ? blockIdx.x - all
-                                      : behind / 2 + (second ? 0 : cut.delay);
+    const unsigned index = behind < 0 ? blockIdx.x : ending ? blockIdx.x - all : behind / 2 + (second ? 0 : cut.delay);
     const unsigned strip = cut.of_strip.quotient(index), chunk = index - strip * cut.of_strip.number;
     if (chunk < cut.chunks)
         second ? write_results(job, cut, meeting, strip, chunk, shared)
@@ -383,19 +412,22 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
  * ------------------------------------------------------------------------------------------------------------- */
 
 template <class Job> static inline Cut cut_into_strips(int64_t strips, int64_t rows, int across, bool one_chunk) {
-    constexpr int64_t MOST_CHUNKS = 1024, BEHIND = 10 << 20;
+    constexpr int64_t MOST_CHUNKS = 1024, BEHIND = 16 << 20;
     const int64_t step = Job::THREADS / across * Job::ITEMS, steps = ceil_div(rows, step);
-    const int64_t rounds = one_chunk ? steps : ceil_div(steps, MOST_CHUNKS), chunks = ceil_div(steps, rounds);
+    const int64_t rounds = one_chunk || steps <= 2 ? steps : ceil_div(steps, MOST_CHUNKS),
+                  chunks = ceil_div(steps, rounds);
     const int64_t of_strip = chunks + MERGERS, all = strips * of_strip;
     const int64_t delay = of_strip + ceil_div(BEHIND, rounds * (int64_t)STAGED_BYTES<Job>);
     Cut cut;
     cut.rows = rows;
     cut.covered = rounds * step;
+    cut.blocks = chunks == 1 ? strips : 2 * all;
     cut.strips = (unsigned)strips;
     cut.chunks = (unsigned)chunks;
     cut.delay = (unsigned)(delay < all ? delay : all);
     cut.of_strip = Divisor(of_strip);
     cut.across = across;
+    cut.across_log2 = Divisor(across).shift;
     cut.rounds = (int)rounds;
     return cut;
 }
@@ -419,13 +451,13 @@ template <class Job> struct StripScratch {
 template <class Job>
 static inline void launch_strips(const rafter_context *context, const Job &job, const Cut &cut, char *scratch) {
     if (cut.chunks == 1)
-        return launch(context, {cut.strips, Job::THREADS, STAGED_BYTES<Job>}, strip_in_block<Job>, job, cut);
+        return launch(context, {cut.blocks, Job::THREADS, STAGED_BYTES<Job>}, strip_in_block<Job>, job, cut);
     const StripScratch<Job> sizes(cut);
     cudaMemsetAsync(scratch, 0xff, sizes.merged + sizes.arrived, context->cuda_state->stream); /* EMPTY, and -1 */
     const Meeting meeting = {reinterpret_cast<float *>(scratch + sizes.merged + sizes.arrived),
                              reinterpret_cast<unsigned *>(scratch),
                              reinterpret_cast<unsigned *>(scratch + sizes.merged)};
-    launch(context, {2 * (int64_t)cut.strips * cut.of_strip.number, Job::THREADS, STAGED_BYTES<Job>}, strip_in_phases<Job>, job, cut, meeting);
+    launch(context, {cut.blocks, Job::THREADS, STAGED_BYTES<Job>}, strip_in_phases<Job>, job, cut, meeting);
 }
 
 #endif

@@ -168,8 +168,8 @@ template <typename T, int N> DEVICE Pack<T, N> larger(const Pack<T, N> &a, const
                     __hmax2(*reinterpret_cast<const __nv_bfloat162 *>(&a.v[j]),
                             *reinterpret_cast<const __nv_bfloat162 *>(&b.v[j]));
             else
-                *reinterpret_cast<__half2 *>(&pack.v[j]) = __hmax2(*reinterpret_cast<const __half2 *>(&a.v[j]),
-                                                                   *reinterpret_cast<const __half2 *>(&b.v[j]));
+                *reinterpret_cast<__half2 *>(&pack.v[j]) =
+                    __hmax2(*reinterpret_cast<const __half2 *>(&a.v[j]), *reinterpret_cast<const __half2 *>(&b.v[j]));
         }
     } else {
 #pragma unroll
@@ -279,7 +279,10 @@ DEVICE unsigned load_relaxed(const unsigned *p) {
     return value;
 }
 
-/* What a block that has seen `value` here may read of what was written before it. */
+/* A block that has waited for all its threads and then adds here lets whoever sees it read what they have written. */
+DEVICE void add_release(unsigned *p, unsigned value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
 DEVICE unsigned load_acquire(const unsigned *p) {
     unsigned value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");

@@ -252,10 +252,9 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
 /* ---- softmax of all other lines
  * ---------------------------------------------------------------------------------------- */
 
-/* A job of cuda/strips.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one line
- * of neighbouring elements, and a "row" is a pack of it. */
-template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = FORWARD ? 8 : 4, int PER_SM_ = 5>
-struct Softmax {
+/* A job of cuda/strips.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
+ * line of neighbouring elements, and a "row" is a pack of it. */
+template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_SM_ = FORWARD ? 5 : 3> struct Softmax {
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
     static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = ITEMS_, SUMS = 1, THREADS = 256, PER_SM = PER_SM_;
@@ -319,13 +318,14 @@ struct Softmax {
         return pack;
     }
 
+    template <bool FIRST>
     DEVICE void accumulate(Stats &statistics, const Items<Softmax> &items, const Place &, const Table &) const {
         if constexpr (FORWARD) {
             Pack<T, N> top = items.in(0, 0);
 #pragma unroll 4
             for (int i = 1; i < ITEMS; i++)
                 top = larger(top, items.in(i, 0));
-            cover<LINES>(statistics, 0, top);
+            cover<FIRST, LINES>(statistics, 0, top);
         }
 #pragma unroll 2
         for (int i = 0; i < ITEMS; i++) {
@@ -353,9 +353,7 @@ struct Softmax {
         float value[Stats::COUNT][LINES];
 #pragma unroll
         for (int k = 0; k < Stats::COUNT; k++)
-#pragma unroll
-            for (int line = 0; line < LINES; line++)
-                value[k][line] = values[k][place.column * LINES + line];
+            read_numbers(values[k] + place.column * LINES, value[k]);
 #pragma unroll 2
         for (int i = 0; i < ITEMS; i++) {
             float x[N], d[N];

@@ -71,12 +71,27 @@ enum {
 
 /* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. */
 struct Walk4 {
-    int across, lanes; /* threads side by side in a block; threads that a head is given, some of them idle */
+    Divisor across, tiles, row_chunks; /* across: threads side by side in a block */
+    /* Threads that a head is given, some of them idle; then either a tile has several heads, of `lanes` threads, or a
+     * head several tiles. */
+    int lanes, heads_of_tile;
+    Divisor tiles_of_head, lanes_of_tile; /* the smaller of lanes and across */
     int f, batch;
-    int64_t tiles, row_chunks, batch_chunks, rows;
+    int64_t batch_chunks, rows;
     const float *statistics; /* GIVEN: of each line [B, N, H] the maximum, 1 / sum, and in backward the sum of p g */
     double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
 };
+
+/* Where column `column` of a tile is. */
+struct Feature {
+    int64_t head, pack;
+};
+DEVICE Feature feature_at(const Walk4 &walk, unsigned tile, unsigned column) {
+    const unsigned head = walk.tiles_of_head.quotient(tile), in_tile = walk.lanes_of_tile.quotient(column);
+    return {(int64_t)head * walk.heads_of_tile + in_tile,
+            (int64_t)(tile - head * walk.tiles_of_head.number) * walk.across.number +
+                (column - in_tile * walk.lanes_of_tile.number)};
+}
 
 /* ---- all but the softmax over the sequence
  * ----------------------------------------------------------------------------- */
@@ -131,51 +146,69 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> 
     constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
     __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
-    const int f = F == ANY ? walk.f : F, across = walk.across, column = threadIdx.x % across, step = THREADS / across;
+    const int f = F == ANY ? walk.f : F, across = (int)walk.across.number, step = THREADS >> walk.across.shift,
+              line = threadIdx.x >> walk.across.shift, column = threadIdx.x & (across - 1);
     const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
-    const int64_t tile = blockIdx.x % walk.tiles, chunk = blockIdx.x / walk.tiles;
-    const int64_t top = chunk % walk.row_chunks * walk.rows,
+    const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
+    const unsigned batch_chunk = walk.row_chunks.quotient(chunk);
+    const int64_t top = (chunk - batch_chunk * walk.row_chunks.number) * walk.rows,
                   bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
-    const int64_t first_b = chunk / walk.row_chunks * walk.batch, left = call.batch - first_b;
+    const int64_t first_b = (int64_t)batch_chunk * walk.batch, left = call.batch - first_b;
     const int sequences = left < walk.batch ? (int)left : walk.batch;
-    const int64_t place = tile * across + column, h = place / walk.lanes, d = place % walk.lanes * N;
+    const Feature feature = feature_at(walk, tile, column);
+    const int64_t h = feature.head, d = feature.pack * N;
     const bool active = h < call.heads && d < call.features;
-
-    for (int i = threadIdx.x; i < N * across; i += THREADS) {
-        const int64_t at = tile * across + i % across, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i / across;
-        turns[i] = at_h < call.heads && at_d < call.features ? call.turns(at_h, at_d) : Turns();
-    }
-    __syncthreads();
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
     const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
+    const auto at = [&](const Strides &stride, int64_t n) {
+        return first_b * stride.b + n * stride.n + h * stride.h + d * stride.d;
+    };
+    const T *x = call.x + at(call.x_step, top + line), *dy = call.dy + at(call.y_step, top + line);
+    Pack<T, N> packs[AT_ONCE][INPUTS];
+    const auto load = [&](bool has, int b) { /* from sequence b on, where x and dy point to */
+#pragma unroll
+                                             for (int i = 0; i < AT_ONCE; i++) {
+                                                 const bool there = has && b + i < sequences;
+                                                 if (reads_x)
+                                                     packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
+                                                 if constexpr (!FORWARD) {
+                                                     packs[i][1] = load_or<T, N>(dy, there, 0.0f);
+                                                     packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
+                                                 }
+                                                 x += call.x_step.b;
+                                                 dy += call.y_step.b;
+                                             }
+    };
+
+    /* Under way while the table is made and the angles are computed. */
+    load(active && top + line < bottom, 0);
+    for (int i = threadIdx.x; i < N * across; i += THREADS) {
+        const Feature of_entry = feature_at(walk, tile, i & (across - 1));
+        const int64_t entry_d = of_entry.pack * N + (i >> walk.across.shift);
+        turns[i] = of_entry.head < call.heads && entry_d < call.features ? call.turns(of_entry.head, entry_d) : Turns();
+    }
+    __syncthreads();
+
     double moment[DTHETA ? N : 1] = {};
     for (int64_t row = top; row < bottom; row += step) {
-        const int64_t n = row + threadIdx.x / across;
+        const int64_t n = row + line;
         const bool has = active && n < bottom;
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
+        if (row > top) {
+            x = call.x + at(call.x_step, n);
+            dy = call.dy + at(call.y_step, n);
+            load(has, 0);
+        }
         sincos_of<IS_SHORT<T> && FORWARD>(turns + column, across, position, sine, cosine);
 
-        const T *x = call.x + first_b * call.x_step.b + n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
-        const T *dy = call.dy + first_b * call.y_step.b + n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
-        T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
+        T *out = call.out + at(out_step, n);
         for (int b = 0; b < sequences; b += AT_ONCE) {
-            Pack<T, N> packs[AT_ONCE][INPUTS];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const bool there = has && b + i < sequences;
-                if (reads_x)
-                    packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
-                if constexpr (!FORWARD) {
-                    packs[i][1] = load_or<T, N>(dy, there, 0.0f);
-                    packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
-                }
-                x += call.x_step.b;
-                dy += call.y_step.b;
-            }
+            if (b > 0)
+                load(has, b);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i += TOGETHER) {
                 float v[TOGETHER][N], dot[TOGETHER] = {}; /* x, then f(x) of a softmax */
@@ -254,9 +287,10 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> 
             double sum = 0.0;
             for (int r = 0; r < step; r++)
                 sum += moments[r * across * N + i];
-            const int64_t at = tile * across + i / N, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i % N;
-            if (at_h < call.heads && at_d < call.features)
-                walk.moments[(chunk * call.heads + at_h) * call.features + at_d] = sum;
+            const Feature of_entry = feature_at(walk, tile, i / N);
+            const int64_t entry_d = of_entry.pack * N + i % N;
+            if (of_entry.head < call.heads && entry_d < call.features)
+                walk.moments[(chunk * call.heads + of_entry.head) * call.features + entry_d] = sum;
         }
     }
 }
@@ -276,7 +310,7 @@ __global__ void __launch_bounds__(THREADS) line_statistics(const Call<T> call, f
         const Pack<T, N> pack = load_l2<T, N>(x_row + d * call.x_step.d);
         float x[N];
         unpack(pack, x);
-        cover<1>(mine, 0, pack);
+        cover<false, 1>(mine, 0, pack);
 #pragma unroll
         for (int j = 0; j < N; j++)
             mine.sum[0][0] += exp2_fast((x[j] - mine.max[0]) * LOG2E);
@@ -350,9 +384,12 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* ---- softmax over the sequence
  * ----------------------------------------------------------------------------------------- */
 
-/* A job of cuda/strips.cuh: a strip is some neighbouring packs of a head, in SEQUENCES sequences of the batch, which have
- * one position and so share their angles. */
-template <typename T_, int N_, bool FORWARD, bool DTHETA, int SEQUENCES, int ITEMS_ = 4, int PER_SM_ = FORWARD ? 4 : 3>
+/* A job of cuda/strips.cuh: a strip is some neighbouring packs of a head, in SEQUENCES sequences of the batch, which
+ * have one position and so share their angles. */
+template <typename T_, int N_, bool FORWARD, bool DTHETA, int SEQUENCES, int ITEMS_ = 8,
+          int PER_SM_ = !FORWARD         ? 2
+                        : SEQUENCES == 2 ? 3
+                                         : 4>
 struct Columns {
     typedef T_ T;
     static constexpr int N = N_, LINES = SEQUENCES * N, MOST_LINES = SEQUENCES * (N == 1 ? WARP : 8 * N);
@@ -362,8 +399,8 @@ struct Columns {
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {
         Turns turns[MOST_LINES / SEQUENCES]; /* [element of a pack][pack] */
-        alignas(16) float cosine[FORWARD ? 1 : MOST_LINES], sine[FORWARD ? 1 : MOST_LINES]; /* of the angle between items,
-                                                                                               [pack][element] */
+        alignas(16) float cosine[FORWARD ? 1 : MOST_LINES], sine[FORWARD ? 1 : MOST_LINES]; /* of the angle between
+                                                                                               items, [pack][element] */
     };
     struct Strip {
         int64_t b, h, pack; /* the first sequence, the head, the first pack */
@@ -377,8 +414,8 @@ struct Columns {
     };
 
     Call<T> call;
-    int64_t packs; /* of a head */
-    int across;    /* packs of a strip */
+    int64_t packs;         /* of a head */
+    int across;            /* packs of a strip */
     Divisor groups, heads; /* strips side by side in a head */
     double *moments;
 
@@ -388,9 +425,7 @@ struct Columns {
     }
     DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
         const int64_t b = strip.b, pack = strip.pack + column, d = pack * N, left = call.batch - b;
-        const auto at = [&](const Strides &step) {
-            return b * step.b + row * step.n + strip.h * step.h + d * step.d;
-        };
+        const auto at = [&](const Strides &step) { return b * step.b + row * step.n + strip.h * step.h + d * step.d; };
         Place place;
         place.in[0] = call.x + at(call.x_step);
         if constexpr (!FORWARD) {
@@ -442,19 +477,28 @@ struct Columns {
     DEVICE void angles(const Items<Columns> &items, int i, const Place &place, const Table &table, float (&cosine)[N],
                        float (&sine)[N]) const {
         if (FORWARD || i == 0 || call.positions) {
-            sincos_of<IS_SHORT<T> && FORWARD>(table.turns + place.column, across,
-                                              position_of(position(items, i, place)), sine, cosine);
+            const Position at = position_of(position(items, i, place));
+            const Turns *const turns = table.turns + place.column;
+            if (!FORWARD && IS_SHORT<T> && at.high == 0)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    sincos_roughly(turns[j * across], at, &sine[j], &cosine[j]);
+            else
+                sincos_of<IS_SHORT<T> && FORWARD>(turns, across, at, sine, cosine);
         } else {
+            float c[N], s[N];
+            read_numbers(table.cosine + place.column * N, c);
+            read_numbers(table.sine + place.column * N, s);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float c = table.cosine[place.column * N + j], s = table.sine[place.column * N + j],
-                            before = cosine[j];
-                cosine[j] = fmaf(before, c, -sine[j] * s);
-                sine[j] = fmaf(sine[j], c, before * s);
+                const float before = cosine[j];
+                cosine[j] = fmaf(before, c[j], -sine[j] * s[j]);
+                sine[j] = fmaf(sine[j], c[j], before * s[j]);
             }
         }
     }
 
+    template <bool FIRST>
     DEVICE void accumulate(Stats &statistics, const Items<Columns> &items, const Place &place,
                            const Table &table) const {
 #pragma unroll
@@ -463,7 +507,7 @@ struct Columns {
 #pragma unroll 4
             for (int i = 1; i < ITEMS; i++)
                 top = larger(top, items.in(i, q * EACH));
-            cover<N>(statistics, q * N, top);
+            cover<FIRST, N>(statistics, q * N, top);
         }
         float cosine[N], sine[N];
 #pragma unroll 1
@@ -487,8 +531,9 @@ struct Columns {
                         statistics.sum[1][line] =
                             fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), statistics.sum[1][line]);
                     if constexpr (DTHETA)
-                        statistics.sum[2][line] = fmaf(
-                            e, (float)position(items, i, place) * (s[j] * cosine[j] - c[j] * sine[j]), statistics.sum[2][line]);
+                        statistics.sum[2][line] =
+                            fmaf(e, (float)position(items, i, place) * (s[j] * cosine[j] - c[j] * sine[j]),
+                                 statistics.sum[2][line]);
                 }
             }
         }
@@ -519,7 +564,9 @@ struct Columns {
             angles(items, i, place, table, cosine, sine);
 #pragma unroll
             for (int q = 0; q < SEQUENCES; q++) {
-                float p[N], c[N], s[N];
+                float p[N], c[N], s[N], value[Stats::COUNT][N];
+                for (int k = 0; k < (FORWARD ? 2 : 3); k++)
+                    read_numbers(values[k] + place.column * LINES + q * N, value[k]);
                 unpack(items.in(i, q * EACH), p);
                 if constexpr (!FORWARD) {
                     unpack(items.in(i, q * EACH + 1), c);
@@ -527,13 +574,12 @@ struct Columns {
                 }
 #pragma unroll
                 for (int j = 0; j < N; j++) {
-                    const int line = place.column * LINES + q * N + j;
-                    p[j] = exp_as<T>(p[j] - values[0][line]) * values[1][line];
+                    p[j] = exp_as<T>(p[j] - value[0][j]) * value[1][j];
                     if constexpr (FORWARD) {
                         c[j] = p[j] * cosine[j];
                         s[j] = p[j] * sine[j];
                     } else {
-                        p[j] *= fmaf(c[j], cosine[j], s[j] * sine[j]) - values[2][line];
+                        p[j] *= fmaf(c[j], cosine[j], s[j] * sine[j]) - value[2][j];
                     }
                 }
                 if (i < items.count && q < place.sequences) {
@@ -609,9 +655,14 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    walk.across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
-    walk.tiles = ceil_div(side_by_side, (int64_t)walk.across);
-    const int64_t step = THREADS / walk.across, wanted = (int64_t)state->multiprocessors * 8;
+    const int across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
+    const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
+    walk.across = Divisor(across);
+    walk.tiles = Divisor(tiles);
+    walk.heads_of_tile = walk.lanes < across ? across / walk.lanes : 1;
+    walk.tiles_of_head = Divisor(walk.lanes > across ? walk.lanes / across : 1);
+    walk.lanes_of_tile = Divisor(walk.lanes < across ? walk.lanes : across);
+    const int64_t step = THREADS / across, wanted = (int64_t)state->multiprocessors * 8;
     if (bp) {
         walk.rows = call.length;
         walk.batch = 1;
@@ -621,21 +672,21 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
                              : walk.f >= FEATURES ? 4
                                                   : 1,
                       steps = ceil_div(call.length, step);
-        const int64_t each = steps * walk.tiles / wanted;
+        const int64_t each = steps * tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
-        const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
+        const int64_t blocks = tiles * ceil_div(call.length, walk.rows);
         const int64_t pieces = blocks < wanted / 2 ? ceil_div(wanted / 2, blocks) : 1;
         const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
         walk.batch = (int)(together < 4096 ? together : 4096);
     }
-    walk.row_chunks = ceil_div(call.length, walk.rows);
+    walk.row_chunks = Divisor(ceil_div(call.length, walk.rows));
     walk.batch_chunks = ceil_div(call.batch, (int64_t)walk.batch);
     return walk;
 }
 
 template <typename T, int N, bool FORWARD>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk, bool dtheta) {
-    const Launch how = {walk.tiles * walk.row_chunks * walk.batch_chunks, THREADS};
+    const Launch how = {(int64_t)walk.tiles.number * walk.row_chunks.number * walk.batch_chunks, THREADS};
     if constexpr (!FORWARD)
         if (dtheta)
             return launch(context, how, rotate<T, N, false, ANY, true>, call, walk);
@@ -671,7 +722,7 @@ template <typename T, int N, bool FORWARD>
 rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from) {
     const Call<T> call = call_for<T>(from);
     Walk4 walk = plan_walk(context->cuda_state, from, call, N);
-    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks * walk.batch_chunks;
+    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks.number * walk.batch_chunks;
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(chunks * call.heads * call.features) * sizeof(double)) : 0;
     const size_t statistics = walk.f == GIVEN ? (size_t)(lines * (FORWARD ? 2 : 3)) * sizeof(float) : 0;
@@ -713,9 +764,13 @@ template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *c
     if constexpr (!FORWARD)
         if (call->dtheta.data)
             return start_columns<Columns<T, N, false, true, 1>>(context, call);
-    if constexpr (FORWARD && N > 1)
-        if (!call->positions.data || call->positions.stride[0] == 0)
-            return start_columns<Columns<T, N, true, false, 2>>(context, call);
+    if constexpr (FORWARD && N > 1) {
+        /* Angles are shared where one block to a strip would not do anyway. */
+        typedef Columns<T, N, true, false, 2> Pairs;
+        const bool one_position = !call->positions.data || call->positions.stride[0] == 0;
+        if (one_position && call->algorithm != RAFTER_LRPE_BP && call->x.shape[1] > Pairs::THREADS / 8 * Pairs::ITEMS)
+            return start_columns<Pairs>(context, call);
+    }
     return start_columns<Columns<T, N, FORWARD, false, 1>>(context, call);
 }
 
