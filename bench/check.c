@@ -83,6 +83,8 @@ static void check_op(struct check *c) {
             c->op->make(&p, i);
             if (p.large || (p.for_cuda && !c->on_gpu))
                 break;
+            if (!problem_adapt(&p))
+                continue;
             progress("%s %lld/%lld: %s", c->op->op, (long long)i + 1, (long long)count, p.label);
             if (problem_allocate(&p, (uint64_t)i + 1))
                 check_problem(c, &p);

@@ -45,7 +45,8 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
                                 .pace = &run->pace,
                                 .limit = run->options.limit};
             s.problem.algorithm = a;
-            if (wanted(run, name) && providers[i]->serves(providers[i], &s.problem, mode) && count < REPORT_COLUMNS)
+            if (problem_adapt(&s.problem) && wanted(run, name) &&
+                providers[i]->serves(providers[i], &s.problem, mode) && count < REPORT_COLUMNS)
                 columns[count++] = (struct column){.name = name, .session = s};
         }
     }
@@ -126,7 +127,7 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
         return;
     }
     c->first = s->first_call > 0 ? s->first_call : seconds;
-    problem judged = *p;
+    problem judged = s->problem;
     leave_out(&judged, s->without);
     if (!s->provider->exact)
         allow_peer_errors(&judged, s->mode, run->options.dtype);

@@ -1,4 +1,5 @@
 #include <fcntl.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
@@ -52,7 +53,9 @@ static _Noreturn void run_again(const struct run *run, const problem *p, enum pr
 }
 
 double first_call(const struct run *run, const problem *p, enum problem_mode mode, int64_t x, const char *column) {
-    char folder[] = "/tmp/rafter-first-XXXXXX", json[64];
+    const char *parent = getenv("TMPDIR");
+    char folder[PATH_MAX], json[PATH_MAX + 16];
+    snprintf(folder, sizeof folder, "%s/rafter-first-XXXXXX", parent && *parent ? parent : "/tmp");
     if (!mkdtemp(folder))
         return 0;
     snprintf(json, sizeof json, "%s/first.json", folder);

@@ -195,8 +195,7 @@ static void read_cell(struct report *r, const struct json *from) {
         return;
     const int64_t x = (int64_t)json_number(from, "x", 0);
     struct row *row = table_find_row(t, x);
-    row = row ? row : table_add_row(t);
-    row->x = x;
+    row = row ? row : table_add_row(t, x);
     row->bytes = json_number(from, "bytes", 0);
     row->flops = json_number(from, "flops", 0);
     row->gradient_bytes = json_number(from, "gradient_bytes", 0);

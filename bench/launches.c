@@ -93,6 +93,7 @@ static void measure(const struct op_cases *op, int table, enum problem_mode mode
     struct cell cell = {.problem = {.op = op}, .mode = mode};
     problem *const p = &cell.problem;
     op->make_bench(p, &row);
+    problem_adapt(p);
     if (!problem_allocate(p, 1) || !problem_to_device(p, context, PROBLEM_BOTH)) {
         fprintf(stderr, "rafter: no memory for %s\n", p->title);
         exit(1);

@@ -47,9 +47,13 @@ struct table *report_find_table(const struct report *r, const char *title) {
     return NULL;
 }
 
-struct row *table_add_row(struct table *t) {
+struct row *table_add_row(struct table *t, int64_t x) {
     t->row = grow(t->row, t->rows, sizeof *t->row);
-    return &t->row[t->rows++];
+    int at = t->rows++;
+    for (; at > 0 && t->row[at - 1].x > x; at--)
+        t->row[at] = t->row[at - 1];
+    t->row[at] = (struct row){.x = x};
+    return &t->row[at];
 }
 
 struct row *table_find_row(const struct table *t, int64_t x) {

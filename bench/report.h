@@ -80,7 +80,7 @@ struct report {
  * owner. */
 struct table *report_add_table(struct report *r);
 struct table *report_find_table(const struct report *r, const char *title); /* NULL if there is none */
-struct row *table_add_row(struct table *t);
+struct row *table_add_row(struct table *t, int64_t x);        /* in the order of x, whatever that of the calls */
 struct row *table_find_row(const struct table *t, int64_t x); /* NULL if there is none */
 /* The column of this name, a new one if there is none. */
 int table_column(struct table *t, const char *name);

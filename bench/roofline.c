@@ -115,6 +115,7 @@ static double measure_resident(const struct op_cases *op, const struct bench_row
     struct bench_row resident = *row;
     resident.resident = true;
     op->make_bench(&p, &resident);
+    problem_adapt(&p);
     p.layout = PROBLEM_RESIDENT;
 
     rafter_context *context = NULL;

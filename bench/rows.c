@@ -133,7 +133,7 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
         if (notes->table[m] && !table_find_row(notes->table[m], row.x)) {
             struct row result = row;
             columns_report(columns, count, notes->table[m], &result, roof);
-            *table_add_row(notes->table[m]) = result;
+            *table_add_row(notes->table[m], row.x) = result;
         }
     for (int i = 0; i < count; i++)
         if (columns[i].state == CELL_MEASURED && columns[i].samples.count > 0) {

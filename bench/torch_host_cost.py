@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Host time per call of Rafter's functions beside torch's own, on the smallest row of every table: what Python, the dispatcher,
-autograd and the launch cost before the device does anything.
+autograd and the launch cost before the device does anything. Forward without and with gradients wanted, then forward and backward.
 
     PYTHONPATH=build/python bench/torch_host_cost.py [--device cuda]
 
@@ -8,6 +8,7 @@ On CUDA calls are timed while the device is kept busy with what was enqueued bef
 call returns when it is done, on tensors of a few elements.
 """
 import argparse
+import gc
 import time
 
 import torch
@@ -16,22 +17,25 @@ import torch.nn.functional as F
 import rafter
 
 
-def microseconds(call, device, repeats=30, rounds=100):  # so few that the device's queue never fills
-    """The least mean time of a round: the rest is other people's."""
-    for _ in range(50):
-        call()
-    best = float("inf")
-    for _ in range(rounds):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(repeats):
+def microseconds(calls, device, repeats=30, rounds=200):  # so few repeats that the device's queue never fills
+    """The least mean time of a round, of each call: the rest is other people's. Rounds alternate, so that all see the same weather."""
+    best = [float("inf")] * len(calls)
+    for call in calls:
+        for _ in range(50):
             call()
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return 1e6 * best
+    for _ in range(rounds):
+        for i, call in enumerate(calls):
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            best[i] = min(best[i], (time.perf_counter() - start) / repeats)
+    return [1e6 * seconds for seconds in best]
 
 
 def rows(device, grad):
+    """Name, the tensors that get a gradient, our call and theirs."""
     small = device == "cpu"
     dtype = torch.float32 if small else torch.bfloat16
 
@@ -49,16 +53,21 @@ def rows(device, grad):
         angle = torch.arange(x.shape[1], device=device, dtype=torch.float32).view(-1, 1, 1) * theta
         return torch.cat([x * angle.cos(), x * angle.sin()], -1)
 
-    yield "cross_entropy", lambda: rafter.cross_entropy(logits, target), lambda: F.cross_entropy(logits, target)
-    yield ("linear_cross_entropy", lambda: rafter.linear_cross_entropy(hidden, weight, target),
+    yield "cross_entropy", [logits], lambda: rafter.cross_entropy(logits, target), lambda: F.cross_entropy(logits, target)
+    yield ("linear_cross_entropy", [hidden, weight], lambda: rafter.linear_cross_entropy(hidden, weight, target),
            lambda: F.cross_entropy(F.linear(hidden, weight), target))
-    yield "logsumexp", lambda: rafter.logsumexp(cube, -1), lambda: torch.logsumexp(cube, -1)
-    yield "softmax dim -1", lambda: rafter.softmax(block, -1), lambda: F.softmax(block, -1)
-    yield "softmax dim -2", lambda: rafter.softmax(block, -2), lambda: F.softmax(block, -2)
-    yield "silu", lambda: rafter.silu(block), lambda: F.silu(block)
-    yield "sigmoid", lambda: rafter.sigmoid(block), lambda: torch.sigmoid(block)
-    yield "relu", lambda: rafter.relu(block), lambda: F.relu(block)
-    yield "lrpe_cosine", lambda: rafter.lrpe_cosine(sequence, theta), lambda: encode(sequence)
+    yield "logsumexp", [cube], lambda: rafter.logsumexp(cube, -1), lambda: torch.logsumexp(cube, -1)
+    yield "softmax dim -1", [block], lambda: rafter.softmax(block, -1), lambda: F.softmax(block, -1)
+    yield "softmax dim -2", [block], lambda: rafter.softmax(block, -2), lambda: F.softmax(block, -2)
+    yield "silu", [block], lambda: rafter.silu(block), lambda: F.silu(block)
+    yield "sigmoid", [block], lambda: rafter.sigmoid(block), lambda: torch.sigmoid(block)
+    yield "relu", [block], lambda: rafter.relu(block), lambda: F.relu(block)
+    yield "lrpe_cosine", [sequence], lambda: rafter.lrpe_cosine(sequence, theta), lambda: encode(sequence)
+
+
+def with_backward(call, tensors):
+    upstream = torch.ones_like(call())
+    return lambda: torch.autograd.grad(call(), tensors, upstream)
 
 
 def main():
@@ -66,16 +75,14 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     device = parser.parse_args().device
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {device}; microseconds of host time per forward call")
-    for grad in (False, True):
-        print(f"\n{'with gradients' if grad else 'without gradients':<24}{'rafter':>9}{'torch':>9}{'more':>9}")
-        for name, ours, theirs in rows(device, grad):
-            try:
-                mine = microseconds(ours, device)
-            except RuntimeError as error:
-                print(f"{name:<24}{str(error)[:60]}")
-                continue
-            other = microseconds(theirs, device)
+    gc.disable()
+    print(f"torch {torch.__version__}, {device}; microseconds of host time per call")
+    for title, grad, backward in (("without gradients", False, False), ("with gradients", True, False), ("and backward", True, True)):
+        print(f"\n{title:<24}{'rafter':>9}{'torch':>9}{'more':>9}")
+        for name, tensors, *calls in rows(device, grad):
+            if backward:
+                calls = [with_backward(call, tensors) for call in calls]
+            mine, other = microseconds(calls, device)
             print(f"{name:<24}{mine:>9.2f}{other:>9.2f}{mine - other:>+9.2f}", flush=True)
 
 

@@ -168,6 +168,8 @@ assert [row for row in new if row["x"] != 256] == old
 assert len([row for row in new if row["x"] == 256]) == len(old) // 2
 PYTHON
 fi
+expect 0 '^0 +32\.0 ' "$bad" bench logsumexp --x 32 --mode fwd --seconds 0.001 --providers rafter --json "$folder/more.json" --resume
+expect 0 'n = 256' "$bad" headline "$folder/more.json"
 
 if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"

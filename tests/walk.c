@@ -153,7 +153,7 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
                              .values = (enum problem_values)values,
                              .algorithm = algorithm};
                 op->make(&p, index);
-                if (p.large || !problem_has_layout(&p, p.layout))
+                if (p.large || !problem_has_layout(&p, p.layout) || !problem_adapt(&p))
                     continue;
                 const bool common =
                     values == PROBLEM_ORDINARY && (layout == PROBLEM_COMPACT || layout == PROBLEM_UNALIGNED);

@@ -105,7 +105,8 @@ typedef struct rafter_context_options {
                             The environment variable RAFTER_VARIANT, where set, wins over it. */
     /* Allocator of scratch memory; both or neither. `allocate` returns memory aligned to 64 bytes, or NULL. On CUDA it
      * is called, and the memory is released, when work is enqueued, which will use it later in the stream's order:
-     * PyTorch's allocator and cudaMallocAsync allow that, cudaFree waits for the device. */
+     * PyTorch's allocator and cudaMallocAsync allow that, cudaFree waits for the device. Calls that take up to a
+     * mebibyte use memory of the context there, and do not ask. */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;

@@ -1,4 +1,5 @@
 """python -m rafter info: what runs here."""
+import glob
 import os
 import sys
 
@@ -21,7 +22,8 @@ def info():
 
 def cuda(folder):
     if not torch.cuda.is_available():
-        return "PyTorch sees no GPU"
+        carried = glob.glob(os.path.join(folder, "librafter_cuda.so*"))
+        return f"PyTorch sees no GPU; {'librafter_cuda is in the package' if carried else 'the package has no librafter_cuda'}"
     try:
         torch.ops.rafter._act(torch.zeros(1, device="cuda"), 1)
     except RuntimeError as error:

@@ -27,40 +27,37 @@ def _act_save(ctx, args, y):
     ctx.rest = args[1:]
 
 
-def _softmax_eager(raw):  # the other kinds have their own, below
-    def forward(ctx, x, rest):
-        y = raw(x, *rest)
-        ctx.save_for_backward(y)
-        ctx.rest = rest
-        return y
-
-    return forward
-
-
 def _act_backward(op, ctx, dy):
     return (op("act_backward")(dy, *ctx.saved_tensors, *ctx.rest),)
 
 
 declare("act_backward", lambda dy, saved, kind, dim=0: torch.empty_like(saved))
-act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward, _softmax_eager)
+act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward)
 
 
-def _pointwise(name, kind):
-    """The eager path of one activation: its only argument is the tensor, which is as cheap as a Function gets."""
-    raw, raw_backward = act.raw, below_autograd("act_backward")
+class _ActEager(dict):
+    """The eager path of each activation, by kind and dim. An activation is the least there is to compute, and a Function
+    costs least when its only argument is the tensor."""
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return raw(x, kind)
+    def __missing__(self, key):
+        kind, dim = key
+        raw, raw_backward = act.raw, below_autograd("act_backward")
 
-    @once
-    def backward(ctx, dy):
-        return (raw_backward(dy, *ctx.saved_tensors, kind),)
+        def forward(ctx, x):
+            y = raw(x, kind, dim)
+            ctx.save_for_backward(y if kind == SOFTMAX else x)
+            return y
 
-    return direct(type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)}))
+        @once
+        def backward(ctx, dy):
+            return (raw_backward(dy, *ctx.saved_tensors, kind, dim),)
+
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self[key] = made = direct(type(("none", "relu", "sigmoid", "silu", "softmax")[kind], (torch.autograd.Function,), members))
+        return made
 
 
-pointwise = {kind: _pointwise(name, kind) for kind, name in ((1, "relu"), (2, "sigmoid"), (3, "silu"))}
+act_eager = _ActEager()
 
 # ---- logsumexp
 
@@ -224,38 +221,41 @@ linear_cross_entropy_stats = Op("linear_cross_entropy_stats", 3, _linear_stats_f
 class LinearCrossEntropy(torch.autograd.Function):
     """The eager path of linear_cross_entropy, which hands the gradients of forward over instead of copying them: the first
     backward scales them in place and lets go of them; another one (retain_graph) computes them again. With main_grad, dW is
-    added to it in backward and the weight gets no gradient."""
+    added to it in backward and the weight gets no gradient. `how`: main_grad or None, whether statistics are wanted, and the
+    op's further arguments."""
 
     @staticmethod
-    def forward(ctx, input, linear_weight, linear_bias, main_grad, stats, rest):
+    def forward(ctx, input, linear_weight, linear_bias, how):
+        main_grad, stats, rest = how
         op = linear_cross_entropy_stats if stats else linear_cross_entropy
-        args = input, linear_weight, linear_bias, *rest
-        loss, lse, *results = op.raw(*args)
-        _save_inputs(ctx, args, lse, 6 if stats else 5)
-        ctx.early, ctx.gradients, ctx.main_grad = args[4], results[:3], main_grad
+        loss, lse, dinput, dweight, dbias, *more = op.raw(input, linear_weight, linear_bias, *rest)
+        options = rest[3 if stats else 2:]
+        ctx.save_for_backward(input, linear_weight, linear_bias, rest[0], lse, *options[:3])
+        ctx.gradients, ctx.rest = (dinput, dweight, dbias), (main_grad, rest[1], options[3:])
         if not stats:
             return loss
-        ctx.mark_non_differentiable(lse, *results[3:])
-        return loss, lse, *results[3:]
+        ctx.mark_non_differentiable(lse, *more)
+        return loss, lse, *more
 
     @staticmethod
     @once
     def backward(ctx, dloss, *_):
         input, linear_weight, linear_bias, target, lse, *options = ctx.saved_tensors  # raises if the graph was freed
         inputs = dloss, input, linear_weight, linear_bias, target, lse
+        main_grad, early, numbers = ctx.rest
         grads = _wanted(ctx)
         gradients, ctx.gradients = ctx.gradients, None
-        if ctx.main_grad is not None and grads & DWEIGHT:
-            dinput, dbias = below_autograd("linear_cross_entropy_backward_main_grad")(*inputs, ctx.main_grad, grads, *options,
-                                                                                      *ctx.numbers)
-            torch.autograd.graph.increment_version(ctx.main_grad)
-            return *_only((dinput, None, dbias), grads & ~DWEIGHT), None, None, None
-        if gradients is None or grads & ~ctx.early:
-            gradients = below_autograd("linear_cross_entropy_backward")(*inputs, grads, *options, *ctx.numbers)
+        if main_grad is not None and grads & DWEIGHT:
+            dinput, dbias = below_autograd("linear_cross_entropy_backward_main_grad")(*inputs, main_grad, grads, *options,
+                                                                                      *numbers)
+            torch.autograd.graph.increment_version(main_grad)
+            return *_only((dinput, None, dbias), grads & ~DWEIGHT), None
+        if gradients is None or grads & ~early:
+            gradients = below_autograd("linear_cross_entropy_backward")(*inputs, grads, *options, *numbers)
         elif dloss.is_cuda or dloss.item() != 1.0:
             for gradient in gradients:
                 gradient.mul_(dloss)
-        return *_only(gradients, grads), None, None, None
+        return *_only(gradients, grads), None
 
 
 linear_eager = direct(LinearCrossEntropy)

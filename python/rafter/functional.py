@@ -1,5 +1,5 @@
 """The functions of Rafter. They take what torch.nn.functional's take, in the same places; everything more is by keyword."""
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from . import _formulas, _subclasses
 _compiling = torch.compiler.is_dynamo_compiling
 _transforming = torch._C._are_functorch_transforms_active
 _grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _f32 = torch.float32
-_act_raw, _act_eager, _pointwise_eager = _formulas.act.raw, _formulas.act.eager, _formulas.pointwise
+_act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
 _REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
@@ -49,9 +50,17 @@ def _pick(table, name, given):
         raise ValueError(f"{name} is {given!r}, wanted one of {', '.join(map(repr, table))}") from None
 
 
-def _plain(x):
-    """Whether the eager path serves: a tensor that is no subclass, outside torch.compile and function transforms."""
-    return (type(x) is Tensor or type(x) is Parameter) and not _compiling() and not _transforming()
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
+
+
+def _plain(*tensors):
+    """Whether the eager path serves: tensors that are no subclasses, or None, outside torch.compile and function transforms."""
+    if _compiling() or _transforming():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN:
+            return False
+    return True
 
 
 # ---- act
@@ -62,7 +71,7 @@ def _pointwise(input, kind):
     if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
         return _subclasses.call(_formulas.act.op, input, kind)
     if input.requires_grad and _grad_enabled():
-        return _pointwise_eager[kind](input)
+        return _act_eager[kind, 0](input)
     return _act_raw(input, kind)
 
 
@@ -88,7 +97,7 @@ def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> 
     if not _plain(input):
         return _subclasses.call(_formulas.act.op, input, 4, dim)
     if input.requires_grad and _grad_enabled():
-        return _act_eager(input, (4, dim))
+        return _act_eager[4, dim](input)
     return _act_raw(input, 4, dim)
 
 
@@ -167,6 +176,8 @@ def _options(input, weight, row_weight, denominator, ignore_index, reduction, ze
         denominator = _float32("denominator", denominator, input.device)
         if denominator is not None and number != 0:
             raise ValueError(f'denominator is given with reduction={reduction!r}, wanted reduction="mean"')
+    if logit_scale == 0:  # which is the ops' word for none
+        raise ValueError("logit_scale is 0, wanted another number, or None for 1")
     return (weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing, z_loss, softcap or 0.0,
             logit_scale or 0.0)
 
@@ -185,10 +196,27 @@ def _named(which, wants_lse, loss, lse, row_loss, logprob, entropy, argmax):
 # ---- cross_entropy
 
 
+@overload  # an empty tuple is a sequence too: the first one's
+def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,  # type: ignore[overload-overlap]
+                  ignore_index: int = ..., reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
+                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
+                  denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., dim: int = ...,
+                  extras: Tuple[()] = ..., inplace_backward: bool = ...) -> Tensor: ...
+
+
+@overload
+def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ..., ignore_index: int = ..., reduction: str = ...,
+                  label_smoothing: float = ..., *, z_loss: float = ..., softcap: Optional[float] = ...,
+                  logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
+                  denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., dim: int = ...,
+                  extras: Union[str, Sequence[str]], inplace_backward: bool = ...) -> LossOutput: ...
+
+
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, ignore_index: int = -100,
                   reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
                   softcap: Optional[float] = None, logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None,
-                  denominator=None, zero_if_all_ignored: bool = False, dim: int = 1, extras=(), inplace_backward: bool = False):
+                  denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False, dim: int = 1,
+                  extras: Union[str, Sequence[str]] = (), inplace_backward: bool = False):
     """Cross entropy of logits against class indices, as torch.nn.functional.cross_entropy; the loss is always fp32.
 
     Classes are in dimension 1, or 0 of a vector, as in PyTorch; `dim=-1` takes [batch, time, vocabulary] as it is.
@@ -209,7 +237,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     if extras:
         return _cross_entropy_stats(input, target, options, *_which(extras))
     rest = (target,) if options == _DEFAULTS else (target, *options)
-    if not _plain(input):
+    if not _plain(input, *rest[:4]):
         return _subclasses.call(_formulas.cross_entropy.op, input, *rest)[0]
     if input.requires_grad and _grad_enabled():
         return _formulas.cross_entropy_inplace(input, rest) if inplace_backward else _ce_eager(input, rest)
@@ -218,7 +246,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
 
 def _cross_entropy_stats(input, target, options, which, wants_lse):
     op, rest = _formulas.cross_entropy_stats, (target, which, *options)
-    if not _plain(input):
+    if not _plain(input, target, *options[:3]):
         results = _subclasses.call(op.op, input, *rest)
     elif input.requires_grad and _grad_enabled():
         results = op.eager(input, rest)
@@ -232,31 +260,56 @@ def _cross_entropy_stats(input, target, options, which, wants_lse):
 
 def _same_dtype(input, linear_weight, linear_bias):
     """One dtype for all three: autocast's where it is on, as torch.nn.functional.linear has it, else what they promote to."""
+    given = input.dtype
+    same = linear_weight.dtype is given and (linear_bias is None or linear_bias.dtype is given)
+    if same and not _compiling() and not _any_autocast():  # the rule; what follows would say the same, in twice the time
+        return input, linear_weight, linear_bias
     device = input.device.type
-    if torch.is_autocast_enabled(device) and input.is_floating_point() and input.dtype is not torch.float64:
+    if torch.is_autocast_enabled(device) and given.is_floating_point and given is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    elif linear_weight.dtype is input.dtype and (linear_bias is None or linear_bias.dtype is input.dtype):
+    elif same:
         return input, linear_weight, linear_bias
     else:
-        dtype = torch.promote_types(input.dtype, linear_weight.dtype)
+        dtype = torch.promote_types(given, linear_weight.dtype)
         if linear_bias is not None:
             dtype = torch.promote_types(dtype, linear_bias.dtype)
     return input.to(dtype), linear_weight.to(dtype), None if linear_bias is None else linear_bias.to(dtype)
 
 
-def _needs(*tensors):
-    """Which gradients of input, weight and bias are wanted, as the ops take it."""
+def _needs(input, linear_weight, linear_bias):
+    """Which gradients are wanted, as the ops take it."""
     if not _grad_enabled():
         return 0
-    return sum(1 << bit for bit, t in enumerate(tensors) if t is not None and t.requires_grad)
+    of_bias = linear_bias is not None and linear_bias.requires_grad
+    return input.requires_grad * _formulas.DX | linear_weight.requires_grad * _formulas.DWEIGHT | of_bias * _formulas.DBIAS
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *,  # type: ignore[overload-overlap]
+                         linear_bias: Optional[Tensor] = ..., weight: Optional[Tensor] = ..., reduction: str = ...,
+                         ignore_index: Optional[int] = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
+                         logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
+                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., mode: str = ...,
+                         accumulate: str = ..., budget: int = ..., main_grad: bool = ..., extras: Tuple[()] = ...) -> Tensor: ...
+
+
+@overload
+def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = ...,
+                         weight: Optional[Tensor] = ..., reduction: str = ..., ignore_index: Optional[int] = ...,
+                         label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
+                         logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
+                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., mode: str = ...,
+                         accumulate: str = ..., budget: int = ..., main_grad: bool = ...,
+                         extras: Union[str, Sequence[str]]) -> LossOutput: ...
 
 
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: Optional[int] = None,
                          label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: Optional[float] = None,
-                         logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None, denominator=None,
-                         zero_if_all_ignored: bool = False, mode: str = "auto", accumulate: str = "float32", budget: int = 0,
-                         main_grad: bool = False, extras=()):
+                         logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None,
+                         denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False, mode: str = "auto",
+                         accumulate: str = "float32", budget: int = 0, main_grad: bool = False,
+                         extras: Union[str, Sequence[str]] = ()):
     """cross_entropy(input @ linear_weight.T + linear_bias, target) without ever holding the logits.
 
     input [..., D], linear_weight [V, D], linear_bias [V], target [...]: as torch.nn.functional.linear_cross_entropy, with the
@@ -283,12 +336,12 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     if options != _DEFAULTS or choices != (0, 0, 0):
         rest += options + choices
     op = _formulas.linear_cross_entropy_stats if extras else _formulas.linear_cross_entropy
-    if not _plain(input) or not _plain(linear_weight):
+    if not _plain(input, linear_weight, linear_bias, target, *options[:3]):
         if into is not None:
             raise RuntimeError("main_grad=True is for plain tensors outside torch.compile; leave it off here")
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
     elif needs:
-        results = _formulas.linear_eager(input, linear_weight, linear_bias, into, bool(extras), rest)
+        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, bool(extras), rest))
         return _named(which, wants_lse, *results) if extras else results
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
@@ -310,11 +363,14 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     For reinforcement learning: both carry gradients. logits = input @ linear_weight.T + linear_bias are never held. Ignored
     targets have 0 in both.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}, wanted a positive number")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
+    target = _labels(target)
     options = _options(input, None, None, None, ignore_index, "none", False, 0.0, 0.0, softcap, 1.0 / temperature)
-    rest = (_labels(target), entropy, *options, _pick(_MODES, "mode", mode), 0, budget)
+    rest = (target, entropy, *options, _pick(_MODES, "mode", mode), 0, budget)
     op = _formulas.linear_logprobs
-    if not _plain(input) or not _plain(linear_weight):
+    if not _plain(input, linear_weight, linear_bias, target):
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
     elif _needs(input, linear_weight, linear_bias):
         results = op.eager(input, linear_weight, linear_bias, rest)
@@ -340,7 +396,7 @@ def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Opt
         raise ValueError(f"dim is {dim}, wanted -1 (the features) or 1 (the sequence)")
     rest = (positions, offset, kind, int(dim == 1), _pick(_LRPE_ALGORITHMS, "algorithm", algorithm))
     op = _formulas.lrpe_cosine
-    if not _plain(input):
+    if not _plain(input, theta, positions):
         return _subclasses.call(op.op, input, theta, *rest)
     if _grad_enabled() and (input.requires_grad or theta.requires_grad):
         return op.eager(input, theta, rest)

@@ -1,21 +1,28 @@
 """One line for a Hugging Face causal LM: rafter.patch(model) makes its training loss without ever forming logits."""
 import functools
+import inspect
+from typing import Any, TypeVar
 
 import torch
 
 from . import functional
 
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 _KEY = "_rafter_patch"  # where a model keeps its _Patch
+_GIVEN = {"input", "linear_weight", "target", "linear_bias", "ignore_index", "denominator", "reduction", "extras"}  # by us
+_OPTIONS = [name for name in inspect.signature(functional.linear_cross_entropy).parameters if name not in _GIVEN]
 
 
-def _disguised(method, original):
-    """The method with the name and signature of the original: trainers look at them."""
+class _Disguised:
+    """A method with the name and the signature of the one whose place it takes, since trainers look at them. An object and not a
+    closure: copy.deepcopy of a patched model, and pickle, take it along to the copy."""
 
-    @functools.wraps(original)
-    def forward(*args, **kwargs):
-        return method(*args, **kwargs)
+    def __init__(self, method, original):
+        functools.update_wrapper(self, original)
+        self.method = method
 
-    return forward
+    def __call__(self, *args, **kwargs):
+        return self.method(*args, **kwargs)
 
 
 class _Patch:
@@ -24,20 +31,24 @@ class _Patch:
 
     def __init__(self, model, options):
         self.model, self.options = model, options
-        self.layer = model.get_output_embeddings()
-        if not isinstance(self.layer, torch.nn.Linear):
-            raise TypeError(f"rafter.patch wants a causal LM whose output layer is a torch.nn.Linear; this {type(model).__name__} has "
+        self.layer = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        kind = type(model).__name__
+        if not isinstance(self.layer, torch.nn.Linear) or type(self.layer).forward is not torch.nn.Linear.forward:
+            raise TypeError(f"rafter.patch wants a causal LM whose output layer is a torch.nn.Linear; this {kind} has "
                             f"{type(self.layer).__name__}")
         if not hasattr(type(model), "loss_function"):
-            raise TypeError(f"rafter.patch wants a model with a loss_function (transformers 4.46 or later); {type(model).__name__} has "
-                            "none")
+            raise TypeError(f"rafter.patch wants a model with a loss_function (transformers 4.46 or later); {kind} has none")
+        self.loss = model.loss_function
+        if getattr(self.loss, "__name__", None) != "ForCausalLMLoss":
+            raise TypeError(f"rafter.patch wants a model whose loss is transformers' ForCausalLMLoss; this {kind} has "
+                            f"{self.loss!r}")
         self.hidden = None  # of the forward that is under way
         self.armed = False
         self.forwards = model.forward, self.layer.forward
+        self.labels_at = list(inspect.signature(model.forward).parameters).index("labels")
         self.own_loss = model.__dict__.get("_loss_function")
-        model.forward = _disguised(self.model_forward, model.forward)
-        self.layer.forward = _disguised(self.layer_forward, self.layer.forward)
-        self.loss = model.loss_function
+        model.forward = _Disguised(self.model_forward, model.forward)
+        self.layer.forward = _Disguised(self.layer_forward, self.layer.forward)
         model.loss_function = self.loss_function
 
     def undo(self):
@@ -47,7 +58,8 @@ class _Patch:
 
     def model_forward(self, *args, **kwargs):
         forward = self.forwards[0]
-        if not self.model.training or not torch.is_grad_enabled() or kwargs.get("labels") is None:
+        labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
+        if not self.model.training or not torch.is_grad_enabled() or labels is None:
             return forward(*args, **kwargs)
         self.armed, self.hidden = True, None
         try:
@@ -80,22 +92,25 @@ class _Patch:
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.reshape(self.hidden.shape[:-1]).to(self.hidden.device)
         if isinstance(num_items_in_batch, torch.Tensor):
-            num_items_in_batch = num_items_in_batch.to(self.hidden.device)
+            num_items_in_batch = num_items_in_batch.reshape(()).to(self.hidden.device)
         return functional.linear_cross_entropy(self.hidden, self.layer.weight, shift_labels, linear_bias=self.layer.bias,
                                                ignore_index=ignore_index, denominator=num_items_in_batch, **self.options)
 
 
-def patch(model, **options):
+def patch(model: _Model, **options: Any) -> _Model:
     """Makes model(input_ids, labels=labels) in training compute its loss by rafter.linear_cross_entropy, and returns the model.
     The output's logits are then None; without labels, without gradients or in eval() nothing changes. `options` are keywords of
-    linear_cross_entropy: mode, budget, z_loss ..."""
+    linear_cross_entropy: mode, budget, label_smoothing, z_loss ..."""
     if _KEY in model.__dict__:
         raise RuntimeError("rafter.patch: the model is patched already")
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"rafter.patch has no option {name!r}, wanted any of {', '.join(_OPTIONS)}")
     model.__dict__[_KEY] = _Patch(model, options)
     return model
 
 
-def unpatch(model):
+def unpatch(model: _Model) -> _Model:
     """Undoes rafter.patch and returns the model."""
     if _KEY not in model.__dict__:
         raise RuntimeError("rafter.unpatch: the model is not patched")

@@ -1,5 +1,8 @@
 """Modules over the functions. Options that are the same for every call are given to the constructor; tensors of a batch to forward."""
+from typing import Any, Optional
+
 import torch
+from torch import Tensor
 
 from . import functional
 
@@ -7,16 +10,19 @@ from . import functional
 class CrossEntropyLoss(torch.nn.Module):
     """rafter.cross_entropy as a module, in the place of torch.nn.CrossEntropyLoss."""
 
-    def __init__(self, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+    weight: Optional[Tensor]
+
+    def __init__(self, weight: Optional[Tensor] = None, ignore_index: int = -100, reduction: str = "mean",
+                 label_smoothing: float = 0.0, **options: Any):
         super().__init__()
         self.register_buffer("weight", weight)
         self.options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **options)
 
-    def forward(self, input, target, **batch):
+    def forward(self, input: Tensor, target: Tensor, **batch: Any):
         """batch: row_weight, denominator, or any other keyword of rafter.cross_entropy."""
         return functional.cross_entropy(input, target, self.weight, **{**self.options, **batch})
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
@@ -24,25 +30,31 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     """The last layer of a classifier and its loss in one, in the place of torch.nn.LinearCrossEntropyLoss: `linear` holds the
     layer's weight [num_classes, in_features] and bias."""
 
-    def __init__(self, in_features, num_classes, *, bias=False, device=None, dtype=None, weight=None, **options):
+    weight: Optional[Tensor]
+
+    def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, device: Any = None,
+                 dtype: Optional[torch.dtype] = None, weight: Optional[Tensor] = None, **options: Any):
         super().__init__()
         self.linear = torch.nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.register_buffer("weight", weight)
         self.options = options
 
-    def forward(self, input, target, **batch):
+    def forward(self, input: Tensor, target: Tensor, **batch: Any):
         """batch: row_weight, denominator, or any other keyword of rafter.linear_cross_entropy."""
         return functional.linear_cross_entropy(input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight,
                                                **{**self.options, **batch})
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class LRPECosine(torch.nn.Module):
     """rafter.lrpe_cosine with its angles: theta[h, d] = base ** (-d / features), the same for every head, learned on request."""
 
-    def __init__(self, heads, features, *, base=10000.0, learned=False, act="none", dim=None, device=None):
+    theta: Tensor
+
+    def __init__(self, heads: int, features: int, *, base: float = 10000.0, learned: bool = False, act: str = "none",
+                 dim: Optional[int] = None, device: Any = None):
         super().__init__()
         theta = base ** (-torch.arange(features, dtype=torch.float32, device=device) / features)
         if learned:
@@ -51,8 +63,8 @@ class LRPECosine(torch.nn.Module):
             self.register_buffer("theta", theta[None], persistent=False)
         self.act, self.dim = act, dim
 
-    def forward(self, input, *, offset=0, positions=None):
+    def forward(self, input: Tensor, *, offset: int = 0, positions: Optional[Tensor] = None) -> Tensor:
         return functional.lrpe_cosine(input, self.theta, offset=offset, positions=positions, act=self.act, dim=self.dim)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"theta={tuple(self.theta.shape)}, act={self.act!r}, dim={self.dim}"

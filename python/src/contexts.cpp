@@ -44,39 +44,29 @@ rafter_context *cpu_context(const char *op) {
 /* ---- CUDA */
 
 /* A context and what it needs. Scratch memory comes from PyTorch's caching allocator, which knows about streams and
- * graph capture; what a small call takes is a block that the lane keeps, since all its work is in the order of one
- * stream. */
+ * graph capture. */
 struct Lane {
     Device device;
     void *stream = nullptr;
     bool bound = false; /* to its stream, for good */
     std::mutex busy;
     Context context;
-    AtenTensorHandle kept = nullptr, scratch = nullptr;
-    void *kept_memory = nullptr;
+    AtenTensorHandle scratch = nullptr; /* of the call under way */
 };
-
-enum : size_t { KEPT_BYTES = 1 << 20 };
-
-void *device_memory(Device device, size_t bytes, AtenTensorHandle *tensor) {
-    const int64_t size = static_cast<int64_t>(bytes), step = 1;
-    void *memory = nullptr;
-    if (aoti_torch_empty_strided(1, &size, &step, torch_dtype(RAFTER_U8), device.type, device.index, tensor) !=
-        AOTI_TORCH_SUCCESS)
-        return nullptr;
-    aoti_torch_get_data_ptr(*tensor, &memory);
-    return memory;
-}
 
 void *lane_allocate(void *user, size_t bytes) {
     Lane *lane = static_cast<Lane *>(user);
-    return bytes <= KEPT_BYTES ? lane->kept_memory : device_memory(lane->device, bytes, &lane->scratch);
+    const int64_t size = static_cast<int64_t>(bytes), step = 1;
+    void *memory = nullptr;
+    if (aoti_torch_empty_strided(1, &size, &step, torch_dtype(RAFTER_U8), lane->device.type, lane->device.index,
+                                 &lane->scratch) != AOTI_TORCH_SUCCESS)
+        return nullptr;
+    aoti_torch_get_data_ptr(lane->scratch, &memory);
+    return memory;
 }
 
-void lane_release(void *user, void *memory, size_t) {
-    Lane *lane = static_cast<Lane *>(user);
-    if (memory != lane->kept_memory)
-        aoti_torch_delete_tensor_object(lane->scratch);
+void lane_release(void *user, void *, size_t) {
+    aoti_torch_delete_tensor_object(static_cast<Lane *>(user)->scratch);
 }
 
 /* A function of PyTorch's CUDA library or of the CUDA runtime that it is linked with. Where PyTorch was built without
@@ -161,7 +151,6 @@ class Lanes {
         }
         lane.device = device;
         lane.context.reset(made);
-        lane.kept_memory = device_memory(device, KEPT_BYTES, &lane.kept);
         return lane;
     }
 

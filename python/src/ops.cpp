@@ -23,6 +23,22 @@ template <class Args> Args blank() {
     return args;
 }
 
+/* The library's function, in a context for where the call's tensors are. */
+template <class Args>
+void run(const char *op, const Call &call, rafter_status (*function)(rafter_context *, const Args *),
+         const Args &args) {
+    const Session session(op, call.device());
+    session(function(session, &args));
+}
+
+/* What the dispatcher calls: a body that takes its arguments from the call and gives it results. */
+typedef void Kernel(StableIValue *stack, uint64_t arguments, uint64_t results);
+
+template <void body(Call &)> void kernel(StableIValue *stack, uint64_t, uint64_t) {
+    Call call(stack);
+    body(call);
+}
+
 /* ---- act */
 
 rafter_act_args act_args(Call &call) {
@@ -32,41 +48,35 @@ rafter_act_args act_args(Call &call) {
     return args;
 }
 
-void act(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void act(Call &call) {
     const Tensor x = call.tensor();
     rafter_act_args args = act_args(call);
-    Session run("act", call.device());
     Tensor y = x.empty_like();
     args.x = x.dl();
     args.y = y.dl();
-    run(rafter_act_forward(run, &args));
+    run("act", call, rafter_act_forward, args);
     call.give(y);
 }
 
-void act_backward(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void act_backward(Call &call) {
     const Tensor dy = call.tensor(), saved = call.tensor(); /* x, or y for softmax */
     rafter_act_args args = act_args(call);
-    Session run("act", call.device());
     Tensor dx = saved.empty_like();
     (args.kind == RAFTER_ACT_SOFTMAX ? args.y : args.x) = saved.dl();
     args.dy = dy.dl();
     args.dx = dx.dl();
-    run(rafter_act_backward(run, &args));
+    run("act", call, rafter_act_backward, args);
     call.give(dx);
 }
 
 /* ---- logsumexp */
 
-void logsumexp(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void logsumexp(Call &call) {
     const Tensor x = call.tensor();
     rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     const bool keepdim = call.flag();
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
-    Session run("logsumexp", call.device());
     int64_t shape[Tensor::MOST_DIMS];
     int dims = 0;
     for (int d = 0; d < x.dims(); d++) { /* a dim out of range drops nothing, and the library refuses it */
@@ -77,23 +87,21 @@ void logsumexp(StableIValue *stack, uint64_t, uint64_t) {
     Tensor lse = Tensor::empty(shape, dims, f32(), call.device());
     args.x = x.dl();
     args.lse = lse.dl();
-    run(rafter_logsumexp_forward(run, &args));
+    run("logsumexp", call, rafter_logsumexp_forward, args);
     call.give(lse);
 }
 
-void logsumexp_backward(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void logsumexp_backward(Call &call) {
     const Tensor dlse = call.tensor(), x = call.tensor(), lse = call.tensor();
     rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
-    Session run("logsumexp", call.device());
     Tensor dx = x.empty_like();
     args.x = x.dl();
     args.lse = lse.dl();
     args.dlse = dlse.dl();
     args.dx = dx.dl();
-    run(rafter_logsumexp_backward(run, &args));
+    run("logsumexp", call, rafter_logsumexp_backward, args);
     call.give(dx);
 }
 
@@ -159,44 +167,36 @@ struct Outputs {
 
 /* ---- cross_entropy */
 
-template <bool stats> void cross_entropy(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+template <bool stats> void cross_entropy(Call &call) {
     const Tensor logits = call.tensor(), target = call.tensor();
     const int64_t which = stats ? call.integer() : 0;
     const Options options(call);
-    Session run("cross_entropy", call.device());
     rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
     Outputs out(args, target, options, call.device(), stats, which);
-    run(rafter_cross_entropy_forward(run, &args));
+    run("cross_entropy", call, rafter_cross_entropy_forward, args);
     if constexpr (stats)
         call.give(out.loss, out.lse, out.row_loss, out.logprob, out.entropy, out.argmax);
     else
         call.give(out.loss, out.lse);
 }
 
-template <bool in_place> void cross_entropy_backward(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+template <bool in_place> void cross_entropy_backward(Call &call) {
     const Tensor dloss = call.tensor(), logits = call.tensor(), target = call.tensor(), lse = call.tensor();
     const Options options(call);
-    Session run("cross_entropy", call.device());
     rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
     args.lse = lse.dl();
     args.dloss = dloss.dl();
-    if constexpr (in_place) {
-        args.dlogits = logits.dl();
-        run(rafter_cross_entropy_backward(run, &args));
-    } else {
-        Tensor dlogits = logits.empty_like();
-        args.dlogits = dlogits.dl();
-        run(rafter_cross_entropy_backward(run, &args));
+    Tensor dlogits = in_place ? Tensor() : logits.empty_like();
+    args.dlogits = in_place ? logits.dl() : dlogits.dl();
+    run("cross_entropy", call, rafter_cross_entropy_backward, args);
+    if constexpr (!in_place)
         call.give(dlogits);
-    }
 }
 
 /* ---- linear_cross_entropy */
@@ -241,16 +241,14 @@ struct LinearGradients {
     }
 };
 
-template <bool stats> void linear_cross_entropy(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+template <bool stats> void linear_cross_entropy(Call &call) {
     const LinearInputs in(call);
     const int64_t grads = call.integer(), which = stats ? call.integer() : 0;
     const Options options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
-    Session run("linear_cross_entropy", call.device());
     Outputs out(args, in.target, options, call.device(), stats, which);
     LinearGradients gradients(args, in, grads);
-    run(rafter_linear_cross_entropy_forward(run, &args));
+    run("linear_cross_entropy", call, rafter_linear_cross_entropy_forward, args);
     if constexpr (stats)
         call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias, out.row_loss, out.logprob,
                   out.entropy, out.argmax);
@@ -258,8 +256,7 @@ template <bool stats> void linear_cross_entropy(StableIValue *stack, uint64_t, u
         call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias);
 }
 
-template <bool into_main_grad> void linear_cross_entropy_backward(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
     const Tensor dloss = call.tensor();
     const LinearInputs in(call);
     const Tensor lse = call.tensor();
@@ -267,7 +264,6 @@ template <bool into_main_grad> void linear_cross_entropy_backward(StableIValue *
     const int64_t grads = call.integer();
     const Options options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
-    Session run("linear_cross_entropy", call.device());
     LinearGradients gradients(args, in, into_main_grad ? grads & ~DWEIGHT : grads);
     args.dloss = dloss.dl();
     args.lse = lse.dl();
@@ -275,7 +271,7 @@ template <bool into_main_grad> void linear_cross_entropy_backward(StableIValue *
         args.dweight = main_grad.dl();
         args.accumulate_into_dweight = 1;
     }
-    run(rafter_linear_cross_entropy_backward(run, &args));
+    run("linear_cross_entropy", call, rafter_linear_cross_entropy_backward, args);
     if constexpr (into_main_grad)
         call.give(gradients.dx, gradients.dbias);
     else
@@ -283,16 +279,14 @@ template <bool into_main_grad> void linear_cross_entropy_backward(StableIValue *
 }
 
 /* Per-row log-probability and entropy: linear_cross_entropy without a reduction, for the statistics alone. */
-void linear_logprobs(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void linear_logprobs(Call &call) {
     const LinearInputs in(call);
     const bool wants_entropy = call.flag();
     const Options options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
-    Session run("linear_logprobs", call.device());
     Outputs out(args, in.target, options, call.device(), true, LOGPROB | (wants_entropy ? ENTROPY : 0));
     args.loss = nullptr;
-    run(rafter_linear_cross_entropy_forward(run, &args));
+    run("linear_logprobs", call, rafter_linear_cross_entropy_forward, args);
     call.give(out.logprob, out.entropy, out.lse);
 }
 
@@ -318,30 +312,26 @@ struct Lrpe {
     }
 };
 
-void lrpe_cosine(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void lrpe_cosine(Call &call) {
     Lrpe lrpe(call);
-    Session run("lrpe_cosine", call.device());
     int64_t shape[Tensor::MOST_DIMS];
     for (int d = 0; d < lrpe.x.dims(); d++)
         shape[d] = lrpe.x.shape()[d] * (d + 1 == lrpe.x.dims() ? 2 : 1);
     Tensor y = Tensor::empty(shape, lrpe.x.dims(), lrpe.x.dtype(), call.device());
     lrpe.c.y = y.dl();
-    run(rafter_lrpe_cosine_forward(run, &lrpe.c));
+    run("lrpe_cosine", call, rafter_lrpe_cosine_forward, lrpe.c);
     call.give(y);
 }
 
-void lrpe_cosine_backward(StableIValue *stack, uint64_t, uint64_t) {
-    Call call(stack);
+void lrpe_cosine_backward(Call &call) {
     const Tensor dy = call.tensor();
     const bool wants_dtheta = call.flag();
     Lrpe lrpe(call);
-    Session run("lrpe_cosine", call.device());
     Tensor dx = lrpe.x.empty_like(), dtheta = lrpe.theta.empty_like(wants_dtheta);
     lrpe.c.dy = dy.dl();
     lrpe.c.dx = dx.dl();
     lrpe.c.dtheta = dtheta.dl();
-    run(rafter_lrpe_cosine_backward(run, &lrpe.c));
+    run("lrpe_cosine", call, rafter_lrpe_cosine_backward, lrpe.c);
     call.give(dx, dtheta);
 }
 
@@ -360,44 +350,45 @@ void info(StableIValue *stack, uint64_t, uint64_t) {
 
 struct Registered {
     const char *name, *schema;
-    void (*kernel)(StableIValue *, uint64_t, uint64_t);
+    Kernel *kernel;
 };
 
 const Registered ops[] = {
-    {"act", "(Tensor x, int kind, int dim=0) -> Tensor", act},
-    {"act_backward", "(Tensor dy, Tensor saved, int kind, int dim=0) -> Tensor", act_backward},
-    {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", logsumexp},
+    {"act", "(Tensor x, int kind, int dim=0) -> Tensor", kernel<act>},
+    {"act_backward", "(Tensor dy, Tensor saved, int kind, int dim=0) -> Tensor", kernel<act_backward>},
+    {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", kernel<logsumexp>},
     {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
-     logsumexp_backward},
-    {"cross_entropy", "(Tensor input, Tensor target, " OPTIONS ") -> (Tensor loss, Tensor lse)", cross_entropy<false>},
+     kernel<logsumexp_backward>},
+    {"cross_entropy", "(Tensor input, Tensor target, " OPTIONS ") -> (Tensor loss, Tensor lse)",
+     kernel<cross_entropy<false>>},
     {"cross_entropy_stats",
      "(Tensor input, Tensor target, int which, " OPTIONS ") -> (Tensor loss, Tensor lse, Tensor row_loss, "
      "Tensor logprob, Tensor entropy, Tensor argmax)",
-     cross_entropy<true>},
+     kernel<cross_entropy<true>>},
     {"cross_entropy_backward", "(Tensor dloss, Tensor input, Tensor target, Tensor lse, " OPTIONS ") -> Tensor",
-     cross_entropy_backward<false>},
+     kernel<cross_entropy_backward<false>>},
     {"cross_entropy_backward_", "(Tensor dloss, Tensor(a!) input, Tensor target, Tensor lse, " OPTIONS ") -> ()",
-     cross_entropy_backward<true>},
+     kernel<cross_entropy_backward<true>>},
     {"linear_cross_entropy",
      "(" LINEAR ", int grads, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS ")",
-     linear_cross_entropy<false>},
+     kernel<linear_cross_entropy<false>>},
     {"linear_cross_entropy_stats",
      "(" LINEAR ", int grads, int which, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS
      ", Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
-     linear_cross_entropy<true>},
+     kernel<linear_cross_entropy<true>>},
     {"linear_cross_entropy_backward",
      "(Tensor dloss, " LINEAR ", Tensor lse, int grads, " OPTIONS ", " CHOICES ") -> (" GRADIENTS ")",
-     linear_cross_entropy_backward<false>},
+     kernel<linear_cross_entropy_backward<false>>},
     {"linear_cross_entropy_backward_main_grad",
      "(Tensor dloss, " LINEAR ", Tensor lse, Tensor(a!) main_grad, int grads, " OPTIONS ", " CHOICES
      ") -> (Tensor dinput, Tensor dbias)",
-     linear_cross_entropy_backward<true>},
+     kernel<linear_cross_entropy_backward<true>>},
     {"linear_logprobs",
      "(" LINEAR ", bool wants_entropy, " OPTIONS ", " CHOICES ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
-     linear_logprobs},
-    {"lrpe_cosine", "(" LRPE ") -> Tensor", lrpe_cosine},
+     kernel<linear_logprobs>},
+    {"lrpe_cosine", "(" LRPE ") -> Tensor", kernel<lrpe_cosine>},
     {"lrpe_cosine_backward", "(Tensor dy, bool wants_dtheta, " LRPE ") -> (Tensor dx, Tensor dtheta)",
-     lrpe_cosine_backward},
+     kernel<lrpe_cosine_backward>},
 };
 
 void implement(torch::stable::detail::StableLibrary &library) {

@@ -41,6 +41,17 @@ static struct text shape_text(int ndim, const int64_t *shape) {
     return text;
 }
 
+/* A dtype that is none of the library's. */
+static struct text foreign_text(DLDataType dtype) {
+    static const char *const kinds[] = {[kDLInt] = "int", [kDLUInt] = "uint", [kDLFloat] = "fp"};
+    struct text text = {""};
+    if (dtype.code < sizeof kinds / sizeof *kinds && dtype.lanes == 1)
+        snprintf(text.s, sizeof text.s, "%s%d", kinds[dtype.code], dtype.bits);
+    else
+        snprintf(text.s, sizeof text.s, "code %d with %d bits and %d lanes", dtype.code, dtype.bits, dtype.lanes);
+    return text;
+}
+
 static struct text set_text(unsigned dtypes) {
     struct text text = {""};
     for (int i = 0; i < DTYPES; i++)
@@ -74,8 +85,8 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
                                tensor->dtype.lanes == 1))
         dtype++;
     if (dtype == DTYPES)
-        return rafter_fail(context, bad, "%s has dtype code %d with %d bits and %d lanes, wanted %s", name,
-                           tensor->dtype.code, tensor->dtype.bits, tensor->dtype.lanes, set_text(dtypes).s);
+        return rafter_fail(context, bad, "%s has dtype %s, wanted %s", name, foreign_text(tensor->dtype).s,
+                           set_text(dtypes).s);
     if (!(dtypes >> dtype & 1))
         return rafter_fail(context, bad, "%s has dtype %s, wanted %s", name, rafter_dtype_name((rafter_dtype)dtype),
                            set_text(dtypes).s);

@@ -48,16 +48,12 @@ static bool drop_block(rafter_cuda_state *state) {
 }
 
 /* One block at a time is enough: a context serves one call at a time and all its work is in the order of one stream.
- * The large one only grows, and not while the stream is being captured: then a caller gives a workspace, or has made
- * the same call once before. Asking whether it is takes the host most of a microsecond, which the small block saves. */
+ * It only grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call
+ * once before. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
         return NULL;
-    if (bytes <= RAFTER_CUDA_SMALL_BLOCK) {
-        state->block_taken = true;
-        return state->small;
-    }
     const bool capturing = rafter_cuda_capturing(state);
     if (state->block_bytes < bytes) {
         if (capturing || !drop_block(state))
@@ -81,6 +77,10 @@ static void scratch_release(void *user, void *memory, size_t bytes) {
 
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch) {
+    if (!workspace && bytes <= RAFTER_CUDA_SMALL_BLOCK) {
+        workspace = context->cuda_state->small;
+        workspace_bytes = RAFTER_CUDA_SMALL_BLOCK;
+    }
     const rafter_status status = rafter_scratch_take(context, workspace, workspace_bytes, bytes, scratch);
     if (status != RAFTER_OUT_OF_MEMORY || context->allocate != scratch_allocate ||
         !rafter_cuda_capturing(context->cuda_state))

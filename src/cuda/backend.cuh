@@ -6,6 +6,8 @@
 
 #include "core/backend.h"
 
+enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20, RAFTER_CUDA_ALLOWED = 64 };
+
 struct rafter_cuda_state {
     int device;
     cudaStream_t stream;
@@ -22,19 +24,22 @@ struct rafter_cuda_state {
     volatile int *bad_labels; /* as the host sees it */
     int *bad_labels_on_device;
 
+    const void *allowed[RAFTER_CUDA_ALLOWED]; /* kernels with more shared memory: see allow_shared */
+
     /* cuBLASLt and what it has chosen; NULL until the first matrix product. */
     struct rafter_cuda_products *products;
 
-    /* The default scratch allocator: a small block, which is always there, and a large one, which grows. Graphs hold on
-     * to the blocks that their calls were captured with, so that those live as long as the context. */
+    /* Scratch memory of calls that take little, whoever allocates for the others: any allocator would cost the host
+     * more than the rest of such a call. */
     void *small;
+
+    /* The default scratch allocator: a block, which grows. Graphs hold on to the blocks that their calls were captured
+     * with, so that those live as long as the context. */
     void *block;
     size_t block_bytes;
     bool block_taken, block_captured;
     struct Retired *retired;
 };
-
-enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20 };
 
 /* Makes the context's device current for the length of a call. */
 struct OnDevice {

@@ -51,6 +51,19 @@ struct Launch {
     bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
 };
 
+/* Lets the kernel take all the shared memory that a block can have. The state remembers the kernels that may: asking
+ * every time would cost the host half a microsecond per launch. */
+static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
+    const void **const known = &state->allowed[reinterpret_cast<uintptr_t>(kernel) / 16 % RAFTER_CUDA_ALLOWED];
+    cudaFuncAttributes attributes;
+    if (*known == kernel || cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
+        return;
+    *known = kernel;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes));
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
                           const Given &...given) {
@@ -72,10 +85,8 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;
     }
-    if (how.shared > 16 << 10) { /* with what is static, 48 KB are there without asking */
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(how.shared));
-        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    }
+    if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
+        allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
 }
 

@@ -32,7 +32,7 @@
  *     prepare(table, strip)                fills the Table
  *     source(place, input)                 address of the place's first pack
  *     row_stride(input)                    elements from a row to the next
- *     has(place, input), blank(input)      whether the strip has an input, and what stands for packs that are not there
+ *     has(place, input)                    whether the strip has an input
  *     accumulate<FIRST>(statistics, ...)   adds items to the thread's statistics, which are clear if they are the FIRST
  *     conclude(values, strip, line)        turns the statistics of a whole line into what finish() wants; called by one
  *                                          thread for each line
@@ -129,8 +129,8 @@ template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
     }
 }
 
-/* What a thread works on at a time: up to ITEMS items, `step` rows apart, in places of shared memory that no other
- * thread touches. Beyond `count` they are blank. */
+/* What a thread works on at a time: `count` items, ITEMS or fewer, `step` rows apart, in places of shared memory that
+ * no other thread touches. */
 template <class Job> struct Items {
     typedef Pack<typename Job::T, Job::N> P;
     P *staged;
@@ -244,11 +244,8 @@ template <class Job> struct Part {
                     copy_async(&items.in(i, input), from, policy);
             else
 #pragma unroll 1
-                for (int i = 0; i < Job::ITEMS; i++, from += apart)
-                    if (i < count)
-                        copy_async(&items.in(i, input), from, policy);
-                    else
-                        items.in(i, input) = job.blank(input);
+                for (int i = 0; i < count; i++, from += apart)
+                    copy_async(&items.in(i, input), from);
         }
         copy_commit();
     }

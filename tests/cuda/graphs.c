@@ -69,7 +69,7 @@ static void test_graph(const struct op_cases *op, int64_t index, int algorithm, 
     problem p = {.op = op, .algorithm = algorithm}, q = {.op = op, .algorithm = algorithm};
     op->make(&p, index);
     op->make(&q, index);
-    if (p.large || !problem_allocate(&p, 1) || !problem_allocate(&q, 2))
+    if (p.large || !problem_adapt(&p) || !problem_adapt(&q) || !problem_allocate(&p, 1) || !problem_allocate(&q, 2))
         return;
     rafter_context *context = open_context();
     if (problem_to_device(&p, context, mode)) {

@@ -17,6 +17,10 @@ const struct op_cases *const problem_ops[] = {
 #undef RAFTER_OP
     NULL};
 
+bool problem_adapt(problem *p) {
+    return !p->op->adapt || p->op->adapt(p);
+}
+
 /* Padding of inputs: NaN in every dtype, so that a kernel that reads it shows. */
 enum { PADDING = 0xff };
 

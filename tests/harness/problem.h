@@ -152,6 +152,10 @@ struct op_cases {
     const char *const *algorithms; /* names, NULL-terminated; the first is "rafter": the automatic choice */
     unsigned algorithm_modes[8];   /* bit m set: algorithm exists in problem_mode m */
 
+    /* Where problems have tensors that are for one algorithm alone: drops those that are not for the problem's
+     * algorithm. False: the algorithm has nothing to do with this problem. NULL: all are for all. */
+    bool (*adapt)(problem *p);
+
     /* Tests: problem number `index` in [0, count()). Declares tensors; the harness allocates. */
     int64_t (*count)(void);
     void (*make)(problem *p, int64_t index);
@@ -175,6 +179,9 @@ struct op_cases {
 #define RAFTER_OP(name) extern const struct op_cases rafter_cases_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
+
+/* What op->adapt says; to be asked between make (or make_bench) and whatever the problem's algorithm is to do. */
+bool problem_adapt(problem *p);
 
 /* All ops, in the order of ops.inc; NULL-terminated. */
 extern const struct op_cases *const problem_ops[];

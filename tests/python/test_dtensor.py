@@ -42,6 +42,22 @@ def test_replicated():
             torch.testing.assert_close(a.grad.to_local(), b.grad)
 
 
+def test_mixed_with_plain_tensors():
+    """Any argument may be the DTensor."""
+    z, x, w, y, b = normal(6, 9), normal(6, 8), normal(9, 8), labels((6,), 9, "cpu"), normal(9)
+    q, theta = normal(2, 3, 2, 8), normal(2, 8)
+    for function, tensor in ((lambda t: rafter.cross_entropy(z, t), y), (lambda t: rafter.cross_entropy(z, y, t), b.abs()),
+                             (lambda t: rafter.cross_entropy(z, y, row_weight=t, extras="lse").loss, normal(6).abs()),
+                             (lambda t: rafter.linear_cross_entropy(x, t, y), w),
+                             (lambda t: rafter.linear_cross_entropy(x, w, y, linear_bias=t), b),
+                             (lambda t: rafter.linear_logprobs(x, w, t).logprob, y), (lambda t: rafter.lrpe_cosine(q, t), theta)):
+        out = function(placed(tensor, Replicate()))
+        assert isinstance(out, DTensor)
+        torch.testing.assert_close(out.to_local(), function(tensor))
+        with pytest.raises(NotImplementedError, match="redistribute"):
+            function(placed(tensor, Shard(0)))
+
+
 def test_sharded():
     z, y = placed(normal(6, 9), Shard(0)), labels((6,), 9, "cpu")
     for function in (lambda: rafter.cross_entropy(z, y), lambda: rafter.silu(z), lambda: rafter.logsumexp(z, 1)):

@@ -1,5 +1,7 @@
 """rafter.patch on small causal LMs with random weights."""
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -77,6 +79,85 @@ def test_patched_model_agrees(device, make, more):
     assert not any(name in model.__dict__ or name in model.get_output_embeddings().__dict__ for name in ("forward", "_loss_function"))
 
 
+def train(model, batches, more):
+    """Gradients of several batches, one after another into the same .grad."""
+    model.zero_grad()
+    for inputs in batches:
+        model(**inputs, **more).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@on_devices
+@parametrize("make", [llama, gpt2])
+def test_gradient_accumulation(device, make):
+    """Micro-batches of different numbers of tokens, divided by the number in all, as transformers' Trainer has it."""
+    skip_unless("linear_cross_entropy", device)
+    torch.manual_seed(0)
+    model = make().to(device).train()
+    whole = batch(device)
+    whole["labels"][1, 9:] = -100
+    batches = [{name: tensor[row:row + 1] for name, tensor in whole.items()} for row in range(2)]
+    items = (whole["labels"][:, 1:] != -100).sum()
+    wanted = train(model, [whole], {})
+    rafter.patch(model)
+    for more in ({"num_items_in_batch": items}, {"num_items_in_batch": items.reshape(1)}, {"num_items_in_batch": items.item()}):
+        for name, gradient in train(model, batches, more).items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_label_smoothing():
+    """As transformers' Trainer defines it, which takes the logits for that: the mean over classes in the place of the label."""
+    torch.manual_seed(0)
+    model = llama().train()
+    inputs = batch("cpu")
+    logits = model(inputs["input_ids"]).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(rafter.patch(model, label_smoothing=0.1)(**inputs).loss, expected)
+
+
+def test_labels_by_position():
+    torch.manual_seed(0)
+    model = rafter.patch(llama().train())
+    inputs = batch("cpu")
+    names = list(inspect.signature(model.forward).parameters)
+    out = model(*(inputs.get(name) for name in names[:names.index("labels") + 1]))
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, model(**inputs).loss)
+
+
+@parametrize("take", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_are_models_of_their_own(take):
+    torch.manual_seed(0)
+    model = rafter.patch(llama().train())
+    before, _ = step(model, **batch("cpu"))
+    twin = take(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.zero_grad()
+    again, gradients = step(twin, **batch("cpu"))
+    assert again.logits is None and len(gradients) == len(list(twin.parameters()))
+    torch.testing.assert_close(again.loss, before.loss)
+    assert all(p.grad is None for p in model.parameters())
+    assert rafter.unpatch(twin)(**batch("cpu")).logits is not None
+    assert model(**batch("cpu")).logits is None  # which is patched still
+
+
+def test_compiled():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = llama().train()
+    expected, wanted = step(model, **batch("cpu"))
+    compiled = torch.compile(rafter.patch(model), backend="aot_eager")
+    model.zero_grad()
+    out = compiled(**batch("cpu"))
+    out.loss.backward()
+    assert out.logits is None
+    torch.testing.assert_close(out.loss, expected.loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
 def test_logits_are_never_formed():
     """With a vocabulary so wide that logits would be the largest tensor by far, none of their size is made."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -114,6 +195,24 @@ def test_options_and_refusals():
         rafter.unpatch(model)
     with pytest.raises(TypeError, match="output layer"):
         rafter.patch(model.transformer)
+    with pytest.raises(TypeError, match="'zloss', wanted any of .*z_loss"):
+        rafter.patch(model, zloss=1e-2)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    with pytest.raises(TypeError, match="ForCausalLMLoss"):
+        rafter.patch(model)
+
+
+def test_other_output_layers_are_refused():
+    """A layer that computes something else than a product with its weight, as quantized and adapted ones do."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = gpt2()
+    model.set_output_embeddings(Scaled(32, VOCABULARY, bias=False))
+    with pytest.raises(TypeError, match="output layer is a torch.nn.Linear; this GPT2LMHeadModel has Scaled"):
+        rafter.patch(model)
 
 
 def test_a_model_that_changes_its_logits_is_refused():

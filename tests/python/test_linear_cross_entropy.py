@@ -196,6 +196,8 @@ def test_refusals(device):
     x, w, _, y = problem(device, torch.float32)
     with pytest.raises(RuntimeError, match=r"weight has shape \[65, 23\]"):
         rafter.linear_cross_entropy(x, w[:, 1:], y)
+    with pytest.raises(ValueError, match="temperature is 0.0"):
+        rafter.linear_logprobs(x, w, y, temperature=0.0)
     with pytest.raises(ValueError, match="mode is 'quick'"):
         rafter.linear_cross_entropy(x, w, y, mode="quick")
     with pytest.raises(RuntimeError, match="budget"):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import rafter
 
@@ -39,6 +40,14 @@ def test_installed_files_are_enough():
         done = run(folder, "-c", "import torch, rafter; print(rafter.__file__); print(rafter.silu(torch.ones(3)))")
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(folder)
+        if not torch.cuda.is_available():
+            says = "librafter_cuda is in the package" if os.path.exists(os.path.join(build, cuda)) else "no librafter_cuda"
+            assert says in run(folder, "-m", "rafter", "info").stdout
+
+
+def test_types_are_announced():
+    """To type checkers, which otherwise take no notice of a package's annotations."""
+    assert os.path.exists(os.path.join(os.path.dirname(rafter.__file__), "py.typed"))
 
 
 def test_public_names():

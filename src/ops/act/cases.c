@@ -261,7 +261,7 @@ static void make_bench(problem *p, const struct bench_row *row) {
         shape[0] = batch * heads * row->x * features / shape[1];
         ndim = 2;
     }
-    declare(p, kind, dim, row->dtype, PLAIN, ndim, shape);
+    declare(p, kind, dim, row->dtype, kind == RAFTER_ACT_RELU ? MASKED : PLAIN, ndim, shape);
     if (kind == RAFTER_ACT_NONE) { /* hands its input back */
         problem_find(p, "y")->in_place_of = "x";
         problem_find(p, "dx")->in_place_of = "dy";
@@ -274,6 +274,18 @@ static void make_bench(problem *p, const struct bench_row *row) {
              kind_names[kind], dim_text, problem_dtype_name(row->dtype));
 }
 
+/* The mask costs forward something and saves backward much: a column of its own. */
+static const char *const algorithms[] = {"rafter", "mask", NULL};
+enum { WITHOUT_MASK, WITH_MASK };
+
+static bool adapt(problem *p) {
+    const bool has_mask = strcmp(p->tensor[p->tensors - 1].name, "relu_mask") == 0;
+    if (p->algorithm == WITHOUT_MASK && has_mask)
+        p->tensors--;
+    return p->algorithm == WITHOUT_MASK || has_mask;
+}
+
+/* Of a relu that may have a mask: what is less, in forward without it and in backward with it. */
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     const rafter_act_kind kind = ((const struct act_row *)p->row)->kind;
     const problem_tensor *x = problem_find(p, "x"), *y = problem_find(p, "y"), *dx = problem_find(p, "dx");
@@ -281,7 +293,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
     const double tensor = (double)x->numel * (x->dtype == RAFTER_F32 ? 4 : 2), mask = masked ? (double)x->numel / 8 : 0;
     *bytes = *flops = 0;
     if (mode != PROBLEM_BACKWARD && !(none && y->in_place_of))
-        *bytes += 2 * tensor + mask;
+        *bytes += 2 * tensor + (mode == PROBLEM_BOTH ? mask : 0);
     if (mode != PROBLEM_FORWARD && dx && !(none && dx->in_place_of))
         *bytes += (none || masked ? 2 : 3) * tensor + mask;
 }
@@ -313,13 +325,12 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return status;
 }
 
-static const char *const algorithms[] = {"rafter", NULL};
-
 const struct op_cases rafter_cases_act = {
     .op = "act",
     .prefix = "act",
     .algorithms = algorithms,
-    .algorithm_modes = {ALL_MODES},
+    .algorithm_modes = {ALL_MODES, ALL_MODES},
+    .adapt = adapt,
     .count = count,
     .make = make,
     .tables = COUNT(tables),

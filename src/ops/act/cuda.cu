@@ -310,25 +310,19 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
     DEVICE bool has(const Place &, int) const {
         return true;
     }
-    DEVICE Pack<T, N> blank(int) const {
-        Pack<T, N> pack;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            pack.v[j] = from_float<T>(FORWARD ? -INFINITY : 0.0f);
-        return pack;
-    }
-
     template <bool FIRST>
     DEVICE void accumulate(Stats &statistics, const Items<Softmax> &items, const Place &, const Table &) const {
+        if (items.count == 0)
+            return;
         if constexpr (FORWARD) {
             Pack<T, N> top = items.in(0, 0);
 #pragma unroll 4
-            for (int i = 1; i < ITEMS; i++)
+            for (int i = 1; i < items.count; i++)
                 top = larger(top, items.in(i, 0));
             cover<FIRST, LINES>(statistics, 0, top);
         }
 #pragma unroll 2
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = 0; i < items.count; i++) {
             float x[N], d[N];
             unpack(items.in(i, 0), x);
             if constexpr (!FORWARD)
@@ -355,7 +349,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         for (int k = 0; k < Stats::COUNT; k++)
             read_numbers(values[k] + place.column * LINES, value[k]);
 #pragma unroll 2
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = 0; i < items.count; i++) {
             float x[N], d[N];
             unpack(items.in(i, 0), x);
             if constexpr (!FORWARD)
@@ -368,8 +362,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
                 else
                     x[j] *= d[j] - value[0][line];
             }
-            if (i < items.count)
-                store_with(to, packed<T, N>(x), policy);
+            store_with(to, packed<T, N>(x), policy);
             to += items.step * row_strides[OUT];
         }
     }

@@ -13,9 +13,13 @@
 
 namespace {
 
-constexpr int THREADS = 256;      /* of a block, but for long rows */
-constexpr int MOST_THREADS = 512; /* of a block that takes one long row */
-constexpr int STEPS = 8;          /* down a column that a thread loads before it uses the first, in forward */
+constexpr int THREADS = 256;          /* of a block, but for long rows */
+constexpr int MOST_THREADS = 512;     /* of a block that takes one long row */
+constexpr int GRADIENT_THREADS = 128; /* of a block that writes a gradient along rows */
+
+/* Packs that a thread of it takes; LANES of them take a piece of a row together. */
+template <int LANES> constexpr int GRADIENT_PACKS = LANES == GRADIENT_THREADS ? 2 : 4;
+constexpr int STEPS = 8; /* down a column that a thread loads before it uses the first, in forward */
 
 /* ---- how a call is cut
  * ------------------------------------------------------------------------------------------------- */
@@ -110,9 +114,9 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
         plan.part = 4 * IN_FLIGHT * (THREADS / plan.across);
         plan.parts = ceil_div<int64_t>(n, plan.part);
     } else { /* a part is what a group of lanes takes, in packs */
-        plan.lanes = bytes <= 256 ? 8 : WARP;
-        const int64_t once = int64_t(plan.lanes) * IN_FLIGHT, all = rows * ceil_div<int64_t>(bytes, 16);
-        plan.part = all >= 4 * once * ENOUGH_BLOCKS * (THREADS / WARP) ? 4 * once : once;
+        plan.lanes = bytes <= 256 ? 8 : bytes <= 4096 ? WARP : GRADIENT_THREADS;
+        plan.part = plan.lanes == GRADIENT_THREADS ? GRADIENT_THREADS * GRADIENT_PACKS<GRADIENT_THREADS>
+                                                   : plan.lanes * GRADIENT_PACKS<WARP>;
         plan.parts = ceil_div<int64_t>(ceil_div<int64_t>(bytes, 16), plan.part);
     }
     return plan;
@@ -266,29 +270,30 @@ struct Backward {
     }
 };
 
+/* Short blocks, whose packs are on their way before anything else is known of the row: kindest to the memory. */
 template <typename T, int LANES>
-__global__ __launch_bounds__(THREADS) void row_gradients(const __grid_constant__ Backward b) {
-    constexpr int N = WIDE<T>;
-    const int64_t piece = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
-    const int64_t row = b.parts == 1 ? piece : piece / b.parts;
+__global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_constant__ Backward b) {
+    constexpr int N = WIDE<T>, PACKS = GRADIENT_PACKS<LANES>;
+    const int64_t piece = (blockIdx.x * int64_t(GRADIENT_THREADS) + threadIdx.x) / LANES;
+    const int64_t row = LANES == GRADIENT_THREADS ? blockIdx.x / static_cast<unsigned>(b.parts) /* cheaper */
+                        : b.parts == 1            ? piece
+                                                  : piece / b.parts;
     if (row >= b.rows)
         return;
     const int lane = threadIdx.x % LANES;
     const Stretch<const T> x(b.x.at<const T>(row), b.n);
     T *dx = b.dx.at<T>(row) + x.head;
-    const int64_t from = (piece - row * b.parts) * b.part, to = x.packs - from < b.part ? x.packs : from + b.part;
+    const int64_t first = (piece - row * b.parts) * (LANES * PACKS) + lane;
+    Pack<T, N> packs[PACKS];
+#pragma unroll
+    for (int k = 0; k < PACKS; k++)
+        if (first + k * LANES < x.packs)
+            packs[k] = load_once<T, N>(x.body + (first + k * LANES) * N);
     const ScaledExp<T> gradient = b.gradient<T>(row);
-    for (int64_t i = from + lane; i < to; i += LANES * IN_FLIGHT) {
-        Pack<T, N> packs[IN_FLIGHT];
 #pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++)
-            if (i + k * LANES < to)
-                packs[k] = load_once<T, N>(x.body + (i + k * LANES) * N);
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++)
-            if (i + k * LANES < to)
-                store_once<T, N>(dx + (i + k * LANES) * N, gradient.of(packs[k]));
-    }
+    for (int k = 0; k < PACKS; k++)
+        if (first + k * LANES < x.packs)
+            store_once<T, N>(dx + (first + k * LANES) * N, gradient.of(packs[k]));
     if (piece == row * b.parts)
         for (int e = lane; e < x.edges; e += LANES)
             dx[x.edge(e)] = from_float<T>(gradient.of(to_float(x.body[x.edge(e)])));
@@ -335,9 +340,13 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
         else
             column_gradients<T, WIDE<T>><<<grid_of(pieces), threads, 0, stream>>>(b);
     } else if (plan.lanes == 8) {
-        row_gradients<T, 8><<<grid_of(ceil_div<int64_t>(pieces, THREADS / 8)), THREADS, 0, stream>>>(b);
+        const unsigned grid = grid_of(ceil_div<int64_t>(pieces, GRADIENT_THREADS / 8));
+        row_gradients<T, 8><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
+    } else if (plan.lanes == GRADIENT_THREADS) {
+        row_gradients<T, GRADIENT_THREADS><<<grid_of(pieces), GRADIENT_THREADS, 0, stream>>>(b);
     } else {
-        row_gradients<T, WARP><<<grid_of(ceil_div<int64_t>(pieces, THREADS / WARP)), THREADS, 0, stream>>>(b);
+        const unsigned grid = grid_of(ceil_div<int64_t>(pieces, GRADIENT_THREADS / WARP));
+        row_gradients<T, WARP><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
     }
 }
 

@@ -4,8 +4,8 @@
  *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
  *                                  them for every sequence of the batch
  *     softmax over features        likewise; lines of up to 32 packs are normalised among the lanes of a warp; of
- * longer ones the statistics are computed first, by another kernel softmax over the sequence    by teams of blocks that
- * keep their share of the sequence on chip: cuda/teams.cuh
+ *                                  longer ones the statistics are computed first, by another kernel
+ *     softmax over the sequence    statistics and results in two phases, the second from L2: cuda/strips.cuh
  *
  * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
  * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
@@ -20,7 +20,6 @@
 namespace {
 
 constexpr int THREADS = 256;
-template <typename T> constexpr bool IS_SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
 
 /* ---- a call, as kernels take it
  * ---------------------------------------------------------------------------------------- */
@@ -71,27 +70,12 @@ enum {
 
 /* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. */
 struct Walk4 {
-    Divisor across, tiles, row_chunks; /* across: threads side by side in a block */
-    /* Threads that a head is given, some of them idle; then either a tile has several heads, of `lanes` threads, or a
-     * head several tiles. */
-    int lanes, heads_of_tile;
-    Divisor tiles_of_head, lanes_of_tile; /* the smaller of lanes and across */
+    int across, lanes; /* threads side by side in a block; threads that a head is given, some of them idle */
     int f, batch;
-    int64_t batch_chunks, rows;
+    int64_t tiles, row_chunks, batch_chunks, rows;
     const float *statistics; /* GIVEN: of each line [B, N, H] the maximum, 1 / sum, and in backward the sum of p g */
     double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
 };
-
-/* Where column `column` of a tile is. */
-struct Feature {
-    int64_t head, pack;
-};
-DEVICE Feature feature_at(const Walk4 &walk, unsigned tile, unsigned column) {
-    const unsigned head = walk.tiles_of_head.quotient(tile), in_tile = walk.lanes_of_tile.quotient(column);
-    return {(int64_t)head * walk.heads_of_tile + in_tile,
-            (int64_t)(tile - head * walk.tiles_of_head.number) * walk.across.number +
-                (column - in_tile * walk.lanes_of_tile.number)};
-}
 
 /* ---- all but the softmax over the sequence
  * ----------------------------------------------------------------------------- */
@@ -139,76 +123,67 @@ template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, flo
     return pack;
 }
 
+/* Of `rotate`, the fastest by measurement: sequences whose packs a thread loads before it uses the first, and blocks
+ * that share an SM's registers. */
+template <bool FORWARD, int F, bool DTHETA> struct Depth {
+    static constexpr bool ELEMENTWISE = F == RAFTER_ACT_RELU || F == RAFTER_ACT_SIGMOID || F == RAFTER_ACT_SILU;
+    static constexpr int AT_ONCE = FORWARD ? 4 : DTHETA ? 2 : F == FEATURES ? 1 : ELEMENTWISE ? 3 : 2;
+    static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : F == FEATURES ? 4 : ELEMENTWISE ? 2 : 3;
+};
+
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
-__global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> call, const Walk4 walk) {
+__global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
+    rotate(const Call<T> call, const Walk4 walk) {
     constexpr int INPUTS = FORWARD ? 1 : 3;
-    constexpr int AT_ONCE = FORWARD ? 4 : 2;  /* sequences whose packs are loaded before the first is used */
+    constexpr int AT_ONCE = Depth<FORWARD, F, DTHETA>::AT_ONCE;
     constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
     __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
-    const int f = F == ANY ? walk.f : F, across = (int)walk.across.number, step = THREADS >> walk.across.shift,
-              line = threadIdx.x >> walk.across.shift, column = threadIdx.x & (across - 1);
+    const int f = F == ANY ? walk.f : F, across = walk.across, column = threadIdx.x % across, step = THREADS / across;
     const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
-    const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
-    const unsigned batch_chunk = walk.row_chunks.quotient(chunk);
-    const int64_t top = (chunk - batch_chunk * walk.row_chunks.number) * walk.rows,
+    const int64_t tile = blockIdx.x % walk.tiles, chunk = blockIdx.x / walk.tiles;
+    const int64_t top = chunk % walk.row_chunks * walk.rows,
                   bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
-    const int64_t first_b = (int64_t)batch_chunk * walk.batch, left = call.batch - first_b;
+    const int64_t first_b = chunk / walk.row_chunks * walk.batch, left = call.batch - first_b;
     const int sequences = left < walk.batch ? (int)left : walk.batch;
-    const Feature feature = feature_at(walk, tile, column);
-    const int64_t h = feature.head, d = feature.pack * N;
+    const int64_t place = tile * across + column, h = place / walk.lanes, d = place % walk.lanes * N;
     const bool active = h < call.heads && d < call.features;
 
-    const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
-    const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
-    const auto at = [&](const Strides &stride, int64_t n) {
-        return first_b * stride.b + n * stride.n + h * stride.h + d * stride.d;
-    };
-    const T *x = call.x + at(call.x_step, top + line), *dy = call.dy + at(call.y_step, top + line);
-    Pack<T, N> packs[AT_ONCE][INPUTS];
-    const auto load = [&](bool has, int b) { /* from sequence b on, where x and dy point to */
-#pragma unroll
-                                             for (int i = 0; i < AT_ONCE; i++) {
-                                                 const bool there = has && b + i < sequences;
-                                                 if (reads_x)
-                                                     packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
-                                                 if constexpr (!FORWARD) {
-                                                     packs[i][1] = load_or<T, N>(dy, there, 0.0f);
-                                                     packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
-                                                 }
-                                                 x += call.x_step.b;
-                                                 dy += call.y_step.b;
-                                             }
-    };
-
-    /* Under way while the table is made and the angles are computed. */
-    load(active && top + line < bottom, 0);
     for (int i = threadIdx.x; i < N * across; i += THREADS) {
-        const Feature of_entry = feature_at(walk, tile, i & (across - 1));
-        const int64_t entry_d = of_entry.pack * N + (i >> walk.across.shift);
-        turns[i] = of_entry.head < call.heads && entry_d < call.features ? call.turns(of_entry.head, entry_d) : Turns();
+        const int64_t at = tile * across + i % across, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i / across;
+        turns[i] = at_h < call.heads && at_d < call.features ? call.turns(at_h, at_d) : Turns();
     }
     __syncthreads();
 
+    const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
+    const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
     double moment[DTHETA ? N : 1] = {};
     for (int64_t row = top; row < bottom; row += step) {
-        const int64_t n = row + line;
+        const int64_t n = row + threadIdx.x / across;
         const bool has = active && n < bottom;
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
-        if (row > top) {
-            x = call.x + at(call.x_step, n);
-            dy = call.dy + at(call.y_step, n);
-            load(has, 0);
-        }
-        sincos_of<IS_SHORT<T> && FORWARD>(turns + column, across, position, sine, cosine);
+        sincos_of<false>(turns + column, across, position, sine, cosine);
 
-        T *out = call.out + at(out_step, n);
+        const T *x = call.x + first_b * call.x_step.b + n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
+        const T *dy = call.dy + first_b * call.y_step.b + n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
+        T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
         for (int b = 0; b < sequences; b += AT_ONCE) {
-            if (b > 0)
-                load(has, b);
+            Pack<T, N> packs[AT_ONCE][INPUTS];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const bool there = has && b + i < sequences;
+                if (reads_x)
+                    packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
+                if constexpr (!FORWARD) {
+                    packs[i][1] = load_or<T, N>(dy, there, 0.0f);
+                    packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
+                }
+                x += call.x_step.b;
+                dy += call.y_step.b;
+            }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i += TOGETHER) {
                 float v[TOGETHER][N], dot[TOGETHER] = {}; /* x, then f(x) of a softmax */
@@ -287,10 +262,9 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) rotate(const Call<T> 
             double sum = 0.0;
             for (int r = 0; r < step; r++)
                 sum += moments[r * across * N + i];
-            const Feature of_entry = feature_at(walk, tile, i / N);
-            const int64_t entry_d = of_entry.pack * N + i % N;
-            if (of_entry.head < call.heads && entry_d < call.features)
-                walk.moments[(chunk * call.heads + of_entry.head) * call.features + entry_d] = sum;
+            const int64_t at = tile * across + i / N, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i % N;
+            if (at_h < call.heads && at_d < call.features)
+                walk.moments[(chunk * call.heads + at_h) * call.features + at_d] = sum;
         }
     }
 }
@@ -460,13 +434,6 @@ struct Columns {
     DEVICE bool has(const Place &place, int input) const {
         return input / EACH < place.sequences;
     }
-    DEVICE Pack<T, N> blank(int input) const {
-        Pack<T, N> pack;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            pack.v[j] = from_float<T>(input % EACH == 0 ? -INFINITY : 0.0f);
-        return pack;
-    }
 
     DEVICE int64_t position(const Items<Columns> &items, int i, const Place &place) const {
         const int64_t n = items.row + i * items.step;
@@ -501,21 +468,23 @@ struct Columns {
     template <bool FIRST>
     DEVICE void accumulate(Stats &statistics, const Items<Columns> &items, const Place &place,
                            const Table &table) const {
+        if (items.count == 0)
+            return;
 #pragma unroll
         for (int q = 0; q < SEQUENCES; q++) {
             Pack<T, N> top = items.in(0, q * EACH);
 #pragma unroll 4
-            for (int i = 1; i < ITEMS; i++)
+            for (int i = 1; i < items.count; i++)
                 top = larger(top, items.in(i, q * EACH));
             cover<FIRST, N>(statistics, q * N, top);
         }
         float cosine[N], sine[N];
 #pragma unroll 1
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = 0; i < items.count; i++) {
             if constexpr (!FORWARD)
                 angles(items, i, place, table, cosine, sine);
 #pragma unroll
-            for (int q = 0; q < SEQUENCES; q++) {
+            for (int q = 0; q < SEQUENCES; q++) { /* of a sequence that is not there, statistics that nobody uses */
                 float x[N], c[N], s[N];
                 unpack(items.in(i, q * EACH), x);
                 if constexpr (!FORWARD) {
@@ -560,7 +529,7 @@ struct Columns {
         T *to = place.out + items.down * step.n;
         float cosine[N], sine[N];
 #pragma unroll 1
-        for (int i = 0; i < ITEMS; i++) {
+        for (int i = 0; i < items.count; i++) {
             angles(items, i, place, table, cosine, sine);
 #pragma unroll
             for (int q = 0; q < SEQUENCES; q++) {
@@ -582,7 +551,7 @@ struct Columns {
                         p[j] *= fmaf(c[j], cosine[j], s[j] * sine[j]) - value[2][j];
                     }
                 }
-                if (i < items.count && q < place.sequences) {
+                if (q < place.sequences) {
                     if constexpr (FORWARD) {
                         store_with(to + q * step.b, packed<T, N>(c), policy);
                         store_with(to + q * step.b + call.features * step.d, packed<T, N>(s), policy);
@@ -655,14 +624,9 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    const int across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
-    const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
-    walk.across = Divisor(across);
-    walk.tiles = Divisor(tiles);
-    walk.heads_of_tile = walk.lanes < across ? across / walk.lanes : 1;
-    walk.tiles_of_head = Divisor(walk.lanes > across ? walk.lanes / across : 1);
-    walk.lanes_of_tile = Divisor(walk.lanes < across ? walk.lanes : across);
-    const int64_t step = THREADS / across, wanted = (int64_t)state->multiprocessors * 8;
+    walk.across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
+    walk.tiles = ceil_div(side_by_side, (int64_t)walk.across);
+    const int64_t step = THREADS / walk.across, wanted = (int64_t)state->multiprocessors * 8;
     if (bp) {
         walk.rows = call.length;
         walk.batch = 1;
@@ -672,21 +636,22 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
                              : walk.f >= FEATURES ? 4
                                                   : 1,
                       steps = ceil_div(call.length, step);
-        const int64_t each = steps * tiles / wanted;
+        const int64_t each = steps * walk.tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
-        const int64_t blocks = tiles * ceil_div(call.length, walk.rows);
-        const int64_t pieces = blocks < wanted / 2 ? ceil_div(wanted / 2, blocks) : 1;
+        const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
+        const int64_t at_a_time = (int64_t)state->multiprocessors * 3; /* one wave, not a little more than one */
+        const int64_t pieces = blocks < at_a_time ? at_a_time / blocks : 1;
         const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
         walk.batch = (int)(together < 4096 ? together : 4096);
     }
-    walk.row_chunks = Divisor(ceil_div(call.length, walk.rows));
+    walk.row_chunks = ceil_div(call.length, walk.rows);
     walk.batch_chunks = ceil_div(call.batch, (int64_t)walk.batch);
     return walk;
 }
 
 template <typename T, int N, bool FORWARD>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk, bool dtheta) {
-    const Launch how = {(int64_t)walk.tiles.number * walk.row_chunks.number * walk.batch_chunks, THREADS};
+    const Launch how = {walk.tiles * walk.row_chunks * walk.batch_chunks, THREADS};
     if constexpr (!FORWARD)
         if (dtheta)
             return launch(context, how, rotate<T, N, false, ANY, true>, call, walk);
@@ -722,7 +687,7 @@ template <typename T, int N, bool FORWARD>
 rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from) {
     const Call<T> call = call_for<T>(from);
     Walk4 walk = plan_walk(context->cuda_state, from, call, N);
-    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks.number * walk.batch_chunks;
+    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks * walk.batch_chunks;
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(chunks * call.heads * call.features) * sizeof(double)) : 0;
     const size_t statistics = walk.f == GIVEN ? (size_t)(lines * (FORWARD ? 2 : 3)) * sizeof(float) : 0;
