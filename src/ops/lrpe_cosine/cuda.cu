@@ -369,7 +369,7 @@ struct Columns {
     static constexpr int N = N_, LINES = SEQUENCES * N, MOST_LINES = SEQUENCES * (N == 1 ? WARP : 8 * N);
     static constexpr int EACH = FORWARD ? 1 : 3, INPUTS = SEQUENCES * EACH, ITEMS = ITEMS_;
     static constexpr int THREADS = 256, PER_SM = PER_SM_, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr bool HAS_MAX = true;
+    static constexpr bool HAS_MAX = true, SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {
         Turns turns[MOST_LINES / SEQUENCES]; /* [element of a pack][pack] */
@@ -446,12 +446,12 @@ struct Columns {
         if (FORWARD || i == 0 || call.positions) {
             const Position at = position_of(position(items, i, place));
             const Turns *const turns = table.turns + place.column;
-            if (!FORWARD && IS_SHORT<T> && at.high == 0)
+            if (!FORWARD && SHORT && at.high == 0)
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     sincos_roughly(turns[j * across], at, &sine[j], &cosine[j]);
             else
-                sincos_of<IS_SHORT<T> && FORWARD>(turns, across, at, sine, cosine);
+                sincos_of<SHORT && FORWARD>(turns, across, at, sine, cosine);
         } else {
             float c[N], s[N];
             read_numbers(table.cosine + place.column * N, c);
