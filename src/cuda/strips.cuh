@@ -4,14 +4,14 @@
  * A strip is a bundle of neighbouring lines (columns), or one line (rows): what is normalised together. It is cut into
  * chunks of rows, one to a block.
  *
- * A strip of one chunk is a block's own affair: it takes the statistics and writes the results, from registers where
- * the chunk is what its threads can hold, else walking back over what it has read.
+ * A strip of one chunk is a block's own affair: it takes the statistics and writes the results, from shared memory what
+ * that holds, and the rest walking back over what it has read.
  *
  * Strips of many chunks take two phases, in one grid: blocks of the first read a chunk and write its statistics to
- * scratch memory; one block more merges those of the whole strip, in the order of the chunks; blocks of the second read
- * the chunk again and write the results. Blocks of both phases alternate, the second `delay` blocks behind the first:
- * far enough that the merged statistics are there, near enough that the chunk is still in L2. A block waits only for
- * blocks of lower numbers, which have started before it, so that however few of them the chip holds at a time, the
+ * scratch memory; a few blocks more merge those of the whole strip, in the order of the chunks; blocks of the second
+ * read the chunk again and write the results. Blocks of both phases alternate, the second `delay` blocks behind the
+ * first: far enough that the merged statistics are there, near enough that the chunk is still in L2. A block waits only
+ * for blocks of lower numbers, which have started before it, so that however few of them the chip holds at a time, the
  * oldest can always go on.
  *
  * What the lines hold and what becomes of them is a Job's affair:
@@ -20,7 +20,7 @@
  *     LINES             lines of a thread, a power of two: one, or those of its packs
  *     MOST_LINES        lines of a strip
  *     INPUTS            packs that make an item
- *     ITEMS             items of a thread that are loaded at a time
+ *     ITEMS             items of a thread that are loaded at a time, where shared memory holds so many
  *     HAS_MAX, SUMS     statistics of a line: a maximum or none, and sums, relative to the maximum if there is one
  *     THREADS, PER_SM   of a block; blocks that a multiprocessor holds
  *     Strip             what is known about a strip
@@ -53,7 +53,8 @@ struct Cut {
     unsigned strips, chunks, delay; /* chunks of a strip; blocks of the first phase that start before the second */
     Divisor of_strip;               /* blocks of one phase that belong to a strip */
     int across, across_log2;        /* threads side by side in a strip, a power of two */
-    int rounds;                     /* times that they take ITEMS */
+    int items, rounds;              /* items that a thread takes at a time, and how often */
+    size_t staged;                  /* bytes of shared memory that a block's items take */
 };
 
 /* Statistics of a thread's lines. The maximum starts from the lowest finite number: a line of all -inf then has a sum
@@ -142,9 +143,6 @@ template <class Job> struct Items {
     }
 };
 
-template <class Job>
-constexpr size_t STAGED_BYTES = (size_t)Job::ITEMS *Job::INPUTS *Job::THREADS *Job::N * sizeof(typename Job::T);
-
 template <class Job> struct StripShared {
     static constexpr int COUNT = StatisticsOf<Job>::COUNT;
     alignas(16) float area[COUNT][Job::THREADS / WARP * Job::MOST_LINES];
@@ -227,12 +225,12 @@ template <class Job> struct Part {
     /* Starts to load the items of a round. AGAIN: for the last time, else they will be read again soon. */
     template <bool AGAIN> DEVICE void start(int round) {
         const uint64_t policy = AGAIN ? l2_pass_on() : l2_keep();
-        items.down = (int64_t)round * Job::ITEMS * items.step;
+        items.down = (int64_t)round * cut.items * items.step;
         items.row = row + items.down;
         const int64_t left = place.active ? cut.rows - items.row : 0;
-        items.count = left > Job::ITEMS * items.step ? Job::ITEMS
-                      : left > 0                     ? (((int)left - 1) << cut.across_log2) / Job::THREADS + 1
-                                                     : 0;
+        items.count = left > cut.items * items.step ? cut.items
+                      : left > 0                    ? (((int)left - 1) << cut.across_log2) / Job::THREADS + 1
+                                                    : 0;
 #pragma unroll
         for (int input = 0; input < Job::INPUTS; input++) {
             const int64_t stride = job.row_stride(input), apart = items.step * stride;
@@ -405,13 +403,19 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
 /* ---- how to cut
  * ------------------------------------------------------------------------------------------------------------- */
 
-template <class Job> static inline Cut cut_into_strips(int64_t strips, int64_t rows, int across, bool one_chunk) {
-    constexpr int64_t MOST_CHUNKS = 1024, BEHIND = 16 << 20;
-    const int64_t step = Job::THREADS / across * Job::ITEMS, steps = ceil_div(rows, step);
+/* One chunk to a strip where that is asked for, or where at least half of it stays in shared memory. */
+template <class Job>
+static inline Cut cut_into_strips(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across,
+                                  bool one_chunk) {
+    constexpr int64_t MOST_CHUNKS = 1024, ITEM = (int64_t)Job::INPUTS * Job::THREADS * Job::N * sizeof(typename Job::T);
+    const int64_t fit = (state->shared_bytes - (int64_t)sizeof(StripShared<Job>)) / ITEM;
+    const int64_t items = fit < Job::ITEMS ? fit : Job::ITEMS;
+    const int64_t step = Job::THREADS / across * items, steps = ceil_div(rows, step);
     const int64_t rounds = one_chunk || steps <= 2 ? steps : ceil_div(steps, MOST_CHUNKS),
                   chunks = ceil_div(steps, rounds);
     const int64_t of_strip = chunks + MERGERS, all = strips * of_strip;
-    const int64_t delay = of_strip + ceil_div(BEHIND, rounds * (int64_t)STAGED_BYTES<Job>);
+    /* Inputs that are read between the last statistics of a strip and its first results: docs/perf/act.md. */
+    const int64_t behind = state->l2_bytes / 4, delay = of_strip + ceil_div(behind, rounds * items * ITEM);
     Cut cut;
     cut.rows = rows;
     cut.covered = rounds * step;
@@ -422,7 +426,9 @@ template <class Job> static inline Cut cut_into_strips(int64_t strips, int64_t r
     cut.of_strip = Divisor(of_strip);
     cut.across = across;
     cut.across_log2 = Divisor(across).shift;
+    cut.items = (int)items;
     cut.rounds = (int)rounds;
+    cut.staged = (size_t)(items * ITEM);
     return cut;
 }
 
@@ -445,13 +451,13 @@ template <class Job> struct StripScratch {
 template <class Job>
 static inline void launch_strips(const rafter_context *context, const Job &job, const Cut &cut, char *scratch) {
     if (cut.chunks == 1)
-        return launch(context, {cut.blocks, Job::THREADS, STAGED_BYTES<Job>}, strip_in_block<Job>, job, cut);
+        return launch(context, {cut.blocks, Job::THREADS, cut.staged}, strip_in_block<Job>, job, cut);
     const StripScratch<Job> sizes(cut);
     cudaMemsetAsync(scratch, 0xff, sizes.merged + sizes.arrived, context->cuda_state->stream); /* EMPTY, and -1 */
     const Meeting meeting = {reinterpret_cast<float *>(scratch + sizes.merged + sizes.arrived),
                              reinterpret_cast<unsigned *>(scratch),
                              reinterpret_cast<unsigned *>(scratch + sizes.merged)};
-    launch(context, {cut.blocks, Job::THREADS, STAGED_BYTES<Job>}, strip_in_phases<Job>, job, cut, meeting);
+    launch(context, {cut.blocks, Job::THREADS, cut.staged}, strip_in_phases<Job>, job, cut, meeting);
 }
 
 #endif

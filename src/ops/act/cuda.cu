@@ -506,7 +506,7 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
 template <class Job>
 rafter_status start_strips(rafter_context *context, const act_call *call, const Job &job, int64_t strips, int64_t rows,
                            int across) {
-    const Cut cut = cut_into_strips<Job>(strips, rows, across, false);
+    const Cut cut = cut_into_strips<Job>(context->cuda_state, strips, rows, across, false);
     return run_with_scratch(context, call, StripScratch<Job>(cut).bytes(), "act",
                             [&](char *scratch) { launch_strips(context, job, cut, scratch); });
 }

@@ -711,8 +711,8 @@ template <class Job> rafter_status start_columns(rafter_context *context, const 
     const int across = power_of_two(packs, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
     const int64_t groups = ceil_div(packs, (int64_t)across), sequences = Job::LINES / Job::N;
     Job job = {call, packs, across, Divisor(groups), Divisor(call.heads), NULL};
-    const Cut cut = cut_into_strips<Job>(ceil_div(call.batch, sequences) * call.heads * groups, call.length, across,
-                                         from->algorithm == RAFTER_LRPE_BP);
+    const Cut cut = cut_into_strips<Job>(context->cuda_state, ceil_div(call.batch, sequences) * call.heads * groups,
+                                         call.length, across, from->algorithm == RAFTER_LRPE_BP);
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
     return run_with_scratch(context, from, moments + StripScratch<Job>(cut).bytes(), "lrpe_cosine", [&](char *scratch) {
