@@ -15,7 +15,7 @@
 #include "verbs.h"
 #include "worker.h"
 
-static const struct budget quick_budget = {0.05, 0.2, 2}, seeds_budget = {1, 10, 60}, gpu_budget = {0.03, 1, 10};
+static const struct budget quick_budget = {0.05, 0.2, 1}, seeds_budget = {1, 10, 60}, gpu_budget = {0.03, 1, 10};
 
 volatile sig_atomic_t run_interrupted;
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """linear_cross_entropy on a GPU, beside PyTorch: time, peak memory and error of loss and both gradients in one table.
 
-    bench/lce_compare.py [--library build/librafter.so] [--shapes N,D,V ...] [--scaled | --normal] [--rounds 12] [--errors]
+    bench/lce_compare.py [--library build/librafter.so] [--shapes N,D,V ...] [--normal] [--rounds 12] [--errors] [--kernels]
 
 All providers run in turn in every round, so that they share the chip's temperature and clock; a cell is the median. Peak
 memory is that of inputs, gradients and all that a provider allocates. `--normal` draws W as the seeds' tables do, with
-standard deviation 1; `--scaled` (the default) with 1/sqrt(D).
+standard deviation 1, instead of 1/sqrt(D). `--kernels` adds what each kernel of each provider takes, by PyTorch's
+profiler; with pauses between providers, so on a cooler chip than the table.
 """
 import argparse
 import ctypes as c
@@ -15,6 +16,7 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 
 class Device(c.Structure):
@@ -112,6 +114,23 @@ def off(a, reference):
     return ((a.float() - reference).norm() / reference.norm()).item()
 
 
+def print_kernels(name, run, calls=2):
+    """What the kernels of a call take, most first."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    kernels = {}
+    for event in profiler.events():
+        kernels.setdefault(event.name, []).append(event.device_time)
+    print(f"  {name}: kernels {sum(map(sum, kernels.values())) / calls / 1e3:.2f} ms")
+    for kernel, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:8]:
+        total, count = sum(times) / calls / 1e3, len(times) // calls
+        print(f"    {total:8.3f} ms  {count:4d} x {statistics.mean(times):9.1f} us  {kernel[:100]}")
+
+
 def table(rafter, shape, scale, args):
     n, d, v = shape
     torch.manual_seed(1)
@@ -199,6 +218,9 @@ def table(rafter, shape, scale, args):
             print(f"  {name:14} {ms:9.3f} ms (least {min(times[name]):9.3f}) {rate:6.0f} TFLOP/s  {lines[name]}", flush=True)
         else:
             print("  " + lines[name], flush=True)
+    if args.kernels:
+        for name, run in live.items():
+            print_kernels(name, run)
 
 
 def main():
@@ -208,6 +230,7 @@ def main():
     parser.add_argument("--normal", action="store_true")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--errors", action="store_true", help="against fp32 gradients; takes memory and seconds")
+    parser.add_argument("--kernels", action="store_true", help="what each kernel takes")
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--ours", action="store_true", help="no torch")
     args = parser.parse_args()

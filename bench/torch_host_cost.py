@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import rafter
 
 
-def microseconds(calls, device, repeats=30, rounds=200):  # so few repeats that the device's queue never fills
+def microseconds(calls, device, rounds, repeats=30):  # so few repeats that the device's queue never fills
     """The least mean time of a round, of each call: the rest is other people's. Rounds alternate, so that all see the same weather."""
     best = [float("inf")] * len(calls)
     for call in calls:
@@ -73,7 +73,9 @@ def with_backward(call, tensors):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--rounds", type=int, default=200)
+    options = parser.parse_args()
+    device = options.device
     torch.set_num_threads(1)
     gc.disable()
     print(f"torch {torch.__version__}, {device}; microseconds of host time per call")
@@ -82,7 +84,7 @@ def main():
         for name, tensors, *calls in rows(device, grad):
             if backward:
                 calls = [with_backward(call, tensors) for call in calls]
-            mine, other = microseconds(calls, device)
+            mine, other = microseconds(calls, device, options.rounds)
             print(f"{name:<24}{mine:>9.2f}{other:>9.2f}{mine - other:>+9.2f}", flush=True)
 
 

@@ -53,7 +53,11 @@ sanitize() {
 
 for step in $steps; do
     case $step in
-    walk) for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done ;;
+    walk)
+        for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done
+        # what devices other than Hopper do
+        RAFTER_FUSED=0 job walk-linear_cross_entropy-unfused 400 "$walk" linear_cross_entropy --device cuda
+        ;;
     api)
         job api 300 "$api"
         job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-20000}" 1 cuda

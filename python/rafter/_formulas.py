@@ -253,8 +253,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if gradients is None or grads & ~early:
             gradients = below_autograd("linear_cross_entropy_backward")(*inputs, grads, *options, *numbers)
         elif dloss.is_cuda or dloss.item() != 1.0:
-            for gradient in gradients:
-                gradient.mul_(dloss)
+            for gradient, bit in zip(gradients, BITS):
+                if grads & bit:
+                    gradient.mul_(dloss)
         return *_only(gradients, grads), None
 
 

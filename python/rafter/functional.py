@@ -262,7 +262,7 @@ def _same_dtype(input, linear_weight, linear_bias):
     """One dtype for all three: autocast's where it is on, as torch.nn.functional.linear has it, else what they promote to."""
     given = input.dtype
     same = linear_weight.dtype is given and (linear_bias is None or linear_bias.dtype is given)
-    if same and not _compiling() and not _any_autocast():  # the rule; what follows would say the same, in twice the time
+    if same and not _any_autocast():  # the rule; what follows would say the same, in twice the time
         return input, linear_weight, linear_bias
     device = input.device.type
     if torch.is_autocast_enabled(device) and given.is_floating_point and given is not torch.float64:

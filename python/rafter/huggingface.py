@@ -37,7 +37,8 @@ class _Patch:
             raise TypeError(f"rafter.patch wants a causal LM whose output layer is a torch.nn.Linear; this {kind} has "
                             f"{type(self.layer).__name__}")
         if not hasattr(type(model), "loss_function"):
-            raise TypeError(f"rafter.patch wants a model with a loss_function (transformers 4.46 or later); {kind} has none")
+            raise TypeError(f"rafter.patch wants a model with a loss_function (transformers 4.46 or later); {kind} has none; if it "
+                            "wraps another model, as PEFT's do, patch that one")
         self.loss = model.loss_function
         if getattr(self.loss, "__name__", None) != "ForCausalLMLoss":
             raise TypeError(f"rafter.patch wants a model whose loss is transformers' ForCausalLMLoss; this {kind} has "

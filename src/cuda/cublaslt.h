@@ -52,7 +52,7 @@ enum LtAlgorithmAttribute {
     LT_CLUSTER
 };
 
-enum { LT_TILE_128X160 = 29 }; /* of LT_TILE */
+enum { LT_COOPERATIVE = 4 }; /* of LT_CUSTOM, in the kernels of Hopper: from here on */
 
 struct LtFunctions {
     LtStatus (*cublasLtCreate)(LtHandle *handle);

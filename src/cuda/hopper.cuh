@@ -45,11 +45,13 @@ DEVICE void barrier_expect(uint64_t *barrier, unsigned bytes) {
                  : "memory");
 }
 
-/* Arrives at the barrier of the same place in block `rank` of the cluster. */
+/* Arrives at the barrier of the same place in block `rank` of the cluster. Orders what this thread has done within its
+ * own block only: a release to the cluster would be a fence of the whole device, hundreds of cycles, and what the copy
+ * engine may overwrite afterwards has been read when products_wait returns. */
 DEVICE void barrier_arrive_at(uint64_t *barrier, unsigned rank) {
     asm volatile("{\n\t.reg .b32 there;\n\t"
                  "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
                  "r"(rank)
                  : "memory");
 }
@@ -57,7 +59,7 @@ DEVICE void barrier_arrive_at(uint64_t *barrier, unsigned rank) {
 DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
     asm volatile("{\n\t.reg .pred done;\n\t"
                  "again:\n\t"
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
                  "r"(parity)
                  : "memory");
@@ -82,10 +84,6 @@ DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int ro
                  "[%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
                  "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(mask)
                  : "memory");
-}
-
-DEVICE void prefetch_map(const CUtensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 /* ---- products -----------------------------------------------------------------------------------------------------

@@ -241,13 +241,15 @@ static void describe_choice(const LtFunctions *lt, const Known &known, const LtC
             value[LT_STAGES], value[LT_INNER], value[LT_CLUSTER], (double)candidate.waves, (double)milliseconds);
 }
 
-/* The candidate that is taken without measuring. For large products that write much, cuBLASLt's kernels with tiles of
- * 128 x 160 overlap the writing of one tile with the sums of the next, and beat those that it puts first by up to a
- * fifth on an H200: docs/perf/linear_cross_entropy.md. */
+/* The candidate that is taken without measuring: cuBLASLt's first, except where large products of short sums write
+ * much. There, on an H200, its kernels whose custom option is below LT_COOPERATIVE, in which one half of a block writes
+ * its tile while the other sums the next, beat those that it puts first, in which both work on one tile, by up to a
+ * fifth; and lose where sums are long: docs/perf/linear_cross_entropy.md. */
 static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, const LtCandidate *found, int count) {
     const double flops = 2.0 * (double)shape.m * (double)shape.n * (double)shape.k;
-    for (int i = 0; i < count && state->compute_capability == 90 && flops > 1e10; i++)
-        if (attribute_of(state->products->lt, found[i], LT_TILE) == LT_TILE_128X160)
+    const bool writes_much = flops > 1e10 && shape.k <= 4096;
+    for (int i = 0; i < count && state->compute_capability == 90 && shape.dtype != RAFTER_F32 && writes_much; i++)
+        if (attribute_of(state->products->lt, found[i], LT_CUSTOM) < LT_COOPERATIVE)
             return i;
     return 0;
 }

@@ -25,16 +25,16 @@ struct Product {
 };
 
 /* Workspace that lets cuBLASLt choose among all its algorithms; with less it has fewer, with none it has some. */
-enum { PRODUCT_BYTES = 32 << 20 };
+enum { PRODUCT_BYTES = 16 << 20 };
 
 /* Loads cuBLASLt if that has not been done; else, the sentence says what is missing. */
 rafter_status rafter_cuda_open_products(rafter_context *context);
 void rafter_cuda_close_products(rafter_cuda_state *state);
 
-/* Enqueues the product. The algorithm for a shape is found once and kept in the context: the first that cuBLASLt
- * proposes; or, where the environment variable RAFTER_TUNE is 1, the fastest of those that it proposes, measured at the
- * first product of that shape outside of a capture, which waits for the device and leaves the result in place of all
- * the trials'. */
+/* Enqueues the product. The algorithm for a shape is found once and kept in the context: one of those that cuBLASLt
+ * proposes, by the shape alone; or, where the environment variable RAFTER_TUNE is 1, the fastest of those that it
+ * proposes, measured at the first product of that shape outside of a capture, which waits for the device and leaves the
+ * result in place of all the trials'. */
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &product, void *workspace,
                                    size_t workspace_bytes);
 

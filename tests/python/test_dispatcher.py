@@ -152,6 +152,25 @@ def test_compile_with_dynamic_shapes(device):
         torch.testing.assert_close(actual, expected)
 
 
+@parametrize("strict", [False, True])
+def test_export(strict):
+    """As a program that calls the registered ops."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step = model("cpu")
+
+        def forward(self, x, w):
+            return self.step(x, w)
+
+    x, w = normal(6, 8), normal(9, 8, seed=1)
+    program = torch.export.export(Model(), (x, w), strict=strict)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert {"rafter.act.default", "rafter.cross_entropy.default", "rafter.linear_cross_entropy.default"} <= names
+    torch.testing.assert_close(program.module()(x, w), model("cpu")(x, w))
+
+
 @on_devices
 def test_autocast(device):
     x, y = leaf(normal(6, 9, device=device)), labels((6,), 9, device)

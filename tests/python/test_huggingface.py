@@ -202,6 +202,28 @@ def test_options_and_refusals():
         rafter.patch(model)
 
 
+def test_the_model_inside_a_wrapper_is_the_one_to_patch():
+    """As PEFT wraps models: with methods of the one inside, and a forward of its own."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.inside = model
+
+        def get_output_embeddings(self):
+            return self.inside.get_output_embeddings()
+
+        def forward(self, *args, **kwargs):
+            return self.inside(*args, **kwargs)
+
+    model = llama().train()
+    wrapper = Wrapper(model)
+    with pytest.raises(TypeError, match="wraps another model"):
+        rafter.patch(wrapper)
+    rafter.patch(model)
+    assert wrapper(**batch("cpu")).logits is None
+
+
 def test_other_output_layers_are_refused():
     """A layer that computes something else than a product with its weight, as quantized and adapted ones do."""
 

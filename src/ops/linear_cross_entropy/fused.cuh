@@ -11,7 +11,9 @@
  * A cluster of two blocks takes 256 rows x 256 classes: one warp of each block copies, 64 elements of depth at a time,
  * the block's 128 rows of x and half of the classes' rows of W, the latter into both blocks; two warpgroups multiply,
  * 64 rows each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned
- * into results, the operands of the next are on their way.
+ * into results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick:
+ * what is read of the rows has been read before. (A tile to each warpgroup, in turn, hides it; but the tiles are
+ * narrower then, and lose more than that: docs/perf/linear_cross_entropy.md.)
  */
 #ifndef RAFTER_LCE_FUSED_CUH
 #define RAFTER_LCE_FUSED_CUH
@@ -86,25 +88,39 @@ template <typename T> DEVICE unsigned pair_of(float a, float b) {
     return reinterpret_cast<const unsigned &>(pack);
 }
 
-/* A thread's two rows of a tile: i = 0, 1. */
-template <typename T, int MODE> struct Results {
-    const Loss &loss;
-    const Task &task;
-    int64_t row[2];   /* among the task's */
-    int64_t label[2]; /* IGNORED past the last row */
+/* A thread's two rows of a tile, i = 0 and 1, and what it reads of them while the tile is still being summed: from its
+ * registers nothing has to be waited for when the sums are there. */
+template <int MODE> struct TileRows {
+    int64_t row[2]; /* among the task's */
+    int64_t label[2];
+    float known[2];          /* EXPONENTIALS: the sample's maximum */
+    RowGradient gradient[2]; /* GRADIENT */
 
-    DEVICE Results(const Loss &loss_, const Task &task_, int64_t first) : loss(loss_), task(task_) {
+    DEVICE void load(const Loss &loss, const Task &task, int64_t first) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             row[i] = first + 8 * i;
-            label[i] = row[i] < task.rows ? loss.class_of(loss.load_label(task.first_row + row[i])) : IGNORED;
+            label[i] = loss.ignore_index;
+            known[i] = 0.0f;
+            gradient[i] = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            if (row[i] >= task.rows)
+                continue;
+            label[i] = loss.load_label(task.first_row + row[i]);
+            if constexpr (MODE == EXPONENTIALS)
+                known[i] = task.sample[row[i]].max;
+            if constexpr (MODE == GRADIENT)
+                gradient[i] = task.gradients[task.first_row + row[i]];
         }
     }
+};
 
-    /* The columns of j: column, and the next. */
-    static DEVICE int column_of(int j) {
-        return 8 * j + 2 * (threadIdx.x & 3);
-    }
+constexpr int CHUNK = 32; /* columns whose exponentials, packing and stores go side by side */
+
+/* What the sums d of a tile become. */
+template <typename T, int MODE> struct Results {
+    const Loss &loss;
+    const Task &task;
+    const TileRows<MODE> &rows;
 
     /* Adds the bias; columns that are not there become -inf. */
     DEVICE void complete(float (&d)[128], int64_t first_class, int there) const {
@@ -127,101 +143,133 @@ template <typename T, int MODE> struct Results {
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
     }
 
-    DEVICE void note_label(const float (&d)[128], int i, int64_t first_class) const {
-        const int64_t at = label[i] - first_class;
-        if (label[i] < 0 || at < 0 || at >= CLASSES || (at / 2 % 4) != (threadIdx.x & 3))
+    /* The columns of j: column, and the next. */
+    static DEVICE int column_of(int j) {
+        return 8 * j + 2 * (threadIdx.x & 3);
+    }
+
+    /* Whether this thread holds column `at` of the `count` that begin at column `first`; -1 is none. */
+    static DEVICE bool holds(int at, int first, int count) {
+        return static_cast<unsigned>(at - first) < static_cast<unsigned>(count) &&
+               (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
+    }
+
+    DEVICE void note_label(const float (&d)[128], int i, int at) const {
+        if (!holds(at, 0, CLASSES))
             return;
 #pragma unroll
         for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (column_of(j) + c == at)
-                    task.z_label[task.first_row + row[i]] = d[4 * j + 2 * i + c];
+                    task.z_label[task.first_row + rows.row[i]] = d[4 * j + 2 * i + c];
     }
 
-    DEVICE void gather(float (&d)[128], int tile, int64_t first_class) const {
+    /* The maxima of both rows over the tile. */
+    static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
+        float of[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                of[k] = fmaxf(of[k], d[4 * j + k]);
+        max[0] = quad_max(fmaxf(of[0], of[1]));
+        max[1] = quad_max(fmaxf(of[2], of[3]));
+    }
+
+    /* Row i's columns of a chunk, each turned into what `f` makes of it. */
+    template <typename F> static DEVICE void turn_chunk(float (&e)[8], const float (&d)[128], int chunk, int i, F f) {
+#pragma unroll
+        for (int k = 0; k < 8; k++)
+            e[k] = f(d[4 * (chunk * (CHUNK / 8) + k / 2) + 2 * i + k % 2]);
+    }
+
+    DEVICE void store_chunk(const float (&e)[8], int i, int64_t column, int chunk, int there) const {
+        unsigned u[4];
+#pragma unroll
+        for (int m = 0; m < 4; m++)
+            u[m] = pair_of<T>(e[2 * m], e[2 * m + 1]);
+        const uint4 eight = turn_quad(u);
+        const int at = CHUNK * chunk + 8 * (threadIdx.x & 3);
+        if (rows.row[i] < task.rows && at < there) /* padding up to a multiple of 8 is written too */
+            *reinterpret_cast<uint4 *>(static_cast<T *>(task.out) + rows.row[i] * task.out_stride + column + at) =
+                eight;
+    }
+
+    DEVICE void gather(float (&d)[128], int tile, int64_t column, int there, const int (&at)[2]) const {
         const float rate = loss.scale * LOG2E;
+        float max[2], pivot[2], sum[2][2] = {};
+        find_maxima(d, max);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            note_label(d, i, first_class);
-            float max = -INFINITY, sum = 0.0f;
+            note_label(d, i, at[i]);
+            pivot[i] = pivot_at(max[i]);
+            if constexpr (MODE == EXPONENTIALS) {
+                const float known = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                if (!((max[i] - known) * loss.scale > HEADROOM))
+                    max[i] = pivot[i] = known;
+                const int64_t label = loss.class_of(rows.label[i]);
+                if (label < 0) { /* an ignored row: exponentials are 0; or one that is to be NaN */
 #pragma unroll
-            for (int j = 0; j < 32; j++)
-                max = fmaxf(max, fmaxf(d[4 * j + 2 * i], d[4 * j + 2 * i + 1]));
-            max = quad_max(max);
-            float pivot = pivot_at(max);
-            if (MODE == EXPONENTIALS) {
-                const float known = row[i] < task.rows ? pivot_at(task.sample[row[i]].max) + MARGIN / loss.scale : 0.0f;
-                if (!((max - known) * loss.scale > HEADROOM))
-                    max = pivot = known;
-            }
-#pragma unroll
-            for (int j = 0; j < 32; j++)
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &z = d[4 * j + 2 * i + c];
-                    z = exp2_fast((z - pivot) * rate);
-                    sum += z;
+                    for (int j = 0; j < 32; j++)
+                        d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = label == IGNORED ? -INFINITY : NAN;
                 }
-            sum = quad_sum(sum);
-            if ((threadIdx.x & 3) == 0 && row[i] < task.rows)
-                task.stats[row[i] * task.tiles + tile] = {max, sum};
-            if (MODE == EXPONENTIALS && label[i] < 0) { /* an ignored row, or one that is to be NaN */
-                const float all = gradient_unread(label[i]).p;
-#pragma unroll
-                for (int j = 0; j < 32; j++)
-                    d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = all;
             }
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float e[8];
+                turn_chunk(e, d, chunk, i, [&](float z) { return exp2_fast((z - pivot[i]) * rate); });
+#pragma unroll
+                for (int k = 0; k < 8; k++)
+                    sum[i][k % 2] += e[k];
+                if constexpr (MODE == EXPONENTIALS)
+                    store_chunk(e, i, column, chunk, there);
+            }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float all = quad_sum(sum[i][0] + sum[i][1]);
+            if ((threadIdx.x & 3) == 0 && rows.row[i] < task.rows)
+                task.stats[rows.row[i] * task.tiles + tile] = {max[i], all};
         }
     }
 
-    DEVICE void differentiate(float (&d)[128], int64_t first_class) const {
+    DEVICE void differentiate(const float (&d)[128], int64_t column, int there, const int (&at)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            RowGradient gradient = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-            if (row[i] < task.rows)
-                gradient = task.gradients[task.first_row + row[i]];
+            const RowGradient &gradient = rows.gradient[i];
             const ScaledExp<T> exp(gradient.p, gradient.pivot, loss.scale);
-            const int64_t at = label[i] - first_class;
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+            for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++) {
+                float e[8];
+                turn_chunk(e, d, chunk, i, [&](float z) { return gradient.constant ? gradient.p : exp.of(z); });
+                if (holds(at[i], CHUNK * chunk, CHUNK) && !gradient.constant) {
 #pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    float &z = d[4 * j + 2 * i + c];
-                    z = gradient.constant ? gradient.p : exp.of(z);
-                    if (column_of(j) + c == at && !gradient.constant)
-                        z -= gradient.target;
+                    for (int k = 0; k < 8; k++)
+                        if (column_of(chunk * (CHUNK / 8) + k / 2) + k % 2 == at[i])
+                            e[k] -= gradient.target;
                 }
-        }
-    }
-
-    DEVICE void store(const float (&d)[128], int64_t column, int there) const {
-        T *const out = static_cast<T *>(task.out);
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-#pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                unsigned u[4];
-#pragma unroll
-                for (int m = 0; m < 4; m++)
-                    u[m] = pair_of<T>(d[4 * (j + m) + 2 * i], d[4 * (j + m) + 2 * i + 1]);
-                const uint4 eight = turn_quad(u);
-                const int at = 8 * (j + (threadIdx.x & 3));
-                if (row[i] < task.rows && at < there) /* padding up to a multiple of 8 is written too */
-                    *reinterpret_cast<uint4 *>(out + row[i] * task.out_stride + column + at) = eight;
+                store_chunk(e, i, column, chunk, there);
             }
+        }
     }
 
     DEVICE void finish(float (&d)[128], int tile) const {
         const int64_t column = int64_t(tile) * CLASSES, first_class = task.first_class + column;
         const int there = static_cast<int>(min(int64_t(CLASSES), task.classes - column));
+        int at[2]; /* the column of the label */
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int64_t label = loss.class_of(rows.label[i]), from = label - first_class;
+            at[i] = label >= 0 && from >= 0 && from < there ? static_cast<int>(from) : -1;
+        }
         complete(d, first_class, there);
         if constexpr (MODE == GRADIENT)
-            differentiate(d, first_class);
+            differentiate(d, column, there, at);
         else
-            gather(d, tile, first_class);
-        if constexpr (MODE != STATISTICS)
-            store(d, column, there);
+            gather(d, tile, column, there, at);
     }
 };
 
@@ -308,11 +356,12 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
         take_registers<232>();
         const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
         Ring ring;
+        int down, tile;
+        order.at(first, &down, &tile);
         for (int turn = first; turn < order.count(); turn += stride) {
-            int down, tile;
-            order.at(turn, &down, &tile);
+            TileRows<MODE> rows;
             float d[128];
-            int before = 0;
+            int before = 0, next_down = 0, next_tile = 0;
             for (int k = 0; k < depth_steps; k++, ring.advance()) {
                 const char *const from = steps + ring.step * STEP_BYTES;
                 const uint64_t a = operand_of(from + group * GROUP_ROWS * DEPTH * 2), b = operand_of(from + X_BYTES);
@@ -326,15 +375,20 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
                     products_wait<1>();
                     if (thread < CLUSTER)
                         barrier_arrive_at(&empty[before], thread);
+                } else { /* what is done here takes no time from the products */
+                    rows.load(loss, task,
+                              (int64_t(down) * CLUSTER + rank) * ROWS + group * GROUP_ROWS + thread / WARP * 16 +
+                                  thread % WARP / 4);
+                    order.at(turn + stride, &next_down, &next_tile);
                 }
                 before = ring.step;
             }
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
-            const int64_t row =
-                (int64_t(down) * CLUSTER + rank) * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
-            Results<T, MODE>(loss, task, row).finish(d, tile);
+            Results<T, MODE>{loss, task, rows}.finish(d, tile);
+            down = next_down;
+            tile = next_tile;
         }
     }
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
@@ -372,20 +426,23 @@ static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* Until the whole walk of tests has passed with them, the kernels run only where RAFTER_FUSED is 1 in the environment.
- */
-static inline bool asked_for() {
+/* With RAFTER_FUSED=0 in the environment, what is measured and tested is what other devices do. */
+static inline bool allowed() {
     const char *fused = getenv("RAFTER_FUSED");
-    return fused && strcmp(fused, "1") == 0;
+    return !fused || strcmp(fused, "0") != 0;
 }
 
 /* Whether this build and device have the kernels: without sm_90a their bodies are empty, and so is their shared memory.
- */
+ * That is asked once, on the first device that could run them. */
 static inline bool available(const rafter_cuda_state *state) {
-    cudaFuncAttributes attributes;
-    return asked_for() && state->compute_capability == 90 &&
-           cudaFuncGetAttributes(&attributes, multiply<bf16, STATISTICS>) == cudaSuccess &&
-           attributes.sharedSizeBytes > 0;
+    if (!allowed() || state->compute_capability != 90)
+        return false;
+    static const bool built = [] {
+        cudaFuncAttributes attributes;
+        return cudaFuncGetAttributes(&attributes, multiply<bf16, STATISTICS>) == cudaSuccess &&
+               attributes.sharedSizeBytes > 0;
+    }();
+    return built;
 }
 
 static inline int64_t tiles_across(int64_t classes) {

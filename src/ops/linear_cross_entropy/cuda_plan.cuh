@@ -1,0 +1,310 @@
+/*
+ * How linear_cross_entropy is cut on CUDA: rows into groups, classes into slices, and what of it the workspace holds.
+ * Decided by shapes, dtypes, wanted results and the budget alone.
+ */
+#ifndef RAFTER_LCE_CUDA_PLAN_CUH
+#define RAFTER_LCE_CUDA_PLAN_CUH
+
+#include "cuda/products.cuh"
+#include "ops/linear_cross_entropy/call.h"
+#include "ops/linear_cross_entropy/cuda_steps.cuh"
+
+#include <type_traits>
+
+namespace {
+
+/* Rows of a matrix that products can take as it lies: neighbours in a row, rows that begin at multiples of 16 bytes. */
+struct Lying {
+    bool plain;
+    int64_t stride; /* of rows, then */
+};
+
+int64_t rounded(int64_t n, int64_t multiple) {
+    return ceil_div(n, multiple) * multiple;
+}
+
+Lying lying(const rafter_view &view) {
+    const int last = view.ndim - 1;
+    const int64_t wide = 16 / rafter_dtype_bytes(view.dtype), columns = view.shape[last];
+    const bool one_row = view.ndim == 2 && view.shape[0] == 1;
+    Lying l;
+    l.stride = one_row ? rounded(columns, wide) : view.stride[0];
+    l.plain = view.ndim == 2 && (view.stride[last] == 1 || columns == 1) && l.stride >= columns &&
+              l.stride % wide == 0 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
+    return l;
+}
+
+/* Whether columns need more than the softmax. */
+bool needs_full(const struct rafter_loss &loss) {
+    return loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
+}
+
+struct Plan {
+    rafter_dtype dtype;
+    int64_t rows, depth, classes;
+    bool statistics;         /* to be found, not given by the caller's lse */
+    bool dx, dweight, dbias; /* wanted */
+    bool fusable, fused;     /* may be, is by fused.cuh */
+    bool fast;
+    int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
+    int parts;            /* of a row, for its statistics */
+    int64_t depth_stride, tile_stride, dz_stride;
+    Lying x, weight, dx_lies, dweight_lies;
+    bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
+    bool adds_dweight;            /* to what the caller's holds */
+    size_t product_bytes, bytes;
+
+    bool gradients() const {
+        return dx || dweight || dbias;
+    }
+    /* Whether fast keeps these instead of dz. */
+    bool exponentials() const {
+        return fast && fused;
+    }
+    /* Whether a block takes a row's logits to dz in one pass. */
+    bool turns_rows() const {
+        return fast && !fused && statistics && !dbias && classes <= MOST_PART;
+    }
+    /* Whether x is packed group by group, however it lies: that leaves out what ignored rows hold, which cannot be
+     * mended in sums that have been there before. */
+    bool packs_groups() const {
+        return fast && !fused && (group < rows || adds_dweight);
+    }
+    bool direct_x() const {
+        return x.plain && !packs_groups();
+    }
+    /* Whether products write the gradient where the caller wants it. */
+    bool direct_dx() const {
+        return dx_lies.plain && !grows_dx && !exponentials();
+    }
+    bool direct_dweight() const {
+        return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
+    }
+    /* Whether ignored rows of x may reach the sums of dW. */
+    bool mends() const {
+        return dweight && direct_x() && !exponentials();
+    }
+};
+
+struct Buffers {
+    Common *common;
+    RowStats *tiles;        /* fused: of the group's rows; compact's lie where dz will */
+    float *z_label;         /* fused: of every row */
+    RowStats *sample;       /* fused.cuh's, of every row */
+    char *x_scaled;         /* the group's, by p */
+    Gathered<FULL> *stats;  /* of every part of the group's rows (fast), of every row (compact) */
+    RowGradient *gradients; /* of every row */
+    Totals *of_block;
+    float *bias;
+    char *x, *weight; /* packed, where the caller's do not do: the group's rows (fast) or all; all classes */
+    float *z;
+    char *dz;            /* compact: of all rows and a slice */
+    float *dx, *dweight; /* fp32 sums: of the group and of the slice, or of all if they grow */
+    float *dbias;
+    char *products; /* cuBLASLt's workspace */
+};
+
+size_t lay_out(const Plan &p, char *memory, Buffers *b) {
+    const int64_t bytes = rafter_dtype_bytes(p.dtype), groups = ceil_div<int64_t>(p.rows, p.group > 0 ? p.group : 1);
+    const bool gradients = p.gradients();
+    /* cuBLASLt's workspace must begin at a multiple of 256 bytes, the caller's begins at one of 64. */
+    constexpr int64_t ALIGNMENT = 256;
+    size_t used = ALIGNMENT - RAFTER_SCRATCH_ALIGNMENT;
+    if (memory)
+        memory += rounded(reinterpret_cast<intptr_t>(memory), ALIGNMENT) - reinterpret_cast<intptr_t>(memory) - used;
+    const auto place = [&](auto **buffer, bool wanted, int64_t size) {
+        *buffer = memory && wanted ? reinterpret_cast<std::remove_reference_t<decltype(*buffer)>>(memory + used) : NULL;
+        used += wanted ? static_cast<size_t>(rounded(size, ALIGNMENT)) : 0;
+    };
+    place(&b->common, true, sizeof(Common));
+    const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast);
+    const int64_t tile_bytes = tiles ? p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t dz_bytes = dz ? (p.fast ? p.group : p.rows) * p.dz_stride * bytes : 0;
+    place(&b->tiles, tiles && p.fast, tile_bytes);
+    place(&b->z_label, p.fused, p.rows * 4);
+    place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
+    place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
+    place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
+          (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
+    place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
+    place(&b->of_block, true,
+          (p.turns_rows() ? p.rows : p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
+    place(&b->bias, true, p.classes * 4);
+    place(&b->x, !p.direct_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
+    place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);
+    place(&b->z, !p.fused, p.group * p.tile_stride * 4);
+    if (p.fast) {
+        place(&b->dz, dz, dz_bytes);
+    } else {
+        place(&b->dz, tiles || dz, tile_bytes > dz_bytes ? tile_bytes : dz_bytes);
+        b->tiles = reinterpret_cast<RowStats *>(b->dz);
+    }
+    place(&b->dx, p.dx && !p.direct_dx(), (p.fast ? p.group : p.rows) * p.depth_stride * 4);
+    place(&b->dweight, p.dweight && !p.direct_dweight(),
+          (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
+    place(&b->dbias, p.dbias, p.classes * 4);
+    place(&b->products, p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
+    return used;
+}
+
+/* Fills in what follows from fast, group and slice. */
+void complete(Plan *p, const linear_cross_entropy_call *call) {
+    const int64_t bytes = rafter_dtype_bytes(p->dtype);
+    const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
+        return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
+    };
+    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save; and what they cost,
+     * further passes over x and dx, is less than the passes over logits that they save only where there are many
+     * classes. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics && p->classes > p->depth));
+    if (p->fast)
+        p->slice = p->classes;
+    p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
+    p->depth_stride = rounded(p->depth, 8);
+    p->tile_stride = rounded(p->slice, 8);
+    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
+    p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
+    p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    Buffers unused;
+    p->bytes = lay_out(*p, NULL, &unused);
+}
+
+constexpr int64_t MIB = 1 << 20;
+
+/* The sizes that fast and compact like, and the least they go down to. */
+constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,
+                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 96 * MIB, FUSED_TILE_BYTES = 96 * MIB,
+                  FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
+/* With fewer rows in a group the products of fast run slower than compact's fourth one costs. */
+constexpr int64_t FAST_ROWS = 512;
+
+/* A part of `total` that is at most `most`, all parts being about alike and multiples of `unit`. */
+int64_t even_part(int64_t total, int64_t most, int64_t unit) {
+    if (total <= most)
+        return total > 0 ? total : 1;
+    const int64_t parts = ceil_div<int64_t>(total, most > unit ? most / unit * unit : unit);
+    return rounded(ceil_div<int64_t>(total, parts), unit);
+}
+
+int64_t unit_of(int64_t rows) {
+    return rows >= 1024 ? 256 : rows >= 128 ? 128 : LEAST_GROUP;
+}
+
+/* Fewer and fewer rows in a group until the plan fits. False: none does, and the plan is the smallest. */
+bool fit_fast(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
+    p->fast = true;
+    p->group = p->rows > 0 ? p->rows : 1;
+    complete(p, call);
+    for (int64_t most = p->group; p->bytes > limit && most > LEAST_GROUP; complete(p, call)) {
+        most = most / 8 * 7 > LEAST_GROUP ? most / 8 * 7 : LEAST_GROUP;
+        p->group = even_part(p->rows, most, unit_of(most));
+    }
+    return p->bytes <= limit;
+}
+
+bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
+    const int64_t bytes = rafter_dtype_bytes(p->dtype), rows = p->rows > 0 ? p->rows : 1;
+    const bool gradients = p->gradients();
+    p->fast = false;
+    int64_t slice = MOST_PART;
+    while (gradients && slice > 512 && slice * rows * bytes > (p->fusable ? FUSED_DZ_BYTES : COMPACT_DZ_BYTES))
+        slice /= 2;
+    int64_t tile = !gradients ? FORWARD_TILE_BYTES : p->fusable ? FUSED_TILE_BYTES : COMPACT_TILE_BYTES;
+    for (;;) {
+        p->slice = slice < p->classes ? slice : p->classes > 0 ? p->classes : 1;
+        const int64_t row_bytes =
+            p->fusable ? fused::tiles_across(p->classes) * int64_t(sizeof(RowStats)) : p->slice * 4;
+        const int64_t most = tile / (row_bytes > 0 ? row_bytes : 1);
+        p->group = even_part(rows, most > LEAST_GROUP ? most : LEAST_GROUP, unit_of(most));
+        complete(p, call);
+        if (p->bytes <= limit)
+            return true;
+        if (p->group > LEAST_GROUP && tile > row_bytes * LEAST_GROUP)
+            tile /= 2;
+        else if (slice > LEAST_SLICE && slice / 2 < p->classes)
+            slice /= 2;
+        else if (slice > LEAST_SLICE)
+            slice =
+                LEAST_SLICE < p->classes ? p->classes / 2 > LEAST_SLICE ? p->classes / 2 : LEAST_SLICE : LEAST_SLICE;
+        else
+            return false;
+    }
+}
+
+/* Whether `call` may be done this way. */
+bool may_be_fast(const Plan &p, const linear_cross_entropy_call *call) {
+    return p.gradients() && call->mode != RAFTER_LCE_COMPACT && (call->mode == RAFTER_LCE_FAST || p.statistics);
+}
+bool may_be_compact(const Plan &p, const linear_cross_entropy_call *call) {
+    return call->mode != RAFTER_LCE_FAST || !p.gradients();
+}
+
+/* Without a budget: groups whose logits take FAST_TILE_BYTES; or one group of all rows, after which nothing has to be
+ * kept in fp32, if that takes no more. */
+Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
+    p.fast = true;
+    complete(&p, call);
+    const int64_t most = FAST_TILE_BYTES / ((p.fused ? 2 : 4) * (p.classes > 0 ? p.classes : 1));
+    p.group = even_part(p.rows, most > FAST_ROWS ? most : FAST_ROWS, 256);
+    complete(&p, call);
+    Plan one = p;
+    one.group = p.rows > 0 ? p.rows : 1;
+    complete(&one, call);
+    return one.bytes <= p.bytes ? one : p;
+}
+
+/* With p->product_bytes for cuBLASLt. False: no plan fits the budget, and the plan is the smallest. */
+bool choose(Plan *p, const linear_cross_entropy_call *call, size_t budget) {
+    Plan fast = *p, compact = *p;
+    bool fits = false;
+    if (may_be_fast(*p, call)) {
+        fits = budget ? fit_fast(&fast, call, budget) : true;
+        if (!budget)
+            fast = comfortable_fast(fast, call);
+        const bool good = call->mode == RAFTER_LCE_FAST || fast.group >= FAST_ROWS || fast.group >= p->rows;
+        if (!may_be_compact(*p, call) || (fits && good)) {
+            *p = fast;
+            return fits;
+        }
+    }
+    if (fit_compact(&compact, call, budget ? budget : SIZE_MAX)) {
+        *p = compact;
+        return true;
+    }
+    *p = fits || (may_be_fast(*p, call) && fast.bytes < compact.bytes) ? fast : compact;
+    return fits;
+}
+
+/* Decided by shapes, dtypes, wanted results and the budget alone. False: the budget is too small, and the plan's bytes
+ * are what would do. */
+bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *call, size_t budget, Plan *plan) {
+    Plan p = {};
+    p.dtype = call->x.dtype;
+    p.rows = call->loss.rows;
+    p.depth = call->x.shape[call->x.ndim - 1];
+    p.classes = call->loss.classes;
+    p.statistics = call->loss.direction == RAFTER_FORWARD || !call->loss.lse.data;
+    p.dx = call->dx.data;
+    p.dweight = call->dweight.data;
+    p.dbias = call->dbias.data;
+    p.adds_dweight = call->accumulate_into_dweight;
+    p.x = lying(call->x);
+    p.weight = lying(call->weight);
+    p.dx_lies = p.dx ? lying(call->dx) : Lying{};
+    p.dweight_lies = p.dweight ? lying(call->dweight) : Lying{};
+    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && !p.dbias &&
+                !needs_full(call->loss) && fused::available(state);
+    p.product_bytes = PRODUCT_BYTES;
+    while (budget && p.product_bytes > budget / 16)
+        p.product_bytes = p.product_bytes > 65536 ? p.product_bytes / 2 : 0;
+    *plan = p;
+    if (choose(plan, call, budget))
+        return true;
+    *plan = p;
+    plan->product_bytes = 0;
+    return choose(plan, call, budget);
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,511 @@
+/*
+ * The steps of linear_cross_entropy on CUDA between its matrix products: fp32 logits become statistics of rows, those
+ * the rows' results and coefficients, these dz; and fp32 sums become gradients.
+ */
+#ifndef RAFTER_LCE_CUDA_STEPS_CUH
+#define RAFTER_LCE_CUDA_STEPS_CUH
+
+#include "cuda/rows.cuh"
+#include "ops/columns.cuh"
+#include "ops/linear_cross_entropy/fused.cuh"
+
+namespace {
+
+constexpr int PACKS = 4;                            /* of 4 logits, that a thread holds */
+constexpr int MOST_THREADS = 512;                   /* of a block that takes a row, or a part of one */
+constexpr int MOST_PART = MOST_THREADS * PACKS * 4; /* columns of a part */
+constexpr int ROW_THREADS = 128;                    /* of a block whose threads take rows */
+
+/* fp32 logits of some rows and classes, without the bias. */
+struct Tile {
+    float *z;
+    int64_t stride; /* between rows: a multiple of 4 */
+    int64_t first_row, rows, first_class, classes;
+    const float *bias; /* of all classes; NULL: none */
+};
+
+/* ---- before the rows ----------------------------------------------------------------------------------------------
+ */
+
+/* What holds for the whole call. */
+struct Common {
+    Prepared prepared;
+    float alpha;
+    int dirty; /* an ignored row of x holds an infinity or NaN */
+};
+
+constexpr int PREPARE_THREADS = 1024;
+
+/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. */
+__global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
+                                                           Common *common) {
+    double classes = 0.0;
+    for (int64_t v = threadIdx.x; v < loss.classes; v += PREPARE_THREADS)
+        classes += loss.weight_of(v);
+    const Prepared prepared = {block_sum(classes), block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
+    if (threadIdx.x > 0)
+        return;
+    common->prepared = prepared;
+    common->dirty = 0;
+    /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
+    common->alpha =
+        prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
+}
+
+__global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
+        to[i] = from.get(i);
+}
+
+/* Rows [first, first + rows) of any stride as rows that a product can take. Where they are x's, those of ignored rows
+ * become zeros: what lies there must reach no sum. */
+template <typename T>
+__global__ void pack(const __grid_constant__ Rows from, int64_t step, int64_t first, int64_t rows, int64_t columns,
+                     const __grid_constant__ Loss loss, bool is_x, T *to, int64_t stride) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t row = i / columns, column = i - row * columns;
+        const bool ignored = is_x && loss.class_of(loss.load_label(first + row)) == IGNORED;
+        to[row * stride + column] = ignored ? from_float<T>(0.0f) : from.at<const T>(first + row)[column * step];
+    }
+}
+
+/* ---- statistics ---------------------------------------------------------------------------------------------------
+ */
+
+/* One thread's logits of `n` columns, at most MOST_PART; where there is none, -inf. Pack k begins at column
+ * 4 * (threadIdx.x + k * blockDim.x). */
+DEVICE void load_part(float (&z)[PACKS][4], const float *row, const float *bias, int n) {
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        const int at = 4 * (threadIdx.x + k * blockDim.x);
+        const Pack<float, 4> pack = load_once_if<float, 4>(at < n, row + at, -INFINITY);
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            z[k][j] = at + j < n ? pack.v[j] : -INFINITY;
+    }
+    if (bias) {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int at = 4 * (threadIdx.x + k * blockDim.x) + j;
+                if (at < n)
+                    z[k][j] += bias[at];
+            }
+    }
+}
+
+/* Over the block; the result is warp 0's. */
+template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_block(Gathered<OPTIONS> g, float scale) {
+    __shared__ Gathered<OPTIONS> of_warp[MOST_THREADS / WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    g = merge_warp(g, scale);
+    if (lane == 0)
+        of_warp[warp] = g;
+    __syncthreads();
+    if (warp == 0)
+        g = merge_warp(lane < blockDim.x / WARP ? of_warp[lane] : none<OPTIONS>(), scale);
+    return g;
+}
+
+/* Of the block's `n` logits of a row, whose first is of first_class; the result is thread 0's. T: the dtype of the
+ * inputs. */
+template <typename T, int OPTIONS>
+DEVICE Gathered<FULL> gather_part(float (&z)[PACKS][4], const float *row, const float *bias, int64_t first_class, int n,
+                                  int64_t label, const Loss &loss) {
+    Gathered<OPTIONS> g = none<OPTIONS>();
+    if constexpr (OPTIONS == FULL) {
+        add_full<T>(
+            g, z,
+            [&](int k, int j) {
+                const int at = 4 * (threadIdx.x + k * blockDim.x) + j;
+                return at < n ? first_class + at : int64_t(-1);
+            },
+            loss);
+    } else {
+        float max = -INFINITY, sum[4] = {};
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                max = fmaxf(max, z[k][j]);
+        const float pivot = pivot_at(max);
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                sum[j] += exp_term<T>(z[k][j] - pivot, loss.scale);
+        g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+    }
+    g = merge_block(g, loss.scale);
+    Gathered<FULL> all = none<FULL>();
+    if (threadIdx.x > 0)
+        return all;
+    if constexpr (OPTIONS == FULL)
+        all = g;
+    else
+        all.s = g.s;
+    const int64_t at = label - first_class;
+    all.z_label = at >= 0 && at < n ? row[at] + (bias ? bias[at] : 0.0f) : 0.0f;
+    return all;
+}
+
+/* A block takes one of `parts` parts of a row. Its statistics are merged with those that `stats` has of that row of the
+ * tile and that part, unless these are the first. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ Tile tile,
+                                                       const __grid_constant__ Loss loss, int parts, bool first,
+                                                       Gathered<FULL> *stats) {
+    const int64_t row = blockIdx.x / parts, begin = (blockIdx.x % parts) * int64_t(MOST_PART);
+    const int64_t label = loss.class_of(loss.load_label(tile.first_row + row)), first_class = tile.first_class + begin;
+    if (label < 0)
+        return;
+    const int n = static_cast<int>(min(int64_t(MOST_PART), tile.classes - begin));
+    const float *const z_row = tile.z + row * tile.stride + begin, *const bias =
+                                                                       tile.bias ? tile.bias + first_class : NULL;
+    float z[PACKS][4];
+    load_part(z, z_row, bias, n);
+    const Gathered<FULL> all = gather_part<T, OPTIONS>(z, z_row, bias, first_class, n, label, loss);
+    stats += blockIdx.x;
+    if (threadIdx.x == 0)
+        *stats = first ? all : merge(*stats, all, loss.scale);
+}
+
+/* ---- rows ---------------------------------------------------------------------------------------------------------
+ */
+
+/* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
+ * this is forward, and the coefficients of its gradient, if they are wanted. By one thread. */
+DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *gradients,
+                       Totals *totals) {
+    const int64_t label = loss.class_of(loss.load_label(row));
+    RowGradient gradient = gradient_unread(label);
+    if (label < 0) {
+        write_unread(loss, row, label, totals);
+    } else if (!g) {
+        const float lse = loss.lse.get(row);
+        gradient = lse == -INFINITY ? gradient_unread(IGNORED) /* every logit is -inf */
+                                    : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
+    } else {
+        const RowFigures figures = figures_of(*g, g->z_label, loss);
+        if (gradients)
+            gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
+        if (loss.forward)
+            write_row(loss, row, label, results_of(loss, row, label, figures), totals);
+    }
+    if (gradients)
+        gradients[row] = gradient;
+}
+
+DEVICE void finish_block(const Totals &mine, Totals *of_block) {
+    const Totals totals = block_sum(mine);
+    if (threadIdx.x == 0)
+        of_block[blockIdx.x] = totals;
+}
+
+/* A thread to a row, whose `parts` parts are merged in their order. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, int64_t first,
+                                                           int64_t rows, const Gathered<FULL> *stats, int parts,
+                                                           double row_scale, RowGradient *gradients, Totals *of_block) {
+    const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    Totals totals = {};
+    if (index < rows) {
+        Gathered<FULL> g = none<FULL>();
+        for (int part = 0; stats && part < parts; part++)
+            g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
+        finish_row(loss, first + index, stats ? &g : NULL, row_scale, gradients, &totals);
+    }
+    finish_block(totals, of_block);
+}
+
+/* A warp to a row, from the tiles of fused.cuh. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss, int64_t first,
+                                                            int64_t rows, const RowStats *stats, int tiles,
+                                                            const float *z_label, double row_scale,
+                                                            RowGradient *gradients, Totals *of_block) {
+    const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
+    const int lane = threadIdx.x % WARP;
+    Totals totals = {};
+    if (index < rows) {
+        RowStats s = no_elements();
+        for (int tile = lane; tile < tiles; tile += WARP)
+            s = merge(s, stats[index * tiles + tile], loss.scale);
+        Gathered<FULL> g = none<FULL>();
+        g.s = merge_lanes<WARP>(s, loss.scale);
+        g.z_label = z_label[first + index];
+        if (lane == 0)
+            finish_row(loss, first + index, &g, row_scale, gradients, &totals);
+    }
+    finish_block(totals, of_block);
+}
+
+/* One block. */
+__global__ __launch_bounds__(PREPARE_THREADS) void finish_loss(const __grid_constant__ Loss loss,
+                                                               const Totals *of_block, int64_t blocks) {
+    Totals all = {};
+    for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
+        all.loss += of_block[i].loss;
+        all.weight += of_block[i].weight;
+        all.counted += of_block[i].counted;
+    }
+    all = block_sum(all);
+    if (threadIdx.x == 0)
+        write_loss(loss, all);
+}
+
+/* ---- gradient of the logits ---------------------------------------------------------------------------------------
+ */
+
+/* dz at a logit. at_label of the row is not looked at: it may have been made without the label's logit. */
+template <typename T, int OPTIONS>
+DEVICE float gradient_at(const ColumnGradient<OPTIONS, T> &of, const RowGradient &row, float z, int64_t column,
+                         int64_t label, const Loss &loss) {
+    const float d = of.of(z, column, loss);
+    if (column != label)
+        return d;
+    return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss.softcap) : 1.0f);
+}
+
+/* dz of the block's `n` logits of a row; up to 3 elements of padding are written too. */
+template <typename T, int OPTIONS>
+DEVICE void write_part(const float (&z)[PACKS][4], const RowGradient &gradient, int64_t first_class, int n,
+                       int64_t label, const Loss &loss, T *dz) {
+    const ColumnGradient<OPTIONS, T> column(gradient, loss);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++) {
+        const int at = 4 * (threadIdx.x + k * blockDim.x);
+        float d[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            d[j] = gradient.constant ? gradient.p
+                                     : gradient_at<T>(column, gradient, z[k][j], first_class + at + j, label, loss);
+        if (at < n)
+            store_once<T, 4>(dz + at, packed<T>(d));
+    }
+}
+
+/* A block takes a row. dz may lie over the front of the row of logits: then it is no longer than those. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(MOST_THREADS) void write_dz(const __grid_constant__ Tile tile,
+                                                         const __grid_constant__ Loss loss,
+                                                         const RowGradient *gradients, T *dz, int64_t dz_stride) {
+    const int64_t row = blockIdx.x, label = loss.load_label(tile.first_row + row);
+    const RowGradient gradient = gradients[tile.first_row + row];
+    dz += row * dz_stride;
+    for (int64_t begin = 0; begin < tile.classes; begin += PACKS * 4 * blockDim.x) {
+        const int64_t first_class = tile.first_class + begin;
+        const int n = static_cast<int>(min(int64_t(PACKS * 4 * blockDim.x), tile.classes - begin));
+        float z[PACKS][4];
+        if (!gradient.constant)
+            load_part(z, tile.z + row * tile.stride + begin, tile.bias ? tile.bias + first_class : NULL, n);
+        __syncthreads(); /* this part of the row has been read by all, and may be overwritten */
+        write_part<T, OPTIONS>(z, gradient, first_class, n, label, loss, dz + begin);
+    }
+}
+
+/* gather, finish_rows and write_dz in one, of rows of at most MOST_PART classes, all of them in the tile. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant__ Tile tile,
+                                                          const __grid_constant__ Loss loss, double row_scale,
+                                                          RowGradient *gradients, Totals *of_row, T *dz,
+                                                          int64_t dz_stride) {
+    const int64_t index = blockIdx.x, row = tile.first_row + index, label = loss.load_label(row);
+    const int n = static_cast<int>(tile.classes);
+    const float *const z_row = tile.z + index * tile.stride;
+    float z[PACKS][4], capped[PACKS][4];
+    load_part(z, z_row, tile.bias, n);
+#pragma unroll
+    for (int k = 0; k < PACKS; k++)
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            capped[k][j] = z[k][j];
+    const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
+    if (threadIdx.x == 0) {
+        Totals totals = {};
+        finish_row(loss, row, &all, row_scale, gradients, &totals);
+        of_row[index] = totals;
+    }
+    __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
+    write_part<T, OPTIONS>(z, gradients[row], 0, n, label, loss, dz + index * dz_stride);
+}
+
+constexpr int SUM_COLUMNS = 64, SUM_ROWS = 8;
+
+/* sums[v] of the tile's classes, plus the sum of dz over its rows, not rounded. Blocks of SUM_COLUMNS x SUM_ROWS. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_constant__ Tile tile,
+                                                                const __grid_constant__ Loss loss,
+                                                                const RowGradient *gradients, bool first, float *sums) {
+    __shared__ float of_rows[SUM_ROWS][SUM_COLUMNS];
+    const int x = threadIdx.x % SUM_COLUMNS, y = threadIdx.x / SUM_COLUMNS;
+    const int64_t v = blockIdx.x * int64_t(SUM_COLUMNS) + x, column = tile.first_class + v;
+    const float bias = v < tile.classes && tile.bias ? tile.bias[column] : 0.0f;
+    float sum = 0.0f;
+    for (int64_t row = y; row < tile.rows && v < tile.classes; row += SUM_ROWS) {
+        const RowGradient gradient = gradients[tile.first_row + row];
+        const ColumnGradient<OPTIONS, T> of(gradient, loss);
+        sum += gradient.constant ? gradient.p
+                                 : gradient_at<T>(of, gradient, tile.z[row * tile.stride + v] + bias, column,
+                                                  loss.load_label(tile.first_row + row), loss);
+    }
+    of_rows[y][x] = sum;
+    __syncthreads();
+    if (y > 0 || v >= tile.classes)
+        return;
+    for (int i = 1; i < SUM_ROWS; i++)
+        sum += of_rows[i][x];
+    sums[column] = first ? sum : sums[column] + sum;
+}
+
+/* ---- exponentials as gradients ------------------------------------------------------------------------------------
+ */
+
+constexpr int ADJUST_THREADS = 256;
+
+/* Makes exponentials e such that dz = p * e for a whole row, and x_scaled = p * x, so that dW = e^T x_scaled. A tile of
+ * the row whose pivot is not the row's is brought to it: that takes logits that are further apart than bf16 reaches.
+ * The label's e is rounded as all are; p is moved by as much, so that the largest element of most rows' dz is exact. A
+ * block takes a row. */
+template <typename T>
+__global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
+                                                         const RowStats *stats, int tiles, RowGradient *gradients,
+                                                         T *exponentials, int64_t stride, const T *x, int64_t x_stride,
+                                                         int64_t depth, T *x_scaled, int64_t scaled_stride) {
+    const int64_t index = blockIdx.x, label = loss.load_label(first + index);
+    const RowGradient gradient = gradients[first + index];
+    T *const row = exponentials + index * stride;
+    float p = gradient.p;
+    constexpr int N = WIDE<T>;
+    if (!gradient.constant) {
+        bool apart = false;
+        for (int tile = threadIdx.x; tile < tiles; tile += ADJUST_THREADS)
+            apart |= stats[index * tiles + tile].max != gradient.pivot;
+        static_assert(fused::CLASSES % N == 0, "a pack is of one tile");
+        const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
+        for (int64_t v = threadIdx.x * N; v < end; v += ADJUST_THREADS * N) { /* padding up to a multiple of N too */
+            const float pivot = stats[index * tiles + v / fused::CLASSES].max;
+            if (pivot == gradient.pivot)
+                continue;
+            const float factor = expf((pivot - gradient.pivot) * loss.scale);
+            float all[N];
+            unpack(load_once<T, N>(row + v), all);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[j] *= factor;
+            store_once<T, N>(row + v, packed<T>(all));
+        }
+        __syncthreads();
+        const T at_label = from_float<T>(p == 0.0f ? 0.0f : gradient.at_label / p);
+        if (to_float(at_label) != 0.0f)
+            p = gradient.at_label / to_float(at_label);
+        if (threadIdx.x == 0) {
+            row[label] = at_label;
+            gradients[first + index].p = p;
+        }
+    }
+    const T *const from = x + index * x_stride;
+    T *const to = x_scaled + index * scaled_stride;
+    const auto scaled = [&](float value) { return gradient.constant ? p : p * value; };
+    for (int64_t i = threadIdx.x * N; i + N <= depth; i += ADJUST_THREADS * N) {
+        float all[N];
+        unpack(load_once<T, N>(from + i), all);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            all[j] = scaled(all[j]);
+        store_once<T, N>(to + i, packed<T>(all));
+    }
+    for (int64_t i = depth / N * N + threadIdx.x; i < depth; i += ADJUST_THREADS)
+        to[i] = from_float<T>(scaled(to_float(from[i])));
+}
+
+/* ---- gradients out of fp32 sums -----------------------------------------------------------------------------------
+ */
+
+/* A gradient as its rows lie in the caller's memory. */
+struct Out {
+    Rows rows;
+    int64_t step; /* between columns */
+    bool add;     /* to what is there */
+};
+
+template <typename T> DEVICE void put(T *to, float value, bool add) {
+    *to = from_float<T>(add ? value + to_float(*to) : value);
+}
+
+/* What a row's sums are multiplied by: p of its gradient too, where that has not been done before. */
+DEVICE float factor_of(const float *alpha, const RowGradient *gradients, int64_t row) {
+    return gradients ? *alpha * gradients[row].p : *alpha;
+}
+
+/* Rows [first, first + rows) become factor * sums, or 0 where sums is NULL. */
+template <typename T>
+__global__ void store(const __grid_constant__ Out out, int64_t first, int64_t rows, int64_t columns, const float *sums,
+                      int64_t stride, const float *alpha, const RowGradient *gradients) {
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t row = i / columns, column = i - row * columns;
+        const float value = sums ? factor_of(alpha, gradients, first + row) * sums[row * stride + column] : 0.0f;
+        put(out.rows.at<T>(first + row) + column * out.step, value, out.add);
+    }
+}
+
+/* The same where rows follow each other without gaps on either side and all begins at multiples of 16 bytes. */
+template <typename T>
+__global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t packs, int64_t columns,
+                                                  const float *sums, const float *alpha, const RowGradient *gradients) {
+    constexpr int N = WIDE<T>;
+    const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
+    if (i >= packs)
+        return;
+    const float factor = factor_of(alpha, gradients, gradients ? first + i * N / columns : 0);
+    float all[N];
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        const Pack<float, 4> four = load_once<float, 4>(sums + i * N + j);
+#pragma unroll
+        for (int l = 0; l < 4; l++)
+            all[j + l] = factor * four.v[l];
+    }
+    store_once<T, N>(out + first * columns + i * N, packed<T>(all));
+}
+
+/* ---- what ignored rows hold ---------------------------------------------------------------------------------------
+ */
+
+/* Their dz is 0, but 0 times an infinity or NaN of x is NaN in every class's sum. Where x is not copied, such a
+ * thing is looked for, and if there is one, which is rare, dW is summed once more without those rows, slowly. */
+template <typename T>
+__global__ void find_dirt(const __grid_constant__ Loss loss, const T *x, int64_t stride, int64_t depth,
+                          Common *common) {
+    const int64_t row = blockIdx.x;
+    if (loss.class_of(loss.load_label(row)) != IGNORED)
+        return;
+    bool dirty = false;
+    for (int64_t i = threadIdx.x; i < depth; i += blockDim.x)
+        dirty |= !(fabsf(to_float(x[row * stride + i])) < INFINITY);
+    if (dirty)
+        common->dirty = 1;
+}
+
+/* out[classes, depth] = factor * dz^T x over the rows that count. */
+template <typename T, typename U>
+__global__ void mend_dweight(const __grid_constant__ Loss loss, const Common *common, const T *dz, int64_t dz_stride,
+                             const T *x, int64_t x_stride, int64_t classes, int64_t depth, U *out, int64_t out_stride,
+                             const float *factor) {
+    if (!common->dirty)
+        return;
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < classes * depth;
+         i += int64_t(gridDim.x) * blockDim.x) {
+        const int64_t v = i / depth, column = i - v * depth;
+        float sum = 0.0f;
+        for (int64_t row = 0; row < loss.rows; row++)
+            if (loss.class_of(loss.load_label(row)) != IGNORED)
+                sum = fmaf(to_float(dz[row * dz_stride + v]), to_float(x[row * x_stride + column]), sum);
+        out[v * out_stride + column] = from_float<U>(factor ? *factor * sum : sum);
+    }
+}
+
+} // namespace
+
+#endif
