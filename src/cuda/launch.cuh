@@ -11,6 +11,24 @@ template <typename A> __host__ __device__ constexpr A ceil_div(A a, A b) {
     return (a + b - 1) / b;
 }
 
+/* Division of numbers below 2^31 by one that is known before a kernel starts: two instructions instead of twenty. */
+struct Divisor {
+    unsigned number, multiplier;
+    int shift;
+
+    Divisor() : Divisor(1) {
+    }
+    explicit Divisor(int64_t divisor) : number(static_cast<unsigned>(divisor)), multiplier(0), shift(0) {
+        while (shift < 31 && static_cast<int64_t>(1) << shift < divisor)
+            shift++;
+        /* Above 2^(31 + shift) / divisor by at most 1, which is not seen for dividends below 2^31. */
+        multiplier = static_cast<unsigned>((static_cast<uint64_t>(1) << (31 + shift)) / number + 1);
+    }
+    DEVICE unsigned quotient(unsigned a) const {
+        return static_cast<unsigned>((uint64_t)a * multiplier >> (31 + shift));
+    }
+};
+
 /* f(zero), with a zero of the type that stores `dtype`. */
 template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
     switch (dtype) {

@@ -88,6 +88,29 @@ template <typename T, int N> DEVICE void store_whole(T *p, const Pack<T, N> &a) 
                  : "memory");
 }
 
+/* Policies of L2 for data that another block reads soon, and for data that it need not hold on to. */
+DEVICE uint64_t l2_keep() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE uint64_t l2_pass_on() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+template <typename T, int N> DEVICE void store_with(T *p, const Pack<T, N> &a, uint64_t policy) {
+    if constexpr (N * sizeof(T) == 16) {
+        const uint4 &w = reinterpret_cast<const uint4 &>(a);
+        asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y),
+                     "r"(w.z), "r"(w.w), "l"(policy)
+                     : "memory");
+    } else {
+        store_once(p, a);
+    }
+}
+
 /* Elements per 16-byte access. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 
@@ -126,6 +149,28 @@ template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
 #pragma unroll
         for (int j = 0; j < N; j++)
             pack.v[j] = from_float<T>(in[j]);
+    }
+    return pack;
+}
+
+/* The larger of each two elements; a number where one is NaN. */
+template <typename T, int N> DEVICE Pack<T, N> larger(const Pack<T, N> &a, const Pack<T, N> &b) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) {
+            if constexpr (__is_same(T, bf16))
+                *reinterpret_cast<__nv_bfloat162 *>(&pack.v[j]) =
+                    __hmax2(*reinterpret_cast<const __nv_bfloat162 *>(&a.v[j]),
+                            *reinterpret_cast<const __nv_bfloat162 *>(&b.v[j]));
+            else
+                *reinterpret_cast<__half2 *>(&pack.v[j]) =
+                    __hmax2(*reinterpret_cast<const __half2 *>(&a.v[j]), *reinterpret_cast<const __half2 *>(&b.v[j]));
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            pack.v[j] = from_float<T>(fmaxf(to_float(a.v[j]), to_float(b.v[j])));
     }
     return pack;
 }
@@ -177,6 +222,17 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         *to = *reinterpret_cast<const Pack<T, N> *>(from);
 }
 
+/* The same for data whose place in L2 is decided by a policy (below). */
+template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from, uint64_t policy) {
+    if constexpr (N * sizeof(T) == 16)
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                         (unsigned)__cvta_generic_to_shared(to)),
+                     "l"(from), "l"(policy)
+                     : "memory");
+    else
+        copy_async(to, from);
+}
+
 /* Ends a group of copies. */
 DEVICE void copy_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -216,6 +272,16 @@ DEVICE void store_flagged(unsigned *p, float value) {
 DEVICE unsigned load_relaxed(const unsigned *p) {
     unsigned value;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+
+/* A block that has waited for all its threads and then adds here lets whoever sees it read what they have written. */
+DEVICE void add_release(unsigned *p, unsigned value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+DEVICE unsigned load_acquire(const unsigned *p) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
 

@@ -148,8 +148,8 @@ static const struct {
     {1, {4, {2, 5, 3, 4}}},
     {-2, {4, {2, 3, 1, 5}}},
 };
-/* Lines so few and so long that they are cut into parts; and for GPUs, teams of several sizes that take several strips
- * each. */
+/* Lines so few and so long that they are cut into parts; and for GPUs, strips of one chunk and of
+ * many. */
 static const struct {
     rafter_dtype dtype;
     int dim;

@@ -4,12 +4,12 @@
  *     elementwise       packs of 16 bytes, several in flight to a thread; anything strided or unaligned by the element
  *     relu with a mask  eight elements and their byte of the mask to a thread
  *     softmax           lines of neighbouring elements: in the registers of 8 or 32 lanes where they fit
- *                       longer ones, and lines down a dimension whose neighbours are other lines: cuda/teams.cuh
+ *                       longer ones, and lines down a dimension whose neighbours are other lines: cuda/strips.cuh
  */
 #include "cuda/activations.cuh"
 #include "cuda/backend.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/teams.cuh"
+#include "cuda/strips.cuh"
 #include "ops/act/call.h"
 
 namespace {
@@ -252,93 +252,118 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
 /* ---- softmax of all other lines
  * ---------------------------------------------------------------------------------------- */
 
-/* A job for teams (cuda/teams.cuh). DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is
- * one line of neighbouring elements, and a "row" is a pack of it. */
-template <typename T_, int N_, bool DOWN, bool FORWARD, int THREADS_> struct Softmax {
+/* A job of cuda/strips.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
+ * line of neighbouring elements, and a "row" is a pack of it. */
+template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_SM_ = FORWARD ? 5 : 3> struct Softmax {
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
-    static constexpr int INPUTS = FORWARD ? 1 : 2, SUMS = 1, THREADS = THREADS_;
-    static constexpr int PER_SM = THREADS == 512 ? 2 : 768 / THREADS, CHUNK = FORWARD ? 4 : 2, HELD = DOWN ? CHUNK : 0;
-    static constexpr bool HAS_MAX = FORWARD, REPLACES = false;
+    static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = ITEMS_, SUMS = 1, THREADS = 256, PER_SM = PER_SM_;
+    static constexpr bool HAS_MAX = FORWARD;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
+    struct Strip {
+        unsigned outer;
+        int64_t pack; /* the first */
+    };
     struct Place {
-        const T *in[2];
+        const T *in[INPUTS];
         T *out;
+        int column;
         bool active;
     };
 
     const T *in, *dy;
     T *out;
-    Walk outer;            /* over the dimensions outside of strips */
-    int64_t groups, packs; /* strips side by side; packs side by side */
-    int64_t pack_stride[3], row_stride[3];
+    Walk outer;     /* over the dimensions outside of strips */
+    Divisor groups; /* strips side by side */
+    int across;
+    int64_t packs; /* side by side */
+    int64_t pack_stride[3], row_strides[3];
 
-    DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
-        const int64_t index = strip / groups, pack = (strip - index * groups) * across + column;
+    DEVICE Strip strip_at(unsigned index) const {
+        const unsigned outside = groups.quotient(index);
+        return {outside, (int64_t)(index - outside * groups.number) * across};
+    }
+    DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
+        const int64_t pack = strip.pack + column;
         int64_t at[3];
-        outer.offsets(index, at);
+        outer.offsets(strip.outer, at);
         for (int t = 0; t < 3; t++)
-            at[t] += pack * pack_stride[t] + row * row_stride[t];
-        return {{in + at[IN], dy + at[DY]}, out + at[OUT], pack < packs};
+            at[t] += pack * pack_stride[t] + row * row_strides[t];
+        Place place;
+        place.in[0] = in + at[IN];
+        if constexpr (!FORWARD)
+            place.in[1] = dy + at[DY];
+        place.out = out + at[OUT];
+        place.column = column;
+        place.active = pack < packs;
+        return place;
     }
-    DEVICE void prepare(Table &, int64_t, int) const {
+    DEVICE void prepare(Table &, const Strip &) const {
     }
-    DEVICE const T *source(const Place &place, int input, int64_t down) const {
-        return place.in[input] + down * row_stride[input];
+    DEVICE const T *source(const Place &place, int input) const {
+        return place.in[input];
     }
-    DEVICE Pack<T, N> blank(int) const {
-        Pack<T, N> pack;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            pack.v[j] = from_float<T>(FORWARD ? -INFINITY : 0.0f);
-        return pack;
+    DEVICE int64_t row_stride(int input) const {
+        return row_strides[input];
     }
-
-    DEVICE void accumulate(Stats &statistics, const Chunk<Softmax> &chunk, const Place &, const Table &) const {
-        float x[CHUNK][N], d[CHUNK][N];
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            unpack(chunk.item[i].in[0], x[i]);
-            if constexpr (!FORWARD)
-                unpack(chunk.item[i].in[1], d[i]);
-        }
+    DEVICE bool has(const Place &, int) const {
+        return true;
+    }
+    template <bool FIRST>
+    DEVICE void accumulate(Stats &statistics, const Items<Softmax> &items, const Place &, const Table &) const {
+        if (items.count == 0)
+            return;
         if constexpr (FORWARD) {
-            add_exponentials(statistics, x);
-        } else {
+            Pack<T, N> top = items.in(0, 0);
+#pragma unroll 4
+            for (int i = 1; i < items.count; i++)
+                top = larger(top, items.in(i, 0));
+            cover<FIRST, LINES>(statistics, 0, top);
+        }
+#pragma unroll 2
+        for (int i = 0; i < items.count; i++) {
+            float x[N], d[N];
+            unpack(items.in(i, 0), x);
+            if constexpr (!FORWARD)
+                unpack(items.in(i, 1), d);
 #pragma unroll
-            for (int j = 0; j < N; j++)
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++)
-                    statistics.sum[0][j % LINES] = fmaf(x[i][j], d[i][j], statistics.sum[0][j % LINES]);
+            for (int j = 0; j < N; j++) {
+                float &sum = statistics.sum[0][j % LINES];
+                sum = FORWARD ? sum + exp2_fast((x[j] - statistics.max[j % LINES]) * LOG2E) : fmaf(x[j], d[j], sum);
+            }
         }
     }
 
-    DEVICE void conclude(Stats &statistics, int64_t, int, int, bool) const {
+    DEVICE void conclude(float (&values)[Stats::COUNT], const Strip &, int) const {
         if constexpr (FORWARD)
-#pragma unroll
-            for (int line = 0; line < LINES; line++)
-                statistics.sum[0][line] = 1.0f / statistics.sum[0][line];
+            values[1] = 1.0f / values[1];
     }
 
-    template <bool>
-    DEVICE void finish(const Stats &statistics, const Chunk<Softmax> &chunk, const Place &place, const Table &) const {
+    DEVICE void finish(const float (&values)[Stats::COUNT][MOST_LINES], const Items<Softmax> &items, const Place &place,
+                       const Table &) const {
+        const uint64_t policy = l2_pass_on();
+        T *to = place.out + items.down * row_strides[OUT];
+        float value[Stats::COUNT][LINES];
 #pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
+        for (int k = 0; k < Stats::COUNT; k++)
+            read_numbers(values[k] + place.column * LINES, value[k]);
+#pragma unroll 2
+        for (int i = 0; i < items.count; i++) {
             float x[N], d[N];
-            unpack(chunk.item[i].in[0], x);
+            unpack(items.in(i, 0), x);
             if constexpr (!FORWARD)
-                unpack(chunk.item[i].in[1], d);
+                unpack(items.in(i, 1), d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const int line = j % LINES;
                 if constexpr (FORWARD)
-                    x[j] = exp_as<T>(x[j] - statistics.max[line]) * statistics.sum[0][line];
+                    x[j] = exp_as<T>(x[j] - value[0][line]) * value[1][line];
                 else
-                    x[j] *= d[j] - statistics.sum[0][line];
+                    x[j] *= d[j] - value[0][line];
             }
-            if (chunk.has[i])
-                store_once(place.out + (chunk.down + i * chunk.step) * row_stride[OUT], packed<T, N>(x));
+            store_with(to, packed<T, N>(x), policy);
+            to += items.step * row_strides[OUT];
         }
     }
 };
@@ -479,20 +504,11 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
 
 /* Starts a job. */
 template <class Job>
-rafter_status start_teams(rafter_context *context, const act_call *call, const Job &job, const Cut &cut) {
-    return run_with_scratch(context, call, team_scratch<Job>(cut), "act",
-                            [&](char *scratch) { launch_teams(context, job, cut, scratch); });
-}
-
-constexpr int64_t ANY_TEAM = INT64_MAX;
-
-/* Lines whose elements are neighbours, of `packs` packs each. */
-template <typename T, int N, bool FORWARD, int TEAM_THREADS>
-rafter_status launch_rows(rafter_context *context, const act_call *call, const Views &views, const Walk &walk,
-                          int64_t lines, int64_t packs) {
-    typedef Softmax<T, N, false, FORWARD, TEAM_THREADS> Job;
-    const Job job = {views.data<T>(IN), views.data<T>(DY), views.data<T>(OUT), walk, 1, 1, {0, 0, 0}, {N, N, N}};
-    return start_teams(context, call, job, cut_into_teams<Job>(context->cuda_state, lines, packs, 1, ANY_TEAM));
+rafter_status start_strips(rafter_context *context, const act_call *call, const Job &job, int64_t strips, int64_t rows,
+                           int across) {
+    const Cut cut = cut_into_strips<Job>(context->cuda_state, strips, rows, across, false);
+    return run_with_scratch(context, call, StripScratch<Job>(cut).bytes(), "act",
+                            [&](char *scratch) { launch_strips(context, job, cut, scratch); });
 }
 
 template <typename T, int N, bool FORWARD>
@@ -530,38 +546,38 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
         if (packs <= 512)
             return in_registers(softmax_short<T, N, FORWARD, WARP, 16, 1>, THREADS / WARP);
     }
-    /* Eight packs to a thread of a small block, or more to one of a large one. */
-    return packs <= 8 * 128 ? launch_rows<T, N, FORWARD, 128>(context, call, views, walk, lines, packs)
-                            : launch_rows<T, N, FORWARD, 512>(context, call, views, walk, lines, packs);
+    typedef Softmax<T, N, false, FORWARD> Job;
+    const Job strips = {job.in, job.dy, job.out, walk, Divisor(1), 1, 1, {0, 0, 0}, {N, N, N}};
+    return start_strips(context, call, strips, lines, packs, 1);
 }
 
 /* Lines down the last dimension; the one before it is where they are neighbours, if anywhere. */
 template <typename T, int N, bool FORWARD>
 rafter_status plan_columns(rafter_context *context, const act_call *call, const Views &views) {
-    typedef Softmax<T, N, true, FORWARD, 256> Job;
+    typedef Softmax<T, N, true, FORWARD> Job;
     const int down = views.ndim() - 1, side = down - 1;
     const rafter_view &out = views.view[OUT];
     const int64_t packs = out.shape[side] / N, rows = out.shape[down], outer = out.numel / (out.shape[side] * rows);
-    /* Strips of 128 bytes: narrower ones break up the memory's pages, wider ones need more blocks to a team. */
+    /* Strips of 128 bytes: narrower ones break up the memory's pages, of wider ones L2 holds fewer. */
     int across = 1;
     while (across < packs && across < Job::MOST_LINES / N)
         across *= 2;
     const int64_t groups = ceil_div(packs, (int64_t)across);
-    const Cut cut = cut_into_teams<Job>(context->cuda_state, outer * groups, rows, across, ANY_TEAM);
     Job job = {views.data<T>(IN),
                views.data<T>(DY),
                views.data<T>(OUT),
                walk_over(views.pointer, 0, side),
-               groups,
+               Divisor(groups),
+               across,
                packs,
                {},
                {}};
     for (int t = 0; t < 3; t++)
         if (views.pointer[t]) {
             job.pack_stride[t] = N * views.view[t].stride[side];
-            job.row_stride[t] = views.view[t].stride[down];
+            job.row_strides[t] = views.view[t].stride[down];
         }
-    return start_teams(context, call, job, cut);
+    return start_strips(context, call, job, outer * groups, rows, across);
 }
 
 template <typename T, bool FORWARD>

@@ -108,7 +108,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32, .offset = 5, .dtheta = DTHETA_FP32),
     EACH_ACT(3, 7, 0, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I64, .offset = (int64_t)1 << 40,
              .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32),
-    /* for GPUs: sequences that teams of blocks share, of several sizes, and walks in many chunks */
+    /* for GPUs: sequences of one chunk and of many, and walks in many chunks */
     EACH_ACT(1, 70001, 1, 8, .dtype = RAFTER_BF16, .small_theta = true, .for_cuda = true),
     EACH_ACT(3, 5000, 2, 64, .dtype = RAFTER_BF16, .small_theta = true, .dtheta = DTHETA_FP32, .for_cuda = true),
     EACH_ACT(5, 2100, 3, 40, .dtype = RAFTER_F16, .for_cuda = true),

@@ -4,8 +4,8 @@
  *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
  *                                  them for every sequence of the batch
  *     softmax over features        likewise; lines of up to 32 packs are normalised among the lanes of a warp; of
- * longer ones the statistics are computed first, by another kernel softmax over the sequence    by teams of blocks that
- * keep their share of the sequence on chip: cuda/teams.cuh
+ *                                  longer ones the statistics are computed first, by another kernel
+ *     softmax over the sequence    statistics and results in two phases, the second from L2: cuda/strips.cuh
  *
  * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
  * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
@@ -14,7 +14,7 @@
 #include "cuda/backend.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sincos.cuh"
-#include "cuda/teams.cuh"
+#include "cuda/strips.cuh"
 #include "ops/lrpe_cosine/call.h"
 
 namespace {
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
-        sincos_of(turns + column, across, position, sine, cosine);
+        sincos_of<false>(turns + column, across, position, sine, cosine);
 
         const T *x = call.x + first_b * call.x_step.b + n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
         const T *dy = call.dy + first_b * call.y_step.b + n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
@@ -281,9 +281,13 @@ __global__ void __launch_bounds__(THREADS) line_statistics(const Call<T> call, f
     Statistics<1, true, 1> mine;
     mine.clear();
     for (int64_t d = lane * N; d < call.features; d += WARP * N) {
-        float x[1][N];
-        unpack(load_l2<T, N>(x_row + d * call.x_step.d), x[0]);
-        add_exponentials(mine, x);
+        const Pack<T, N> pack = load_l2<T, N>(x_row + d * call.x_step.d);
+        float x[N];
+        unpack(pack, x);
+        cover<false, 1>(mine, 0, pack);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            mine.sum[0][0] += exp2_fast((x[j] - mine.max[0]) * LOG2E);
     }
     mine.rebase(0, warp_max(mine.max[0]));
     const float max = mine.max[0], scale = 1.0f / warp_sum(mine.sum[0][0]);
@@ -299,7 +303,7 @@ __global__ void __launch_bounds__(THREADS) line_statistics(const Call<T> call, f
             for (int j = 0; j < N; j++) {
                 const Turns turns = call.turns(h, d + j);
                 float sine[1], cosine[1];
-                sincos_of(&turns, 0, position, sine, cosine);
+                sincos_of<false>(&turns, 0, position, sine, cosine);
                 dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
             }
         }
@@ -354,173 +358,209 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* ---- softmax over the sequence
  * ----------------------------------------------------------------------------------------- */
 
-/* A job for teams (cuda/teams.cuh): a strip is some neighbouring packs of a head, in one sequence of the batch. */
-template <typename T_, int N_, bool FORWARD, bool DTHETA> struct Columns {
+/* A job of cuda/strips.cuh: a strip is some neighbouring packs of a head, in SEQUENCES sequences of the batch, which
+ * have one position and so share their angles. */
+template <typename T_, int N_, bool FORWARD, bool DTHETA, int SEQUENCES, int ITEMS_ = 8,
+          int PER_SM_ = !FORWARD         ? 2
+                        : SEQUENCES == 2 ? 3
+                                         : 4>
+struct Columns {
     typedef T_ T;
-    static constexpr int N = N_, LINES = N, MOST_LINES = N == 1 ? WARP : 8 * N;
-    static constexpr int INPUTS = FORWARD ? 1 : 3, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr int THREADS = 256, PER_SM = FORWARD ? 3 : 2, CHUNK = 1, HELD = FORWARD ? 2 : 0;
-    static constexpr bool HAS_MAX = true, REPLACES = !FORWARD; /* dy by g, the gradient of f(x) */
+    static constexpr int N = N_, LINES = SEQUENCES * N, MOST_LINES = SEQUENCES * (N == 1 ? WARP : 8 * N);
+    static constexpr int EACH = FORWARD ? 1 : 3, INPUTS = SEQUENCES * EACH, ITEMS = ITEMS_;
+    static constexpr int THREADS = 256, PER_SM = PER_SM_, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
+    static constexpr bool HAS_MAX = true, SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {
-        Turns turns[MOST_LINES]; /* [element of a pack][pack] */
-        int packs;               /* side by side */
+        Turns turns[MOST_LINES / SEQUENCES]; /* [element of a pack][pack] */
+        alignas(16) float cosine[FORWARD ? 1 : MOST_LINES], sine[FORWARD ? 1 : MOST_LINES]; /* of the angle between
+                                                                                               items, [pack][element] */
+    };
+    struct Strip {
+        int64_t b, h, pack; /* the first sequence, the head, the first pack */
     };
     struct Place {
-        const T *in[3];
+        const T *in[EACH];
         T *out;
         int64_t b;
+        int sequences, column;
         bool active;
     };
 
     Call<T> call;
-    int64_t packs; /* of a head */
+    int64_t packs;         /* of a head */
+    int across;            /* packs of a strip */
+    Divisor groups, heads; /* strips side by side in a head */
     double *moments;
 
-    struct Strip {
-        int64_t b, h, pack; /* the first pack */
-    };
-    DEVICE Strip strip_at(int64_t index, int across) const {
-        const int64_t groups = ceil_div(packs, (int64_t)across), line = index / groups;
-        return {line / call.heads, line % call.heads, index % groups * across};
+    DEVICE Strip strip_at(unsigned index) const {
+        const unsigned line = groups.quotient(index), b = heads.quotient(line);
+        return {(int64_t)b * SEQUENCES, line - b * heads.number, (int64_t)(index - line * groups.number) * across};
     }
-
-    DEVICE Place locate(int64_t strip, int column, int across, int64_t row) const {
-        const Strip first = strip_at(strip, across);
-        const int64_t b = first.b, pack = first.pack + column, d = pack * N;
-        const T *const x =
-            call.x + b * call.x_step.b + row * call.x_step.n + first.h * call.x_step.h + d * call.x_step.d;
-        const T *const dy =
-            call.dy + b * call.y_step.b + row * call.y_step.n + first.h * call.y_step.h + d * call.y_step.d;
-        const Strides &step = FORWARD ? call.y_step : call.dx_step;
-        T *const out = call.out + b * step.b + row * step.n + first.h * step.h + d * step.d;
-        return {{x, dy, dy + call.features * call.y_step.d}, out, b, pack < packs};
-    }
-    DEVICE void prepare(Table &table, int64_t strip, int across) const {
-        const Strip first = strip_at(strip, across);
-        for (int i = threadIdx.x; i < across * N; i += THREADS) {
-            const int64_t d = (first.pack + i % across) * N + i / across;
-            table.turns[i] = d < call.features ? call.turns(first.h, d) : Turns();
+    DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
+        const int64_t b = strip.b, pack = strip.pack + column, d = pack * N, left = call.batch - b;
+        const auto at = [&](const Strides &step) { return b * step.b + row * step.n + strip.h * step.h + d * step.d; };
+        Place place;
+        place.in[0] = call.x + at(call.x_step);
+        if constexpr (!FORWARD) {
+            place.in[1] = call.dy + at(call.y_step);
+            place.in[2] = place.in[1] + call.features * call.y_step.d;
         }
-        if (threadIdx.x == 0)
-            table.packs = across;
+        place.out = call.out + at(FORWARD ? call.y_step : call.dx_step);
+        place.b = b;
+        place.sequences = left < SEQUENCES ? (int)left : SEQUENCES;
+        place.column = column;
+        place.active = pack < packs;
+        return place;
+    }
+    DEVICE void prepare(Table &table, const Strip &strip) const {
+        for (int i = threadIdx.x; i < across * N; i += THREADS) {
+            const int64_t d = (strip.pack + i % across) * N + i / across;
+            const Turns turns = d < call.features ? call.turns(strip.h, d) : Turns();
+            table.turns[i] = turns;
+            if constexpr (!FORWARD) {
+                const int at = i % across * N + i / across;
+                sincos_at<false, false>(turns, position_of(THREADS / across), &table.sine[at], &table.cosine[at]);
+            }
+        }
         __syncthreads();
     }
-    DEVICE const T *source(const Place &place, int input, int64_t down) const {
-        return place.in[input] + down * (input == 0 ? call.x_step.n : call.y_step.n);
+    DEVICE const T *source(const Place &place, int input) const {
+        return place.in[input % EACH] + input / EACH * (input % EACH == 0 ? call.x_step.b : call.y_step.b);
     }
-    DEVICE Pack<T, N> blank(int input) const {
-        Pack<T, N> pack;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            pack.v[j] = from_float<T>(input == 0 ? -INFINITY : 0.0f);
-        return pack;
+    DEVICE int64_t row_stride(int input) const {
+        return input % EACH == 0 ? call.x_step.n : call.y_step.n;
     }
-
-    /* The position of token n of the place's sequence, and the angles there. */
-    DEVICE float angles(const Place &place, int64_t n, const Table &table, float (&cosine)[N], float (&sine)[N]) const {
-        const int64_t token = n < call.length ? call.position(place.b, n) : 0;
-        sincos_of(table.turns + threadIdx.x % table.packs, table.packs, position_of(token), sine, cosine);
-        return (float)token;
-    }
-    /* g from dy; and, if wanted, `turned`: position dTheta / f(x). */
-    DEVICE void gradient(const Chunk<Columns> &chunk, int i, const Place &place, const Table &table, float (&g)[N],
-                         float (&turned)[N]) const {
-        float cosine[N], sine[N], c[N], s[N];
-        const float position = angles(place, chunk.row + i * chunk.step, table, cosine, sine);
-        unpack(chunk.item[i].in[1], c);
-        unpack(chunk.item[i].in[2], s);
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-            turned[j] = DTHETA ? position * (s[j] * cosine[j] - c[j] * sine[j]) : 0.0f;
-        }
+    DEVICE bool has(const Place &place, int input) const {
+        return input / EACH < place.sequences;
     }
 
-    DEVICE void accumulate(Stats &statistics, Chunk<Columns> &chunk, const Place &place, const Table &table) const {
-        float x[CHUNK][N];
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++)
-            unpack(chunk.item[i].in[0], x[i]);
-        if constexpr (FORWARD) {
-            add_exponentials(statistics, x);
-        } else {
-            float g[CHUNK][N], turned[CHUNK][N];
-#pragma unroll
-            for (int i = 0; i < CHUNK; i++) {
-                gradient(chunk, i, place, table, g[i], turned[i]);
-                memcpy(&chunk.item[i].in[1], g[i], sizeof g[i]); /* as many bytes as two packs of 16-bit elements */
-            }
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                float top = statistics.max[j];
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++)
-                    top = fmaxf(top, x[i][j]);
-                statistics.rebase(j, top);
-#pragma unroll
-                for (int i = 0; i < CHUNK; i++) {
-                    const float e = exp2_fast((x[i][j] - top) * LOG2E);
-                    statistics.sum[0][j] += e;
-                    statistics.sum[1][j] = fmaf(e, g[i][j], statistics.sum[1][j]);
-                    if constexpr (DTHETA)
-                        statistics.sum[2][j] = fmaf(e, turned[i][j], statistics.sum[2][j]);
-                }
-            }
-        }
+    DEVICE int64_t position(const Items<Columns> &items, int i, const Place &place) const {
+        const int64_t n = items.row + i * items.step;
+        return n < call.length ? call.position(place.b, n) : 0;
     }
-
-    DEVICE void conclude(Stats &statistics, int64_t strip, int column, int across, bool speaks) const {
-        const Strip first = strip_at(strip, across);
-        const int64_t b = first.b, d = (first.pack + column) * N;
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float scale = 1.0f / statistics.sum[0][j];
-            statistics.sum[0][j] = scale;
-            if constexpr (!FORWARD)
-                statistics.sum[1][j] *= scale;
-            if constexpr (DTHETA)
-                if (speaks)
-                    moments[(b * call.heads + first.h) * call.features + d + j] =
-                        (double)(statistics.sum[2][j] * scale);
-        }
-    }
-
-    template <bool REPLACED>
-    DEVICE void finish(const Stats &statistics, const Chunk<Columns> &chunk, const Place &place,
-                       const Table &table) const {
-#pragma unroll
-        for (int i = 0; i < CHUNK; i++) {
-            const int64_t down = chunk.down + i * chunk.step;
-            float p[N];
-            unpack(chunk.item[i].in[0], p);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                p[j] = exp_as<T>(p[j] - statistics.max[j]) * statistics.sum[0][j];
-            if constexpr (FORWARD) {
-                float cosine[N], sine[N];
-                angles(place, chunk.row + i * chunk.step, table, cosine, sine);
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    cosine[j] *= p[j];
-                    sine[j] *= p[j];
-                }
-                if (chunk.has[i]) {
-                    store_once(place.out + down * call.y_step.n, packed<T, N>(cosine));
-                    store_once(place.out + down * call.y_step.n + call.features * call.y_step.d, packed<T, N>(sine));
-                }
-            } else {
-                float g[N], unused[N];
-                if constexpr (REPLACED)
-                    memcpy(g, &chunk.item[i].in[1], sizeof g);
-                else
-                    gradient(chunk, i, place, table, g, unused);
+    /* The angles of item i, which those of the item before it are turned into where that is accurate enough: a rotation
+     * is off by 2^-24, which y would show near a zero of its cosine or sine, but not a sum of two products. */
+    DEVICE void angles(const Items<Columns> &items, int i, const Place &place, const Table &table, float (&cosine)[N],
+                       float (&sine)[N]) const {
+        if (FORWARD || i == 0 || call.positions) {
+            const Position at = position_of(position(items, i, place));
+            const Turns *const turns = table.turns + place.column;
+            if (!FORWARD && SHORT && at.high == 0)
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    p[j] *= g[j] - statistics.sum[1][j];
-                if (chunk.has[i] && (!DTHETA || call.out))
-                    store_once(place.out + down * call.dx_step.n, packed<T, N>(p));
+                    sincos_roughly(turns[j * across], at, &sine[j], &cosine[j]);
+            else
+                sincos_of<SHORT && FORWARD>(turns, across, at, sine, cosine);
+        } else {
+            float c[N], s[N];
+            read_numbers(table.cosine + place.column * N, c);
+            read_numbers(table.sine + place.column * N, s);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float before = cosine[j];
+                cosine[j] = fmaf(before, c[j], -sine[j] * s[j]);
+                sine[j] = fmaf(sine[j], c[j], before * s[j]);
             }
+        }
+    }
+
+    template <bool FIRST>
+    DEVICE void accumulate(Stats &statistics, const Items<Columns> &items, const Place &place,
+                           const Table &table) const {
+        if (items.count == 0)
+            return;
+#pragma unroll
+        for (int q = 0; q < SEQUENCES; q++) {
+            Pack<T, N> top = items.in(0, q * EACH);
+#pragma unroll 4
+            for (int i = 1; i < items.count; i++)
+                top = larger(top, items.in(i, q * EACH));
+            cover<FIRST, N>(statistics, q * N, top);
+        }
+        float cosine[N], sine[N];
+#pragma unroll 1
+        for (int i = 0; i < items.count; i++) {
+            if constexpr (!FORWARD)
+                angles(items, i, place, table, cosine, sine);
+#pragma unroll
+            for (int q = 0; q < SEQUENCES; q++) { /* of a sequence that is not there, statistics that nobody uses */
+                float x[N], c[N], s[N];
+                unpack(items.in(i, q * EACH), x);
+                if constexpr (!FORWARD) {
+                    unpack(items.in(i, q * EACH + 1), c);
+                    unpack(items.in(i, q * EACH + 2), s);
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const int line = q * N + j;
+                    const float e = exp2_fast((x[j] - statistics.max[line]) * LOG2E);
+                    statistics.sum[0][line] += e;
+                    if constexpr (!FORWARD)
+                        statistics.sum[1][line] =
+                            fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), statistics.sum[1][line]);
+                    if constexpr (DTHETA)
+                        statistics.sum[2][line] =
+                            fmaf(e, (float)position(items, i, place) * (s[j] * cosine[j] - c[j] * sine[j]),
+                                 statistics.sum[2][line]);
+                }
+            }
+        }
+    }
+
+    /* To the maximum, 1 / sum, and in backward the sum of p g. */
+    DEVICE void conclude(float (&values)[Stats::COUNT], const Strip &strip, int line) const {
+        values[1] = 1.0f / values[1];
+        if constexpr (!FORWARD)
+            values[2] *= values[1];
+        if constexpr (DTHETA) {
+            const int64_t b = strip.b + line % LINES / N, d = (strip.pack + line / LINES) * N + line % N;
+            if (b < call.batch && d < call.features)
+                moments[(b * call.heads + strip.h) * call.features + d] = (double)(values[3] * values[1]);
+        }
+    }
+
+    DEVICE void finish(const float (&values)[Stats::COUNT][MOST_LINES], const Items<Columns> &items, const Place &place,
+                       const Table &table) const {
+        if (DTHETA && !call.out)
+            return;
+        const uint64_t policy = l2_pass_on();
+        const Strides &step = FORWARD ? call.y_step : call.dx_step;
+        T *to = place.out + items.down * step.n;
+        float cosine[N], sine[N];
+#pragma unroll 1
+        for (int i = 0; i < items.count; i++) {
+            angles(items, i, place, table, cosine, sine);
+#pragma unroll
+            for (int q = 0; q < SEQUENCES; q++) {
+                float p[N], c[N], s[N], value[Stats::COUNT][N];
+                for (int k = 0; k < (FORWARD ? 2 : 3); k++)
+                    read_numbers(values[k] + place.column * LINES + q * N, value[k]);
+                unpack(items.in(i, q * EACH), p);
+                if constexpr (!FORWARD) {
+                    unpack(items.in(i, q * EACH + 1), c);
+                    unpack(items.in(i, q * EACH + 2), s);
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    p[j] = exp_as<T>(p[j] - value[0][j]) * value[1][j];
+                    if constexpr (FORWARD) {
+                        c[j] = p[j] * cosine[j];
+                        s[j] = p[j] * sine[j];
+                    } else {
+                        p[j] *= fmaf(c[j], cosine[j], s[j] * sine[j]) - value[2][j];
+                    }
+                }
+                if (q < place.sequences) {
+                    if constexpr (FORWARD) {
+                        store_with(to + q * step.b, packed<T, N>(c), policy);
+                        store_with(to + q * step.b + call.features * step.d, packed<T, N>(s), policy);
+                    } else {
+                        store_with(to + q * step.b, packed<T, N>(p), policy);
+                    }
+                }
+            }
+            to += items.step * step.n;
         }
     }
 };
@@ -665,22 +705,20 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     });
 }
 
-template <typename T, int N, bool FORWARD, bool DTHETA>
-rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
-    typedef Columns<T, N, FORWARD, DTHETA> Job;
-    Job job = {call_for<T>(from), from->x.shape[3] / N, NULL};
-    const Call<T> &call = job.call;
-    const int64_t most_team = from->algorithm == RAFTER_LRPE_BP ? 1 : INT64_MAX;
-    int side = 1; /* packs of a strip: 128 bytes, as act's softmax has them */
-    while (side < job.packs && side * N < Job::MOST_LINES)
-        side *= 2;
-    const int64_t strips = call.batch * call.heads * ceil_div(job.packs, (int64_t)side);
-    const Cut cut = cut_into_teams<Job>(context->cuda_state, strips, call.length, side, most_team);
-    const size_t moments = DTHETA ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    return run_with_scratch(context, from, moments + team_scratch<Job>(cut), "lrpe_cosine", [&](char *scratch) {
+template <class Job> rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
+    const auto call = call_for<typename Job::T>(from);
+    const int64_t packs = call.features / Job::N;
+    const int across = power_of_two(packs, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
+    const int64_t groups = ceil_div(packs, (int64_t)across), sequences = Job::LINES / Job::N;
+    Job job = {call, packs, across, Divisor(groups), Divisor(call.heads), NULL};
+    const Cut cut = cut_into_strips<Job>(context->cuda_state, ceil_div(call.batch, sequences) * call.heads * groups,
+                                         call.length, across, from->algorithm == RAFTER_LRPE_BP);
+    const bool dtheta = from->dtheta.data != NULL;
+    const size_t moments = dtheta ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
+    return run_with_scratch(context, from, moments + StripScratch<Job>(cut).bytes(), "lrpe_cosine", [&](char *scratch) {
         job.moments = reinterpret_cast<double *>(scratch);
-        launch_teams(context, job, cut, scratch + moments);
-        if (DTHETA)
+        launch_strips(context, job, cut, scratch + moments);
+        if (dtheta)
             launch_sum_moments(context, from, job.moments, call.batch);
     });
 }
@@ -690,8 +728,15 @@ template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *c
         return start_rotate<T, N, FORWARD>(context, call);
     if constexpr (!FORWARD)
         if (call->dtheta.data)
-            return start_columns<T, N, false, true>(context, call);
-    return start_columns<T, N, FORWARD, false>(context, call);
+            return start_columns<Columns<T, N, false, true, 1>>(context, call);
+    if constexpr (FORWARD && N > 1) {
+        /* Angles are shared where one block to a strip would not do anyway. */
+        typedef Columns<T, N, true, false, 2> Pairs;
+        const bool one_position = !call->positions.data || call->positions.stride[0] == 0;
+        if (one_position && call->algorithm != RAFTER_LRPE_BP && call->x.shape[1] > Pairs::THREADS / 8 * Pairs::ITEMS)
+            return start_columns<Pairs>(context, call);
+    }
+    return start_columns<Columns<T, N, FORWARD, false, 1>>(context, call);
 }
 
 template <typename T> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {
