@@ -7,27 +7,26 @@
 
 #include "ops/loss.cuh"
 
-/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too. FULL:
- * softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients have no PLAIN: label
- * smoothing costs them nothing. */
+/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too, for the
+ * loss. FULL: softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients are all the
+ * same but for FULL. */
 enum Options { PLAIN, SMOOTH, FULL };
 
 /* ---- statistics ----------------------------------------------------------------------------------------------------
  */
 
-/* Of some columns, in units of v (see RowFigures). Blocks of a cluster send these to each other in words of 16 bytes.
- */
+/* Of some columns, in units of v (see RowFigures). */
 template <int OPTIONS> struct alignas(16) Gathered {
     RowStats s;
     float weighted; /* sum of w v; SMOOTH: of v */
-    float z_label;  /* on_chip: the label's logit from the one warp that has read it, 0 from the others */
 };
 template <> struct Gathered<PLAIN> { RowStats s; };
 template <> struct alignas(16) Gathered<FULL> {
     RowStats s;
-    float weighted, z_label;
-    float moment; /* sum of (v - max) e^(scale (v - max)) */
-    float best;   /* the largest logit, or NaN, and its first column; -1: none yet */
+    float weighted;
+    float z_label; /* the label's logit in the part that has it, 0 in the others */
+    float moment;  /* sum of (v - max) e^(scale (v - max)) */
+    float best;    /* the largest logit, or NaN, and its first column; -1: none yet */
     int64_t argmax;
 };
 
@@ -62,11 +61,10 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathe
     rebase(a, max, scale);
     rebase(b, max, scale);
     a.s.sum += b.s.sum;
-    if constexpr (OPTIONS != PLAIN) {
+    if constexpr (OPTIONS != PLAIN)
         a.weighted += b.weighted;
-        a.z_label += b.z_label;
-    }
     if constexpr (OPTIONS == FULL) {
+        a.z_label += b.z_label;
         a.moment += b.moment;
         keep_best(a, b.best, b.argmax);
     }
@@ -76,11 +74,10 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathe
 template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, float scale) {
     rebase(g, warp_max(g.s.max), scale);
     g.s.sum = warp_sum(g.s.sum);
-    if constexpr (OPTIONS != PLAIN) {
+    if constexpr (OPTIONS != PLAIN)
         g.weighted = warp_sum(g.weighted);
-        g.z_label = warp_sum(g.z_label);
-    }
     if constexpr (OPTIONS == FULL) {
+        g.z_label = warp_sum(g.z_label);
         g.moment = warp_sum(g.moment);
 #pragma unroll
         for (int step = WARP / 2; step > 0; step /= 2)

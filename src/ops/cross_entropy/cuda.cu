@@ -46,12 +46,6 @@ struct Call {
 /* ---- statistics of columns
  * ------------------------------------------------------------------------------------------------ */
 
-DEVICE void add_weighted(Gathered<SMOOTH> &g, float sum) {
-    g.weighted += sum;
-}
-DEVICE void add_weighted(Gathered<PLAIN> &, float) {
-}
-
 /* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
  * full of -inf. */
 template <int OPTIONS, typename T, int N, int COUNT>
@@ -59,7 +53,7 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
                 const Loss &loss) {
     if constexpr (OPTIONS != FULL) {
         add_packs(g.s, packs, loss.scale);
-        if (OPTIONS == SMOOTH && loss.weighted) {
+        if constexpr (OPTIONS == SMOOTH) {
             float sum[2] = {};
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
@@ -70,7 +64,7 @@ DEVICE void add(Gathered<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int ther
                     for (int j = 0; j < N; j++)
                         sum[j % 2] += x[j];
             }
-            add_weighted(g, sum[0] + sum[1]);
+            g.weighted += sum[0] + sum[1];
         }
     } else {
         float v[COUNT][N];
@@ -167,6 +161,8 @@ template <int OPTIONS, typename T> struct RowWriter {
     }
     /* Of the pack that begins with `column`. */
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int64_t column) const {
+        if (row.constant)
+            return all_of<T, N>(row.p);
         float d[N];
         unpack(z, d);
 #pragma unroll
@@ -176,10 +172,6 @@ template <int OPTIONS, typename T> struct RowWriter {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 d[j] = column + j == label ? row.at_label : d[j];
-        if (row.constant)
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                d[j] = row.p;
         return packed<T>(d);
     }
     DEVICE T of_one(T z, int64_t column) const {
@@ -192,6 +184,9 @@ template <int OPTIONS, typename T> struct RowWriter {
         }
     }
 };
+
+/* Label smoothing costs gradients nothing: they need no kernels of their own for it. */
+template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == FULL ? FULL : PLAIN;
 
 /* ---- sums over rows
  * ------------------------------------------------------------------------------------------------------- */
@@ -334,20 +329,25 @@ __global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statist
         of_part[blockIdx.x] = g;
 }
 
+/* What on_chip is told of a row beside its logits. */
+struct alignas(16) Terms {
+    RowTerms terms;
+    float z_label;
+};
+
 /* A thread to a row, whose parts are merged in their order. `of_row` gets the coefficients of its gradient, if it is
- * not NULL. has_label: the statistics have the label's logit, which may be overwritten by now. */
+ * not NULL. `terms`, if not NULL, has the label's logit, which may be overwritten by now. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Call c, unsigned parts,
-                                                      const Gathered<OPTIONS> *of_part, bool has_label,
+                                                      const Gathered<OPTIONS> *of_part, const Terms *terms,
                                                       Coefficients *of_row) {
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    float z_label = label >= 0 && !has_label ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    float z_label = label >= 0 && !terms ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
     wait_for_previous_kernel();
-    const bool gradient_wanted = OPTIONS != PLAIN && of_row;
-    const double common = gradient_wanted ? common_factor(c) : 0.0;
+    const double common = of_row ? common_factor(c) : 0.0;
     Totals totals = {};
     if (row < loss.rows) {
         RowGradient gradient = gradient_unread(label);
@@ -355,17 +355,17 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ca
             Gathered<OPTIONS> g = of_part[row * parts];
             for (unsigned part = 1; part < parts; part++)
                 g = merge(g, of_part[row * parts + part], loss.scale);
-            if constexpr (OPTIONS != PLAIN)
-                z_label = has_label ? g.z_label : z_label;
+            if (terms)
+                z_label = terms[row].z_label;
             const RowFigures figures = figures_of(g, z_label, loss);
-            if (gradient_wanted)
+            if (of_row)
                 gradient = gradient_from_figures(loss, common, row, label, z_label, figures);
             if (loss.forward)
                 write_row(loss, row, label, results_of(loss, row, label, figures), &totals);
         } else {
             write_unread(loss, row, label, &totals);
         }
-        if (gradient_wanted)
+        if (of_row)
             of_row[row] = {gradient, label};
     }
     if (loss.forward)
@@ -437,12 +437,6 @@ __global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_c
 /* ---- rows held on chip
  * ------------------------------------------------------------------------------------------------------ */
 
-/* What on_chip knows of a row beside its logits. */
-struct Terms {
-    RowTerms terms;
-    float z_label;
-};
-
 /* A thread to a row. */
 template <typename T>
 __global__ __launch_bounds__(ROW_THREADS) void terms(const __grid_constant__ Call c, Terms *of_row) {
@@ -480,20 +474,17 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     const int64_t row = blockIdx.x;
     const Stretch<const T> stretch(c.z.at<const T>(row), loss.classes);
     T *const dz = c.dz.at<T>(row);
-    const int64_t label_loaded = loss.load_label(row); /* before the row, or it would come behind it */
+    const int64_t loaded = loss.load_label(row); /* before the row, or it would come behind it */
     Group<T, COPIED> own[OWN / COPIED];
 #pragma unroll
     for (int k = 0; k < OWN; k += COPIED)
         own[k / COPIED].load(stretch, thread + k * threads, threads);
-    start_next_kernel();
-    const int64_t label = loss.class_of(label_loaded);
 
     /* No other thread ever touches the slot of a pack: each waits for its own copies alone. */
     const auto slot_of = [=](int i) { return reinterpret_cast<Pack<T, N> *>(slot_memory) + (i - OWN * threads); };
     const int packs = static_cast<int>(stretch.packs), first = OWN * threads + thread, step = COPIED * threads;
-    RowGradient gradient = gradient_unread(label);
-    if (label >= 0) {
-        int groups = 0;
+    int groups = 0;
+    const auto fetch = [&] {
         for (int i = first; i < packs; i += step, groups++) {
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
@@ -501,23 +492,35 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
                     copy_async<T, N>(slot_of(i + k * threads), stretch.body + int64_t(i + k * threads) * N);
             copy_commit();
         }
+    };
+    if (Shape::PER_SM == 1) /* alone on its SM: no other block makes use of the wait for the label */
+        fetch();
+    start_next_kernel();
+    const int64_t label = loss.class_of(loaded);
+    RowGradient gradient = gradient_unread(label);
+    if (label >= 0) {
+        if (Shape::PER_SM > 1)
+            fetch();
+        wait_for_previous_kernel();
+        if (thread < static_cast<int>(sizeof known / 16))
+            copy_async<uint32_t, 4>(reinterpret_cast<Pack<uint32_t, 4> *>(&known) + thread,
+                                    reinterpret_cast<const uint32_t *>(of_row + row) + 4 * thread);
+        copy_commit();
         Gathered<OPTIONS> g = none<OPTIONS>();
         add_edges(g, stretch, 0, thread, threads, loss);
 #pragma unroll
         for (int k = 0; k < OWN; k += COPIED)
             if (thread + k * threads < packs)
                 own[k / COPIED].add_to(g, stretch, 0, thread + k * threads, threads, loss);
-        wait_for_previous_kernel();
-        if (thread == 0)
-            known = of_row[row];
         for (int i = first; i < packs; i += step) {
-            copy_wait_all_but(--groups);
+            copy_wait_all_but(groups--);
             Group<T, COPIED> group;
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
                 group.packs[k] = i + k * threads < packs ? *slot_of(i + k * threads) : all_of<T, N>(-INFINITY);
             group.add_to(g, stretch, 0, i, threads, loss);
         }
+        copy_wait<0>();
         g = merge_block(g, loss.scale);
         const float sum = g.s.max == INFINITY ? NAN : g.s.sum;
         if (sum == 0.0f)
@@ -525,15 +528,15 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         else
             gradient = gradient_of<OPTIONS == FULL>(loss, known.terms, known.z_label, g.s.max, 1.0f / sum,
                                                     loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
-        if (thread == 0 && loss.forward) {
-            g.z_label = known.z_label;
+        if (thread == 0 && loss.forward)
             stats[row] = g;
-        }
+    } else {
+        copy_wait<0>();
     }
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
     for (int i = first; i < packs; i += threads) {
         const int64_t at = stretch.head + int64_t(i) * N;
-        store_whole<T, N>(dz + at, writer.of(*slot_of(i), at));
+        store_whole<T, N>(dz + at, writer.of(load_once<T, N>(slot_of(i)->v), at));
     }
 #pragma unroll
     for (int k = 0; k < OWN; k++)
@@ -632,7 +635,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     const bool from_lse = !c.loss.forward && c.loss.lse.data;
     Plan plan = {};
     plan.options = loss->softcap != 0.0f || weights || c.loss.entropy.data || c.loss.argmax.data ? FULL
-                   : smooth || c.gradient                                                        ? SMOOTH
+                   : smooth && c.loss.forward                                                    ? SMOOTH
                                                                                                  : PLAIN;
     plan.prepares = weights || (c.gradient && c.loss.needs_totals() && rows > SCANNED_ROWS);
     plan.row_blocks = rows > 0 ? ceil_div<int64_t>(rows, ROW_THREADS) : 1;
@@ -711,16 +714,14 @@ struct Sequence {
 
 template <typename T, int OPTIONS> void launch_by_warps(Sequence &sequence, const Call &c, const Plan &plan) {
     const Launch how = {plan.warp_blocks, ROW_THREADS};
-    if constexpr (OPTIONS == PLAIN)
-        sequence.run(how, by_warps<T, PLAIN, true, false, false>, c);
-    else if (OPTIONS == FULL && plan.anyhow)
+    if (OPTIONS == FULL && plan.anyhow)
         sequence.run(how, by_warps<T, FULL, true, true, true>, c);
     else if (!c.gradient)
         sequence.run(how, by_warps<T, OPTIONS, true, false, false>, c);
     else if (c.loss.forward)
         sequence.run(how, by_warps<T, OPTIONS, true, true, false>, c);
     else
-        sequence.run(how, by_warps<T, OPTIONS, false, true, false>, c);
+        sequence.run(how, by_warps<T, IN_BACKWARD<OPTIONS>, false, true, false>, c);
 }
 
 template <typename T, int OPTIONS>
@@ -731,20 +732,18 @@ void launch_rows(Sequence &sequence, const Call &c, const Plan &plan, const Plac
     if ((plan.kind == FORWARD || plan.kind == READ_TWICE) && c.loss.rows > 0)
         sequence.run(Launch{c.loss.rows * plan.parts, plan.threads}, statistics<T, OPTIONS>, c, parts, plan.part,
                      stats);
-    if constexpr (OPTIONS != PLAIN) {
-        if (plan.kind == FROM_LSE)
-            sequence.run(rows, coefficients<T, OPTIONS>, c, at.coefficients);
-        if (plan.kind == ON_CHIP) {
-            sequence.run(rows, terms<T>, c, at.terms);
-            sequence.run(Launch{c.loss.rows, plan.threads, plan.shared},
-                         plan.whole ? on_chip<T, OPTIONS, Whole> : on_chip<T, OPTIONS, Half>, c, at.terms, stats);
-        }
+    if (plan.kind == FROM_LSE)
+        sequence.run(rows, coefficients<T, IN_BACKWARD<OPTIONS>>, c, at.coefficients);
+    if (plan.kind == ON_CHIP) {
+        sequence.run(rows, terms<T>, c, at.terms);
+        sequence.run(Launch{c.loss.rows, plan.threads, plan.shared},
+                     plan.whole ? on_chip<T, OPTIONS, Whole> : on_chip<T, OPTIONS, Half>, c, at.terms, stats);
     }
     if (plan.kind != FROM_LSE && (plan.kind != ON_CHIP || c.loss.forward))
-        sequence.run(rows, finish<T, OPTIONS>, c, parts, stats, plan.kind == ON_CHIP, at.coefficients);
-    if constexpr (OPTIONS != PLAIN)
-        if (at.coefficients)
-            sequence.run(gradient, gradients<T, OPTIONS>, c, at.coefficients, static_cast<unsigned>(plan.grad_parts));
+        sequence.run(rows, finish<T, OPTIONS>, c, parts, stats, at.terms, at.coefficients);
+    if (at.coefficients)
+        sequence.run(gradient, gradients<T, IN_BACKWARD<OPTIONS>>, c, at.coefficients,
+                     static_cast<unsigned>(plan.grad_parts));
 }
 
 template <typename T, int OPTIONS>
