@@ -3,6 +3,7 @@
 
 #include "plot.h"
 #include "report.h"
+#include "verbs.h"
 
 static const char style[] =
     ":root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--soft:#57606a;--line:#d0d7de;--card:#f6f8fa;--good:#116329;"
@@ -252,4 +253,17 @@ void html_write(const struct report *r, FILE *to) {
     write_machine(r, to);
     fprintf(to, "</main>\n<div id=\"tip\" role=\"status\" hidden></div>\n<script>\n%s</script></body></html>\n",
             script);
+}
+
+int verb_page(int argc, char **argv) {
+    struct report r = {0};
+    if (argc != 3) {
+        fprintf(stderr, "rafter: page wants one report: rafter page REPORT.json > REPORT.html\n");
+        return 2;
+    }
+    if (!json_read_report(&r, argv[2]))
+        return 2;
+    html_write(&r, stdout);
+    report_free(&r);
+    return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
 }

@@ -36,6 +36,7 @@ static void help(FILE *to) {
         "    --markdown              print the tables once more, as Markdown\n"
         "rafter compare OLD NEW      two files of --json: what got slower beyond noise; exit status 1 if anything did\n"
         "rafter headline FILE        the largest row of every table of a --json file, as a Markdown table\n"
+        "rafter page FILE            the page that --html writes, from a --json file\n"
         "rafter help                 this\n"
         "rafter --version            the library's version\n"
         "\n"
@@ -52,6 +53,8 @@ int main(int argc, char **argv) {
         return verb_compare(argc, argv);
     if (strcmp(verb, "headline") == 0)
         return verb_headline(argc, argv);
+    if (strcmp(verb, "page") == 0)
+        return verb_page(argc, argv);
     if (strcmp(verb, "check") == 0)
         return verb_check(argc, argv);
     if (strcmp(verb, "info") == 0)

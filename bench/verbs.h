@@ -8,5 +8,6 @@ int verb_check(int argc, char **argv);
 int verb_bench(int argc, char **argv);
 int verb_compare(int argc, char **argv);
 int verb_headline(int argc, char **argv);
+int verb_page(int argc, char **argv);
 
 #endif

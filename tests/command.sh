@@ -49,6 +49,7 @@ expect 2 "--limit is 'never'" "$rafter" bench --limit never
 expect 2 "--resume wants --json" "$rafter" bench --resume
 expect 2 "compare wants two reports" "$rafter" compare one.json
 expect 2 "headline wants one report" "$rafter" headline
+expect 2 "page wants one report" "$rafter" page
 expect 2 "$folder/none.json: No such file" "$rafter" compare "$folder/none.json" "$folder/none.json"
 expect 2 "--percent takes no value" "$rafter" bench --percent=yes
 expect 2 "names 'nobody'" "$rafter" bench --providers rafter,nobody
@@ -170,6 +171,7 @@ PYTHON
 fi
 expect 0 '^0 +32\.0 ' "$bad" bench logsumexp --x 32 --mode fwd --seconds 0.001 --providers rafter --json "$folder/more.json" --resume
 expect 0 'n = 256' "$bad" headline "$folder/more.json"
+expect 0 '<h2 id="logsumexp-speed-fwd-batch1-dim1024-bf16">' "$bad" page "$folder/more.json"
 
 if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"

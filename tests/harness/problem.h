@@ -152,8 +152,8 @@ struct op_cases {
     const char *const *algorithms; /* names, NULL-terminated; the first is "rafter": the automatic choice */
     unsigned algorithm_modes[8];   /* bit m set: algorithm exists in problem_mode m */
 
-    /* Where problems have tensors that are for one algorithm alone: drops those that are not for the problem's
-     * algorithm. False: the algorithm has nothing to do with this problem. NULL: all are for all. */
+    /* Makes a problem its algorithm's: drops tensors that are for another, sets the bounds that it is held to. False:
+     * the algorithm has nothing to do with this problem. NULL: all are for all. */
     bool (*adapt)(problem *p);
 
     /* Tests: problem number `index` in [0, count()). Declares tensors; the harness allocates. */

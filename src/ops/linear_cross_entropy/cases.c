@@ -338,6 +338,19 @@ static const struct bench_table tables[] = {
     [BY_DEPTH] = {"d", 1u << PROBLEM_BOTH, seeds_depth, none},
 };
 
+static const struct options benched = {.loss = {.name = "bench"}};
+
+/* A row of the bench is made for all algorithms; those of the tests know theirs when they are made. */
+static bool adapt(problem *p) {
+    struct row *row = (struct row *)p->row;
+    if (p->algorithm == NATIVE_ALGORITHM && !row->native) {
+        const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight");
+        row->native = true;
+        set_bounds(p, &benched, x->dtype, x->shape[0], x->shape[1], weight->shape[0]);
+    }
+    return true;
+}
+
 static void make_bench(problem *p, const struct bench_row *row) {
     const char *dtype = problem_dtype_name(row->dtype);
     long long n = row->quick ? 512 : 12288, d = row->quick ? 512 : 4096, v = row->x;
@@ -347,7 +360,7 @@ static void make_bench(problem *p, const struct bench_row *row) {
         n = row->x, v = 128256;
     else if (row->table == BY_DEPTH)
         n = 4096, d = row->x, v = 128256;
-    build(p, row->dtype, &(struct options){.loss = {.name = "bench"}}, &(struct shape){2, {n, d}, v});
+    build(p, row->dtype, &benched, &(struct shape){2, {n, d}, v});
     /* Logits of deviation 1, as a model's are at first: larger ones make dz almost all zeros, and the chip cooler. */
     problem_find(p, "weight")->scale = 1 / sqrt((double)d);
     p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
@@ -390,6 +403,7 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
     .tables = sizeof tables / sizeof *tables,
     .table = tables,
     .make_bench = make_bench,
+    .adapt = adapt,
     .call = call,
     .cost = cost,
     .oracle = oracle_linear_cross_entropy,
