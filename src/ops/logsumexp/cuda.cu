@@ -16,10 +16,7 @@ namespace {
 constexpr int THREADS = 256;          /* of a block, but for long rows */
 constexpr int MOST_THREADS = 512;     /* of a block that takes one long row */
 constexpr int GRADIENT_THREADS = 128; /* of a block that writes a gradient along rows */
-
-/* Packs that a thread of it takes; LANES of them take a piece of a row together. */
-template <int LANES> constexpr int GRADIENT_PACKS = LANES == GRADIENT_THREADS ? 2 : 4;
-constexpr int STEPS = 8; /* down a column that a thread loads before it uses the first, in forward */
+constexpr int STEPS = 8;              /* down a column that a thread loads before it uses the first, in forward */
 
 /* ---- how a call is cut
  * ------------------------------------------------------------------------------------------------- */
@@ -114,9 +111,8 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
         plan.part = 4 * IN_FLIGHT * (THREADS / plan.across);
         plan.parts = ceil_div<int64_t>(n, plan.part);
     } else { /* a part is what a group of lanes takes, in packs */
-        plan.lanes = bytes <= 256 ? 8 : bytes <= 4096 ? WARP : GRADIENT_THREADS;
-        plan.part = plan.lanes == GRADIENT_THREADS ? GRADIENT_THREADS * GRADIENT_PACKS<GRADIENT_THREADS>
-                                                   : plan.lanes * GRADIENT_PACKS<WARP>;
+        plan.lanes = bytes <= 256 ? 8 : WARP;
+        plan.part = plan.lanes * IN_FLIGHT;
         plan.parts = ceil_div<int64_t>(ceil_div<int64_t>(bytes, 16), plan.part);
     }
     return plan;
@@ -273,25 +269,23 @@ struct Backward {
 /* Short blocks, whose packs are on their way before anything else is known of the row: kindest to the memory. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_constant__ Backward b) {
-    constexpr int N = WIDE<T>, PACKS = GRADIENT_PACKS<LANES>;
+    constexpr int N = WIDE<T>;
     const int64_t piece = (blockIdx.x * int64_t(GRADIENT_THREADS) + threadIdx.x) / LANES;
-    const int64_t row = LANES == GRADIENT_THREADS ? blockIdx.x / static_cast<unsigned>(b.parts) /* cheaper */
-                        : b.parts == 1            ? piece
-                                                  : piece / b.parts;
+    const int64_t row = b.parts == 1 ? piece : piece / b.parts;
     if (row >= b.rows)
         return;
     const int lane = threadIdx.x % LANES;
     const Stretch<const T> x(b.x.at<const T>(row), b.n);
     T *dx = b.dx.at<T>(row) + x.head;
-    const int64_t first = (piece - row * b.parts) * (LANES * PACKS) + lane;
-    Pack<T, N> packs[PACKS];
+    const int64_t first = (piece - row * b.parts) * (LANES * IN_FLIGHT) + lane;
+    Pack<T, N> packs[IN_FLIGHT];
 #pragma unroll
-    for (int k = 0; k < PACKS; k++)
+    for (int k = 0; k < IN_FLIGHT; k++)
         if (first + k * LANES < x.packs)
             packs[k] = load_once<T, N>(x.body + (first + k * LANES) * N);
     const ScaledExp<T> gradient = b.gradient<T>(row);
 #pragma unroll
-    for (int k = 0; k < PACKS; k++)
+    for (int k = 0; k < IN_FLIGHT; k++)
         if (first + k * LANES < x.packs)
             store_once<T, N>(dx + (first + k * LANES) * N, gradient.of(packs[k]));
     if (piece == row * b.parts)
@@ -342,8 +336,6 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
     } else if (plan.lanes == 8) {
         const unsigned grid = grid_of(ceil_div<int64_t>(pieces, GRADIENT_THREADS / 8));
         row_gradients<T, 8><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
-    } else if (plan.lanes == GRADIENT_THREADS) {
-        row_gradients<T, GRADIENT_THREADS><<<grid_of(pieces), GRADIENT_THREADS, 0, stream>>>(b);
     } else {
         const unsigned grid = grid_of(ceil_div<int64_t>(pieces, GRADIENT_THREADS / WARP));
         row_gradients<T, WARP><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
