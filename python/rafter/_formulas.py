@@ -4,7 +4,7 @@ import torch
 
 from ._ops import Op, below_autograd, declare, define, direct, once
 
-SOFTMAX = 4  # of rafter_act_kind
+RELU, SOFTMAX = 1, 4  # of rafter_act_kind
 NONE = 2  # of rafter_reduction
 COMPACT = 2  # of rafter_lce_mode
 DX, DWEIGHT, DBIAS = BITS = 1, 2, 4  # of linear_cross_entropy's `grads`
@@ -21,9 +21,12 @@ def _like(tensor, wanted):
 
 # ---- act
 
+# Backward is given the result instead of x: what follows an activation keeps that anyway. relu only asks where it is positive.
+FROM_RESULT = (RELU, SOFTMAX)
+
 
 def _act_save(ctx, args, y):
-    ctx.save_for_backward(y if args[1] == SOFTMAX else args[0])
+    ctx.save_for_backward(y if args[1] in FROM_RESULT else args[0])
     ctx.rest = args[1:]
 
 
@@ -45,7 +48,7 @@ class _ActEager(dict):
 
         def forward(ctx, x):
             y = raw(x, kind, dim)
-            ctx.save_for_backward(y if kind == SOFTMAX else x)
+            ctx.save_for_backward(y if kind in FROM_RESULT else x)
             return y
 
         @once

@@ -36,6 +36,13 @@ def test_softmax(device, dtype, shape_dim):
 
 
 @on_devices
+def test_relu_keeps_its_result_and_nothing_else(device):
+    y = rafter.relu(leaf(normal(5, 7, device=device)))
+    (kept,) = y.grad_fn.saved_tensors
+    assert kept.data_ptr() == y.data_ptr()
+
+
+@on_devices
 @parametrize("layout", LAYOUTS)
 def test_layouts(device, layout):
     x = layout(normal(6, 9, device=device)).requires_grad_()
