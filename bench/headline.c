@@ -6,20 +6,20 @@
 #include "verbs.h"
 
 /* "0.265 (98 %) | pt 0.391" */
-static void write_half(const struct table *t) {
+static void write_half(const struct table *t, FILE *to) {
     const struct row *row = t && t->rows > 0 ? &t->row[t->rows - 1] : NULL;
     const char *name = "";
     const struct cell *ours = row ? row_ours(t, row) : NULL, *peer = row ? row_best_peer(t, row, &name) : NULL;
     if (ours && ours->share > 0)
-        printf(" **%.3g** (%.0f %%) |", ours->value.median, 100 * ours->share);
+        fprintf(to, " **%.3g** (%.0f %%) |", ours->value.median, 100 * ours->share);
     else if (ours)
-        printf(" **%.3g** |", ours->value.median);
+        fprintf(to, " **%.3g** |", ours->value.median);
     else
-        printf(" |");
+        fprintf(to, " |");
     if (peer)
-        printf(" %.3g `%s` |", peer->value.median, name);
+        fprintf(to, " %.3g `%s` |", peer->value.median, name);
     else
-        printf(" |");
+        fprintf(to, " |");
 }
 
 /* The table of the same op and options in another mode; NULL if there is none. */
@@ -30,8 +30,8 @@ static const struct table *in_mode(const struct report *r, const struct table *t
     return report_find_table(r, title);
 }
 
-static void write_rows(const struct report *r) {
-    printf("| table, largest row | forward, ms | best peer | backward, ms | best peer |\n|---|---|---|---|---|\n");
+static void write_rows(const struct report *r, FILE *to) {
+    fprintf(to, "| table, largest row | forward, ms | best peer | backward, ms | best peer |\n|---|---|---|---|---|\n");
     for (int i = 0; i < r->tables; i++) {
         const struct table *t = &r->table[i];
         const bool forward = strstr(t->title, "-speed-fwd-") != NULL,
@@ -39,28 +39,23 @@ static void write_rows(const struct report *r) {
         if (t->rows == 0 || !(forward || alone) || (strncmp(t->title, "act-", 4) == 0 && strstr(t->title, "act_none")))
             continue;
         const char *rest = strchr(strstr(t->title, "-speed-") + strlen("-speed-"), '-');
-        printf("| %.*s%s, %s = %lld |", (int)strcspn(t->title, "-"), t->title, rest, t->x_name,
-               (long long)t->row[t->rows - 1].x);
-        write_half(t);
+        fprintf(to, "| %.*s%s, %s = %lld |", (int)strcspn(t->title, "-"), t->title, rest, t->x_name,
+                (long long)t->row[t->rows - 1].x);
+        write_half(t, to);
         if (forward)
-            write_half(in_mode(r, t, "bwd"));
+            write_half(in_mode(r, t, "bwd"), to);
         else
-            printf(" (forward and backward) | |");
-        putchar('\n');
+            fprintf(to, " (forward and backward) | |");
+        fputc('\n', to);
     }
 }
 
+static void headline_write(const struct report *r, FILE *to) {
+    fprintf(to, "On %s (%s%s%s), in brackets the share of the floor measured in the same run:\n\n",
+            r->gpu[0] ? r->gpu : r->cpu, r->date, r->torch[0] ? ", PyTorch " : "", r->torch);
+    write_rows(r, to);
+}
+
 int verb_headline(int argc, char **argv) {
-    struct report r = {0};
-    if (argc != 3) {
-        fprintf(stderr, "rafter: headline wants one report: rafter headline REPORT.json\n");
-        return 2;
-    }
-    if (!json_read_report(&r, argv[2]))
-        return 2;
-    printf("On %s (%s%s%s), in brackets the share of the floor measured in the same run:\n\n", r.gpu[0] ? r.gpu : r.cpu,
-           r.date, r.torch[0] ? ", PyTorch " : "", r.torch);
-    write_rows(&r);
-    report_free(&r);
-    return 0;
+    return report_print(argc, argv, "headline wants one report: rafter headline REPORT.json", headline_write);
 }

@@ -256,14 +256,5 @@ void html_write(const struct report *r, FILE *to) {
 }
 
 int verb_page(int argc, char **argv) {
-    struct report r = {0};
-    if (argc != 3) {
-        fprintf(stderr, "rafter: page wants one report: rafter page REPORT.json > REPORT.html\n");
-        return 2;
-    }
-    if (!json_read_report(&r, argv[2]))
-        return 2;
-    html_write(&r, stdout);
-    report_free(&r);
-    return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+    return report_print(argc, argv, "page wants one report: rafter page REPORT.json > REPORT.html", html_write);
 }

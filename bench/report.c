@@ -196,3 +196,16 @@ void output_discard(struct output *o) {
         o->file = NULL;
     }
 }
+
+int report_print(int argc, char **argv, const char *usage, void (*write)(const struct report *r, FILE *to)) {
+    struct report r = {0};
+    if (argc != 3) {
+        fprintf(stderr, "rafter: %s\n", usage);
+        return 2;
+    }
+    if (!json_read_report(&r, argv[2]))
+        return 2;
+    write(&r, stdout);
+    report_free(&r);
+    return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+}

@@ -121,6 +121,9 @@ void json_write(const struct report *r, FILE *to);
 /* Reads one back. False: a sentence has been printed. */
 bool json_read_report(struct report *r, const char *path);
 
+/* A verb that takes one report and prints it: the exit status. `usage` is what to say where another number is given. */
+int report_print(int argc, char **argv, const char *usage, void (*write)(const struct report *r, FILE *to));
+
 /* One file per table, <directory>/<title>.csv. False: a sentence has been printed. */
 bool csv_write(const struct report *r, const char *directory);
 
