@@ -99,6 +99,23 @@ static inline bool is_wide(const rafter_view &view, int dims) {
     return all && view.shape[dims - 1] % wide == 0;
 }
 
+/* Whether packs along the last dimension of `a` are packs of `b` too, which has the same shape: in every row the two
+ * are equally far from an aligned address. */
+static inline bool packs_alike(const rafter_view &a, const rafter_view &b) {
+    const int64_t bytes = rafter_dtype_bytes(a.dtype);
+    bool alike = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
+    for (int d = 0; d < a.ndim - 1; d++)
+        alike = alike && (a.stride[d] - b.stride[d]) * bytes % 16 == 0;
+    return alike;
+}
+
+/* The least of `least`, 2 * least, ... that is not below `a`, or the first that is not below `most`. */
+static inline int power_at_least(int64_t a, int least, int most) {
+    while (least < a && least < most)
+        least *= 2;
+    return least;
+}
+
 /* Where the items of up to three tensors of one shape lie: their dimensions [from, to), in row-major order. */
 struct Walk {
     int dims;

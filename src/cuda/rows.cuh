@@ -95,29 +95,6 @@ template <typename T> struct Stretch {
 /* ---- maxima and exponentials
  * ----------------------------------------------------------------------------------------- */
 
-template <typename T> constexpr bool NARROW = sizeof(T) == 2;
-
-template <typename T> struct Pair;
-template <> struct Pair<bf16> { typedef __nv_bfloat162 type; };
-template <> struct Pair<fp16> { typedef __half2 type; };
-
-/* The larger of two packs, element by element, NaN skipped. The 16-bit types go two at a time. */
-template <typename T, int N> DEVICE Pack<T, N> max_of(const Pack<T, N> &a, const Pack<T, N> &b) {
-    Pack<T, N> top;
-    if constexpr (NARROW<T> && N % 2 == 0) {
-        typedef typename Pair<T>::type P;
-#pragma unroll
-        for (int j = 0; j < N; j += 2)
-            reinterpret_cast<P &>(top.v[j]) =
-                __hmax2(reinterpret_cast<const P &>(a.v[j]), reinterpret_cast<const P &>(b.v[j]));
-    } else {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            top.v[j] = from_float<T>(fmaxf(to_float(a.v[j]), to_float(b.v[j])));
-    }
-    return top;
-}
-
 template <typename T, int N, int COUNT> DEVICE Pack<T, N> max_of_each(const Pack<T, N> (&packs)[COUNT]) {
     Pack<T, N> top = packs[0];
 #pragma unroll
@@ -287,24 +264,6 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
             sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
     }
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
-}
-
-template <typename T, int N> DEVICE Pack<T, N> all_of(float value) {
-    Pack<T, N> pack;
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        pack.v[j] = from_float<T>(value);
-    return pack;
-}
-
-/* A pack, or where it is not there, one full of `value`. */
-template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
-    typedef typename Word<N * sizeof(T)>::type W;
-    const Pack<T, N> instead = all_of<T, N>(value);
-    W w = reinterpret_cast<const W &>(instead);
-    if (there)
-        w = *reinterpret_cast<const W *>(p);
-    return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
 /* One thread's share of a row: every threads-th pack and edge. */

@@ -153,26 +153,45 @@ template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
     return pack;
 }
 
-/* The larger of each two elements; a number where one is NaN. */
-template <typename T, int N> DEVICE Pack<T, N> larger(const Pack<T, N> &a, const Pack<T, N> &b) {
-    Pack<T, N> pack;
-    if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+template <typename T> constexpr bool NARROW = sizeof(T) == 2;
+
+template <typename T> struct Pair;
+template <> struct Pair<bf16> { typedef __nv_bfloat162 type; };
+template <> struct Pair<fp16> { typedef __half2 type; };
+
+/* The larger of two packs, element by element, NaN skipped. The 16-bit types go two at a time. */
+template <typename T, int N> DEVICE Pack<T, N> max_of(const Pack<T, N> &a, const Pack<T, N> &b) {
+    Pack<T, N> top;
+    if constexpr (NARROW<T> && N % 2 == 0) {
+        typedef typename Pair<T>::type P;
 #pragma unroll
-        for (int j = 0; j < N; j += 2) {
-            if constexpr (__is_same(T, bf16))
-                *reinterpret_cast<__nv_bfloat162 *>(&pack.v[j]) =
-                    __hmax2(*reinterpret_cast<const __nv_bfloat162 *>(&a.v[j]),
-                            *reinterpret_cast<const __nv_bfloat162 *>(&b.v[j]));
-            else
-                *reinterpret_cast<__half2 *>(&pack.v[j]) =
-                    __hmax2(*reinterpret_cast<const __half2 *>(&a.v[j]), *reinterpret_cast<const __half2 *>(&b.v[j]));
-        }
+        for (int j = 0; j < N; j += 2)
+            reinterpret_cast<P &>(top.v[j]) =
+                __hmax2(reinterpret_cast<const P &>(a.v[j]), reinterpret_cast<const P &>(b.v[j]));
     } else {
 #pragma unroll
         for (int j = 0; j < N; j++)
-            pack.v[j] = from_float<T>(fmaxf(to_float(a.v[j]), to_float(b.v[j])));
+            top.v[j] = from_float<T>(fmaxf(to_float(a.v[j]), to_float(b.v[j])));
     }
+    return top;
+}
+
+template <typename T, int N> DEVICE Pack<T, N> all_of(float value) {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        pack.v[j] = from_float<T>(value);
     return pack;
+}
+
+/* A pack, or where it is not there, one full of `value`. */
+template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
+    typedef typename Word<N * sizeof(T)>::type W;
+    const Pack<T, N> instead = all_of<T, N>(value);
+    W w = reinterpret_cast<const W &>(instead);
+    if (there)
+        w = *reinterpret_cast<const W *>(p);
+    return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
 /* ---- functions
@@ -222,7 +241,7 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         *to = *reinterpret_cast<const Pack<T, N> *>(from);
 }
 
-/* The same for data whose place in L2 is decided by a policy (below). */
+/* The same for data whose place in L2 is decided by a policy (above). */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from, uint64_t policy) {
     if constexpr (N * sizeof(T) == 16)
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(

@@ -310,6 +310,13 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
     DEVICE bool has(const Place &, int) const {
         return true;
     }
+    /* x, or y and dy. */
+    DEVICE static void unpack_item(const Items<Softmax> &items, int i, float (&x)[N], float (&d)[N]) {
+        unpack(items.in(i, 0), x);
+        if constexpr (!FORWARD)
+            unpack(items.in(i, 1), d);
+    }
+
     template <bool FIRST>
     DEVICE void accumulate(Stats &statistics, const Items<Softmax> &items, const Place &, const Table &) const {
         if (items.count == 0)
@@ -318,15 +325,13 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
             Pack<T, N> top = items.in(0, 0);
 #pragma unroll 4
             for (int i = 1; i < items.count; i++)
-                top = larger(top, items.in(i, 0));
+                top = max_of(top, items.in(i, 0));
             cover<FIRST, LINES>(statistics, 0, top);
         }
 #pragma unroll 2
         for (int i = 0; i < items.count; i++) {
             float x[N], d[N];
-            unpack(items.in(i, 0), x);
-            if constexpr (!FORWARD)
-                unpack(items.in(i, 1), d);
+            unpack_item(items, i, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 float &sum = statistics.sum[0][j % LINES];
@@ -351,9 +356,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
 #pragma unroll 2
         for (int i = 0; i < items.count; i++) {
             float x[N], d[N];
-            unpack(items.in(i, 0), x);
-            if constexpr (!FORWARD)
-                unpack(items.in(i, 1), d);
+            unpack_item(items, i, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const int line = j % LINES;
@@ -559,9 +562,7 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
     const rafter_view &out = views.view[OUT];
     const int64_t packs = out.shape[side] / N, rows = out.shape[down], outer = out.numel / (out.shape[side] * rows);
     /* Strips of 128 bytes: narrower ones break up the memory's pages, of wider ones L2 holds fewer. */
-    int across = 1;
-    while (across < packs && across < Job::MOST_LINES / N)
-        across *= 2;
+    const int across = power_at_least(packs, 1, Job::MOST_LINES / N);
     const int64_t groups = ceil_div(packs, (int64_t)across);
     Job job = {views.data<T>(IN),
                views.data<T>(DY),

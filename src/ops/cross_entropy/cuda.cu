@@ -593,22 +593,6 @@ struct Plan {
     int64_t row_blocks, grad_parts; /* blocks of kernels that take a thread to a row; of gradients to a row */
 };
 
-int power_at_least(int64_t a, int least, int most) {
-    while (least < a && least < most)
-        least *= 2;
-    return least;
-}
-
-/* Whether packs of the logits' rows are packs of dlogits' too. */
-bool alike(const rafter_view &a, const rafter_view &b) {
-    const int64_t bytes = rafter_dtype_bytes(a.dtype);
-    bool same = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
-    same &= a.ndim == b.ndim;
-    for (int d = 0; d < a.ndim - 1 && same; d++)
-        same &= a.shape[d] == b.shape[d] && (a.stride[d] - b.stride[d]) * bytes % 16 == 0;
-    return same;
-}
-
 /* Whether a row of so many packs fits into one block of a shape, and how. */
 template <class Shape> bool fits(const rafter_cuda_state *state, int64_t packs, Plan *plan) {
     const int64_t own = 2 << 10, reserved = 1 << 10; /* shared memory of the kernel's, and of the system's, per block */
@@ -641,7 +625,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.row_blocks = rows > 0 ? ceil_div<int64_t>(rows, ROW_THREADS) : 1;
     plan.grad_parts = ceil_div<int64_t>(bytes, 16 * GRADIENT_THREADS * GRADIENT_PACKS);
 
-    plan.anyhow = c.z_step != 1 || (c.gradient && (c.dz_step != 1 || !alike(call->logits, call->dlogits)));
+    plan.anyhow = c.z_step != 1 || (c.gradient && (c.dz_step != 1 || !packs_alike(call->logits, call->dlogits)));
     if (plan.anyhow || bytes <= 2048 || (bytes <= 8192 && rows >= 2048 && (!c.gradient || from_lse))) {
         plan.kind = BY_WARPS;
         if (plan.anyhow)

@@ -103,10 +103,7 @@ rafter_status form_logits(const Run &run, const Tile &t) {
 
 /* Threads that take a row of n columns, or a part of one. */
 int threads_for(int64_t n) {
-    int threads = 64;
-    while (threads < MOST_THREADS && threads * PACKS * 4 < n)
-        threads *= 2;
-    return threads;
+    return power_at_least(ceil_div<int64_t>(n, PACKS * 4), 64, MOST_THREADS);
 }
 
 /* f(zero, options), with a zero of the inputs' dtype and the options as a constant. */

@@ -35,12 +35,6 @@ struct Plan {
     }
 };
 
-int power_at_least(int64_t a, int least, int most) {
-    while (least < a && least < most)
-        least *= 2;
-    return least;
-}
-
 /* Enough blocks to fill any device several times over; where there are fewer tasks, each is cut. */
 constexpr int64_t ENOUGH_BLOCKS = 1024;
 
@@ -69,15 +63,7 @@ Plan plan_common(const rafter_view &x, const rafter_view *dx, int64_t rows) {
     Plan plan = {};
     const int dim = x.ndim - 1;
     const bool step = x.stride[dim] == 1 && (!dx || dx->stride[dim] == 1);
-    /* x and dx must be equally far from an aligned address in every row for a pack of one to be a pack of the other. */
-    bool alike = true;
-    if (dx) {
-        const int64_t bytes = rafter_dtype_bytes(x.dtype);
-        alike = (reinterpret_cast<uintptr_t>(x.data) - reinterpret_cast<uintptr_t>(dx->data)) % 16 == 0;
-        for (int d = 0; d < dim; d++)
-            alike &= (x.stride[d] - dx->stride[d]) * bytes % 16 == 0;
-    }
-    plan.columns = !(x.shape[dim] > 1 && step && alike);
+    plan.columns = !(x.shape[dim] > 1 && step && (!dx || packs_alike(x, *dx)));
     if (plan.columns) {
         plan.width = wide_columns(x) && (!dx || wide_columns(*dx)) ? int(16 / rafter_dtype_bytes(x.dtype)) : 1;
         plan.across = power_at_least(rows / plan.width, 1, WARP);

@@ -113,6 +113,7 @@ template <typename T, int COUNT, int N> DEVICE void softmax_in_lanes(float (&x)[
     }
 }
 
+/* As load_once_if, which the compiler schedules otherwise: that has not been timed here. */
 template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, float otherwise) {
     if (has)
         return load_once<T, N>(p);
@@ -475,7 +476,7 @@ struct Columns {
             Pack<T, N> top = items.in(0, q * EACH);
 #pragma unroll 4
             for (int i = 1; i < items.count; i++)
-                top = larger(top, items.in(i, q * EACH));
+                top = max_of(top, items.in(i, q * EACH));
             cover<FIRST, N>(statistics, q * N, top);
         }
         float cosine[N], sine[N];
@@ -605,26 +606,19 @@ bool all_wide(const lrpe_cosine_call *call) {
     return wide;
 }
 
-int power_of_two(int64_t at_least, int at_most) {
-    int power = 1;
-    while (power < at_least && power < at_most)
-        power *= 2;
-    return power;
-}
-
 /* Walks for `rotate`, N elements to a pack. */
 template <typename T>
 Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
     Walk4 walk = {};
     const int64_t packs = call.features / n;
-    walk.lanes = packs <= WARP ? power_of_two(packs, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
+    walk.lanes = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
     walk.f = from->act != RAFTER_ACT_SOFTMAX ? (int)from->act : packs <= WARP ? (int)FEATURES : (int)GIVEN;
     const int64_t side_by_side = call.heads * walk.lanes;
     const bool bp = from->algorithm == RAFTER_LRPE_BP, own_positions = call.positions && call.positions_b != 0;
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    walk.across = power_of_two(side_by_side, bp ? (least > 8 ? least : 8) : WARP);
+    walk.across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
     walk.tiles = ceil_div(side_by_side, (int64_t)walk.across);
     const int64_t step = THREADS / walk.across, wanted = (int64_t)state->multiprocessors * 8;
     if (bp) {
@@ -708,7 +702,7 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
 template <class Job> rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
     const auto call = call_for<typename Job::T>(from);
     const int64_t packs = call.features / Job::N;
-    const int across = power_of_two(packs, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
+    const int across = power_at_least(packs, 1, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
     const int64_t groups = ceil_div(packs, (int64_t)across), sequences = Job::LINES / Job::N;
     Job job = {call, packs, across, Divisor(groups), Divisor(call.heads), NULL};
     const Cut cut = cut_into_strips<Job>(context->cuda_state, ceil_div(call.batch, sequences) * call.heads * groups,
