@@ -45,6 +45,10 @@ DEVICE void barrier_expect(uint64_t *barrier, unsigned bytes) {
                  : "memory");
 }
 
+DEVICE void barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 /* Arrives at the barrier of the same place in block `rank` of the cluster. Orders what this thread has done within its
  * own block only: a release to the cluster would be a fence of the whole device, hundreds of cycles, and what the copy
  * engine may overwrite afterwards has been read when products_wait returns. */
@@ -75,6 +79,15 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint
             shared_address(to)),
         "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
         : "memory");
+}
+
+/* The same of a tensor of five dimensions. */
+DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, const int (&outer)[3], uint64_t *barrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(outer[0]), "r"(outer[1]), "r"(outer[2]),
+                 "r"(shared_address(barrier))
+                 : "memory");
 }
 
 /* Into the same place of all blocks of the cluster that are set in `mask`, ringing each one's barrier. */

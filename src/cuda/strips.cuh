@@ -135,17 +135,23 @@ template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
 template <class Job> struct Items {
     typedef Pack<typename Job::T, Job::N> P;
     P *staged;
-    int64_t row, down; /* of the first item, in the strip and from the place's first row */
+    int item_stride, input_stride; /* from the pack of an item, or of an input, to that of the next */
+    int64_t row, down;             /* of the first item, in the strip and from the place's first row */
     int count, step;
 
     DEVICE P &in(int i, int input) const {
-        return staged[(i * Job::INPUTS + input) * Job::THREADS];
+        return staged[i * item_stride + input * input_stride];
     }
+};
+
+/* Statistics of each warp's lines, on the way to those of the block. */
+template <class Job> struct Area {
+    alignas(16) float of_warp[StatisticsOf<Job>::COUNT][Job::THREADS / WARP * Job::MOST_LINES];
 };
 
 template <class Job> struct StripShared {
     static constexpr int COUNT = StatisticsOf<Job>::COUNT;
-    alignas(16) float area[COUNT][Job::THREADS / WARP * Job::MOST_LINES];
+    Area<Job> area;
     alignas(16) float total[COUNT][Job::MOST_LINES];
     typename Job::Table table;
 };
@@ -157,15 +163,16 @@ struct Meeting {
     unsigned *arrived; /* chunks of a strip whose statistics are there, less one */
 };
 
-/* Combines what all threads of a block have for each line, always in the same order; f(line, statistics) is called by
- * one thread for each. Threads 2^across_log2 apart hold the same lines, LINES of them each. */
-template <class Job, int LINES, class F>
-DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across_log2, StripShared<Job> &shared,
-                          F f) {
+/* Combines what THREADS threads have for each line, always in the same order; f(line, statistics) is called by one
+ * thread for each, the first of them. Threads 2^across_log2 apart hold the same lines, LINES of them each. sync() waits
+ * for all of them. */
+template <class Job, int LINES, class Sync, class F>
+DEVICE void combine_threads(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int thread, int across_log2,
+                            Area<Job> &area, Sync sync, F f) {
     constexpr int COUNT = StatisticsOf<Job>::COUNT, WARP_LOG2 = 5;
     const int across = 1 << across_log2, lines = across * LINES,
               together_log2 = across_log2 < WARP_LOG2 ? WARP_LOG2 : across_log2;
-    const int group = threadIdx.x >> together_log2, place = threadIdx.x & ((1 << together_log2) - 1);
+    const int group = thread >> together_log2, place = thread & ((1 << together_log2) - 1);
     if constexpr (Job::HAS_MAX) {
         float top[LINES];
 #pragma unroll
@@ -190,19 +197,26 @@ DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int 
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < LINES; j++)
-                shared.area[k][group * lines + place * LINES + j] = mine.value(k, j);
-    __syncthreads();
-    if (threadIdx.x < lines) {
+                area.of_warp[k][group * lines + place * LINES + j] = mine.value(k, j);
+    sync();
+    if (thread < lines) {
         Statistics<1, Job::HAS_MAX, Job::SUMS> all, one;
         all.clear();
         for (int g = 0; g < Job::THREADS >> together_log2; g++) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
-                one.value(k, 0) = shared.area[k][g * lines + threadIdx.x];
+                one.value(k, 0) = area.of_warp[k][g * lines + thread];
             all.add(0, one, 0);
         }
-        f(static_cast<int>(threadIdx.x), all);
+        f(thread, all);
     }
+}
+
+template <class Job, int LINES, class F>
+DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across_log2, StripShared<Job> &shared,
+                          F f) {
+    combine_threads<Job>(
+        mine, (int)threadIdx.x, across_log2, shared.area, [] { __syncthreads(); }, f);
 }
 
 /* A thread's part of a chunk. */
@@ -219,6 +233,8 @@ template <class Job> struct Part {
         extern __shared__ uint4 staged_memory[];
         items.step = Job::THREADS >> cut.across_log2;
         items.staged = reinterpret_cast<typename Items<Job>::P *>(staged_memory) + threadIdx.x;
+        items.item_stride = Job::INPUTS * Job::THREADS;
+        items.input_stride = Job::THREADS;
         row = chunk * cut.covered + (threadIdx.x >> cut.across_log2);
         place = job.locate(strip, threadIdx.x & (cut.across - 1), row);
     }

@@ -8,6 +8,7 @@
  */
 #include "cuda/activations.cuh"
 #include "cuda/backend.cuh"
+#include "cuda/conveyor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/strips.cuh"
 #include "ops/act/call.h"
@@ -284,6 +285,16 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         const unsigned outside = groups.quotient(index);
         return {outside, (int64_t)(index - outside * groups.number) * across};
     }
+    DEVICE Corner corner(const Strip &strip, int) const {
+        Corner at = {(int)strip.pack * N, {0, 0, 0}};
+        unsigned index = strip.outer;
+        for (int d = outer.dims - 1; d >= 0; d--) {
+            const unsigned size = (unsigned)outer.size[d];
+            at.outer[outer.dims - 1 - d] = (int)(index % size);
+            index /= size;
+        }
+        return at;
+    }
     DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
         const int64_t pack = strip.pack + column;
         int64_t at[3];
@@ -554,6 +565,36 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
     return start_strips(context, call, strips, lines, packs, 1);
 }
 
+/* Starts a job on the conveyor; false where the tensors do not suit it. */
+template <class Job>
+bool start_conveyor(rafter_context *context, const act_call *call, const Views &views, const Job &job, int64_t strips,
+                    int64_t rows, rafter_status *status) {
+    const int down = views.ndim() - 1, side = down - 1;
+    if (side > 3 || job.across != Conveyor<Job>::ACROSS || !conveyor_fits<Job>(context->cuda_state, strips, rows))
+        return false;
+    Tensors<Job> tensors;
+    for (int t = 0; t < Job::INPUTS; t++) {
+        const rafter_view &view = views.view[t];
+        int64_t size[5] = {view.shape[side], rows, 1, 1, 1}, stride[4] = {view.stride[down], WIDE<typename Job::T>};
+        stride[2] = stride[3] = stride[1];
+        for (int d = 0; d < side; d++) {
+            size[2 + d] = view.shape[side - 1 - d];
+            stride[1 + d] = view.stride[side - 1 - d];
+        }
+        for (int d = 0; d < 4; d++)
+            if (size[d] > INT32_MAX || (size[d + 1] > 1 && stride[d] <= 0))
+                return false;
+        if (!make_tensor_map(&tensors.map[t], view.dtype, view.data, 5, size, stride,
+                             {Conveyor<Job>::ACROSS * Job::N, Conveyor<Job>::ROWS}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                             CU_TENSOR_MAP_L2_PROMOTION_NONE))
+            return false;
+    }
+    const ConveyorCut cut = cut_for_conveyor<Job>(strips, rows);
+    *status = run_with_scratch(context, call, ConveyorScratch<Job>(cut).bytes(), "act",
+                               [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
+    return true;
+}
+
 /* Lines down the last dimension; the one before it is where they are neighbours, if anywhere. */
 template <typename T, int N, bool FORWARD>
 rafter_status plan_columns(rafter_context *context, const act_call *call, const Views &views) {
@@ -578,6 +619,11 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
             job.pack_stride[t] = N * views.view[t].stride[side];
             job.row_strides[t] = views.view[t].stride[down];
         }
+    if constexpr (N > 1) {
+        rafter_status status;
+        if (start_conveyor(context, call, views, job, outer * groups, rows, &status))
+            return status;
+    }
     return start_strips(context, call, job, outer * groups, rows, across);
 }
 

@@ -23,6 +23,7 @@
 
 #include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/tensor_map.cuh"
 #include "ops/columns.cuh"
 
 namespace fused {
@@ -404,26 +405,9 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
  * outside of it reads as 0. */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
                               int64_t stride) {
-    typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                               const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    static Encode encode;
-    if (!encode) {
-        void *function = NULL;
-        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
-                cudaSuccess ||
-            found != cudaDriverEntryPointSuccess)
-            return false;
-        encode = reinterpret_cast<Encode>(function);
-    }
-    const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-    const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(stride) * 2};
-    const cuuint32_t box[2] = {DEPTH, ROWS}, step[2] = {1, 1};
-    return encode(map, dtype == RAFTER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-                  const_cast<void *>(data), size, row_bytes, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    const int64_t size[] = {columns, rows};
+    return make_tensor_map(map, dtype, data, 2, size, &stride, {DEPTH, ROWS}, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /* With RAFTER_FUSED=0 in the environment, what is measured and tested is what other devices do. */

@@ -1,0 +1,44 @@
+/* Tensor maps: what Hopper's copy engine knows about a tensor in global memory, made on the host. */
+#ifndef RAFTER_CUDA_TENSOR_MAP_CUH
+#define RAFTER_CUDA_TENSOR_MAP_CUH
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "core/tensor.h"
+
+/* `dims` dimensions, innermost first; its elements are neighbours, and stride[d], in elements, leads along dimension
+ * d + 1. Copies bring boxes of box[0] x box[1] x 1 x ... elements; what lies outside of the tensor reads as 0. False
+ * where the driver cannot make such a map. */
+static inline bool make_tensor_map(CUtensorMap *map, rafter_dtype dtype, const void *data, int dims,
+                                   const int64_t *size, const int64_t *stride, const int (&box)[2],
+                                   CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
+    typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
+                               const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
+                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+    static Encode encode;
+    if (!encode) {
+        void *function = NULL;
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
+                cudaSuccess ||
+            found != cudaDriverEntryPointSuccess)
+            return false;
+        encode = reinterpret_cast<Encode>(function);
+    }
+    cuuint64_t sizes[5], bytes[5];
+    cuuint32_t boxes[5], steps[5];
+    for (int d = 0; d < dims; d++) {
+        sizes[d] = static_cast<cuuint64_t>(size[d]);
+        bytes[d] = d + 1 < dims ? static_cast<cuuint64_t>(stride[d] * rafter_dtype_bytes(dtype)) : 0;
+        boxes[d] = d < 2 ? static_cast<cuuint32_t>(box[d]) : 1;
+        steps[d] = 1;
+    }
+    const CUtensorMapDataType type = dtype == RAFTER_F32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : dtype == RAFTER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                            : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    return encode(map, type, static_cast<cuuint32_t>(dims), const_cast<void *>(data), sizes, bytes, boxes, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+#endif
