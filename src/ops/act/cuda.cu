@@ -575,15 +575,17 @@ bool start_conveyor(rafter_context *context, const act_call *call, const Views &
     Tensors<Job> tensors;
     for (int t = 0; t < Job::INPUTS; t++) {
         const rafter_view &view = views.view[t];
-        int64_t size[5] = {view.shape[side], rows, 1, 1, 1}, stride[4] = {view.stride[down], WIDE<typename Job::T>};
-        stride[2] = stride[3] = stride[1];
+        int64_t size[5] = {view.shape[side], rows, 1, 1, 1}, stride[4] = {view.stride[down], 0, 0, 0};
         for (int d = 0; d < side; d++) {
             size[2 + d] = view.shape[side - 1 - d];
             stride[1 + d] = view.stride[side - 1 - d];
         }
-        for (int d = 0; d < 4; d++)
-            if (size[d] > INT32_MAX || (size[d + 1] > 1 && stride[d] <= 0))
+        for (int d = 0; d < 4; d++) {
+            if (size[d + 1] == 1)
+                stride[d] = WIDE<typename Job::T>; /* any that a map may have */
+            if (size[d] > INT32_MAX || stride[d] == 0)
                 return false;
+        }
         if (!make_tensor_map(&tensors.map[t], view.dtype, view.data, 5, size, stride,
                              {Conveyor<Job>::ACROSS * Job::N, Conveyor<Job>::ROWS}, CU_TENSOR_MAP_SWIZZLE_NONE,
                              CU_TENSOR_MAP_L2_PROMOTION_NONE))
