@@ -8,6 +8,7 @@
  * blocks together, and the oldest are turned into results. The warps of a block share the work by kind:
  *
  *     mover       brings a tile into every slot that is free
+ *     tables      fills the job's Table for its strip, where there is one
  *     statistics  (THREADS of them) those of each tile, to scratch memory
  *     merger      those of whole strips, as soon as all their tiles are counted: some lines of every so-many-th strip
  *     fetcher     brings the merged statistics of a tile's strip into shared memory
@@ -44,7 +45,7 @@ struct ConveyorCut {
 
 template <class Job> struct Conveyor {
     static constexpr int ACROSS_LOG2 = 3, ACROSS = 1 << ACROSS_LOG2, STEP = Job::THREADS / ACROSS;
-    static constexpr int ITEMS = 8 / Job::INPUTS; /* of a thread */
+    static constexpr int ITEMS = Job::INPUTS == 1 ? 8 : 4; /* of a thread */
     static constexpr int ROWS = ITEMS * STEP, LINES = ACROSS * Job::LINES, COUNT = StatisticsOf<Job>::COUNT;
     static constexpr int TILE = ITEMS * Job::THREADS, SLOT = Job::INPUTS * TILE; /* packs */
     static constexpr int SLOTS = (192 << 10) / (SLOT * 16);
@@ -56,6 +57,7 @@ template <class Job> struct ConveyorShared {
     typedef Conveyor<Job> C;
     Area<Job> area[2]; /* of this tile and the last */
     alignas(16) float total[C::SLOTS][C::COUNT][C::LINES];
+    typename Job::Table table[Job::HAS_TABLE ? C::SLOTS : 1];
     uint64_t full[C::SLOTS], ready[C::SLOTS], done[C::SLOTS]; /* the tile is there; its totals are; it is used up */
     int tile[C::SLOTS];                                       /* its number; NONE: there are no more */
 };
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < SLOTS; slot++) {
-            barrier_init(&shared.full[slot], 1);
+            barrier_init(&shared.full[slot], Job::HAS_TABLE ? 2 : 1);
             barrier_init(&shared.ready[slot], 1);
             barrier_init(&shared.done[slot], Job::THREADS / WARP);
         }
@@ -215,10 +217,25 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
             if (lane == 0)
                 barrier_arrive(&shared.ready[slot]);
         });
-    } else if (threadIdx.x >= C::OTHERS) {
+    } else if (warp == 3) { /* tables */
+        if constexpr (Job::HAS_TABLE) {
+            unsigned tile = blockIdx.x;
+            for (int turn = 0;; turn++)
+                for (int slot = 0; slot < SLOTS; slot++, tile += gridDim.x) {
+                    if (turn > 0)
+                        barrier_wait(&shared.done[slot], (turn - 1) & 1);
+                    if (tile < cut.tiles)
+                        job.prepare(shared.table[slot], job.strip_at(cut.chunks.quotient(tile)), lane, WARP);
+                    __syncwarp();
+                    if (lane == 0)
+                        barrier_arrive(&shared.full[slot]);
+                    if (tile >= cut.tiles)
+                        return;
+                }
+        }
+    } else {
         const bool second = threadIdx.x >= C::OTHERS + Job::THREADS;
         const int thread = (int)threadIdx.x - C::OTHERS - (second ? Job::THREADS : 0);
-        const typename Job::Table table = {};
         if (second) /* results */
             for_tiles<SLOTS>(shared, [&](int slot, unsigned parity, unsigned tile) {
                 const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
@@ -227,7 +244,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
                     job.locate(job.strip_at(index), thread % C::ACROSS, first_row + thread / C::ACROSS);
                 const Items<Job> items = items_of<Job>(cut, staged + slot * C::SLOT, thread, first_row, place.active);
                 barrier_wait(&shared.ready[slot], parity);
-                job.finish(shared.total[slot], items, place, table);
+                job.finish(shared.total[slot], items, place, shared.table[Job::HAS_TABLE ? slot : 0]);
                 __syncwarp();
                 if (lane == 0)
                     barrier_arrive(&shared.done[slot]);
@@ -242,7 +259,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
                 const Items<Job> items = items_of<Job>(cut, staged + slot * C::SLOT, thread, first_row, place.active);
                 StatisticsOf<Job> mine;
                 mine.clear();
-                job.template accumulate<true>(mine, items, place, table);
+                job.template accumulate<true>(mine, items, place, shared.table[Job::HAS_TABLE ? slot : 0]);
                 float *const to = meeting.statistics + (int64_t)tile * (COUNT * LINES);
                 combine_threads<Job>(
                     mine, thread, C::ACROSS_LOG2, shared.area[odd],
@@ -285,19 +302,38 @@ template <class Job> static inline ConveyorCut cut_for_conveyor(int64_t strips, 
 
 /* Whether this build and device have the kernel, whether it may be used (the comment on top), and whether strips are
  * long enough for it to pay: docs/perf/act.md. Without sm_90 its body is empty, and so is its shared memory. */
-template <class Job> static inline bool conveyor_fits(const rafter_cuda_state *state, int64_t strips, int64_t rows) {
+template <class Job>
+static inline bool conveyor_fits(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
     typedef Conveyor<Job> C;
     const int64_t chunks = ceil_div(rows, (int64_t)C::ROWS);
     const int64_t dynamic = C::SLOTS * C::SLOT * 16 + 128;
-    if (state->compute_capability < 90 || dynamic + (int64_t)sizeof(ConveyorShared<Job>) > state->shared_bytes ||
-        rows > INT32_MAX || strips * chunks > INT32_MAX || chunks < 4 ||
-        chunks > (int64_t)state->multiprocessors * C::SLOTS)
+    if (across != C::ACROSS || state->compute_capability < 90 ||
+        dynamic + (int64_t)sizeof(ConveyorShared<Job>) > state->shared_bytes || rows > INT32_MAX ||
+        strips * chunks > INT32_MAX || chunks < 4 || chunks > (int64_t)state->multiprocessors * C::SLOTS)
         return false;
     static const bool built = [] {
         cudaFuncAttributes attributes;
         return cudaFuncGetAttributes(&attributes, conveyor<Job>) == cudaSuccess && attributes.sharedSizeBytes > 0;
     }();
     return built;
+}
+
+/* Maps an input of a job: `dims` dimensions, four or five, as make_tensor_map has them, the first two being columns and
+ * rows. False where the copy engine cannot address it. */
+template <class Job>
+static inline bool map_tiles(Tensors<Job> *tensors, int input, const rafter_view &view, int dims, const int64_t *sizes,
+                             const int64_t *strides) {
+    int64_t size[5] = {1, 1, 1, 1, 1}, stride[4];
+    for (int d = 0; d < dims; d++)
+        size[d] = sizes[d];
+    for (int d = 0; d < 4; d++) {
+        stride[d] = size[d + 1] > 1 ? strides[d] : Job::N; /* of one of size 1, any that a map may have */
+        if (size[d] > INT32_MAX || size[d + 1] > INT32_MAX || stride[d] == 0)
+            return false;
+    }
+    return make_tensor_map(&tensors->map[input], view.dtype, view.data, 5, size, stride,
+                           {Conveyor<Job>::ACROSS * Job::N, Conveyor<Job>::ROWS}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                           CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 /* Scratch memory: merged statistics, counters, statistics of tiles. */

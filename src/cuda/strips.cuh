@@ -21,6 +21,7 @@
  *     MOST_LINES        lines of a strip
  *     INPUTS            packs that make an item
  *     ITEMS             items of a thread that are loaded at a time, where shared memory holds so many
+ *     HAS_TABLE         whether there is anything in the Table
  *     HAS_MAX, SUMS     statistics of a line: a maximum or none, and sums, relative to the maximum if there is one
  *     THREADS, PER_SM   of a block; blocks that a multiprocessor holds
  *     Strip             what is known about a strip
@@ -29,7 +30,7 @@
  *
  *     strip_at(index)                      the Strip
  *     locate(strip, column, row)           the thread's Place in a strip, its first row being `row`
- *     prepare(table, strip)                fills the Table
+ *     prepare(table, strip, first, step)   fills the Table's entries first, first + step, ..; where HAS_TABLE
  *     source(place, input)                 address of the place's first pack
  *     row_stride(input)                    elements from a row to the next
  *     has(place, input)                    whether the strip has an input
@@ -277,12 +278,19 @@ DEVICE void conclude(const Job &job, Statistics<1, Job::HAS_MAX, Job::SUMS> &all
         keep(k, values[k]);
 }
 
+template <class Job> DEVICE void prepare(const Job &job, const typename Job::Strip &strip, StripShared<Job> &shared) {
+    if constexpr (Job::HAS_TABLE) {
+        job.prepare(shared.table, strip, (int)threadIdx.x, Job::THREADS);
+        __syncthreads();
+    }
+}
+
 /* The statistics of a part. */
 template <class Job>
 DEVICE void accumulate(const Job &job, Part<Job> &part, StatisticsOf<Job> &statistics, StripShared<Job> &shared) {
     statistics.clear();
     part.template start<false>(0);
-    job.prepare(shared.table, part.strip);
+    prepare(job, part.strip, shared);
     copy_wait<0>();
     job.template accumulate<true>(statistics, part.items, part.place, shared.table);
     for (int round = 1; round < part.cut.rounds; round++) {
@@ -378,7 +386,7 @@ DEVICE void write_results(const Job &job, const Cut &cut, const Meeting &meeting
     constexpr int COUNT = StatisticsOf<Job>::COUNT;
     Part<Job> part(job, cut, strip, chunk);
     part.template start<true>(0);
-    job.prepare(shared.table, part.strip);
+    prepare(job, part.strip, shared);
     const int lines = cut.across * Job::LINES;
     const unsigned *const from = meeting.merged + (int64_t)strip * (COUNT * lines);
     for (int line = threadIdx.x % Job::MOST_LINES; line < lines; line += Job::THREADS)

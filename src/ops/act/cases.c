@@ -155,12 +155,13 @@ static const struct {
     int dim;
     struct shape shape;
     bool for_cuda;
-} long_lines[] = {{RAFTER_F32, -1, {2, {2, 140001}}, false},     {RAFTER_BF16, 0, {2, {5003, 70}}, false},
-                  {RAFTER_BF16, -1, {2, {1, 1 << 20}}, true},    {RAFTER_BF16, -1, {2, {600, 2056}}, true},
-                  {RAFTER_F32, -1, {2, {60, 5001}}, true},       {RAFTER_F16, 0, {2, {70001, 8}}, true},
-                  {RAFTER_F32, 0, {2, {9001, 7}}, true},         {RAFTER_BF16, 1, {3, {3, 1100, 136}}, true},
-                  {RAFTER_BF16, 1, {3, {40, 130, 72}}, true},    {RAFTER_BF16, 0, {2, {1 << 20, 1}}, true},
-                  {RAFTER_BF16, -2, {4, {3, 4, 300, 128}}, true}};
+} long_lines[] = {{RAFTER_F32, -1, {2, {2, 140001}}, false},      {RAFTER_BF16, 0, {2, {5003, 70}}, false},
+                  {RAFTER_BF16, -1, {2, {1, 1 << 20}}, true},     {RAFTER_BF16, -1, {2, {600, 2056}}, true},
+                  {RAFTER_F32, -1, {2, {60, 5001}}, true},        {RAFTER_F16, 0, {2, {70001, 8}}, true},
+                  {RAFTER_F32, 0, {2, {9001, 7}}, true},          {RAFTER_BF16, 1, {3, {3, 1100, 136}}, true},
+                  {RAFTER_BF16, 1, {3, {40, 130, 72}}, true},     {RAFTER_BF16, 0, {2, {1 << 20, 1}}, true},
+                  {RAFTER_BF16, -2, {4, {3, 4, 300, 128}}, true}, {RAFTER_F16, 0, {2, {9001, 72}}, true},
+                  {RAFTER_F32, -2, {4, {2, 3, 2050, 36}}, true}};
 
 static const struct {
     rafter_act_kind kind;
@@ -180,6 +181,8 @@ static const struct {
     {RAFTER_ACT_SOFTMAX, BACKWARD_IN_PLACE, -1, {2, {3, 130}}},
     {RAFTER_ACT_SOFTMAX, FORWARD_IN_PLACE, 1, {3, {2, 37, 21}}},
     {RAFTER_ACT_SOFTMAX, BACKWARD_IN_PLACE, 1, {3, {2, 37, 21}}},
+    {RAFTER_ACT_SOFTMAX, FORWARD_IN_PLACE, 0, {2, {1030, 64}}},
+    {RAFTER_ACT_SOFTMAX, BACKWARD_IN_PLACE, 0, {2, {1030, 64}}},
     {RAFTER_ACT_SOFTMAX, FORWARD_IN_PLACE, -1, {2, {1, 9001}}},
     {RAFTER_ACT_SOFTMAX, BACKWARD_IN_PLACE, -1, {2, {1, 9001}}},
 };

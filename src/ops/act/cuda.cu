@@ -259,7 +259,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
     static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = ITEMS_, SUMS = 1, THREADS = 256, PER_SM = PER_SM_;
-    static constexpr bool HAS_MAX = FORWARD;
+    static constexpr bool HAS_MAX = FORWARD, HAS_TABLE = false;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
     struct Strip {
@@ -288,11 +288,13 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
     DEVICE Corner corner(const Strip &strip, int) const {
         Corner at = {(int)strip.pack * N, {0, 0, 0}};
         unsigned index = strip.outer;
-        for (int d = outer.dims - 1; d >= 0; d--) {
-            const unsigned size = (unsigned)outer.size[d];
-            at.outer[outer.dims - 1 - d] = (int)(index % size);
-            index /= size;
-        }
+#pragma unroll
+        for (int i = 0; i < 3; i++)
+            if (i < outer.dims) { /* innermost first */
+                const unsigned size = (unsigned)outer.size[outer.dims - 1 - i];
+                at.outer[i] = (int)(index % size);
+                index /= size;
+            }
         return at;
     }
     DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
@@ -309,8 +311,6 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         place.column = column;
         place.active = pack < packs;
         return place;
-    }
-    DEVICE void prepare(Table &, const Strip &) const {
     }
     DEVICE const T *source(const Place &place, int input) const {
         return place.in[input];
@@ -570,25 +570,17 @@ template <class Job>
 bool start_conveyor(rafter_context *context, const act_call *call, const Views &views, const Job &job, int64_t strips,
                     int64_t rows, rafter_status *status) {
     const int down = views.ndim() - 1, side = down - 1;
-    if (side > 3 || job.across != Conveyor<Job>::ACROSS || !conveyor_fits<Job>(context->cuda_state, strips, rows))
+    if (side > 3 || !conveyor_fits<Job>(context->cuda_state, strips, rows, job.across))
         return false;
     Tensors<Job> tensors;
     for (int t = 0; t < Job::INPUTS; t++) {
         const rafter_view &view = views.view[t];
-        int64_t size[5] = {view.shape[side], rows, 1, 1, 1}, stride[4] = {view.stride[down], 0, 0, 0};
+        int64_t size[5] = {view.shape[side], rows}, stride[4] = {view.stride[down]};
         for (int d = 0; d < side; d++) {
             size[2 + d] = view.shape[side - 1 - d];
             stride[1 + d] = view.stride[side - 1 - d];
         }
-        for (int d = 0; d < 4; d++) {
-            if (size[d + 1] == 1)
-                stride[d] = WIDE<typename Job::T>; /* any that a map may have */
-            if (size[d] > INT32_MAX || stride[d] == 0)
-                return false;
-        }
-        if (!make_tensor_map(&tensors.map[t], view.dtype, view.data, 5, size, stride,
-                             {Conveyor<Job>::ACROSS * Job::N, Conveyor<Job>::ROWS}, CU_TENSOR_MAP_SWIZZLE_NONE,
-                             CU_TENSOR_MAP_L2_PROMOTION_NONE))
+        if (!map_tiles(&tensors, t, view, 2 + side, size, stride))
             return false;
     }
     const ConveyorCut cut = cut_for_conveyor<Job>(strips, rows);
