@@ -3,23 +3,27 @@
  * bytes across and have many chunks, on GPUs that have a copy engine (Hopper and later).
  *
  * One block to a multiprocessor stays there and works on tiles, a tile being a chunk of a strip, which the copy engine
- * brings into a ring of slots in shared memory. Tiles are numbered strip by strip, and are handed out to blocks in
- * that order: while one is brought, others wait in their slots until all tiles of their strip have been seen, by all
- * blocks together, and the oldest are turned into results. The warps of a block share the work by kind:
+ * brings into a ring of slots in shared memory. Tiles are numbered strip by strip and handed out to blocks in that
+ * order: while some are brought, others wait until the statistics of their strip are known, to which all blocks
+ * contribute. The warps of a block share the work by kind:
  *
- *     mover       brings a tile into every slot that is free
- *     tables      fills the job's Table for its strip, where there is one
- *     statistics  (THREADS of them) those of each tile, to scratch memory
- *     merger      those of whole strips, as soon as all their tiles are counted: some lines of every so-many-th strip
- *     fetcher     brings the merged statistics of a tile's strip into shared memory
- *     results     (THREADS) those of each tile, when these are there
+ *     mover       brings a tile into every slot that is free, and prepares the job's Table for it
+ *     statistics  THREADS of them: those of each tile
+ *     reporter    combines these and writes them to scratch memory
+ *     merger      waits for those of a whole strip and publishes what they amount to: some lines of every so-many-th
+ *                 strip
+ *     results     GROUPS times THREADS, that take tiles in turns: each waits for what is published about its tile's
+ *                 strip. Where registers hold a tile (HOLDS), it waits there, and its slot is free at once
  *
- * Nobody waits for ever. Take the first strip whose statistics are not complete, and a tile of it that has not been
- * seen. If a block has taken it, it is in a slot, and nothing but its copy and the warps for statistics, which take
- * tiles in order and wait for nothing else, are ahead of it. If nobody has taken it, every slot of every block is full.
- * One that holds a tile of an earlier strip will be free, since that strip is complete. So all would have to hold
- * tiles of this strip, which has no more of them than there are slots (conveyor_fits): the one nobody has taken would
- * not exist. All blocks have to run at once: there are no more than multiprocessors.
+ * Words in scratch memory say by themselves whether they have been written (EMPTY), so that nobody counts arrivals:
+ * a fence of the whole device would take longer than a tile.
+ *
+ * Nobody waits for ever. Take the first strip that is not published, and a tile of it that has not been reported. If a
+ * block has taken it, it is in a slot, and all that is ahead of it are its copy, and warps that take tiles in order and
+ * wait for nothing else. If nobody has taken it, every slot of every block is full. One that holds a tile of an earlier
+ * strip will be free, since that is published. So all would have to hold tiles of this strip, which has no more of them
+ * than there are slots (conveyor_pays): the one that nobody has taken would not exist. All blocks have to run at once:
+ * there are no more of them than multiprocessors.
  */
 #ifndef RAFTER_CUDA_CONVEYOR_CUH
 #define RAFTER_CUDA_CONVEYOR_CUH
@@ -39,243 +43,331 @@ template <class Job> struct Tensors { CUtensorMap map[Job::INPUTS]; };
 struct ConveyorCut {
     int64_t rows; /* of a strip */
     unsigned strips, tiles;
-    Divisor chunks;     /* of a strip */
-    int merged_at_once; /* lines of a strip, in groups of four, that a merger takes: a power of two */
+    Divisor chunks; /* of a strip */
+    int lanes;      /* of a merger that lie side by side, four lines each: a power of two */
+    bool in_turn;   /* tiles go to blocks in turn, else to whoever comes first */
 };
 
+/* Where blocks meet: words that are EMPTY until they are written. */
+struct ConveyorMeeting {
+    unsigned *merged, *statistics; /* [strip or tile][statistic][line] */
+    unsigned *taken;               /* tiles, less one */
+};
+
+#ifndef MANY
+#define MANY 2
+#endif
 template <class Job> struct Conveyor {
     static constexpr int ACROSS_LOG2 = 3, ACROSS = 1 << ACROSS_LOG2, STEP = Job::THREADS / ACROSS;
-    static constexpr int ITEMS = Job::INPUTS == 1 ? 8 : 4; /* of a thread */
-    static constexpr int ROWS = ITEMS * STEP, LINES = ACROSS * Job::LINES, COUNT = StatisticsOf<Job>::COUNT;
+    static constexpr int LINES = ACROSS * Job::LINES, COUNT = StatisticsOf<Job>::COUNT, WORDS = COUNT * LINES;
+    static constexpr int ITEMS = Job::INPUTS == 1 ? 8 : 4, ROWS = ITEMS * STEP;  /* of a thread, of a tile */
     static constexpr int TILE = ITEMS * Job::THREADS, SLOT = Job::INPUTS * TILE; /* packs */
-    static constexpr int SLOTS = (192 << 10) / (SLOT * 16);
-    static constexpr int OTHERS = 4 * WARP, THREADS = OTHERS + 2 * Job::THREADS;
+    static constexpr bool HOLDS = !Job::HAS_TABLE; /* what has a table has no registers to spare */
+    static constexpr int GROUPS = Job::INPUTS <= MANY ? 2 : 1;
+    static constexpr int MOVER = 0, MERGER = 1, REPORTER = 2, FIRST_WARP = 3; /* warps */
+    static constexpr int STAGE = Job::THREADS / WARP, THREADS = (FIRST_WARP + (1 + GROUPS) * STAGE) * WARP;
     static_assert(Job::N * sizeof(typename Job::T) == 16 && LINES == Job::MOST_LINES && LINES % WARP == 0, "");
+
+    typedef Pack<typename Job::T, Job::N> P;
+    struct alignas(128) Slot {
+        P tile[SLOT];
+        Area<Job> area;
+        typename Job::Table table;
+    };
+    /* A block may have 227 KB, of which ConveyorShared takes some. */
+    static constexpr int SLOTS = (223 << 10) / (int)sizeof(Slot);
+    static constexpr size_t SHARED_BYTES = SLOTS * sizeof(Slot) + alignof(Slot);
 };
 
 template <class Job> struct ConveyorShared {
     typedef Conveyor<Job> C;
-    Area<Job> area[2]; /* of this tile and the last */
-    alignas(16) float total[C::SLOTS][C::COUNT][C::LINES];
-    typename Job::Table table[Job::HAS_TABLE ? C::SLOTS : 1];
-    uint64_t full[C::SLOTS], ready[C::SLOTS], done[C::SLOTS]; /* the tile is there; its totals are; it is used up */
-    int tile[C::SLOTS];                                       /* its number; NONE: there are no more */
+    alignas(16) float total[C::GROUPS][2][C::COUNT][C::LINES];  /* of a group's tile, and of the one before */
+    uint64_t full[C::SLOTS], counted[C::SLOTS], done[C::SLOTS]; /* there; its area is full; used up by all */
+    int tile[C::SLOTS];                                         /* its number; NONE: there are no more */
 };
 
 constexpr int NONE = -1;
 
-/* Calls f(slot, parity, tile) for this block's tiles, in order. */
-template <int SLOTS, class Shared, class F> DEVICE void for_tiles(Shared &shared, F f) {
-    for (unsigned parity = 0;; parity ^= 1)
-        for (int slot = 0; slot < SLOTS; slot++) {
-            barrier_wait(&shared.full[slot], parity);
-            const int tile = shared.tile[slot];
-            if (tile == NONE)
-                return;
-            f(slot, parity, (unsigned)tile);
+/* Calls f(slot, tile) for every `step`-th of this block's tiles, in order, from `first` on. */
+template <class C, class Shared, class F> DEVICE void for_tiles(Shared &shared, int first, int step, F f) {
+    for (int turn = first;; turn += step) {
+        const int slot = turn % C::SLOTS;
+        barrier_wait(&shared.full[slot], turn / C::SLOTS & 1);
+        const int tile = shared.tile[slot];
+        if (tile == NONE)
+            return;
+        f(slot, (unsigned)tile, (unsigned)turn / C::SLOTS & 1);
+    }
+}
+
+/* Items in registers. */
+template <class Job> struct HeldItems {
+    typedef Conveyor<Job> C;
+    typename C::P held[C::ITEMS][Job::INPUTS];
+    int64_t row, down;
+    int count, step;
+
+    DEVICE explicit HeldItems(const Items<Job> &items)
+        : row(items.row), down(items.down), count(items.count), step(items.step) {
+#pragma unroll
+        for (int i = 0; i < C::ITEMS; i++)
+#pragma unroll
+            for (int input = 0; input < Job::INPUTS; input++)
+                held[i][input] = items.in(i, input);
+    }
+    DEVICE const typename C::P &in(int i, int input) const {
+        return held[i][input];
+    }
+    template <class F> DEVICE void for_each(F f) const {
+#pragma unroll
+        for (int i = 0; i < C::ITEMS; i++)
+            if (i < count)
+                f(i);
+    }
+};
+
+/* A thread's part of a tile. */
+template <class Job> struct TilePart {
+    typedef Conveyor<Job> C;
+    typename Job::Place place;
+    Items<Job> items;
+
+    DEVICE TilePart(const Job &job, const ConveyorCut &cut, unsigned tile, typename C::P *staged, int thread) {
+        const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
+        items.row = (int64_t)chunk * C::ROWS + thread / C::ACROSS;
+        place = job.locate(job.strip_at(index), thread % C::ACROSS, items.row);
+        items.staged = staged + thread;
+        items.item_stride = Job::THREADS;
+        items.input_stride = C::TILE;
+        items.down = 0;
+        items.step = C::STEP;
+        const int64_t left = place.active ? cut.rows - items.row : 0;
+        items.count = left > C::ROWS - C::STEP ? C::ITEMS : left > 0 ? ((int)left - 1) / C::STEP + 1 : 0;
+    }
+};
+
+/* Four neighbouring words; `there`: whether all have been written. */
+DEVICE uint4 load_flagged(const unsigned *p, bool *there) {
+    uint4 w;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                 : "l"(p)
+                 : "memory");
+    *there = w.x != EMPTY && w.y != EMPTY && w.z != EMPTY && w.w != EMPTY;
+    return w;
+}
+
+/* Brings tiles into slots, by a warp. */
+template <class Job>
+DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const ConveyorCut &cut,
+                       const ConveyorMeeting &meeting, typename Conveyor<Job>::Slot *slots,
+                       ConveyorShared<Job> &shared) {
+    typedef Conveyor<Job> C;
+    const int lane = threadIdx.x % WARP;
+    for (unsigned turn = 0;; turn++)
+        for (int slot = 0; slot < C::SLOTS; slot++) {
+            if (turn > 0) {
+                if (shared.tile[slot] == NONE)
+                    return;
+                barrier_wait(&shared.done[slot], (turn - 1) & 1);
+            }
+            unsigned tile = blockIdx.x + (turn * C::SLOTS + slot) * gridDim.x;
+            if (!cut.in_turn) {
+                if (lane == 0)
+                    tile = atomicAdd(meeting.taken, 1) + 1;
+                tile = __shfl_sync(~0u, tile, 0);
+            }
+            const bool more = tile < cut.tiles;
+            const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
+            const typename Job::Strip strip = job.strip_at(more ? index : 0);
+            if (lane == 0) {
+                shared.tile[slot] = more ? (int)tile : NONE;
+                if (more) {
+                    barrier_expect(&shared.full[slot], C::SLOT * 16);
+#pragma unroll
+                    for (int input = 0; input < Job::INPUTS; input++) {
+                        const Corner at = job.corner(strip, input);
+                        copy_box(slots[slot].tile + input * C::TILE, &tensors.map[input], at.column,
+                                 (int)(chunk * C::ROWS), at.outer, &shared.full[slot]);
+                    }
+                } else {
+                    barrier_arrive(&shared.full[slot]);
+                }
+            }
+            if constexpr (Job::HAS_TABLE) {
+                if (more)
+                    job.prepare(slots[slot].table, strip, lane, WARP);
+                __syncwarp();
+                if (lane == 0)
+                    barrier_arrive(&shared.full[slot]);
+            }
+            __syncwarp();
         }
 }
 
-/* The items of a tile that a thread has. */
-template <class Job>
-DEVICE Items<Job> items_of(const ConveyorCut &cut, Pack<typename Job::T, Job::N> *slot, int thread, int64_t first_row,
-                           bool active) {
+/* Merges the statistics of strips, by a warp: of every gridDim.x-th part of one. */
+template <class Job> DEVICE void merge_tiles(const Job &job, const ConveyorCut &cut, const ConveyorMeeting &meeting) {
     typedef Conveyor<Job> C;
-    const int64_t row = first_row + thread / C::ACROSS, left = cut.rows - row;
-    Items<Job> items;
-    items.staged = slot + thread;
-    items.item_stride = Job::THREADS;
-    items.input_stride = C::TILE;
-    items.row = row;
-    items.down = 0;
-    items.step = C::STEP;
-    items.count = !active || left <= 0 ? 0 : left > C::ROWS - C::STEP ? C::ITEMS : ((int)left - 1) / C::STEP + 1;
-    return items;
+    constexpr int AT_A_TIME = 4, COUNT = C::COUNT;
+    const int lane = threadIdx.x % WARP, lanes = cut.lanes, groups = WARP / lanes, parts = C::LINES / 4 / lanes;
+    const unsigned chunks = cut.chunks.number;
+    for (unsigned part = blockIdx.x; part < cut.strips * parts; part += gridDim.x) {
+        const unsigned index = part / parts, first = ((part - index * parts) * lanes + lane % lanes) * 4;
+        const unsigned *const from = meeting.statistics + (int64_t)index * chunks * C::WORDS + first;
+        if (lane == 0) /* the last to come, most likely */
+            while (load_relaxed(from + (int64_t)(chunks - 1) * C::WORDS) == EMPTY)
+                ;
+        __syncwarp();
+        Statistics<4, Job::HAS_MAX, Job::SUMS> mine, other[AT_A_TIME];
+        mine.clear();
+        for (unsigned chunk = lane / lanes; chunk < chunks; chunk += groups * AT_A_TIME) {
+            bool missing[AT_A_TIME], any = true;
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; i++) {
+                other[i].clear();
+                missing[i] = chunk + i * groups < chunks;
+            }
+            while (any) {
+                any = false;
+#pragma unroll
+                for (int i = 0; i < AT_A_TIME; i++)
+                    if (missing[i]) {
+                        missing[i] = false;
+#pragma unroll
+                        for (int k = 0; k < COUNT; k++) {
+                            bool there;
+                            const uint4 four =
+                                load_flagged(from + (int64_t)(chunk + i * groups) * C::WORDS + k * C::LINES, &there);
+                            other[i].value(k, 0) = __uint_as_float(four.x);
+                            other[i].value(k, 1) = __uint_as_float(four.y);
+                            other[i].value(k, 2) = __uint_as_float(four.z);
+                            other[i].value(k, 3) = __uint_as_float(four.w);
+                            missing[i] |= !there;
+                        }
+                        any |= missing[i];
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < AT_A_TIME; i++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    mine.add(j, other[i], j);
+        }
+        __syncwarp();
+        for (int apart = lanes; apart < WARP; apart *= 2) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+                    other[0].value(k, j) = __shfl_xor_sync(~0u, mine.value(k, j), apart);
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                mine.add(j, other[0], j);
+        }
+        if (lane < lanes) {
+            const typename Job::Strip strip = job.strip_at(index);
+            unsigned *const to = meeting.merged + (int64_t)index * C::WORDS + first;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                Statistics<1, Job::HAS_MAX, Job::SUMS> line;
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    line.value(k, 0) = mine.value(k, j);
+                conclude(job, line, strip, (int)first + j,
+                         [&](int k, float value) { store_flagged(to + k * C::LINES + j, value); });
+            }
+        }
+    }
 }
 
 template <class Job>
 __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
     conveyor(const __grid_constant__ Tensors<Job> tensors, const Job job, const ConveyorCut cut,
-             const Meeting meeting) {
+             const ConveyorMeeting meeting) {
 #if __CUDA_ARCH__ >= 900
     typedef Conveyor<Job> C;
-    typedef Pack<typename Job::T, Job::N> P;
-    constexpr int COUNT = C::COUNT, LINES = C::LINES, SLOTS = C::SLOTS;
     extern __shared__ uint4 staged_memory[];
     __shared__ ConveyorShared<Job> shared;
-    P *const staged = reinterpret_cast<P *>(reinterpret_cast<char *>(staged_memory) +
-                                            (128 - shared_address(staged_memory) % 128) % 128);
+    constexpr unsigned ALIGNED = alignof(typename C::Slot);
+    typename C::Slot *const slots = reinterpret_cast<typename C::Slot *>(
+        reinterpret_cast<char *>(staged_memory) + (ALIGNED - shared_address(staged_memory) % ALIGNED) % ALIGNED);
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const unsigned arrivals = cut.chunks.number * (LINES / WARP) - 1; /* meeting.arrived starts from -1 */
 
     if (threadIdx.x == 0) {
-        for (int slot = 0; slot < SLOTS; slot++) {
+        for (int slot = 0; slot < C::SLOTS; slot++) {
             barrier_init(&shared.full[slot], Job::HAS_TABLE ? 2 : 1);
-            barrier_init(&shared.ready[slot], 1);
-            barrier_init(&shared.done[slot], Job::THREADS / WARP);
+            barrier_init(&shared.counted[slot], C::STAGE);
+            barrier_init(&shared.done[slot], C::STAGE + 1 + C::STAGE);
         }
         barriers_ready();
     }
     __syncthreads();
+    const auto arrive = [&](uint64_t *barrier) {
+        __syncwarp();
+        if (lane == 0)
+            barrier_arrive(barrier);
+    };
 
-    if (warp == 0) { /* mover */
-        if (lane != 0)
-            return;
-        unsigned tile = blockIdx.x;
-        const auto bring = [&](int slot) {
-            const bool more = tile < cut.tiles;
-            shared.tile[slot] = more ? (int)tile : NONE;
-            if (!more)
-                return barrier_arrive(&shared.full[slot]);
-            barrier_expect(&shared.full[slot], C::SLOT * 16);
-            const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-            const typename Job::Strip strip = job.strip_at(index);
+    if (warp == C::MOVER) {
+        move_tiles(tensors, job, cut, meeting, slots, shared);
+    } else if (warp == C::MERGER) {
+        merge_tiles(job, cut, meeting);
+    } else if (warp == C::REPORTER) {
+        for_tiles<C>(shared, 0, 1, [&](int slot, unsigned tile, unsigned parity) {
+            unsigned *const to = meeting.statistics + (int64_t)tile * C::WORDS;
+            barrier_wait(&shared.counted[slot], parity);
 #pragma unroll
-            for (int input = 0; input < Job::INPUTS; input++) {
-                const Corner at = job.corner(strip, input);
-                copy_box(staged + slot * C::SLOT + input * C::TILE, &tensors.map[input], at.column,
-                         (int)(chunk * C::ROWS), at.outer, &shared.full[slot]);
+            for (int line = lane; line < C::LINES; line += WARP) {
+                auto all = combine_area(slots[slot].area, C::ACROSS_LOG2, C::LINES, line);
+#pragma unroll
+                for (int k = 0; k < C::COUNT; k++)
+                    store_flagged(to + k * C::LINES + line, all.value(k, 0));
             }
-            tile += gridDim.x;
-        };
-        for (int slot = 0; slot < SLOTS; slot++)
-            bring(slot);
-        for_tiles<SLOTS>(shared, [&](int slot, unsigned parity, unsigned) {
-            barrier_wait(&shared.done[slot], parity);
-            bring(slot);
+            arrive(&shared.done[slot]);
         });
-    } else if (warp == 1) { /* merger */
-        const int lanes = cut.merged_at_once, groups = WARP / lanes, parts = LINES / 4 / lanes;
-        for (unsigned item = blockIdx.x; item < cut.strips * parts; item += gridDim.x) {
-            const unsigned index = item / parts, first = (item - index * parts) * lanes * 4 + lane % lanes * 4;
-            if (lane == 0)
-                while (load_acquire(meeting.arrived + index) != arrivals)
-                    ;
-            __syncwarp();
-            const float *const from = meeting.statistics + (int64_t)index * cut.chunks.number * (COUNT * LINES) + first;
-            constexpr int AT_A_TIME = 4;
-            Statistics<4, Job::HAS_MAX, Job::SUMS> mine, other[AT_A_TIME];
+    } else if (warp < C::FIRST_WARP + C::STAGE) { /* statistics */
+        const int thread = (int)threadIdx.x - C::FIRST_WARP * WARP;
+        for_tiles<C>(shared, 0, 1, [&](int slot, unsigned tile, unsigned) {
+            const TilePart<Job> part(job, cut, tile, slots[slot].tile, thread);
+            StatisticsOf<Job> mine;
             mine.clear();
-            for (unsigned chunk = lane / lanes; chunk < cut.chunks.number; chunk += groups * AT_A_TIME) {
-#pragma unroll
-                for (int i = 0; i < AT_A_TIME; i++) {
-                    other[i].clear();
-                    const unsigned at = chunk + i * groups;
-                    if (at < cut.chunks.number)
-#pragma unroll
-                        for (int k = 0; k < COUNT; k++) {
-                            const float4 four =
-                                __ldcg(reinterpret_cast<const float4 *>(from + (at * COUNT + k) * LINES));
-                            other[i].value(k, 0) = four.x;
-                            other[i].value(k, 1) = four.y;
-                            other[i].value(k, 2) = four.z;
-                            other[i].value(k, 3) = four.w;
-                        }
-                }
-#pragma unroll
-                for (int i = 0; i < AT_A_TIME; i++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        mine.add(j, other[i], j);
-            }
-            for (int apart = lanes; apart < WARP; apart *= 2) {
-#pragma unroll
-                for (int k = 0; k < COUNT; k++)
-#pragma unroll
-                    for (int j = 0; j < 4; j++)
-                        other[0].value(k, j) = __shfl_xor_sync(~0u, mine.value(k, j), apart);
-#pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mine.add(j, other[0], j);
-            }
-            if (lane < lanes) {
-                const typename Job::Strip strip = job.strip_at(index);
-                unsigned *const to = meeting.merged + (int64_t)index * (COUNT * LINES) + first;
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float values[COUNT];
-#pragma unroll
-                    for (int k = 0; k < COUNT; k++)
-                        values[k] = mine.value(k, j);
-                    job.conclude(values, strip, (int)first + j);
-#pragma unroll
-                    for (int k = 0; k < COUNT; k++)
-                        store_flagged(to + k * LINES + j, values[k]);
-                }
-            }
-        }
-    } else if (warp == 2) { /* fetcher */
-        for_tiles<SLOTS>(shared, [&](int slot, unsigned, unsigned tile) {
-            const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * (COUNT * LINES);
-            for (int i = lane; i < COUNT * LINES; i += WARP) {
-                unsigned word;
-                while ((word = load_relaxed(from + i)) == EMPTY)
-                    ;
-                shared.total[slot][i / LINES][i % LINES] = __uint_as_float(word);
-            }
+            job.template accumulate<true>(mine, part.items, part.place, slots[slot].table);
             __syncwarp();
-            if (lane == 0)
-                barrier_arrive(&shared.ready[slot]);
+            combine_warp<Job>(mine, thread, C::ACROSS_LOG2, slots[slot].area);
+            arrive(&shared.counted[slot]);
+            arrive(&shared.done[slot]);
         });
-    } else if (warp == 3) { /* tables */
-        if constexpr (Job::HAS_TABLE) {
-            unsigned tile = blockIdx.x;
-            for (int turn = 0;; turn++)
-                for (int slot = 0; slot < SLOTS; slot++, tile += gridDim.x) {
-                    if (turn > 0)
-                        barrier_wait(&shared.done[slot], (turn - 1) & 1);
-                    if (tile < cut.tiles)
-                        job.prepare(shared.table[slot], job.strip_at(cut.chunks.quotient(tile)), lane, WARP);
-                    __syncwarp();
-                    if (lane == 0)
-                        barrier_arrive(&shared.full[slot]);
-                    if (tile >= cut.tiles)
-                        return;
+    } else { /* results */
+        const int group = (warp - C::FIRST_WARP) / C::STAGE - 1;
+        const int thread = (int)threadIdx.x - (C::FIRST_WARP + (1 + group) * C::STAGE) * WARP;
+        int odd = 0;
+        for_tiles<C>(shared, group, C::GROUPS, [&](int slot, unsigned tile, unsigned) {
+            const TilePart<Job> part(job, cut, tile, slots[slot].tile, thread);
+            const auto await_total = [&] {
+                float *const total = shared.total[group][odd][0];
+                const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * C::WORDS;
+                for (int i = thread; i < C::WORDS / 4; i += Job::THREADS) {
+                    bool there;
+                    uint4 four;
+                    do
+                        four = load_flagged(from + 4 * i, &there);
+                    while (!there);
+                    reinterpret_cast<uint4 *>(total)[i] = four;
                 }
-        }
-    } else {
-        const bool second = threadIdx.x >= C::OTHERS + Job::THREADS;
-        const int thread = (int)threadIdx.x - C::OTHERS - (second ? Job::THREADS : 0);
-        if (second) /* results */
-            for_tiles<SLOTS>(shared, [&](int slot, unsigned parity, unsigned tile) {
-                const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-                const int64_t first_row = (int64_t)chunk * C::ROWS;
-                const typename Job::Place place =
-                    job.locate(job.strip_at(index), thread % C::ACROSS, first_row + thread / C::ACROSS);
-                const Items<Job> items = items_of<Job>(cut, staged + slot * C::SLOT, thread, first_row, place.active);
-                barrier_wait(&shared.ready[slot], parity);
-                job.finish(shared.total[slot], items, place, shared.table[Job::HAS_TABLE ? slot : 0]);
-                __syncwarp();
-                if (lane == 0)
-                    barrier_arrive(&shared.done[slot]);
-            });
-        else { /* statistics */
-            int odd = 0;
-            for_tiles<SLOTS>(shared, [&](int slot, unsigned, unsigned tile) {
-                const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-                const int64_t first_row = (int64_t)chunk * C::ROWS;
-                const typename Job::Place place =
-                    job.locate(job.strip_at(index), thread % C::ACROSS, first_row + thread / C::ACROSS);
-                const Items<Job> items = items_of<Job>(cut, staged + slot * C::SLOT, thread, first_row, place.active);
-                StatisticsOf<Job> mine;
-                mine.clear();
-                job.template accumulate<true>(mine, items, place, shared.table[Job::HAS_TABLE ? slot : 0]);
-                float *const to = meeting.statistics + (int64_t)tile * (COUNT * LINES);
-                combine_threads<Job>(
-                    mine, thread, C::ACROSS_LOG2, shared.area[odd],
-                    [] { asm volatile("bar.sync 1, %0;" ::"n"(Job::THREADS)
-                                      : "memory"); },
-                    [&](int line, auto &all) {
-#pragma unroll
-                        for (int k = 0; k < COUNT; k++)
-                            to[k * LINES + line] = all.value(k, 0);
-                    });
-                __syncwarp();
-                if (thread < LINES && lane == 0)
-                    add_release(meeting.arrived + index, 1);
-                odd ^= 1;
-            });
-        }
+                asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Job::THREADS) : "memory");
+            };
+            if constexpr (C::HOLDS) {
+                const HeldItems<Job> held(part.items);
+                arrive(&shared.done[slot]);
+                await_total();
+                job.finish(shared.total[group][odd], held, part.place, slots[slot].table);
+            } else {
+                await_total();
+                job.finish(shared.total[group][odd], part.items, part.place, slots[slot].table);
+                arrive(&shared.done[slot]);
+            }
+            odd ^= 1;
+        });
     }
 #else
     (void)tensors, (void)job, (void)cut, (void)meeting;
@@ -294,22 +386,24 @@ template <class Job> static inline ConveyorCut cut_for_conveyor(int64_t strips, 
     cut.tiles = (unsigned)(strips * chunks);
     cut.chunks = Divisor(chunks);
     /* Few lines where there are many chunks, so that all of them are under way at once. */
-    cut.merged_at_once = C::LINES / 4 < WARP ? C::LINES / 4 : WARP;
-    while (cut.merged_at_once > 2 && chunks * cut.merged_at_once > 8 * WARP)
-        cut.merged_at_once /= 2;
+    cut.lanes = C::LINES / 4 < WARP ? C::LINES / 4 : WARP;
+    while (cut.lanes > 2 && chunks * cut.lanes > 8 * WARP)
+        cut.lanes /= 2;
+    cut.in_turn = chunks <= 16;
     return cut;
 }
 
-/* Whether this build and device have the kernel, whether it may be used (the comment on top), and whether strips are
- * long enough for it to pay: docs/perf/act.md. Without sm_90 its body is empty, and so is its shared memory. */
+/* Whether strips are more than a block of strips.cuh takes by itself, whether there are slots enough (the comment on
+ * top), and whether this build and device have the kernel: without sm_90 its body is empty, and so is its shared
+ * memory. */
 template <class Job>
-static inline bool conveyor_fits(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
+static inline bool conveyor_pays(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
     typedef Conveyor<Job> C;
     const int64_t chunks = ceil_div(rows, (int64_t)C::ROWS);
-    const int64_t dynamic = C::SLOTS * C::SLOT * 16 + 128;
     if (across != C::ACROSS || state->compute_capability < 90 ||
-        dynamic + (int64_t)sizeof(ConveyorShared<Job>) > state->shared_bytes || rows > INT32_MAX ||
-        strips * chunks > INT32_MAX || chunks < 4 || chunks > (int64_t)state->multiprocessors * C::SLOTS)
+        (int64_t)(C::SHARED_BYTES + sizeof(ConveyorShared<Job>)) > state->shared_bytes || rows > INT32_MAX ||
+        strips * chunks > INT32_MAX / 2 || rows <= 2 * Job::ITEMS * C::STEP ||
+        chunks > (int64_t)state->multiprocessors * C::SLOTS)
         return false;
     static const bool built = [] {
         cudaFuncAttributes attributes;
@@ -336,33 +430,21 @@ static inline bool map_tiles(Tensors<Job> *tensors, int input, const rafter_view
                            CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-/* Scratch memory: merged statistics, counters, statistics of tiles. */
-template <class Job> struct ConveyorScratch {
-    size_t merged, arrived, statistics;
-
-    explicit ConveyorScratch(const ConveyorCut &cut) {
-        const size_t each = Conveyor<Job>::COUNT * Conveyor<Job>::LINES * sizeof(unsigned);
-        merged = (size_t)cut.strips * each;
-        arrived = ceil_div((size_t)cut.strips * sizeof(unsigned), (size_t)16) * 16;
-        statistics = (size_t)cut.tiles * each;
-    }
-    size_t bytes() const {
-        return merged + statistics + arrived;
-    }
-};
+/* Scratch memory: merged statistics, those of tiles, and one more word. */
+template <class Job> static inline size_t conveyor_bytes(const ConveyorCut &cut) {
+    return ((size_t)(cut.strips + cut.tiles) * Conveyor<Job>::WORDS + 1) * sizeof(unsigned);
+}
 
 template <class Job>
 static inline void launch_conveyor(const rafter_context *context, const Tensors<Job> &tensors, const Job &job,
                                    const ConveyorCut &cut, char *scratch) {
     typedef Conveyor<Job> C;
-    const ConveyorScratch<Job> sizes(cut);
-    cudaMemsetAsync(scratch, 0xff, sizes.merged + sizes.arrived, context->cuda_state->stream); /* EMPTY, and -1 */
-    const Meeting meeting = {reinterpret_cast<float *>(scratch + sizes.merged + sizes.arrived),
-                             reinterpret_cast<unsigned *>(scratch),
-                             reinterpret_cast<unsigned *>(scratch + sizes.merged)};
+    cudaMemsetAsync(scratch, 0xff, conveyor_bytes<Job>(cut), context->cuda_state->stream); /* EMPTY, and -1 */
+    unsigned *const words = reinterpret_cast<unsigned *>(scratch), *const tiles = words + (size_t)cut.strips * C::WORDS;
+    const ConveyorMeeting meeting = {words, tiles, tiles + (size_t)cut.tiles * C::WORDS};
     const int64_t most = context->cuda_state->multiprocessors;
-    launch(context, {cut.tiles < most ? cut.tiles : most, C::THREADS, C::SLOTS * C::SLOT * 16 + 128}, conveyor<Job>,
-           tensors, job, cut, meeting);
+    launch(context, {cut.tiles < most ? cut.tiles : most, C::THREADS, C::SHARED_BYTES}, conveyor<Job>, tensors, job,
+           cut, meeting);
 }
 
 #endif

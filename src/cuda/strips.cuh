@@ -143,10 +143,18 @@ template <class Job> struct Items {
     DEVICE P &in(int i, int input) const {
         return staged[i * item_stride + input * input_stride];
     }
+    template <class F> DEVICE void for_each(F f) const {
+#pragma unroll 2
+        for (int i = 0; i < count; i++)
+            f(i);
+    }
 };
 
-/* Statistics of each warp's lines, on the way to those of the block. */
+/* Statistics of each warp's lines, or of more warps where they have a line each, on the way to those of the block. */
 template <class Job> struct Area {
+    DEVICE static int together_log2(int across_log2) {
+        return across_log2 < 5 ? 5 : across_log2;
+    }
     alignas(16) float of_warp[StatisticsOf<Job>::COUNT][Job::THREADS / WARP * Job::MOST_LINES];
 };
 
@@ -164,15 +172,12 @@ struct Meeting {
     unsigned *arrived; /* chunks of a strip whose statistics are there, less one */
 };
 
-/* Combines what THREADS threads have for each line, always in the same order; f(line, statistics) is called by one
- * thread for each, the first of them. Threads 2^across_log2 apart hold the same lines, LINES of them each. sync() waits
- * for all of them. */
-template <class Job, int LINES, class Sync, class F>
-DEVICE void combine_threads(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int thread, int across_log2,
-                            Area<Job> &area, Sync sync, F f) {
-    constexpr int COUNT = StatisticsOf<Job>::COUNT, WARP_LOG2 = 5;
-    const int across = 1 << across_log2, lines = across * LINES,
-              together_log2 = across_log2 < WARP_LOG2 ? WARP_LOG2 : across_log2;
+/* Combines what the threads of a warp have for each line, and puts it into the area. Threads 2^across_log2 apart hold
+ * the same lines, LINES of them each. `thread` is one of THREADS. */
+template <class Job, int LINES>
+DEVICE void combine_warp(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int thread, int across_log2,
+                         Area<Job> &area) {
+    const int across = 1 << across_log2, lines = across * LINES, together_log2 = Area<Job>::together_log2(across_log2);
     const int group = thread >> together_log2, place = thread & ((1 << together_log2) - 1);
     if constexpr (Job::HAS_MAX) {
         float top[LINES];
@@ -195,29 +200,38 @@ DEVICE void combine_threads(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, in
                 mine.sum[k][j] += __shfl_xor_sync(~0u, mine.sum[k][j], apart);
     if (place < across)
 #pragma unroll
-        for (int k = 0; k < COUNT; k++)
+        for (int k = 0; k < StatisticsOf<Job>::COUNT; k++)
 #pragma unroll
             for (int j = 0; j < LINES; j++)
                 area.of_warp[k][group * lines + place * LINES + j] = mine.value(k, j);
-    sync();
-    if (thread < lines) {
-        Statistics<1, Job::HAS_MAX, Job::SUMS> all, one;
-        all.clear();
-        for (int g = 0; g < Job::THREADS >> together_log2; g++) {
-#pragma unroll
-            for (int k = 0; k < COUNT; k++)
-                one.value(k, 0) = area.of_warp[k][g * lines + thread];
-            all.add(0, one, 0);
-        }
-        f(thread, all);
-    }
 }
 
+/* What all of them have for a line, always in the same order. */
+template <class Job>
+DEVICE Statistics<1, Job::HAS_MAX, Job::SUMS> combine_area(const Area<Job> &area, int across_log2, int lines,
+                                                           int line) {
+    Statistics<1, Job::HAS_MAX, Job::SUMS> all, one;
+    all.clear();
+    for (int g = 0; g < Job::THREADS >> Area<Job>::together_log2(across_log2); g++) {
+#pragma unroll
+        for (int k = 0; k < StatisticsOf<Job>::COUNT; k++)
+            one.value(k, 0) = area.of_warp[k][g * lines + line];
+        all.add(0, one, 0);
+    }
+    return all;
+}
+
+/* Both, in a block; f(line, statistics) is called by one thread for each line. */
 template <class Job, int LINES, class F>
 DEVICE void combine_block(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int across_log2, StripShared<Job> &shared,
                           F f) {
-    combine_threads<Job>(
-        mine, (int)threadIdx.x, across_log2, shared.area, [] { __syncthreads(); }, f);
+    const int lines = LINES << across_log2;
+    combine_warp<Job>(mine, (int)threadIdx.x, across_log2, shared.area);
+    __syncthreads();
+    if (threadIdx.x < lines) {
+        auto all = combine_area(shared.area, across_log2, lines, (int)threadIdx.x);
+        f(static_cast<int>(threadIdx.x), all);
+    }
 }
 
 /* A thread's part of a chunk. */

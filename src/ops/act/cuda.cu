@@ -322,7 +322,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         return true;
     }
     /* x, or y and dy. */
-    DEVICE static void unpack_item(const Items<Softmax> &items, int i, float (&x)[N], float (&d)[N]) {
+    template <class AnyItems>
+    DEVICE static void unpack_item(const AnyItems &items, int i, float (&x)[N], float (&d)[N]) {
         unpack(items.in(i, 0), x);
         if constexpr (!FORWARD)
             unpack(items.in(i, 1), d);
@@ -356,7 +357,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
             values[1] = 1.0f / values[1];
     }
 
-    DEVICE void finish(const float (&values)[Stats::COUNT][MOST_LINES], const Items<Softmax> &items, const Place &place,
+    template <class AnyItems>
+    DEVICE void finish(const float (&values)[Stats::COUNT][MOST_LINES], const AnyItems &items, const Place &place,
                        const Table &) const {
         const uint64_t policy = l2_pass_on();
         T *to = place.out + items.down * row_strides[OUT];
@@ -364,8 +366,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
 #pragma unroll
         for (int k = 0; k < Stats::COUNT; k++)
             read_numbers(values[k] + place.column * LINES, value[k]);
-#pragma unroll 2
-        for (int i = 0; i < items.count; i++) {
+        items.for_each([&](int i) {
             float x[N], d[N];
             unpack_item(items, i, x, d);
 #pragma unroll
@@ -378,7 +379,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
             }
             store_with(to, packed<T, N>(x), policy);
             to += items.step * row_strides[OUT];
-        }
+        });
     }
 };
 
@@ -565,28 +566,20 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
     return start_strips(context, call, strips, lines, packs, 1);
 }
 
-/* Starts a job on the conveyor; false where the tensors do not suit it. */
-template <class Job>
-bool start_conveyor(rafter_context *context, const act_call *call, const Views &views, const Job &job, int64_t strips,
-                    int64_t rows, rafter_status *status) {
+/* The inputs of a job whose lines run down the last dimension, as the conveyor reads them: false where it cannot. */
+template <class Job> bool map_columns(const Views &views, Tensors<Job> *tensors) {
     const int down = views.ndim() - 1, side = down - 1;
-    if (side > 3 || !conveyor_fits<Job>(context->cuda_state, strips, rows, job.across))
-        return false;
-    Tensors<Job> tensors;
-    for (int t = 0; t < Job::INPUTS; t++) {
+    bool mapped = side <= 3;
+    for (int t = 0; mapped && t < Job::INPUTS; t++) {
         const rafter_view &view = views.view[t];
-        int64_t size[5] = {view.shape[side], rows}, stride[4] = {view.stride[down]};
+        int64_t size[5] = {view.shape[side], view.shape[down]}, stride[4] = {view.stride[down]};
         for (int d = 0; d < side; d++) {
             size[2 + d] = view.shape[side - 1 - d];
             stride[1 + d] = view.stride[side - 1 - d];
         }
-        if (!map_tiles(&tensors, t, view, 2 + side, size, stride))
-            return false;
+        mapped = map_tiles(tensors, t, view, 2 + side, size, stride);
     }
-    const ConveyorCut cut = cut_for_conveyor<Job>(strips, rows);
-    *status = run_with_scratch(context, call, ConveyorScratch<Job>(cut).bytes(), "act",
-                               [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
-    return true;
+    return mapped;
 }
 
 /* Lines down the last dimension; the one before it is where they are neighbours, if anywhere. */
@@ -613,12 +606,16 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
             job.pack_stride[t] = N * views.view[t].stride[side];
             job.row_strides[t] = views.view[t].stride[down];
         }
+    const int64_t strips = outer * groups;
     if constexpr (N > 1) {
-        rafter_status status;
-        if (start_conveyor(context, call, views, job, outer * groups, rows, &status))
-            return status;
+        Tensors<Job> tensors;
+        if (conveyor_pays<Job>(context->cuda_state, strips, rows, across) && map_columns(views, &tensors)) {
+            const ConveyorCut cut = cut_for_conveyor<Job>(strips, rows);
+            return run_with_scratch(context, call, conveyor_bytes<Job>(cut), "act",
+                                    [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
+        }
     }
-    return start_strips(context, call, job, outer * groups, rows, across);
+    return start_strips(context, call, job, strips, rows, across);
 }
 
 template <typename T, bool FORWARD>

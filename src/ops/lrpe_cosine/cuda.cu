@@ -737,10 +737,10 @@ template <class Job> rafter_status start_columns(rafter_context *context, const 
     };
     if constexpr (Job::N > 1) {
         Tensors<Job> tensors;
-        if (!bp && conveyor_fits<Job>(context->cuda_state, strips, call.length, across) &&
+        if (!bp && conveyor_pays<Job>(context->cuda_state, strips, call.length, across) &&
             map_columns<Job>(from, &tensors)) {
             const ConveyorCut cut = cut_for_conveyor<Job>(strips, call.length);
-            return start(ConveyorScratch<Job>(cut).bytes(),
+            return start(conveyor_bytes<Job>(cut),
                          [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
         }
     }
