@@ -54,16 +54,13 @@ struct ConveyorMeeting {
     unsigned *taken;               /* tiles, less one */
 };
 
-#ifndef MANY
-#define MANY 2
-#endif
 template <class Job> struct Conveyor {
     static constexpr int ACROSS_LOG2 = 3, ACROSS = 1 << ACROSS_LOG2, STEP = Job::THREADS / ACROSS;
     static constexpr int LINES = ACROSS * Job::LINES, COUNT = StatisticsOf<Job>::COUNT, WORDS = COUNT * LINES;
     static constexpr int ITEMS = Job::INPUTS == 1 ? 8 : 4, ROWS = ITEMS * STEP;  /* of a thread, of a tile */
     static constexpr int TILE = ITEMS * Job::THREADS, SLOT = Job::INPUTS * TILE; /* packs */
     static constexpr bool HOLDS = !Job::HAS_TABLE; /* what has a table has no registers to spare */
-    static constexpr int GROUPS = Job::INPUTS <= MANY ? 2 : 1;
+    static constexpr int GROUPS = Job::INPUTS <= 2 ? 2 : 1;
     static constexpr int MOVER = 0, MERGER = 1, REPORTER = 2, FIRST_WARP = 3; /* warps */
     static constexpr int STAGE = Job::THREADS / WARP, THREADS = (FIRST_WARP + (1 + GROUPS) * STAGE) * WARP;
     static_assert(Job::N * sizeof(typename Job::T) == 16 && LINES == Job::MOST_LINES && LINES % WARP == 0, "");
@@ -118,7 +115,7 @@ template <class Job> struct HeldItems {
     DEVICE const typename C::P &in(int i, int input) const {
         return held[i][input];
     }
-    template <class F> DEVICE void for_each(F f) const {
+    template <int, class F> DEVICE void for_each(F f) const {
 #pragma unroll
         for (int i = 0; i < C::ITEMS; i++)
             if (i < count)
@@ -331,7 +328,10 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
             const TilePart<Job> part(job, cut, tile, slots[slot].tile, thread);
             StatisticsOf<Job> mine;
             mine.clear();
-            job.template accumulate<true>(mine, part.items, part.place, slots[slot].table);
+            if constexpr (C::HOLDS)
+                job.template accumulate<true>(mine, HeldItems<Job>(part.items), part.place, slots[slot].table);
+            else
+                job.template accumulate<true>(mine, part.items, part.place, slots[slot].table);
             __syncwarp();
             combine_warp<Job>(mine, thread, C::ACROSS_LOG2, slots[slot].area);
             arrive(&shared.counted[slot]);
@@ -354,6 +354,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
                     while (!there);
                     reinterpret_cast<uint4 *>(total)[i] = four;
                 }
+                __syncwarp(); /* bar.sync counts a warp whose lanes come one by one more than once */
                 asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Job::THREADS) : "memory");
             };
             if constexpr (C::HOLDS) {
@@ -385,9 +386,10 @@ template <class Job> static inline ConveyorCut cut_for_conveyor(int64_t strips, 
     cut.strips = (unsigned)strips;
     cut.tiles = (unsigned)(strips * chunks);
     cut.chunks = Divisor(chunks);
-    /* Few lines where there are many chunks, so that all of them are under way at once. */
+    /* Few lines where there are many chunks, so that most of them are under way at once. In turn where there are few:
+     * then blocks end together, and asking costs more than waiting for each other. Both by measurement. */
     cut.lanes = C::LINES / 4 < WARP ? C::LINES / 4 : WARP;
-    while (cut.lanes > 2 && chunks * cut.lanes > 8 * WARP)
+    while (cut.lanes > 2 * C::COUNT && chunks * cut.lanes > 8 * WARP)
         cut.lanes /= 2;
     cut.in_turn = chunks <= 16;
     return cut;

@@ -143,8 +143,8 @@ template <class Job> struct Items {
     DEVICE P &in(int i, int input) const {
         return staged[i * item_stride + input * input_stride];
     }
-    template <class F> DEVICE void for_each(F f) const {
-#pragma unroll 2
+    template <int AT_ONCE, class F> DEVICE void for_each(F f) const {
+#pragma unroll AT_ONCE
         for (int i = 0; i < count; i++)
             f(i);
     }

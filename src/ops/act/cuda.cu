@@ -329,19 +329,16 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
             unpack(items.in(i, 1), d);
     }
 
-    template <bool FIRST>
-    DEVICE void accumulate(Stats &statistics, const Items<Softmax> &items, const Place &, const Table &) const {
+    template <bool FIRST, class AnyItems>
+    DEVICE void accumulate(Stats &statistics, const AnyItems &items, const Place &, const Table &) const {
         if (items.count == 0)
             return;
         if constexpr (FORWARD) {
             Pack<T, N> top = items.in(0, 0);
-#pragma unroll 4
-            for (int i = 1; i < items.count; i++)
-                top = max_of(top, items.in(i, 0));
+            items.template for_each<4>([&](int i) { top = max_of(top, items.in(i, 0)); });
             cover<FIRST, LINES>(statistics, 0, top);
         }
-#pragma unroll 2
-        for (int i = 0; i < items.count; i++) {
+        items.template for_each<2>([&](int i) {
             float x[N], d[N];
             unpack_item(items, i, x, d);
 #pragma unroll
@@ -349,7 +346,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
                 float &sum = statistics.sum[0][j % LINES];
                 sum = FORWARD ? sum + exp2_fast((x[j] - statistics.max[j % LINES]) * LOG2E) : fmaf(x[j], d[j], sum);
             }
-        }
+        });
     }
 
     DEVICE void conclude(float (&values)[Stats::COUNT], const Strip &, int) const {
@@ -366,7 +363,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
 #pragma unroll
         for (int k = 0; k < Stats::COUNT; k++)
             read_numbers(values[k] + place.column * LINES, value[k]);
-        items.for_each([&](int i) {
+        items.template for_each<2>([&](int i) {
             float x[N], d[N];
             unpack_item(items, i, x, d);
 #pragma unroll
