@@ -140,26 +140,27 @@ DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int
     sum_in_lanes(sum, lanes);
 }
 
-/* Of `rotate`, the fastest by measurement: sequences that are worked on side by side, such groups whose packs are under
- * way while one is worked on, and blocks that share an SM. */
-template <bool FORWARD, int F, bool DTHETA> struct Depth {
-    static constexpr int TOGETHER = FORWARD ? 2 : 1;
-    static constexpr int AHEAD = FORWARD ? 3 : 3;
+/* Of `rotate`, the fastest by measurement: sequences that are worked on side by side, groups of such whose packs are
+ * under way while one is worked on, and blocks that share an SM. Elements of 2 bytes by themselves cannot be copied
+ * while the thread goes on: instead of that those of some sequences are loaded together. */
+template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Depth {
+    static constexpr bool COPIES = sizeof(Pack<T, N>) >= 4;
+    static constexpr int INPUTS = FORWARD ? 1 : 3;
+    static constexpr int TOGETHER = !COPIES ? 4 : FORWARD ? 2 : 1;
+    static constexpr int AHEAD = COPIES ? 3 : 0;
     static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : 4;
-};
-
-/* Packs on their way: each thread copies its own, and nobody else reads them. */
-template <typename T, int N, class Depth, int INPUTS> struct Stages {
-    Pack<T, N> pack[Depth::AHEAD + 1][Depth::TOGETHER][INPUTS][THREADS];
+    /* Packs on their way: each thread copies its own, and nobody else reads them. */
+    typedef Pack<T, N> Stage[TOGETHER][INPUTS][THREADS];
+    static constexpr int STAGES = COPIES ? AHEAD + 1 : 0;
 };
 
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
-__global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
+__global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_SM)
     rotate(const Call<T> call, const Walk4 walk) {
-    typedef Depth<FORWARD, F, DTHETA> Depth;
-    constexpr int TOGETHER = Depth::TOGETHER, STAGES = Depth::AHEAD + 1;
+    typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
+    constexpr int INPUTS = Depth::INPUTS, TOGETHER = Depth::TOGETHER, STAGES = Depth::STAGES;
     extern __shared__ __align__(16) char dynamic[];
-    auto &stages = reinterpret_cast<Stages<T, N, Depth, FORWARD ? 1 : 3> *>(dynamic)->pack;
+    typename Depth::Stage *const stages = reinterpret_cast<typename Depth::Stage *>(dynamic);
     __shared__ Turns turns[N * WARP]; /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == ANY ? walk.f : F, across = walk.across(), column = threadIdx.x & (across - 1);
@@ -177,49 +178,51 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
     const bool active = h < call.heads && d < call.features;
     const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
 
-    /* Asks for the packs of the next sequences, and behind the last one for those of the thread's next token. */
+    /* Where the packs of the next sequences are, and behind the last one those of the thread's next token: calls
+     * take(sequence, input, from, whether it is there) for each. */
     const int64_t first_n = top + line;
     const T *x = call.x + first_b * call.x_step.b + first_n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
     const T *dy = call.dy + first_b * call.y_step.b + first_n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
-    int tokens_to_ask = active && first_n < bottom ? (int)((bottom - first_n + step - 1) / step) : 0, asked = 0;
-    const auto ask = [&](int stage) {
-        if (tokens_to_ask > 0) {
+    int tokens_left = active && first_n < bottom ? (int)((bottom - first_n + step - 1) / step) : 0, taken = 0;
+    const auto next = [&](auto take) {
 #pragma unroll
-            for (int k = 0; k < TOGETHER; k++) {
-                if (k > 0 && asked + k >= sequences)
-                    break;
-                Pack<T, N>(*const to)[THREADS] = stages[stage][k];
-                if (reads_x)
-                    copy_async(&to[0][threadIdx.x], x + k * call.x_step.b);
-                if constexpr (!FORWARD) {
-                    copy_async(&to[1][threadIdx.x], dy + k * call.y_step.b);
-                    copy_async(&to[2][threadIdx.x], dy + k * call.y_step.b + half);
-                }
-            }
-            x += TOGETHER * call.x_step.b;
-            dy += TOGETHER * call.y_step.b;
-            asked += TOGETHER;
-            if (asked >= sequences) {
-                x += step * call.x_step.n - asked * call.x_step.b;
-                dy += step * call.y_step.n - asked * call.y_step.b;
-                tokens_to_ask--;
-                asked = 0;
+        for (int k = 0; k < TOGETHER; k++) {
+            const bool there = tokens_left > 0 && (k == 0 || taken + k < sequences);
+            if (reads_x)
+                take(k, 0, x + k * call.x_step.b, there);
+            if constexpr (!FORWARD) {
+                take(k, 1, dy + k * call.y_step.b, there);
+                take(k, 2, dy + k * call.y_step.b + half, there);
             }
         }
+        x += TOGETHER * call.x_step.b;
+        dy += TOGETHER * call.y_step.b;
+        taken += TOGETHER;
+        if (taken >= sequences) {
+            x += step * call.x_step.n - taken * call.x_step.b;
+            dy += step * call.y_step.n - taken * call.y_step.b;
+            tokens_left--;
+            taken = 0;
+        }
+    };
+    const auto ask = [&](int stage) {
+        next([&](int k, int input, const T *from, bool there) {
+            if (there)
+                copy_async(&stages[stage][k][input][threadIdx.x], from);
+        });
         copy_commit();
     };
+    const auto otherwise = [&](int input) { return all_of<T, N>(softmax && input == 0 ? -INFINITY : 0.0f); };
+    if constexpr (Depth::COPIES) {
 #pragma unroll
-    for (int i = 0; i < Depth::AHEAD; i++)
-        ask(i);
-    /* Of lanes behind the last feature, what leaves the others' sums as they are. A thread without a token works on
-     * whatever lies there, and stores nothing. */
-    if (f == FEATURES && !active)
-        for (int i = 0; i < STAGES; i++)
-#pragma unroll
-            for (int k = 0; k < TOGETHER; k++)
-#pragma unroll
-                for (int input = 0; input < (FORWARD ? 1 : 3); input++)
-                    stages[i][k][input][threadIdx.x] = all_of<T, N>(input == 0 ? -INFINITY : 0.0f);
+        for (int i = 0; i < Depth::AHEAD; i++)
+            ask(i);
+        /* Of lanes behind the last feature, what leaves the others' sums as they are. A thread without a token works
+         * on whatever lies there, and stores nothing. */
+        if (f == FEATURES && !active)
+            for (int i = 0; i < STAGES * TOGETHER * INPUTS; i++)
+                reinterpret_cast<Pack<T, N> *>(dynamic)[i * THREADS + threadIdx.x] = otherwise(i % INPUTS);
+    }
 
     for (int i = threadIdx.x; i < N << walk.across_bits; i += THREADS) {
         const Walk4::Spot at = walk.spot(tile, i & (across - 1));
@@ -242,14 +245,25 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
         T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
 #pragma unroll 1
         for (int b = 0; b < sequences; b += TOGETHER) {
-            ask(stage == 0 ? STAGES - 1 : stage - 1); /* which has been used up */
-            copy_wait<Depth::AHEAD>();
+            Pack<T, N> packs[TOGETHER][INPUTS];
+            if constexpr (Depth::COPIES) {
+                ask(stage == 0 ? STAGES - 1 : stage - 1); /* which has been used up */
+                copy_wait<Depth::AHEAD>();
+#pragma unroll
+                for (int i = 0; i < TOGETHER * INPUTS; i++)
+                    packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
+            } else {
+                next([&](int k, int input, const T *from, bool there) {
+                    packs[k][input] = there ? load_once<T, N>(from) : otherwise(input);
+                });
+            }
             /* x, then f(x) of a softmax; and of one over features, unless forward, f(x) times sum */
             float v[TOGETHER][N], sum[TOGETHER], dot[TOGETHER] = {};
             if (reads_x)
 #pragma unroll
                 for (int k = 0; k < TOGETHER; k++)
-                    unpack(stages[stage][k][0][threadIdx.x], v[k]);
+                    unpack(packs[k][0], v[k]);
             if (f == FEATURES)
                 exponentials_in_lanes<T>(v, sum, walk.lanes);
 #pragma unroll
@@ -278,8 +292,8 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
                     }
                 } else {
                     float c[N], s[N], g[N], sums[1] = {};
-                    unpack(stages[stage][k][1][threadIdx.x], c);
-                    unpack(stages[stage][k][2][threadIdx.x], s);
+                    unpack(packs[k][1], c);
+                    unpack(packs[k][2], s);
 #pragma unroll
                     for (int j = 0; j < N; j++) {
                         g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
@@ -306,7 +320,6 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
                 }
                 out += out_step.b;
             }
-            stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         if constexpr (DTHETA)
 #pragma unroll
@@ -714,8 +727,9 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk) {
-    const size_t shared = sizeof(Stages < T, N, Depth<FORWARD, F, DTHETA>, FORWARD ? 1 : 3 >);
-    launch(context, {walk.blocks(), THREADS, shared}, rotate<T, N, FORWARD, F, DTHETA>, call, walk);
+    typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
+    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage)},
+           rotate<T, N, FORWARD, F, DTHETA>, call, walk);
 }
 
 template <typename T, int N, bool FORWARD>
