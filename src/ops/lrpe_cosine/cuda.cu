@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREAD_BITS = 8, THREADS = 1 << THREAD_BITS;
 
 /* ---- a call, as kernels take it
  * ---------------------------------------------------------------------------------------- */
@@ -48,8 +48,11 @@ template <typename T> struct Call {
     bool positions_are_64_bit;
     int64_t positions_b, positions_n, offset;
 
+    DEVICE float theta_at(int64_t h, int64_t d) const {
+        return number_at(theta, theta_dtype, h * theta_h + d * theta_d);
+    }
     DEVICE Turns turns(int64_t h, int64_t d) const {
-        return turns_of(number_at(theta, theta_dtype, h * theta_h + d * theta_d));
+        return turns_of(theta_at(h, d));
     }
     DEVICE int64_t position(int64_t b, int64_t n) const {
         if (!positions)
@@ -67,6 +70,8 @@ enum {
     GIVEN,
     ANY = -1
 }; /* ANY, as a template's argument: the one that the walk names */
+
+constexpr int MOST_ACROSS = WARP;
 
 /* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. A head is given
  * `lanes` threads, some of them idle, of which one tile holds a part, or whose heads one tile holds several of. */
@@ -140,18 +145,16 @@ DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int
     sum_in_lanes(sum, lanes);
 }
 
-/* Of `rotate`, the fastest by measurement: sequences that are worked on side by side, groups of such whose packs are
- * under way while one is worked on, and blocks that share an SM. Elements of 2 bytes by themselves cannot be copied
- * while the thread goes on: instead of that those of some sequences are loaded together. */
+/* Of `rotate`, the fastest by measurement: sequences that are worked on side by side, groups of such that are worked on
+ * or whose packs are on their way, and blocks that share an SM. Elements of 2 bytes by themselves cannot be copied
+ * while the thread goes on, and so have no stages: those of some sequences are loaded together. */
 template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Depth {
     static constexpr bool COPIES = sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
     static constexpr int TOGETHER = !COPIES ? 4 : FORWARD ? 2 : 1;
-    static constexpr int AHEAD = COPIES ? 3 : 0;
+    static constexpr int STAGES = COPIES ? 4 : 0;
     static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : 4;
-    /* Packs on their way: each thread copies its own, and nobody else reads them. */
-    typedef Pack<T, N> Stage[TOGETHER][INPUTS][THREADS];
-    static constexpr int STAGES = COPIES ? AHEAD + 1 : 0;
+    typedef Pack<T, N> Stage[TOGETHER][INPUTS][THREADS]; /* each thread copies its own, and nobody else reads them */
 };
 
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
@@ -161,10 +164,10 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     constexpr int INPUTS = Depth::INPUTS, TOGETHER = Depth::TOGETHER, STAGES = Depth::STAGES;
     extern __shared__ __align__(16) char dynamic[];
     typename Depth::Stage *const stages = reinterpret_cast<typename Depth::Stage *>(dynamic);
-    __shared__ Turns turns[N * WARP]; /* [element of a pack][pack] */
+    __shared__ Turns turns[N * MOST_ACROSS]; /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == ANY ? walk.f : F, across = walk.across(), column = threadIdx.x & (across - 1);
-    const int line = threadIdx.x >> walk.across_bits, step = THREADS >> walk.across_bits;
+    const int step_bits = THREAD_BITS - walk.across_bits, step = 1 << step_bits, line = threadIdx.x >> walk.across_bits;
     const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
     const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
@@ -176,14 +179,30 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     const Walk4::Spot spot = walk.spot(tile, column);
     const int64_t h = spot.h, d = spot.pack * N;
     const bool active = h < call.heads && d < call.features;
-    const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
+    /* Features of packs are next to each other. */
+    const auto feature = [](int64_t i, const Strides &of) { return N > 1 ? i : i * of.d; };
+    const auto offset = [&](int64_t n, const Strides &of) {
+        return first_b * of.b + n * of.n + h * of.h + feature(d, of);
+    };
+    const int64_t half = feature(call.features, call.y_step); /* from a cosine of y or dy to its sine */
+
+    /* On its way first of all: the table of angles waits for it, and everything for the table. */
+    constexpr int ENTRIES = (N * MOST_ACROSS + THREADS - 1) / THREADS;
+    float theta[ENTRIES];
+#pragma unroll
+    for (int i = 0; i < ENTRIES; i++) {
+        const int j = line + i * step;
+        theta[i] = active && j < N ? call.theta_at(h, d + j) : 0.0f;
+    }
 
     /* Where the packs of the next sequences are, and behind the last one those of the thread's next token: calls
      * take(sequence, input, from, whether it is there) for each. */
     const int64_t first_n = top + line;
-    const T *x = call.x + first_b * call.x_step.b + first_n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
-    const T *dy = call.dy + first_b * call.y_step.b + first_n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
-    int tokens_left = active && first_n < bottom ? (int)((bottom - first_n + step - 1) / step) : 0, taken = 0;
+    const T *x = call.x + offset(first_n, call.x_step), *dy = call.dy + offset(first_n, call.y_step);
+    const int last = (sequences - 1) / TOGETHER * TOGETHER; /* the first of the last group */
+    const int64_t x_back = step * call.x_step.n - last * call.x_step.b,
+                  dy_back = step * call.y_step.n - last * call.y_step.b;
+    int tokens_left = active && first_n < bottom ? (int)((bottom - first_n + step - 1) >> step_bits) : 0, taken = 0;
     const auto next = [&](auto take) {
 #pragma unroll
         for (int k = 0; k < TOGETHER; k++) {
@@ -195,15 +214,11 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                 take(k, 2, dy + k * call.y_step.b + half, there);
             }
         }
-        x += TOGETHER * call.x_step.b;
-        dy += TOGETHER * call.y_step.b;
-        taken += TOGETHER;
-        if (taken >= sequences) {
-            x += step * call.x_step.n - taken * call.x_step.b;
-            dy += step * call.y_step.n - taken * call.y_step.b;
-            tokens_left--;
-            taken = 0;
-        }
+        const bool were_last = taken == last;
+        x += were_last ? x_back : TOGETHER * call.x_step.b;
+        dy += were_last ? dy_back : TOGETHER * call.y_step.b;
+        tokens_left -= were_last;
+        taken = were_last ? 0 : taken + TOGETHER;
     };
     const auto ask = [&](int stage) {
         next([&](int k, int input, const T *from, bool there) {
@@ -214,8 +229,8 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     };
     const auto otherwise = [&](int input) { return all_of<T, N>(softmax && input == 0 ? -INFINITY : 0.0f); };
     if constexpr (Depth::COPIES) {
-#pragma unroll
-        for (int i = 0; i < Depth::AHEAD; i++)
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++)
             ask(i);
         /* Of lanes behind the last feature, what leaves the others' sums as they are. A thread without a token works
          * on whatever lies there, and stores nothing. */
@@ -224,10 +239,11 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                 reinterpret_cast<Pack<T, N> *>(dynamic)[i * THREADS + threadIdx.x] = otherwise(i % INPUTS);
     }
 
-    for (int i = threadIdx.x; i < N << walk.across_bits; i += THREADS) {
-        const Walk4::Spot at = walk.spot(tile, i & (across - 1));
-        const int64_t at_d = at.pack * N + (i >> walk.across_bits);
-        turns[i] = at.h < call.heads && at_d < call.features ? call.turns(at.h, at_d) : Turns();
+#pragma unroll
+    for (int i = 0; i < ENTRIES; i++) {
+        const int j = line + i * step;
+        if (j < N)
+            turns[j * across + column] = turns_of(theta[i]);
     }
     __syncthreads();
 
@@ -240,19 +256,17 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
-        sincos_of<NARROW<T>>(turns + column, across, position, sine, cosine);
+        sincos_of<false>(turns + column, across, position, sine, cosine);
 
-        T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
+        T *out = call.out + offset(n, out_step);
 #pragma unroll 1
         for (int b = 0; b < sequences; b += TOGETHER) {
             Pack<T, N> packs[TOGETHER][INPUTS];
             if constexpr (Depth::COPIES) {
-                ask(stage == 0 ? STAGES - 1 : stage - 1); /* which has been used up */
-                copy_wait<Depth::AHEAD>();
+                copy_wait<STAGES - 1>();
 #pragma unroll
                 for (int i = 0; i < TOGETHER * INPUTS; i++)
                     packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
-                stage = stage + 1 == STAGES ? 0 : stage + 1;
             } else {
                 next([&](int k, int input, const T *from, bool there) {
                     packs[k][input] = there ? load_once<T, N>(from) : otherwise(input);
@@ -319,6 +333,10 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                         store_once(out, packed<T, N>(g));
                 }
                 out += out_step.b;
+            }
+            if constexpr (Depth::COPIES) {
+                ask(stage); /* all that was in it has been used */
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
         }
         if constexpr (DTHETA)
@@ -693,7 +711,7 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
+    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : MOST_ACROSS);
     const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
     while (walk.across() < across)
         walk.across_bits++;
@@ -708,10 +726,7 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         walk.batch = 1;
     } else {
         /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
-        const int64_t most = from->dtheta.data    ? INT64_MAX / step
-                             : walk.f >= FEATURES ? 4
-                                                  : 1,
-                      steps = ceil_div(call.length, step);
+        const int64_t most = from->dtheta.data ? INT64_MAX / step : 1, steps = ceil_div(call.length, step);
         const int64_t each = steps * tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
         const int64_t blocks = tiles * ceil_div(call.length, walk.rows);
