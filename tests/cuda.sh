@@ -4,10 +4,10 @@
 #
 #     tests/cuda.sh BUILD [STEP...]
 #
-# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck, racecheck, initcheck, synccheck; all of
-# them when none is named. EVERY (default 13) is the sample of the sanitizer's steps, one problem in so many; WALK (default 1) that
-# of walk. LIMIT is the most seconds that a job may take. Ends with a line per job and, where one failed, the end of what it said; exit status 1 if any did,
-# 77 if there is no GPU.
+# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck, racecheck, initcheck,
+# synccheck; all of them when none is named. EVERY (default 13) is the sample of the sanitizer's steps, one problem in so many;
+# WALK (default 1) that of walk. LIMIT is the most seconds that a job may take. Ends with a line per job and, where one failed,
+# the end of what it said; exit status 1 if any did, 77 if there is no GPU.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(cd "${1:?the build directory is missing}" && pwd)
@@ -56,6 +56,9 @@ sanitize() {
 bench() {
     local out=$logs/bench rafter=$build/bench/rafter
     mkdir -p "$out"
+    if "$rafter" info | grep '^CUDA *not usable'; then
+        return 77
+    fi
     "$rafter" bench --device cuda --x 2048 --seconds 0.001 --providers rafter,fast,compact,native,mask,sp,bp,parallel,recurrence \
         --csv "$out" || return
     "$rafter" bench linear_cross_entropy --device cuda --preset seeds --table batch12288 --x 65536 --metric memory \
