@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
 #pragma unroll
             for (int k = 0; k < TOGETHER; k++) {
                 const bool there = has && (TOGETHER == 1 || b + k < sequences);
-                const float scale = f == FEATURES ? reciprocal_fast(sum[k]) : 1.0f; /* a sum is 1 or more, or NaN */
+                const float scale = f == FEATURES ? reciprocal_fast(sum[k]) : 1.0f; /* of 1 and more, or NaN */
                 if (f == GIVEN && there) {
                     const int64_t given_line = ((first_b + b + k) * call.length + n) * call.heads + h;
                     const float *const given = walk.statistics + given_line * (FORWARD ? 2 : 3);
