@@ -71,8 +71,6 @@ enum {
     ANY = -1
 }; /* ANY, as a template's argument: the one that the walk names */
 
-constexpr int MOST_ACROSS = WARP;
-
 /* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. A head is given
  * `lanes` threads, some of them idle, of which one tile holds a part, or whose heads one tile holds several of. */
 struct Walk4 {
@@ -164,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     constexpr int INPUTS = Depth::INPUTS, TOGETHER = Depth::TOGETHER, STAGES = Depth::STAGES;
     extern __shared__ __align__(16) char dynamic[];
     typename Depth::Stage *const stages = reinterpret_cast<typename Depth::Stage *>(dynamic);
-    __shared__ Turns turns[N * MOST_ACROSS]; /* [element of a pack][pack] */
+    __shared__ Turns turns[N * WARP]; /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == ANY ? walk.f : F, across = walk.across(), column = threadIdx.x & (across - 1);
     const int step_bits = THREAD_BITS - walk.across_bits, step = 1 << step_bits, line = threadIdx.x >> walk.across_bits;
@@ -187,13 +185,8 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     const int64_t half = feature(call.features, call.y_step); /* from a cosine of y or dy to its sine */
 
     /* On its way first of all: the table of angles waits for it, and everything for the table. */
-    constexpr int ENTRIES = (N * MOST_ACROSS + THREADS - 1) / THREADS;
-    float theta[ENTRIES];
-#pragma unroll
-    for (int i = 0; i < ENTRIES; i++) {
-        const int j = line + i * step;
-        theta[i] = active && j < N ? call.theta_at(h, d + j) : 0.0f;
-    }
+    static_assert(N * WARP <= THREADS, "an entry of the table to a thread");
+    const float theta = active && line < N ? call.theta_at(h, d + line) : 0.0f;
 
     /* Where the packs of the next sequences are, and behind the last one those of the thread's next token: calls
      * take(sequence, input, from, whether it is there) for each. */
@@ -239,12 +232,8 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                 reinterpret_cast<Pack<T, N> *>(dynamic)[i * THREADS + threadIdx.x] = otherwise(i % INPUTS);
     }
 
-#pragma unroll
-    for (int i = 0; i < ENTRIES; i++) {
-        const int j = line + i * step;
-        if (j < N)
-            turns[j * across + column] = turns_of(theta[i]);
-    }
+    if (line < N)
+        turns[line * across + column] = turns_of(theta);
     __syncthreads();
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
@@ -711,7 +700,7 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : MOST_ACROSS);
+    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
     const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
     while (walk.across() < across)
         walk.across_bits++;
