@@ -293,7 +293,7 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
                 for (int k = 0; k < AHEAD<OPTIONS>; k++)
                     if (i + k * WARP < stretch.packs) {
                         const int64_t at = stretch.head + (i + k * WARP) * N;
-                        store_whole<T, N>(dz + at, writer.of(group.packs[k], at));
+                        store_once<T, N>(dz + at, writer.of(group.packs[k], at));
                     }
             }
             writer.write_edges(dz, stretch, lane, WARP);
@@ -428,7 +428,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_c
     for (int k = 0; k < GRADIENT_PACKS; k++)
         if (first + k * GRADIENT_THREADS < stretch.packs) {
             const int64_t at = stretch.head + (first + k * GRADIENT_THREADS) * N;
-            store_whole<T, N>(dz + at, writer.of(packs[k], at));
+            store_once<T, N>(dz + at, writer.of(packs[k], at));
         }
     if (part == 0)
         writer.write_edges(dz, stretch, threadIdx.x, GRADIENT_THREADS);
@@ -536,13 +536,13 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
     for (int i = first; i < packs; i += threads) {
         const int64_t at = stretch.head + int64_t(i) * N;
-        store_whole<T, N>(dz + at, writer.of(load_once<T, N>(slot_of(i)->v), at));
+        store_once<T, N>(dz + at, writer.of(load_once<T, N>(slot_of(i)->v), at));
     }
 #pragma unroll
     for (int k = 0; k < OWN; k++)
         if (thread + k * threads < packs) {
             const int64_t at = stretch.head + int64_t(thread + k * threads) * N;
-            store_whole<T, N>(dz + at, writer.of(own[k / COPIED].packs[k % COPIED], at));
+            store_once<T, N>(dz + at, writer.of(own[k / COPIED].packs[k % COPIED], at));
         }
     writer.write_edges(dz, stretch, thread, threads);
 }
