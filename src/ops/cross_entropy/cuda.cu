@@ -293,7 +293,7 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
                 for (int k = 0; k < AHEAD<OPTIONS>; k++)
                     if (i + k * WARP < stretch.packs) {
                         const int64_t at = stretch.head + (i + k * WARP) * N;
-                        store_whole<T, N>(dz + at, writer.of(group.packs[k], at));
+                        store_once<T, N>(dz + at, writer.of(group.packs[k], at));
                     }
             }
             writer.write_edges(dz, stretch, lane, WARP);
@@ -428,7 +428,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_c
     for (int k = 0; k < GRADIENT_PACKS; k++)
         if (first + k * GRADIENT_THREADS < stretch.packs) {
             const int64_t at = stretch.head + (first + k * GRADIENT_THREADS) * N;
-            store_whole<T, N>(dz + at, writer.of(packs[k], at));
+            store_once<T, N>(dz + at, writer.of(packs[k], at));
         }
     if (part == 0)
         writer.write_edges(dz, stretch, threadIdx.x, GRADIENT_THREADS);
@@ -547,10 +547,10 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     T *const body = dz + stretch.head;
     if (gradient.constant) {
         for (int i = thread; i < packs; i += threads)
-            store_whole<T, N>(body + int64_t(i) * N, all_of<T, N>(gradient.p));
+            store_once<T, N>(body + int64_t(i) * N, all_of<T, N>(gradient.p));
     } else {
         const auto write = [&](int i, const Pack<T, N> &pack) {
-            store_whole<T, N>(body + int64_t(i) * N, writer.columns.of(pack, stretch.head + int64_t(i) * N, loss));
+            store_once<T, N>(body + int64_t(i) * N, writer.columns.of(pack, stretch.head + int64_t(i) * N, loss));
         };
         int i = first;
         for (; i < whole; i += step)
