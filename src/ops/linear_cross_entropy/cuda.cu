@@ -162,7 +162,7 @@ void turn(Run *run, const Tile &t, char *dz) {
 }
 
 void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool add, int64_t first, int64_t rows,
-                const float *sums, const RowGradient *gradients = NULL) {
+                const float *sums) {
     const int last = view.ndim - 1;
     const int64_t columns = view.shape[last], wide = 16 / rafter_dtype_bytes(view.dtype);
     const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, add};
@@ -172,10 +172,10 @@ void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool
         if (sums && !add && lies.plain && lies.stride == columns && run.plan.depth_stride == columns &&
             columns % wide == 0)
             launch(run.context, over(rows * columns / wide, 256, INT64_MAX), store_wide<T>,
-                   reinterpret_cast<T *>(view.data), first, rows * columns / wide, columns, sums, alpha, gradients);
+                   reinterpret_cast<T *>(view.data) + first * columns, rows * columns / wide, sums, alpha);
         else
             launch(run.context, over(rows * columns, 256), store<T>, out, first, rows, columns, sums,
-                   run.plan.depth_stride, alpha, gradients);
+                   run.plan.depth_stride, alpha);
     });
 }
 
@@ -270,11 +270,48 @@ rafter_status form_exponentials(Run *run, int64_t first, int64_t rows) {
     task.sample = run->b.sample + first;
     RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task));
     finish_fused(run, first, rows);
-    launch(run->context, {rows, ADJUST_THREADS}, adjust<bf16>, run->loss, first,
-           static_cast<const RowStats *>(run->b.tiles), task.tiles, run->b.gradients,
+    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first,
+           static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
            reinterpret_cast<bf16 *>(run->b.dz), plan.dz_stride, static_cast<const bf16 *>(x.data), x.stride,
            plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
     return RAFTER_OK;
+}
+
+/* dx of a group, out of sums that exponentials have been multiplied into. */
+void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const int last = dx.ndim - 1;
+    const Operand w = weight_rows(run, 0);
+    for_dtype(dx.dtype, [&](auto zero) {
+        launch(run.context, {rows, LABEL_THREADS}, store_dx<bf16, decltype(zero)>, run.loss, first, rows_of(dx, last),
+               dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
+               static_cast<const float *>(run.b.dx), plan.depth_stride,
+               static_cast<const float *>(&run.b.common->alpha), static_cast<const RowGradient *>(run.b.gradients),
+               static_cast<const bf16 *>(w.data), w.stride);
+    });
+}
+
+/* What labels add to dW, which has had the group's exponentials. */
+void add_label_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
+        for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
+            const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
+            const Operand x = x_rows(run, begin);
+            launch(run.context, {count, LABEL_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
+                   run.loss, begin, static_cast<int>(count), static_cast<const RowGradient *>(run.b.gradients),
+                   static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride, factor);
+        }
+    };
+    if (!plan.direct_dweight())
+        launch_with(run.b.dweight, plan.depth_stride, NULL);
+    else
+        for_dtype(dweight.dtype, [&](auto zero) {
+            launch_with(reinterpret_cast<decltype(zero) *>(dweight.data), plan.dweight_lies.stride,
+                        &run.b.common->alpha);
+        });
 }
 
 /* The largest of a row's first logits: what its exponentials will be relative to. */
@@ -349,12 +386,16 @@ rafter_status run_fast(Run *run) {
         RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows) : form_dz(run, first, rows, dz));
         if (plan.dx) {
             RAFTER_TRY(multiply_dx(*run, dz, first, rows, 0, plan.classes, false));
-            if (!plan.direct_dx())
-                store_rows(*run, call->dx, plan.dx_lies, false, first, rows, run->b.dx,
-                           plan.exponentials() ? run->b.gradients : NULL);
+            if (plan.exponentials())
+                store_dx_rows(*run, first, rows);
+            else if (!plan.direct_dx())
+                store_rows(*run, call->dx, plan.dx_lies, false, first, rows, run->b.dx);
         }
-        if (plan.dweight)
+        if (plan.dweight) {
             RAFTER_TRY(multiply_dweight(*run, dz, first, rows, 0, plan.classes, first > 0));
+            if (plan.exponentials())
+                add_label_rows(*run, first, rows);
+        }
         if (plan.mends()) {
             look_for_dirt(*run);
             mend(*run, dz, 0, plan.classes);
