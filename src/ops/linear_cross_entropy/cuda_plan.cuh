@@ -48,6 +48,8 @@ struct Plan {
     bool fast;
     int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
+    int64_t hosted;       /* exponentials: those of the last `hosted` classes lie in dweight until it is written */
+    int64_t dx_rows;      /* of the sums of dx that are formed at a time */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
     bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
@@ -139,12 +141,31 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         place(&b->dz, tiles || dz, tile_bytes > dz_bytes ? tile_bytes : dz_bytes);
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
-    place(&b->dx, p.dx && !p.direct_dx(), (p.fast ? p.group : p.rows) * p.depth_stride * 4);
+    place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
     place(&b->products, p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
     return used;
+}
+
+constexpr int64_t MIB = 1 << 20;
+
+/* Where exponentials take at least so much, dweight's own memory holds some of them. */
+constexpr int64_t HOSTING_BYTES = 256 * MIB;
+/* Rows of e W that are summed at a time: more are no faster. */
+constexpr int64_t DX_ROWS = 2048;
+
+/* How many of the last classes' exponentials fit into what dweight has for the classes before: when those are to be
+ * written, these have been used. A caller's dweight that is added to, or has gaps, hosts nothing. */
+int64_t hosted_classes(const Plan &p, rafter_dtype dweight) {
+    if (!p.exponentials() || !p.dweight || p.group < p.rows || !p.dweight_lies.plain ||
+        p.dweight_lies.stride != p.depth || p.adds_dweight || p.rows * p.classes * 2 < HOSTING_BYTES)
+        return 0;
+    const int64_t room = p.depth * rafter_dtype_bytes(dweight), need = p.rows * 2; /* bytes of a class */
+    const int64_t least_before = ceil_div(p.classes * need, need + room) + 8;      /* 8: of rounding a row up */
+    const int64_t before = rounded(least_before, fused::CLASSES);
+    return before < p.classes ? p.classes - before : 0;
 }
 
 /* Fills in what follows from fast, group and slice. */
@@ -162,14 +183,14 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
-    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
+    p->hosted = hosted_classes(*p, call->dweight.dtype);
+    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : rounded(p->slice - p->hosted, 8);
+    p->dx_rows = !p->fast ? p->rows : p->exponentials() && p->group > DX_ROWS ? DX_ROWS : p->group;
     p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
 }
-
-constexpr int64_t MIB = 1 << 20;
 
 /* The sizes that fast and compact like, and the least they go down to. */
 constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,

@@ -369,6 +369,16 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
 
 constexpr int LABEL_THREADS = 256;
 
+/* e of a group's rows: of the classes below `split`, and of those from there on. */
+template <typename T> struct Exponentials {
+    T *before, *behind;
+    int64_t before_stride, behind_stride, split;
+
+    DEVICE T *at(int64_t row, int64_t v) const {
+        return v < split ? before + row * before_stride + v : behind + row * behind_stride + (v - split);
+    }
+};
+
 /* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
 template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
     for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += LABEL_THREADS * N)
@@ -386,11 +396,11 @@ template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *fr
 template <typename T>
 __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
-                                                        T *exponentials, int64_t stride, const T *x, int64_t x_stride,
-                                                        int64_t depth, T *x_scaled, int64_t scaled_stride) {
+                                                        const __grid_constant__ Exponentials<T> e, const T *x,
+                                                        int64_t x_stride, int64_t depth, T *x_scaled,
+                                                        int64_t scaled_stride) {
     const int64_t index = blockIdx.x;
     const RowGradient gradient = gradients[first + index];
-    T *const row = exponentials + index * stride;
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         bool apart = false;
@@ -404,15 +414,15 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
                 continue;
             const float factor = expf((pivot - gradient.pivot) * loss.scale);
             float all[N];
-            load_floats(all, row + v);
+            load_floats(all, e.at(index, v));
 #pragma unroll
             for (int j = 0; j < N; j++)
                 all[j] *= factor;
-            store_once<T, N>(row + v, packed<T>(all));
+            store_once<T, N>(e.at(index, v), packed<T>(all));
         }
         __syncthreads();
         if (threadIdx.x == 0)
-            row[loss.load_label(first + index)] = from_float<T>(0.0f);
+            *e.at(index, loss.load_label(first + index)) = from_float<T>(0.0f);
     }
     const T *const from = x + index * x_stride;
     T *const to = x_scaled + index * scaled_stride;
