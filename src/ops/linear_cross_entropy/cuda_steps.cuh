@@ -464,7 +464,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
         for_elements<1>(columns, store_some);
 }
 
-constexpr int LABEL_ROWS = 2048; /* of a launch, at most */
+constexpr int LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / WARP; /* of a launch, at most */
 
 /* dW[label] += factor * at_label * x, for rows [first, first + rows). A block takes a row; of those of one label the
  * first one's block takes all, in their order. */
@@ -473,38 +473,48 @@ __global__ __launch_bounds__(LABEL_THREADS) void add_labels(const __grid_constan
                                                             const RowGradient *gradients, const T *x, int64_t x_stride,
                                                             int64_t depth, U *dweight, int64_t dweight_stride,
                                                             const float *factor) {
-    __shared__ unsigned alike[LABEL_ROWS / WARP]; /* a bit for each row, beginning with the block's own */
-    __shared__ float at_label[LABEL_ROWS];        /* of those that are, in their order */
+    __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
+    __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
     __shared__ int16_t which[LABEL_ROWS];
     const int index = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int64_t label = loss.load_label(first + index);
     if (gradients[first + index].at_label == 0.0f)
         return;
-    const auto counts = [&](int row) {
-        return row < rows && loss.load_label(first + row) == label && gradients[first + row].at_label != 0.0f;
-    };
+    const int64_t label = loss.load_label(first + index);
+    bool is_alike[LABEL_ROWS / LABEL_THREADS];
+#pragma unroll
+    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
+        const int row = k * LABEL_THREADS + threadIdx.x;
+        is_alike[k] = row < rows && loss.load_label(first + row) == label;
+    }
     bool taken = false;
-    for (int row = threadIdx.x; row < index; row += LABEL_THREADS)
-        taken |= counts(row);
+#pragma unroll
+    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
+        const int row = k * LABEL_THREADS + threadIdx.x;
+        const bool counts = is_alike[k] && gradients[first + row].at_label != 0.0f;
+        const unsigned bits = __ballot_sync(~0u, counts);
+        taken |= counts && row < index;
+        if (lane == 0)
+            alike[k * (LABEL_THREADS / WARP) + warp] = bits;
+    }
     if (__syncthreads_or(taken))
         return;
-    const int words = (rows - index + WARP - 1) / WARP;
-    for (int word = warp; word < words; word += LABEL_THREADS / WARP) {
-        const unsigned bits = __ballot_sync(~0u, counts(index + word * WARP + lane));
-        if (lane == 0)
-            alike[word] = bits;
-    }
-    __syncthreads();
     int count = 0;
-    for (int word = 0; word < words; word++) {
-        const unsigned bits = alike[word];
-        const int at = count + __popc(bits & ((1u << lane) - 1));
-        if (warp == 0 && bits >> lane & 1) {
-            const int row = index + word * WARP + lane;
+    for (int word = 0; word < LABEL_WORDS; word += WARP) { /* a word to a lane, the same in all warps */
+        const unsigned bits = alike[word + lane];
+        const int here = __popc(bits);
+        int up_to = here;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const int below = __shfl_up_sync(~0u, up_to, step);
+            up_to += lane >= step ? below : 0;
+        }
+        int at = count + up_to - here;
+        for (unsigned left = warp == 0 ? bits : 0; left != 0; left &= left - 1, at++) {
+            const int row = (word + lane) * WARP + __ffs(static_cast<int>(left)) - 1;
             which[at] = static_cast<int16_t>(row);
             at_label[at] = gradients[first + row].at_label;
         }
-        count += __popc(bits);
+        count += __shfl_sync(~0u, up_to, WARP - 1);
     }
     __syncthreads();
     U *const to = dweight + label * dweight_stride;
