@@ -147,6 +147,7 @@ static void test_size(rafter_context *context, const struct size *s) {
     compare(context, s, &args, "compact");
     args = plain;
     args.accumulate = RAFTER_ACCUMULATE_NATIVE;
+    compare(context, s, &args, "native");
     args.budget = (size_t)128 * (size_t)s->classes * 5; /* groups of about 128 rows */
     compare(context, s, &args, "native, in small groups");
     args.accumulate = RAFTER_ACCUMULATE_F32;

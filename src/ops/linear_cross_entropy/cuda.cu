@@ -275,12 +275,13 @@ struct Parts {
     int count;
 };
 
-Parts parts_of(const Run &run) {
+Parts parts_of(const Run &run, int64_t hosted) {
     const Plan &plan = run.plan;
-    const int64_t before = plan.classes - plan.hosted;
-    char *const dz = plan.exponentials() ? run.b.dz : reinterpret_cast<char *>(run.b.z);
-    return {{{dz, plan.dz_stride, 0, before}, {run.call->dweight.data, rounded(plan.hosted, 8), before, plan.hosted}},
-            plan.hosted > 0 ? 2 : 1};
+    const int64_t before = plan.classes - hosted;
+    if (!plan.exponentials())
+        return {{{reinterpret_cast<char *>(run.b.z), plan.dz_stride, 0, plan.classes}}, 1};
+    return {{{run.b.dz, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
+            hosted > 0 ? 2 : 1};
 }
 
 /* Exponentials of a group, as dz is; and x_scaled. */
@@ -419,14 +420,15 @@ rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    const Parts dz = parts_of(*run);
     if (plan.exponentials()) {
         if (!plan.x.plain)
             pack_rows(*run, call->x, 0, plan.rows, run->b.x);
         RAFTER_TRY(take_sample(*run));
     }
-    for (int64_t first = 0; first < plan.rows; first += plan.group) {
-        const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
+    for (int64_t first = 0, rows; first < plan.rows; first += rows) {
+        const int64_t most = first == 0 ? plan.first_group : plan.group;
+        rows = plan.rows - first < most ? plan.rows - first : most;
+        const Parts dz = parts_of(*run, first == 0 ? plan.hosted : 0);
         RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows, dz)
                                        : form_dz(run, first, rows, dz.part[0]));
         if (plan.dx)

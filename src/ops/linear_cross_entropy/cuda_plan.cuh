@@ -9,6 +9,8 @@
 #include "ops/linear_cross_entropy/call.h"
 #include "ops/linear_cross_entropy/cuda_steps.cuh"
 
+#include <math.h>
+
 #include <type_traits>
 
 namespace {
@@ -21,6 +23,10 @@ struct Lying {
 
 int64_t rounded(int64_t n, int64_t multiple) {
     return ceil_div(n, multiple) * multiple;
+}
+
+int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
 }
 
 Lying lying(const rafter_view &view) {
@@ -48,8 +54,9 @@ struct Plan {
     bool fast;
     int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
-    int64_t hosted;       /* exponentials: those of the last `hosted` classes lie in dweight until it is written */
-    int64_t dx_rows;      /* of the sums of dx that are formed at a time */
+    int64_t first_group;  /* rows of the first group, which may have more than the others */
+    int64_t hosted;  /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
+    int64_t dx_rows; /* of the sums of dx that are formed at a time */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
     bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
@@ -120,12 +127,16 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     };
     place(&b->common, true, sizeof(Common));
     const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast);
-    const int64_t tile_bytes = tiles ? p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
-    const int64_t dz_bytes = dz ? (p.fast ? p.group : p.rows) * p.dz_stride * bytes : 0;
+    const int64_t tile_bytes = tiles ? p.first_group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t dz_bytes = !dz       ? 0
+                             : !p.fast ? p.rows * p.dz_stride * bytes
+                                       : larger(p.first_group * rounded(p.classes - p.hosted, 8),
+                                                p.first_group < p.rows ? p.group * p.dz_stride : 0) *
+                                             bytes;
     place(&b->tiles, tiles && p.fast, tile_bytes);
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
-    place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
+    place(&b->x_scaled, p.exponentials() && p.dweight, p.first_group * p.depth_stride * bytes);
     place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
           (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
@@ -138,7 +149,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     if (p.fast) {
         place(&b->dz, dz, dz_bytes);
     } else {
-        place(&b->dz, tiles || dz, tile_bytes > dz_bytes ? tile_bytes : dz_bytes);
+        place(&b->dz, tiles || dz, larger(tile_bytes, dz_bytes));
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
     place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
@@ -156,14 +167,23 @@ constexpr int64_t HOSTING_BYTES = 256 * MIB;
 /* Rows of e W that are summed at a time: more are no faster. */
 constexpr int64_t DX_ROWS = 2048;
 
+/* Whether products write dweight after exponentials that may have lain there: not if it is added to, or has gaps. */
+bool hosts(const Plan &p) {
+    return p.exponentials() && p.dweight && p.direct_dweight() && p.dweight_lies.stride == p.depth && !p.adds_dweight &&
+           p.group * p.classes * 2 >= HOSTING_BYTES;
+}
+
+/* Rows of a first group of which dweight hosts so much that the rest, f^2 / (f + room) of a row of all classes, takes
+ * no more than a group of g rows does; `room` is the rows whose exponentials dweight would hold. */
+int64_t largest_first_group(int64_t g, int64_t room) {
+    const double half = static_cast<double>(g) / 2;
+    return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(room)));
+}
+
 /* How many of the last classes' exponentials fit into what dweight has for the classes before: when those are to be
- * written, these have been used. A caller's dweight that is added to, or has gaps, hosts nothing. */
-int64_t hosted_classes(const Plan &p, rafter_dtype dweight) {
-    if (!p.exponentials() || !p.dweight || p.group < p.rows || !p.dweight_lies.plain ||
-        p.dweight_lies.stride != p.depth || p.adds_dweight || p.rows * p.classes * 2 < HOSTING_BYTES)
-        return 0;
-    const int64_t room = p.depth * rafter_dtype_bytes(dweight), need = p.rows * 2; /* bytes of a class */
-    const int64_t least_before = ceil_div(p.classes * need, need + room) + 8;      /* 8: of rounding a row up */
+ * written, these have been used. */
+int64_t hosted_classes(const Plan &p, int64_t room) {
+    const int64_t least_before = ceil_div(p.classes * p.first_group, p.first_group + room) + 8; /* 8: of padding */
     const int64_t before = rounded(least_before, fused::CLASSES);
     return before < p.classes ? p.classes - before : 0;
 }
@@ -183,11 +203,18 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
-    p->hosted = hosted_classes(*p, call->dweight.dtype);
-    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : rounded(p->slice - p->hosted, 8);
+    p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
     p->dx_rows = !p->fast ? p->rows : p->exponentials() && p->group > DX_ROWS ? DX_ROWS : p->group;
     p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    p->first_group = p->group;
+    p->hosted = 0;
+    if (hosts(*p)) {
+        const int64_t room = p->depth * rafter_dtype_bytes(call->dweight.dtype) / 2;
+        const int64_t first = largest_first_group(p->group, room) / 256 * 256;
+        p->first_group = first >= p->rows || p->group >= p->rows ? p->rows : larger(first, p->group);
+        p->hosted = hosted_classes(*p, room);
+    }
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
 }
