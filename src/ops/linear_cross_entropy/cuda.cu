@@ -10,7 +10,8 @@
  * On Hopper, for 16-bit inputs and most options, the first product is fused with what follows it (fused.cuh), and no
  * logit is ever stored. Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of
  * the product, before the sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW,
- * and dx on its way out.
+ * and dx on its way out. The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of
+ * the exponentials lie where dW will be.
  *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
