@@ -465,6 +465,17 @@ template <typename Step, typename End> rafter_status for_tiles(const Run &run, S
     return RAFTER_OK;
 }
 
+/* The slice of classes that begins at v, and where its dz goes: behind its rows of dweight, as long as a larger slice
+ * fits there. */
+Dz slice_at(const Run &run, int64_t v) {
+    const Plan &plan = run.plan;
+    const int64_t hosted = hosted_slice(plan, v), left = plan.classes - v;
+    if (hosted <= plan.slice)
+        return {run.b.dz, plan.dz_stride, v, left < plan.slice ? left : plan.slice};
+    const int64_t row_bytes = plan.depth * rafter_dtype_bytes(run.call->dweight.dtype);
+    return {run.call->dweight.data + (v + hosted) * row_bytes, hosted, v, hosted};
+}
+
 rafter_status run_compact(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
@@ -489,27 +500,29 @@ rafter_status run_compact(Run *run) {
         char *const dz = run->b.dz + tile.first_row * plan.dz_stride * rafter_dtype_bytes(plan.dtype);
         differentiate(*run, tile, dz, tile.first_row == 0);
     };
-    const auto multiply_slice = [&](int64_t v, int64_t classes) {
-        const Dz dz = {run->b.dz, plan.dz_stride, v, classes};
+    const auto multiply_slice = [&](const Dz &dz) {
         if (plan.dweight) {
             RAFTER_TRY(multiply_dweight(*run, dz, 0, plan.rows, false));
             if (plan.mends())
                 mend(*run, dz);
             if (!plan.direct_dweight())
-                store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, v, classes,
-                           run->b.dweight);
+                store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, dz.first_class,
+                           dz.classes, run->b.dweight);
         }
-        return plan.dx ? multiply_dx(*run, dz, 0, plan.rows, v > 0) : RAFTER_OK;
+        return plan.dx ? multiply_dx(*run, dz, 0, plan.rows, dz.first_class > 0) : RAFTER_OK;
     };
     if (!plan.fused)
-        RAFTER_TRY(for_tiles(*run, write, multiply_slice));
-    for (int64_t v = 0; plan.fused && v < plan.classes; v += plan.slice) {
-        fused::Task task = {};
-        task.rows = plan.rows;
+        RAFTER_TRY(for_tiles(*run, write, [&](int64_t v, int64_t classes) {
+            return multiply_slice({run->b.dz, plan.dz_stride, v, classes});
+        }));
+    fused::Task task = {};
+    task.rows = plan.rows;
+    for (int64_t v = 0; plan.fused && v < plan.classes; v += task.classes) {
+        const Dz dz = slice_at(*run, v);
         task.first_class = v;
-        task.classes = plan.classes - v < plan.slice ? plan.classes - v : plan.slice;
-        RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task, {run->b.dz, plan.dz_stride, v, task.classes}));
-        RAFTER_TRY(multiply_slice(v, task.classes));
+        task.classes = dz.classes;
+        RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task, dz));
+        RAFTER_TRY(multiply_slice(dz));
     }
     if (plan.dx && !plan.direct_dx())
         store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);

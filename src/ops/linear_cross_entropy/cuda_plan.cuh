@@ -55,8 +55,9 @@ struct Plan {
     int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
     int64_t first_group;  /* rows of the first group, which may have more than the others */
-    int64_t hosted;  /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
-    int64_t dx_rows; /* of the sums of dx that are formed at a time */
+    int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
+    int64_t dx_rows;   /* of the sums of dx that are formed at a time */
+    int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
     bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
@@ -167,25 +168,29 @@ constexpr int64_t HOSTING_BYTES = 256 * MIB;
 /* Rows of e W that are summed at a time: more are no faster. */
 constexpr int64_t DX_ROWS = 2048;
 
-/* Whether products write dweight after exponentials that may have lain there: not if it is added to, or has gaps. */
+/* Whether products write dweight after dz that may have lain there: not if it is added to, or has gaps. */
 bool hosts(const Plan &p) {
-    return p.exponentials() && p.dweight && p.direct_dweight() && p.dweight_lies.stride == p.depth && !p.adds_dweight &&
-           p.group * p.classes * 2 >= HOSTING_BYTES;
+    return p.fused && p.dweight && p.direct_dweight() && p.dweight_lies.stride == p.depth && !p.adds_dweight;
 }
 
-/* Rows of a first group of which dweight hosts so much that the rest, f^2 / (f + room) of a row of all classes, takes
- * no more than a group of g rows does; `room` is the rows whose exponentials dweight would hold. */
-int64_t largest_first_group(int64_t g, int64_t room) {
+/* Rows f of a first group of which dweight hosts so much that what is left, of f / (f + host_rows) of the classes,
+ * takes no more than a group of g rows does. */
+int64_t largest_first_group(int64_t g, int64_t host_rows) {
     const double half = static_cast<double>(g) / 2;
-    return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(room)));
+    return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(host_rows)));
 }
 
 /* How many of the last classes' exponentials fit into what dweight has for the classes before: when those are to be
  * written, these have been used. */
-int64_t hosted_classes(const Plan &p, int64_t room) {
-    const int64_t least_before = ceil_div(p.classes * p.first_group, p.first_group + room) + 8; /* 8: of padding */
+int64_t hosted_classes(const Plan &p) {
+    const int64_t least_before = ceil_div(p.classes * p.first_group, p.first_group + p.host_rows) + 8; /* of padding */
     const int64_t before = rounded(least_before, fused::CLASSES);
     return before < p.classes ? p.classes - before : 0;
+}
+
+/* Compact: how many of the classes from v on make a slice whose dz fits into what dweight has for those behind it. */
+int64_t hosted_slice(const Plan &p, int64_t v) {
+    return p.host_rows * (p.classes - v) / (p.host_rows + p.rows) / fused::CLASSES * fused::CLASSES;
 }
 
 /* Fills in what follows from fast, group and slice. */
@@ -209,11 +214,11 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
     p->first_group = p->group;
     p->hosted = 0;
-    if (hosts(*p)) {
-        const int64_t room = p->depth * rafter_dtype_bytes(call->dweight.dtype) / 2;
-        const int64_t first = largest_first_group(p->group, room) / 256 * 256;
+    p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
+    if (p->exponentials() && p->host_rows > 0 && p->group * p->classes * bytes >= HOSTING_BYTES) {
+        const int64_t first = largest_first_group(p->group, p->host_rows) / 256 * 256;
         p->first_group = first >= p->rows || p->group >= p->rows ? p->rows : larger(first, p->group);
-        p->hosted = hosted_classes(*p, room);
+        p->hosted = hosted_classes(*p);
     }
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
