@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
-# The tests that need a GPU: every op's walk, tests/cuda/, the cases past 2^31 elements, and compute-sanitizer over a sample of
-# the small cases.
+# The tests that need a GPU: every op's walk, tests/cuda/, the cases past 2^31 elements, the bench's own columns, and
+# compute-sanitizer over a sample of the small cases.
 #
 #     tests/cuda.sh BUILD [STEP...]
 #
-# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, memcheck, racecheck, initcheck, synccheck; all of
-# them when none is named. EVERY (default 13) is the sample of the sanitizer's steps: one problem in so many. LIMIT is the most
-# seconds that a job may take. Ends with a line per job and, where one failed, the end of what it said; exit status 1 if any did,
-# 77 if there is no GPU.
+# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck, racecheck, initcheck,
+# synccheck; all of them when none is named. EVERY (default 13) is the sample of the sanitizer's steps, one problem in so many;
+# WALK (default 1) that of walk. LIMIT is the most seconds that a job may take. Ends with a line per job and, where one failed,
+# the end of what it said; exit status 1 if any did, 77 if there is no GPU.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(cd "${1:?the build directory is missing}" && pwd)
 shift
-steps=${*:-walk api large memcheck racecheck initcheck synccheck}
+steps=${*:-walk api large bench memcheck racecheck initcheck synccheck}
 every=${EVERY:-13}
+sample=${WALK:-1}
 logs=$build/cuda-tests
 walk=$build/tests/test_walk
 api=$build/tests/test_cuda
@@ -22,6 +23,7 @@ mkdir -p "$logs"
 mapfile -t ops < <(sed -n 's/^RAFTER_OP(\([a-z_]*\)).*/\1/p' "$root/src/ops/ops.inc")
 export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=4
 at_once=$(($(nproc) / 3 + 1))
+parts=$(($(nproc) / 4 + 1)) # that a walk is cut into: what takes long is the oracle, on the CPU
 
 # job NAME SECONDS COMMAND...: in the background, as soon as there is room for one more.
 job() {
@@ -32,9 +34,16 @@ job() {
     done
     {
         local start=$SECONDS
-        timeout "$limit" "$@" >"$logs/$name.log" 2>&1
+        if [ "$(type -t "$1")" = function ]; then "$@"; else timeout "$limit" "$@"; fi >"$logs/$name.log" 2>&1
         echo "$? $((SECONDS - start))" >"$logs/$name.end"
     } &
+}
+
+# walk NAME OP: the whole of it, in parts.
+walk() {
+    for ((part = 0; part < parts; part++)); do
+        OMP_NUM_THREADS=1 job "walk-$1-$part" 400 "$walk" "$2" --device cuda --every $((sample * parts)) --from $((sample * part))
+    done
 }
 
 sanitize() {
@@ -51,12 +60,35 @@ sanitize() {
     unset RAFTER_TEST_EXACT_MEMORY
 }
 
+# Rafter's columns of a quick table of every op are right, and `native` accumulates natively: it holds no fp32 copy of dW.
+bench() {
+    local out=$logs/bench rafter=$build/bench/rafter
+    mkdir -p "$out"
+    if "$rafter" info | grep '^CUDA *not usable'; then
+        return 77
+    fi
+    "$rafter" bench --device cuda --x 2048 --seconds 0.001 --providers rafter,fast,compact,native,mask,sp,bp,parallel,recurrence \
+        --csv "$out" || return
+    "$rafter" bench linear_cross_entropy --device cuda --preset seeds --table batch12288 --x 65536 --metric memory \
+        --providers fast,native --csv "$out" || return
+    if grep -l wrong "$out"/*.csv; then
+        return 1
+    fi
+    awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i }
+             NR == 2 { fast = $at["fast"]; native = $at["native"] }
+             END { printf "fast %.0f MiB, native %.0f MiB\n", fast, native; exit !(native > 0 && native + 900 < fast) }' \
+        "$out/lce-memory-fwd+bwd-batch12288-dim4096-bf16.csv"
+}
+
 for step in $steps; do
     case $step in
     walk)
-        for op in "${ops[@]}"; do job "walk-$op" 400 "$walk" "$op" --device cuda; done
+        at_once=$(nproc)
+        for op in "${ops[@]}"; do walk "$op" "$op"; done
         # what devices other than Hopper do
-        RAFTER_FUSED=0 job walk-linear_cross_entropy-unfused 400 "$walk" linear_cross_entropy --device cuda
+        RAFTER_FUSED=0 walk linear_cross_entropy-unfused linear_cross_entropy
+        wait
+        at_once=$(($(nproc) / 3 + 1))
         ;;
     api)
         job api 300 "$api"
@@ -68,6 +100,11 @@ for step in $steps; do
             OMP_NUM_THREADS=$(nproc) job "large-$op" 200 "$walk" "$op" --large --device cuda
             wait
         done
+        ;;
+    bench)
+        wait # it measures
+        job bench 100 bench
+        wait
         ;;
     memcheck | racecheck | initcheck | synccheck) sanitize "$step" ;;
     *)

@@ -3,11 +3,12 @@
  * over repeats, over 1, 2 and 3 threads and in a workspace of just the bytes asked for; finite differences of the
  * oracle itself.
  *
- *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N]
+ *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K]]
  *
  * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems
  * there; where there is no such device it says so and exits with 77, which ctest counts as skipped. --every takes one
- * problem in N, for runs under a checker that is slow.
+ * problem in N, for runs under a checker that is slow; --from the first of them (0), so that several runs share them.
+ * The oracle's own check belongs to the run that has the first.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -207,17 +208,17 @@ static void walk_finite_differences(const struct op_cases *op, int64_t index) {
     problem_free(&p);
 }
 
-static void walk_op(const struct op_cases *op, bool large, const char *only_variant, int64_t every) {
+static void walk_op(const struct op_cases *op, bool large, const char *only_variant, int64_t every, int64_t from) {
     if (large) {
         for (int64_t i = 0; i < op->count(); i++)
             walk_large(op, i);
         return;
     }
     int64_t differences = passed;
-    for (int64_t i = 0; i < op->count(); i++)
+    for (int64_t i = 0; i < op->count() && from == 0; i++)
         walk_finite_differences(op, i);
     differences = passed - differences;
-    verdict(differences > 0, &(problem){.op = op}, "oracle", "finite differences",
+    verdict(differences > 0 || from > 0, &(problem){.op = op}, "oracle", "finite differences",
             "no problem is small enough for them");
     const bool cuda = device.device_type == kDLCUDA;
     const char *variant;
@@ -230,7 +231,7 @@ static void walk_op(const struct op_cases *op, bool large, const char *only_vari
         rafter_context *without_memory = context_with(forced, 2, false);
         enum { COUNT = sizeof contexts / sizeof *contexts };
         const int64_t before = passed + failed;
-        for (int64_t i = 0; i < op->count(); i += every)
+        for (int64_t i = from; i < op->count(); i += every)
             walk_problem(op, i, variant, contexts, COUNT, without_memory);
         printf("%-22s %-11s %lld checks\n", op->op, variant, (long long)(passed + failed - before));
         fflush(stdout);
@@ -250,7 +251,7 @@ int main(int argc, char **argv) {
     unsetenv("RAFTER_VARIANT"); /* it would win over the variants forced here */
     bool large = false, named = false;
     const char *variant = NULL;
-    long long every = 1;
+    long long every = 1, from = 0;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
             large = true;
@@ -258,6 +259,8 @@ int main(int argc, char **argv) {
             variant = argv[++i];
         else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)
             every = atoll(argv[++i]);
+        else if (strcmp(argv[i], "--from") == 0 && i + 1 < argc)
+            from = atoll(argv[++i]);
         else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
             device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else
@@ -268,7 +271,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < argc; i++)
             wanted |= strcmp(argv[i], problem_ops[o]->op) == 0;
         if (wanted)
-            walk_op(problem_ops[o], large, variant, every > 1 ? every : 1);
+            walk_op(problem_ops[o], large, variant, every > 1 ? every : 1, from > 0 ? from : 0);
     }
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0 || passed == 0;

@@ -73,19 +73,16 @@ template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* Data that nobody on this chip reads soon. */
+/* Data that nobody on this chip reads soon. 16 bytes are one access, whatever the code around it: left to itself, the
+ * compiler has been seen to store the parts of a pack one by one, at four times the traffic to L2. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
-    *reinterpret_cast<W *>(p) = reinterpret_cast<const W &>(a);
-}
-
-/* The same as one access, whatever the code around it: where the parts of a pack come out of branches, the compiler has
- * been seen to store them one by one, at four times the traffic to L2. */
-template <typename T, int N> DEVICE void store_whole(T *p, const Pack<T, N> &a) {
-    static_assert(sizeof a == 16, "only the widest are at risk");
-    const uint4 w = reinterpret_cast<const uint4 &>(a);
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                 : "memory");
+    const W &w = reinterpret_cast<const W &>(a);
+    if constexpr (sizeof w == 16)
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                     : "memory");
+    else
+        *reinterpret_cast<W *>(p) = w;
 }
 
 /* Policies of L2 for data that another block reads soon, and for data that it need not hold on to. */

@@ -192,12 +192,20 @@ template <typename A> DEVICE A block_sum(A a) {
     return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : A{});
 }
 
-/* Labels that are not ignored, of every step-th from the first on. */
+/* Labels that are not ignored, of every step-th from the first on. Several are asked for before the first is looked
+ * at: left to itself, the compiler waits for each of them. */
 template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
+    constexpr int AT_ONCE = 8;
     int64_t counted = 0;
-#pragma unroll 8
-    for (int64_t row = first; row < loss.rows; row += step)
-        counted += static_cast<int64_t>(labels[row]) != loss.ignore_index;
+    for (int64_t row = first; row < loss.rows; row += AT_ONCE * step) {
+        int64_t label[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            label[k] = row + k * step < loss.rows ? labels[row + k * step] : loss.ignore_index;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            counted += label[k] != loss.ignore_index;
+    }
     return counted;
 }
 

@@ -1,7 +1,7 @@
 /*
  * act on CUDA: every input is read from memory once and every output written once.
  *
- *     elementwise       packs of 16 bytes, several in flight to a thread; anything strided or unaligned by the element
+ *     elementwise       a pack of 16 bytes to a thread; anything strided or unaligned by the element
  *     relu with a mask  eight elements and their byte of the mask to a thread
  *     softmax           lines of neighbouring elements: in the registers of 8 or 32 lanes where they fit
  *                       longer ones, and lines down a dimension whose neighbours are other lines: cuda/strips.cuh
@@ -16,8 +16,7 @@ namespace {
 
 enum { IN, DY, OUT }; /* the tensors of a Walk */
 
-constexpr int THREADS = 256;
-constexpr int IN_FLIGHT = 1; /* packs of an input that a thread loads before it uses the first: docs/perf/README.md */
+constexpr int THREADS = 128; /* a pack of 16 bytes to each: docs/perf/README.md */
 
 /* ---- elementwise kinds
  * ------------------------------------------------------------------------------------------------- */
@@ -44,31 +43,21 @@ DEVICE Pack<T, N> mapped(rafter_act_kind kind, const Pack<T, N> &in, const Pack<
 }
 
 /* Tensors of neighbouring elements: `packs` from the element `head` on, and `edges` single elements before and after
- * them. */
+ * them. What is wide belongs to the block, so that a thread adds 32 bits to it. */
 template <int KIND, bool FORWARD, int N, typename T>
 __global__ void __launch_bounds__(THREADS) map_flat(const Map<T> map, int head, int64_t packs, int edges) {
     const rafter_act_kind kind = KIND == ANY_KIND ? map.kind : (rafter_act_kind)KIND;
-    const int64_t first = (int64_t)blockIdx.x * (THREADS * IN_FLIGHT) + threadIdx.x;
-    Pack<T, N> in[IN_FLIGHT], dy[IN_FLIGHT];
-#pragma unroll
-    for (int k = 0; k < IN_FLIGHT; k++) {
-        const int64_t pack = first + k * THREADS, at = head + pack * N;
-        if (pack < packs) {
-            in[k] = load_once<T, N>(map.in + at);
-            if (!FORWARD)
-                dy[k] = load_once<T, N>(map.dy + at);
-        }
-    }
-#pragma unroll
-    for (int k = 0; k < IN_FLIGHT; k++) {
-        const int64_t pack = first + k * THREADS, at = head + pack * N;
-        if (pack < packs)
-            store_once(map.out + at, mapped<FORWARD>(kind, in[k], FORWARD ? in[k] : dy[k]));
+    const int64_t block = (int64_t)blockIdx.x * THREADS, at = head + block * N, left = packs - block;
+    const int mine = threadIdx.x * N;
+    if (threadIdx.x < (left < THREADS ? (unsigned)left : THREADS)) {
+        const Pack<T, N> in = load_once<T, N>(map.in + at + mine);
+        const Pack<T, N> dy = FORWARD ? in : load_once<T, N>(map.dy + at + mine);
+        store_once(map.out + at + mine, mapped<FORWARD>(kind, in, dy));
     }
     if (blockIdx.x == 0 && threadIdx.x < edges) {
-        const int64_t at = threadIdx.x < head ? threadIdx.x : threadIdx.x + packs * N;
-        const Pack<T, 1> x = load_once<T, 1>(map.in + at), d = FORWARD ? x : load_once<T, 1>(map.dy + at);
-        store_once(map.out + at, mapped<FORWARD>(kind, x, d));
+        const int64_t edge = threadIdx.x < head ? threadIdx.x : threadIdx.x + packs * N;
+        const Pack<T, 1> x = load_once<T, 1>(map.in + edge), d = FORWARD ? x : load_once<T, 1>(map.dy + edge);
+        store_once(map.out + edge, mapped<FORWARD>(kind, x, d));
     }
 }
 
@@ -114,39 +103,26 @@ DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
 template <typename T, bool FORWARD>
 __global__ void __launch_bounds__(THREADS) relu_masked(const T *in, uint8_t *mask, T *out, int64_t n) {
     constexpr int N = WIDE<T>, PARTS = 8 / N;
-    const int64_t bytes = n / 8;
-    const int64_t first = (int64_t)blockIdx.x * (THREADS * IN_FLIGHT) + threadIdx.x;
-    Pack<T, N> a[IN_FLIGHT][PARTS];
-    unsigned bits[IN_FLIGHT] = {};
+    const int64_t bytes = n / 8, byte = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (byte < bytes) {
+        unsigned bits = FORWARD ? 0 : __ldcs(mask + byte);
+        Pack<T, N> a[PARTS];
 #pragma unroll
-    for (int k = 0; k < IN_FLIGHT; k++) {
-        const int64_t byte = first + k * THREADS;
-        if (byte < bytes) {
-            if (!FORWARD)
-                bits[k] = __ldcs(mask + byte);
+        for (int p = 0; p < PARTS; p++)
+            a[p] = load_once<T, N>(in + byte * 8 + p * N);
 #pragma unroll
-            for (int p = 0; p < PARTS; p++)
-                a[k][p] = load_once<T, N>(in + byte * 8 + p * N);
-        }
-    }
+        for (int p = 0; p < PARTS; p++) {
 #pragma unroll
-    for (int k = 0; k < IN_FLIGHT; k++) {
-        const int64_t byte = first + k * THREADS;
-        if (byte < bytes) {
-#pragma unroll
-            for (int p = 0; p < PARTS; p++) {
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    const int bit = p * N + j;
-                    if (FORWARD)
-                        bits[k] |= (unsigned)passes(a[k][p].v[j]) << bit;
-                    a[k][p].v[j] = bits[k] >> bit & 1 ? a[k][p].v[j] : from_float<T>(0.0f);
-                }
-                store_once(out + byte * 8 + p * N, a[k][p]);
+            for (int j = 0; j < N; j++) {
+                const int bit = p * N + j;
+                if (FORWARD)
+                    bits |= (unsigned)passes(a[p].v[j]) << bit;
+                a[p].v[j] = bits >> bit & 1 ? a[p].v[j] : from_float<T>(0.0f);
             }
-            if (FORWARD)
-                __stcs(mask + byte, (uint8_t)bits[k]);
+            store_once(out + byte * 8 + p * N, a[p]);
         }
+        if (FORWARD)
+            __stcs(mask + byte, (uint8_t)bits);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0 && bytes * 8 < n)
         relu_byte<T, FORWARD>(in, mask + bytes, out, n - bytes * 8,
@@ -450,12 +426,11 @@ template <typename T> void launch_map(const rafter_context *context, Views &view
         for (int v = 0; v < views.count; v++)
             wide = wide && (reinterpret_cast<uintptr_t>(views.used[v]->data) - at) % 16 == 0;
         if (!wide)
-            return views.forward ? start(map_flat<ANY_KIND, true, 1, T>, n, THREADS * IN_FLIGHT, 0, n, 0)
-                                 : start(map_flat<ANY_KIND, false, 1, T>, n, THREADS * IN_FLIGHT, 0, n, 0);
+            return views.forward ? start(map_flat<ANY_KIND, true, 1, T>, n, THREADS, 0, n, 0)
+                                 : start(map_flat<ANY_KIND, false, 1, T>, n, THREADS, 0, n, 0);
         const int64_t packs = (n - head) / WIDE<T>;
         const auto flat = [&](auto *kernel) {
-            start(kernel, packs, THREADS * IN_FLIGHT, static_cast<int>(head), packs,
-                  static_cast<int>(n - packs * WIDE<T>));
+            start(kernel, packs, THREADS, static_cast<int>(head), packs, static_cast<int>(n - packs * WIDE<T>));
         };
         switch (views.kind) {
         case RAFTER_ACT_RELU:
@@ -495,8 +470,7 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
                       (reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out)) % 16 == 0;
     const rafter_view *const walked[3] = {used[0], NULL, used[1]};
     if (flat)
-        launch(context, {ceil_div(n, (int64_t)8 * THREADS * IN_FLIGHT), THREADS}, relu_masked<T, FORWARD>, in, mask,
-               out, n);
+        launch(context, {ceil_div(n, (int64_t)8 * THREADS), THREADS}, relu_masked<T, FORWARD>, in, mask, out, n);
     else
         launch(context, {ceil_div(n, (int64_t)8 * THREADS), THREADS}, relu_masked_strided<T, FORWARD>, in, mask, out,
                walk_over(walked, 0, dims), n);
@@ -534,7 +508,8 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
         if (packs <= 8)
             return in_registers(softmax_short<T, N, FORWARD, 8, 1, 4>, THREADS / 8 * 4);
         if (packs <= 16)
-            return in_registers(softmax_short<T, N, FORWARD, 8, 2, 2>, THREADS / 8 * 2);
+            return FORWARD ? in_registers(softmax_short<T, N, FORWARD, 8, 2, 1>, THREADS / 8)
+                           : in_registers(softmax_short<T, N, FORWARD, 16, 1, 2>, THREADS / 16 * 2);
         if (packs <= 32)
             return in_registers(softmax_short<T, N, FORWARD, 8, 4, 1>, THREADS / 8);
         if (packs <= 64)

@@ -293,7 +293,7 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
                 for (int k = 0; k < AHEAD<OPTIONS>; k++)
                     if (i + k * WARP < stretch.packs) {
                         const int64_t at = stretch.head + (i + k * WARP) * N;
-                        store_whole<T, N>(dz + at, writer.of(group.packs[k], at));
+                        store_once<T, N>(dz + at, writer.of(group.packs[k], at));
                     }
             }
             writer.write_edges(dz, stretch, lane, WARP);
@@ -384,10 +384,10 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
     const float lse = row < loss.rows ? loss.lse.get(row) : 0.0f;
-    wait_for_previous_kernel();
-    const double common = common_factor(c);
     const int64_t label = loss.class_of(loaded);
     const float given = label >= 0 ? lse : 0.0f, z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    wait_for_previous_kernel();
+    const double common = common_factor(c); /* while the label's logit is on its way */
     RowGradient gradient = gradient_unread(label);
     if (label >= 0 && lse_serves<T>(given))
         gradient = gradient_from_lse(loss, common, row, label, z_label, given);
@@ -428,7 +428,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_c
     for (int k = 0; k < GRADIENT_PACKS; k++)
         if (first + k * GRADIENT_THREADS < stretch.packs) {
             const int64_t at = stretch.head + (first + k * GRADIENT_THREADS) * N;
-            store_whole<T, N>(dz + at, writer.of(packs[k], at));
+            store_once<T, N>(dz + at, writer.of(packs[k], at));
         }
     if (part == 0)
         writer.write_edges(dz, stretch, threadIdx.x, GRADIENT_THREADS);
@@ -443,24 +443,26 @@ __global__ __launch_bounds__(ROW_THREADS) void terms(const __grid_constant__ Cal
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
+    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
+    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
     wait_for_previous_kernel();
-    const double common = common_factor(c);
-    const int64_t label = loss.class_of(loaded);
+    const double common = common_factor(c); /* while the label's logit is on its way */
     if (label >= 0)
-        of_row[row] = {terms_of(loss, common, row, label), to_float(c.z.at<const T>(row)[label])};
+        of_row[row] = {terms_of(loss, common, row, label), z_label};
     else if (row < loss.rows && !loss.forward) /* else `finish` does it */
         write_unread(loss, row, label, nullptr);
 }
 
-/* How a block holds a row: so many packs of a thread in registers, the others in shared memory. */
-template <int MOST_THREADS_, int PER_SM_, int IN_REGISTERS_> struct Shape {
-    static constexpr int THREADS = MOST_THREADS_, PER_SM = PER_SM_, IN_REGISTERS = IN_REGISTERS_;
+/* How a block holds a row: so many packs of a thread in registers, the others in shared memory, of which it waits for
+ * COPIED at a time. */
+template <int MOST_THREADS_, int PER_SM_, int IN_REGISTERS_, int COPIED_> struct Shape {
+    static constexpr int THREADS = MOST_THREADS_, PER_SM = PER_SM_, IN_REGISTERS = IN_REGISTERS_, COPIED = COPIED_;
 };
-typedef Shape<512, 2, 2> Half;   /* two blocks to an SM, at least */
-typedef Shape<1024, 1, 4> Whole; /* one */
-
-constexpr int COPIED = 2; /* packs that a thread waits for at a time */
+/* From short rows to long ones; the last holds those that need every register too. */
+typedef Shape<512, 3, 2, 2> Third;
+typedef Shape<512, 2, 4, 4> Half;
+typedef Shape<512, 1, 4, 4> Whole;
+typedef Shape<1024, 1, 4, 4> Crowded;
 
 template <typename T, int OPTIONS, class Shape>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ Call c,
@@ -468,30 +470,33 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
                                                                          Gathered<OPTIONS> *stats) {
     extern __shared__ uint4 slot_memory[];
     __shared__ Terms known;
-    constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS;
+    constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED;
     const Loss &loss = c.loss;
     const int thread = threadIdx.x, threads = blockDim.x;
     const int64_t row = blockIdx.x;
     const Stretch<const T> stretch(c.z.at<const T>(row), loss.classes);
     T *const dz = c.dz.at<T>(row);
     const int64_t loaded = loss.load_label(row); /* before the row, or it would come behind it */
-    Group<T, COPIED> own[OWN / COPIED];
-#pragma unroll
-    for (int k = 0; k < OWN; k += COPIED)
-        own[k / COPIED].load(stretch, thread + k * threads, threads);
+    Group<T, OWN> own;
+    own.load(stretch, thread, threads);
 
     /* No other thread ever touches the slot of a pack: each waits for its own copies alone. */
-    const auto slot_of = [=](int i) { return reinterpret_cast<Pack<T, N> *>(slot_memory) + (i - OWN * threads); };
     const int packs = static_cast<int>(stretch.packs), first = OWN * threads + thread, step = COPIED * threads;
+    Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * threads; /* of pack i: slots[i] */
+    /* Up to here all threads have a whole group: no more questions. */
+    const int whole = packs < OWN * threads ? 0 : packs - (packs - OWN * threads) % step;
     int groups = 0;
     const auto fetch = [&] {
-        for (int i = first; i < packs; i += step, groups++) {
+        int i = first;
+        for (; i < whole; i += step, groups++) {
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
-                if (i + k * threads < packs)
-                    copy_async<T, N>(slot_of(i + k * threads), stretch.body + int64_t(i + k * threads) * N);
+                copy_async<T, N>(slots + i + k * threads, stretch.body + int64_t(i + k * threads) * N);
             copy_commit();
         }
+        for (; i < packs; i += threads)
+            copy_async<T, N>(slots + i, stretch.body + int64_t(i) * N);
+        copy_commit();
     };
     if (Shape::PER_SM == 1) /* alone on its SM: no other block makes use of the wait for the label */
         fetch();
@@ -508,19 +513,24 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         copy_commit();
         Gathered<OPTIONS> g = none<OPTIONS>();
         add_edges(g, stretch, 0, thread, threads, loss);
-#pragma unroll
-        for (int k = 0; k < OWN; k += COPIED)
-            if (thread + k * threads < packs)
-                own[k / COPIED].add_to(g, stretch, 0, thread + k * threads, threads, loss);
-        for (int i = first; i < packs; i += step) {
-            copy_wait_all_but(groups--);
-            Group<T, COPIED> group;
+        if (thread < packs)
+            own.add_to(g, stretch, 0, thread, threads, loss);
+        Group<T, COPIED> group;
+        int i = first;
+        for (; i < whole; i += step) {
+            copy_wait_all_but(1 + groups--);
 #pragma unroll
             for (int k = 0; k < COPIED; k++)
-                group.packs[k] = i + k * threads < packs ? *slot_of(i + k * threads) : all_of<T, N>(-INFINITY);
-            group.add_to(g, stretch, 0, i, threads, loss);
+                group.packs[k] = slots[i + k * threads];
+            add(g, group.packs, COPIED, stretch.head + int64_t(i) * N, int64_t(threads) * N, loss);
         }
         copy_wait<0>();
+        if (i < packs) {
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                group.packs[k] = i + k * threads < packs ? slots[i + k * threads] : all_of<T, N>(-INFINITY);
+            group.add_to(g, stretch, 0, i, threads, loss);
+        }
         g = merge_block(g, loss.scale);
         const float sum = g.s.max == INFINITY ? NAN : g.s.sum;
         if (sum == 0.0f)
@@ -534,16 +544,30 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
         copy_wait<0>();
     }
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
-    for (int i = first; i < packs; i += threads) {
-        const int64_t at = stretch.head + int64_t(i) * N;
-        store_whole<T, N>(dz + at, writer.of(load_once<T, N>(slot_of(i)->v), at));
-    }
+    T *const body = dz + stretch.head;
+    if (gradient.constant) {
+        for (int i = thread; i < packs; i += threads)
+            store_once<T, N>(body + int64_t(i) * N, all_of<T, N>(gradient.p));
+    } else {
+        const auto write = [&](int i, const Pack<T, N> &pack) {
+            store_once<T, N>(body + int64_t(i) * N, writer.columns.of(pack, stretch.head + int64_t(i) * N, loss));
+        };
+        int i = first;
+        for (; i < whole; i += step)
 #pragma unroll
-    for (int k = 0; k < OWN; k++)
-        if (thread + k * threads < packs) {
-            const int64_t at = stretch.head + int64_t(thread + k * threads) * N;
-            store_whole<T, N>(dz + at, writer.of(own[k / COPIED].packs[k % COPIED], at));
-        }
+            for (int k = 0; k < COPIED; k++)
+                write(i + k * threads, load_once<T, N>(slots[i + k * threads].v));
+        for (; i < packs; i += threads)
+            write(i, load_once<T, N>(slots[i].v));
+#pragma unroll
+        for (int k = 0; k < OWN; k++)
+            if (thread + k * threads < packs)
+                write(thread + k * threads, own.packs[k]);
+        /* The label's column once more, by the thread that has written its pack. */
+        const int64_t at = label - stretch.head;
+        if (at >= 0 && at < int64_t(packs) * N && static_cast<int>(at / N) % threads == thread)
+            dz[label] = from_float<T>(gradient.at_label);
+    }
     writer.write_edges(dz, stretch, thread, threads);
 }
 
@@ -588,7 +612,7 @@ struct Plan {
     int64_t warp_blocks;            /* BY_WARPS */
     int64_t parts, part;            /* statistics: of a row; elements of one */
     int threads;                    /* of statistics, or on_chip */
-    bool whole;                     /* on_chip: a block takes a whole SM */
+    int shape;                      /* on_chip: of Third, Half, ... */
     size_t shared;                  /* on_chip */
     int64_t row_blocks, grad_parts; /* blocks of kernels that take a thread to a row; of gradients to a row */
 };
@@ -600,6 +624,16 @@ template <class Shape> bool fits(const rafter_cuda_state *state, int64_t packs, 
     const int64_t slots = packs - Shape::IN_REGISTERS * plan->threads;
     plan->shared = slots > 0 ? static_cast<size_t>(slots) * 16 : 0;
     return int64_t(plan->shared) <= (state->shared_bytes + reserved) / Shape::PER_SM - reserved - own;
+}
+
+bool fits_on_chip(const rafter_cuda_state *state, int64_t packs, Plan *plan) {
+    plan->shape = 0;
+    for (const auto fits_shape : {fits<Third>, fits<Half>, fits<Whole>, fits<Crowded>}) {
+        if (fits_shape(state, packs, plan))
+            return true;
+        plan->shape++;
+    }
+    return false;
 }
 
 /* Rows that are few are cut, so that all SMs have their part. By shape alone: the same bits everywhere. */
@@ -634,11 +668,8 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
         plan.warp_blocks = blocks == 0 ? 1 : blocks < most ? blocks : most;
     } else if (from_lse) {
         plan.kind = FROM_LSE;
-    } else if (c.gradient && 2 * rows >= state->multiprocessors && fits<Half>(state, bytes / 16, &plan)) {
+    } else if (c.gradient && 2 * rows >= state->multiprocessors && fits_on_chip(state, bytes / 16, &plan)) {
         plan.kind = ON_CHIP;
-    } else if (c.gradient && 2 * rows >= state->multiprocessors && fits<Whole>(state, bytes / 16, &plan)) {
-        plan.kind = ON_CHIP;
-        plan.whole = true;
     } else {
         plan.kind = c.gradient ? READ_TWICE : FORWARD;
         if (rows > 0)
@@ -719,9 +750,11 @@ void launch_rows(Sequence &sequence, const Call &c, const Plan &plan, const Plac
     if (plan.kind == FROM_LSE)
         sequence.run(rows, coefficients<T, IN_BACKWARD<OPTIONS>>, c, at.coefficients);
     if (plan.kind == ON_CHIP) {
+        void (*const shapes[])(Call, const Terms *,
+                               Gathered<OPTIONS> *) = {on_chip<T, OPTIONS, Third>, on_chip<T, OPTIONS, Half>,
+                                                       on_chip<T, OPTIONS, Whole>, on_chip<T, OPTIONS, Crowded>};
         sequence.run(rows, terms<T>, c, at.terms);
-        sequence.run(Launch{c.loss.rows, plan.threads, plan.shared},
-                     plan.whole ? on_chip<T, OPTIONS, Whole> : on_chip<T, OPTIONS, Half>, c, at.terms, stats);
+        sequence.run(Launch{c.loss.rows, plan.threads, plan.shared}, shapes[plan.shape], c, at.terms, stats);
     }
     if (plan.kind != FROM_LSE && (plan.kind != ON_CHIP || c.loss.forward))
         sequence.run(rows, finish<T, OPTIONS>, c, parts, stats, at.terms, at.coefficients);
