@@ -12,7 +12,8 @@
  * the block's 128 rows of x and half of the classes' rows of W, the latter into both blocks; two warpgroups multiply,
  * 64 rows each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned
  * into results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick:
- * what is read of the rows has been read before. (A tile to each warpgroup, in turn, hides it; but the tiles are
+ * what is read of the rows has been read before, and what is written leaves through shared memory by the copy engine,
+ * 64 columns of a warp's 16 rows at a time. (A tile to each warpgroup, in turn, hides it; but the tiles are
  * narrower then, and lose more than that: docs/perf/linear_cross_entropy.md.)
  */
 #ifndef RAFTER_LCE_FUSED_CUH
