@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Host time per call of Rafter's functions beside torch's own, on the smallest row of every table: what Python, the dispatcher,
-autograd and the launch cost before the device does anything. Forward without and with gradients wanted, then forward and backward.
+autograd and the launch cost before the device does anything. Forward without and with gradients wanted, then forward and backward;
+last what a call is made of.
 
     PYTHONPATH=build/python bench/torch_host_cost.py [--device cuda]
 
@@ -35,18 +36,22 @@ def microseconds(calls, device, rounds, repeats=30):  # so few repeats that the 
 
 
 def rows(device, grad):
-    """Name, the tensors that get a gradient, our call and theirs."""
+    """Name, the tensors that get a gradient, our call and theirs: the smallest rows of tests/seeds.txt, or on the CPU a few numbers."""
     small = device == "cpu"
     dtype = torch.float32 if small else torch.bfloat16
 
-    def tensor(*shape, kind=dtype):
-        return torch.randn(*shape, device=device, dtype=kind).requires_grad_(grad)
+    def tensor(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype).requires_grad_(grad)
 
-    logits, target = tensor(*(4, 8) if small else (4096, 1024)), torch.randint(0, 8, (4 if small else 4096,), device=device)
-    hidden, weight = tensor(*(4, 8) if small else (4096, 1024)), tensor(*(8, 8) if small else (1024, 1024))
-    cube = tensor(*(2, 4, 8) if small else (12, 1024, 128))
-    block = tensor(*(2, 2, 4, 8) if small else (4, 16, 128, 128))
-    sequence = tensor(*(2, 4, 2, 8) if small else (4, 128, 16, 128))
+    def labels(rows, classes):
+        return torch.randint(0, classes, (rows,), device=device)
+
+    logits, target = (tensor(4, 8), labels(4, 8)) if small else (tensor(4096, 1024), labels(4096, 1024))
+    hidden, weight, label = ((tensor(4, 8), tensor(8, 8), labels(4, 8)) if small else
+                             (tensor(12288, 4096), tensor(1024, 4096), labels(12288, 1024)))
+    cube = tensor(*(2, 4, 8) if small else (4, 1024, 1024))
+    block = tensor(*(2, 2, 4, 8) if small else (12, 12, 256, 128))
+    sequence = tensor(*(2, 4, 2, 8) if small else (12, 256, 12, 128))
     theta = torch.rand(sequence.shape[2], sequence.shape[3], device=device)
 
     def encode(x):
@@ -54,15 +59,49 @@ def rows(device, grad):
         return torch.cat([x * angle.cos(), x * angle.sin()], -1)
 
     yield "cross_entropy", [logits], lambda: rafter.cross_entropy(logits, target), lambda: F.cross_entropy(logits, target)
-    yield ("linear_cross_entropy", [hidden, weight], lambda: rafter.linear_cross_entropy(hidden, weight, target),
-           lambda: F.cross_entropy(F.linear(hidden, weight), target))
+    yield ("linear_cross_entropy", [hidden, weight], lambda: rafter.linear_cross_entropy(hidden, weight, label),
+           lambda: F.cross_entropy(F.linear(hidden, weight), label))
     yield "logsumexp", [cube], lambda: rafter.logsumexp(cube, -1), lambda: torch.logsumexp(cube, -1)
     yield "softmax dim -1", [block], lambda: rafter.softmax(block, -1), lambda: F.softmax(block, -1)
     yield "softmax dim -2", [block], lambda: rafter.softmax(block, -2), lambda: F.softmax(block, -2)
     yield "silu", [block], lambda: rafter.silu(block), lambda: F.silu(block)
     yield "sigmoid", [block], lambda: rafter.sigmoid(block), lambda: torch.sigmoid(block)
     yield "relu", [block], lambda: rafter.relu(block), lambda: F.relu(block)
-    yield "lrpe_cosine", [sequence], lambda: rafter.lrpe_cosine(sequence, theta), lambda: encode(sequence)
+    for kind, dim, f in (("none", None, lambda x: x), ("silu", None, F.silu), ("softmax", -1, lambda x: F.softmax(x, -1)),
+                         ("softmax", 1, lambda x: F.softmax(x, 1))):
+        yield (f"lrpe_cosine {kind}" + (f" dim {dim}" if dim else ""), [sequence],
+               lambda kind=kind, dim=dim: rafter.lrpe_cosine(sequence, theta, act=kind, dim=dim), lambda f=f: encode(f(sequence)))
+
+
+def parts(device):
+    """What a call of silu is made of, from the inside out, and what PyTorch's own costs: name and call."""
+    plain = torch.randn(*(2, 2, 4, 8) if device == "cpu" else (12, 12, 256, 128), device=device)
+    leaf, result = plain.clone().requires_grad_(), plain.clone()
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return result
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    class Saving(Nothing):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return result
+
+    raw = rafter._formulas.act.raw
+    yield "allocating the result", lambda: torch.empty_like(plain)
+    yield "the op below autograd", lambda: raw(plain, 3)
+    yield "rafter.silu", lambda: rafter.silu(plain)
+    yield "F.silu", lambda: F.silu(plain)
+    yield "a Function of nothing", lambda: rafter._ops.direct(Nothing)(leaf)
+    yield "the same, saving its input", lambda: rafter._ops.direct(Saving)(leaf)
+    yield "rafter.silu with gradient", lambda: rafter.silu(leaf)
+    yield "F.silu with gradient", lambda: F.silu(leaf)
 
 
 def with_backward(call, tensors):
@@ -86,6 +125,10 @@ def main():
                 calls = [with_backward(call, tensors) for call in calls]
             mine, other = microseconds(calls, device, options.rounds)
             print(f"{name:<24}{mine:>9.2f}{other:>9.2f}{mine - other:>+9.2f}", flush=True)
+    names, calls = zip(*parts(device))
+    print()
+    for name, cost in zip(names, microseconds(calls, device, options.rounds)):
+        print(f"{name:<28}{cost:>9.2f}")
 
 
 if __name__ == "__main__":

@@ -46,15 +46,20 @@ class _ActEager(dict):
         kind, dim = key
         raw, raw_backward = act.raw, below_autograd("act_backward")
 
-        def forward(ctx, x):
+        def keeping_input(ctx, x):
+            ctx.save_for_backward(x)
+            return raw(x, kind, dim)
+
+        def keeping_result(ctx, x):
             y = raw(x, kind, dim)
-            ctx.save_for_backward(y if kind in FROM_RESULT else x)
+            ctx.save_for_backward(y)
             return y
 
         @once
         def backward(ctx, dy):
             return (raw_backward(dy, *ctx.saved_tensors, kind, dim),)
 
+        forward = keeping_result if kind in FROM_RESULT else keeping_input
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self[key] = made = direct(type(("none", "relu", "sigmoid", "silu", "softmax")[kind], (torch.autograd.Function,), members))
         return made

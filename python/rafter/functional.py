@@ -1,5 +1,5 @@
 """The functions of Rafter. They take what torch.nn.functional's take, in the same places; everything more is by keyword."""
-from typing import NamedTuple, Optional, Sequence, Tuple, Union, overload
+from typing import NamedTuple, Optional, Protocol, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor
@@ -66,35 +66,38 @@ def _plain(*tensors):
 # ---- act
 
 
-def _pointwise(input, kind):
-    cls = type(input)
-    if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
-        return _subclasses.call(_formulas.act.op, input, kind)
-    if input.requires_grad and _grad_enabled():
-        return _act_eager[kind, 0](input)
-    return _act_raw(input, kind)
+class _Elementwise(Protocol):
+    def __call__(self, input: Tensor) -> Tensor: ...
 
 
-def relu(input: Tensor) -> Tensor:
-    """max(input, 0), as torch.nn.functional.relu; the derivative at 0 is 0."""
-    return _pointwise(input, 1)
+def _elementwise(kind: int, name: str, doc: str) -> _Elementwise:
+    """An activation. There is the least to compute here, and so the least between the caller and the op: one frame of Python."""
+    eager = _formulas.act_eager[kind, 0]
+
+    def function(input: Tensor) -> Tensor:
+        cls = type(input)
+        if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
+            return _subclasses.call(_formulas.act.op, input, kind)
+        if input.requires_grad and _grad_enabled():
+            return eager(input)
+        return _act_raw(input, kind)
+
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
 
 
-def sigmoid(input: Tensor) -> Tensor:
-    """1 / (1 + exp(-input)), as torch.sigmoid."""
-    return _pointwise(input, 2)
-
-
-def silu(input: Tensor) -> Tensor:
-    """input * sigmoid(input), as torch.nn.functional.silu."""
-    return _pointwise(input, 3)
+relu = _elementwise(1, "relu", "max(input, 0), as torch.nn.functional.relu; the derivative at 0 is 0.")
+sigmoid = _elementwise(2, "sigmoid", "1 / (1 + exp(-input)), as torch.sigmoid.")
+silu = _elementwise(3, "silu", "input * sigmoid(input), as torch.nn.functional.silu.")
 
 
 def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tensor:
     """As torch.nn.functional.softmax: over any dimension, without a transposing copy. `dtype` casts the input first."""
     if dtype is not None and dtype is not input.dtype:
         input = input.to(dtype)
-    if not _plain(input):
+    cls = type(input)
+    if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():
         return _subclasses.call(_formulas.act.op, input, 4, dim)
     if input.requires_grad and _grad_enabled():
         return _act_eager[4, dim](input)
@@ -108,7 +111,7 @@ def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
         return input
     if (dim is None) == (number == 4):
         raise ValueError(f"dim is {dim!r} with kind {kind!r}: softmax wants one, the others none")
-    return _pointwise(input, number) if dim is None else softmax(input, dim)
+    return softmax(input, dim) if dim is not None else (relu, sigmoid, silu)[number - 1](input)
 
 
 # ---- logsumexp

@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREAD_BITS = 8, THREADS = 1 << THREAD_BITS;
 
 /* ---- a call, as kernels take it
  * ---------------------------------------------------------------------------------------- */
@@ -48,8 +48,11 @@ template <typename T> struct Call {
     bool positions_are_64_bit;
     int64_t positions_b, positions_n, offset;
 
+    DEVICE float theta_at(int64_t h, int64_t d) const {
+        return number_at(theta, theta_dtype, h * theta_h + d * theta_d);
+    }
     DEVICE Turns turns(int64_t h, int64_t d) const {
-        return turns_of(number_at(theta, theta_dtype, h * theta_h + d * theta_d));
+        return turns_of(theta_at(h, d));
     }
     DEVICE int64_t position(int64_t b, int64_t n) const {
         if (!positions)
@@ -68,21 +71,61 @@ enum {
     ANY = -1
 }; /* ANY, as a template's argument: the one that the walk names */
 
-/* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. */
+/* How a call is cut: blocks take `across` packs side by side, `rows` tokens and `batch` sequences. A head is given
+ * `lanes` threads, some of them idle, of which one tile holds a part, or whose heads one tile holds several of. */
 struct Walk4 {
-    int across, lanes; /* threads side by side in a block; threads that a head is given, some of them idle */
+    int across_bits, lanes; /* across = 2^across_bits; lanes: across times a whole number, or a power of two below */
+    int lane_bits, heads;   /* of a tile: log2 of a head's threads, and heads */
     int f, batch;
-    int64_t tiles, row_chunks, batch_chunks, rows;
+    Divisor tiles, tiles_of_head, row_chunks;
+    int64_t batch_chunks, rows;
     const float *statistics; /* GIVEN: of each line [B, N, H] the maximum, 1 / sum, and in backward the sum of p g */
     double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
+
+    __host__ __device__ int across() const {
+        return 1 << across_bits;
+    }
+    /* The head and the pack of it that thread `column` of a row has. */
+    struct Spot {
+        int64_t h, pack;
+    };
+    DEVICE Spot spot(unsigned tile, int column) const {
+        const unsigned head = tiles_of_head.quotient(tile);
+        return {(int64_t)head * heads + (column >> lane_bits),
+                (int64_t)(tile - head * tiles_of_head.number) * across() + (column & ((1 << lane_bits) - 1))};
+    }
+    int64_t blocks() const {
+        return (int64_t)tiles.number * row_chunks.number * batch_chunks;
+    }
 };
 
 /* ---- all but the softmax over the sequence
  * ----------------------------------------------------------------------------- */
 
-/* x becomes its softmax over the `lanes` lanes of a group, for COUNT lines at once. */
-template <typename T, int COUNT, int N> DEVICE void softmax_in_lanes(float (&x)[COUNT][N], int lanes) {
-    float max[COUNT], sum[COUNT];
+/* Sums over groups of `lanes` lanes, a power of two, for COUNT lines at once, and likewise maxima. All steps are made:
+ * one that would leave a group adds nothing, or compares a lane with itself. A branch around it would cost more. */
+template <int COUNT> DEVICE void sum_in_lanes(float (&x)[COUNT], int lanes) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float other = __shfl_xor_sync(~0u, x[i], step);
+            if (step < lanes)
+                x[i] += other;
+        }
+}
+template <int COUNT> DEVICE void max_in_lanes(float (&x)[COUNT], int lanes) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], step & (lanes - 1)));
+}
+
+/* x becomes its softmax over the `lanes` lanes of a group, times what is returned in `sum`, for COUNT lines at once. */
+template <typename T, int COUNT, int N>
+DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int lanes) {
+    float max[COUNT];
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         max[i] = -FLT_MAX;
@@ -91,160 +134,198 @@ template <typename T, int COUNT, int N> DEVICE void softmax_in_lanes(float (&x)[
         for (int j = 0; j < N; j++)
             max[i] = fmaxf(max[i], x[i][j]);
     }
-    for (int step = lanes / 2; step > 0; step /= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            max[i] = fmaxf(max[i], __shfl_xor_sync(~0u, max[i], step));
+    max_in_lanes(max, lanes);
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
 #pragma unroll
         for (int j = 0; j < N; j++)
             sum[i] += x[i][j] = exp_as<T>(x[i][j] - max[i]);
-    for (int step = lanes / 2; step > 0; step /= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            sum[i] += __shfl_xor_sync(~0u, sum[i], step);
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        const float scale = 1.0f / sum[i];
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            x[i][j] *= scale;
-    }
+    sum_in_lanes(sum, lanes);
 }
 
-/* As load_once_if, which the compiler schedules otherwise: that has not been timed here. */
-template <typename T, int N> DEVICE Pack<T, N> load_or(const T *p, bool has, float otherwise) {
-    if (has)
-        return load_once<T, N>(p);
-    Pack<T, N> pack;
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        pack.v[j] = from_float<T>(otherwise);
-    return pack;
-}
-
-/* Of `rotate`, the fastest by measurement: sequences whose packs a thread loads before it uses the first, and blocks
- * that share an SM's registers. */
-template <bool FORWARD, int F, bool DTHETA> struct Depth {
-    static constexpr bool ELEMENTWISE = F == RAFTER_ACT_RELU || F == RAFTER_ACT_SIGMOID || F == RAFTER_ACT_SILU;
-    static constexpr int AT_ONCE = FORWARD ? 4 : DTHETA ? 2 : F == FEATURES ? 1 : ELEMENTWISE ? 3 : 2;
-    static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : F == FEATURES ? 4 : ELEMENTWISE ? 2 : 3;
+/* Of `rotate`, the fastest by measurement: sequences that are worked on side by side, groups of such that are worked on
+ * or whose packs are on their way, and blocks that share an SM. Elements of 2 bytes by themselves cannot be copied
+ * while the thread goes on, and so have no stages: those of some sequences are loaded together. */
+template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Depth {
+    static constexpr bool COPIES = sizeof(Pack<T, N>) >= 4;
+    static constexpr int INPUTS = FORWARD ? 1 : 3;
+    static constexpr int TOGETHER = !COPIES ? 4 : FORWARD ? 2 : 1;
+    static constexpr int STAGES = COPIES ? 4 : 0;
+    static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : 4;
+    typedef Pack<T, N> Stage[TOGETHER][INPUTS][THREADS]; /* each thread copies its own, and nobody else reads them */
 };
 
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
-__global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
+__global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_SM)
     rotate(const Call<T> call, const Walk4 walk) {
-    constexpr int INPUTS = FORWARD ? 1 : 3;
-    constexpr int AT_ONCE = Depth<FORWARD, F, DTHETA>::AT_ONCE;
-    constexpr int TOGETHER = FORWARD ? 2 : 1; /* of them that are worked on at a time */
-    __shared__ Turns turns[N * WARP];         /* [element of a pack][pack] */
+    typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
+    constexpr int INPUTS = Depth::INPUTS, TOGETHER = Depth::TOGETHER, STAGES = Depth::STAGES;
+    extern __shared__ __align__(16) char dynamic[];
+    typename Depth::Stage *const stages = reinterpret_cast<typename Depth::Stage *>(dynamic);
+    __shared__ Turns turns[N * WARP]; /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
-    const int f = F == ANY ? walk.f : F, across = walk.across, column = threadIdx.x % across, step = THREADS / across;
+    const int f = F == ANY ? walk.f : F, across = walk.across(), column = threadIdx.x & (across - 1);
+    const int step_bits = THREAD_BITS - walk.across_bits, step = 1 << step_bits, line = threadIdx.x >> walk.across_bits;
     const bool softmax = f >= FEATURES, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
-    const int64_t tile = blockIdx.x % walk.tiles, chunk = blockIdx.x / walk.tiles;
-    const int64_t top = chunk % walk.row_chunks * walk.rows,
+    const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
+    const unsigned batch_chunk = walk.row_chunks.quotient(chunk);
+    const int64_t top = (int64_t)(chunk - batch_chunk * walk.row_chunks.number) * walk.rows,
                   bottom = top + walk.rows < call.length ? top + walk.rows : call.length;
-    const int64_t first_b = chunk / walk.row_chunks * walk.batch, left = call.batch - first_b;
+    const int64_t first_b = (int64_t)batch_chunk * walk.batch, left = call.batch - first_b;
     const int sequences = left < walk.batch ? (int)left : walk.batch;
-    const int64_t place = tile * across + column, h = place / walk.lanes, d = place % walk.lanes * N;
+    const Walk4::Spot spot = walk.spot(tile, column);
+    const int64_t h = spot.h, d = spot.pack * N;
     const bool active = h < call.heads && d < call.features;
+    /* Features of packs are next to each other. */
+    const auto feature = [](int64_t i, const Strides &of) { return N > 1 ? i : i * of.d; };
+    const auto offset = [&](int64_t n, const Strides &of) {
+        return first_b * of.b + n * of.n + h * of.h + feature(d, of);
+    };
+    const int64_t half = feature(call.features, call.y_step); /* from a cosine of y or dy to its sine */
 
-    for (int i = threadIdx.x; i < N * across; i += THREADS) {
-        const int64_t at = tile * across + i % across, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i / across;
-        turns[i] = at_h < call.heads && at_d < call.features ? call.turns(at_h, at_d) : Turns();
+    /* On its way first of all: the table of angles waits for it, and everything for the table. */
+    static_assert(N * WARP <= THREADS, "an entry of the table to a thread");
+    const float theta = active && line < N ? call.theta_at(h, d + line) : 0.0f;
+
+    /* Where the packs of the next sequences are, and behind the last one those of the thread's next token: calls
+     * take(sequence, input, from, whether it is there) for each. */
+    const int64_t first_n = top + line;
+    const T *x = call.x + offset(first_n, call.x_step), *dy = call.dy + offset(first_n, call.y_step);
+    const int last = (sequences - 1) / TOGETHER * TOGETHER; /* the first of the last group */
+    const int64_t x_back = step * call.x_step.n - last * call.x_step.b,
+                  dy_back = step * call.y_step.n - last * call.y_step.b;
+    int tokens_left = active && first_n < bottom ? (int)((bottom - first_n + step - 1) >> step_bits) : 0, taken = 0;
+    const auto next = [&](auto take) {
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            const bool there = tokens_left > 0 && (k == 0 || taken + k < sequences);
+            if (reads_x)
+                take(k, 0, x + k * call.x_step.b, there);
+            if constexpr (!FORWARD) {
+                take(k, 1, dy + k * call.y_step.b, there);
+                take(k, 2, dy + k * call.y_step.b + half, there);
+            }
+        }
+        const bool were_last = taken == last;
+        x += were_last ? x_back : TOGETHER * call.x_step.b;
+        dy += were_last ? dy_back : TOGETHER * call.y_step.b;
+        tokens_left -= were_last;
+        taken = were_last ? 0 : taken + TOGETHER;
+    };
+    const auto ask = [&](int stage) {
+        next([&](int k, int input, const T *from, bool there) {
+            if (there)
+                copy_async(&stages[stage][k][input][threadIdx.x], from);
+        });
+        copy_commit();
+    };
+    const auto otherwise = [&](int input) { return all_of<T, N>(softmax && input == 0 ? -INFINITY : 0.0f); };
+    if constexpr (Depth::COPIES) {
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++)
+            ask(i);
+        /* Of lanes behind the last feature, what leaves the others' sums as they are. A thread without a token works
+         * on whatever lies there, and stores nothing. */
+        if (f == FEATURES && !active)
+            for (int i = 0; i < STAGES * TOGETHER * INPUTS; i++)
+                reinterpret_cast<Pack<T, N> *>(dynamic)[i * THREADS + threadIdx.x] = otherwise(i % INPUTS);
     }
+
+    if (line < N)
+        turns[line * across + column] = turns_of(theta);
     __syncthreads();
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
-    const int64_t half = call.features * call.y_step.d; /* from a cosine of y or dy to its sine */
     double moment[DTHETA ? N : 1] = {};
+    int stage = 0;
     for (int64_t row = top; row < bottom; row += step) {
-        const int64_t n = row + threadIdx.x / across;
+        const int64_t n = row + line;
         const bool has = active && n < bottom;
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
         sincos_of<false>(turns + column, across, position, sine, cosine);
 
-        const T *x = call.x + first_b * call.x_step.b + n * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
-        const T *dy = call.dy + first_b * call.y_step.b + n * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
-        T *out = call.out + first_b * out_step.b + n * out_step.n + h * out_step.h + d * out_step.d;
-        for (int b = 0; b < sequences; b += AT_ONCE) {
-            Pack<T, N> packs[AT_ONCE][INPUTS];
+        T *out = call.out + offset(n, out_step);
+#pragma unroll 1
+        for (int b = 0; b < sequences; b += TOGETHER) {
+            Pack<T, N> packs[TOGETHER][INPUTS];
+            if constexpr (Depth::COPIES) {
+                copy_wait<STAGES - 1>();
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const bool there = has && b + i < sequences;
-                if (reads_x)
-                    packs[i][0] = load_or<T, N>(x, there, softmax ? -INFINITY : 0.0f);
-                if constexpr (!FORWARD) {
-                    packs[i][1] = load_or<T, N>(dy, there, 0.0f);
-                    packs[i][2] = load_or<T, N>(dy + half, there, 0.0f);
-                }
-                x += call.x_step.b;
-                dy += call.y_step.b;
+                for (int i = 0; i < TOGETHER * INPUTS; i++)
+                    packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
+            } else {
+                next([&](int k, int input, const T *from, bool there) {
+                    packs[k][input] = there ? load_once<T, N>(from) : otherwise(input);
+                });
             }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i += TOGETHER) {
-                float v[TOGETHER][N], dot[TOGETHER] = {}; /* x, then f(x) of a softmax */
+            /* x, then f(x) of a softmax; and of one over features, unless forward, f(x) times sum */
+            float v[TOGETHER][N], sum[TOGETHER], dot[TOGETHER] = {};
+            if (reads_x)
 #pragma unroll
                 for (int k = 0; k < TOGETHER; k++)
-                    if (reads_x)
-                        unpack(packs[i + k][0], v[k]);
-                if (f == FEATURES)
-                    softmax_in_lanes<T>(v, walk.lanes);
+                    unpack(packs[k][0], v[k]);
+            if (f == FEATURES)
+                exponentials_in_lanes<T>(v, sum, walk.lanes);
 #pragma unroll
-                for (int k = 0; k < TOGETHER; k++) {
-                    const bool there = has && b + i + k < sequences;
-                    if (f == GIVEN && there) {
-                        const int64_t line = ((first_b + b + i + k) * call.length + n) * call.heads + h;
-                        const float *const given = walk.statistics + line * (FORWARD ? 2 : 3);
+            for (int k = 0; k < TOGETHER; k++) {
+                const bool there = has && (TOGETHER == 1 || b + k < sequences);
+                const float scale = f == FEATURES ? reciprocal_fast(sum[k]) : 1.0f; /* of 1 and more, or NaN */
+                if (f == GIVEN && there) {
+                    const int64_t given_line = ((first_b + b + k) * call.length + n) * call.heads + h;
+                    const float *const given = walk.statistics + given_line * (FORWARD ? 2 : 3);
 #pragma unroll
-                        for (int j = 0; j < N; j++)
-                            v[k][j] = exp_as<T>(v[k][j] - given[0]) * given[1];
-                        dot[k] = FORWARD ? 0.0f : given[2];
+                    for (int j = 0; j < N; j++)
+                        v[k][j] = exp_as<T>(v[k][j] - given[0]) * given[1];
+                    dot[k] = FORWARD ? 0.0f : given[2];
+                }
+                if constexpr (FORWARD) {
+                    float c[N], s[N];
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        const float value = softmax ? v[k][j] * scale : act_forward<T>((rafter_act_kind)f, v[k][j]);
+                        c[j] = value * cosine[j];
+                        s[j] = value * sine[j];
                     }
-                    if constexpr (FORWARD) {
-                        float c[N], s[N];
+                    if (there) {
+                        store_once(out, packed<T, N>(c));
+                        store_once(out + half, packed<T, N>(s));
+                    }
+                } else {
+                    float c[N], s[N], g[N], sums[1] = {};
+                    unpack(packs[k][1], c);
+                    unpack(packs[k][2], s);
 #pragma unroll
-                        for (int j = 0; j < N; j++) {
-                            const float value = softmax ? v[k][j] : act_forward<T>((rafter_act_kind)f, v[k][j]);
-                            c[j] = value * cosine[j];
-                            s[j] = value * sine[j];
-                        }
-                        if (there) {
-                            store_once(out, packed<T, N>(c));
-                            store_once(out + half, packed<T, N>(s));
-                        }
-                    } else {
-                        float c[N], s[N], g[N];
-                        unpack(packs[i + k][1], c);
-                        unpack(packs[i + k][2], s);
-#pragma unroll
-                        for (int j = 0; j < N; j++) {
-                            g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-                            if constexpr (DTHETA) {
-                                const float value = softmax ? v[k][j] : act_forward<T>((rafter_act_kind)f, v[k][j]);
-                                if (there)
-                                    turned[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], turned[j]);
-                            }
-                            if (f == FEATURES)
-                                dot[k] = fmaf(v[k][j], g[j], dot[k]);
+                    for (int j = 0; j < N; j++) {
+                        g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
+                        if constexpr (DTHETA) {
+                            const float value = softmax ? v[k][j] * scale : act_forward<T>((rafter_act_kind)f, v[k][j]);
+                            if (there)
+                                turned[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], turned[j]);
                         }
                         if (f == FEATURES)
-                            for (int apart = walk.lanes / 2; apart > 0; apart /= 2)
-                                dot[k] += __shfl_xor_sync(~0u, dot[k], apart);
-#pragma unroll
-                        for (int j = 0; j < N; j++)
-                            g[j] = softmax   ? v[k][j] * (g[j] - dot[k])
-                                   : reads_x ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
-                                             : g[j];
-                        if (there && (!DTHETA || call.out))
-                            store_once(out, packed<T, N>(g));
+                            sums[0] = fmaf(v[k][j], g[j], sums[0]);
                     }
-                    out += out_step.b;
+                    if (f == FEATURES) {
+                        sum_in_lanes(sums, walk.lanes);
+                        dot[k] = sums[0] * scale;
+                    }
+                    const float shift = dot[k] * scale;
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        g[j] = softmax   ? v[k][j] * fmaf(g[j], scale, -shift)
+                               : reads_x ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
+                                         : g[j];
+                    if (there && (!DTHETA || call.out))
+                        store_once(out, packed<T, N>(g));
                 }
+                out += out_step.b;
+            }
+            if constexpr (Depth::COPIES) {
+                ask(stage); /* all that was in it has been used */
+                stage = stage + 1 == STAGES ? 0 : stage + 1;
             }
         }
         if constexpr (DTHETA)
@@ -263,9 +344,10 @@ __global__ void __launch_bounds__(THREADS, Depth<FORWARD, F, DTHETA>::PER_SM)
             double sum = 0.0;
             for (int r = 0; r < step; r++)
                 sum += moments[r * across * N + i];
-            const int64_t at = tile * across + i / N, at_h = at / walk.lanes, at_d = at % walk.lanes * N + i % N;
-            if (at_h < call.heads && at_d < call.features)
-                walk.moments[(chunk * call.heads + at_h) * call.features + at_d] = sum;
+            const Walk4::Spot at = walk.spot(tile, i / N);
+            const int64_t at_d = at.pack * N + i % N;
+            if (at.h < call.heads && at_d < call.features)
+                walk.moments[(chunk * call.heads + at.h) * call.features + at_d] = sum;
         }
     }
 }
@@ -618,48 +700,57 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
     const int least = walk.f == FEATURES ? walk.lanes : 1;
-    walk.across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
-    walk.tiles = ceil_div(side_by_side, (int64_t)walk.across);
-    const int64_t step = THREADS / walk.across, wanted = (int64_t)state->multiprocessors * 8;
+    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
+    const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
+    while (walk.across() < across)
+        walk.across_bits++;
+    while (1 << walk.lane_bits < (walk.lanes < across ? walk.lanes : across))
+        walk.lane_bits++;
+    walk.heads = walk.lanes < across ? across / walk.lanes : 1;
+    walk.tiles = Divisor(tiles);
+    walk.tiles_of_head = Divisor(walk.lanes > across ? walk.lanes / across : 1);
+    const int64_t step = THREADS / across, wanted = (int64_t)state->multiprocessors * 8;
     if (bp) {
         walk.rows = call.length;
         walk.batch = 1;
     } else {
         /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
-        const int64_t most = from->dtheta.data    ? INT64_MAX / step
-                             : walk.f >= FEATURES ? 4
-                                                  : 1,
-                      steps = ceil_div(call.length, step);
-        const int64_t each = steps * walk.tiles / wanted;
+        const int64_t most = from->dtheta.data ? INT64_MAX / step : 1, steps = ceil_div(call.length, step);
+        const int64_t each = steps * tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
-        const int64_t blocks = walk.tiles * ceil_div(call.length, walk.rows);
+        const int64_t blocks = tiles * ceil_div(call.length, walk.rows);
         const int64_t at_a_time = (int64_t)state->multiprocessors * 3; /* one wave, not a little more than one */
         const int64_t pieces = blocks < at_a_time ? at_a_time / blocks : 1;
         const int64_t together = own_positions ? 1 : ceil_div(call.batch, pieces < call.batch ? pieces : call.batch);
         walk.batch = (int)(together < 4096 ? together : 4096);
     }
-    walk.row_chunks = ceil_div(call.length, walk.rows);
+    walk.row_chunks = Divisor(ceil_div(call.length, walk.rows));
     walk.batch_chunks = ceil_div(call.batch, (int64_t)walk.batch);
     return walk;
 }
 
+template <typename T, int N, bool FORWARD, int F, bool DTHETA>
+void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk) {
+    typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
+    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage)},
+           rotate<T, N, FORWARD, F, DTHETA>, call, walk);
+}
+
 template <typename T, int N, bool FORWARD>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk, bool dtheta) {
-    const Launch how = {walk.tiles * walk.row_chunks * walk.batch_chunks, THREADS};
     if constexpr (!FORWARD)
         if (dtheta)
-            return launch(context, how, rotate<T, N, false, ANY, true>, call, walk);
+            return launch_rotate<T, N, false, ANY, true>(context, call, walk);
     if constexpr (N == 1)
-        return launch(context, how, rotate<T, N, FORWARD, ANY, false>, call, walk);
+        return launch_rotate<T, N, FORWARD, ANY, false>(context, call, walk);
     else
         switch (walk.f) {
-        case RAFTER_ACT_NONE: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_NONE, false>, call, walk);
-        case RAFTER_ACT_RELU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_RELU, false>, call, walk);
-        case RAFTER_ACT_SIGMOID:
-            return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>, call, walk);
-        case RAFTER_ACT_SILU: return launch(context, how, rotate<T, N, FORWARD, RAFTER_ACT_SILU, false>, call, walk);
-        case FEATURES: return launch(context, how, rotate<T, N, FORWARD, FEATURES, false>, call, walk);
-        default: return launch(context, how, rotate<T, N, FORWARD, GIVEN, false>, call, walk);
+        case RAFTER_ACT_NONE: return launch_rotate<T, N, FORWARD, RAFTER_ACT_NONE, false>(context, call, walk);
+        case RAFTER_ACT_RELU: return launch_rotate<T, N, FORWARD, RAFTER_ACT_RELU, false>(context, call, walk);
+        case RAFTER_ACT_SIGMOID: return launch_rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>(context, call, walk);
+        case RAFTER_ACT_SILU: return launch_rotate<T, N, FORWARD, RAFTER_ACT_SILU, false>(context, call, walk);
+        case FEATURES: return launch_rotate<T, N, FORWARD, FEATURES, false>(context, call, walk);
+        default: return launch_rotate<T, N, FORWARD, GIVEN, false>(context, call, walk);
         }
 }
 
@@ -681,7 +772,7 @@ template <typename T, int N, bool FORWARD>
 rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from) {
     const Call<T> call = call_for<T>(from);
     Walk4 walk = plan_walk(context->cuda_state, from, call, N);
-    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks * walk.batch_chunks;
+    const int64_t lines = call.batch * call.length * call.heads, chunks = walk.row_chunks.number * walk.batch_chunks;
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(chunks * call.heads * call.features) * sizeof(double)) : 0;
     const size_t statistics = walk.f == GIVEN ? (size_t)(lines * (FORWARD ? 2 : 3)) * sizeof(float) : 0;
