@@ -144,6 +144,7 @@ static rafter_status open_context(rafter_context *context) {
     cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, state->device);
     cudaDeviceGetAttribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount, state->device);
     cudaDeviceGetAttribute(&state->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, state->device);
+    cudaDeviceGetAttribute(&state->cooperative, cudaDevAttrCooperativeLaunch, state->device);
     state->compute_capability = 10 * major + minor;
     state->l2_bytes = l2;
 

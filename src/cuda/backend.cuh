@@ -14,6 +14,7 @@ struct rafter_cuda_state {
     int multiprocessors;
     int compute_capability; /* 90 for 9.0 */
     int shared_bytes;       /* most shared memory of one block */
+    int cooperative;        /* whether kernels can ask for all their blocks to run at the same time */
     int64_t l2_bytes;
 
     /* Zero between calls: kernels that count arrivals set their counters back. */

@@ -7,13 +7,13 @@
  * order: while some are brought, others wait until the statistics of their strip are known, to which all blocks
  * contribute. The warps of a block share the work by kind:
  *
- *     mover       brings a tile into every slot that is free, and prepares the job's Table for it
+ *     mover       brings a tile into every slot that is free
  *     statistics  THREADS of them: those of each tile
  *     reporter    combines these and writes them to scratch memory
  *     merger      waits for those of a whole strip and publishes what they amount to: some lines of every so-many-th
  *                 strip
- *     results     GROUPS times THREADS, that take tiles in turns: each waits for what is published about its tile's
- *                 strip. Where registers hold a tile (HOLDS), it waits there, and its slot is free at once
+ *     results     GROUPS times THREADS, that take tiles in turns: a tile waits in their registers for what is published
+ *                 about its strip, while its slot is free for another
  *
  * Words in scratch memory say by themselves whether they have been written (EMPTY), so that nobody counts arrivals:
  * a fence of the whole device would take longer than a tile.
@@ -22,8 +22,10 @@
  * block has taken it, it is in a slot, and all that is ahead of it are its copy, and warps that take tiles in order and
  * wait for nothing else. If nobody has taken it, every slot of every block is full. One that holds a tile of an earlier
  * strip will be free, since that is published. So all would have to hold tiles of this strip, which has no more of them
- * than there are slots (conveyor_pays): the one that nobody has taken would not exist. All blocks have to run at once:
- * there are no more of them than multiprocessors.
+ * than there are slots (conveyor_pays): the one that nobody has taken would not exist. This wants all blocks to run at
+ * the same time, whatever else is on the device: two such kernels on half of the multiprocessors each would wait for
+ * each other's other half. So the launch is a cooperative one, which starts when there is room for all of its blocks;
+ * and there is one to a multiprocessor, which is what fits.
  */
 #ifndef RAFTER_CUDA_CONVEYOR_CUH
 #define RAFTER_CUDA_CONVEYOR_CUH
@@ -59,17 +61,17 @@ template <class Job> struct Conveyor {
     static constexpr int LINES = ACROSS * Job::LINES, COUNT = StatisticsOf<Job>::COUNT, WORDS = COUNT * LINES;
     static constexpr int ITEMS = Job::INPUTS == 1 ? 8 : 4, ROWS = ITEMS * STEP;  /* of a thread, of a tile */
     static constexpr int TILE = ITEMS * Job::THREADS, SLOT = Job::INPUTS * TILE; /* packs */
-    static constexpr bool HOLDS = !Job::HAS_TABLE; /* what has a table has no registers to spare */
-    static constexpr int GROUPS = Job::INPUTS <= 2 ? 2 : 1;
+    static constexpr int GROUPS = 2;
     static constexpr int MOVER = 0, MERGER = 1, REPORTER = 2, FIRST_WARP = 3; /* warps */
     static constexpr int STAGE = Job::THREADS / WARP, THREADS = (FIRST_WARP + (1 + GROUPS) * STAGE) * WARP;
-    static_assert(Job::N * sizeof(typename Job::T) == 16 && LINES == Job::MOST_LINES && LINES % WARP == 0, "");
+    static_assert(Job::N * sizeof(typename Job::T) == 16 && LINES == Job::MOST_LINES && LINES % WARP == 0 &&
+                      __is_empty(typename Job::Table),
+                  "what this file is for");
 
     typedef Pack<typename Job::T, Job::N> P;
     struct alignas(128) Slot {
         P tile[SLOT];
         Area<Job> area;
-        typename Job::Table table;
     };
     /* A block may have 227 KB, of which ConveyorShared takes some. */
     static constexpr int SLOTS = (223 << 10) / (int)sizeof(Slot);
@@ -97,20 +99,21 @@ template <class C, class Shared, class F> DEVICE void for_tiles(Shared &shared, 
     }
 }
 
-/* Items in registers. */
+/* A thread's items of a tile, in registers. */
 template <class Job> struct HeldItems {
     typedef Conveyor<Job> C;
     typename C::P held[C::ITEMS][Job::INPUTS];
-    int64_t row, down;
-    int count, step;
+    int64_t down = 0; /* from the place's first row */
+    int count, step = C::STEP;
 
-    DEVICE explicit HeldItems(const Items<Job> &items)
-        : row(items.row), down(items.down), count(items.count), step(items.step) {
+    /* left: rows of the strip from the thread's first on. */
+    DEVICE HeldItems(const typename C::P *tile, int thread, int64_t left) {
 #pragma unroll
         for (int i = 0; i < C::ITEMS; i++)
 #pragma unroll
             for (int input = 0; input < Job::INPUTS; input++)
-                held[i][input] = items.in(i, input);
+                held[i][input] = tile[input * C::TILE + i * Job::THREADS + thread];
+        count = left > C::ROWS - C::STEP ? C::ITEMS : left > 0 ? ((int)left - 1) / C::STEP + 1 : 0;
     }
     DEVICE const typename C::P &in(int i, int input) const {
         return held[i][input];
@@ -121,25 +124,31 @@ template <class Job> struct HeldItems {
             if (i < count)
                 f(i);
     }
+    /* 0, but not before all of the warp's items have come. To be added to the address of a barrier: an arrival would
+     * not wait for loads by itself, and the next tile has been seen to overtake them. gridDim.y is 1, which the
+     * compiler does not know. */
+    DEVICE unsigned come() const {
+        unsigned bits = 0;
+#pragma unroll
+        for (int i = 0; i < C::ITEMS; i++)
+#pragma unroll
+            for (int input = 0; input < Job::INPUTS; input++)
+                bits |= reinterpret_cast<const unsigned &>(held[i][input]);
+        return __ballot_sync(~0u, (bits & (gridDim.y - 1)) != 0);
+    }
 };
 
-/* A thread's part of a tile. */
+/* Where a thread's part of a tile is. */
 template <class Job> struct TilePart {
     typedef Conveyor<Job> C;
     typename Job::Place place;
-    Items<Job> items;
+    int64_t left; /* rows of the strip from the part's first on; 0 where there is no part */
 
-    DEVICE TilePart(const Job &job, const ConveyorCut &cut, unsigned tile, typename C::P *staged, int thread) {
+    DEVICE TilePart(const Job &job, const ConveyorCut &cut, unsigned tile, int thread) {
         const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-        items.row = (int64_t)chunk * C::ROWS + thread / C::ACROSS;
-        place = job.locate(job.strip_at(index), thread % C::ACROSS, items.row);
-        items.staged = staged + thread;
-        items.item_stride = Job::THREADS;
-        items.input_stride = C::TILE;
-        items.down = 0;
-        items.step = C::STEP;
-        const int64_t left = place.active ? cut.rows - items.row : 0;
-        items.count = left > C::ROWS - C::STEP ? C::ITEMS : left > 0 ? ((int)left - 1) / C::STEP + 1 : 0;
+        const int64_t row = (int64_t)chunk * C::ROWS + thread / C::ACROSS;
+        place = job.locate(job.strip_at(index), thread % C::ACROSS, row);
+        left = place.active ? cut.rows - row : 0;
     }
 };
 
@@ -154,13 +163,12 @@ DEVICE uint4 load_flagged(const unsigned *p, bool *there) {
     return w;
 }
 
-/* Brings tiles into slots, by a warp. */
+/* Brings tiles into slots, by one thread. */
 template <class Job>
 DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const ConveyorCut &cut,
                        const ConveyorMeeting &meeting, typename Conveyor<Job>::Slot *slots,
                        ConveyorShared<Job> &shared) {
     typedef Conveyor<Job> C;
-    const int lane = threadIdx.x % WARP;
     for (unsigned turn = 0;; turn++)
         for (int slot = 0; slot < C::SLOTS; slot++) {
             if (turn > 0) {
@@ -168,37 +176,23 @@ DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const Convey
                     return;
                 barrier_wait(&shared.done[slot], (turn - 1) & 1);
             }
-            unsigned tile = blockIdx.x + (turn * C::SLOTS + slot) * gridDim.x;
-            if (!cut.in_turn) {
-                if (lane == 0)
-                    tile = atomicAdd(meeting.taken, 1) + 1;
-                tile = __shfl_sync(~0u, tile, 0);
+            const unsigned tile =
+                cut.in_turn ? blockIdx.x + (turn * C::SLOTS + slot) * gridDim.x : atomicAdd(meeting.taken, 1) + 1;
+            if (tile >= cut.tiles) {
+                shared.tile[slot] = NONE;
+                barrier_arrive(&shared.full[slot]);
+                continue;
             }
-            const bool more = tile < cut.tiles;
+            shared.tile[slot] = (int)tile;
+            barrier_expect(&shared.full[slot], C::SLOT * 16);
             const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-            const typename Job::Strip strip = job.strip_at(more ? index : 0);
-            if (lane == 0) {
-                shared.tile[slot] = more ? (int)tile : NONE;
-                if (more) {
-                    barrier_expect(&shared.full[slot], C::SLOT * 16);
+            const typename Job::Strip strip = job.strip_at(index);
 #pragma unroll
-                    for (int input = 0; input < Job::INPUTS; input++) {
-                        const Corner at = job.corner(strip, input);
-                        copy_box(slots[slot].tile + input * C::TILE, &tensors.map[input], at.column,
-                                 (int)(chunk * C::ROWS), at.outer, &shared.full[slot]);
-                    }
-                } else {
-                    barrier_arrive(&shared.full[slot]);
-                }
+            for (int input = 0; input < Job::INPUTS; input++) {
+                const Corner at = job.corner(strip, input);
+                copy_box(slots[slot].tile + input * C::TILE, &tensors.map[input], at.column, (int)(chunk * C::ROWS),
+                         at.outer, &shared.full[slot]);
             }
-            if constexpr (Job::HAS_TABLE) {
-                if (more)
-                    job.prepare(slots[slot].table, strip, lane, WARP);
-                __syncwarp();
-                if (lane == 0)
-                    barrier_arrive(&shared.full[slot]);
-            }
-            __syncwarp();
         }
 }
 
@@ -292,7 +286,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
 
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < C::SLOTS; slot++) {
-            barrier_init(&shared.full[slot], Job::HAS_TABLE ? 2 : 1);
+            barrier_init(&shared.full[slot], 1);
             barrier_init(&shared.counted[slot], C::STAGE);
             barrier_init(&shared.done[slot], C::STAGE + 1 + C::STAGE);
         }
@@ -306,7 +300,8 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
     };
 
     if (warp == C::MOVER) {
-        move_tiles(tensors, job, cut, meeting, slots, shared);
+        if (lane == 0)
+            move_tiles(tensors, job, cut, meeting, slots, shared);
     } else if (warp == C::MERGER) {
         merge_tiles(job, cut, meeting);
     } else if (warp == C::REPORTER) {
@@ -325,13 +320,11 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
     } else if (warp < C::FIRST_WARP + C::STAGE) { /* statistics */
         const int thread = (int)threadIdx.x - C::FIRST_WARP * WARP;
         for_tiles<C>(shared, 0, 1, [&](int slot, unsigned tile, unsigned) {
-            const TilePart<Job> part(job, cut, tile, slots[slot].tile, thread);
+            const TilePart<Job> part(job, cut, tile, thread);
+            const HeldItems<Job> items(slots[slot].tile, thread, part.left);
             StatisticsOf<Job> mine;
             mine.clear();
-            if constexpr (C::HOLDS)
-                job.template accumulate<true>(mine, HeldItems<Job>(part.items), part.place, slots[slot].table);
-            else
-                job.template accumulate<true>(mine, part.items, part.place, slots[slot].table);
+            job.template accumulate<true>(mine, items, part.place, typename Job::Table());
             __syncwarp();
             combine_warp<Job>(mine, thread, C::ACROSS_LOG2, slots[slot].area);
             arrive(&shared.counted[slot]);
@@ -342,31 +335,23 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
         const int thread = (int)threadIdx.x - (C::FIRST_WARP + (1 + group) * C::STAGE) * WARP;
         int odd = 0;
         for_tiles<C>(shared, group, C::GROUPS, [&](int slot, unsigned tile, unsigned) {
-            const TilePart<Job> part(job, cut, tile, slots[slot].tile, thread);
-            const auto await_total = [&] {
-                float *const total = shared.total[group][odd][0];
-                const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * C::WORDS;
-                for (int i = thread; i < C::WORDS / 4; i += Job::THREADS) {
-                    bool there;
-                    uint4 four;
-                    do
-                        four = load_flagged(from + 4 * i, &there);
-                    while (!there);
-                    reinterpret_cast<uint4 *>(total)[i] = four;
-                }
-                __syncwarp(); /* bar.sync counts a warp whose lanes come one by one more than once */
-                asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Job::THREADS) : "memory");
-            };
-            if constexpr (C::HOLDS) {
-                const HeldItems<Job> held(part.items);
-                arrive(&shared.done[slot]);
-                await_total();
-                job.finish(shared.total[group][odd], held, part.place, slots[slot].table);
-            } else {
-                await_total();
-                job.finish(shared.total[group][odd], part.items, part.place, slots[slot].table);
-                arrive(&shared.done[slot]);
+            const TilePart<Job> part(job, cut, tile, thread);
+            const HeldItems<Job> items(slots[slot].tile, thread, part.left);
+            arrive(&shared.done[slot] + items.come());
+
+            float(&total)[C::COUNT][C::LINES] = shared.total[group][odd];
+            const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * C::WORDS;
+            for (int i = thread; i < C::WORDS / 4; i += Job::THREADS) {
+                bool there;
+                uint4 four;
+                do
+                    four = load_flagged(from + 4 * i, &there);
+                while (!there);
+                reinterpret_cast<uint4 *>(total)[i] = four;
             }
+            __syncwarp(); /* bar.sync counts a warp whose lanes come one by one more than once */
+            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Job::THREADS) : "memory");
+            job.finish(total, items, part.place, typename Job::Table());
             odd ^= 1;
         });
     }
@@ -402,7 +387,7 @@ template <class Job>
 static inline bool conveyor_pays(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
     typedef Conveyor<Job> C;
     const int64_t chunks = ceil_div(rows, (int64_t)C::ROWS);
-    if (across != C::ACROSS || state->compute_capability < 90 ||
+    if (across != C::ACROSS || state->compute_capability < 90 || !state->cooperative || !hopper_allowed() ||
         (int64_t)(C::SHARED_BYTES + sizeof(ConveyorShared<Job>)) > state->shared_bytes || rows > INT32_MAX ||
         strips * chunks > INT32_MAX / 2 || rows <= 2 * Job::ITEMS * C::STEP ||
         chunks > (int64_t)state->multiprocessors * C::SLOTS)
@@ -445,8 +430,9 @@ static inline void launch_conveyor(const rafter_context *context, const Tensors<
     unsigned *const words = reinterpret_cast<unsigned *>(scratch), *const tiles = words + (size_t)cut.strips * C::WORDS;
     const ConveyorMeeting meeting = {words, tiles, tiles + (size_t)cut.tiles * C::WORDS};
     const int64_t most = context->cuda_state->multiprocessors;
-    launch(context, {cut.tiles < most ? cut.tiles : most, C::THREADS, C::SHARED_BYTES}, conveyor<Job>, tensors, job,
-           cut, meeting);
+    Launch how = {cut.tiles < most ? cut.tiles : most, C::THREADS, C::SHARED_BYTES};
+    how.together = true;
+    launch(context, how, conveyor<Job>, tensors, job, cut, meeting);
 }
 
 #endif

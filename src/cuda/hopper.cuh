@@ -99,6 +99,35 @@ DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int ro
                  : "memory");
 }
 
+/* Shared memory that this thread has written, to be read by the copy engine. */
+DEVICE void shared_written() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* A box of a matrix out of shared memory, as a group of its own. */
+DEVICE void store_box(const CUtensorMap *map, int column, int row, const void *from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n\t"
+                 "cp.async.bulk.commit_group;" ::"l"(map),
+                 "r"(column), "r"(row), "r"(shared_address(from))
+                 : "memory");
+}
+/* Until all but this thread's last N boxes have been read, and may be written again. */
+template <int N> DEVICE void stores_wait() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+/* Until all of this thread's boxes are in memory. */
+DEVICE void stores_wait_all() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+/* Four matrices of 8 x 8 elements of 2 bytes, the first 8 lanes giving the addresses of the first one's rows, the next
+ * 8 the second one's, and so on; u[k] is what lane l has of matrix k: row l / 4, columns 2 (l % 4) and the next. */
+DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+                 "r"(u[0]), "r"(u[1]), "r"(u[2]), "r"(u[3])
+                 : "memory");
+}
+
 /* ---- products -----------------------------------------------------------------------------------------------------
  */
 

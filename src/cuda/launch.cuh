@@ -49,6 +49,7 @@ struct Launch {
     size_t shared = 0;     /* dynamic shared memory, in bytes */
     int cluster = 1;       /* blocks of a cluster */
     bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
+    bool together = false; /* starts when all of its blocks can run at the same time; fails if they never can */
 };
 
 /* Lets the kernel take all the shared memory that a block can have. The state remembers the kernels that may: asking
@@ -72,7 +73,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
-    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchAttribute attributes[3] = {};
     config.attrs = attributes;
     if (how.cluster > 1) {
         cudaLaunchAttribute *const cluster = &attributes[config.numAttrs++];
@@ -84,6 +85,11 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (how.together) {
+        cudaLaunchAttribute *const together = &attributes[config.numAttrs++];
+        together->id = cudaLaunchAttributeCooperative;
+        together->val.cooperative = 1;
     }
     if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
         allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));

@@ -244,10 +244,10 @@ static void describe_choice(const LtFunctions *lt, const Known &known, const LtC
 /* The candidate that is taken without measuring: cuBLASLt's first, except where large products of short sums write
  * much. There, on an H200, its kernels whose custom option is below LT_COOPERATIVE, in which one half of a block writes
  * its tile while the other sums the next, beat those that it puts first, in which both work on one tile, by up to a
- * fifth; and lose where sums are long: docs/perf/linear_cross_entropy.md. */
+ * fifth; and lose where sums are long or results few: docs/perf/linear_cross_entropy.md. */
 static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, const LtCandidate *found, int count) {
-    const double flops = 2.0 * (double)shape.m * (double)shape.n * (double)shape.k;
-    const bool writes_much = flops > 1e10 && shape.k <= 4096;
+    const double results = (double)shape.m * (double)shape.n, flops = 2.0 * results * (double)shape.k;
+    const bool writes_much = flops > 1e10 && (shape.k <= 4096 || (shape.k <= 16384 && results > 4e7));
     for (int i = 0; i < count && state->compute_capability == 90 && shape.dtype != RAFTER_F32 && writes_much; i++)
         if (attribute_of(state->products->lt, found[i], LT_CUSTOM) < LT_COOPERATIVE)
             return i;

@@ -21,7 +21,6 @@
  *     MOST_LINES        lines of a strip
  *     INPUTS            packs that make an item
  *     ITEMS             items of a thread that are loaded at a time, where shared memory holds so many
- *     HAS_TABLE         whether there is anything in the Table
  *     HAS_MAX, SUMS     statistics of a line: a maximum or none, and sums, relative to the maximum if there is one
  *     THREADS, PER_SM   of a block; blocks that a multiprocessor holds
  *     Strip             what is known about a strip
@@ -30,7 +29,7 @@
  *
  *     strip_at(index)                      the Strip
  *     locate(strip, column, row)           the thread's Place in a strip, its first row being `row`
- *     prepare(table, strip, first, step)   fills the Table's entries first, first + step, ..; where HAS_TABLE
+ *     prepare(table, strip)                fills the Table
  *     source(place, input)                 address of the place's first pack
  *     row_stride(input)                    elements from a row to the next
  *     has(place, input)                    whether the strip has an input
@@ -136,13 +135,13 @@ template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
 template <class Job> struct Items {
     typedef Pack<typename Job::T, Job::N> P;
     P *staged;
-    int item_stride, input_stride; /* from the pack of an item, or of an input, to that of the next */
-    int64_t row, down;             /* of the first item, in the strip and from the place's first row */
+    int64_t row, down; /* of the first item, in the strip and from the place's first row */
     int count, step;
 
     DEVICE P &in(int i, int input) const {
-        return staged[i * item_stride + input * input_stride];
+        return staged[(i * Job::INPUTS + input) * Job::THREADS];
     }
+    /* f(i) for each item, the code of AT_ONCE of them interleaved. */
     template <int AT_ONCE, class F> DEVICE void for_each(F f) const {
 #pragma unroll AT_ONCE
         for (int i = 0; i < count; i++)
@@ -152,10 +151,11 @@ template <class Job> struct Items {
 
 /* Statistics of each warp's lines, or of more warps where they have a line each, on the way to those of the block. */
 template <class Job> struct Area {
+    alignas(16) float of_warp[StatisticsOf<Job>::COUNT][Job::THREADS / WARP * Job::MOST_LINES];
+
     DEVICE static int together_log2(int across_log2) {
         return across_log2 < 5 ? 5 : across_log2;
     }
-    alignas(16) float of_warp[StatisticsOf<Job>::COUNT][Job::THREADS / WARP * Job::MOST_LINES];
 };
 
 template <class Job> struct StripShared {
@@ -248,8 +248,6 @@ template <class Job> struct Part {
         extern __shared__ uint4 staged_memory[];
         items.step = Job::THREADS >> cut.across_log2;
         items.staged = reinterpret_cast<typename Items<Job>::P *>(staged_memory) + threadIdx.x;
-        items.item_stride = Job::INPUTS * Job::THREADS;
-        items.input_stride = Job::THREADS;
         row = chunk * cut.covered + (threadIdx.x >> cut.across_log2);
         place = job.locate(strip, threadIdx.x & (cut.across - 1), row);
     }
@@ -292,19 +290,12 @@ DEVICE void conclude(const Job &job, Statistics<1, Job::HAS_MAX, Job::SUMS> &all
         keep(k, values[k]);
 }
 
-template <class Job> DEVICE void prepare(const Job &job, const typename Job::Strip &strip, StripShared<Job> &shared) {
-    if constexpr (Job::HAS_TABLE) {
-        job.prepare(shared.table, strip, (int)threadIdx.x, Job::THREADS);
-        __syncthreads();
-    }
-}
-
 /* The statistics of a part. */
 template <class Job>
 DEVICE void accumulate(const Job &job, Part<Job> &part, StatisticsOf<Job> &statistics, StripShared<Job> &shared) {
     statistics.clear();
     part.template start<false>(0);
-    prepare(job, part.strip, shared);
+    job.prepare(shared.table, part.strip);
     copy_wait<0>();
     job.template accumulate<true>(statistics, part.items, part.place, shared.table);
     for (int round = 1; round < part.cut.rounds; round++) {
@@ -400,7 +391,7 @@ DEVICE void write_results(const Job &job, const Cut &cut, const Meeting &meeting
     constexpr int COUNT = StatisticsOf<Job>::COUNT;
     Part<Job> part(job, cut, strip, chunk);
     part.template start<true>(0);
-    prepare(job, part.strip, shared);
+    job.prepare(shared.table, part.strip);
     const int lines = cut.across * Job::LINES;
     const unsigned *const from = meeting.merged + (int64_t)strip * (COUNT * lines);
     for (int line = threadIdx.x % Job::MOST_LINES; line < lines; line += Job::THREADS)

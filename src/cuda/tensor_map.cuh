@@ -2,10 +2,19 @@
 #ifndef RAFTER_CUDA_TENSOR_MAP_CUH
 #define RAFTER_CUDA_TENSOR_MAP_CUH
 
+#include <stdlib.h>
+#include <string.h>
+
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "core/tensor.h"
+
+/* With RAFTER_FUSED=0 in the environment, what is measured and tested is what other devices do. */
+static inline bool hopper_allowed() {
+    const char *fused = getenv("RAFTER_FUSED");
+    return !fused || strcmp(fused, "0") != 0;
+}
 
 /* `dims` dimensions, innermost first; its elements are neighbours, and stride[d], in elements, leads along dimension
  * d + 1. Copies bring boxes of box[0] x box[1] x 1 x ... elements; what lies outside of the tensor reads as 0. False

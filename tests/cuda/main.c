@@ -99,6 +99,8 @@ int main(int argc, char **argv) {
     }
     test_meetings();
     count_off("blocks that meet");
+    test_tiles();
+    count_off("more tiles than multiprocessors");
     test_giants();
     count_off("more than 2^31 rows");
     rafter_context_destroy(context);

@@ -5,6 +5,7 @@
  *     relu with a mask  eight elements and their byte of the mask to a thread
  *     softmax           lines of neighbouring elements: in the registers of 8 or 32 lanes where they fit
  *                       longer ones, and lines down a dimension whose neighbours are other lines: cuda/strips.cuh
+ *                       the latter where they are too long for a block, on Hopper and later: cuda/conveyor.cuh
  */
 #include "cuda/activations.cuh"
 #include "cuda/backend.cuh"
@@ -229,13 +230,13 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
 /* ---- softmax of all other lines
  * ---------------------------------------------------------------------------------------- */
 
-/* A job of cuda/strips.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
+/* A job of cuda/strips.cuh and cuda/conveyor.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
  * line of neighbouring elements, and a "row" is a pack of it. */
 template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_SM_ = FORWARD ? 5 : 3> struct Softmax {
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
     static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = ITEMS_, SUMS = 1, THREADS = 256, PER_SM = PER_SM_;
-    static constexpr bool HAS_MAX = FORWARD, HAS_TABLE = false;
+    static constexpr bool HAS_MAX = FORWARD;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
     struct Strip {
@@ -287,6 +288,8 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         place.column = column;
         place.active = pack < packs;
         return place;
+    }
+    DEVICE void prepare(Table &, const Strip &) const {
     }
     DEVICE const T *source(const Place &place, int input) const {
         return place.in[input];

@@ -117,7 +117,8 @@ static bool is_native(const problem *p, const struct options *o) {
  * fp16) is multiplied as such, every element is rounded to it: another relative 2^-9 (2^-12) of each, independent.
  * Hence, with `most` the largest |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 *
  * upstream * most dW: G * H * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms
- * are alike, where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V;
+ * are alike, where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V,
+ * or N where rows are alike;
  * and products in fp32 add e (8 + 4 sqrt(K)) of the sum; or e (8 + K), where all rows are alike and their roundings
  * too, if they are summed in order. dbias sums dz before it is rounded. accumulate native rounds the partial sums of
  * every chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk; which is
@@ -153,8 +154,9 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
                  rounding = narrow ? unit / 2 : 0;
     const double tiny = dtype == RAFTER_F16 ? 0x1p-25 : 0; /* half the least number there is */
     const double most_w = 7 / sqrt(d), most_x = 3.5;
-    /* Of huge logits that tie, lse does not tell how many: then every p of a row may be off by 1. */
-    const double hits = huge != 0 ? n : fmin(n, 4 + 4 * n / v);
+    /* Of huge logits that tie, lse does not tell how many: then every p of a row may be off by 1. Where rows are alike,
+     * all have one label. */
+    const double hits = huge != 0 || p->layout == PROBLEM_EXPANDED ? n : fmin(n, 4 + 4 * n / v);
     const double sums_v = e * (8 + 4 * sqrt(v)), sums_n = e * (8 + (p->layout == PROBLEM_EXPANDED ? n : 4 * sqrt(n)));
     /* Chunks are of 32 rows or classes at least. */
     const double native = !is_native(p, o) || o->f32_gradients ? 0 : unit * (1 + fmax(n, v) / 32);

@@ -10,7 +10,8 @@
  * On Hopper, for 16-bit inputs and most options, the first product is fused with what follows it (fused.cuh), and no
  * logit is ever stored. Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of
  * the product, before the sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW,
- * and dx on its way out.
+ * and dx on its way out. The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of
+ * the exponentials lie where dW will be.
  *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
@@ -162,7 +163,7 @@ void turn(Run *run, const Tile &t, char *dz) {
 }
 
 void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool add, int64_t first, int64_t rows,
-                const float *sums, const RowGradient *gradients = NULL) {
+                const float *sums) {
     const int last = view.ndim - 1;
     const int64_t columns = view.shape[last], wide = 16 / rafter_dtype_bytes(view.dtype);
     const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, add};
@@ -172,25 +173,33 @@ void store_rows(const Run &run, const rafter_view &view, const Lying &lies, bool
         if (sums && !add && lies.plain && lies.stride == columns && run.plan.depth_stride == columns &&
             columns % wide == 0)
             launch(run.context, over(rows * columns / wide, 256, INT64_MAX), store_wide<T>,
-                   reinterpret_cast<T *>(view.data), first, rows * columns / wide, columns, sums, alpha, gradients);
+                   reinterpret_cast<T *>(view.data) + first * columns, rows * columns / wide, sums, alpha);
         else
             launch(run.context, over(rows * columns, 256), store<T>, out, first, rows, columns, sums,
-                   run.plan.depth_stride, alpha, gradients);
+                   run.plan.depth_stride, alpha);
     });
 }
 
-/* dx of the rows [first, first + rows), from dz of theirs and of the classes from first_class on. `add`: to what the
- * steps before have left. */
-rafter_status multiply_dx(const Run &run, const char *dz, int64_t first, int64_t rows, int64_t first_class,
-                          int64_t classes, bool add) {
+/* dz, or exponentials in its place, of some rows and the classes from first_class on. */
+struct Dz {
+    char *data;
+    int64_t stride, first_class, classes;
+
+    Dz from(int64_t row, rafter_dtype dtype) const {
+        return {data + row * stride * rafter_dtype_bytes(dtype), stride, first_class, classes};
+    }
+};
+
+/* dx of the rows [first, first + rows), from dz of theirs. `add`: to what the steps before have left. */
+rafter_status multiply_dx(const Run &run, const Dz &dz, int64_t first, int64_t rows, bool add) {
     const Plan &plan = run.plan;
     const rafter_view &dx = run.call->dx;
     Product p = {};
     p.m = rows;
     p.n = plan.depth;
-    p.k = classes;
-    p.a = {dz, plan.dz_stride, false};
-    p.b = weight_rows(run, first_class);
+    p.k = dz.classes;
+    p.a = {dz.data, dz.stride, false};
+    p.b = weight_rows(run, dz.first_class);
     p.add = add;
     if (plan.direct_dx()) {
         p.out_dtype = dx.dtype;
@@ -205,21 +214,20 @@ rafter_status multiply_dx(const Run &run, const char *dz, int64_t first, int64_t
     return multiply(run, p);
 }
 
-/* dW of the classes [first_class, first_class + classes), likewise. */
-rafter_status multiply_dweight(const Run &run, const char *dz, int64_t first, int64_t rows, int64_t first_class,
-                               int64_t classes, bool add) {
+/* dW of dz's classes, from its rows [first, first + rows), likewise. */
+rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int64_t rows, bool add) {
     const Plan &plan = run.plan;
     const rafter_view &dweight = run.call->dweight;
     Product p = {};
-    p.m = classes;
+    p.m = dz.classes;
     p.n = plan.depth;
     p.k = rows;
-    p.a = {dz, plan.dz_stride, true};
+    p.a = {dz.data, dz.stride, true};
     p.b = plan.exponentials() ? Operand{run.b.x_scaled, plan.depth_stride, false} : x_rows(run, first);
     p.add = add;
     if (plan.direct_dweight()) {
         p.out_dtype = dweight.dtype;
-        p.c = dweight.data + first_class * plan.dweight_lies.stride * rafter_dtype_bytes(dweight.dtype);
+        p.c = dweight.data + dz.first_class * plan.dweight_lies.stride * rafter_dtype_bytes(dweight.dtype);
         p.c_stride = plan.dweight_lies.stride;
         p.alpha = &run.b.common->alpha;
         p.add |= run.call->accumulate_into_dweight;
@@ -231,14 +239,14 @@ rafter_status multiply_dweight(const Run &run, const char *dz, int64_t first, in
     return multiply(run, p);
 }
 
-template <int MODE> rafter_status run_fused(const Run &run, fused::Task task) {
+template <int MODE> rafter_status run_fused(const Run &run, fused::Task task, const Dz &out = {}) {
     const Operand x = x_rows(run, task.first_row), w = weight_rows(run, 0);
     task.depth = static_cast<int>(run.plan.depth);
     task.bias = run.call->bias.data ? run.b.bias : NULL;
     task.z_label = run.b.z_label;
     task.gradients = run.b.gradients;
-    task.out = run.b.dz;
-    task.out_stride = run.plan.dz_stride;
+    task.out = out.data;
+    task.out_stride = out.stride;
     return fused::run<MODE>(run.context, run.plan.dtype, x.data, x.stride, w.data, w.stride, run.plan.classes, run.loss,
                             task);
 }
@@ -262,19 +270,78 @@ void finish_fused(Run *run, int64_t first, int64_t rows) {
     run->blocks += blocks;
 }
 
+/* Where fast has a group's dz: in one or two parts. */
+struct Parts {
+    Dz part[2];
+    int count;
+};
+
+Parts parts_of(const Run &run, int64_t hosted) {
+    const Plan &plan = run.plan;
+    const int64_t before = plan.classes - hosted;
+    if (!plan.exponentials())
+        return {{{reinterpret_cast<char *>(run.b.z), plan.dz_stride, 0, plan.classes}}, 1};
+    return {{{run.b.dz, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
+            hosted > 0 ? 2 : 1};
+}
+
 /* Exponentials of a group, as dz is; and x_scaled. */
-rafter_status form_exponentials(Run *run, int64_t first, int64_t rows) {
+rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run->plan;
     const Operand x = x_rows(*run, first);
     fused::Task task = statistics_task(*run, first, rows);
     task.sample = run->b.sample + first;
-    RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task));
+    for (int i = 0; i < dz.count; i++) {
+        task.first_class = dz.part[i].first_class;
+        task.classes = dz.part[i].classes;
+        task.stats = run->b.tiles + task.first_class / fused::CLASSES;
+        RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task, dz.part[i]));
+    }
     finish_fused(run, first, rows);
-    launch(run->context, {rows, ADJUST_THREADS}, adjust<bf16>, run->loss, first,
-           static_cast<const RowStats *>(run->b.tiles), task.tiles, run->b.gradients,
-           reinterpret_cast<bf16 *>(run->b.dz), plan.dz_stride, static_cast<const bf16 *>(x.data), x.stride,
-           plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
+    const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.part[0].data), reinterpret_cast<bf16 *>(dz.part[1].data),
+                                  dz.part[0].stride, dz.part[1].stride, dz.part[0].classes};
+    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first,
+           static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
+           e, static_cast<const bf16 *>(x.data), x.stride, plan.dweight ? plan.depth : 0,
+           reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
     return RAFTER_OK;
+}
+
+/* dx of some rows, out of sums that exponentials have been multiplied into. */
+void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const int last = dx.ndim - 1;
+    const Operand w = weight_rows(run, 0);
+    for_dtype(dx.dtype, [&](auto zero) {
+        launch(run.context, {rows, LABEL_THREADS}, store_dx<bf16, decltype(zero)>, run.loss, first, rows_of(dx, last),
+               dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
+               static_cast<const float *>(run.b.dx), plan.depth_stride,
+               static_cast<const float *>(&run.b.common->alpha), static_cast<const RowGradient *>(run.b.gradients),
+               static_cast<const bf16 *>(w.data), w.stride);
+    });
+}
+
+/* What labels add to dW, which has had the group's exponentials. */
+void add_label_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
+        for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
+            const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
+            const Operand x = x_rows(run, begin);
+            launch(run.context, {count, LABEL_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
+                   run.loss, begin, static_cast<int>(count), static_cast<const RowGradient *>(run.b.gradients),
+                   static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride, factor);
+        }
+    };
+    if (!plan.direct_dweight())
+        launch_with(run.b.dweight, plan.depth_stride, NULL);
+    else
+        for_dtype(dweight.dtype, [&](auto zero) {
+            launch_with(reinterpret_cast<decltype(zero) *>(dweight.data), plan.dweight_lies.stride,
+                        &run.b.common->alpha);
+        });
 }
 
 /* The largest of a row's first logits: what its exponentials will be relative to. */
@@ -295,7 +362,7 @@ void look_for_dirt(const Run &run) {
     });
 }
 
-void mend(const Run &run, const char *dz, int64_t first_class, int64_t classes) {
+void mend(const Run &run, const Dz &dz) {
     const Plan &plan = run.plan;
     const rafter_view &dweight = run.call->dweight;
     const Operand x = x_rows(run, 0);
@@ -303,8 +370,8 @@ void mend(const Run &run, const char *dz, int64_t first_class, int64_t classes) 
     const auto launch_with = [&](auto zero, auto out, int64_t out_stride, const float *factor) {
         typedef decltype(zero) T;
         launch(run.context, how, mend_dweight<T, std::remove_pointer_t<decltype(out)>>, run.loss,
-               static_cast<const Common *>(run.b.common), reinterpret_cast<const T *>(dz), plan.dz_stride,
-               static_cast<const T *>(x.data), x.stride, classes, plan.depth, out, out_stride, factor);
+               static_cast<const Common *>(run.b.common), reinterpret_cast<const T *>(dz.data), dz.stride,
+               static_cast<const T *>(x.data), x.stride, dz.classes, plan.depth, out, out_stride, factor);
     };
     for_dtype(plan.dtype, [&](auto zero) {
         const int64_t stride = plan.dweight_lies.stride;
@@ -312,52 +379,68 @@ void mend(const Run &run, const char *dz, int64_t first_class, int64_t classes) 
         if (!plan.direct_dweight())
             launch_with(zero, run.b.dweight, plan.depth_stride, NULL);
         else if (dweight.dtype == RAFTER_F32)
-            launch_with(zero, reinterpret_cast<float *>(dweight.data) + first_class * stride, stride, alpha);
+            launch_with(zero, reinterpret_cast<float *>(dweight.data) + dz.first_class * stride, stride, alpha);
         else
-            launch_with(zero, reinterpret_cast<decltype(zero) *>(dweight.data) + first_class * stride, stride, alpha);
+            launch_with(zero, reinterpret_cast<decltype(zero) *>(dweight.data) + dz.first_class * stride, stride,
+                        alpha);
     });
 }
 
 /* Logits, statistics and dz of a group. */
-rafter_status form_dz(Run *run, int64_t first, int64_t rows, char *dz) {
+rafter_status form_dz(Run *run, int64_t first, int64_t rows, const Dz &dz) {
     const Tile tile = tile_at(*run, first, rows, 0, run->plan.classes);
     if (!run->plan.direct_x())
         pack_rows(*run, run->call->x, first, rows, run->b.x);
     RAFTER_TRY(form_logits(*run, tile));
     if (run->plan.turns_rows()) {
-        turn(run, tile, dz);
+        turn(run, tile, dz.data);
         return RAFTER_OK;
     }
     if (run->plan.statistics)
         gather_statistics(*run, tile, true);
     finish(run, first, rows);
-    differentiate(*run, tile, dz, first == 0);
+    differentiate(*run, tile, dz.data, first == 0);
+    return RAFTER_OK;
+}
+
+/* dx of a group. */
+rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts &dz) {
+    const Plan &plan = run.plan;
+    for (int64_t done = 0; done < rows; done += plan.dx_rows) {
+        const int64_t begin = first + done, count = rows - done < plan.dx_rows ? rows - done : plan.dx_rows;
+        for (int i = 0; i < dz.count; i++)
+            RAFTER_TRY(multiply_dx(run, dz.part[i].from(done, plan.dtype), begin, count, i > 0));
+        if (plan.exponentials())
+            store_dx_rows(run, begin, count);
+        else if (!plan.direct_dx())
+            store_rows(run, run.call->dx, plan.dx_lies, false, begin, count, run.b.dx);
+    }
     return RAFTER_OK;
 }
 
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    char *const dz = plan.exponentials() ? run->b.dz : reinterpret_cast<char *>(run->b.z);
     if (plan.exponentials()) {
         if (!plan.x.plain)
             pack_rows(*run, call->x, 0, plan.rows, run->b.x);
         RAFTER_TRY(take_sample(*run));
     }
-    for (int64_t first = 0; first < plan.rows; first += plan.group) {
-        const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
-        RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows) : form_dz(run, first, rows, dz));
-        if (plan.dx) {
-            RAFTER_TRY(multiply_dx(*run, dz, first, rows, 0, plan.classes, false));
-            if (!plan.direct_dx())
-                store_rows(*run, call->dx, plan.dx_lies, false, first, rows, run->b.dx,
-                           plan.exponentials() ? run->b.gradients : NULL);
-        }
-        if (plan.dweight)
-            RAFTER_TRY(multiply_dweight(*run, dz, first, rows, 0, plan.classes, first > 0));
+    for (int64_t first = 0, rows; first < plan.rows; first += rows) {
+        const int64_t most = first == 0 ? plan.first_group : plan.group;
+        rows = plan.rows - first < most ? plan.rows - first : most;
+        const Parts dz = parts_of(*run, first == 0 ? plan.hosted : 0);
+        RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows, dz)
+                                       : form_dz(run, first, rows, dz.part[0]));
+        if (plan.dx)
+            RAFTER_TRY(finish_dx(*run, first, rows, dz));
+        for (int i = dz.count - 1; i >= 0 && plan.dweight; i--) /* what dweight hosts, before it is written over */
+            RAFTER_TRY(multiply_dweight(*run, dz.part[i], first, rows, first > 0));
+        if (plan.exponentials() && plan.dweight)
+            add_label_rows(*run, first, rows);
         if (plan.mends()) {
             look_for_dirt(*run);
-            mend(*run, dz, 0, plan.classes);
+            mend(*run, dz.part[0]);
         }
     }
     if (plan.dweight && !plan.direct_dweight())
@@ -380,6 +463,17 @@ template <typename Step, typename End> rafter_status for_tiles(const Run &run, S
         RAFTER_TRY(end(v, classes));
     }
     return RAFTER_OK;
+}
+
+/* The slice of classes that begins at v, and where its dz goes: behind its rows of dweight, as long as a larger slice
+ * fits there. */
+Dz slice_at(const Run &run, int64_t v) {
+    const Plan &plan = run.plan;
+    const int64_t hosted = hosted_slice(plan, v), left = plan.classes - v;
+    if (hosted <= plan.slice)
+        return {run.b.dz, plan.dz_stride, v, left < plan.slice ? left : plan.slice};
+    const int64_t row_bytes = plan.depth * rafter_dtype_bytes(run.call->dweight.dtype);
+    return {run.call->dweight.data + (v + hosted) * row_bytes, hosted, v, hosted};
 }
 
 rafter_status run_compact(Run *run) {
@@ -406,26 +500,29 @@ rafter_status run_compact(Run *run) {
         char *const dz = run->b.dz + tile.first_row * plan.dz_stride * rafter_dtype_bytes(plan.dtype);
         differentiate(*run, tile, dz, tile.first_row == 0);
     };
-    const auto multiply_slice = [&](int64_t v, int64_t classes) {
+    const auto multiply_slice = [&](const Dz &dz) {
         if (plan.dweight) {
-            RAFTER_TRY(multiply_dweight(*run, run->b.dz, 0, plan.rows, v, classes, false));
+            RAFTER_TRY(multiply_dweight(*run, dz, 0, plan.rows, false));
             if (plan.mends())
-                mend(*run, run->b.dz, v, classes);
+                mend(*run, dz);
             if (!plan.direct_dweight())
-                store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, v, classes,
-                           run->b.dweight);
+                store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, dz.first_class,
+                           dz.classes, run->b.dweight);
         }
-        return plan.dx ? multiply_dx(*run, run->b.dz, 0, plan.rows, v, classes, v > 0) : RAFTER_OK;
+        return plan.dx ? multiply_dx(*run, dz, 0, plan.rows, dz.first_class > 0) : RAFTER_OK;
     };
     if (!plan.fused)
-        RAFTER_TRY(for_tiles(*run, write, multiply_slice));
-    for (int64_t v = 0; plan.fused && v < plan.classes; v += plan.slice) {
-        fused::Task task = {};
-        task.rows = plan.rows;
+        RAFTER_TRY(for_tiles(*run, write, [&](int64_t v, int64_t classes) {
+            return multiply_slice({run->b.dz, plan.dz_stride, v, classes});
+        }));
+    fused::Task task = {};
+    task.rows = plan.rows;
+    for (int64_t v = 0; plan.fused && v < plan.classes; v += task.classes) {
+        const Dz dz = slice_at(*run, v);
         task.first_class = v;
-        task.classes = plan.classes - v < plan.slice ? plan.classes - v : plan.slice;
-        RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task));
-        RAFTER_TRY(multiply_slice(v, task.classes));
+        task.classes = dz.classes;
+        RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task, dz));
+        RAFTER_TRY(multiply_slice(dz));
     }
     if (plan.dx && !plan.direct_dx())
         store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);

@@ -9,6 +9,8 @@
 #include "ops/linear_cross_entropy/call.h"
 #include "ops/linear_cross_entropy/cuda_steps.cuh"
 
+#include <math.h>
+
 #include <type_traits>
 
 namespace {
@@ -21,6 +23,10 @@ struct Lying {
 
 int64_t rounded(int64_t n, int64_t multiple) {
     return ceil_div(n, multiple) * multiple;
+}
+
+int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
 }
 
 Lying lying(const rafter_view &view) {
@@ -48,6 +54,10 @@ struct Plan {
     bool fast;
     int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
+    int64_t first_group;  /* rows of the first group, which may have more than the others */
+    int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
+    int64_t dx_rows;   /* of the sums of dx that are formed at a time */
+    int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
     bool grows_dx, grows_dweight; /* as fp32 sums of all of it, in the workspace */
@@ -118,12 +128,16 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     };
     place(&b->common, true, sizeof(Common));
     const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast);
-    const int64_t tile_bytes = tiles ? p.group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
-    const int64_t dz_bytes = dz ? (p.fast ? p.group : p.rows) * p.dz_stride * bytes : 0;
+    const int64_t tile_bytes = tiles ? p.first_group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t dz_bytes = !dz       ? 0
+                             : !p.fast ? p.rows * p.dz_stride * bytes
+                                       : larger(p.first_group * rounded(p.classes - p.hosted, 8),
+                                                p.first_group < p.rows ? p.group * p.dz_stride : 0) *
+                                             bytes;
     place(&b->tiles, tiles && p.fast, tile_bytes);
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
-    place(&b->x_scaled, p.exponentials() && p.dweight, p.group * p.depth_stride * bytes);
+    place(&b->x_scaled, p.exponentials() && p.dweight, p.first_group * p.depth_stride * bytes);
     place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
           (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
@@ -136,15 +150,47 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     if (p.fast) {
         place(&b->dz, dz, dz_bytes);
     } else {
-        place(&b->dz, tiles || dz, tile_bytes > dz_bytes ? tile_bytes : dz_bytes);
+        place(&b->dz, tiles || dz, larger(tile_bytes, dz_bytes));
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
-    place(&b->dx, p.dx && !p.direct_dx(), (p.fast ? p.group : p.rows) * p.depth_stride * 4);
+    place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
     place(&b->products, p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
     return used;
+}
+
+constexpr int64_t MIB = 1 << 20;
+
+/* Where exponentials take at least so much, dweight's own memory holds some of them. */
+constexpr int64_t HOSTING_BYTES = 256 * MIB;
+/* Rows of e W that are summed at a time: more are no faster. */
+constexpr int64_t DX_ROWS = 2048;
+
+/* Whether products write dweight after dz that may have lain there: not if it is added to, or has gaps. */
+bool hosts(const Plan &p) {
+    return p.fused && p.dweight && p.direct_dweight() && p.dweight_lies.stride == p.depth && !p.adds_dweight;
+}
+
+/* Rows f of a first group of which dweight hosts so much that what is left, of f / (f + host_rows) of the classes,
+ * takes no more than a group of g rows does. */
+int64_t largest_first_group(int64_t g, int64_t host_rows) {
+    const double half = static_cast<double>(g) / 2;
+    return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(host_rows)));
+}
+
+/* How many of the last classes' exponentials fit into what dweight has for the classes before: when those are to be
+ * written, these have been used. */
+int64_t hosted_classes(const Plan &p) {
+    const int64_t least_before = ceil_div(p.classes * p.first_group, p.first_group + p.host_rows) + 8; /* of padding */
+    const int64_t before = rounded(least_before, fused::CLASSES);
+    return before < p.classes ? p.classes - before : 0;
+}
+
+/* Compact: how many of the classes from v on make a slice whose dz fits into what dweight has for those behind it. */
+int64_t hosted_slice(const Plan &p, int64_t v) {
+    return p.host_rows * (p.classes - v) / (p.host_rows + p.rows) / fused::CLASSES * fused::CLASSES;
 }
 
 /* Fills in what follows from fast, group and slice. */
@@ -163,13 +209,20 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
     p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
+    p->dx_rows = !p->fast ? p->rows : p->exponentials() && p->group > DX_ROWS ? DX_ROWS : p->group;
     p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    p->first_group = p->group;
+    p->hosted = 0;
+    p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
+    if (p->exponentials() && p->host_rows > 0 && p->group * p->classes * bytes >= HOSTING_BYTES) {
+        const int64_t first = largest_first_group(p->group, p->host_rows) / 256 * 256;
+        p->first_group = first >= p->rows || p->group >= p->rows ? p->rows : larger(first, p->group);
+        p->hosted = hosted_classes(*p);
+    }
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
 }
-
-constexpr int64_t MIB = 1 << 20;
 
 /* The sizes that fast and compact like, and the least they go down to. */
 constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,

@@ -5,6 +5,8 @@
 #ifndef RAFTER_LCE_CUDA_STEPS_CUH
 #define RAFTER_LCE_CUDA_STEPS_CUH
 
+#include <type_traits>
+
 #include "cuda/rows.cuh"
 #include "ops/columns.cuh"
 #include "ops/linear_cross_entropy/fused.cuh"
@@ -361,62 +363,177 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
 /* ---- exponentials as gradients ------------------------------------------------------------------------------------
  */
 
-constexpr int ADJUST_THREADS = 256;
+/* dz of a row is p * e at all classes but the label's, where it is the largest element of most rows and has a number of
+ * its own, at_label. Neither p nor that is rounded to the inputs' dtype on dx's way: dx = p * e W + at_label *
+ * W[label]. dW = e^T x_scaled, with x_scaled = p * x, and at_label * x added to the label's row of it. */
 
-/* Makes exponentials e such that dz = p * e for a whole row, and x_scaled = p * x, so that dW = e^T x_scaled. A tile of
- * the row whose pivot is not the row's is brought to it: that takes logits that are further apart than bf16 reaches.
- * The label's e is rounded as all are; p is moved by as much, so that the largest element of most rows' dz is exact. A
- * block takes a row. */
+constexpr int LABEL_THREADS = 256;
+
+/* e of a group's rows: of the classes below `split`, and of those from there on. */
+template <typename T> struct Exponentials {
+    T *before, *behind;
+    int64_t before_stride, behind_stride, split;
+
+    DEVICE T *at(int64_t row, int64_t v) const {
+        return v < split ? before + row * before_stride + v : behind + row * behind_stride + (v - split);
+    }
+};
+
+/* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
+template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
+    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += LABEL_THREADS * N)
+        f(i, std::integral_constant<int, N>());
+    for (int64_t i = count / N * N + threadIdx.x; i < count; i += LABEL_THREADS)
+        f(i, std::integral_constant<int, 1>());
+}
+
+template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
+    unpack(load_once<T, N>(from), to);
+}
+
+/* Brings tiles of the row whose pivot is not the row's to it (that takes logits that are further apart than bf16
+ * reaches), takes the label's e out, and makes x_scaled. A block takes a row. */
 template <typename T>
-__global__ __launch_bounds__(ADJUST_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
-                                                         const RowStats *stats, int tiles, RowGradient *gradients,
-                                                         T *exponentials, int64_t stride, const T *x, int64_t x_stride,
-                                                         int64_t depth, T *x_scaled, int64_t scaled_stride) {
-    const int64_t index = blockIdx.x, label = loss.load_label(first + index);
+__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
+                                                        const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                        const __grid_constant__ Exponentials<T> e, const T *x,
+                                                        int64_t x_stride, int64_t depth, T *x_scaled,
+                                                        int64_t scaled_stride) {
+    const int64_t index = blockIdx.x;
     const RowGradient gradient = gradients[first + index];
-    T *const row = exponentials + index * stride;
-    float p = gradient.p;
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         bool apart = false;
-        for (int tile = threadIdx.x; tile < tiles; tile += ADJUST_THREADS)
+        for (int tile = threadIdx.x; tile < tiles; tile += LABEL_THREADS)
             apart |= stats[index * tiles + tile].max != gradient.pivot;
         static_assert(fused::CLASSES % N == 0, "a pack is of one tile");
         const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
-        for (int64_t v = threadIdx.x * N; v < end; v += ADJUST_THREADS * N) { /* padding up to a multiple of N too */
+        for (int64_t v = threadIdx.x * N; v < end; v += LABEL_THREADS * N) { /* padding up to a multiple of N too */
             const float pivot = stats[index * tiles + v / fused::CLASSES].max;
             if (pivot == gradient.pivot)
                 continue;
             const float factor = expf((pivot - gradient.pivot) * loss.scale);
             float all[N];
-            unpack(load_once<T, N>(row + v), all);
+            load_floats(all, e.at(index, v));
 #pragma unroll
             for (int j = 0; j < N; j++)
                 all[j] *= factor;
-            store_once<T, N>(row + v, packed<T>(all));
+            store_once<T, N>(e.at(index, v), packed<T>(all));
         }
         __syncthreads();
-        const T at_label = from_float<T>(p == 0.0f ? 0.0f : gradient.at_label / p);
-        if (to_float(at_label) != 0.0f)
-            p = gradient.at_label / to_float(at_label);
-        if (threadIdx.x == 0) {
-            row[label] = at_label;
-            gradients[first + index].p = p;
-        }
+        if (threadIdx.x == 0)
+            *e.at(index, loss.load_label(first + index)) = from_float<T>(0.0f);
     }
     const T *const from = x + index * x_stride;
     T *const to = x_scaled + index * scaled_stride;
-    const auto scaled = [&](float value) { return gradient.constant ? p : p * value; };
-    for (int64_t i = threadIdx.x * N; i + N <= depth; i += ADJUST_THREADS * N) {
-        float all[N];
-        unpack(load_once<T, N>(from + i), all);
+    for_elements<N>(depth, [&](int64_t i, auto n) {
+        float all[n.value];
+        load_floats(all, from + i);
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            all[j] = scaled(all[j]);
-        store_once<T, N>(to + i, packed<T>(all));
+        for (int j = 0; j < n.value; j++)
+            all[j] = gradient.constant ? gradient.p : gradient.p * all[j];
+        store_once<T, n.value>(to + i, packed<T>(all));
+    });
+}
+
+/* dx of rows from `first` on, out of the sums of e W. A block takes a row. `wide`: rows of all begin at multiples of 16
+ * bytes, and their elements are neighbours. */
+template <typename T, typename U>
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss, int64_t first,
+                                                          const __grid_constant__ Rows dx, int64_t step, bool wide,
+                                                          int64_t columns, const float *sums, int64_t stride,
+                                                          const float *alpha, const RowGradient *gradients,
+                                                          const T *weight, int64_t weight_stride) {
+    const int64_t row = first + blockIdx.x;
+    const RowGradient gradient = gradients[row];
+    U *const to = dx.at<U>(row);
+    const T *const w = gradient.at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
+    const auto store_some = [&](int64_t i, auto n) {
+        float sum[n.value], of_label[n.value] = {};
+        load_floats(sum, sums + blockIdx.x * stride + i);
+        if (w)
+            load_floats(of_label, w + i);
+#pragma unroll
+        for (int j = 0; j < n.value; j++)
+            sum[j] = *alpha * fmaf(gradient.p, sum[j], gradient.at_label * of_label[j]);
+        store_once<U, n.value>(to + i * step, packed<U>(sum));
+    };
+    if (wide)
+        for_elements<4>(columns, store_some);
+    else
+        for_elements<1>(columns, store_some);
+}
+
+constexpr int LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / WARP; /* of a launch, at most */
+
+/* dW[label] += factor * at_label * x, for rows [first, first + rows). A block takes a row; of those of one label the
+ * first one's block takes all, in their order. */
+template <typename T, typename U>
+__global__ __launch_bounds__(LABEL_THREADS) void add_labels(const __grid_constant__ Loss loss, int64_t first, int rows,
+                                                            const RowGradient *gradients, const T *x, int64_t x_stride,
+                                                            int64_t depth, U *dweight, int64_t dweight_stride,
+                                                            const float *factor) {
+    __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
+    __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
+    __shared__ int16_t which[LABEL_ROWS];
+    const int index = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    if (gradients[first + index].at_label == 0.0f)
+        return;
+    const int64_t label = loss.load_label(first + index);
+    bool is_alike[LABEL_ROWS / LABEL_THREADS];
+#pragma unroll
+    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
+        const int row = k * LABEL_THREADS + threadIdx.x;
+        is_alike[k] = row < rows && loss.load_label(first + row) == label;
     }
-    for (int64_t i = depth / N * N + threadIdx.x; i < depth; i += ADJUST_THREADS)
-        to[i] = from_float<T>(scaled(to_float(from[i])));
+    bool taken = false;
+#pragma unroll
+    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
+        const int row = k * LABEL_THREADS + threadIdx.x;
+        const bool counts = is_alike[k] && gradients[first + row].at_label != 0.0f;
+        const unsigned bits = __ballot_sync(~0u, counts);
+        taken |= counts && row < index;
+        if (lane == 0)
+            alike[k * (LABEL_THREADS / WARP) + warp] = bits;
+    }
+    if (__syncthreads_or(taken))
+        return;
+    int count = 0;
+    for (int word = 0; word < LABEL_WORDS; word += WARP) { /* a word to a lane, the same in all warps */
+        const unsigned bits = alike[word + lane];
+        const int here = __popc(bits);
+        int up_to = here;
+#pragma unroll
+        for (int step = 1; step < WARP; step *= 2) {
+            const int below = __shfl_up_sync(~0u, up_to, step);
+            up_to += lane >= step ? below : 0;
+        }
+        int at = count + up_to - here;
+        for (unsigned left = warp == 0 ? bits : 0; left != 0; left &= left - 1, at++) {
+            const int row = (word + lane) * WARP + __ffs(static_cast<int>(left)) - 1;
+            which[at] = static_cast<int16_t>(row);
+            at_label[at] = gradients[first + row].at_label;
+        }
+        count += __shfl_sync(~0u, up_to, WARP - 1);
+    }
+    __syncthreads();
+    U *const to = dweight + label * dweight_stride;
+    for_elements<4>(depth, [&](int64_t i, auto n) {
+        float sum[n.value] = {}, before[n.value];
+        load_floats(before, to + i);
+#pragma unroll 8
+        for (int k = 0; k < count; k++) {
+            float of_row[n.value];
+            load_floats(of_row, x + which[k] * x_stride + i);
+#pragma unroll
+            for (int j = 0; j < n.value; j++)
+                sum[j] = fmaf(at_label[k], of_row[j], sum[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < n.value; j++)
+            sum[j] = fmaf(factor ? *factor : 1.0f, sum[j], before[j]);
+        store_once<U, n.value>(to + i, packed<U>(sum));
+    });
 }
 
 /* ---- gradients out of fp32 sums -----------------------------------------------------------------------------------
@@ -433,32 +550,26 @@ template <typename T> DEVICE void put(T *to, float value, bool add) {
     *to = from_float<T>(add ? value + to_float(*to) : value);
 }
 
-/* What a row's sums are multiplied by: p of its gradient too, where that has not been done before. */
-DEVICE float factor_of(const float *alpha, const RowGradient *gradients, int64_t row) {
-    return gradients ? *alpha * gradients[row].p : *alpha;
-}
-
-/* Rows [first, first + rows) become factor * sums, or 0 where sums is NULL. */
+/* Rows [first, first + rows) become alpha * sums, or 0 where sums is NULL. */
 template <typename T>
 __global__ void store(const __grid_constant__ Out out, int64_t first, int64_t rows, int64_t columns, const float *sums,
-                      int64_t stride, const float *alpha, const RowGradient *gradients) {
+                      int64_t stride, const float *alpha) {
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
          i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / columns, column = i - row * columns;
-        const float value = sums ? factor_of(alpha, gradients, first + row) * sums[row * stride + column] : 0.0f;
+        const float value = sums ? *alpha * sums[row * stride + column] : 0.0f;
         put(out.rows.at<T>(first + row) + column * out.step, value, out.add);
     }
 }
 
 /* The same where rows follow each other without gaps on either side and all begins at multiples of 16 bytes. */
 template <typename T>
-__global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t packs, int64_t columns,
-                                                  const float *sums, const float *alpha, const RowGradient *gradients) {
+__global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const float *sums, const float *alpha) {
     constexpr int N = WIDE<T>;
     const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
     if (i >= packs)
         return;
-    const float factor = factor_of(alpha, gradients, gradients ? first + i * N / columns : 0);
+    const float factor = *alpha;
     float all[N];
 #pragma unroll
     for (int j = 0; j < N; j += 4) {
@@ -467,7 +578,7 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t first, int64_t
         for (int l = 0; l < 4; l++)
             all[j + l] = factor * four.v[l];
     }
-    store_once<T, N>(out + first * columns + i * N, packed<T>(all));
+    store_once<T, N>(out + i * N, packed<T>(all));
 }
 
 /* ---- what ignored rows hold ---------------------------------------------------------------------------------------

@@ -12,14 +12,12 @@
  * the block's 128 rows of x and half of the classes' rows of W, the latter into both blocks; two warpgroups multiply,
  * 64 rows each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned
  * into results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick:
- * what is read of the rows has been read before. (A tile to each warpgroup, in turn, hides it; but the tiles are
+ * what is read of the rows has been read before, and what is written leaves through shared memory by the copy engine,
+ * 64 columns of a warp's 16 rows at a time. (A tile to each warpgroup, in turn, hides it; but the tiles are
  * narrower then, and lose more than that: docs/perf/linear_cross_entropy.md.)
  */
 #ifndef RAFTER_LCE_FUSED_CUH
 #define RAFTER_LCE_FUSED_CUH
-
-#include <stdlib.h>
-#include <string.h>
 
 #include "cuda/hopper.cuh"
 #include "cuda/launch.cuh"
@@ -35,12 +33,16 @@ constexpr int CLUSTER = 2, STEPS = 4;                                   /* block
 constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* of a warpgroup; warpgroups; their threads */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 constexpr int X_BYTES = ROWS * DEPTH * 2, W_BYTES = CLASSES * DEPTH * 2, STEP_BYTES = X_BYTES + W_BYTES;
-constexpr int SHARED_BYTES = STEPS * STEP_BYTES + 1024; /* and what aligning to 1024 takes */
+constexpr int PART = 64, PARTS_UNDER_WAY = 2; /* columns of results that a warp stores at a time; of these */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * PART * 2; /* of a warp */
+constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
+constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
 constexpr int BAND = 8; /* clusters' rows that share a pass over the classes: 2048 rows of x stay in L2 */
 
 /* How far above its pivot a logit may be, in units of u, before its exponential, or a sum of them, nears what a float
  * holds; and how far the pivot is put above the largest logit that is known of a row. */
 constexpr float HEADROOM = 70.0f, MARGIN = 8.0f;
+constexpr float MOST_SUM = 1e30f; /* e^69: no sum above it without an exponential that is too large, nearly */
 
 struct Task {
     int64_t first_row, rows, first_class, classes; /* of x and W; the first are the call's, for labels and bias */
@@ -68,19 +70,6 @@ DEVICE float quad_max(float a) {
 DEVICE float quad_sum(float a) {
     a += __shfl_xor_sync(~0u, a, 1);
     return a + __shfl_xor_sync(~0u, a, 2);
-}
-
-/* u[m] is of 8-byte block m and this lane; afterwards of lane m and this lane's block: 16 bytes that are neighbours. */
-DEVICE uint4 turn_quad(unsigned (&u)[4]) {
-    const int lane = threadIdx.x & 3;
-    const bool odd = lane & 1, high = lane & 2;
-    const unsigned near0 = __shfl_xor_sync(~0u, odd ? u[0] : u[1], 1);
-    const unsigned near1 = __shfl_xor_sync(~0u, odd ? u[2] : u[3], 1);
-    const unsigned a0 = odd ? near0 : u[0], a1 = odd ? u[1] : near0; /* block 0 or 1 of this pair of lanes */
-    const unsigned b0 = odd ? near1 : u[2], b1 = odd ? u[3] : near1; /* block 2 or 3 */
-    const unsigned far0 = __shfl_xor_sync(~0u, high ? a0 : b0, 2);
-    const unsigned far1 = __shfl_xor_sync(~0u, high ? a1 : b1, 2);
-    return high ? make_uint4(far0, far1, b0, b1) : make_uint4(a0, a1, far0, far1);
 }
 
 template <typename T> DEVICE unsigned pair_of(float a, float b) {
@@ -115,13 +104,13 @@ template <int MODE> struct TileRows {
     }
 };
 
-constexpr int CHUNK = 32; /* columns whose exponentials, packing and stores go side by side */
-
 /* What the sums d of a tile become. */
 template <typename T, int MODE> struct Results {
     const Loss &loss;
     const Task &task;
     const TileRows<MODE> &rows;
+    const CUtensorMap &out;
+    char *const staging; /* the warp's: PARTS_UNDER_WAY boxes */
 
     /* Adds the bias; columns that are not there become -inf. */
     DEVICE void complete(float (&d)[128], int64_t first_class, int there) const {
@@ -178,82 +167,115 @@ template <typename T, int MODE> struct Results {
         max[1] = quad_max(fmaxf(of[2], of[3]));
     }
 
-    /* Row i's columns of a chunk, each turned into what `f` makes of it. */
-    template <typename F> static DEVICE void turn_chunk(float (&e)[8], const float (&d)[128], int chunk, int i, F f) {
+    static DEVICE void set_row(float (&d)[128], int i, float value) {
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            e[k] = f(d[4 * (chunk * (CHUNK / 8) + k / 2) + 2 * i + k % 2]);
+        for (int j = 0; j < 32; j++)
+            d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = value;
     }
 
-    DEVICE void store_chunk(const float (&e)[8], int i, int64_t column, int chunk, int there) const {
-        unsigned u[4];
+    /* The warp's 16 rows of part `part`, out of e as the products leave it, on their way to memory. */
+    DEVICE void store_part(const float (&e)[PART / 2], int part, int64_t column) const {
+        char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+        const int lane = threadIdx.x % WARP, row = lane % 16, swizzled = (lane / 16 ^ lane % 8) * 16;
+        if (lane == 0)
+            stores_wait<PARTS_UNDER_WAY - 1>(); /* the box has been read */
+        __syncwarp();
 #pragma unroll
-        for (int m = 0; m < 4; m++)
-            u[m] = pair_of<T>(e[2 * m], e[2 * m + 1]);
-        const uint4 eight = turn_quad(u);
-        const int at = CHUNK * chunk + 8 * (threadIdx.x & 3);
-        if (rows.row[i] < task.rows && at < there) /* padding up to a multiple of 8 is written too */
-            *reinterpret_cast<uint4 *>(static_cast<T *>(task.out) + rows.row[i] * task.out_stride + column + at) =
-                eight;
-    }
-
-    DEVICE void gather(float (&d)[128], int tile, int64_t column, int there, const int (&at)[2]) const {
-        const float rate = loss.scale * LOG2E;
-        float max[2], pivot[2], sum[2][2] = {};
-        find_maxima(d, max);
+        for (int j = 0; j < PART / 8; j += 2) {
+            unsigned u[4];
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            note_label(d, i, at[i]);
-            pivot[i] = pivot_at(max[i]);
-            if constexpr (MODE == EXPONENTIALS) {
-                const float known = pivot_at(rows.known[i]) + MARGIN / loss.scale;
-                if (!((max[i] - known) * loss.scale > HEADROOM))
-                    max[i] = pivot[i] = known;
-                const int64_t label = loss.class_of(rows.label[i]);
-                if (label < 0) { /* an ignored row: exponentials are 0; or one that is to be NaN */
-#pragma unroll
-                    for (int j = 0; j < 32; j++)
-                        d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = label == IGNORED ? -INFINITY : NAN;
-                }
-            }
+            for (int k = 0; k < 4; k++)
+                u[k] = pair_of<T>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
+            store_8x8x4(box + row * PART * 2 + (swizzled ^ j * 16), u);
         }
+        shared_written();
+        __syncwarp();
+        if (lane == 0)
+            store_box(&out, static_cast<int>(column) + part * PART, static_cast<int>(rows.row[0]), box);
+    }
+
+    /* Rows' exponentials relative to `pivot`: their sums over the tile, and themselves if they are wanted. */
+    DEVICE void sum_up(const float (&d)[128], const float (&pivot)[2], int64_t column, float (&sum)[2]) const {
+        const float rate = loss.scale * LOG2E;
+        float of[4] = {};
 #pragma unroll
-        for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++)
+        for (int part = 0; part < CLASSES / PART; part++) {
+            float e[PART / 2];
+#pragma unroll
+            for (int k = 0; k < PART / 2; k++) {
+                e[k] = exp2_fast((d[part * PART / 2 + k] - pivot[k / 2 % 2]) * rate);
+                of[k % 4] += e[k];
+            }
+            if constexpr (MODE == EXPONENTIALS)
+                store_part(e, part, column);
+        }
+        sum[0] = quad_sum(of[0] + of[1]);
+        sum[1] = quad_sum(of[2] + of[3]);
+    }
+
+    DEVICE void gather(float (&d)[128], int tile, int64_t column, const int (&at)[2]) const {
+        float max[2], pivot[2], sum[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            note_label(d, i, at[i]);
+        if constexpr (MODE == STATISTICS) {
+            find_maxima(d, max);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                pivot[i] = pivot_at(max[i]);
+            sum_up(d, pivot, column, sum);
+        } else {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                float e[8];
-                turn_chunk(e, d, chunk, i, [&](float z) { return exp2_fast((z - pivot[i]) * rate); });
-#pragma unroll
-                for (int k = 0; k < 8; k++)
-                    sum[i][k % 2] += e[k];
-                if constexpr (MODE == EXPONENTIALS)
-                    store_chunk(e, i, column, chunk, there);
+                max[i] = pivot[i] = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                const int64_t label = loss.class_of(rows.label[i]);
+                if (label < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
+                    set_row(d, i, label == IGNORED ? -INFINITY : NAN);
             }
+            for (bool again = false;; again = true) {
+                sum_up(d, pivot, column, sum);
+                if (again || __all_sync(~0u, sum[0] <= MOST_SUM && sum[1] <= MOST_SUM))
+                    break;
+                stores_wait_all(); /* of what is to be written over */
+                float of_tile[2];
+                find_maxima(d, of_tile);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float all = quad_sum(sum[i][0] + sum[i][1]);
-            if ((threadIdx.x & 3) == 0 && rows.row[i] < task.rows)
-                task.stats[rows.row[i] * task.tiles + tile] = {max[i], all};
+                for (int i = 0; i < 2; i++)
+                    if ((of_tile[i] - pivot[i]) * loss.scale > HEADROOM) {
+                        max[i] = of_tile[i];
+                        pivot[i] = pivot_at(max[i]);
+                    }
+            }
         }
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if ((threadIdx.x & 3) == 0 && rows.row[i] < task.rows)
+                task.stats[rows.row[i] * task.tiles + tile] = {max[i], sum[i]};
     }
 
-    DEVICE void differentiate(const float (&d)[128], int64_t column, int there, const int (&at)[2]) const {
+    DEVICE void differentiate(float (&d)[128], int64_t column, const int (&at)[2]) const {
+        ScaledExp<T> exp[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const RowGradient &gradient = rows.gradient[i];
-            const ScaledExp<T> exp(gradient.p, gradient.pivot, loss.scale);
+            exp[i] = ScaledExp<T>(rows.gradient[i].p, rows.gradient[i].pivot, loss.scale);
+            if (rows.gradient[i].constant)
+                set_row(d, i, rows.gradient[i].pivot); /* p e^0 */
+        }
 #pragma unroll
-            for (int chunk = 0; chunk < CLASSES / CHUNK; chunk++) {
-                float e[8];
-                turn_chunk(e, d, chunk, i, [&](float z) { return gradient.constant ? gradient.p : exp.of(z); });
-                if (holds(at[i], CHUNK * chunk, CHUNK) && !gradient.constant) {
+        for (int part = 0; part < CLASSES / PART; part++) {
+            float e[PART / 2];
 #pragma unroll
-                    for (int k = 0; k < 8; k++)
-                        if (column_of(chunk * (CHUNK / 8) + k / 2) + k % 2 == at[i])
-                            e[k] -= gradient.target;
+            for (int k = 0; k < PART / 2; k++)
+                e[k] = exp[k / 2 % 2].of(d[part * PART / 2 + k]);
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (holds(at[i], PART * part, PART) && !rows.gradient[i].constant) {
+#pragma unroll
+                    for (int k = 0; k < PART / 4; k++)
+                        if (column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
+                            e[k / 2 * 4 + 2 * i + k % 2] -= rows.gradient[i].target;
                 }
-                store_chunk(e, i, column, chunk, there);
-            }
+            store_part(e, part, column);
         }
     }
 
@@ -268,9 +290,9 @@ template <typename T, int MODE> struct Results {
         }
         complete(d, first_class, there);
         if constexpr (MODE == GRADIENT)
-            differentiate(d, column, there, at);
+            differentiate(d, column, at);
         else
-            gather(d, tile, column, there, at);
+            gather(d, tile, column, at);
     }
 };
 
@@ -313,6 +335,7 @@ struct Ring {
 template <typename T, int MODE>
 __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ CUtensorMap x,
                                                        const __grid_constant__ CUtensorMap w,
+                                                       const __grid_constant__ CUtensorMap out,
                                                        const __grid_constant__ Loss loss,
                                                        const __grid_constant__ Task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -356,6 +379,8 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
     } else {
         take_registers<232>();
         const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
+        char *const staging =
+            steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
         Ring ring;
         int down, tile;
         order.at(first, &down, &tile);
@@ -387,39 +412,34 @@ __global__ __launch_bounds__(THREADS, 1) void multiply(const __grid_constant__ C
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
-            Results<T, MODE>{loss, task, rows}.finish(d, tile);
+            Results<T, MODE>{loss, task, rows, out, staging}.finish(d, tile);
             down = next_down;
             tile = next_tile;
         }
+        stores_wait_all();
     }
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
 #else
-    (void)x, (void)w, (void)loss, (void)task;
+    (void)x, (void)w, (void)out, (void)loss, (void)task;
 #endif
 }
 
 /* ---- launching ----------------------------------------------------------------------------------------------------
  */
 
-/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of 128 rows x 64 columns; what lies
- * outside of it reads as 0. */
+/* A matrix of 16-bit elements whose rows begin at multiples of 16 bytes, in boxes of box_rows x 64 columns; what lies
+ * outside of it reads as 0, and is not written. */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
-                              int64_t stride) {
+                              int64_t stride, int box_rows) {
     const int64_t size[] = {columns, rows};
-    return make_tensor_map(map, dtype, data, 2, size, &stride, {DEPTH, ROWS}, CU_TENSOR_MAP_SWIZZLE_128B,
+    return make_tensor_map(map, dtype, data, 2, size, &stride, {DEPTH, box_rows}, CU_TENSOR_MAP_SWIZZLE_128B,
                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
-}
-
-/* With RAFTER_FUSED=0 in the environment, what is measured and tested is what other devices do. */
-static inline bool allowed() {
-    const char *fused = getenv("RAFTER_FUSED");
-    return !fused || strcmp(fused, "0") != 0;
 }
 
 /* Whether this build and device have the kernels: without sm_90a their bodies are empty, and so is their shared memory.
  * That is asked once, on the first device that could run them. */
 static inline bool available(const rafter_cuda_state *state) {
-    if (!allowed() || state->compute_capability != 90)
+    if (!hopper_allowed() || state->compute_capability != 90)
         return false;
     static const bool built = [] {
         cudaFuncAttributes attributes;
@@ -438,18 +458,21 @@ template <int MODE>
 static inline rafter_status run(rafter_context *context, rafter_dtype dtype, const void *x, int64_t x_stride,
                                 const void *w, int64_t w_stride, int64_t all_classes, const Loss &loss,
                                 const Task &task) {
-    CUtensorMap x_map, w_map;
-    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride) ||
-        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride))
+    CUtensorMap x_map, w_map, out_map = {};
+    static_assert(PART == DEPTH, "both are 128 bytes, as wide as the copy engine swizzles");
+    if (!map_matrix(&x_map, dtype, x, task.rows, task.depth, x_stride, ROWS) ||
+        !map_matrix(&w_map, dtype, w, all_classes, task.depth, w_stride, CLASSES / CLUSTER) ||
+        (MODE != STATISTICS && !map_matrix(&out_map, dtype, task.out, task.rows, ceil_div<int64_t>(task.classes, 8) * 8,
+                                           task.out_stride, PART_ROWS)))
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: no tensor map could be made");
     const int64_t tiles = ceil_div<int64_t>(task.rows, CLUSTER * ROWS) * tiles_across(task.classes);
     const int64_t most = context->cuda_state->multiprocessors / CLUSTER;
     Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
     if (dtype == RAFTER_BF16)
-        launch(context, how, multiply<bf16, MODE>, x_map, w_map, loss, task);
+        launch(context, how, multiply<bf16, MODE>, x_map, w_map, out_map, loss, task);
     else
-        launch(context, how, multiply<fp16, MODE>, x_map, w_map, loss, task);
+        launch(context, how, multiply<fp16, MODE>, x_map, w_map, out_map, loss, task);
     return RAFTER_OK;
 }
 

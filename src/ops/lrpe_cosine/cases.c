@@ -113,7 +113,6 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 5000, 2, 64, .dtype = RAFTER_BF16, .small_theta = true, .dtheta = DTHETA_FP32, .for_cuda = true),
     EACH_ACT(5, 2100, 3, 40, .dtype = RAFTER_F16, .for_cuda = true),
     EACH_ACT(2, 1500, 2, 33, .for_cuda = true),
-    EACH_ACT(3, 1500, 1, 36, .for_cuda = true),
     EACH_ACT(4, 1000, 2, 64, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
              .for_cuda = true),
     EACH_ACT(600, 9, 2, 32, .dtype = RAFTER_BF16, .for_cuda = true),

@@ -12,7 +12,6 @@
  */
 #include "cuda/activations.cuh"
 #include "cuda/backend.cuh"
-#include "cuda/conveyor.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/sincos.cuh"
 #include "cuda/strips.cuh"
@@ -453,8 +452,7 @@ struct Columns {
     static constexpr int N = N_, LINES = SEQUENCES * N, MOST_LINES = SEQUENCES * (N == 1 ? WARP : 8 * N);
     static constexpr int EACH = FORWARD ? 1 : 3, INPUTS = SEQUENCES * EACH, ITEMS = ITEMS_;
     static constexpr int THREADS = 256, PER_SM = PER_SM_, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr bool HAS_MAX = true, HAS_TABLE = true,
-                          SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
+    static constexpr bool HAS_MAX = true, SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {
         Turns turns[MOST_LINES / SEQUENCES]; /* [element of a pack][pack] */
@@ -498,12 +496,8 @@ struct Columns {
         place.active = pack < packs;
         return place;
     }
-    DEVICE Corner corner(const Strip &strip, int input) const {
-        const int64_t half = input % EACH == 2 ? call.features : 0;
-        return {(int)(strip.pack * N + half), {(int)strip.h, (int)strip.b + input / EACH, 0}};
-    }
-    DEVICE void prepare(Table &table, const Strip &strip, int first, int apart) const {
-        for (int i = first; i < across * N; i += apart) {
+    DEVICE void prepare(Table &table, const Strip &strip) const {
+        for (int i = threadIdx.x; i < across * N; i += THREADS) {
             const int64_t d = (strip.pack + i % across) * N + i / across;
             const Turns turns = d < call.features ? call.turns(strip.h, d) : Turns();
             table.turns[i] = turns;
@@ -512,6 +506,7 @@ struct Columns {
                 sincos_at<false, false>(turns, position_of(THREADS / across), &table.sine[at], &table.cosine[at]);
             }
         }
+        __syncthreads();
     }
     DEVICE const T *source(const Place &place, int input) const {
         return place.in[input % EACH] + input / EACH * (input % EACH == 0 ? call.x_step.b : call.y_step.b);
@@ -795,47 +790,22 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     });
 }
 
-/* The tensors of a job, as the conveyor reads them: false where it cannot. */
-template <class Job> bool map_columns(const lrpe_cosine_call *from, Tensors<Job> *tensors) {
-    for (int input = 0; input < Job::INPUTS; input++) {
-        const rafter_view &view = input % Job::EACH == 0 ? from->x : from->dy;
-        const int64_t size[] = {view.shape[3], view.shape[1], view.shape[2], view.shape[0]};
-        const int64_t stride[] = {view.stride[1], view.stride[2], view.stride[0]};
-        if (!map_tiles(tensors, input, view, 4, size, stride))
-            return false;
-    }
-    return true;
-}
-
 template <class Job> rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
     const auto call = call_for<typename Job::T>(from);
     const int64_t packs = call.features / Job::N;
     const int across = power_at_least(packs, 1, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
     const int64_t groups = ceil_div(packs, (int64_t)across), sequences = Job::LINES / Job::N;
     Job job = {call, packs, across, Divisor(groups), Divisor(call.heads), NULL};
-    const int64_t strips = ceil_div(call.batch, sequences) * call.heads * groups;
-    const bool bp = from->algorithm == RAFTER_LRPE_BP;
-    const Cut cut = cut_into_strips<Job>(context->cuda_state, strips, call.length, across, bp);
+    const Cut cut = cut_into_strips<Job>(context->cuda_state, ceil_div(call.batch, sequences) * call.heads * groups,
+                                         call.length, across, from->algorithm == RAFTER_LRPE_BP);
     const bool dtheta = from->dtheta.data != NULL;
     const size_t moments = dtheta ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    const auto start = [&](size_t bytes, auto launch) {
-        return run_with_scratch(context, from, moments + bytes, "lrpe_cosine", [&](char *scratch) {
-            job.moments = reinterpret_cast<double *>(scratch);
-            launch(scratch + moments);
-            if (dtheta)
-                launch_sum_moments(context, from, job.moments, call.batch);
-        });
-    };
-    if constexpr (Job::N > 1) {
-        Tensors<Job> tensors;
-        if (!bp && conveyor_pays<Job>(context->cuda_state, strips, call.length, across) &&
-            map_columns<Job>(from, &tensors)) {
-            const ConveyorCut cut = cut_for_conveyor<Job>(strips, call.length);
-            return start(conveyor_bytes<Job>(cut),
-                         [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
-        }
-    }
-    return start(StripScratch<Job>(cut).bytes(), [&](char *scratch) { launch_strips(context, job, cut, scratch); });
+    return run_with_scratch(context, from, moments + StripScratch<Job>(cut).bytes(), "lrpe_cosine", [&](char *scratch) {
+        job.moments = reinterpret_cast<double *>(scratch);
+        launch_strips(context, job, cut, scratch + moments);
+        if (dtheta)
+            launch_sum_moments(context, from, job.moments, call.batch);
+    });
 }
 
 template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {

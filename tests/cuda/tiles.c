@@ -1,0 +1,189 @@
+/* linear_cross_entropy where the product that forms logits has more tiles than the GPU has room for at once, in sizes
+ * that are multiples of nothing; where exponentials lie in dweight; and where many rows share a label: with
+ * RAFTER_FUSED=0 in the environment and without. The walk's problems are smaller, and checked against fp64. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "parts.h"
+
+struct size {
+    int64_t rows, depth, classes;
+    bool all_ignored;
+};
+
+static const struct size sizes[] = {
+    {1, 80, 50257, false},     {1000, 80, 50257, false}, {300, 83, 9001, false},
+    {515, 80, 50257, true},    {2100, 88, 70001, false}, /* dweight hosts exponentials of all rows; */
+    {5000, 520, 70001, false},                           /* native: of a first group; */
+    {515, 1024, 50257, false},                           /* compact: dz */
+};
+
+/* Loss, dx and dweight of one call, on the host. */
+struct results {
+    float loss;
+    uint16_t *dx, *dweight;
+};
+
+/* Standard normal, nearly, from a number. */
+static double normal(uint64_t i) {
+    double sum = 0;
+    for (int k = 0; k < 4; k++) {
+        i = (i + 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
+        i ^= i >> 29;
+        sum += (double)(i >> 40) / (1 << 24) - 0.5;
+    }
+    return sum * sqrt(3);
+}
+
+static uint16_t bf16_of(double value) {
+    const float f = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static double value_of(uint16_t bf16) {
+    const uint32_t bits = (uint32_t)bf16 << 16;
+    float f;
+    memcpy(&f, &bits, sizeof f);
+    return (double)f;
+}
+
+static uint16_t *make_matrix(int64_t n, double scale, uint64_t seed) {
+    uint16_t *m = malloc((size_t)n * sizeof *m);
+    for (int64_t i = 0; m && i < n; i++)
+        m[i] = bf16_of(scale * normal(seed + (uint64_t)i));
+    return m;
+}
+
+/* Every third row is ignored, and every seventh of class 5. */
+static int64_t label_of(const struct size *s, int64_t row) {
+    if (s->all_ignored || row % 3 == 1)
+        return -100;
+    return row % 7 == 0 ? 5 : (int64_t)((uint64_t)row * 2654435761u % (uint64_t)s->classes);
+}
+
+static DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
+                          size_t bytes) {
+    DLTensor t = rafter_tensor(cuda->allocate(bytes), dtype, ndim, shape);
+    t.device = context->device;
+    expect(t.data && (from ? cuda->copy(t.data, from, bytes) : cuda->fill(context, t.data, 0xff, bytes)),
+           "no memory for %zu bytes", bytes);
+    return t;
+}
+
+/* How far apart a and b are, relative to b. */
+static double apart(const uint16_t *a, const uint16_t *b, int64_t n) {
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double x = value_of(a[i]), y = value_of(b[i]);
+        difference += (x - y) * (x - y);
+        size += y * y;
+    }
+    return size > 0 ? sqrt(difference / size) : sqrt(difference);
+}
+
+static void choose(bool fused) {
+    setenv("RAFTER_FUSED", fused ? "1" : "0", 1);
+}
+
+/* Whether the budget does, either way. */
+static bool fits(rafter_context *context, const rafter_linear_cross_entropy_args *args) {
+    size_t bytes;
+    bool good = true;
+    for (int fused = 0; fused < 2; fused++) {
+        choose(fused);
+        good &= rafter_linear_cross_entropy_workspace(context, args, RAFTER_FORWARD, &bytes) == RAFTER_OK;
+    }
+    return good;
+}
+
+/* What `r` gets is the caller's. False: it could not be had. */
+static bool run(rafter_context *context, rafter_linear_cross_entropy_args *args, bool fused, struct results *r) {
+    const size_t dx = (size_t)args->dx->shape[0] * (size_t)args->dx->shape[1] * 2;
+    const size_t dweight = (size_t)args->dweight->shape[0] * (size_t)args->dweight->shape[1] * 2;
+    r->dx = malloc(dx);
+    r->dweight = malloc(dweight);
+    choose(fused);
+    const rafter_status status = rafter_linear_cross_entropy_forward(context, args);
+    expect(status == RAFTER_OK, "%s", rafter_last_error(context));
+    return status == RAFTER_OK && cuda->synchronize(context) && cuda->copy(&r->loss, args->loss->data, 4) &&
+           cuda->copy(r->dx, args->dx->data, dx) && cuda->copy(r->dweight, args->dweight->data, dweight);
+}
+
+static void compare(rafter_context *context, const struct size *s, rafter_linear_cross_entropy_args *args,
+                    const char *what) {
+    struct results fused = {.dx = NULL}, plain = {.dx = NULL};
+    if (run(context, args, true, &fused) && run(context, args, false, &plain)) {
+        const long long n = s->rows, d = s->depth, v = s->classes;
+        const double loss = fabs((double)fused.loss - (double)plain.loss) / fabs((double)plain.loss);
+        const double dx = apart(fused.dx, plain.dx, s->rows * s->depth);
+        const double dweight = apart(fused.dweight, plain.dweight, s->classes * s->depth);
+        const bool native = args->accumulate == RAFTER_ACCUMULATE_NATIVE;
+        expect(s->all_ignored ? isnan(fused.loss) && isnan(plain.loss) : loss < 1e-5,
+               "%lld x %lld x %lld, %s: loss is %.9g fused, %.9g not", n, d, v, what, (double)fused.loss,
+               (double)plain.loss);
+        /* A rounding to bf16 is 1.7e-3 of all; each way has one or two. */
+        expect(dx < 5e-3, "%lld x %lld x %lld, %s: dx is apart by %.2e", n, d, v, what, dx);
+        expect(dweight < (native ? 1.5e-2 : 5e-3), "%lld x %lld x %lld, %s: dweight is apart by %.2e", n, d, v, what,
+               dweight);
+    }
+    free(fused.dx);
+    free(fused.dweight);
+    free(plain.dx);
+    free(plain.dweight);
+}
+
+static void test_size(rafter_context *context, const struct size *s) {
+    int64_t x_shape[] = {s->rows, s->depth}, w_shape[] = {s->classes, s->depth}, rows[] = {s->rows};
+    const size_t x_bytes = (size_t)(s->rows * s->depth) * 2, w_bytes = (size_t)(s->classes * s->depth) * 2;
+    uint16_t *x = make_matrix(s->rows * s->depth, 1, 1);
+    uint16_t *w = make_matrix(s->classes * s->depth, 2 / sqrt((double)s->depth), (uint64_t)1 << 40);
+    int64_t *labels = malloc((size_t)s->rows * sizeof *labels);
+    for (int64_t row = 0; row < s->rows; row++)
+        labels[row] = label_of(s, row);
+    DLTensor tx = on_device(context, x, RAFTER_BF16, 2, x_shape, x_bytes);
+    DLTensor tw = on_device(context, w, RAFTER_BF16, 2, w_shape, w_bytes);
+    DLTensor target = on_device(context, labels, RAFTER_I64, 1, rows, (size_t)s->rows * sizeof *labels);
+    DLTensor loss = on_device(context, NULL, RAFTER_F32, 0, NULL, 4);
+    DLTensor dx = on_device(context, NULL, RAFTER_BF16, 2, x_shape, x_bytes);
+    DLTensor dweight = on_device(context, NULL, RAFTER_BF16, 2, w_shape, w_bytes);
+    const rafter_linear_cross_entropy_args plain = {.size = sizeof plain,
+                                                    .mode = RAFTER_LCE_FAST,
+                                                    .x = &tx,
+                                                    .weight = &tw,
+                                                    .target = &target,
+                                                    .loss = &loss,
+                                                    .dx = &dx,
+                                                    .dweight = &dweight};
+    rafter_linear_cross_entropy_args args = plain;
+    compare(context, s, &args, "fast");
+    args.mode = RAFTER_LCE_COMPACT;
+    compare(context, s, &args, "compact");
+    args = plain;
+    args.accumulate = RAFTER_ACCUMULATE_NATIVE;
+    compare(context, s, &args, "native");
+    /* Groups of about 128 rows; and what it takes to pack matrices, if they must be. */
+    args.budget = (size_t)128 * (size_t)s->classes * 5;
+    while (!fits(context, &args))
+        args.budget += (size_t)(s->classes * s->depth);
+    compare(context, s, &args, "native, in small groups");
+    args.accumulate = RAFTER_ACCUMULATE_F32;
+    args.budget += (size_t)(s->classes * (s->depth + 8)) * 4;
+    compare(context, s, &args, "fast, in small groups");
+    const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        cuda->release(all[i]->data);
+    free(x);
+    free(w);
+    free(labels);
+}
+
+void test_tiles(void) {
+    rafter_context *context = open_context();
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        test_size(context, &sizes[i]);
+    unsetenv("RAFTER_FUSED");
+    close_context(context);
+}
