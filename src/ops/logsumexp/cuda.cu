@@ -244,6 +244,7 @@ struct Backward {
     Rows x, dx, lse, dlse;
     int64_t rows, n, step, dstep;
     int64_t parts, part;
+    Divisor of_row; /* parts */
 
     /* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */
     template <typename T> DEVICE ScaledExp<T> gradient(int64_t row) const {
@@ -257,7 +258,8 @@ template <typename T, int LANES>
 __global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_constant__ Backward b) {
     constexpr int N = WIDE<T>;
     const int64_t piece = (blockIdx.x * int64_t(GRADIENT_THREADS) + threadIdx.x) / LANES;
-    const int64_t row = b.parts == 1 ? piece : piece / b.parts;
+    /* Where rows have several, a piece is 2 KB: there are less than 2^31 of them. */
+    const int64_t row = b.parts == 1 ? piece : b.of_row.quotient(static_cast<unsigned>(piece));
     if (row >= b.rows)
         return;
     const int lane = threadIdx.x % LANES;
@@ -387,6 +389,7 @@ rafter_status backward(rafter_context *context, const logsumexp_call *call, cons
     b.dstep = dx.stride[dx.ndim - 1];
     b.parts = plan.parts;
     b.part = plan.part;
+    b.of_row = Divisor(plan.parts);
     return run_with_scratch(context, call, 0, "logsumexp backward", [&](char *) {
         for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
     });
