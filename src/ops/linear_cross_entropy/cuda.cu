@@ -266,7 +266,7 @@ void finish_fused(Run *run, int64_t first, int64_t rows) {
     launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, first, rows,
            static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
-           run->b.of_block + run->blocks);
+           run->b.labels, run->b.of_block + run->blocks);
     run->blocks += blocks;
 }
 
@@ -330,9 +330,10 @@ void add_label_rows(const Run &run, int64_t first, int64_t rows) {
         for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
             const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
             const Operand x = x_rows(run, begin);
-            launch(run.context, {count, LABEL_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
-                   run.loss, begin, static_cast<int>(count), static_cast<const RowGradient *>(run.b.gradients),
-                   static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride, factor);
+            launch(run.context, {count, ADD_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
+                   static_cast<const int *>(run.b.labels), static_cast<const RowGradient *>(run.b.gradients), begin,
+                   static_cast<int>(count), static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride,
+                   factor);
         }
     };
     if (!plan.direct_dweight())

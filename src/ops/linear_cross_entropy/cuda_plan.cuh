@@ -104,6 +104,7 @@ struct Buffers {
     char *x_scaled;         /* the group's, by p */
     Gathered<FULL> *stats;  /* of every part of the group's rows (fast), of every row (compact) */
     RowGradient *gradients; /* of every row */
+    int *labels;            /* finish_tiles', of every row */
     Totals *of_block;
     float *bias;
     char *x, *weight; /* packed, where the caller's do not do: the group's rows (fast) or all; all classes */
@@ -141,6 +142,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
           (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
+    place(&b->labels, p.exponentials() && p.dweight, p.rows * int64_t(sizeof(int)));
     place(&b->of_block, true,
           (p.turns_rows() ? p.rows : p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);
@@ -163,10 +165,11 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
 
 constexpr int64_t MIB = 1 << 20;
 
-/* Where exponentials take at least so much, dweight's own memory holds some of them. */
-constexpr int64_t HOSTING_BYTES = 256 * MIB;
-/* Rows of e W that are summed at a time: more are no faster. */
-constexpr int64_t DX_ROWS = 2048;
+/* Where exponentials take at least so much, dweight's own memory holds some of them; but not of fewer classes than
+ * make products of a good size. */
+constexpr int64_t HOSTING_BYTES = 256 * MIB, LEAST_HOSTED = 8192;
+/* Rows of e W that are summed at a time, where sums are long: docs/perf/linear_cross_entropy.md. */
+constexpr int64_t DX_ROWS = 2048, LONG_SUM = 32768;
 
 /* Whether products write dweight after dz that may have lain there: not if it is added to, or has gaps. */
 bool hosts(const Plan &p) {
@@ -185,7 +188,7 @@ int64_t largest_first_group(int64_t g, int64_t host_rows) {
 int64_t hosted_classes(const Plan &p) {
     const int64_t least_before = ceil_div(p.classes * p.first_group, p.first_group + p.host_rows) + 8; /* of padding */
     const int64_t before = rounded(least_before, fused::CLASSES);
-    return before < p.classes ? p.classes - before : 0;
+    return p.classes - before;
 }
 
 /* Compact: how many of the classes from v on make a slice whose dz fits into what dweight has for those behind it. */
@@ -209,16 +212,21 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
     p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
-    p->dx_rows = !p->fast ? p->rows : p->exponentials() && p->group > DX_ROWS ? DX_ROWS : p->group;
+    p->dx_rows = !p->fast                                                            ? p->rows
+                 : p->exponentials() && p->classes >= LONG_SUM && p->group > DX_ROWS ? DX_ROWS
+                                                                                     : p->group;
     p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
     p->first_group = p->group;
     p->hosted = 0;
     p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
     if (p->exponentials() && p->host_rows > 0 && p->group * p->classes * bytes >= HOSTING_BYTES) {
+        Plan hosting = *p;
         const int64_t first = largest_first_group(p->group, p->host_rows) / 256 * 256;
-        p->first_group = first >= p->rows || p->group >= p->rows ? p->rows : larger(first, p->group);
-        p->hosted = hosted_classes(*p);
+        hosting.first_group = first >= p->rows || p->group >= p->rows ? p->rows : larger(first, p->group);
+        hosting.hosted = hosted_classes(hosting);
+        if (hosting.hosted >= LEAST_HOSTED)
+            *p = hosting;
     }
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);

@@ -221,11 +221,12 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
     finish_block(totals, of_block);
 }
 
-/* A warp to a row, from the tiles of fused.cuh. */
+/* A warp to a row, from the tiles of fused.cuh. Where `labels` is wanted, the row gets its class there, or -1 if its
+ * gradient has nothing to add at it. */
 __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss, int64_t first,
                                                             int64_t rows, const RowStats *stats, int tiles,
                                                             const float *z_label, double row_scale,
-                                                            RowGradient *gradients, Totals *of_block) {
+                                                            RowGradient *gradients, int *labels, Totals *of_block) {
     const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
     Totals totals = {};
@@ -236,8 +237,12 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
         Gathered<FULL> g = none<FULL>();
         g.s = merge_lanes<WARP>(s, loss.scale);
         g.z_label = z_label[first + index];
-        if (lane == 0)
+        if (lane == 0) {
             finish_row(loss, first + index, &g, row_scale, gradients, &totals);
+            if (labels)
+                labels[first + index] =
+                    gradients[first + index].at_label != 0.0f ? static_cast<int>(loss.load_label(first + index)) : -1;
+        }
     }
     finish_block(totals, of_block);
 }
@@ -381,9 +386,9 @@ template <typename T> struct Exponentials {
 
 /* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
 template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
-    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += LABEL_THREADS * N)
+    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += blockDim.x * int64_t(N))
         f(i, std::integral_constant<int, N>());
-    for (int64_t i = count / N * N + threadIdx.x; i < count; i += LABEL_THREADS)
+    for (int64_t i = count / N * N + threadIdx.x; i < count; i += blockDim.x)
         f(i, std::integral_constant<int, 1>());
 }
 
@@ -464,37 +469,36 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
         for_elements<1>(columns, store_some);
 }
 
-constexpr int LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / WARP; /* of a launch, at most */
+constexpr int ADD_THREADS = 512, LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / WARP; /* rows of a launch, at most */
 
-/* dW[label] += factor * at_label * x, for rows [first, first + rows). A block takes a row; of those of one label the
- * first one's block takes all, in their order. */
+/* dW[label] += factor * at_label * x, for rows [first, first + rows), whose labels are finish_tiles'. A block takes a
+ * row; of those of one label the first one's block takes all, in their order. */
 template <typename T, typename U>
-__global__ __launch_bounds__(LABEL_THREADS) void add_labels(const __grid_constant__ Loss loss, int64_t first, int rows,
-                                                            const RowGradient *gradients, const T *x, int64_t x_stride,
-                                                            int64_t depth, U *dweight, int64_t dweight_stride,
-                                                            const float *factor) {
+__global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, const RowGradient *gradients,
+                                                          int64_t first, int rows, const T *x, int64_t x_stride,
+                                                          int64_t depth, U *dweight, int64_t dweight_stride,
+                                                          const float *factor) {
     __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
     __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
     __shared__ int16_t which[LABEL_ROWS];
     const int index = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    if (gradients[first + index].at_label == 0.0f)
+    const int64_t label = labels[first + index];
+    if (label < 0)
         return;
-    const int64_t label = loss.load_label(first + index);
-    bool is_alike[LABEL_ROWS / LABEL_THREADS];
+    constexpr int ROUNDS = LABEL_ROWS / ADD_THREADS;
+    int other[ROUNDS];
 #pragma unroll
-    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
-        const int row = k * LABEL_THREADS + threadIdx.x;
-        is_alike[k] = row < rows && loss.load_label(first + row) == label;
+    for (int k = 0; k < ROUNDS; k++) {
+        const int row = k * ADD_THREADS + threadIdx.x;
+        other[k] = row < rows ? labels[first + row] : -1;
     }
     bool taken = false;
 #pragma unroll
-    for (int k = 0; k < LABEL_ROWS / LABEL_THREADS; k++) {
-        const int row = k * LABEL_THREADS + threadIdx.x;
-        const bool counts = is_alike[k] && gradients[first + row].at_label != 0.0f;
-        const unsigned bits = __ballot_sync(~0u, counts);
-        taken |= counts && row < index;
+    for (int k = 0; k < ROUNDS; k++) {
+        const unsigned bits = __ballot_sync(~0u, other[k] == label);
+        taken |= other[k] == label && k * ADD_THREADS + static_cast<int>(threadIdx.x) < index;
         if (lane == 0)
-            alike[k * (LABEL_THREADS / WARP) + warp] = bits;
+            alike[k * (ADD_THREADS / WARP) + warp] = bits;
     }
     if (__syncthreads_or(taken))
         return;
