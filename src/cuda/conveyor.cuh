@@ -76,6 +76,9 @@ template <class Job> struct Conveyor {
     /* A block may have 227 KB, of which ConveyorShared takes some. */
     static constexpr int SLOTS = (223 << 10) / (int)sizeof(Slot);
     static constexpr size_t SHARED_BYTES = SLOTS * sizeof(Slot) + alignof(Slot);
+    /* So that whoever waits for a slot's next tile has seen the last one: of a barrier's phases only the parity shows.
+     */
+    static_assert(SLOTS % GROUPS == 0, "a slot's tiles go to one group");
 };
 
 template <class Job> struct ConveyorShared {
@@ -87,7 +90,8 @@ template <class Job> struct ConveyorShared {
 
 constexpr int NONE = -1;
 
-/* Calls f(slot, tile) for every `step`-th of this block's tiles, in order, from `first` on. */
+/* Calls f(slot, tile, parity of the slot's barriers) for every `step`-th of this block's tiles, in order, from `first`
+ * on. */
 template <class C, class Shared, class F> DEVICE void for_tiles(Shared &shared, int first, int step, F f) {
     for (int turn = first;; turn += step) {
         const int slot = turn % C::SLOTS;
@@ -399,7 +403,7 @@ static inline bool conveyor_pays(const rafter_cuda_state *state, int64_t strips,
     return built;
 }
 
-/* Maps an input of a job: `dims` dimensions, four or five, as make_tensor_map has them, the first two being columns and
+/* Maps an input of a job: `dims` dimensions, two to five, as make_tensor_map has them, the first two being columns and
  * rows. False where the copy engine cannot address it. */
 template <class Job>
 static inline bool map_tiles(Tensors<Job> *tensors, int input, const rafter_view &view, int dims, const int64_t *sizes,
