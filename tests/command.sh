@@ -137,6 +137,10 @@ grep -qE 'dying at n = 64: died of signal 9' "$folder/bad.txt" || fail "bad prov
 grep -qE 'refusing at n = 64: not today' "$folder/bad.txt" || fail "bad providers: nothing said of the refusal"
 grep -qE 'hanging at n = 64: took longer than 0.5 s' "$folder/bad.txt" || fail "bad providers: nothing said of the hang"
 
+# --- a gradient that is right for labels alone is wrong
+expect 0 '^0 +32768\.0 +[0-9.]+ +wrong$' "$bad" bench cross_entropy --x 32768 --mode bwd --seconds 0.001 --providers rafter,flat
+grep -qE 'flat at v = 32768: dlogits\[[0-9]+\] is ' "$folder/out" || fail "flat gradients: nothing said of the wrong element"
+
 # --- so do Python columns that misbehave, and a worker that is not there
 expect 0 '^  .*to, toc: .*/nonexistent/python3 cannot be run' env RAFTER_PYTHON=/nonexistent/python3 \
     "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001

@@ -16,10 +16,14 @@ OPS = {
 }
 
 
-def overwrites(make):
-    """Marks a provider whose call writes over its inputs: it gets a copy of its own, which is restored between calls."""
-    make.overwrites = True
-    return make
+def overwrites(when):
+    """Marks a provider whose "forward" or "backward" writes over its inputs: it gets a copy of its own, restored before it does."""
+
+    def mark(make):
+        make.overwrites = when
+        return make
+
+    return mark
 
 
 def activation_of(row, sequence_dim):
@@ -79,6 +83,7 @@ def compiled(eager):
         torch._dynamo.reset()
         return torch.compile(eager(row), dynamic=False)
 
+    make.walks_graphs_once = True  # its backward may write over what its forward has kept
     return make
 
 
@@ -106,7 +111,7 @@ def act_tr(row):
     return lambda x: act_triton(x, name, dim)
 
 
-@overwrites
+@overwrites("forward")
 def cross_entropy_tr(row):
     from xopes.ops.cross_entropy import cross_entropy_triton
 
@@ -114,6 +119,7 @@ def cross_entropy_tr(row):
     return lambda z: cross_entropy_triton(z, target)
 
 
+@overwrites("backward")
 def cross_entropy_pt(row):
     from xopes.ops.cross_entropy import cross_entropy_parallel_triton
 
@@ -171,7 +177,7 @@ def linear_cross_entropy_tr_fla(row):
     return lambda x, weight: loss(x, target, weight)
 
 
-@overwrites
+@overwrites("forward")
 def cross_entropy_liger(row):
     from liger_kernel.transformers.functional import liger_cross_entropy
 

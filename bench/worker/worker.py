@@ -26,10 +26,17 @@ class Row:
     def __init__(self, order, device):
         self.op, self.title, self.path = order["op"], order["title"], order["path"]
         self.fields = self.title.split("-")
-        self.tensors, self.functions = {}, {}
-        for t in order["tensors"]:
-            shared = view(mapped(self.path), t["dtype"], t["at"], t["shape"])
-            self.tensors[t["name"]] = shared.to(device, copy=True)
+        self.order, self.device, self.functions = order, device, {}
+        self.fill()
+        self.filled = self.sums()
+
+    def fill(self):
+        self.tensors = {t["name"]: view(mapped(self.path), t["dtype"], t["at"], t["shape"]).to(self.device, copy=True)
+                        for t in self.order["tensors"]}
+
+    def sums(self):
+        """Of the tensors' bits: what a provider that writes over them changes."""
+        return [t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64).item() for t in self.tensors.values()]
 
     def __getitem__(self, name):
         return self.tensors[name]
@@ -66,34 +73,46 @@ class Session:
         names, self.output = peers.OPS[row.op]
         self.gradients = ["d" + name for name in names]
         self.originals = [row[name] for name in names]
-        self.overwrites = getattr(maker(row.op, column), "overwrites", False)
+        self.overwrites = getattr(maker(row.op, column), "overwrites", None)
+        self.walks_graphs_once = getattr(maker(row.op, column), "walks_graphs_once", False)
         self.inputs = [(t.clone() if self.overwrites else t.detach()).requires_grad_() for t in self.originals]
         self.mode, self.edge, self.last, self.collected = mode, None, None, False
         self.host = 0.0  # seconds that a call keeps the host, about
-        upstream = row.tensors.get("d" + self.output)
+        self.upstream = row.tensors.get("d" + self.output)
         before = allocated()
         self.function = row.function(column)
         start = time.perf_counter()
         if mode != "fwd":
-            out = self.function(*self.inputs)
-            self.upstream = torch.ones_like(out) if upstream is None else upstream.to(out.dtype)
-            if out is self.inputs[0]:  # act none hands its input through, and the gradient too
-                self.edge = out
-            elif mode == "bwd":  # the graph, without keeping the output alive where backward does not need it
-                self.edge = torch.autograd.graph.get_gradient_edge(out)
-            del out
+            self.make_graph()
         self.restore()
         self.call()  # what compiles or tunes has done so after this
         synchronize()
         self.first = time.perf_counter() - start
         self.held = allocated() - before
+        if row.sums() != row.filled:
+            row.fill()
+            raise RuntimeError("it writes over its inputs, which others read: mark it so in peers.py")
+
+    def make_graph(self):
+        """A forward, for what backward needs of it."""
+        out = self.function(*self.inputs)
+        self.upstream = torch.ones_like(out) if self.upstream is None else self.upstream.to(out.dtype)
+        if out is self.inputs[0]:  # act none hands its input through, and the gradient too
+            self.edge = out
+        elif self.mode == "bwd":  # the graph, without keeping the output alive where backward does not need it
+            self.edge = torch.autograd.graph.get_gradient_edge(out)
 
     def restore(self):
-        """Brings back inputs that a forward has written over."""
-        if self.overwrites and self.mode != "bwd":
-            with torch.no_grad():
-                for mine, original in zip(self.inputs, self.originals):
-                    mine.copy_(original)
+        """Brings back inputs that a call writes over. Past autograd, which then takes what it keeps for unchanged, as it is."""
+        if self.overwrites == "backward" or (self.overwrites and self.mode != "bwd"):
+            for mine, original in zip(self.inputs, self.originals):
+                mine.data.copy_(original)
+
+    def prepare(self):
+        """What a call needs and what is no part of it."""
+        self.restore()
+        if self.mode == "bwd" and self.walks_graphs_once and self.edge is not self.inputs[0]:
+            self.make_graph()
 
     def call(self):
         """(output or None, gradients or None)"""
@@ -102,16 +121,17 @@ class Session:
         if self.edge is self.inputs[0]:
             return self.inputs[0], (self.upstream,)
         if self.mode == "bwd":
-            return None, torch.autograd.grad([self.edge], self.inputs, [self.upstream], retain_graph=True)
+            keep = not self.walks_graphs_once
+            return None, torch.autograd.grad([self.edge], self.inputs, [self.upstream], retain_graph=keep)
         out = self.function(*self.inputs)
         return out, torch.autograd.grad(out, self.inputs, self.upstream)
 
     def time(self):
         """Seconds of one call: on the device, and on the host until the call comes back."""
-        self.restore()
+        self.prepare()
         if EVICT == 0:
             self.call()
-            self.restore()
+            self.prepare()
         elif CUDA:
             # As often as takes the device longer than the call takes the host: else the device would wait for the host's
             # launches between the two events, and that would be counted.
@@ -158,11 +178,11 @@ class Session:
     def memory(self):
         """Bytes that the call holds at its peak beyond the row's inputs."""
         self.last = None
-        self.restore()
+        base = allocated() - self.held
+        self.prepare()
         if CUDA:
             synchronize()
             torch.cuda.reset_peak_memory_stats()
-            base = allocated() - self.held
             self.call()
             synchronize()
             return {"bytes": torch.cuda.max_memory_allocated() - base}
@@ -307,6 +327,7 @@ if __name__ == "__main__":
     DEVICE = torch.device(sys.argv[2])
     DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int64": torch.int64,
               "int32": torch.int32}
+    INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     torch.set_num_threads(int(sys.argv[3]))
     if CUDA and not torch.cuda.is_available():
         say(channel, {"error": "torch sees no CUDA device"})

@@ -159,9 +159,8 @@ static void set_bounds(problem *p, const struct loss_case *o, int64_t rows, int6
     double upstream = row_weight * (o->dloss ? 4 : 1) * scale, share = 1; /* of a row in the loss */
     if (o->reduction == RAFTER_MEAN && o->denominator)
         share = 1 / LOSS_CASE_DENOMINATOR;
-    else if (o->reduction ==
-             RAFTER_MEAN) /* weights are at least 0.5; one row in eight is ignored, or all that there are */
-        share = o->class_weight ? 2 : 1;
+    else if (o->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
+        share = (o->class_weight ? 2 : 1) / fmax(1, (double)rows / 2);
     upstream *= share;
 
     const struct {
