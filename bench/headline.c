@@ -6,8 +6,7 @@
 #include "verbs.h"
 
 /* "0.265 (98 %) | pt 0.391" */
-static void write_half(const struct table *t, FILE *to) {
-    const struct row *row = t && t->rows > 0 ? &t->row[t->rows - 1] : NULL;
+static void write_half(const struct table *t, const struct row *row, FILE *to) {
     const char *name = "";
     const struct cell *ours = row ? row_ours(t, row) : NULL, *peer = row ? row_best_peer(t, row, &name) : NULL;
     if (ours && ours->share > 0)
@@ -30,6 +29,14 @@ static const struct table *in_mode(const struct report *r, const struct table *t
     return report_find_table(r, title);
 }
 
+/* Of a table that has rows: the largest that the other has too, if they have one in common. */
+static const struct row *largest_row(const struct table *t, const struct table *other) {
+    for (int i = t->rows - 1; i >= 0 && other; i--)
+        if (table_find_row(other, t->row[i].x))
+            return &t->row[i];
+    return &t->row[t->rows - 1];
+}
+
 static void write_rows(const struct report *r, FILE *to) {
     fprintf(to, "| table, largest row | forward, ms | best peer | backward, ms | best peer |\n|---|---|---|---|---|\n");
     for (int i = 0; i < r->tables; i++) {
@@ -38,12 +45,13 @@ static void write_rows(const struct report *r, FILE *to) {
                    alone = strstr(t->title, "-speed-fwd+bwd-") && !in_mode(r, t, "fwd");
         if (t->rows == 0 || !(forward || alone) || (strncmp(t->title, "act-", 4) == 0 && strstr(t->title, "act_none")))
             continue;
+        const struct table *backward = forward ? in_mode(r, t, "bwd") : NULL;
+        const struct row *row = largest_row(t, backward);
         const char *rest = strchr(strstr(t->title, "-speed-") + strlen("-speed-"), '-');
-        fprintf(to, "| %.*s%s, %s = %lld |", (int)strcspn(t->title, "-"), t->title, rest, t->x_name,
-                (long long)t->row[t->rows - 1].x);
-        write_half(t, to);
+        fprintf(to, "| %.*s%s, %s = %lld |", (int)strcspn(t->title, "-"), t->title, rest, t->x_name, (long long)row->x);
+        write_half(t, row, to);
         if (forward)
-            write_half(in_mode(r, t, "bwd"), to);
+            write_half(backward, backward ? table_find_row(backward, row->x) : NULL, to);
         else
             fprintf(to, " (forward and backward) | |");
         fputc('\n', to);

@@ -158,7 +158,8 @@ const struct cell *row_best_peer(const struct table *t, const struct row *row, c
     const struct cell *best = NULL;
     for (int c = 0; c < t->columns; c++) {
         const struct cell *cell = &row->cell[c];
-        if (t->ours[c] || cell->state != CELL_MEASURED || (best && best->value.median <= cell->value.median))
+        if (t->ours[c] || t->early[c] || cell->state != CELL_MEASURED ||
+            (best && best->value.median <= cell->value.median))
             continue;
         best = cell;
         *name = t->column[c];

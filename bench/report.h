@@ -90,8 +90,8 @@ void table_add_note_about(struct table *t, const char *name, const char *sentenc
 void report_set_command(struct report *r, int argc, char **argv);
 void report_free(struct report *r);
 
-/* The cell of the library's automatic choice, and the fastest (or leanest) right cell of anybody else; NULL if there is
- * none. `name` is the other's. */
+/* The cell of the library's automatic choice, and the fastest (or leanest) right cell of anybody else who does no work
+ * of backward in forward; NULL if there is none. `name` is the other's. */
 const struct cell *row_ours(const struct table *t, const struct row *row);
 const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name);
 

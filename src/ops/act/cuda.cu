@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
 /* ---- softmax of all other lines
  * ---------------------------------------------------------------------------------------- */
 
-/* A job of cuda/strips.cuh and cuda/conveyor.cuh. DOWN: lines run down a dimension, N of them side by side in a pack. Else a strip is one
- * line of neighbouring elements, and a "row" is a pack of it. */
+/* A job of cuda/strips.cuh and cuda/conveyor.cuh. DOWN: lines run down a dimension, N of them side by side in a pack.
+ * Else a strip is one line of neighbouring elements, and a "row" is a pack of it. */
 template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_SM_ = FORWARD ? 5 : 3> struct Softmax {
     typedef T_ T;
     static constexpr int N = N_, LINES = DOWN ? N : 1, MOST_LINES = !DOWN ? 1 : N == 1 ? WARP : 8 * N;
