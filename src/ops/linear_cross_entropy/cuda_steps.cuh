@@ -81,10 +81,11 @@ DEVICE void load_part(float (&z)[PACKS][4], const float *row, const float *bias,
 #pragma unroll
     for (int k = 0; k < PACKS; k++) {
         const int at = 4 * (threadIdx.x + k * blockDim.x);
-        const Pack<float, 4> pack = load_once_if<float, 4>(at < n, row + at, -INFINITY);
+        const bool whole = at + 4 <= n; /* what lies behind the last column has never been written */
+        const Pack<float, 4> pack = load_once_if<float, 4>(whole, row + at, -INFINITY);
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            z[k][j] = at + j < n ? pack.v[j] : -INFINITY;
+            z[k][j] = whole || at + j >= n ? pack.v[j] : row[at + j];
     }
     if (bias) {
 #pragma unroll
