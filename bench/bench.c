@@ -57,6 +57,7 @@ static void finish_report(struct run *run) {
 
 bool run_save(struct run *run) {
     const struct options *o = &run->options;
+    run->saved = clock_seconds();
     finish_report(run);
     bool good = !o->json || save(o->json, &run->report, json_write);
     good &= !o->html || save(o->html, &run->report, html_write);

@@ -8,7 +8,8 @@
 #include "run.h"
 
 enum {
-    CHECKED = 1 << 20 /* elements of the largest tensor that the oracle is asked for */
+    CHECKED = 1 << 20, /* elements of the largest tensor that the oracle is asked for */
+    SAVE_EVERY = 10    /* seconds after which the files are written, if a row is finished */
 };
 
 /* What the columns took on the row before, to foresee a row that would take too long. */
@@ -239,6 +240,8 @@ void run_op(struct run *run, const struct op_cases *op) {
             const struct bench_row row = {
                 .table = t, .x = *x, .dtype = run->options.dtype, .quick = !run->options.seeds};
             run_row(run, op, &row, history);
+            if (clock_seconds() - run->saved > SAVE_EVERY)
+                run_save(run);
         }
         progress_clear();
         for (int i = 0; i < run->report.tables; i++)

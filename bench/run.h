@@ -26,9 +26,11 @@ struct run {
     struct budget budget;
     bool fresh;                          /* a process that was started to make one first call */
     double started, work_done, work_all; /* for the estimate of the time left; work is in bytes */
+    double saved;                        /* when the files were written last */
 };
 
-/* Set by Ctrl-C, which ends the run after the call at hand; a second one ends the process. */
+/* Set by Ctrl-C, which ends the run after the call at hand, and at once if that is the Python worker's; a second one
+ * ends the process. */
 extern volatile sig_atomic_t run_interrupted;
 
 /* One column of one row in one mode. */

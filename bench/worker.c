@@ -15,6 +15,7 @@
 
 #include "machine.h"
 #include "measure.h"
+#include "run.h"
 
 static const double start_limit = 180; /* seconds for `import torch` and for the first use of a GPU */
 
@@ -137,9 +138,10 @@ static bool spawn(const struct worker_options *options) {
 
 /* ---- orders and answers ------------------------------------------------------------------------------------------ */
 
-/* A whole line, in worker.line. 1: there; 0: too late; -1: the worker has closed its end. */
+/* A whole line, in worker.line. 1: there; 0: too late, or not waited for after Ctrl-C; -1: the worker has closed its
+ * end. */
 static int receive_line(double limit) {
-    const double deadline = clock_seconds() + limit;
+    const double deadline = clock_seconds() + limit, glance = 0.1;
     for (;;) {
         char *end = worker.used ? memchr(worker.line, '\n', worker.used) : NULL;
         if (end) {
@@ -155,14 +157,13 @@ static int receive_line(double limit) {
         }
         struct pollfd wait = {.fd = worker.socket, .events = POLLIN};
         const double left = deadline - clock_seconds();
-        const int ready = poll(&wait, 1, left > 0 ? (int)(left * 1e3) + 1 : 0);
-        if (ready == 0)
+        if (left <= 0 || run_interrupted)
             return 0;
-        if (ready < 0) {
-            if (errno == EINTR)
-                continue;
+        const int ready = poll(&wait, 1, (int)((left < glance ? left : glance) * 1e3) + 1);
+        if (ready < 0 && errno != EINTR)
             return -1;
-        }
+        if (ready <= 0)
+            continue;
         const ssize_t got = recv(worker.socket, worker.line + worker.used, worker.room - worker.used, 0);
         if (got <= 0)
             return -1;

@@ -154,6 +154,20 @@ if command -v python3 >/dev/null; then
     grep -qE 'to at n = 64: lse\[[0-9]+\] is ' "$folder/worker.txt" || fail "nothing said of the worker's wrong answer"
 fi
 
+# --- Ctrl-C does not wait for a Python column that hangs
+if command -v python3 >/dev/null; then
+    RAFTER_PYTHON=python3 RAFTER_WORKER="$tests/bad_worker.py" "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --limit 50 \
+        --providers rafter,rtr --json "$folder/hung.json" >"$folder/hung.txt" 2>&1 &
+    pid=$!
+    sleep 2
+    kill -INT $pid
+    before=$SECONDS
+    wait $pid
+    status=$?
+    [ $status = 130 ] || fail "a bench interrupted while a column hangs ends with status $status, wanted 130"
+    [ $((SECONDS - before)) -le 5 ] || fail "a bench interrupted while a column hangs takes $((SECONDS - before)) s to end"
+fi
+
 # --- compare: nothing is slower than itself; a millisecond more is noticed
 same=(bench logsumexp --x 64,128 --mode fwd --seconds 0.02 --providers rafter,sluggish)
 "$bad" "${same[@]}" --json "$folder/old.json" >/dev/null || fail "bench for compare: status $?"
