@@ -144,6 +144,8 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
         c->done = samples_add(&c->samples, seconds) && samples_add(&c->host, s->host_seconds);
     if (computes_early(s))
         note(notes, c->name, "its forward computes the gradient too: compare fwd+bwd", true);
+    if (s->overwrites && s->mode != PROBLEM_FORWARD)
+        note(notes, c->name, "its gradient lies over its input, which is lost", true);
 }
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */

@@ -28,6 +28,7 @@ struct session {
     double limit;        /* seconds that a process of its own has for opening or a call; 0: the provider's */
     char reason[256];    /* why something failed */
     bool missing;        /* it failed because it is not installed, or cannot run here at all */
+    bool overwrites;     /* its gradient takes the place of its input, of which it has a copy of its own */
     void *state;         /* the provider's own */
     struct child *child; /* where an isolated provider runs */
 };

@@ -158,6 +158,7 @@ static bool begin(struct session *s) {
             s->provider->name, problem_mode_names[s->mode]);
     struct json *answer = order_send(s, &order, OPEN_LIMIT);
     s->first_call = json_number(answer, "first", 0);
+    s->overwrites = json_number(answer, "overwrites", 0) != 0;
     json_free(answer);
     peer->generation = answer ? worker_generation() : 0;
     return answer != NULL;

@@ -272,7 +272,7 @@ def obey(order, state):
     if do == "open":
         session = Session(state["row"], order["column"], order["mode"])
         state["sessions"][order["session"]] = session
-        return {"first": session.first}
+        return {"first": session.first, "overwrites": int(bool(session.overwrites))}
     if do == "matrix":
         return matrix_rate(order["dtype"])
     if do == "close":

@@ -26,6 +26,7 @@ def bench(mode, columns):
 def test_a_column_that_overwrites_its_inputs(mode, columns):
     said = bench(mode, columns)
     assert re.search(r"^0 +2048\.0" + r" +[0-9.]+" * len(columns.split(",")) + "$", said, re.MULTILINE), said
+    assert re.search(r"^ +pt: its gradient lies over its input, which is lost$", said, re.MULTILINE), said
 
 
 def test_a_column_that_overwrites_its_inputs_unannounced():
