@@ -25,35 +25,10 @@ struct results {
     uint16_t *dx, *dweight;
 };
 
-/* Standard normal, nearly, from a number. */
-static double normal(uint64_t i) {
-    double sum = 0;
-    for (int k = 0; k < 4; k++) {
-        i = (i + 0x9e3779b97f4a7c15u) * 0xbf58476d1ce4e5b9u;
-        i ^= i >> 29;
-        sum += (double)(i >> 40) / (1 << 24) - 0.5;
-    }
-    return sum * sqrt(3);
-}
-
-static uint16_t bf16_of(double value) {
-    const float f = (float)value;
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static double value_of(uint16_t bf16) {
-    const uint32_t bits = (uint32_t)bf16 << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return (double)f;
-}
-
 static uint16_t *make_matrix(int64_t n, double scale, uint64_t seed) {
     uint16_t *m = malloc((size_t)n * sizeof *m);
     for (int64_t i = 0; m && i < n; i++)
-        m[i] = bf16_of(scale * normal(seed + (uint64_t)i));
+        problem_store(RAFTER_BF16, (char *)&m[i], scale * problem_normal(problem_mix(seed + (uint64_t)i)));
     return m;
 }
 
@@ -77,7 +52,8 @@ static DLTensor on_device(rafter_context *context, const void *from, rafter_dtyp
 static double apart(const uint16_t *a, const uint16_t *b, int64_t n) {
     double difference = 0, size = 0;
     for (int64_t i = 0; i < n; i++) {
-        const double x = value_of(a[i]), y = value_of(b[i]);
+        const double x = problem_load(RAFTER_BF16, (const char *)&a[i]);
+        const double y = problem_load(RAFTER_BF16, (const char *)&b[i]);
         difference += (x - y) * (x - y);
         size += y * y;
     }

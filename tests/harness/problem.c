@@ -95,9 +95,7 @@ static double half_value(uint16_t bits) {
     return bits >> 15 ? -size : size;
 }
 
-/* Rounded to nearest even; by way of fp32 for bf16, which can differ from one rounding in the last place: this fills
- * inputs. */
-static void store(rafter_dtype dtype, char *to, double x) {
+void problem_store(rafter_dtype dtype, char *to, double x) {
     if (dtype == RAFTER_I64) {
         const int64_t v = (int64_t)x;
         memcpy(to, &v, 8);
@@ -122,7 +120,7 @@ static void store(rafter_dtype dtype, char *to, double x) {
     }
 }
 
-static double load(rafter_dtype dtype, const char *from) {
+double problem_load(rafter_dtype dtype, const char *from) {
     uint16_t half = 0;
     uint32_t word = 0;
     int64_t wide = 0;
@@ -142,7 +140,7 @@ static double load(rafter_dtype dtype, const char *from) {
     return real;
 }
 
-static uint64_t mix(uint64_t x) {
+uint64_t problem_mix(uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
     x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -189,7 +187,7 @@ static char *address(const problem_tensor *t, int64_t index) {
 }
 
 double problem_value(const problem_tensor *t, int64_t index) {
-    return t->exact ? t->exact[index] : load(t->dtype, address(t, index));
+    return t->exact ? t->exact[index] : problem_load(t->dtype, address(t, index));
 }
 
 double problem_initial(const problem_tensor *t, int64_t index) {
@@ -281,18 +279,20 @@ static bool map_memory(problem_tensor *t, enum problem_layout layout) {
     return true;
 }
 
+double problem_normal(uint64_t bits) {
+    const double sum = (double)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+    return (sum / 65536.0 - 2.0) * 1.7320508075688772;
+}
+
 static double drawn(const problem_tensor *t, uint64_t seed, int64_t index) {
-    const uint64_t bits = mix(seed ^ mix((uint64_t)index));
+    const uint64_t bits = problem_mix(seed ^ problem_mix((uint64_t)index));
     switch (t->fill) {
-    case PROBLEM_NORMAL: { /* the sum of four uniforms: no tails to speak of, and fast */
-        const double sum = (double)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
-        return t->shift + t->scale * (sum / 65536.0 - 2.0) * 1.7320508075688772;
-    }
+    case PROBLEM_NORMAL: return t->shift + t->scale * problem_normal(bits);
     case PROBLEM_UNIFORM: return t->shift + t->scale * (double)(bits >> 11) * 0x1p-53;
     case PROBLEM_LABELS:
         if (t->some_ignored && bits >> 61 == 0)
             return (double)t->ignored;
-        return (double)(t->low + (int64_t)(mix(bits) % (uint64_t)(t->high - t->low)));
+        return (double)(t->low + (int64_t)(problem_mix(bits) % (uint64_t)(t->high - t->low)));
     case PROBLEM_COUNT: return (double)(t->low + index % t->high);
     }
     return 0;
@@ -300,7 +300,7 @@ static double drawn(const problem_tensor *t, uint64_t seed, int64_t index) {
 
 static double special_value(const problem_tensor *t, enum problem_values values, uint64_t seed, int64_t index,
                             double ordinary) {
-    const uint64_t bits = mix(seed ^ mix((uint64_t)index ^ 0x5eedu));
+    const uint64_t bits = problem_mix(seed ^ problem_mix((uint64_t)index ^ 0x5eedu));
     const int64_t last = t->ndim > 0 ? t->shape[t->ndim - 1] : 1;
     if (values == PROBLEM_NEGATIVE_INF && index < last)
         return -INFINITY;
@@ -320,7 +320,7 @@ static void fill(problem *p, problem_tensor *t, uint64_t seed) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < t->numel; i++) {
         const double x = drawn(t, seed, i);
-        store(t->dtype, address(t, i), special ? special_value(t, p->values, seed, i, x) : x);
+        problem_store(t->dtype, address(t, i), special ? special_value(t, p->values, seed, i, x) : x);
     }
 }
 
@@ -338,7 +338,7 @@ static void set_bytes(char *memory, int value, size_t bytes) {
 static double *values_of(const problem_tensor *t) {
     double *values = malloc(sizeof(double) * (size_t)(t->numel > 0 ? t->numel : 1));
     for (int64_t i = 0; values && i < t->numel; i++)
-        values[i] = load(t->dtype, address(t, i));
+        values[i] = problem_load(t->dtype, address(t, i));
     return values;
 }
 
@@ -358,7 +358,7 @@ bool problem_allocate(problem *p, uint64_t seed) {
         if (p->layout != PROBLEM_RESIDENT && (is_result(t) || !t->plain))
             set_bytes(t->memory, is_result(t) ? PROBLEM_POISON : PADDING, t->memory_bytes);
         if (!is_result(t) || t->accumulates)
-            fill(p, t, mix(seed + 1000003u * (uint64_t)i));
+            fill(p, t, problem_mix(seed + 1000003u * (uint64_t)i));
         if (t->accumulates)
             t->initial = values_of(t);
     }
@@ -424,7 +424,7 @@ void problem_poison(problem *p, enum problem_mode mode) {
             memcpy(other->memory, other->original, other->memory_bytes);
         else if (t->accumulates)
             for (int64_t k = 0; k < t->numel; k++)
-                store(t->dtype, address(t, k), t->initial[k]);
+                problem_store(t->dtype, address(t, k), t->initial[k]);
         else
             set_bytes(t->memory, PROBLEM_POISON, t->memory_bytes);
     }
@@ -489,7 +489,7 @@ void problem_store_outputs(problem *p) {
         problem_tensor *t = &p->tensor[i];
         if (t->role == PROBLEM_OUTPUT)
             for (int64_t k = 0; k < t->numel; k++)
-                store(t->dtype, address(t, k), t->expected[k]);
+                problem_store(t->dtype, address(t, k), t->expected[k]);
     }
 }
 
@@ -511,7 +511,7 @@ static double judge(const problem_tensor *t, double got, double want) {
 }
 
 static void compare_element(const problem_tensor *t, int64_t index, double want, struct problem_verdict *v) {
-    const double got = load(t->dtype, address(t, index));
+    const double got = problem_load(t->dtype, address(t, index));
     const double share = judge(t, got, want), error = fabs(got - want) / fmax(1, fabs(want));
     if (share <= 1 && isfinite(error) && error > v->max_error)
         v->max_error = error;
@@ -569,7 +569,7 @@ uint64_t problem_digest(const problem *p, enum problem_mode mode) {
         for (int64_t k = 0; k < t->numel; k++) {
             uint64_t bits = 0;
             memcpy(&bits, address(t, k), (size_t)bytes_of(t->dtype));
-            digest = mix(digest ^ bits);
+            digest = problem_mix(digest ^ bits);
         }
     }
     return digest;

@@ -194,6 +194,18 @@ problem_tensor *problem_find(const problem *p, const char *name); /* NULL if the
 const DLTensor *problem_dl(const problem *p, const char *name);   /* for args; NULL if there is none */
 const char *problem_dtype_name(rafter_dtype dtype);
 
+/* ---- numbers ----------------------------------------------------------------------------------------------------- */
+
+/* To and from an element of memory, however it is aligned. Rounded to nearest even; by way of fp32 for bf16, which can
+ * differ from one rounding in the last place. */
+void problem_store(rafter_dtype dtype, char *to, double x);
+double problem_load(rafter_dtype dtype, const char *from);
+
+/* Bits that look random, of any number; and of such, a number that looks normally distributed, the sum of four uniform
+ * ones: no tails to speak of, and fast. */
+uint64_t problem_mix(uint64_t x);
+double problem_normal(uint64_t bits);
+
 /* ---- for oracles ------------------------------------------------------------------------------------------------- */
 
 /* Element `index` (row-major) of a tensor as fp64. */

@@ -262,7 +262,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
         const unsigned outside = groups.quotient(index);
         return {outside, (int64_t)(index - outside * groups.number) * across};
     }
-    DEVICE Corner corner(const Strip &strip, int) const {
+    DEVICE Corner corner(const Strip &strip) const {
         Corner at = {(int)strip.pack * N, {0, 0, 0}};
         unsigned index = strip.outer;
 #pragma unroll
