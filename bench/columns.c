@@ -55,24 +55,21 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
 
 /* ---- checking ---------------------------------------------------------------------------------------------------- */
 
-/* The median size of what the oracle expects of a tensor, by some thousand elements: a mean would be that of the few
- * large ones, labels' for instance. */
+/* The mean size of what the oracle expects of a tensor. */
 static double expected_size(const problem_tensor *t) {
-    enum { ENOUGH = 4096 };
-    const int64_t all = t->list ? t->listed : t->numel, step = all / ENOUGH + 1;
-    struct samples sizes = {0};
-    for (int64_t i = 0; i < all; i += step) {
+    double sum = 0, count = 0;
+    for (int64_t i = 0; i < (t->list ? t->listed : t->numel); i++) {
         const double value = t->list ? t->list[i].value : t->expected[i];
-        if (!isnan(value) && !samples_add(&sizes, fabs(value)))
-            break;
+        if (!isnan(value)) {
+            sum += fabs(value);
+            count++;
+        }
     }
-    const double median = sizes.count > 0 ? samples_summary(&sizes).median : 0;
-    samples_free(&sizes);
-    return median;
+    return count > 0 ? sum / count : 0;
 }
 
 /* Peers round intermediate results to the tensors' dtype: they may be off by 32 units of it relative to the value, and,
- * where terms cancel, by 64 units of the tensor's median size. Something that computes another function is off by far
+ * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
  * more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
