@@ -1,0 +1,199 @@
+/*
+ * Products of 16-bit matrices by Hopper's tensor cores: a[m, k] b[k, n], a tile of 128 x 256 sums at a time in the
+ * registers of two warpgroups, which turn it there into whatever is wanted of it.
+ *
+ * A cluster of two blocks takes 256 rows x 256 columns: one warp of each block copies, 64 elements of depth at a time,
+ * the block's 128 rows of a and half of the columns of b, the latter into both blocks; two warpgroups multiply, 64 rows
+ * each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned into
+ * results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick: what
+ * it takes is read before, and what is written leaves through shared memory by the copy engine, 64 columns of a warp's
+ * 16 rows at a time. (A tile to each warpgroup, in turn, hides it; but the tiles are narrower then, and lose more than
+ * that: docs/perf/linear_cross_entropy.md.)
+ */
+#ifndef RAFTER_CUDA_TILES_CUH
+#define RAFTER_CUDA_TILES_CUH
+
+#include "cuda/hopper.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/tensor_map.cuh"
+
+namespace tiles {
+
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64;                    /* of a block's step */
+constexpr int CLUSTER = 2, STEPS = 4;                                   /* blocks; steps under way */
+constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* of a warpgroup; warpgroups; their threads */
+constexpr int THREADS = GROUP * (1 + GROUPS);
+constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARE = COLUMNS / CLUSTER; /* of b's columns, that a block copies */
+constexpr int CHUNK = 64;                /* elements of 128 bytes, as wide as the copy engine swizzles */
+constexpr int CHUNK_BYTES = CHUNK * DEPTH * 2;
+constexpr int PARTS_UNDER_WAY = 2;                                /* of the results that a warp stores */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * CHUNK * 2; /* of a part, which is CHUNK columns wide */
+constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
+constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/* Which step of the ring, and the parity of its barriers' phase. */
+struct Ring {
+    int step = 0;
+    unsigned parity = 0;
+    DEVICE void advance() {
+        if (++step == STEPS) {
+            step = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/* Elements [first, first + COUNT) of what is multiplied by the depths [depth, depth + DEPTH), to where operand_of
+ * expects them; to all blocks of the cluster if ALL. TURNED: the matrix lies with a row for each depth. */
+template <bool TURNED, int COUNT, bool ALL>
+DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth, uint64_t *barrier) {
+    const auto copy = [&](char *there, int column, int row) {
+        if constexpr (ALL)
+            copy_box_to_all(there, &map, column, row, barrier, (1 << CLUSTER) - 1);
+        else
+            copy_box(there, &map, column, row, barrier);
+    };
+    if constexpr (TURNED) {
+#pragma unroll
+        for (int i = 0; i < COUNT / CHUNK; i++)
+            copy(to + i * CHUNK_BYTES, first + i * CHUNK, depth);
+    } else {
+        copy(to, depth, first);
+    }
+}
+
+/* A tile: the cluster's first row and column, and steps of depth. */
+struct Place {
+    int row, column, steps;
+};
+
+/* All tiles of the job, by clusters in turn. `Job` has
+ *
+ *     count(), at(turn)    how many tiles, and the Place of each
+ *     Rows                 what a thread reads of its two rows while they are being summed: load(job, row), the other
+ *                          being row + 8
+ *     finish(d, place, rows, staging)   what becomes of the sums: see multiply_64x256x16 for which thread has which;
+ *                          `staging` is the warp's, PARTS_UNDER_WAY parts
+ *
+ * with rows counted from the task's first. The block has THREADS threads, and SHARED_BYTES of memory. */
+template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
+DEVICE void multiply(const CUtensorMap &a, const CUtensorMap &b, char *memory, uint64_t (&full)[STEPS],
+                     uint64_t (&empty)[STEPS], const Job &job) {
+    char *const steps = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+    const int rank = static_cast<int>(cluster_rank());
+    const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STEPS; i++) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], GROUPS * CLUSTER);
+        }
+        barriers_ready();
+    }
+    cluster_sync();
+
+    if (threadIdx.x < GROUP) {
+        give_registers<40>();
+        if (threadIdx.x == 0) {
+            Ring ring;
+            for (int turn = first; turn < job.count(); turn += stride) {
+                const Place place = job.at(turn);
+                for (int k = 0; k < place.steps; k++, ring.advance()) {
+                    char *const to = steps + ring.step * STEP_BYTES;
+                    barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
+                    barrier_expect(&full[ring.step], STEP_BYTES);
+                    copy_operand<A_TURNED, ROWS, false>(to, a, place.row + rank * ROWS, k * DEPTH, &full[ring.step]);
+                    copy_operand<B_TURNED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, b,
+                                                        place.column + rank * SHARE, k * DEPTH, &full[ring.step]);
+                }
+            }
+        }
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
+        char *const staging =
+            steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
+        const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
+        Ring ring;
+        Place place = job.at(first);
+        for (int turn = first; turn < job.count(); turn += stride) {
+            typename Job::Rows rows;
+            float d[128];
+            int before = 0;
+            Place next = place;
+            for (int k = 0; k < place.steps; k++, ring.advance()) {
+                const char *const from = steps + ring.step * STEP_BYTES;
+                const uint64_t a_part = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
+                               b_part = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
+                barrier_wait(&full[ring.step], ring.parity);
+                products_begin();
+#pragma unroll
+                for (int part = 0; part < DEPTH / 16; part++)
+                    multiply_64x256x16<T, A_TURNED, B_TURNED>(d, a_part + part * OPERAND_STEP<A_TURNED>,
+                                                              b_part + part * OPERAND_STEP<B_TURNED>, k | part);
+                products_commit();
+                if (k > 0) {
+                    products_wait<1>();
+                    if (thread < CLUSTER)
+                        barrier_arrive_at(&empty[before], thread);
+                } else { /* what is done here takes no time from the products */
+                    rows.load(job, place.row + own_row);
+                    next = job.at(turn + stride);
+                }
+                before = ring.step;
+            }
+            products_wait<0>();
+            if (thread < CLUSTER)
+                barrier_arrive_at(&empty[before], thread);
+            job.finish(d, place, rows, staging);
+            place = next;
+        }
+        stores_wait_all();
+    }
+    cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
+}
+
+/* ---- results ------------------------------------------------------------------------------------------------------
+ */
+
+template <typename T> DEVICE unsigned pair_of(float a, float b) {
+    const float both[2] = {a, b};
+    const Pack<T, 2> pack = packed<T>(both);
+    return reinterpret_cast<const unsigned &>(pack);
+}
+
+/* The warp's 16 rows of part `part`, out of e as the products leave it, on their way to memory. ADD: to what is there. */
+template <typename T, bool ADD>
+DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[CHUNK / 2], int part, int column,
+                       int row) {
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    const int lane = threadIdx.x % WARP, swizzled = (lane / 16 ^ lane % 8) * 16;
+    if (lane == 0)
+        stores_wait<PARTS_UNDER_WAY - 1>(); /* the box has been read */
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; j += 2) {
+        unsigned u[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            u[k] = pair_of<T>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
+        store_8x8x4(box + lane % 16 * CHUNK * 2 + (swizzled ^ j * 16), u);
+    }
+    shared_written();
+    __syncwarp();
+    if (lane == 0) {
+        if constexpr (ADD)
+            add_box(&out, column + part * CHUNK, row, box);
+        else
+            store_box(&out, column + part * CHUNK, row, box);
+    }
+}
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+} // namespace tiles
+
+#endif
