@@ -27,6 +27,11 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* All threads of a warpgroup; `number` is from 1 to 15, one for each group of the block. */
+DEVICE void group_sync(int number) {
+    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+}
+
 /* ---- barriers -----------------------------------------------------------------------------------------------------
  */
 

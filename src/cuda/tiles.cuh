@@ -27,8 +27,9 @@ constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BY
 constexpr int SHARE = COLUMNS / CLUSTER; /* of b's columns, that a block copies */
 constexpr int CHUNK = 64;                /* elements of 128 bytes, as wide as the copy engine swizzles */
 constexpr int CHUNK_BYTES = CHUNK * DEPTH * 2;
-constexpr int PARTS_UNDER_WAY = 2;                                /* of the results that a warp stores */
-constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * CHUNK * 2; /* of a part, which is CHUNK columns wide */
+constexpr int PARTS_UNDER_WAY = 2;                                  /* of the results that a warp stores */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128;         /* of a part, */
+template <typename U> constexpr int PART_COLUMNS = 128 / sizeof(U); /* stored as U */
 constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
 
@@ -65,24 +66,59 @@ DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth,
     }
 }
 
-/* A tile: the cluster's first row and column, and steps of depth. */
+/* A tile: the cluster's first row and column, and its steps of depth, at least one. */
 struct Place {
     int row, column, steps;
 };
 
+/* Where an operand of a step lies in a map: what is to be added to the tile's row or column, and to the depth. */
+struct Source {
+    const CUtensorMap *map;
+    int first, depth;
+};
+
+/* Which tile comes when: bands of BAND tiles of rows, in each all columns, rows first. So the operands of one wave of
+ * tiles, which are multiplied at about the same pace, are few, and mostly come from L2. */
+struct Order {
+    static constexpr int BAND = 8;
+    int down, across; /* tiles of rows (of a cluster) and of columns */
+
+    DEVICE Order(int64_t rows, int64_t columns)
+        : down(static_cast<int>((rows + CLUSTER * ROWS - 1) / (CLUSTER * ROWS))),
+          across(static_cast<int>((columns + COLUMNS - 1) / COLUMNS)) {
+    }
+    DEVICE int count() const {
+        return down * across;
+    }
+    DEVICE Place at(int turn, int steps) const {
+        const int band = turn / (BAND * across), inside = turn - band * BAND * across;
+        const int high = min(BAND, down - band * BAND), column = inside / high;
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS, steps};
+    }
+};
+
+/* What a block has for multiply, as __shared__ (its SHARED_BYTES are beside it). */
+struct Barriers {
+    uint64_t full[STEPS], empty[STEPS];
+};
+
 /* All tiles of the job, by clusters in turn. `Job` has
  *
- *     count(), at(turn)    how many tiles, and the Place of each
- *     Rows                 what a thread reads of its two rows while they are being summed: load(job, row), the other
- *                          being row + 8
+ *     count(), at(turn)        how many tiles, and each one's Place
+ *     a(k), b(k)               Sources of step k of a tile
+ *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
+ *                              other being row + 8
+ *     BEFORE                   further steps of a tile, behind those of its depth, for what its results are added to:
+ *     copy_before(to, place, rank, step, barrier), which announces its bytes too, and
+ *     add_before(d, from, place, step)
  *     finish(d, place, rows, staging)   what becomes of the sums: see multiply_64x256x16 for which thread has which;
- *                          `staging` is the warp's, PARTS_UNDER_WAY parts
+ *                              `staging` is the warp's, PARTS_UNDER_WAY parts
  *
- * with rows counted from the task's first. The block has THREADS threads, and SHARED_BYTES of memory. */
+ * The block has THREADS threads, and SHARED_BYTES of memory. */
 template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
-DEVICE void multiply(const CUtensorMap &a, const CUtensorMap &b, char *memory, uint64_t (&full)[STEPS],
-                     uint64_t (&empty)[STEPS], const Job &job) {
+DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
     char *const steps = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+    uint64_t *const full = barriers.full, *const empty = barriers.empty;
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
@@ -102,12 +138,20 @@ DEVICE void multiply(const CUtensorMap &a, const CUtensorMap &b, char *memory, u
                 const Place place = job.at(turn);
                 for (int k = 0; k < place.steps; k++, ring.advance()) {
                     char *const to = steps + ring.step * STEP_BYTES;
+                    const Source a = job.a(k), b = job.b(k);
                     barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
                     barrier_expect(&full[ring.step], STEP_BYTES);
-                    copy_operand<A_TURNED, ROWS, false>(to, a, place.row + rank * ROWS, k * DEPTH, &full[ring.step]);
-                    copy_operand<B_TURNED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, b,
-                                                        place.column + rank * SHARE, k * DEPTH, &full[ring.step]);
+                    copy_operand<A_TURNED, ROWS, false>(to, *a.map, a.first + place.row + rank * ROWS,
+                                                        a.depth + k * DEPTH, &full[ring.step]);
+                    copy_operand<B_TURNED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, *b.map,
+                                                        b.first + place.column + rank * SHARE, b.depth + k * DEPTH,
+                                                        &full[ring.step]);
                 }
+                if constexpr (Job::BEFORE > 0)
+                    for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
+                        barrier_wait(&empty[ring.step], ring.parity ^ 1);
+                        job.copy_before(steps + ring.step * STEP_BYTES, place, rank, i, &full[ring.step]);
+                    }
             }
         }
         __syncwarp();
@@ -126,14 +170,14 @@ DEVICE void multiply(const CUtensorMap &a, const CUtensorMap &b, char *memory, u
             Place next = place;
             for (int k = 0; k < place.steps; k++, ring.advance()) {
                 const char *const from = steps + ring.step * STEP_BYTES;
-                const uint64_t a_part = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
-                               b_part = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
+                const uint64_t a = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
+                               b = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
                 barrier_wait(&full[ring.step], ring.parity);
                 products_begin();
 #pragma unroll
                 for (int part = 0; part < DEPTH / 16; part++)
-                    multiply_64x256x16<T, A_TURNED, B_TURNED>(d, a_part + part * OPERAND_STEP<A_TURNED>,
-                                                              b_part + part * OPERAND_STEP<B_TURNED>, k | part);
+                    multiply_64x256x16<T, A_TURNED, B_TURNED>(d, a + part * OPERAND_STEP<A_TURNED>,
+                                                              b + part * OPERAND_STEP<B_TURNED>, k | part);
                 products_commit();
                 if (k > 0) {
                     products_wait<1>();
@@ -148,6 +192,15 @@ DEVICE void multiply(const CUtensorMap &a, const CUtensorMap &b, char *memory, u
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
+            if constexpr (Job::BEFORE > 0)
+#pragma unroll
+                for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
+                    barrier_wait(&full[ring.step], ring.parity);
+                    job.add_before(d, steps + ring.step * STEP_BYTES, i);
+                    group_sync(1 + group); /* all of the group have read it */
+                    if (thread < CLUSTER)
+                        barrier_arrive_at(&empty[ring.step], thread);
+                }
             job.finish(d, place, rows, staging);
             place = next;
         }
@@ -165,34 +218,85 @@ template <typename T> DEVICE unsigned pair_of(float a, float b) {
     return reinterpret_cast<const unsigned &>(pack);
 }
 
-/* The warp's 16 rows of part `part`, out of e as the products leave it, on their way to memory. ADD: to what is there. */
-template <typename T, bool ADD>
-DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[CHUNK / 2], int part, int column,
-                       int row) {
+/* The first of this thread's two columns of d[4 j ...]. */
+DEVICE int column_of(int j) {
+    return 8 * j + 2 * (threadIdx.x & 3);
+}
+
+/* The warp's 16 rows of a part, out of e as the products leave it, as U into a box of shared memory, swizzled. */
+template <typename U> DEVICE void stage_part(char *box, const float (&e)[PART_COLUMNS<U> / 2]) {
+    const int lane = threadIdx.x % WARP;
+    if constexpr (sizeof(U) == 2) {
+        const int swizzled = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+        for (int j = 0; j < PART_COLUMNS<U> / 8; j += 2) {
+            unsigned u[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                u[k] = pair_of<U>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
+            store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), u);
+        }
+    } else {
+        const int row = lane / 4, pair = lane % 4;
+#pragma unroll
+        for (int j = 0; j < PART_COLUMNS<U> / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                *reinterpret_cast<float2 *>(box + (row + 8 * i) * 128 + ((2 * j + pair / 2) ^ row) * 16 +
+                                            pair % 2 * 8) = make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
+    }
+}
+
+/* Part `part` of a tile on its way to memory, by the copy engine. ADD: to what is there, in U. `row` is the warp's
+ * first, for the first lane at least. */
+template <typename U, bool ADD>
+DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
+                       int column, int row) {
     char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
-    const int lane = threadIdx.x % WARP, swizzled = (lane / 16 ^ lane % 8) * 16;
+    const int lane = threadIdx.x % WARP;
     if (lane == 0)
         stores_wait<PARTS_UNDER_WAY - 1>(); /* the box has been read */
     __syncwarp();
-#pragma unroll
-    for (int j = 0; j < CHUNK / 8; j += 2) {
-        unsigned u[4];
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            u[k] = pair_of<T>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
-        store_8x8x4(box + lane % 16 * CHUNK * 2 + (swizzled ^ j * 16), u);
-    }
+    stage_part<U>(box, e);
     shared_written();
     __syncwarp();
     if (lane == 0) {
         if constexpr (ADD)
-            add_box(&out, column + part * CHUNK, row, box);
+            add_box(&out, column + part * PART_COLUMNS<U>, row, box);
         else
-            store_box(&out, column + part * CHUNK, row, box);
+            store_box(&out, column + part * PART_COLUMNS<U>, row, box);
     }
 }
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+/* ---- launching ----------------------------------------------------------------------------------------------------
+ */
+
+/* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes; what lies outside of it reads
+ * as 0, and is not written. */
+static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
+                              int64_t stride, int box_rows) {
+    const int64_t size[] = {columns, rows};
+    return make_tensor_map(map, dtype, data, 2, size, &stride,
+                           {128 / static_cast<int>(rafter_dtype_bytes(dtype)), box_rows}, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+/* As an operand of which COUNT elements are copied at a time; `turned`: its rows are depths. */
+static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
+                               int64_t stride, bool turned, int count) {
+    return map_matrix(map, dtype, data, rows, columns, stride, turned ? DEPTH : count);
+}
+
+/* Blocks for all tiles of rows x columns results. */
+static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns) {
+    const int64_t tiles = ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
+    const int64_t most = state->multiprocessors / CLUSTER;
+    Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
+    how.cluster = CLUSTER;
+    return how;
+}
 
 } // namespace tiles
 

@@ -56,6 +56,57 @@ Operand x_rows(const Run &run, int64_t first) {
     return rows_at(run.b.x, plan.depth_stride, plan.dtype, plan.packs_groups() ? 0 : first);
 }
 
+/* ---- kept rows ----------------------------------------------------------------------------------------------------
+ */
+
+fused::Kept kept_of(const Run &run) {
+    return {run.b.order, &run.b.common->kept, run.plan.rows};
+}
+
+/* x as products take it if all rows are kept, and the copy that they take otherwise: see fused::Kept. */
+fused::Matrix x_matrix(const Run &run) {
+    const Plan &plan = run.plan;
+    if (!plan.x.plain)
+        return {run.b.x, plan.rows, plan.depth, plan.depth_stride};
+    return {run.call->x.data, plan.rows, plan.depth, plan.x.stride};
+}
+
+fused::Matrix copy_matrix(const Run &run) {
+    const Plan &plan = run.plan;
+    if (plan.copies_into_dx())
+        return {run.call->dx.data, plan.rows, plan.depth,
+                plan.dx_lies.stride * rafter_dtype_bytes(run.call->dx.dtype) / rafter_dtype_bytes(plan.dtype)};
+    if (plan.copies_x())
+        return {run.b.x, plan.rows, plan.depth, plan.depth_stride};
+    return x_matrix(run);
+}
+
+template <typename T> KeptX<T> kept_x(const Run &run) {
+    const fused::Matrix x = x_matrix(run);
+    return {kept_of(run), static_cast<const T *>(x.data), x.stride, !run.plan.x.plain};
+}
+
+/* Blocks that take rows in turn. */
+Launch kept_launch(const Run &run) {
+    const int64_t most = 8 * run.context->cuda_state->multiprocessors;
+    return {run.plan.rows < most ? run.plan.rows : most, COPY_THREADS};
+}
+
+void find_kept(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &x = run.call->x;
+    const int last = x.ndim - 1;
+    launch(run.context, {1, PREPARE_THREADS}, keep_rows, run.loss, plan.drops, run.b.order, run.b.common);
+    const fused::Matrix copy = copy_matrix(run);
+    if (copy.data == x.data)
+        return;
+    for_dtype(plan.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        launch(run.context, kept_launch(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
+               plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
+    });
+}
+
 Operand weight_rows(const Run &run, int64_t first) {
     const Plan &plan = run.plan;
     if (plan.weight.plain)
@@ -131,9 +182,9 @@ void finish(Run *run, int64_t first, int64_t rows) {
     if (rows == 0)
         return;
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS);
-    launch(run->context, {blocks, ROW_THREADS}, finish_rows, run->loss, first, rows,
-           static_cast<const Gathered<FULL> *>(run->b.stats), run->plan.parts, static_cast<double>(run->row_scale),
-           run->b.gradients, run->b.of_block + run->blocks);
+    launch(run->context, {blocks, ROW_THREADS}, finish_rows, run->loss, static_cast<const int *>(run->b.order), first,
+           rows, static_cast<const Gathered<FULL> *>(run->b.stats), run->plan.parts,
+           static_cast<double>(run->row_scale), run->b.gradients, run->b.of_block + run->blocks);
     run->blocks += blocks;
 }
 
@@ -239,16 +290,112 @@ rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int6
     return multiply(run, p);
 }
 
+/* ---- fused --------------------------------------------------------------------------------------------------------
+ */
+
+fused::Matrix weight_matrix(const Run &run) {
+    const Operand w = weight_rows(run, 0);
+    return {w.data, run.plan.classes, run.plan.depth, w.stride};
+}
+
+fused::Matrix dz_matrix(const Dz &dz, int64_t rows) {
+    return {dz.data, rows, dz.classes, dz.stride};
+}
+
 template <int MODE> rafter_status run_fused(const Run &run, fused::Task task, const Dz &out = {}) {
-    const Operand x = x_rows(run, task.first_row), w = weight_rows(run, 0);
+    task.kept = kept_of(run);
     task.depth = static_cast<int>(run.plan.depth);
     task.bias = run.call->bias.data ? run.b.bias : NULL;
     task.z_label = run.b.z_label;
     task.gradients = run.b.gradients;
     task.out = out.data;
     task.out_stride = out.stride;
-    return fused::run<MODE>(run.context, run.plan.dtype, x.data, x.stride, w.data, w.stride, run.plan.classes, run.loss,
+    return fused::run<MODE>(run.context, run.plan.dtype, x_matrix(run), copy_matrix(run), weight_matrix(run), run.loss,
                             task);
+}
+
+/* dW of dz's classes, from kept rows [first, first + rows), which dz has. `add`: to what the groups before have left.
+ */
+rafter_status fused_dweight(const Run &run, const Dz &dz, int64_t first, int64_t rows, bool add) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    fused::DweightTask task = {};
+    task.kept = kept_of(run);
+    task.first_row = first;
+    task.rows = rows;
+    task.classes = dz.classes;
+    task.depth = plan.depth;
+    fused::Matrix x = x_matrix(run), copy = copy_matrix(run);
+    if (plan.exponentials())
+        x = copy = {run.b.x_scaled, plan.first_group, plan.depth, plan.depth_stride};
+    task.x_rows = x.rows;
+    fused::Matrix out = {run.b.dweight, dz.classes, plan.depth, plan.depth_stride};
+    if (plan.direct_dweight()) {
+        out.stride = plan.dweight_lies.stride;
+        out.data = dweight.data + dz.first_class * out.stride * rafter_dtype_bytes(dweight.dtype);
+        task.alpha = &run.b.common->alpha;
+        add |= run.call->accumulate_into_dweight;
+    }
+    return fused::run_dweight(run.context, plan.dtype, dz_matrix(dz, rows), x, copy, out,
+                              plan.direct_dweight() ? dweight.dtype : RAFTER_F32, add, task);
+}
+
+/* dx of kept rows out of their sums. */
+void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const int last = dx.ndim - 1;
+    const fused::Matrix w = weight_matrix(run);
+    fused::for_dtypes(plan.dtype, dx.dtype, [&](auto zero, auto dx_zero) {
+        typedef decltype(zero) T;
+        launch(run.context, {rows, LABEL_THREADS}, store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run), first,
+               rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
+               static_cast<const float *>(run.b.dx), plan.depth_stride,
+               static_cast<const float *>(&run.b.common->alpha),
+               static_cast<const RowGradient *>(plan.exponentials() ? run.b.gradients : NULL),
+               static_cast<const T *>(w.data), w.stride);
+    });
+}
+
+/* dx of kept rows [first, first + rows), from dz of theirs in one part or two; or its sums, to which a slice adds. */
+rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t first, int64_t rows, bool add) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    fused::DxTask task = {};
+    task.kept = kept_of(run);
+    task.first_row = first;
+    task.rows = rows;
+    task.classes = dz.classes + behind.classes;
+    task.depth = plan.depth;
+    task.split = dz.classes;
+    task.first_class = dz.first_class;
+    task.gradients = plan.exponentials() ? run.b.gradients : NULL;
+    const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
+                        other = behind.classes > 0 ? dz_matrix(behind, rows) : one,
+                        sums = {run.b.dx, rows, plan.depth, plan.depth_stride};
+    task.weight = w.data;
+    task.weight_stride = w.stride;
+    task.alpha = &run.b.common->alpha;
+    task.dx = dx.data;
+    task.dx_stride = plan.dx_lies.stride;
+    if (plan.direct_dx())
+        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+    if (add)
+        return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+    return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+}
+
+/* Rows that are ignored, after all others. */
+void finish_others(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    if (!plan.dx || !plan.drops || !plan.direct_dx())
+        return;
+    for_dtype(dx.dtype, [&](auto zero) {
+        typedef decltype(zero) U;
+        launch(run.context, kept_launch(run), zero_others<U>, kept_of(run), plan.depth, reinterpret_cast<U *>(dx.data),
+               plan.dx_lies.stride);
+    });
 }
 
 fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
@@ -263,7 +410,7 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
 
 void finish_fused(Run *run, int64_t first, int64_t rows) {
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
-    launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, first, rows,
+    launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, kept_of(*run), first, rows,
            static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
            run->b.labels, run->b.of_block + run->blocks);
@@ -288,7 +435,6 @@ Parts parts_of(const Run &run, int64_t hosted) {
 /* Exponentials of a group, as dz is; and x_scaled. */
 rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run->plan;
-    const Operand x = x_rows(*run, first);
     fused::Task task = statistics_task(*run, first, rows);
     task.sample = run->b.sample + first;
     for (int i = 0; i < dz.count; i++) {
@@ -300,26 +446,11 @@ rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Par
     finish_fused(run, first, rows);
     const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.part[0].data), reinterpret_cast<bf16 *>(dz.part[1].data),
                                   dz.part[0].stride, dz.part[1].stride, dz.part[0].classes};
-    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first,
+    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first, rows,
            static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
-           e, static_cast<const bf16 *>(x.data), x.stride, plan.dweight ? plan.depth : 0,
-           reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
+           e, kept_x<bf16>(*run), plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled),
+           plan.first_group, plan.depth_stride);
     return RAFTER_OK;
-}
-
-/* dx of some rows, out of sums that exponentials have been multiplied into. */
-void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
-    const Plan &plan = run.plan;
-    const rafter_view &dx = run.call->dx;
-    const int last = dx.ndim - 1;
-    const Operand w = weight_rows(run, 0);
-    for_dtype(dx.dtype, [&](auto zero) {
-        launch(run.context, {rows, LABEL_THREADS}, store_dx<bf16, decltype(zero)>, run.loss, first, rows_of(dx, last),
-               dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
-               static_cast<const float *>(run.b.dx), plan.depth_stride,
-               static_cast<const float *>(&run.b.common->alpha), static_cast<const RowGradient *>(run.b.gradients),
-               static_cast<const bf16 *>(w.data), w.stride);
-    });
 }
 
 /* What labels add to dW, which has had the group's exponentials. */
@@ -329,11 +460,9 @@ void add_label_rows(const Run &run, int64_t first, int64_t rows) {
     const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
         for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
             const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
-            const Operand x = x_rows(run, begin);
             launch(run.context, {count, ADD_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
                    static_cast<const int *>(run.b.labels), static_cast<const RowGradient *>(run.b.gradients), begin,
-                   static_cast<int>(count), static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride,
-                   factor);
+                   static_cast<int>(count), kept_x<bf16>(run), plan.depth, out, stride, factor);
         }
     };
     if (!plan.direct_dweight())
@@ -404,17 +533,24 @@ rafter_status form_dz(Run *run, int64_t first, int64_t rows, const Dz &dz) {
     return RAFTER_OK;
 }
 
-/* dx of a group. */
-rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts &dz) {
+/* dx of a group that is not fused. */
+rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Dz &dz) {
+    RAFTER_TRY(multiply_dx(run, dz, first, rows, false));
+    if (!run.plan.direct_dx())
+        store_rows(run, run.call->dx, run.plan.dx_lies, false, first, rows, run.b.dx);
+    return RAFTER_OK;
+}
+
+/* dx of a group of kept rows. */
+rafter_status finish_fused_dx(const Run &run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run.plan;
+    if (plan.direct_dx())
+        return fused_dx(run, dz.part[0], dz.part[1], first, rows, false);
     for (int64_t done = 0; done < rows; done += plan.dx_rows) {
-        const int64_t begin = first + done, count = rows - done < plan.dx_rows ? rows - done : plan.dx_rows;
-        for (int i = 0; i < dz.count; i++)
-            RAFTER_TRY(multiply_dx(run, dz.part[i].from(done, plan.dtype), begin, count, i > 0));
-        if (plan.exponentials())
-            store_dx_rows(run, begin, count);
-        else if (!plan.direct_dx())
-            store_rows(run, run.call->dx, plan.dx_lies, false, begin, count, run.b.dx);
+        const int64_t count = rows - done < plan.dx_rows ? rows - done : plan.dx_rows;
+        RAFTER_TRY(fused_dx(run, dz.part[0].from(done, plan.dtype), dz.part[1].from(done, plan.dtype), first + done,
+                            count, false));
+        store_dx_rows(run, first + done, count);
     }
     return RAFTER_OK;
 }
@@ -422,22 +558,19 @@ rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    if (plan.exponentials()) {
-        if (!plan.x.plain)
-            pack_rows(*run, call->x, 0, plan.rows, run->b.x);
+    if (plan.fused)
         RAFTER_TRY(take_sample(*run));
-    }
     for (int64_t first = 0, rows; first < plan.rows; first += rows) {
         const int64_t most = first == 0 ? plan.first_group : plan.group;
         rows = plan.rows - first < most ? plan.rows - first : most;
         const Parts dz = parts_of(*run, first == 0 ? plan.hosted : 0);
-        RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows, dz)
-                                       : form_dz(run, first, rows, dz.part[0]));
+        RAFTER_TRY(plan.fused ? form_exponentials(run, first, rows, dz) : form_dz(run, first, rows, dz.part[0]));
         if (plan.dx)
-            RAFTER_TRY(finish_dx(*run, first, rows, dz));
+            RAFTER_TRY(plan.fused ? finish_fused_dx(*run, first, rows, dz) : finish_dx(*run, first, rows, dz.part[0]));
         for (int i = dz.count - 1; i >= 0 && plan.dweight; i--) /* what dweight hosts, before it is written over */
-            RAFTER_TRY(multiply_dweight(*run, dz.part[i], first, rows, first > 0));
-        if (plan.exponentials() && plan.dweight)
+            RAFTER_TRY(plan.fused ? fused_dweight(*run, dz.part[i], first, rows, first > 0)
+                                  : multiply_dweight(*run, dz.part[i], first, rows, first > 0));
+        if (plan.fused && plan.dweight)
             add_label_rows(*run, first, rows);
         if (plan.mends()) {
             look_for_dirt(*run);
@@ -480,7 +613,7 @@ Dz slice_at(const Run &run, int64_t v) {
 rafter_status run_compact(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    if (!plan.x.plain)
+    if (!plan.x.plain && !plan.fused)
         pack_rows(*run, call->x, 0, plan.rows, run->b.x);
     for (int64_t first = 0; plan.fused && plan.statistics && first < plan.rows; first += plan.group) {
         const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
@@ -503,13 +636,16 @@ rafter_status run_compact(Run *run) {
     };
     const auto multiply_slice = [&](const Dz &dz) {
         if (plan.dweight) {
-            RAFTER_TRY(multiply_dweight(*run, dz, 0, plan.rows, false));
+            RAFTER_TRY(plan.fused ? fused_dweight(*run, dz, 0, plan.rows, false)
+                                  : multiply_dweight(*run, dz, 0, plan.rows, false));
             if (plan.mends())
                 mend(*run, dz);
             if (!plan.direct_dweight())
                 store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, dz.first_class,
                            dz.classes, run->b.dweight);
         }
+        if (plan.dx && plan.fused)
+            return fused_dx(*run, dz, {}, 0, plan.rows, dz.first_class > 0);
         return plan.dx ? multiply_dx(*run, dz, 0, plan.rows, dz.first_class > 0) : RAFTER_OK;
     };
     if (!plan.fused)
@@ -525,8 +661,12 @@ rafter_status run_compact(Run *run) {
         RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task, dz));
         RAFTER_TRY(multiply_slice(dz));
     }
-    if (plan.dx && !plan.direct_dx())
-        store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);
+    if (plan.dx && !plan.direct_dx()) {
+        if (plan.fused)
+            store_dx_rows(*run, 0, plan.rows);
+        else
+            store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);
+    }
     return RAFTER_OK;
 }
 
@@ -573,6 +713,8 @@ rafter_status execute(Run *run) {
     if (!plan.weight.plain && plan.rows > 0 && plan.classes > 0 && plan.depth > 0)
         pack_rows(*run, call->weight, 0, plan.classes, run->b.weight);
 
+    if (plan.fused)
+        find_kept(*run);
     if (plan.rows == 0 || plan.classes == 0) {
         finish(run, 0, plan.rows);
         store_nothing(*run);
@@ -581,6 +723,8 @@ rafter_status execute(Run *run) {
     } else {
         RAFTER_TRY(run_compact(run));
     }
+    if (plan.fused)
+        finish_others(*run);
     if (plan.dbias)
         store_rows(*run, as_row(call->dbias), Lying{}, false, 0, 1, run->b.dbias);
     if (run->loss.forward)
@@ -608,7 +752,8 @@ extern "C" rafter_status rafter_cuda_linear_cross_entropy(rafter_context *contex
         *call->ask = nothing ? 0 : rafter_scratch_request(run.plan.bytes);
     if (call->ask || nothing)
         return RAFTER_OK;
-    RAFTER_TRY(rafter_cuda_open_products(context));
+    if (!run.plan.fused)
+        RAFTER_TRY(rafter_cuda_open_products(context));
     struct rafter_scratch scratch;
     RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, run.plan.bytes, &scratch));
     lay_out(run.plan, scratch.memory, &run.b);

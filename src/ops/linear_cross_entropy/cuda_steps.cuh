@@ -9,7 +9,7 @@
 
 #include "cuda/rows.cuh"
 #include "ops/columns.cuh"
-#include "ops/linear_cross_entropy/fused.cuh"
+#include "ops/linear_cross_entropy/gradients.cuh"
 
 namespace {
 
@@ -34,6 +34,7 @@ struct Common {
     Prepared prepared;
     float alpha;
     int dirty; /* an ignored row of x holds an infinity or NaN */
+    int kept;  /* rows: see fused::Kept */
 };
 
 constexpr int PREPARE_THREADS = 1024;
@@ -52,6 +53,32 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
     common->alpha =
         prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
+}
+
+/* fused::Kept's order and count. `drops`: ignored rows are not among them. One block. */
+__global__ __launch_bounds__(PREPARE_THREADS) void keep_rows(const __grid_constant__ Loss loss, bool drops, int *order,
+                                                             Common *common) {
+    __shared__ int of_warp[PREPARE_THREADS / WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
+    int kept = 0;
+    for (int first = 0; first < rows; first += PREPARE_THREADS) {
+        const int row = first + static_cast<int>(threadIdx.x);
+        const bool keep = row < rows && !(drops && loss.class_of(loss.load_label(row)) == IGNORED);
+        const unsigned bits = __ballot_sync(~0u, keep);
+        if (lane == 0)
+            of_warp[warp] = __popc(bits);
+        __syncthreads();
+        int before = kept + __popc(bits & ((1u << lane) - 1));
+        for (int i = 0; i < PREPARE_THREADS / WARP; i++) {
+            before += i < warp ? of_warp[i] : 0;
+            kept += of_warp[i];
+        }
+        if (row < rows)
+            order[keep ? before : rows - 1 - (row - before)] = row;
+        __syncthreads();
+    }
+    if (threadIdx.x == 0)
+        common->kept = kept;
 }
 
 __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
@@ -179,8 +206,8 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
  */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
- * this is forward, and the coefficients of its gradient, if they are wanted. By one thread. */
-DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *gradients,
+ * this is forward, and the coefficients of its gradient, if they are wanted, to *result. By one thread. */
+DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *result,
                        Totals *totals) {
     const int64_t label = loss.class_of(loss.load_label(row));
     RowGradient gradient = gradient_unread(label);
@@ -192,13 +219,13 @@ DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, d
                                     : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
     } else {
         const RowFigures figures = figures_of(*g, g->z_label, loss);
-        if (gradients)
+        if (result)
             gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
         if (loss.forward)
             write_row(loss, row, label, results_of(loss, row, label, figures), totals);
     }
-    if (gradients)
-        gradients[row] = gradient;
+    if (result)
+        *result = gradient;
 }
 
 DEVICE void finish_block(const Totals &mine, Totals *of_block) {
@@ -207,24 +234,28 @@ DEVICE void finish_block(const Totals &mine, Totals *of_block) {
         of_block[blockIdx.x] = totals;
 }
 
-/* A thread to a row, whose `parts` parts are merged in their order. */
-__global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, int64_t first,
-                                                           int64_t rows, const Gathered<FULL> *stats, int parts,
-                                                           double row_scale, RowGradient *gradients, Totals *of_block) {
+/* A thread to a row, whose `parts` parts are merged in their order. Where there is an order, the k-th row is that of
+ * it: see fused::Kept. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, const int *order,
+                                                           int64_t first, int64_t rows, const Gathered<FULL> *stats,
+                                                           int parts, double row_scale, RowGradient *gradients,
+                                                           Totals *of_block) {
     const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
     if (index < rows) {
         Gathered<FULL> g = none<FULL>();
         for (int part = 0; stats && part < parts; part++)
             g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
-        finish_row(loss, first + index, stats ? &g : NULL, row_scale, gradients, &totals);
+        finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL, row_scale,
+                   gradients ? gradients + first + index : NULL, &totals);
     }
     finish_block(totals, of_block);
 }
 
-/* A warp to a row, from the tiles of fused.cuh. Where `labels` is wanted, the row gets its class there, or -1 if its
- * gradient has nothing to add at it. */
-__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss, int64_t first,
+/* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
+ * its class there, or -1 if its gradient has nothing to add at it. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
+                                                            const __grid_constant__ fused::Kept kept, int64_t first,
                                                             int64_t rows, const RowStats *stats, int tiles,
                                                             const float *z_label, double row_scale,
                                                             RowGradient *gradients, int *labels, Totals *of_block) {
@@ -232,17 +263,20 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     const int lane = threadIdx.x % WARP;
     Totals totals = {};
     if (index < rows) {
-        RowStats s = no_elements();
-        for (int tile = lane; tile < tiles; tile += WARP)
-            s = merge(s, stats[index * tiles + tile], loss.scale);
+        const int64_t row = kept.order[first + index];
         Gathered<FULL> g = none<FULL>();
-        g.s = merge_lanes<WARP>(s, loss.scale);
-        g.z_label = z_label[first + index];
+        if (first + index < *kept.count) {
+            RowStats s = no_elements();
+            for (int tile = lane; tile < tiles; tile += WARP)
+                s = merge(s, stats[index * tiles + tile], loss.scale);
+            g.s = merge_lanes<WARP>(s, loss.scale);
+            g.z_label = z_label[first + index];
+        }
         if (lane == 0) {
-            finish_row(loss, first + index, &g, row_scale, gradients, &totals);
+            RowGradient *const gradient = gradients ? gradients + first + index : NULL;
+            finish_row(loss, row, &g, row_scale, gradient, &totals);
             if (labels)
-                labels[first + index] =
-                    gradients[first + index].at_label != 0.0f ? static_cast<int>(loss.load_label(first + index)) : -1;
+                labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
         }
     }
     finish_block(totals, of_block);
@@ -331,7 +365,7 @@ __global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant_
     const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
     if (threadIdx.x == 0) {
         Totals totals = {};
-        finish_row(loss, row, &all, row_scale, gradients, &totals);
+        finish_row(loss, row, &all, row_scale, gradients + row, &totals);
         of_row[index] = totals;
     }
     __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
@@ -366,6 +400,66 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
     sums[column] = first ? sum : sums[column] + sum;
 }
 
+/* ---- kept rows ----------------------------------------------------------------------------------------------------
+ */
+
+/* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
+template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
+    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += blockDim.x * int64_t(N))
+        f(i, std::integral_constant<int, N>());
+    for (int64_t i = count / N * N + threadIdx.x; i < count; i += blockDim.x)
+        f(i, std::integral_constant<int, 1>());
+}
+
+template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
+    unpack(load_once<T, N>(from), to);
+}
+
+/* x of kept rows: the call's, or a copy of them. */
+template <typename T> struct KeptX {
+    fused::Kept kept;
+    const T *x;
+    int64_t stride;
+    bool copied;
+
+    DEVICE const T *at(int64_t k) const {
+        return x + (copied ? kept.copied_at(k) : kept.order[k]) * stride;
+    }
+};
+
+constexpr int COPY_THREADS = 256;
+
+/* Their copy, as fused::Kept has it; if all are kept, only if that is `wanted` even then. A block takes rows. `wide`:
+ * rows of all begin at multiples of 16 bytes, and their elements are neighbours. */
+template <typename T>
+__global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant__ fused::Kept kept,
+                                                          const __grid_constant__ Rows x, int64_t step, bool wide,
+                                                          bool wanted, int64_t columns, T *copy, int64_t stride) {
+    const int count = *kept.count;
+    if (count == kept.all && !wanted)
+        return;
+    for (int64_t k = blockIdx.x; k < count; k += gridDim.x) {
+        const T *const from = x.at<const T>(kept.order[k]);
+        T *const to = copy + kept.copied_at(k) * stride;
+        if (wide)
+            for_elements<WIDE<T>>(
+                columns, [&](int64_t i, auto n) { store_once<T, n.value>(to + i, load_once<T, n.value>(from + i)); });
+        else
+            for (int64_t i = threadIdx.x; i < columns; i += COPY_THREADS)
+                to[i] = from[i * step];
+    }
+}
+
+/* dx of all other rows. */
+template <typename U>
+__global__ __launch_bounds__(COPY_THREADS) void zero_others(const __grid_constant__ fused::Kept kept, int64_t columns,
+                                                            U *dx, int64_t stride) {
+    for (int64_t k = *kept.count + int64_t(blockIdx.x); k < kept.all; k += gridDim.x)
+        for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
+            store_once<U, n.value>(dx + kept.order[k] * stride + i, Pack<U, n.value>{});
+        });
+}
+
 /* ---- exponentials as gradients ------------------------------------------------------------------------------------
  */
 
@@ -385,27 +479,19 @@ template <typename T> struct Exponentials {
     }
 };
 
-/* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
-template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
-    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += blockDim.x * int64_t(N))
-        f(i, std::integral_constant<int, N>());
-    for (int64_t i = count / N * N + threadIdx.x; i < count; i += blockDim.x)
-        f(i, std::integral_constant<int, 1>());
-}
-
-template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
-    unpack(load_once<T, N>(from), to);
-}
-
 /* Brings tiles of the row whose pivot is not the row's to it (that takes logits that are further apart than bf16
- * reaches), takes the label's e out, and makes x_scaled. A block takes a row. */
+ * reaches), takes the label's e out, and makes x_scaled: the last of its x_rows rows are the group's. A block takes a
+ * row. */
 template <typename T>
-__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
+__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
-                                                        const __grid_constant__ Exponentials<T> e, const T *x,
-                                                        int64_t x_stride, int64_t depth, T *x_scaled,
-                                                        int64_t scaled_stride) {
+                                                        const __grid_constant__ Exponentials<T> e,
+                                                        const __grid_constant__ KeptX<T> x, int64_t depth, T *x_scaled,
+                                                        int64_t x_rows, int64_t scaled_stride) {
     const int64_t index = blockIdx.x;
+    const int there = x.kept.among(first, rows);
+    if (index >= there)
+        return;
     const RowGradient gradient = gradients[first + index];
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
@@ -428,10 +514,10 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
         }
         __syncthreads();
         if (threadIdx.x == 0)
-            *e.at(index, loss.load_label(first + index)) = from_float<T>(0.0f);
+            *e.at(index, loss.load_label(x.kept.order[first + index])) = from_float<T>(0.0f);
     }
-    const T *const from = x + index * x_stride;
-    T *const to = x_scaled + index * scaled_stride;
+    const T *const from = x.at(first + index);
+    T *const to = x_scaled + (x_rows - there + index) * scaled_stride;
     for_elements<N>(depth, [&](int64_t i, auto n) {
         float all[n.value];
         load_floats(all, from + i);
@@ -442,26 +528,31 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     });
 }
 
-/* dx of rows from `first` on, out of the sums of e W. A block takes a row. `wide`: rows of all begin at multiples of 16
- * bytes, and their elements are neighbours. */
+/* dx of kept rows from the k-th on, out of their sums of dz W; or, if there are gradients, of e W; and of the other
+ * rows among [first, first + the grid's). A block takes a row. `wide`: rows of all begin at multiples of 16 bytes, and
+ * their elements are neighbours. */
 template <typename T, typename U>
-__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss, int64_t first,
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
+                                                          const __grid_constant__ fused::Kept kept, int64_t first,
                                                           const __grid_constant__ Rows dx, int64_t step, bool wide,
                                                           int64_t columns, const float *sums, int64_t stride,
                                                           const float *alpha, const RowGradient *gradients,
                                                           const T *weight, int64_t weight_stride) {
-    const int64_t row = first + blockIdx.x;
-    const RowGradient gradient = gradients[row];
+    const int64_t k = first + blockIdx.x, row = kept.order[k];
+    const bool there = k < *kept.count;
+    const float p = gradients && there ? gradients[k].p : 1.0f,
+                at_label = gradients && there ? gradients[k].at_label : 0.0f;
     U *const to = dx.at<U>(row);
-    const T *const w = gradient.at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
+    const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
-        float sum[n.value], of_label[n.value] = {};
-        load_floats(sum, sums + blockIdx.x * stride + i);
+        float sum[n.value] = {}, of_label[n.value] = {};
+        if (there)
+            load_floats(sum, sums + blockIdx.x * stride + i);
         if (w)
             load_floats(of_label, w + i);
 #pragma unroll
         for (int j = 0; j < n.value; j++)
-            sum[j] = *alpha * fmaf(gradient.p, sum[j], gradient.at_label * of_label[j]);
+            sum[j] = there ? *alpha * fmaf(p, sum[j], at_label * of_label[j]) : 0.0f;
         store_once<U, n.value>(to + i * step, packed<U>(sum));
     };
     if (wide)
@@ -476,7 +567,7 @@ constexpr int ADD_THREADS = 512, LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / W
  * row; of those of one label the first one's block takes all, in their order. */
 template <typename T, typename U>
 __global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, const RowGradient *gradients,
-                                                          int64_t first, int rows, const T *x, int64_t x_stride,
+                                                          int64_t first, int rows, const __grid_constant__ KeptX<T> x,
                                                           int64_t depth, U *dweight, int64_t dweight_stride,
                                                           const float *factor) {
     __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
@@ -529,7 +620,7 @@ __global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, con
 #pragma unroll 8
         for (int k = 0; k < count; k++) {
             float of_row[n.value];
-            load_floats(of_row, x + which[k] * x_stride + i);
+            load_floats(of_row, x.at(first + which[k]) + i);
 #pragma unroll
             for (int j = 0; j < n.value; j++)
                 sum[j] = fmaf(at_label[k], of_row[j], sum[j]);
