@@ -22,7 +22,9 @@ static const struct size sizes[] = {
     {515, 1024, 50257, A_THIRD},                                  /* compact: dz */
     {1024, 264, 9001, NONE},         {1300, 264, 9001, HALF},        {1300, 264, 9001, FIRST_HALF},
     {1300, 264, 9001, AROUND_TILES}, {1300, 264, 9001, ALL_BUT_ONE}, {1300, 264, 9001, ALL},
-    {2100, 520, 70001, ALL}, /* and hosts nothing */
+    {2100, 520, 70001, ALL},    /* and hosts nothing */
+    {1000, 520, 1031, A_THIRD}, /* no more classes than twice the depth */
+    {1300, 1032, 1999, HALF},        {2600, 1032, 300, NONE},
 };
 
 static bool is_ignored(const struct size *s, int64_t row) {

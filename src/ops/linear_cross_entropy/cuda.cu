@@ -274,7 +274,7 @@ rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int6
     p.n = plan.depth;
     p.k = rows;
     p.a = {dz.data, dz.stride, true};
-    p.b = plan.exponentials() ? Operand{run.b.x_scaled, plan.depth_stride, false} : x_rows(run, first);
+    p.b = x_rows(run, first);
     p.add = add;
     if (plan.direct_dweight()) {
         p.out_dtype = dweight.dtype;
@@ -326,9 +326,10 @@ rafter_status fused_dweight(const Run &run, const Dz &dz, int64_t first, int64_t
     task.classes = dz.classes;
     task.depth = plan.depth;
     fused::Matrix x = x_matrix(run), copy = copy_matrix(run);
-    if (plan.exponentials())
+    if (plan.exponentials()) {
         x = copy = {run.b.x_scaled, plan.first_group, plan.depth, plan.depth_stride};
-    task.x_rows = x.rows;
+        task.scaled = x.rows;
+    }
     fused::Matrix out = {run.b.dweight, dz.classes, plan.depth, plan.depth_stride};
     if (plan.direct_dweight()) {
         out.stride = plan.dweight_lies.stride;
@@ -408,12 +409,13 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
     return task;
 }
 
-void finish_fused(Run *run, int64_t first, int64_t rows) {
+/* `turned`: exponentials that become dz. */
+void finish_fused(Run *run, int64_t first, int64_t rows, const Dz &turned = {}) {
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
-    launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, kept_of(*run), first, rows,
+    launch(run->context, {blocks, ROW_THREADS}, finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
            static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
-           run->b.labels, run->b.of_block + run->blocks);
+           run->b.labels, reinterpret_cast<bf16 *>(turned.data), turned.stride, run->b.of_block + run->blocks);
     run->blocks += blocks;
 }
 
@@ -426,24 +428,26 @@ struct Parts {
 Parts parts_of(const Run &run, int64_t hosted) {
     const Plan &plan = run.plan;
     const int64_t before = plan.classes - hosted;
-    if (!plan.exponentials())
+    if (!plan.fused)
         return {{{reinterpret_cast<char *>(run.b.z), plan.dz_stride, 0, plan.classes}}, 1};
     return {{{run.b.dz, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
             hosted > 0 ? 2 : 1};
 }
 
-/* Exponentials of a group, as dz is; and x_scaled. */
+/* Exponentials of a group, as dz is; and x_scaled, or else dz itself in their place. */
 rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run->plan;
     fused::Task task = statistics_task(*run, first, rows);
-    task.sample = run->b.sample + first;
+    task.sample = plan.exponentials() ? run->b.sample + first : NULL;
     for (int i = 0; i < dz.count; i++) {
         task.first_class = dz.part[i].first_class;
         task.classes = dz.part[i].classes;
         task.stats = run->b.tiles + task.first_class / fused::CLASSES;
         RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task, dz.part[i]));
     }
-    finish_fused(run, first, rows);
+    finish_fused(run, first, rows, plan.turns_exponentials() ? dz.part[0] : Dz{});
+    if (plan.turns_exponentials())
+        return RAFTER_OK;
     const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.part[0].data), reinterpret_cast<bf16 *>(dz.part[1].data),
                                   dz.part[0].stride, dz.part[1].stride, dz.part[0].classes};
     launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first, rows,
@@ -558,19 +562,27 @@ rafter_status finish_fused_dx(const Run &run, int64_t first, int64_t rows, const
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    if (plan.fused)
+    if (plan.exponentials())
         RAFTER_TRY(take_sample(*run));
     for (int64_t first = 0, rows; first < plan.rows; first += rows) {
         const int64_t most = first == 0 ? plan.first_group : plan.group;
         rows = plan.rows - first < most ? plan.rows - first : most;
         const Parts dz = parts_of(*run, first == 0 ? plan.hosted : 0);
         RAFTER_TRY(plan.fused ? form_exponentials(run, first, rows, dz) : form_dz(run, first, rows, dz.part[0]));
-        if (plan.dx)
-            RAFTER_TRY(plan.fused ? finish_fused_dx(*run, first, rows, dz) : finish_dx(*run, first, rows, dz.part[0]));
+        const auto form_dx = [&] {
+            return !plan.dx     ? RAFTER_OK
+                   : plan.fused ? finish_fused_dx(*run, first, rows, dz)
+                                : finish_dx(*run, first, rows, dz.part[0]);
+        };
+        /* dx is first, where dweight may host what it is made of; last, where it may lie over what dweight is. */
+        if (!plan.turns_exponentials())
+            RAFTER_TRY(form_dx());
         for (int i = dz.count - 1; i >= 0 && plan.dweight; i--) /* what dweight hosts, before it is written over */
             RAFTER_TRY(plan.fused ? fused_dweight(*run, dz.part[i], first, rows, first > 0)
                                   : multiply_dweight(*run, dz.part[i], first, rows, first > 0));
-        if (plan.fused && plan.dweight)
+        if (plan.turns_exponentials())
+            RAFTER_TRY(form_dx());
+        if (plan.exponentials() && plan.dweight)
             add_label_rows(*run, first, rows);
         if (plan.mends()) {
             look_for_dirt(*run);

@@ -68,9 +68,14 @@ struct Plan {
     bool gradients() const {
         return dx || dweight || dbias;
     }
+    /* Whether fast turns exponentials into dz where they lie: that is a pass over them, but spares those over x and dx
+     * that exponentials take. (Not where rows of x that are ignored would meet dz in sums of some of the rows.) */
+    bool turns_exponentials() const {
+        return fast && fused && drops && classes <= 2 * depth;
+    }
     /* Whether fast keeps these instead of dz. */
     bool exponentials() const {
-        return fast && fused;
+        return fast && fused && !turns_exponentials();
     }
     /* Whether a block takes a row's logits to dz in one pass. */
     bool turns_rows() const {
@@ -211,10 +216,8 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
         return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
     };
-    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save; and what they cost,
-     * further passes over x and dx, is less than the passes over logits that they save only where there are many
-     * classes. */
-    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics && p->classes > p->depth));
+    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics));
     if (p->fast)
         p->slice = p->classes;
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);

@@ -252,31 +252,65 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
     finish_block(totals, of_block);
 }
 
+/* Exponentials that tiles have left, each relative to its own maximum, become dz in their place. By a warp. */
+template <typename T>
+DEVICE void turn_exponentials(T *row, int64_t classes, const RowStats *stats, const RowGradient &gradient,
+                              int64_t label, float scale) {
+    constexpr int N = WIDE<T>;
+    static_assert(fused::CLASSES % (WARP * N) == 0, "a warp's packs are of one tile");
+    const int lane = threadIdx.x % WARP;
+#pragma unroll 4
+    for (int64_t first = 0; first < classes; first += WARP * N) {
+        const RowStats tile = stats[first / fused::CLASSES];
+        /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
+        const float factor =
+            tile.max == -INFINITY ? 0.0f : gradient.p * expf((pivot_at(tile.max) - gradient.pivot) * scale);
+        const int64_t v = first + lane * N;
+        if (v >= classes)
+            break;
+        float all[N];
+        unpack(load_once<T, N>(row + v), all);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
+        store_once<T, N>(row + v, packed<T>(all));
+    }
+}
+
 /* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
- * its class there, or -1 if its gradient has nothing to add at it. */
+ * its class there, or -1 if its gradient has nothing to add at it. Where there are exponentials, the rows', see above.
+ */
+template <typename T>
 __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
                                                             const __grid_constant__ fused::Kept kept, int64_t first,
                                                             int64_t rows, const RowStats *stats, int tiles,
                                                             const float *z_label, double row_scale,
-                                                            RowGradient *gradients, int *labels, Totals *of_block) {
+                                                            RowGradient *gradients, int *labels, T *exponentials,
+                                                            int64_t stride, Totals *of_block) {
     const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
     Totals totals = {};
     if (index < rows) {
         const int64_t row = kept.order[first + index];
+        const bool is_kept = first + index < *kept.count;
         Gathered<FULL> g = none<FULL>();
-        if (first + index < *kept.count) {
+        if (is_kept) {
             RowStats s = no_elements();
             for (int tile = lane; tile < tiles; tile += WARP)
                 s = merge(s, stats[index * tiles + tile], loss.scale);
             g.s = merge_lanes<WARP>(s, loss.scale);
             g.z_label = z_label[first + index];
         }
+        RowGradient *const gradient = gradients ? gradients + first + index : NULL;
         if (lane == 0) {
-            RowGradient *const gradient = gradients ? gradients + first + index : NULL;
             finish_row(loss, row, &g, row_scale, gradient, &totals);
             if (labels)
                 labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
+        }
+        if (exponentials && is_kept) {
+            __syncwarp();
+            turn_exponentials(exponentials + index * stride, loss.classes, stats + index * tiles, *gradient,
+                              loss.load_label(row), loss.scale);
         }
     }
     finish_block(totals, of_block);

@@ -3,7 +3,7 @@
  * the registers that summed it, into
  *
  *     STATISTICS   the maximum and the sum of exponentials of each row over the tile
- *     EXPONENTIALS those, relative to a pivot that is known beforehand, and the exponentials themselves
+ *     EXPONENTIALS those, relative to a pivot that is known beforehand, or to the tile's, and the exponentials
  *     GRADIENT     dz, from coefficients of the rows
  *
  * for 16-bit inputs and the options that need nothing else of a column: no softcap, label smoothing, entropy, argmax.
@@ -53,7 +53,7 @@ struct Task {
     RowStats *stats;              /* [rows][tiles]; GRADIENT: not written */
     int tiles;                    /* of a row of `stats` */
     float *z_label;               /* of all kept rows */
-    const RowStats *sample;       /* EXPONENTIALS: of the task's rows, over some of their classes */
+    const RowStats *sample;       /* EXPONENTIALS: of the task's rows, over some of their classes; or NULL */
     const RowGradient *gradients; /* GRADIENT: of all kept rows */
     void *out;                    /* [rows][out_stride] in the inputs' dtype: exponentials or dz */
     int64_t out_stride;           /* a multiple of 8 */
@@ -95,7 +95,7 @@ template <int MODE> struct TileRows {
                 continue;
             label[i] = loss.load_label(task.kept.order[task.first_row + row[i]]);
             if constexpr (MODE == EXPONENTIALS)
-                known[i] = task.sample[row[i]].max;
+                known[i] = task.sample ? task.sample[row[i]].max : 0.0f;
             if constexpr (MODE == GRADIENT)
                 gradient[i] = task.gradients[task.first_row + row[i]];
         }
@@ -202,9 +202,13 @@ template <typename T, int MODE> struct Results {
                 pivot[i] = pivot_at(max[i]);
             sum_up(d, pivot, column, sum);
         } else {
+            if (!task.sample)
+                find_maxima(d, max);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                max[i] = pivot[i] = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                if (task.sample)
+                    max[i] = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                pivot[i] = pivot_at(max[i]);
                 const int64_t label = loss.class_of(rows.label[i]);
                 if (label < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
                     set_row(d, i, label == IGNORED ? -INFINITY : NAN);

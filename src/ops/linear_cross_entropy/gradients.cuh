@@ -15,7 +15,7 @@ namespace fused {
 struct DweightTask {
     Kept kept;
     int64_t first_row, rows; /* among the kept: dz's */
-    int64_t x_rows;          /* of x's map: the last are those of dz's rows that are there */
+    int64_t scaled; /* 0: x is the call's; or rows of another: the last are those of dz's rows that are there */
     int64_t classes, depth;
     const float *alpha; /* what the sums are multiplied by; NULL: 1 */
 };
@@ -62,8 +62,9 @@ template <typename T, typename U, bool ADD> struct Dweight {
                    const CUtensorMap &out_map, const DweightTask &task, int rows)
         : dz(dz_map), x(x_map), before(before_map), out(out_map),
           dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* of no rows, the sum of what is behind all */
-          x_first(static_cast<int>(task.x_rows - rows)), steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)),
-          factor(task.alpha ? *task.alpha : 1.0f), order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
+          x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.kept.copied_at(task.first_row)),
+          steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
+          order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
     }
     DEVICE int count() const {
         return order.count();
@@ -288,7 +289,7 @@ template <typename F> static inline void for_dtypes(rafter_dtype inputs, rafter_
         with(fp16());
 }
 
-/* dz: [task.rows, classes]. x: [x_rows, depth]. out: in out_dtype, of dz's classes. */
+/* dz: [task.rows, classes]. x: [rows of it, depth]. out: in out_dtype, of dz's classes. */
 static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dtype, const Matrix &dz, const Matrix &x,
                                         const Matrix &copy, const Matrix &out, rafter_dtype out_dtype, bool add,
                                         const DweightTask &task) {
