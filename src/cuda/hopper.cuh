@@ -147,8 +147,9 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
  * along the rows; or, TURNED, across them, and what is multiplied with it continues, after the rows' 64 elements of 2
  * bytes, `chunk` bytes further on. */
 template <bool TURNED> DEVICE uint64_t operand_of(const void *shared, int chunk) {
-    const uint64_t address = shared_address(shared) >> 4, leading = TURNED ? chunk >> 4 : 1, eight_rows = 1024 >> 4,
-                   swizzle_128 = 1;
+    /* Above these 18 bits, addresses of a cluster's blocks differ. */
+    const uint64_t address = (shared_address(shared) & 0x3ffff) >> 4, leading = TURNED ? chunk >> 4 : 1,
+                   eight_rows = 1024 >> 4, swizzle_128 = 1;
     return address | leading << 16 | eight_rows << 32 | swizzle_128 << 62;
 }
 /* What 16 further elements of the reduced dimension add to it. */

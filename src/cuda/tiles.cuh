@@ -248,7 +248,8 @@ template <typename U> DEVICE void stage_part(char *box, const float (&e)[PART_CO
 }
 
 /* Part `part` of a tile on its way to memory, by the copy engine. ADD: to what is there, in U. `row` is the warp's
- * first, for the first lane at least. */
+ * first, for the first lane at least. What the engine writes ends at a multiple of 16 bytes: padding up to there must
+ * be nobody's. */
 template <typename U, bool ADD>
 DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
                        int column, int row) {
@@ -265,6 +266,32 @@ DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[P
             add_box(&out, column + part * PART_COLUMNS<U>, row, box);
         else
             store_box(&out, column + part * PART_COLUMNS<U>, row, box);
+    }
+}
+
+/* The same by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this
+ * thread's begin, NULL if there is none. Columns from `columns` on are left alone. */
+template <typename U, bool ADD>
+DEVICE void scatter_part(char *staging, U *const (&to)[2], const float (&e)[PART_COLUMNS<U> / 2], int part, int column,
+                         int64_t columns) {
+    constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    const int lane = threadIdx.x % WARP;
+    const int64_t at = column + part * PART_COLUMNS<U> + lane % LANES * N;
+    stage_part<U>(box, e); /* two parts ago all had read it: they have met since */
+    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < PART_ROWS; first += WARP / LANES) {
+        const int row = first + lane / LANES, holder = row % 8 * 4;
+        U *const low = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[0]), holder));
+        U *const high = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[1]), holder));
+        U *const there = row < 8 ? low : high;
+        const Pack<U, N> pack = *reinterpret_cast<const Pack<U, N> *>(box + row * 128 + (lane % LANES ^ row % 8) * 16);
+        if (!ADD && there && at + N <= columns)
+            store_once<U, N>(there + at, pack);
+        else if (there)
+            for (int i = 0; i < N && at + i < columns; i++)
+                there[at + i] = ADD ? from_float<U>(to_float(there[at + i]) + to_float(pack.v[i])) : pack.v[i];
     }
 }
 

@@ -92,11 +92,11 @@ Launch kept_launch(const Run &run) {
     return {run.plan.rows < most ? run.plan.rows : most, COPY_THREADS};
 }
 
-void find_kept(const Run &run) {
+/* x of the kept rows, which prepare has found. */
+void copy_x(const Run &run) {
     const Plan &plan = run.plan;
     const rafter_view &x = run.call->x;
     const int last = x.ndim - 1;
-    launch(run.context, {1, PREPARE_THREADS}, keep_rows, run.loss, plan.drops, run.b.order, run.b.common);
     const fused::Matrix copy = copy_matrix(run);
     if (copy.data == x.data)
         return;
@@ -337,6 +337,8 @@ rafter_status fused_dweight(const Run &run, const Dz &dz, int64_t first, int64_t
         task.alpha = &run.b.common->alpha;
         add |= run.call->accumulate_into_dweight;
     }
+    task.out = const_cast<void *>(out.data);
+    task.out_stride = out.stride;
     return fused::run_dweight(run.context, plan.dtype, dz_matrix(dz, rows), x, copy, out,
                               plan.direct_dweight() ? dweight.dtype : RAFTER_F32, add, task);
 }
@@ -718,7 +720,8 @@ rafter_status execute(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
-    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, run->b.common);
+    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
+           run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)
         launch(run->context, over(plan.classes, 256), widen, rows_of(call->bias, 1), plan.classes, run->b.bias);
@@ -726,7 +729,7 @@ rafter_status execute(Run *run) {
         pack_rows(*run, call->weight, 0, plan.classes, run->b.weight);
 
     if (plan.fused)
-        find_kept(*run);
+        copy_x(*run);
     if (plan.rows == 0 || plan.classes == 0) {
         finish(run, 0, plan.rows);
         store_nothing(*run);

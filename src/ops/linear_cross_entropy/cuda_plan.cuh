@@ -364,8 +364,8 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.weight = lying(call->weight);
     p.dx_lies = p.dx ? lying(call->dx) : Lying{};
     p.dweight_lies = p.dweight ? lying(call->dweight) : Lying{};
-    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && !p.dbias &&
-                !needs_full(call->loss) && fused::available(state);
+    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && p.rows <= INT32_MAX &&
+                !p.dbias && !needs_full(call->loss) && fused::available(state);
     p.drops = p.fusable;
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)

@@ -39,25 +39,8 @@ struct Common {
 
 constexpr int PREPARE_THREADS = 1024;
 
-/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. */
-__global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
-                                                           Common *common) {
-    double classes = 0.0;
-    for (int64_t v = threadIdx.x; v < loss.classes; v += PREPARE_THREADS)
-        classes += loss.weight_of(v);
-    const Prepared prepared = {block_sum(classes), block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
-    if (threadIdx.x > 0)
-        return;
-    common->prepared = prepared;
-    common->dirty = 0;
-    /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
-    common->alpha =
-        prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
-}
-
-/* fused::Kept's order and count. `drops`: ignored rows are not among them. One block. */
-__global__ __launch_bounds__(PREPARE_THREADS) void keep_rows(const __grid_constant__ Loss loss, bool drops, int *order,
-                                                             Common *common) {
+/* fused::Kept's order; returns its count. `drops`: ignored rows are not among them. By a block. */
+DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
     __shared__ int of_warp[PREPARE_THREADS / WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
     int kept = 0;
@@ -77,8 +60,26 @@ __global__ __launch_bounds__(PREPARE_THREADS) void keep_rows(const __grid_consta
             order[keep ? before : rows - 1 - (row - before)] = row;
         __syncthreads();
     }
-    if (threadIdx.x == 0)
-        common->kept = kept;
+    return kept;
+}
+
+/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above. */
+__global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
+                                                           bool drops, int *order, Common *common) {
+    double classes = 0.0;
+    for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
+        classes += loss.weight_of(v);
+    classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
+    const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
+    const int kept = order ? keep_rows(loss, drops, order) : 0;
+    if (threadIdx.x > 0)
+        return;
+    common->prepared = prepared;
+    common->dirty = 0;
+    common->kept = kept;
+    /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
+    common->alpha =
+        prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
 }
 
 __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {

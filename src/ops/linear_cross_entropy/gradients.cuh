@@ -18,6 +18,8 @@ struct DweightTask {
     int64_t scaled; /* 0: x is the call's; or rows of another: the last are those of dz's rows that are there */
     int64_t classes, depth;
     const float *alpha; /* what the sums are multiplied by; NULL: 1 */
+    void *out;          /* of dz's classes */
+    int64_t out_stride;
 };
 
 struct DxTask {
@@ -54,13 +56,14 @@ template <typename T, typename U, bool ADD> struct Dweight {
     static constexpr int BEFORE = ADD && sizeof(U) == 2 ? 2 : 0;
     static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
     const CUtensorMap &dz, &x, &before, &out;
+    const DweightTask &task;
     const int dz_first, x_first, steps;
     const float factor;
     const tiles::Order order;
 
     DEVICE Dweight(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &before_map,
-                   const CUtensorMap &out_map, const DweightTask &task, int rows)
-        : dz(dz_map), x(x_map), before(before_map), out(out_map),
+                   const CUtensorMap &out_map, const DweightTask &t, int rows)
+        : dz(dz_map), x(x_map), before(before_map), out(out_map), task(t),
           dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* of no rows, the sum of what is behind all */
           x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.kept.copied_at(task.first_row)),
           steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
@@ -105,13 +108,23 @@ template <typename T, typename U, bool ADD> struct Dweight {
     }
     DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging) const {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
+        constexpr bool ADDS = ADD && !BEFORE;
+        const bool wide = task.depth * sizeof(U) % 16 == 0;
+        U *to[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[i] = rows.row + 8 * i < task.classes ? static_cast<U *>(task.out) + (rows.row + 8 * i) * task.out_stride
+                                                    : NULL;
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = BEFORE ? d[part * COLUMNS / 2 + k] : factor * d[part * COLUMNS / 2 + k];
-            tiles::store_part<U, ADD && !BEFORE>(staging, out, e, part, place.column, rows.row);
+            if (wide)
+                tiles::store_part<U, ADDS>(staging, out, e, part, place.column, rows.row);
+            else
+                tiles::scatter_part<U, ADDS>(staging, to, e, part, place.column, task.depth);
         }
     }
 };
@@ -176,28 +189,6 @@ template <typename T, typename U, int END> struct Dx {
         return {&w, 0, static_cast<int>(task.first_class)};
     }
 
-    /* A part of complete results, as they lie in `box`, to the rows of the call, each lane 16 bytes at a time. */
-    DEVICE void scatter(const char *box, const DxRows<T, U> &of, int column) const {
-        constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
-        const int lane = threadIdx.x % WARP, at = column + lane % LANES * N;
-        __syncwarp();
-#pragma unroll
-        for (int first = 0; first < tiles::PART_ROWS; first += WARP / LANES) {
-            const int row = first + lane / LANES, holder = row % 8 * 4;
-            U *const low = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(of.to[0]), holder));
-            U *const high = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(of.to[1]), holder));
-            U *const to = row < 8 ? low : high;
-            const Pack<U, N> pack =
-                *reinterpret_cast<const Pack<U, N> *>(box + row * 128 + (lane % LANES ^ row % 8) * 16);
-            if (to && at + N <= task.depth) {
-                store_once<U, N>(to + at, pack);
-            } else if (to) {
-                for (int i = 0; at + i < task.depth; i++)
-                    to[at + i] = pack.v[i];
-            }
-        }
-    }
-
     DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging) const {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
 #pragma unroll
@@ -225,9 +216,7 @@ template <typename T, typename U, int END> struct Dx {
                             sum = alpha * fmaf(of.p[i], sum, of.at_label[i] * of_label[c]);
                         }
                     }
-                char *const box = staging + part % tiles::PARTS_UNDER_WAY * tiles::PART_BYTES;
-                tiles::stage_part<U>(box, e);
-                scatter(box, of, column);
+                tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
             } else {
                 tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, of.row);
             }
