@@ -316,12 +316,13 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void 
     return map_matrix(map, dtype, data, rows, columns, stride, turned ? DEPTH : count);
 }
 
-/* Blocks for all tiles of rows x columns results. */
+/* Blocks for all tiles of rows x columns results, of a kernel that begins with wait_for_previous_kernel. */
 static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns) {
     const int64_t tiles = ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
     const int64_t most = state->multiprocessors / CLUSTER;
     Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
+    how.overlaps = true;
     return how;
 }
 

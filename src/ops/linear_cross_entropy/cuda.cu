@@ -44,6 +44,13 @@ Launch over(int64_t items, int threads, int64_t most = 1 << 20) {
     return {blocks < 1 ? 1 : blocks < most ? blocks : most, threads};
 }
 
+/* Of a kernel that begins with wait_for_previous_kernel: it is there when that one ends. */
+Launch following(int64_t blocks, int threads) {
+    Launch how = {blocks, threads};
+    how.overlaps = true;
+    return how;
+}
+
 /* Rows of x or W from `row` on. */
 Operand rows_at(const char *data, int64_t stride, rafter_dtype dtype, int64_t row) {
     return {data + row * stride * rafter_dtype_bytes(dtype), stride, false};
@@ -89,7 +96,7 @@ template <typename T> KeptX<T> kept_x(const Run &run) {
 /* Blocks that take rows in turn. */
 Launch kept_launch(const Run &run) {
     const int64_t most = 8 * run.context->cuda_state->multiprocessors;
-    return {run.plan.rows < most ? run.plan.rows : most, COPY_THREADS};
+    return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
 }
 
 /* x of the kept rows, which prepare has found. */
@@ -351,8 +358,8 @@ void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
     const fused::Matrix w = weight_matrix(run);
     fused::for_dtypes(plan.dtype, dx.dtype, [&](auto zero, auto dx_zero) {
         typedef decltype(zero) T;
-        launch(run.context, {rows, LABEL_THREADS}, store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run), first,
-               rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
+        launch(run.context, following(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run),
+               first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
                static_cast<const float *>(run.b.dx), plan.depth_stride,
                static_cast<const float *>(&run.b.common->alpha),
                static_cast<const RowGradient *>(plan.exponentials() ? run.b.gradients : NULL),
@@ -414,7 +421,7 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
 /* `turned`: exponentials that become dz. */
 void finish_fused(Run *run, int64_t first, int64_t rows, const Dz &turned = {}) {
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
-    launch(run->context, {blocks, ROW_THREADS}, finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
+    launch(run->context, following(blocks, ROW_THREADS), finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
            static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
            run->b.labels, reinterpret_cast<bf16 *>(turned.data), turned.stride, run->b.of_block + run->blocks);
@@ -452,7 +459,7 @@ rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Par
         return RAFTER_OK;
     const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.part[0].data), reinterpret_cast<bf16 *>(dz.part[1].data),
                                   dz.part[0].stride, dz.part[1].stride, dz.part[0].classes};
-    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first, rows,
+    launch(run->context, following(rows, LABEL_THREADS), adjust<bf16>, run->loss, first, rows,
            static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
            e, kept_x<bf16>(*run), plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled),
            plan.first_group, plan.depth_stride);
@@ -466,7 +473,7 @@ void add_label_rows(const Run &run, int64_t first, int64_t rows) {
     const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
         for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
             const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
-            launch(run.context, {count, ADD_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
+            launch(run.context, following(count, ADD_THREADS), add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
                    static_cast<const int *>(run.b.labels), static_cast<const RowGradient *>(run.b.gradients), begin,
                    static_cast<int>(count), kept_x<bf16>(run), plan.depth, out, stride, factor);
         }
@@ -743,8 +750,8 @@ rafter_status execute(Run *run) {
     if (plan.dbias)
         store_rows(*run, as_row(call->dbias), Lying{}, false, 0, 1, run->b.dbias);
     if (run->loss.forward)
-        launch(run->context, {1, PREPARE_THREADS}, finish_loss, run->loss, static_cast<const Totals *>(run->b.of_block),
-               run->blocks);
+        launch(run->context, following(1, PREPARE_THREADS), finish_loss, run->loss,
+               static_cast<const Totals *>(run->b.of_block), run->blocks);
     return rafter_cuda_launched(run->context, "linear_cross_entropy");
 }
 

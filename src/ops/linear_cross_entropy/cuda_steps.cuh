@@ -288,6 +288,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
                                                             const float *z_label, double row_scale,
                                                             RowGradient *gradients, int *labels, T *exponentials,
                                                             int64_t stride, Totals *of_block) {
+    wait_for_previous_kernel();
     const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
     Totals totals = {};
@@ -320,6 +321,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
 /* One block. */
 __global__ __launch_bounds__(PREPARE_THREADS) void finish_loss(const __grid_constant__ Loss loss,
                                                                const Totals *of_block, int64_t blocks) {
+    wait_for_previous_kernel();
     Totals all = {};
     for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
         all.loss += of_block[i].loss;
@@ -470,6 +472,7 @@ template <typename T>
 __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant__ fused::Kept kept,
                                                           const __grid_constant__ Rows x, int64_t step, bool wide,
                                                           bool wanted, int64_t columns, T *copy, int64_t stride) {
+    wait_for_previous_kernel();
     const int count = *kept.count;
     if (count == kept.all && !wanted)
         return;
@@ -489,6 +492,7 @@ __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant_
 template <typename U>
 __global__ __launch_bounds__(COPY_THREADS) void zero_others(const __grid_constant__ fused::Kept kept, int64_t columns,
                                                             U *dx, int64_t stride) {
+    wait_for_previous_kernel();
     for (int64_t k = *kept.count + int64_t(blockIdx.x); k < kept.all; k += gridDim.x)
         for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
             store_once<U, n.value>(dx + kept.order[k] * stride + i, Pack<U, n.value>{});
@@ -523,6 +527,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
                                                         const __grid_constant__ Exponentials<T> e,
                                                         const __grid_constant__ KeptX<T> x, int64_t depth, T *x_scaled,
                                                         int64_t x_rows, int64_t scaled_stride) {
+    wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     const int there = x.kept.among(first, rows);
     if (index >= there)
@@ -573,6 +578,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
                                                           int64_t columns, const float *sums, int64_t stride,
                                                           const float *alpha, const RowGradient *gradients,
                                                           const T *weight, int64_t weight_stride) {
+    wait_for_previous_kernel();
     const int64_t k = first + blockIdx.x, row = kept.order[k];
     const bool there = k < *kept.count;
     const float p = gradients && there ? gradients[k].p : 1.0f,
@@ -605,6 +611,7 @@ __global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, con
                                                           int64_t first, int rows, const __grid_constant__ KeptX<T> x,
                                                           int64_t depth, U *dweight, int64_t dweight_stride,
                                                           const float *factor) {
+    wait_for_previous_kernel();
     __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
     __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
     __shared__ int16_t which[LABEL_ROWS];

@@ -325,6 +325,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply(const __grid_const
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
     tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, loss, task));
 #else

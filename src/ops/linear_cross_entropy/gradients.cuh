@@ -237,6 +237,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dweight(const __gr
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
     const int rows = task.kept.among(task.first_row, task.rows);
     tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, before, out, task, rows));
@@ -255,6 +256,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_co
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    wait_for_previous_kernel();
     tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, loss, task));
 #else
     (void)dz, (void)dz_behind, (void)w, (void)out, (void)loss, (void)task;
