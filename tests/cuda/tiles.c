@@ -48,7 +48,8 @@ struct results {
 
 static uint16_t *make_matrix(int64_t n, double scale, uint64_t seed) {
     uint16_t *m = malloc((size_t)n * sizeof *m);
-    for (int64_t i = 0; m && i < n; i++)
+#pragma omp parallel for
+    for (int64_t i = 0; i < (m ? n : 0); i++)
         problem_store(RAFTER_BF16, (char *)&m[i], scale * problem_normal(problem_mix(seed + (uint64_t)i)));
     return m;
 }
@@ -72,6 +73,7 @@ static DLTensor on_device(rafter_context *context, const void *from, rafter_dtyp
 /* How far apart a and b are, relative to b. */
 static double apart(const uint16_t *a, const uint16_t *b, int64_t n) {
     double difference = 0, size = 0;
+#pragma omp parallel for reduction(+ : difference, size)
     for (int64_t i = 0; i < n; i++) {
         const double x = problem_load(RAFTER_BF16, (const char *)&a[i]);
         const double y = problem_load(RAFTER_BF16, (const char *)&b[i]);

@@ -382,14 +382,15 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     task.gradients = plan.exponentials() ? run.b.gradients : NULL;
     const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
                         other = behind.classes > 0 ? dz_matrix(behind, rows) : one,
-                        sums = {run.b.dx, rows, plan.depth, plan.depth_stride};
+                        sums = {run.b.dx, rows, plan.depth, plan.depth_stride},
+                        results = {dx.data, first + rows, plan.depth, plan.dx_lies.stride};
     task.weight = w.data;
     task.weight_stride = w.stride;
     task.alpha = &run.b.common->alpha;
     task.dx = dx.data;
     task.dx_stride = plan.dx_lies.stride;
     if (plan.direct_dx())
-        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, results, run.loss, task);
     if (add)
         return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
     return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);

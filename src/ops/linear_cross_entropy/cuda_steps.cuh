@@ -39,25 +39,49 @@ struct Common {
 
 constexpr int PREPARE_THREADS = 1024;
 
+constexpr int STRIPS = 16; /* of PREPARE_THREADS rows, that are read at a time */
+
 /* fused::Kept's order; returns its count. `drops`: ignored rows are not among them. By a block. */
 DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
-    __shared__ int of_warp[PREPARE_THREADS / WARP];
+    __shared__ int before[STRIPS][WARP], of_strip[STRIPS]; /* kept rows of a strip, up to a warp's; of all */
+    static_assert(PREPARE_THREADS == WARP * WARP && STRIPS <= WARP, "a warp to a strip, a lane to each of its warps");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
     int kept = 0;
-    for (int first = 0; first < rows; first += PREPARE_THREADS) {
-        const int row = first + static_cast<int>(threadIdx.x);
-        const bool keep = row < rows && !(drops && loss.class_of(loss.load_label(row)) == IGNORED);
-        const unsigned bits = __ballot_sync(~0u, keep);
-        if (lane == 0)
-            of_warp[warp] = __popc(bits);
-        __syncthreads();
-        int before = kept + __popc(bits & ((1u << lane) - 1));
-        for (int i = 0; i < PREPARE_THREADS / WARP; i++) {
-            before += i < warp ? of_warp[i] : 0;
-            kept += of_warp[i];
+    for (int64_t first = threadIdx.x; first - threadIdx.x < rows; first += STRIPS * PREPARE_THREADS) {
+        unsigned bits[STRIPS];
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int64_t row = first + i * PREPARE_THREADS;
+            bits[i] = row < rows && !(drops && loss.class_of(loss.load_label(row)) == IGNORED);
         }
-        if (row < rows)
-            order[keep ? before : rows - 1 - (row - before)] = row;
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            bits[i] = __ballot_sync(~0u, bits[i]);
+            if (lane == 0)
+                before[i][warp] = __popc(bits[i]);
+        }
+        __syncthreads();
+        if (warp < STRIPS) {
+            const int here = before[warp][lane];
+            int up_to = here;
+#pragma unroll
+            for (int step = 1; step < WARP; step *= 2) {
+                const int below = __shfl_up_sync(~0u, up_to, step);
+                up_to += lane >= step ? below : 0;
+            }
+            before[warp][lane] = up_to - here;
+            if (lane == WARP - 1)
+                of_strip[warp] = up_to;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int row = static_cast<int>(min(first + i * PREPARE_THREADS, int64_t(rows)));
+            const int k = kept + before[i][warp] + __popc(bits[i] & ((1u << lane) - 1));
+            if (row < rows)
+                order[bits[i] >> lane & 1 ? k : rows - 1 - (row - k)] = row;
+            kept += of_strip[i];
+        }
         __syncthreads();
     }
     return kept;
@@ -253,30 +277,47 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
     finish_block(totals, of_block);
 }
 
-/* Exponentials that tiles have left, each relative to its own maximum, become dz in their place. By a warp. */
-template <typename T>
-DEVICE void turn_exponentials(T *row, int64_t classes, const RowStats *stats, const RowGradient &gradient,
-                              int64_t label, float scale) {
-    constexpr int N = WIDE<T>;
-    static_assert(fused::CLASSES % (WARP * N) == 0, "a warp's packs are of one tile");
-    const int lane = threadIdx.x % WARP;
-#pragma unroll 4
-    for (int64_t first = 0; first < classes; first += WARP * N) {
-        const RowStats tile = stats[first / fused::CLASSES];
-        /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
-        const float factor =
-            tile.max == -INFINITY ? 0.0f : gradient.p * expf((pivot_at(tile.max) - gradient.pivot) * scale);
-        const int64_t v = first + lane * N;
-        if (v >= classes)
-            break;
-        float all[N];
-        unpack(load_once<T, N>(row + v), all);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
-        store_once<T, N>(row + v, packed<T>(all));
+/* A warp's way from exponentials that tiles have left, each relative to its own maximum, to dz in their place: PACKS
+ * packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
+template <typename T> struct Turning {
+    static constexpr int N = WIDE<T>, STEP = WARP * N;
+    static_assert(fused::CLASSES % STEP == 0, "a warp's packs are of one tile");
+    T *const row;
+    const int64_t classes;
+    Pack<T, N> pack[PACKS];
+
+    DEVICE int64_t at(int64_t first, int k) const {
+        return first + k * STEP + threadIdx.x % WARP * N;
     }
-}
+    DEVICE void load(int64_t first) {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+            if (at(first, k) < classes)
+                pack[k] = load_once<T, N>(row + at(first, k));
+    }
+    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int64_t label, float scale) {
+        for (int64_t first = 0; first < classes; first += PACKS * STEP) {
+            if (first > 0)
+                load(first);
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) {
+                const int64_t v = at(first, k);
+                if (v >= classes)
+                    continue;
+                /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
+                const float max = stats[v / fused::CLASSES].max;
+                const float factor =
+                    max == -INFINITY ? 0.0f : gradient.p * expf((pivot_at(max) - gradient.pivot) * scale);
+                float all[N];
+                unpack(pack[k], all);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
+                store_once<T, N>(row + v, packed<T>(all));
+            }
+        }
+    }
+};
 
 /* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
  * its class there, or -1 if its gradient has nothing to add at it. Where there are exponentials, the rows', see above.
@@ -295,6 +336,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     if (index < rows) {
         const int64_t row = kept.order[first + index];
         const bool is_kept = first + index < *kept.count;
+        Turning<T> turning = {exponentials + index * stride, exponentials && is_kept ? loss.classes : 0};
+        turning.load(0);
         Gathered<FULL> g = none<FULL>();
         if (is_kept) {
             RowStats s = no_elements();
@@ -309,10 +352,9 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
             if (labels)
                 labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
         }
-        if (exponentials && is_kept) {
+        if (turning.classes > 0) {
             __syncwarp();
-            turn_exponentials(exponentials + index * stride, loss.classes, stats + index * tiles, *gradient,
-                              loss.load_label(row), loss.scale);
+            turning.finish(stats + index * tiles, *gradient, loss.load_label(row), loss.scale);
         }
     }
     finish_block(totals, of_block);

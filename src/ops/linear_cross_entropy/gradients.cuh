@@ -167,6 +167,7 @@ template <typename T, typename U, int END> struct Dx {
     const Loss &loss;
     const DxTask &task;
     const int rows, steps, split;
+    const bool in_rows; /* RESULTS: these, one after the other, as the copy engine takes them */
     const tiles::Order order;
 
     DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
@@ -174,7 +175,8 @@ template <typename T, typename U, int END> struct Dx {
         : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), loss(of), task(t),
           rows(t.kept.among(t.first_row, t.rows)),
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
-          split(static_cast<int>((t.split + tiles::DEPTH - 1) / tiles::DEPTH)), order(rows, t.depth) {
+          split(static_cast<int>((t.split + tiles::DEPTH - 1) / tiles::DEPTH)),
+          in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
     }
     DEVICE int count() const {
         return order.count();
@@ -189,6 +191,24 @@ template <typename T, typename U, int END> struct Dx {
         return {&w, 0, static_cast<int>(task.first_class)};
     }
 
+    /* p e W, and what the label's element of dz adds to it. */
+    template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &of, int column) const {
+#pragma unroll
+        for (int j = 0; j < COUNT / 4; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float of_label[2] = {};
+                const int64_t at = column + tiles::column_of(j);
+                if (of.label_row[i] && at + 1 < task.depth)
+                    unpack(*reinterpret_cast<const Pack<T, 2> *>(of.label_row[i] + at), of_label);
+                else if (of.label_row[i] && at < task.depth)
+                    of_label[0] = to_float(of.label_row[i][at]);
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    e[4 * j + 2 * i + c] = fmaf(of.p[i], e[4 * j + 2 * i + c], of.at_label[i] * of_label[c]);
+            }
+    }
+
     DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging) const {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
 #pragma unroll
@@ -198,25 +218,16 @@ template <typename T, typename U, int END> struct Dx {
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = d[part * COLUMNS / 2 + k];
             if constexpr (END == RESULTS) {
-                const float alpha = *task.alpha;
-                const int column = place.column + part * COLUMNS;
+                if (task.gradients)
+                    add_label(e, of, place.column + part * COLUMNS);
 #pragma unroll
-                for (int j = 0; j < COLUMNS / 8; j++)
-#pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        float of_label[2] = {};
-                        const int64_t at = column + tiles::column_of(j);
-                        if (of.label_row[i] && at + 1 < task.depth)
-                            unpack(*reinterpret_cast<const Pack<T, 2> *>(of.label_row[i] + at), of_label);
-                        else if (of.label_row[i] && at < task.depth)
-                            of_label[0] = to_float(of.label_row[i][at]);
-#pragma unroll
-                        for (int c = 0; c < 2; c++) {
-                            float &sum = e[4 * j + 2 * i + c];
-                            sum = alpha * fmaf(of.p[i], sum, of.at_label[i] * of_label[c]);
-                        }
-                    }
-                tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
+                for (int k = 0; k < COLUMNS / 2; k++)
+                    e[k] *= *task.alpha;
+                if (in_rows)
+                    tiles::store_part<U, false>(staging, out, e, part, place.column,
+                                                static_cast<int>(task.first_row) + of.row);
+                else
+                    tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
             } else {
                 tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, of.row);
             }
@@ -300,17 +311,18 @@ static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dt
     return RAFTER_OK;
 }
 
-/* dz: [task.rows, split], and behind it the other classes'; w: of all classes. */
+/* dz: [task.rows, split], and behind it the other classes'; w: of all classes; out: dx of the call's rows up to the
+ * task's last, if all are kept; or sums of the task's. */
 template <int END>
 static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, const Matrix &dz,
-                                   const Matrix &dz_behind, const Matrix &w, rafter_dtype dx_dtype, const Matrix &sums,
+                                   const Matrix &dz_behind, const Matrix &w, rafter_dtype dx_dtype, const Matrix &out,
                                    const Loss &loss, const DxTask &task) {
     CUtensorMap dz_map, behind_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, tiles::ROWS) ||
         !map_operand(&behind_map, dtype, dz_behind, false, tiles::ROWS) ||
         !map_operand(&w_map, dtype, w, true, tiles::SHARE) ||
-        (END != RESULTS &&
-         !tiles::map_matrix(&out_map, RAFTER_F32, sums.data, sums.rows, sums.columns, sums.stride, tiles::PART_ROWS)))
+        !tiles::map_matrix(&out_map, END == RESULTS ? dx_dtype : RAFTER_F32, out.data, out.rows, out.columns,
+                           out.stride, tiles::PART_ROWS))
         return no_map(context);
     const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth);
     for_dtypes(dtype, END == RESULTS ? dx_dtype : RAFTER_F32, [&](auto zero, auto out_zero) {
