@@ -66,9 +66,9 @@ DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth,
     }
 }
 
-/* A tile: the cluster's first row and column, and its steps of depth, at least one. */
+/* A tile: the cluster's first row and column; and its steps of depth, at least one, from the first of them on. */
 struct Place {
-    int row, column, steps;
+    int row, column, first, steps;
 };
 
 /* Where an operand of a step lies in a map: what is to be added to the tile's row or column, and to the depth. */
@@ -90,10 +90,10 @@ struct Order {
     DEVICE int count() const {
         return down * across;
     }
-    DEVICE Place at(int turn, int steps) const {
+    DEVICE Place at(int turn, int first, int steps) const {
         const int band = turn / (BAND * across), inside = turn - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
-        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS, steps};
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS, first, steps};
     }
 };
 
@@ -105,7 +105,7 @@ struct Barriers {
 /* All tiles of the job, by clusters in turn. `Job` has
  *
  *     count(), at(turn)        how many tiles, and each one's Place
- *     a(k), b(k)               Sources of step k of a tile
+ *     a(k), b(k)               Sources of step k
  *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
  *                              other being row + 8
  *     BEFORE                   further steps of a tile, behind those of its depth, for what its results are added to:
@@ -138,13 +138,14 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
                 const Place place = job.at(turn);
                 for (int k = 0; k < place.steps; k++, ring.advance()) {
                     char *const to = steps + ring.step * STEP_BYTES;
-                    const Source a = job.a(k), b = job.b(k);
+                    const int at = place.first + k;
+                    const Source a = job.a(at), b = job.b(at);
                     barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
                     barrier_expect(&full[ring.step], STEP_BYTES);
                     copy_operand<A_TURNED, ROWS, false>(to, *a.map, a.first + place.row + rank * ROWS,
-                                                        a.depth + k * DEPTH, &full[ring.step]);
+                                                        a.depth + at * DEPTH, &full[ring.step]);
                     copy_operand<B_TURNED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, *b.map,
-                                                        b.first + place.column + rank * SHARE, b.depth + k * DEPTH,
+                                                        b.first + place.column + rank * SHARE, b.depth + at * DEPTH,
                                                         &full[ring.step]);
                 }
                 if constexpr (Job::BEFORE > 0)
@@ -316,9 +317,10 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void 
     return map_matrix(map, dtype, data, rows, columns, stride, turned ? DEPTH : count);
 }
 
-/* Blocks for all tiles of rows x columns results, of a kernel that begins with wait_for_previous_kernel. */
-static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns) {
-    const int64_t tiles = ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
+/* Blocks for all tiles of rows x columns results, `times` over, of a kernel that begins with wait_for_previous_kernel.
+ */
+static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns, int64_t times = 1) {
+    const int64_t tiles = times * ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
     const int64_t most = state->multiprocessors / CLUSTER;
     Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;

@@ -1,17 +1,19 @@
 /*
- * linear_cross_entropy on CUDA: matrix products by cuBLASLt, and between them kernels that turn fp32 logits into
- * statistics of rows and into dz, the gradient of the logits, in the inputs' dtype.
+ * linear_cross_entropy on CUDA: matrix products, and between them kernels that turn fp32 logits into statistics of rows
+ * and into dz, the gradient of the logits, in the inputs' dtype.
  *
  *     fast      for each group of rows: logits of all classes; statistics; dz, written over the front of each row of
  *               logits; the group's dx = dz W; and dW += dz^T x, which grows from group to group
  *     compact   for each slice of classes: logits, group by group, and statistics. Then again for each slice: logits,
  *               dz of all rows, the slice's dW = dz^T x, and dx += dz W, which grows from slice to slice
  *
- * On Hopper, for 16-bit inputs and most options, the first product is fused with what follows it (fused.cuh), and no
- * logit is ever stored. Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of
- * the product, before the sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW,
- * and dx on its way out. The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of
- * the exponentials lie where dW will be.
+ * The products are cuBLASLt's; but on Hopper, for 16-bit inputs and most options, our own: then the first is fused with
+ * what follows it (fused.cuh), and no logit is ever stored; dx leaves its product in its own dtype (gradients.cuh); and
+ * rows that are ignored are dropped before anything is multiplied: the products take their number from the device.
+ * Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of the product, before the
+ * sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW, and dx on its way out.
+ * The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of the exponentials lie
+ * where dW will be. Where there are few classes, exponentials are turned into dz in their place.
  *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
@@ -360,7 +362,7 @@ void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
         typedef decltype(zero) T;
         launch(run.context, following(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run),
                first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
-               static_cast<const float *>(run.b.dx), plan.depth_stride,
+               static_cast<const float *>(run.b.dx), plan.depth_stride, plan.dx_splits, plan.split_rows(),
                static_cast<const float *>(&run.b.common->alpha),
                static_cast<const RowGradient *>(plan.exponentials() ? run.b.gradients : NULL),
                static_cast<const T *>(w.data), w.stride);
@@ -379,10 +381,16 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     task.depth = plan.depth;
     task.split = dz.classes;
     task.first_class = dz.first_class;
+    task.split_rows = plan.split_rows();
+    /* A last slice of compact may have little. */
+    const int64_t most_splits = task.classes / LEAST_SUM;
+    task.splits = static_cast<int>(plan.dx_splits < most_splits || plan.dx_splits == 1 ? plan.dx_splits
+                                   : most_splits > 1                                   ? most_splits
+                                                                                       : 1);
     task.gradients = plan.exponentials() ? run.b.gradients : NULL;
     const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
                         other = behind.classes > 0 ? dz_matrix(behind, rows) : one,
-                        sums = {run.b.dx, rows, plan.depth, plan.depth_stride},
+                        sums = {run.b.dx, plan.dx_splits * plan.split_rows(), plan.depth, plan.depth_stride},
                         results = {dx.data, first + rows, plan.depth, plan.dx_lies.stride};
     task.weight = w.data;
     task.weight_stride = w.stride;

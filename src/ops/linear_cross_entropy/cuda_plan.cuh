@@ -58,6 +58,8 @@ struct Plan {
     int64_t first_group;  /* rows of the first group, which may have more than the others */
     int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
     int64_t dx_rows;   /* of the sums of dx that are formed at a time, where they are not direct_dx */
+    int dx_splits;     /* fused: sums of dx, each of some of the classes, where one has too few tiles for the GPU */
+    int clusters;      /* that the GPU has room for: see tiles.cuh */
     int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
@@ -99,7 +101,11 @@ struct Plan {
     }
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
-        return dx_lies.plain && !grows_dx;
+        return dx_lies.plain && !grows_dx && dx_splits == 1;
+    }
+    /* Fused: rows of sums of dx, of one split. */
+    int64_t split_rows() const {
+        return rounded(dx_rows, tiles::CLUSTER * tiles::ROWS);
     }
     bool direct_dweight() const {
         return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
@@ -172,7 +178,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         place(&b->dz, tiles || dz, larger(tile_bytes, dz_bytes));
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
-    place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
+    place(&b->dx, p.dx && !p.direct_dx(), (p.fused ? p.dx_splits * p.split_rows() : p.dx_rows) * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
@@ -210,6 +216,32 @@ int64_t hosted_slice(const Plan &p, int64_t v) {
     return p.host_rows * (p.classes - v) / (p.host_rows + p.rows) / fused::CLASSES * fused::CLASSES;
 }
 
+int64_t tiles_of(int64_t rows, int64_t columns) {
+    return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
+}
+
+/* How many sums dx is best formed in: tiles run in waves of one for each cluster, and with few of them the last one is
+ * mostly empty. No more than take 4 times what cuBLASLt would get, nor of less than LEAST_SUM classes. */
+constexpr int64_t LEAST_SUM = 2048;
+
+int best_splits(const Plan &p) {
+    const int64_t tiles = tiles_of(p.dx_rows, p.depth), clusters = p.clusters;
+    const int64_t bytes = p.split_rows() * p.depth_stride * 4, room = 4 * static_cast<int64_t>(p.product_bytes);
+    int best = 1;
+    double most = 0.0;
+    for (int splits = 1; splits * tiles <= 3 * clusters && splits <= 32; splits++) {
+        const int64_t all = splits * tiles, waves = ceil_div(all, clusters);
+        const double filled = static_cast<double>(all) / static_cast<double>(waves * clusters);
+        if (splits > 1 && (splits * bytes > room || splits * LEAST_SUM > p.slice))
+            break;
+        if (filled > 1.1 * most) {
+            most = filled;
+            best = splits;
+        }
+    }
+    return best;
+}
+
 /* Fills in what follows from fast, group and slice. */
 void complete(Plan *p, const linear_cross_entropy_call *call) {
     const int64_t bytes = rafter_dtype_bytes(p->dtype);
@@ -228,6 +260,7 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const bool dx_in_steps = !p->fast && p->slice < p->classes;
     p->grows_dx = p->fused ? p->dx && dx_in_steps : grows(p->dx, p->dx_lies, call->dx, dx_in_steps);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    p->dx_splits = p->fused && p->dx ? best_splits(*p) : 1;
     p->first_group = p->group;
     p->hosted = 0;
     p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
@@ -366,6 +399,12 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.dweight_lies = p.dweight ? lying(call->dweight) : Lying{};
     p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && p.rows <= INT32_MAX &&
                 !p.dbias && !needs_full(call->loss) && fused::available(state);
+    p.clusters = state->multiprocessors / tiles::CLUSTER;
+    /* A large product of few tiles would leave most of the GPU idle. */
+    const double flops =
+        2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
+    if (p.dweight && flops > 1e10 && 2 * tiles_of(p.classes, p.depth) < p.clusters)
+        p.fusable = false;
     p.drops = p.fusable;
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)

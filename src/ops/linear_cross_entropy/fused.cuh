@@ -299,7 +299,7 @@ template <typename T, int MODE> struct Logits {
         return order.count();
     }
     DEVICE tiles::Place at(int turn) const {
-        return order.at(turn, steps);
+        return order.at(turn, 0, steps);
     }
     DEVICE tiles::Source a(int) const {
         return {&x, first, 0};

@@ -29,6 +29,8 @@ struct DxTask {
     int64_t
         split; /* classes of dz's first part, the others being the second's; a multiple of tiles::DEPTH, if any are */
     int64_t first_class;          /* of dz's, in W */
+    int splits;                   /* parts of the classes that have sums of their own; none is empty. 1 for results */
+    int64_t split_rows;           /* from one's rows to the next one's; whole tiles' */
     const RowGradient *gradients; /* of all kept rows, where dz is p e, but for the label's; NULL: it is dz */
     const void *weight;           /* of all classes */
     int64_t weight_stride;
@@ -73,7 +75,7 @@ template <typename T, typename U, bool ADD> struct Dweight {
         return order.count();
     }
     DEVICE tiles::Place at(int turn) const {
-        return order.at(turn, steps);
+        return order.at(turn, 0, steps);
     }
     DEVICE tiles::Source a(int) const {
         return {&dz, 0, dz_first};
@@ -179,10 +181,11 @@ template <typename T, typename U, int END> struct Dx {
           in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
     }
     DEVICE int count() const {
-        return order.count();
+        return order.count() * task.splits;
     }
     DEVICE tiles::Place at(int turn) const {
-        return order.at(turn, steps);
+        const int tiles = max(1, order.count()), part = turn / tiles, of_part = (steps + task.splits - 1) / task.splits;
+        return order.at(turn - part * tiles, part * of_part, min(of_part, steps - part * of_part));
     }
     DEVICE tiles::Source a(int k) const {
         return k < split ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -split * tiles::DEPTH};
@@ -229,7 +232,9 @@ template <typename T, typename U, int END> struct Dx {
                 else
                     tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
             } else {
-                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, of.row);
+                const int split = place.first > 0 ? place.first / ((steps + task.splits - 1) / task.splits) : 0;
+                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column,
+                                                       split * static_cast<int>(task.split_rows) + of.row);
             }
         }
     }
@@ -324,7 +329,7 @@ static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, 
         !tiles::map_matrix(&out_map, END == RESULTS ? dx_dtype : RAFTER_F32, out.data, out.rows, out.columns,
                            out.stride, tiles::PART_ROWS))
         return no_map(context);
-    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth);
+    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth, task.splits);
     for_dtypes(dtype, END == RESULTS ? dx_dtype : RAFTER_F32, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
