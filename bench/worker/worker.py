@@ -13,6 +13,7 @@ import sys
 import time
 
 MODES = ("fwd", "bwd", "fwd+bwd")
+LONGEST_FILL = 1e-3  # seconds of evictions before a call
 
 
 def say(channel, answer):
@@ -135,8 +136,9 @@ class Session:
             self.prepare()
         elif CUDA:
             # As often as takes the device longer than the call takes the host: else the device would wait for the host's
-            # launches between the two events, and that would be counted.
-            for _ in range(1 + min(int(1.5 * self.host / FILL), 100)):
+            # launches between the two events, and that would be counted. A host that is kept for longer than any launches
+            # take waits for the device itself; while that is filled for long, a chip that is short of power cools.
+            for _ in range(1 + int(min(1.5 * self.host, LONGEST_FILL) / FILL)):
                 other.zero_()
         else:
             other.sum()
