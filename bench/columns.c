@@ -147,11 +147,13 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
+/* Every other round runs backwards, so that no column always follows the one that heats the chip, or lets it cool. */
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes) {
-    for (bool again = true; again && !run_interrupted;) {
+    bool again = true;
+    for (int round = 0; again && !run_interrupted; round++) {
         again = false;
         for (int i = 0; i < count && !run_interrupted; i++) {
-            struct column *c = &columns[i];
+            struct column *c = &columns[round % 2 == 0 ? i : count - 1 - i];
             if (!c->live || c->done)
                 continue;
             const double start = clock_seconds();

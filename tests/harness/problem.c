@@ -337,7 +337,10 @@ static void set_bytes(char *memory, int value, size_t bytes) {
 
 static double *values_of(const problem_tensor *t) {
     double *values = malloc(sizeof(double) * (size_t)(t->numel > 0 ? t->numel : 1));
-    for (int64_t i = 0; values && i < t->numel; i++)
+    if (!values)
+        return NULL;
+#pragma omp parallel for if (t->numel > 100000)
+    for (int64_t i = 0; i < t->numel; i++)
         values[i] = problem_load(t->dtype, address(t, i));
     return values;
 }

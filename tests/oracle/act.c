@@ -45,7 +45,10 @@ static void elementwise(problem *p, enum problem_mode mode) {
         else if (dx)
             problem_expect(dx, i, backward(kind, problem_value(x, i), problem_value(dy, i)));
     }
-    for (int64_t byte = 0; mask && mode == PROBLEM_FORWARD && byte < mask->numel; byte++) {
+    const int64_t bytes = mask && mode == PROBLEM_FORWARD ? (mask->numel + p->sample - 1) / p->sample : 0;
+#pragma omp parallel for if (x->numel > 100000)
+    for (int64_t k = 0; k < bytes; k++) {
+        const int64_t byte = k * p->sample;
         int bits = 0;
         for (int64_t i = 8 * byte; i < 8 * byte + 8 && i < n; i++)
             if (!(problem_value(x, i) <= 0))

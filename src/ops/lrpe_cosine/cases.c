@@ -268,7 +268,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
  */
 
 static const int64_t seeds_n[] = {256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 0};
-static const int64_t quick_n[] = {512, 2048, 0};
+static const int64_t quick_n[] = {512, 1024, 0};
 enum { BENCH_MODES = 1 << PROBLEM_FORWARD | 1 << PROBLEM_BACKWARD | 1 << PROBLEM_BOTH };
 static const struct bench_table tables[] = {
     {"n", BENCH_MODES, seeds_n, quick_n},
