@@ -379,14 +379,12 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     task.rows = rows;
     task.classes = dz.classes + behind.classes;
     task.depth = plan.depth;
-    task.split = dz.classes;
+    task.in_front = dz.classes;
     task.first_class = dz.first_class;
     task.split_rows = plan.split_rows();
     /* A last slice of compact may have little. */
-    const int64_t most_splits = task.classes / LEAST_SUM;
-    task.splits = static_cast<int>(plan.dx_splits < most_splits || plan.dx_splits == 1 ? plan.dx_splits
-                                   : most_splits > 1                                   ? most_splits
-                                                                                       : 1);
+    const int most = static_cast<int>(larger(1, task.classes / LEAST_SUM));
+    task.splits = plan.dx_splits < most ? plan.dx_splits : most;
     task.gradients = plan.exponentials() ? run.b.gradients : NULL;
     const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
                         other = behind.classes > 0 ? dz_matrix(behind, rows) : one,

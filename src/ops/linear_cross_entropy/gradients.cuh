@@ -26,11 +26,10 @@ struct DxTask {
     Kept kept;
     int64_t first_row, rows; /* among the kept: dz's */
     int64_t classes, depth;
-    int64_t
-        split; /* classes of dz's first part, the others being the second's; a multiple of tiles::DEPTH, if any are */
-    int64_t first_class;          /* of dz's, in W */
-    int splits;                   /* parts of the classes that have sums of their own; none is empty. 1 for results */
-    int64_t split_rows;           /* from one's rows to the next one's; whole tiles' */
+    int64_t in_front;    /* classes of dz, the others' being behind: a multiple of tiles::DEPTH, if there are others */
+    int64_t first_class; /* of dz's, in W */
+    int splits;          /* parts of the classes that have sums of their own; none is empty. 1 for results */
+    int64_t split_rows;  /* from one's rows to the next one's; whole tiles' */
     const RowGradient *gradients; /* of all kept rows, where dz is p e, but for the label's; NULL: it is dz */
     const void *weight;           /* of all classes */
     int64_t weight_stride;
@@ -168,8 +167,8 @@ template <typename T, typename U, int END> struct Dx {
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const Loss &loss;
     const DxTask &task;
-    const int rows, steps, split;
-    const bool in_rows; /* RESULTS: these, one after the other, as the copy engine takes them */
+    const int rows, steps, of_split, in_front; /* the last three: steps, of all, of a split, of dz in front */
+    const bool in_rows;                        /* RESULTS: these, one after the other, as the copy engine takes them */
     const tiles::Order order;
 
     DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
@@ -177,18 +176,19 @@ template <typename T, typename U, int END> struct Dx {
         : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), loss(of), task(t),
           rows(t.kept.among(t.first_row, t.rows)),
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
-          split(static_cast<int>((t.split + tiles::DEPTH - 1) / tiles::DEPTH)),
+          of_split((steps + t.splits - 1) / t.splits),
+          in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
           in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
     }
     DEVICE int count() const {
         return order.count() * task.splits;
     }
     DEVICE tiles::Place at(int turn) const {
-        const int tiles = max(1, order.count()), part = turn / tiles, of_part = (steps + task.splits - 1) / task.splits;
-        return order.at(turn - part * tiles, part * of_part, min(of_part, steps - part * of_part));
+        const int tiles = max(1, order.count()), split = turn / tiles;
+        return order.at(turn - split * tiles, split * of_split, min(of_split, steps - split * of_split));
     }
     DEVICE tiles::Source a(int k) const {
-        return k < split ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -split * tiles::DEPTH};
+        return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -in_front * tiles::DEPTH};
     }
     DEVICE tiles::Source b(int) const {
         return {&w, 0, static_cast<int>(task.first_class)};
@@ -232,9 +232,8 @@ template <typename T, typename U, int END> struct Dx {
                 else
                     tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
             } else {
-                const int split = place.first > 0 ? place.first / ((steps + task.splits - 1) / task.splits) : 0;
-                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column,
-                                                       split * static_cast<int>(task.split_rows) + of.row);
+                const int first = place.first / of_split * static_cast<int>(task.split_rows);
+                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, first + of.row);
             }
         }
     }
@@ -316,7 +315,7 @@ static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dt
     return RAFTER_OK;
 }
 
-/* dz: [task.rows, split], and behind it the other classes'; w: of all classes; out: dx of the call's rows up to the
+/* dz: [task.rows, in_front], and behind it the other classes'; w: of all classes; out: dx of the call's rows up to the
  * task's last, if all are kept; or sums of the task's. */
 template <int END>
 static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, const Matrix &dz,
