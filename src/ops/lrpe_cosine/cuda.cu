@@ -544,6 +544,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
     }
 
     constexpr int ANEW = 64;
+    const auto token = [&](int i) { return call.position(b, first + (int64_t)i * step); };
     float cosine[N], sine[N];
     Statistics<N, true, Columns::SUMS> mine;
     mine.clear();
@@ -564,11 +565,10 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
 
         float position = 0.0f;
         if constexpr (!FORWARD) {
-            const int64_t token = call.position(b, first + (int64_t)i * step);
-            const Position at = position_of(token);
             if constexpr (!TURNED) {
-                sincos_of<false>(turns + column, across, at, sine, cosine);
+                sincos_of<false>(turns + column, across, position_of(token(i)), sine, cosine);
             } else if (i % ANEW == 0) {
+                const Position at = position_of(call.offset + first + (int64_t)i * step);
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     sincos_roughly(turns[j * across + column], at, &sine[j], &cosine[j]);
@@ -583,7 +583,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
                 }
             }
             if constexpr (DTHETA)
-                position = (float)token;
+                position = (float)token(i);
             unpack(packs[1], c);
             unpack(packs[2], s);
         }
