@@ -243,6 +243,8 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     if (line < N)
         turns[line * across + column] = turns_of(theta);
     __syncthreads();
+    if (f == COLUMNS)
+        wait_for_previous_kernel(); /* for the statistics; all other inputs were there before that one began */
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
     double moment[DTHETA ? N : 1] = {};
@@ -531,6 +533,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
 #pragma unroll 1
     for (int i = 0; i < STAGES; i++)
         ask();
+    start_next_kernel();
 
     if constexpr (!FORWARD) {
         if (line < N && active) {
@@ -625,6 +628,8 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
 template <int SUMS, bool DTHETA>
 __global__ void __launch_bounds__(THREADS) merge_statistics(const Walk4 walk, const float *parts, int64_t columns) {
     const int64_t column = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    start_next_kernel();
+    wait_for_previous_kernel();
     if (column >= columns)
         return;
     Statistics<1, true, SUMS> all, one;
@@ -749,7 +754,7 @@ Walk4 plan_columns(const rafter_cuda_state *state, const lrpe_cosine_call *from,
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk) {
     typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
-    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage)},
+    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage), 1, walk.f == COLUMNS},
            rotate<T, N, FORWARD, F, DTHETA>, call, walk);
 }
 
@@ -824,8 +829,8 @@ rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *fro
         launch(context, {down.blocks(), THREADS, Columns::BYTES}, take_statistics<T, N, FORWARD, DTHETA, TURNED>, call,
                down, memory);
         if (memory)
-            launch(context, {ceil_div(columns, (int64_t)THREADS), THREADS}, merge_statistics<Columns::SUMS, DTHETA>,
-                   down, memory, columns);
+            launch(context, {ceil_div(columns, (int64_t)THREADS), THREADS, 0, 1, true},
+                   merge_statistics<Columns::SUMS, DTHETA>, down, memory, columns);
         if (call.out)
             launch_rotate<T, N, FORWARD>(context, call, walk, false);
         if (DTHETA)
