@@ -247,6 +247,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
         wait_for_previous_kernel(); /* for the statistics; all other inputs were there before that one began */
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
+    const int64_t line_of_heads = call.heads * call.features, columns = call.batch * line_of_heads;
     double moment[DTHETA ? N : 1] = {};
     int stage = 0;
     for (int64_t row = top; row < bottom; row += step) {
@@ -258,6 +259,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
         sincos_of<false>(turns + column, across, position, sine, cosine);
 
         T *out = call.out + offset(n, out_step);
+        const float *of_columns = walk.statistics + column_of(call, first_b, h, d);
 #pragma unroll 1
         for (int b = 0; b < sequences; b += TOGETHER) {
             Pack<T, N> packs[TOGETHER][INPUTS];
@@ -268,8 +270,8 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                     if (has && (TOGETHER == 1 || b + k < sequences))
 #pragma unroll
                         for (int i = 0; i < (FORWARD ? 2 : 3); i++)
-                            read_numbers(walk.statistics + column_of(call, i * call.batch + first_b + b + k, h, d),
-                                         given[k][i]);
+                            read_numbers(of_columns + k * line_of_heads + i * columns, given[k][i]);
+            of_columns += TOGETHER * line_of_heads;
             if constexpr (Depth::COPIES) {
                 copy_wait<STAGES - 1>();
 #pragma unroll
@@ -468,7 +470,7 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* The statistics of columns. A block walks down some neighbouring packs of one sequence, its part of the rows; where
  * there are several parts, another kernel merges them. */
 template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
-    static constexpr int INPUTS = FORWARD ? 1 : 3, STAGES = FORWARD ? 8 : 4, PER_SM = FORWARD ? 4 : DTHETA ? 2 : 3;
+    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, PER_SM = FORWARD ? 4 : DTHETA ? 2 : 3;
     static constexpr int THREADS = ::THREADS, LINES = N, MOST_LINES = WARP * N, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
     static constexpr bool HAS_MAX = true;
     typedef Statistics<1, HAS_MAX, SUMS> One;
@@ -514,60 +516,76 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
     const int count = active && first < bottom ? (int)((bottom - first + step - 1) >> step_bits) : 0;
 
     const T *x = call.x + b * call.x_step.b + first * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
-    const T *dy = call.dy + b * call.y_step.b + first * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
-    const int64_t half = call.features * call.y_step.d; /* from a cosine of dy to its sine */
-    int left = count, stage = 0;
-    const auto ask = [&] {
-        if (left-- > 0) {
-            copy_async(&stages[stage][0][threadIdx.x], x);
-            if constexpr (!FORWARD) {
+    Statistics<N, true, Columns::SUMS> mine;
+    mine.clear();
+    start_next_kernel();
+    if constexpr (FORWARD) {
+        constexpr int AT_A_TIME = 8;
+        const int64_t apart = step * call.x_step.n;
+        for (int i = 0; i < count; i += AT_A_TIME, x += AT_A_TIME * apart) {
+            Pack<T, N> packs[AT_A_TIME], top;
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; k++)
+                packs[k] = load_once_if<T, N>(i + k < count, x + k * apart, -INFINITY);
+            top = packs[0];
+#pragma unroll
+            for (int k = 1; k < AT_A_TIME; k++)
+                top = max_of(top, packs[k]);
+            cover<false, N>(mine, 0, top);
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; k++) {
+                float v[N];
+                unpack(packs[k], v);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    mine.sum[0][j] += exp2_fast((v[j] - mine.max[j]) * LOG2E);
+            }
+        }
+    } else {
+        const T *dy = call.dy + b * call.y_step.b + first * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
+        const int64_t half = call.features * call.y_step.d; /* from a cosine of dy to its sine */
+        int left = count, stage = 0;
+        const auto ask = [&] {
+            if (left-- > 0) {
+                copy_async(&stages[stage][0][threadIdx.x], x);
                 copy_async(&stages[stage][1][threadIdx.x], dy);
                 copy_async(&stages[stage][2][threadIdx.x], dy + half);
             }
-        }
-        copy_commit();
-        x += step * call.x_step.n;
-        dy += step * call.y_step.n;
-        stage = stage + 1 == STAGES ? 0 : stage + 1;
-    };
+            copy_commit();
+            x += step * call.x_step.n;
+            dy += step * call.y_step.n;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        };
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++)
-        ask();
-    start_next_kernel();
+        for (int i = 0; i < STAGES; i++)
+            ask();
 
-    if constexpr (!FORWARD) {
         if (line < N && active) {
-            const Turns mine = call.turns(h, d + line);
-            turns[line * across + column] = mine;
+            const Turns one = call.turns(h, d + line);
+            turns[line * across + column] = one;
             if constexpr (TURNED)
-                sincos_at<false, false>(mine, position_of(step), &sines[column * N + line],
-                                        &cosines[column * N + line]);
+                sincos_at<false, false>(one, position_of(step), &sines[column * N + line], &cosines[column * N + line]);
         }
         __syncthreads();
-    }
 
-    constexpr int ANEW = 64;
-    const auto token = [&](int i) { return call.position(b, first + (int64_t)i * step); };
-    float cosine[N], sine[N];
-    Statistics<N, true, Columns::SUMS> mine;
-    mine.clear();
+        constexpr int ANEW = 64;
+        const auto token = [&](int i) { return call.position(b, first + (int64_t)i * step); };
+        float cosine[N], sine[N];
 #pragma unroll 1
-    for (int i = 0; i < count; i++) {
-        copy_wait<STAGES - 1>();
-        Pack<T, N> packs[INPUTS];
+        for (int i = 0; i < count; i++) {
+            copy_wait<STAGES - 1>();
+            Pack<T, N> packs[INPUTS];
 #pragma unroll
-        for (int k = 0; k < INPUTS; k++)
-            packs[k] = stages[stage][k][threadIdx.x];
-        float v[N], c[N], s[N], above = 0.0f;
-        unpack(packs[0], v);
+            for (int k = 0; k < INPUTS; k++)
+                packs[k] = stages[stage][k][threadIdx.x];
+            float v[N], c[N], s[N], above = 0.0f;
+            unpack(packs[0], v);
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            above = fmaxf(above, v[j] - mine.max[j]);
-        if (above > 16.0f) /* the maximum may be exceeded by a little: e^16 L is far from overflowing */
-            cover<false, N>(mine, 0, packs[0]);
+            for (int j = 0; j < N; j++)
+                above = fmaxf(above, v[j] - mine.max[j]);
+            if (above > 16.0f) /* the maximum may be exceeded by a little: e^16 L is far from overflowing */
+                cover<false, N>(mine, 0, packs[0]);
 
-        float position = 0.0f;
-        if constexpr (!FORWARD) {
             if constexpr (!TURNED) {
                 sincos_of<false>(turns + column, across, position_of(token(i)), sine, cosine);
             } else if (i % ANEW == 0) {
@@ -585,24 +603,20 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
                     sine[j] = fmaf(sine[j], c[j], before * s[j]);
                 }
             }
-            if constexpr (DTHETA)
-                position = (float)token(i);
+            const float position = DTHETA ? (float)token(i) : 0.0f;
             unpack(packs[1], c);
             unpack(packs[2], s);
-        }
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float e = exp2_fast((v[j] - mine.max[j]) * LOG2E);
-            mine.sum[0][j] += e;
-            if constexpr (!FORWARD)
+            for (int j = 0; j < N; j++) {
+                const float e = exp2_fast((v[j] - mine.max[j]) * LOG2E);
+                mine.sum[0][j] += e;
                 mine.sum[1][j] = fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), mine.sum[1][j]);
-            if constexpr (DTHETA)
-                mine.sum[2][j] = fmaf(e, position * (s[j] * cosine[j] - c[j] * sine[j]), mine.sum[2][j]);
+                if constexpr (DTHETA)
+                    mine.sum[2][j] = fmaf(e, position * (s[j] * cosine[j] - c[j] * sine[j]), mine.sum[2][j]);
+            }
+            ask(); /* all that was in the stage has been used */
         }
-        ask(); /* all that was in the stage has been used */
     }
-
-    copy_wait<0>();
     __syncthreads();
     combine_warp<Columns>(mine, (int)threadIdx.x, walk.across_bits, area);
     __syncthreads();
