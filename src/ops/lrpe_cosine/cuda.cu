@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* The statistics of columns. A block walks down some neighbouring packs of one sequence, its part of the rows; where
  * there are several parts, another kernel merges them. */
 template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
-    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, PER_SM = FORWARD ? 4 : DTHETA ? 2 : 3;
+    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, PER_SM = FORWARD ? 4 : 2;
     static constexpr int THREADS = ::THREADS, LINES = N, MOST_LINES = WARP * N, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
     static constexpr bool HAS_MAX = true;
     typedef Statistics<1, HAS_MAX, SUMS> One;
@@ -733,7 +733,9 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         walk.batch = 1;
     } else {
         /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
-        const int64_t most = from->dtheta.data && walk.f != COLUMNS ? INT64_MAX / step : 1,
+        const int64_t most = walk.f == COLUMNS   ? (from->direction == RAFTER_FORWARD ? 1 : 2)
+                             : from->dtheta.data ? INT64_MAX / step
+                                                 : 1,
                       steps = ceil_div(call.length, step);
         const int64_t each = steps * tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
@@ -757,7 +759,7 @@ Walk4 plan_columns(const rafter_cuda_state *state, const lrpe_cosine_call *from,
     const bool one_part = from->algorithm == RAFTER_LRPE_BP || call.length <= THREADS / NARROW_TILE * 16;
     plan_tiles(&walk, call.heads, call.features / n, one_part ? NARROW_TILE : WARP);
     const int64_t step = THREADS / walk.across(), tasks = walk.tiles.number * call.batch;
-    const int64_t wanted = ceil_div((int64_t)state->multiprocessors * 8, tasks), most = call.length / (step * 8);
+    const int64_t wanted = ceil_div((int64_t)state->multiprocessors * 16, tasks), most = call.length / (step * 8);
     const int64_t parts = one_part || wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
     walk.rows = ceil_div(ceil_div(call.length, parts), step) * step;
     walk.row_chunks = Divisor(ceil_div(call.length, walk.rows));
