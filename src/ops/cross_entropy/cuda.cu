@@ -317,11 +317,11 @@ __global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statist
     const int64_t from = (blockIdx.x - row * parts) * part;
     const int64_t n = from >= loss.classes ? 0 : loss.classes - from < part ? loss.classes - from : part;
     const Stretch<const T> stretch(c.z.at<const T>(row) + (n > 0 ? from : 0), n);
-    const int64_t label = loss.load_label(row); /* before the row, or it would come behind it */
     Group<T, AHEAD<OPTIONS>> group;
     group.load(stretch, threadIdx.x, blockDim.x);
     wait_for_previous_kernel();
-    if (loss.class_of(label) < 0)
+    /* Not before the row: all threads have the label in common, and the compiler waits for such a value at once. */
+    if (loss.class_of(loss.load_label(row)) < 0)
         return;
     const Gathered<OPTIONS> g =
         merge_block(gather<OPTIONS>(stretch, from, group, threadIdx.x, blockDim.x, loss), loss.scale);
@@ -599,6 +599,10 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     }
     prepared[0] = all;
 }
+
+} // namespace
+#include "ops/cross_entropy/cuda_usual.cuh"
+namespace {
 
 /* ---- how a call is cut
  * ------------------------------------------------------------------------------------------------------ */
