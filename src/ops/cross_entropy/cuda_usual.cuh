@@ -3,18 +3,16 @@
  * and lse, and everything neighbours in memory. Its kernels do the same as the others but take few parameters and few
  * instructions: both are cold when a kernel starts, and where rows are short that is most of the time.
  *
- *     forward    usual_short_rows (a warp to a row) or usual_long_rows (a block), usual_sum
- *     backward   usual_short_rows, or usual_coefficients, usual_gradients
+ *     rows of up to 128 packs of 16 bytes; of up to 256 where a gradient is wanted      usual_short_rows
+ *     forward                                                                           usual_long_rows, usual_sum
+ *     backward from lse                                                                 usual_coefficients,
+ * usual_gradients statistics and gradient                                                           usual_terms,
+ * on_chip, usual_finish
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
 
-namespace {
-
-#ifndef COUNT_AT_ONCE
-#define COUNT_AT_ONCE 8
-#endif
-constexpr int ONE_BLOCK = 512;  /* threads of a kernel that is one block */
+constexpr int ONE_BLOCK = 512; /* threads of a kernel that is one block */
 
 /* The gradient of a row is c e^(z - pivot), and less by `target` at the label; or all c, where that is negative. */
 struct alignas(16) UsualGradient {
@@ -32,7 +30,8 @@ struct Usual {
     int rows, classes;
     bool wide_labels;         /* of 8 bytes */
     int *bad_labels;          /* set to 1 where a label is out of range */
-    double *losses;           /* of all rows, for usual_sum */
+    double *losses;           /* of all rows, for usual_sum; of blocks of usual_short_rows, with their counts */
+    unsigned *counter;        /* of those blocks that have ended; 0 between calls */
     float *row_loss;          /* NULL: not wanted */
     float *loss;              /* of all rows together; NULL: not wanted */
     const float *dloss;       /* NULL: 1 */
@@ -57,7 +56,7 @@ struct Usual {
     }
     /* Labels that are not ignored, by all THREADS of a block. */
     template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
-        constexpr int AT_ONCE = COUNT_AT_ONCE;
+        constexpr int AT_ONCE = 16;
         int counted = 0;
 #pragma unroll 1
         for (int first = threadIdx.x; first < rows; first += AT_ONCE * THREADS) {
@@ -78,41 +77,31 @@ struct Usual {
     DEVICE bool counts() const {
         return mean && !denominator;
     }
-    DEVICE double divisor(int counted) const {
+    DEVICE double divisor(double counted) const {
         return !mean ? 1.0 : denominator ? *denominator : counted;
     }
 
-    /* By one thread, of a row that is read. */
-    DEVICE void write_row(int row, RowStats s, float z_label) const {
-        const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
-        write_row(row, at_least_zero((static_cast<double>(s.max) - z_label) + log_sum), s.max + log_sum);
-    }
-    /* And of one that is not. */
-    DEVICE void write_unread(int row, int label) const {
-        const double all = label == IGNORED ? 0.0 : NAN;
-        warn(label);
-        write_row(row, all, all);
-    }
-    DEVICE void write_row(int row, double of_row, double log_sum_exp) const {
-        losses[row] = of_row;
-        if (lse)
-            lse[row] = static_cast<float>(log_sum_exp);
-        if (row_loss)
-            row_loss[row] = static_cast<float>(of_row);
-    }
-    /* Its loss. */
+    /* Writes what is wanted of a row, by one thread, and returns its loss. */
     DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
-        const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
-        double of_row = at_least_zero((static_cast<double>(s.max) - z_label) + log_sum), log_sum_exp = s.max + log_sum;
-        if (label < 0) {
-            warn(label);
+        double of_row, log_sum_exp;
+        if (label >= 0) {
+            const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
+            of_row = at_least_zero((static_cast<double>(s.max) - z_label) + log_sum);
+            log_sum_exp = s.max + log_sum;
+        } else {
             of_row = log_sum_exp = label == IGNORED ? 0.0 : NAN;
+            warn(label);
         }
         if (lse)
             lse[row] = static_cast<float>(log_sum_exp);
         if (row_loss)
             row_loss[row] = static_cast<float>(of_row);
         return of_row;
+    }
+    /* Writes the loss of all rows, by one thread. */
+    DEVICE void finish(double sum, double counted) const {
+        if (loss)
+            *loss = mean && counted == 0.0 && zero_if_all_ignored ? 0.0f : static_cast<float>(sum / divisor(counted));
     }
     DEVICE void warn(int label) const {
         if (label == OUT_OF_RANGE)
@@ -151,6 +140,32 @@ DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first,
 /* ---- rows that fit into a warp's registers
  * -------------------------------------------------------------------------------- */
 
+/* The losses of a block's rows, and how many count, have been written by its threads; the last block writes the loss of
+ * all. To be called by all threads. */
+template <int ROWS> DEVICE void add_up_rows(const Usual &u, const double2 (&of_row)[ROWS]) {
+    double2 *const of_block = reinterpret_cast<double2 *>(u.losses);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double2 sum = of_row[0];
+#pragma unroll
+        for (int i = 1; i < ROWS; i++)
+            sum = make_double2(sum.x + of_row[i].x, sum.y + of_row[i].y);
+        of_block[blockIdx.x] = sum;
+    }
+    if (!block_arrives_last(u.counter, gridDim.x))
+        return;
+    double sum = 0.0, counted = 0.0;
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+        const double2 both = __ldcg(&of_block[i]);
+        sum += both.x;
+        counted += both.y;
+    }
+    sum = block_sum(sum);
+    counted = block_sum(counted);
+    if (threadIdx.x == 0)
+        u.finish(sum, counted);
+}
+
 /* LANES of a warp to a row, PACKS to each of them. */
 template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT>
 __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_constant__ Usual u) {
@@ -166,7 +181,7 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
         pack[k] = load_once_if<T, N>(lane + k * LANES < packs, z + (lane + k * LANES) * N, -INFINITY);
     wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
     const int64_t loaded = u.load_label(row);
-    const float given = FORWARD ? INFINITY : load_now(u.lse + row);
+    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
     double factor = 0.0;
     if (GRADIENT) {
         const float dloss = u.dloss ? *u.dloss : 1.0f;
@@ -180,76 +195,78 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
         add_packs(s, pack, 1.0f);
         s = merge_lanes<LANES>(s, 1.0f);
     }
-    __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
-    if (!there)
-        return;
-    if (FORWARD && lane == 0) {
-        if (label >= 0)
-            u.write_row(row, s, z_label);
-        else
-            u.write_unread(row, label);
+    if (GRADIENT) {
+        __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
+        if (!FORWARD && lane == 0)
+            u.warn(label);
+        const UsualGradient g = label < 0 ? u.gradient_unread(label)
+                                : serves  ? u.gradient_from_lse(label, factor, given)
+                                          : u.gradient_from_stats(label, factor, s);
+        const bool mine = there && g.label >= 0 && g.label / N % LANES == lane;
+        write_packs(u.row_of_dz<T>(row), pack, lane, LANES, there ? packs : 0, g, z_label, mine);
     }
-    if (!GRADIENT)
-        return;
-    if (!FORWARD && lane == 0)
-        u.warn(label);
-    const UsualGradient g = label < 0 ? u.gradient_unread(label)
-                            : serves  ? u.gradient_from_lse(label, factor, given)
-                                      : u.gradient_from_stats(label, factor, s);
-    write_packs(u.row_of_dz<T>(row), pack, lane, LANES, packs, g, z_label, g.label >= 0 && g.label / N % LANES == lane);
+    if (FORWARD) {
+        __shared__ double2 of_row[ROW_THREADS / LANES];
+        if (lane == 0)
+            of_row[threadIdx.x / LANES] =
+                there ? make_double2(u.finish_row(row, label, s, z_label), label != IGNORED) : make_double2(0.0, 0.0);
+        if (u.loss)
+            add_up_rows(u, of_row);
+    }
 }
 
 /* ---- forward
  * ------------------------------------------------------------------------------------------------------------ */
 
-/* A block to a row. */
-template <typename T>
+/* A block to a row, of which a thread loads AT_ONCE packs at a time. */
+template <typename T, int AT_ONCE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void usual_long_rows(const __grid_constant__ Usual u) {
+    constexpr int N = WIDE<T>;
     start_next_kernel();
-    const int row = blockIdx.x;
-    const Stretch<const T> z(u.row_of_z<T>(row), u.classes);
-    Group<T, IN_FLIGHT> group;
-    group.load(z, threadIdx.x, blockDim.x);
+    const int row = blockIdx.x, packs = u.classes / N, threads = blockDim.x;
+    const T *const z = u.row_of_z<T>(row);
+    Pack<T, N> pack[AT_ONCE];
+    const auto load = [&](int first) {
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            pack[k] = load_once_if<T, N>(first + k * threads < packs, z + (first + k * threads) * N, -INFINITY);
+    };
+    load(threadIdx.x);
     wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
     const int label = u.class_of(u.load_label(row));
-    if (label < 0) {
-        if (threadIdx.x == 0)
-            u.write_unread(row, label);
-        return;
-    }
-    const float z_label = threadIdx.x == 0 ? to_float(u.row_of_z<T>(row)[label]) : 0.0f;
+    const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
     RowStats s = no_elements();
-    for (int i = threadIdx.x; i < z.packs;) {
-        add_packs(s, group.packs, 1.0f);
-        i += IN_FLIGHT * blockDim.x;
-        if (i < z.packs)
-            group.load(z, i, blockDim.x);
+    if (label >= 0) {
+        for (int i = threadIdx.x; i < packs;) {
+            add_packs(s, pack, 1.0f);
+            i += AT_ONCE * threads;
+            if (i < packs)
+                load(i);
+        }
+        s = merge_block(s, 1.0f);
     }
-    s = merge_block(s, 1.0f);
     if (threadIdx.x == 0)
-        u.write_row(row, s, z_label);
+        u.losses[row] = u.finish_row(row, label, s, z_label);
 }
 
-/* The loss of all rows. */
+/* The loss of all rows. One block. */
 __global__ __launch_bounds__(ONE_BLOCK) void usual_sum(const __grid_constant__ Usual u) {
     constexpr int AT_ONCE = 8;
-    const int counted = u.mean && (!u.denominator || u.zero_if_all_ignored) ? u.count<ONE_BLOCK>() : 0;
-    const double share = 1.0 / u.divisor(counted);
+    const int counted = u.mean ? u.count<ONE_BLOCK>() : 0;
     wait_for_previous_kernel();
     double sum = 0.0;
     for (int first = threadIdx.x; first < u.rows; first += AT_ONCE * ONE_BLOCK) {
         double loss[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            loss[k] = first + k * ONE_BLOCK < u.rows ? __ldcg(&u.losses[first + k * ONE_BLOCK]) : 0.0;
+            loss[k] = __ldcg(&u.losses[min(first + k * ONE_BLOCK, u.rows - 1)]);
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            sum += loss[k];
+            sum += first + k * ONE_BLOCK < u.rows ? loss[k] : 0.0;
     }
     sum = block_sum(sum);
-    const bool nothing = u.mean && u.zero_if_all_ignored && counted == 0;
     if (threadIdx.x == 0)
-        *u.loss = nothing ? 0.0f : static_cast<float>(sum * share);
+        u.finish(sum, counted);
 }
 
 /* ---- backward
@@ -282,8 +299,10 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_coefficients(const __grid_c
 
 /* A block to a part of a row, or to a whole one. */
 template <typename T, int THREADS, int PACKS>
-__global__ __launch_bounds__(THREADS, (PACKS > 2 ? 1024 : 1536) / THREADS) void usual_gradients(
-    const __grid_constant__ Usual u, const Divisor parts, const UsualGradient *of_row) {
+__global__ __launch_bounds__(THREADS,
+                             (PACKS > 2 ? 1024 : 1536) / THREADS) void usual_gradients(const __grid_constant__ Usual u,
+                                                                                       const Divisor parts,
+                                                                                       const UsualGradient *of_row) {
     constexpr int N = WIDE<T>;
     const int row = static_cast<int>(parts.quotient(blockIdx.x)), part = blockIdx.x - row * parts.number;
     const int first = part * (THREADS * PACKS) + threadIdx.x, packs = u.classes / N;
@@ -317,14 +336,15 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_terms(const __grid_constant
     const double factor = dloss / u.divisor(u.counts() ? u.count<ROW_THREADS>() : 0);
     if (label >= 0)
         of_row[row] = {{factor, 0.0, 0.0, factor, factor}, z_label};
+    else
+        u.warn(label);
 }
 
-/* `finish` for the usual call: one block. */
-__global__ __launch_bounds__(ONE_BLOCK) void usual_finish(const __grid_constant__ Usual u,
-                                                          const Gathered<PLAIN> *stats, const Terms *terms) {
-    constexpr int AT_ONCE = 8;
-    const int counted = u.mean && (!u.denominator || u.zero_if_all_ignored) ? u.count<ONE_BLOCK>() : 0;
-    const double share = 1.0 / u.divisor(counted);
+/* `finish` for the usual call. One block. */
+__global__ __launch_bounds__(ONE_BLOCK) void usual_finish(const __grid_constant__ Usual u, const Gathered<PLAIN> *stats,
+                                                          const Terms *terms) {
+    constexpr int AT_ONCE = 4;
+    const int counted = u.mean ? u.count<ONE_BLOCK>() : 0;
     wait_for_previous_kernel();
     double sum = 0.0;
     for (int first = threadIdx.x; first < u.rows; first += AT_ONCE * ONE_BLOCK) {
@@ -334,23 +354,67 @@ __global__ __launch_bounds__(ONE_BLOCK) void usual_finish(const __grid_constant_
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             const int row = min(first + k * ONE_BLOCK, u.rows - 1);
-            label[k] = u.wide_labels ? static_cast<const int64_t *>(u.labels)[row] : static_cast<const int *>(u.labels)[row];
+            label[k] = u.load_label(row);
             s[k] = stats[row].s;
             z_label[k] = terms[row].z_label;
         }
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int row = first + k * ONE_BLOCK;
-            if (row < u.rows)
-                sum += u.finish_row(row, u.class_of(label[k]), s[k], z_label[k]);
-        }
+        for (int k = 0; k < AT_ONCE; k++)
+            if (first + k * ONE_BLOCK < u.rows)
+                sum += u.finish_row(first + k * ONE_BLOCK, u.class_of(label[k]), s[k], z_label[k]);
     }
     sum = block_sum(sum);
-    const bool nothing = u.mean && u.zero_if_all_ignored && counted == 0;
-    if (threadIdx.x == 0 && u.loss)
-        *u.loss = nothing ? 0.0f : static_cast<float>(sum * share);
+    if (threadIdx.x == 0)
+        u.finish(sum, counted);
 }
 
-} // namespace
+/* ---- whether a call is usual
+ * -------------------------------------------------------------------------------------------- */
+
+/* Whether numbers of rows are neighbours, or none. */
+bool in_line(const Rows &numbers, int64_t rows) {
+    return !numbers.data || (numbers.dims == 1 && (numbers.step == 1 || rows == 1));
+}
+
+/* Whether all rows are made of whole packs. */
+bool in_packs(const Rows &matrix, int64_t rows, int64_t classes) {
+    const int64_t element = rafter_dtype_bytes(matrix.dtype);
+    return reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0 && classes * element % 16 == 0 && matrix.dims == 1 &&
+           (rows == 1 || matrix.step * element % 16 == 0);
+}
+
+/* Whether the call is a usual one; `u` is it then, but for its scratch memory. */
+bool take_usual(const Call &c, Usual *u) {
+    const Loss &l = c.loss;
+    const int64_t element = rafter_dtype_bytes(c.z.dtype);
+    if (l.reduction == RAFTER_NONE || l.weighted || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f ||
+        l.class_weight || l.row_weight.data || l.logprob.data || l.entropy.data || l.argmax.data)
+        return false;
+    if (l.rows == 0 || l.rows > 2 * SCANNED_ROWS || l.classes == 0 || l.classes > 1 << 30 || c.z_step != 1 ||
+        !in_packs(c.z, l.rows, l.classes) || (c.gradient && (c.dz_step != 1 || !in_packs(c.dz, l.rows, l.classes))) ||
+        !in_line(l.target, l.rows) || !in_line(l.lse, l.rows) || (l.lse.data && l.lse.dtype != RAFTER_F32) ||
+        !in_line(l.row_loss, l.rows))
+        return false;
+    *u = {c.z.data,
+          c.dz.data,
+          c.z.step * element,
+          c.dz.step * element,
+          l.target.data,
+          reinterpret_cast<float *>(l.lse.data),
+          l.ignore_index,
+          static_cast<int>(l.rows),
+          static_cast<int>(l.classes),
+          l.target.dtype == RAFTER_I64,
+          l.bad_labels,
+          nullptr,
+          c.counter,
+          reinterpret_cast<float *>(l.row_loss.data),
+          reinterpret_cast<float *>(l.loss.data),
+          reinterpret_cast<const float *>(l.dloss.data),
+          l.denominator,
+          l.reduction == RAFTER_MEAN,
+          l.zero_if_all_ignored};
+    return true;
+}
 
 #endif
