@@ -176,9 +176,7 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
     const int row = there ? own : u.rows - 1, packs = u.classes / N;
     const T *const z = u.row_of_z<T>(row);
     Pack<T, N> pack[PACKS];
-#pragma unroll
-    for (int k = 0; k < PACKS; k++)
-        pack[k] = load_once_if<T, N>(lane + k * LANES < packs, z + (lane + k * LANES) * N, -INFINITY);
+    load_packs(pack, z, packs, lane, LANES);
     wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
     const int64_t loaded = u.load_label(row);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
@@ -226,25 +224,12 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void usual_long_rows(const __grid_
     const int row = blockIdx.x, packs = u.classes / N, threads = blockDim.x;
     const T *const z = u.row_of_z<T>(row);
     Pack<T, N> pack[AT_ONCE];
-    const auto load = [&](int first) {
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            pack[k] = load_once_if<T, N>(first + k * threads < packs, z + (first + k * threads) * N, -INFINITY);
-    };
-    load(threadIdx.x);
+    load_packs(pack, z, packs, threadIdx.x, threads);
     wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
     const int label = u.class_of(u.load_label(row));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
-    RowStats s = no_elements();
-    if (label >= 0) {
-        for (int i = threadIdx.x; i < packs;) {
-            add_packs(s, pack, 1.0f);
-            i += AT_ONCE * threads;
-            if (i < packs)
-                load(i);
-        }
-        s = merge_block(s, 1.0f);
-    }
+    const RowStats s =
+        label >= 0 ? merge_block(stats_of_packs(pack, z, packs, threadIdx.x, threads), 1.0f) : no_elements();
     if (threadIdx.x == 0)
         u.losses[row] = u.finish_row(row, label, s, z_label);
 }
@@ -371,18 +356,6 @@ __global__ __launch_bounds__(ONE_BLOCK) void usual_finish(const __grid_constant_
 /* ---- whether a call is usual
  * -------------------------------------------------------------------------------------------- */
 
-/* Whether numbers of rows are neighbours, or none. */
-bool in_line(const Rows &numbers, int64_t rows) {
-    return !numbers.data || (numbers.dims == 1 && (numbers.step == 1 || rows == 1));
-}
-
-/* Whether all rows are made of whole packs. */
-bool in_packs(const Rows &matrix, int64_t rows, int64_t classes) {
-    const int64_t element = rafter_dtype_bytes(matrix.dtype);
-    return reinterpret_cast<uintptr_t>(matrix.data) % 16 == 0 && classes * element % 16 == 0 && matrix.dims == 1 &&
-           (rows == 1 || matrix.step * element % 16 == 0);
-}
-
 /* Whether the call is a usual one; `u` is it then, but for its scratch memory. */
 bool take_usual(const Call &c, Usual *u) {
     const Loss &l = c.loss;
@@ -391,9 +364,9 @@ bool take_usual(const Call &c, Usual *u) {
         l.class_weight || l.row_weight.data || l.logprob.data || l.entropy.data || l.argmax.data)
         return false;
     if (l.rows == 0 || l.rows > 2 * SCANNED_ROWS || l.classes == 0 || l.classes > 1 << 30 || c.z_step != 1 ||
-        !in_packs(c.z, l.rows, l.classes) || (c.gradient && (c.dz_step != 1 || !in_packs(c.dz, l.rows, l.classes))) ||
-        !in_line(l.target, l.rows) || !in_line(l.lse, l.rows) || (l.lse.data && l.lse.dtype != RAFTER_F32) ||
-        !in_line(l.row_loss, l.rows))
+        !c.z.in_packs(l.classes) || (c.gradient && (c.dz_step != 1 || !c.dz.in_packs(l.classes))) ||
+        !l.target.in_line() || (l.lse.data && (!l.lse.in_line() || l.lse.dtype != RAFTER_F32)) ||
+        (l.row_loss.data && !l.row_loss.in_line()))
         return false;
     *u = {c.z.data,
           c.dz.data,
