@@ -31,6 +31,7 @@ struct pace {
     size_t other_bytes;
     void *device_other; /* and on a CUDA device, larger than its L2 */
     size_t device_bytes;
+    int device_fills; /* times that it is filled before a call, to take FILL_SECONDS */
     void *before, *after; /* events, on a device */
 };
 
@@ -42,5 +43,8 @@ void pace_destroy(struct pace *pace, const struct rafter_context *context);
 
 /* Fills the caches with other data, on all threads. */
 void pace_evict(const struct pace *pace);
+
+/* The same on the context's device, in stream order. */
+void pace_evict_device(const struct pace *pace, const struct rafter_context *context);
 
 #endif

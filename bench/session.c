@@ -45,7 +45,7 @@ bool time_call(struct session *s, bool (*call)(struct session *), double *second
 bool time_call_on_device(struct session *s, bool (*call)(struct session *), double *seconds) {
     const struct rafter_cuda *cuda = s->context->cuda;
     if (!s->pace->warm)
-        cuda->fill(s->context, s->pace->device_other, 0, s->pace->device_bytes);
+        pace_evict_device(s->pace, s->context);
     else if (!call(s))
         return false;
     cuda->record(s->context, s->pace->before);

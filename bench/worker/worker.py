@@ -13,7 +13,7 @@ import sys
 import time
 
 MODES = ("fwd", "bwd", "fwd+bwd")
-LONGEST_FILL = 1e-3  # seconds of evictions before a call
+FILL_SECONDS = 1e-3  # of evictions before a call; bench/measure.c says why
 
 
 def say(channel, answer):
@@ -79,7 +79,6 @@ class Session:
         self.walks_graphs_once = getattr(maker(row.op, column), "walks_graphs_once", False)
         self.inputs = [(t.clone() if self.overwrites else t.detach()).requires_grad_() for t in self.originals]
         self.mode, self.edge, self.last, self.collected = mode, None, None, False
-        self.host = 0.0  # seconds that a call keeps the host, about
         self.upstream = row.tensors.get("d" + self.output)
         before = allocated()
         self.function = row.function(column)
@@ -135,10 +134,7 @@ class Session:
             self.call()
             self.prepare()
         elif CUDA:
-            # As often as takes the device longer than the call takes the host: else the device would wait for the host's
-            # launches between the two events, and that would be counted. A host that is kept for longer than any launches
-            # take waits for the device itself; while that is filled for long, a chip that is short of power cools.
-            for _ in range(1 + int(min(1.5 * self.host, LONGEST_FILL) / FILL)):
+            for _ in range(FILLS):
                 other.zero_()
         else:
             other.sum()
@@ -154,7 +150,6 @@ class Session:
             after.record()
             after.synchronize()
             seconds = 1e-3 * before.elapsed_time(after)
-            self.host = max(host, 0.9 * self.host)
         if not self.collected:
             self.last = out
         return {"seconds": seconds, "host": host}
@@ -235,8 +230,8 @@ def matrix_rate(dtype, size=8192):
     return {"rate": 2 * size**3 / best}
 
 
-def fill_seconds():
-    """Of one eviction, on the device; the least of several."""
+def fills_before_a_call():
+    """Evictions that take the device FILL_SECONDS, by the shortest of several."""
     least = math.inf
     for _ in range(5):
         before.record()
@@ -244,7 +239,7 @@ def fill_seconds():
         after.record()
         after.synchronize()
         least = min(least, 1e-3 * before.elapsed_time(after))
-    return max(least, 1e-6)
+    return math.ceil(FILL_SECONDS / max(least, 1e-6))
 
 
 def allocated():
@@ -337,6 +332,6 @@ if __name__ == "__main__":
     other = torch.ones(max(EVICT, 4) // 4, dtype=torch.float32, device=DEVICE)
     if CUDA:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        FILL = fill_seconds()
+        FILLS = fills_before_a_call()
     say(channel, greet())
     serve(channel)
