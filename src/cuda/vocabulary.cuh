@@ -337,6 +337,13 @@ DEVICE void wait_for_previous_kernel() {
 #endif
 }
 
+/* What is loaded behind this is asked for behind what is loaded before it. A value that all threads have in common, the
+ * compiler would else put first: it moves such values to uniform registers, and to do so waits for them then and there.
+ * Where the kernel overlaps with the one before it, this waits for that one too. */
+DEVICE void loads_so_far_first() {
+    wait_for_previous_kernel();
+}
+
 /* ---- reductions over a warp, a block: always in the same order
  * ---------------------------------------------------------- */
 

@@ -176,6 +176,10 @@ DEVICE int warp_sum(int a) {
     return __reduce_add_sync(~0u, a);
 }
 
+DEVICE double2 warp_sum(double2 a) {
+    return make_double2(warp_sum(a.x), warp_sum(a.y));
+}
+
 DEVICE Totals warp_sum(const Totals &a) {
     return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
 }

@@ -1,13 +1,13 @@
 /*
- * The usual call: mean or sum, no weights, smoothing, cap, scale or z_loss, nothing asked for beside loss, row losses
- * and lse, and everything neighbours in memory. Its kernels do the same as the others but take few parameters and few
- * instructions: both are cold when a kernel starts, and where rows are short that is most of the time.
+ * Part of cuda.cu, in its namespace: the usual call. Mean or sum, no weights, smoothing, cap, scale or z_loss, nothing
+ * asked for beside loss, row losses and lse, and everything neighbours in memory. Its kernels do the same as the others
+ * but take few parameters and few instructions: both are cold when a kernel starts, and where rows are short that is
+ * most of the time.
  *
- *     rows of up to 128 packs of 16 bytes; of up to 256 where a gradient is wanted      usual_short_rows
- *     forward                                                                           usual_long_rows, usual_sum
- *     backward from lse                                                                 usual_coefficients,
- * usual_gradients statistics and gradient                                                           usual_terms,
- * on_chip, usual_finish
+ *     rows of up to 2 KB, or 4 KB with a gradient   usual_short_rows
+ *     forward                                       usual_long_rows, usual_sum
+ *     backward from lse                             usual_coefficients, usual_gradients
+ *     statistics and gradient                       usual_terms, on_chip, usual_finish
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
@@ -154,30 +154,27 @@ template <int ROWS> DEVICE void add_up_rows(const Usual &u, const double2 (&of_r
     }
     if (!block_arrives_last(u.counter, gridDim.x))
         return;
-    double sum = 0.0, counted = 0.0;
+    double2 sum = {};
     for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-        const double2 both = __ldcg(&of_block[i]);
-        sum += both.x;
-        counted += both.y;
+        const double2 more = __ldcg(&of_block[i]);
+        sum = make_double2(sum.x + more.x, sum.y + more.y);
     }
     sum = block_sum(sum);
-    counted = block_sum(counted);
     if (threadIdx.x == 0)
-        u.finish(sum, counted);
+        u.finish(sum.x, sum.y);
 }
 
 /* LANES of a warp to a row, PACKS to each of them. */
 template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT>
 __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_constant__ Usual u) {
     constexpr int N = WIDE<T>;
-    start_next_kernel();
     const int lane = threadIdx.x % LANES, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / LANES;
     const bool there = own < u.rows;
     const int row = there ? own : u.rows - 1, packs = u.classes / N;
     const T *const z = u.row_of_z<T>(row);
     Pack<T, N> pack[PACKS];
     load_packs(pack, z, packs, lane, LANES);
-    wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
+    loads_so_far_first();
     const int64_t loaded = u.load_label(row);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
     double factor = 0.0;
@@ -225,7 +222,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void usual_long_rows(const __grid_
     const T *const z = u.row_of_z<T>(row);
     Pack<T, N> pack[AT_ONCE];
     load_packs(pack, z, packs, threadIdx.x, threads);
-    wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the row */
+    loads_so_far_first();
     const int label = u.class_of(u.load_label(row));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
     const RowStats s =

@@ -217,7 +217,7 @@ __global__ __launch_bounds__(PACKED_THREADS,
     for (int k = 0; k < COUNT; k++)
         if (first + k * PACKED_THREADS < p.packs)
             packs[k] = load_once<T, N>(x + (first + k * PACKED_THREADS) * N);
-    wait_for_previous_kernel(); /* there is none: but the compiler asks for what follows behind the packs */
+    loads_so_far_first();
     const ScaledExp<T> gradient =
         gradient_of_row<T>(load_number(p.lse, p.lse_dtype, row), load_number(p.dlse, p.dlse_dtype, row));
 #pragma unroll
