@@ -291,17 +291,12 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
     if (threadIdx.x == 0) {
         for (int slot = 0; slot < C::SLOTS; slot++) {
             barrier_init(&shared.full[slot], 1);
-            barrier_init(&shared.counted[slot], C::STAGE);
-            barrier_init(&shared.done[slot], C::STAGE + 1 + C::STAGE);
+            barrier_init(&shared.counted[slot], C::STAGE * WARP);
+            barrier_init(&shared.done[slot], (C::STAGE + 1 + C::STAGE) * WARP);
         }
         barriers_ready();
     }
     __syncthreads();
-    const auto arrive = [&](uint64_t *barrier) {
-        __syncwarp();
-        if (lane == 0)
-            barrier_arrive(barrier);
-    };
 
     if (warp == C::MOVER) {
         if (lane == 0)
@@ -319,7 +314,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
                 for (int k = 0; k < C::COUNT; k++)
                     store_flagged(to + k * C::LINES + line, all.value(k, 0));
             }
-            arrive(&shared.done[slot]);
+            barrier_arrive(&shared.done[slot]);
         });
     } else if (warp < C::FIRST_WARP + C::STAGE) { /* statistics */
         const int thread = (int)threadIdx.x - C::FIRST_WARP * WARP;
@@ -331,8 +326,8 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
             job.template accumulate<true>(mine, items, part.place, typename Job::Table());
             __syncwarp();
             combine_warp<Job>(mine, thread, C::ACROSS_LOG2, slots[slot].area);
-            arrive(&shared.counted[slot]);
-            arrive(&shared.done[slot]);
+            barrier_arrive(&shared.counted[slot]);
+            barrier_arrive(&shared.done[slot]);
         });
     } else { /* results */
         const int group = (warp - C::FIRST_WARP) / C::STAGE - 1;
@@ -341,7 +336,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
         for_tiles<C>(shared, group, C::GROUPS, [&](int slot, unsigned tile, unsigned) {
             const TilePart<Job> part(job, cut, tile, thread);
             const HeldItems<Job> items(slots[slot].tile, thread, part.left);
-            arrive(&shared.done[slot] + items.come());
+            barrier_arrive(&shared.done[slot] + items.come());
 
             float(&total)[C::COUNT][C::LINES] = shared.total[group][odd];
             const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * C::WORDS;

@@ -158,7 +158,8 @@ template <class Job> struct Area {
     }
 };
 
-template <class Job> struct StripShared {
+/* Whole lines of shared memory, so that the items behind it begin with one: cp.async across lines takes longer. */
+template <class Job> struct alignas(128) StripShared {
     static constexpr int COUNT = StatisticsOf<Job>::COUNT;
     Area<Job> area;
     alignas(16) float total[COUNT][Job::MOST_LINES];

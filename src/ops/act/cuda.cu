@@ -521,7 +521,7 @@ rafter_status plan_rows(rafter_context *context, const act_call *call, const Vie
             return in_registers(softmax_short<T, N, FORWARD, 8, 1, 4>, THREADS / 8 * 4);
         if (packs <= 16)
             return FORWARD ? in_registers(softmax_short<T, N, FORWARD, 8, 2, 1>, THREADS / 8)
-                           : in_registers(softmax_short<T, N, FORWARD, 16, 1, 2>, THREADS / 16 * 2);
+                           : in_registers(softmax_short<T, N, FORWARD, 16, 1, 1>, THREADS / 16);
         if (packs <= 32)
             return in_registers(softmax_short<T, N, FORWARD, 8, 4, 1>, THREADS / 8);
         if (packs <= 64)
