@@ -108,11 +108,12 @@ struct Barriers {
  *     a(k), b(k)               Sources of step k
  *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
  *                              other being row + 8
- *     BEFORE                   further steps of a tile, behind those of its depth, for what its results are added to:
- *     copy_before(to, place, rank, step, barrier), which announces its bytes too, and
- *     add_before(d, from, place, step)
- *     finish(d, place, rows, staging)   what becomes of the sums: see multiply_64x256x16 for which thread has which;
- *                              `staging` is the warp's, PARTS_UNDER_WAY parts
+ *     HELD                     further steps of a tile, behind those of its depth, which finish has to itself:
+ *     fill(to, place, rank, step, barrier)   arrives at the barrier for one, and may announce bytes that it copies
+ *     finish(d, place, rows, staging, held)   what becomes of the sums: see multiply_64x256x16 for which thread has
+ *                              which; `staging` is the warp's, PARTS_UNDER_WAY parts; held[i] the block's, STEP_BYTES.
+ *                              If there are any, nothing of the tile before is on its way out of these any more; and
+ *                              what the first lanes' copies have begun to read may still be when it returns
  *
  * The block has THREADS threads, and SHARED_BYTES of memory. */
 template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
@@ -148,10 +149,10 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
                                                         b.first + place.column + rank * SHARE, b.depth + at * DEPTH,
                                                         &full[ring.step]);
                 }
-                if constexpr (Job::BEFORE > 0)
-                    for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
+                if constexpr (Job::HELD > 0)
+                    for (int i = 0; i < Job::HELD; i++, ring.advance()) {
                         barrier_wait(&empty[ring.step], ring.parity ^ 1);
-                        job.copy_before(steps + ring.step * STEP_BYTES, place, rank, i, &full[ring.step]);
+                        job.fill(steps + ring.step * STEP_BYTES, place, rank, i, &full[ring.step]);
                     }
             }
         }
@@ -162,6 +163,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
         char *const staging =
             steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
         const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
+        char *held[Job::HELD + 1];
         Ring ring;
         Place place = job.at(first);
         for (int turn = first; turn < job.count(); turn += stride) {
@@ -187,22 +189,25 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
                 } else { /* what is done here takes no time from the products */
                     rows.load(job, place.row + own_row);
                     next = job.at(turn + stride);
+                    if (Job::HELD > 0 && turn > first) { /* what the tile before has held is free */
+                        if (thread % WARP == 0)
+                            stores_wait<0>();
+                        group_sync(1 + group);
+                        for (int i = 1; i <= Job::HELD && thread < CLUSTER; i++)
+                            barrier_arrive_at(&empty[(ring.step + STEPS - i) % STEPS], thread);
+                    }
                 }
                 before = ring.step;
             }
             products_wait<0>();
             if (thread < CLUSTER)
                 barrier_arrive_at(&empty[before], thread);
-            if constexpr (Job::BEFORE > 0)
 #pragma unroll
-                for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
-                    barrier_wait(&full[ring.step], ring.parity);
-                    job.add_before(d, steps + ring.step * STEP_BYTES, i);
-                    group_sync(1 + group); /* all of the group have read it */
-                    if (thread < CLUSTER)
-                        barrier_arrive_at(&empty[ring.step], thread);
-                }
-            job.finish(d, place, rows, staging);
+            for (int i = 0; i < Job::HELD; i++, ring.advance()) {
+                barrier_wait(&full[ring.step], ring.parity);
+                held[i] = steps + ring.step * STEP_BYTES;
+            }
+            job.finish(d, place, rows, staging, held);
             place = next;
         }
         stores_wait_all();
@@ -248,29 +253,42 @@ template <typename U> DEVICE void stage_part(char *box, const float (&e)[PART_CO
     }
 }
 
-/* Part `part` of a tile on its way to memory, by the copy engine. ADD: to what is there, in U. `row` is the warp's
- * first, for the first lane at least. What the engine writes ends at a multiple of 16 bytes: padding up to there must
- * be nobody's. */
+/* A part on its way to memory through `box`, by the copy engine, from the tile's (row, column) on. ADD: to what is
+ * there, in U. `row` is the warp's first, for the first lane at least. What the engine writes ends at a multiple of 16
+ * bytes: padding up to there must be nobody's. */
 template <typename U, bool ADD>
-DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
-                       int column, int row) {
-    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
-    const int lane = threadIdx.x % WARP;
-    if (lane == 0)
-        stores_wait<PARTS_UNDER_WAY - 1>(); /* the box has been read */
+DEVICE void store_through(char *box, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int column,
+                          int row) {
     __syncwarp();
     stage_part<U>(box, e);
     shared_written();
     __syncwarp();
-    if (lane == 0) {
+    if (threadIdx.x % WARP == 0) {
         if constexpr (ADD)
-            add_box(&out, column + part * PART_COLUMNS<U>, row, box);
+            add_box(&out, column, row, box);
         else
-            store_box(&out, column + part * PART_COLUMNS<U>, row, box);
+            store_box(&out, column, row, box);
     }
 }
 
-/* The same by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this
+/* The same of part `part`, when an earlier one has left its place in `staging`. */
+template <typename U, bool ADD>
+DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
+                       int column, int row) {
+    if (threadIdx.x % WARP == 0)
+        stores_wait<PARTS_UNDER_WAY - 1>();
+    store_through<U, ADD>(staging + part % PARTS_UNDER_WAY * PART_BYTES, out, e, column + part * PART_COLUMNS<U>, row);
+}
+
+/* The warp's place for a part, where two are in its staging and two in a step that is held: none has to wait for
+ * another. */
+DEVICE char *place_of(int part, char *staging, char *held) {
+    static_assert(PARTS_UNDER_WAY == 2, "");
+    const int warp = threadIdx.x / WARP - GROUP / WARP;
+    return part < 2 ? staging + part * PART_BYTES : held + (2 * warp + part - 2) * PART_BYTES;
+}
+
+/* A part by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this
  * thread's begin, NULL if there is none. Columns from `columns` on are left alone. */
 template <typename U, bool ADD>
 DEVICE void scatter_part(char *staging, U *const (&to)[2], const float (&e)[PART_COLUMNS<U> / 2], int part, int column,

@@ -282,7 +282,7 @@ template <typename T, int MODE> struct Results {
 
 template <typename T, int MODE> struct Logits {
     typedef TileRows<MODE> Rows;
-    static constexpr int BEFORE = 0;
+    static constexpr int HELD = 0;
     const CUtensorMap &x, &w, &out;
     const Loss &loss;
     const Task &task;
@@ -307,7 +307,7 @@ template <typename T, int MODE> struct Logits {
     DEVICE tiles::Source b(int) const {
         return {&w, static_cast<int>(task.first_class), 0};
     }
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging) const {
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging, char *const *) const {
         Results<T, MODE>{loss, task, rows, of, out, staging}.finish(d, place.column);
     }
 };

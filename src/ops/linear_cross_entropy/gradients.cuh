@@ -53,8 +53,10 @@ struct NoRows {
 /* U: what dW is stored as: T, or sums in fp32. */
 template <typename T, typename U, bool ADD> struct Dweight {
     typedef NoRows Rows;
-    /* What is added to in 16 bits is read first, a half of the tile's columns at a time: fp32 sums are rounded once. */
-    static constexpr int BEFORE = ADD && sizeof(U) == 2 ? 2 : 0;
+    /* What is added to in 16 bits is read first, a half of the tile's columns to each step that is held: sums are
+     * rounded once. Results in 16 bits leave from there. */
+    static constexpr bool READS = ADD && sizeof(U) == 2;
+    static constexpr int HELD = READS ? 2 : sizeof(U) == 2 ? 1 : 0;
     static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
     const CUtensorMap &dz, &x, &before, &out;
     const DweightTask &task;
@@ -82,34 +84,41 @@ template <typename T, typename U, bool ADD> struct Dweight {
     DEVICE tiles::Source b(int) const {
         return {&x, 0, x_first};
     }
-    DEVICE void copy_before(char *to, const tiles::Place &place, int rank, int half, uint64_t *barrier) const {
-        barrier_expect(barrier, BOXES * BOX_BYTES);
+    DEVICE void fill(char *to, const tiles::Place &place, int rank, int half, uint64_t *barrier) const {
+        if constexpr (!READS) {
+            barrier_arrive(barrier);
+        } else {
+            barrier_expect(barrier, BOXES * BOX_BYTES);
 #pragma unroll
-        for (int i = 0; i < BOXES; i++)
-            copy_box(to + i * BOX_BYTES, &before, place.column + (half * BOXES + i) * tiles::CHUNK,
-                     place.row + rank * tiles::ROWS, barrier);
+            for (int i = 0; i < BOXES; i++)
+                copy_box(to + i * BOX_BYTES, &before, place.column + (half * BOXES + i) * tiles::CHUNK,
+                         place.row + rank * tiles::ROWS, barrier);
+        }
     }
-    DEVICE void add_before(float (&d)[128], const char *from, int half) const {
-        const int thread = threadIdx.x - tiles::GROUP, row = thread / WARP * 16 + thread % WARP / 4;
-#pragma unroll
-        for (int box = 0; box < BOXES; box++)
-#pragma unroll
-            for (int j = 0; j < tiles::CHUNK / 8; j++)
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const char *const at = from + box * BOX_BYTES + (row + 8 * i) * 128 + (j ^ row % 8) * 16;
-                    float two[2];
-                    unpack(*reinterpret_cast<const Pack<T, 2> *>(at + thread % 4 * 4), two);
-#pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        float &sum = d[4 * ((half * BOXES + box) * tiles::CHUNK / 8 + j) + 2 * i + c];
-                        sum = fmaf(factor, sum, two[c]);
-                    }
-                }
+
+    /* The warp's 16 rows of a part of what is added to. */
+    static DEVICE char *box_of(int part, char *const *held) {
+        const int warp = threadIdx.x / WARP - tiles::GROUP / WARP;
+        return held[part / BOXES] + part % BOXES * BOX_BYTES + warp * tiles::PART_BYTES;
     }
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging) const {
+    template <int COUNT> DEVICE void add_to(float (&e)[COUNT], const char *box) const {
+        const int lane = threadIdx.x % WARP, row = lane / 4;
+#pragma unroll
+        for (int j = 0; j < COUNT / 4; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float two[2];
+                unpack(*reinterpret_cast<const Pack<U, 2> *>(box + (row + 8 * i) * 128 + (j ^ row) * 16 + lane % 4 * 4),
+                       two);
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    e[4 * j + 2 * i + c] += two[c];
+            }
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging,
+                       char *const *held) const {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
-        constexpr bool ADDS = ADD && !BEFORE;
         const bool wide = task.depth * sizeof(U) % 16 == 0;
         U *to[2];
 #pragma unroll
@@ -118,14 +127,21 @@ template <typename T, typename U, bool ADD> struct Dweight {
                                                     : NULL;
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            const int column = place.column + part * COLUMNS;
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
-                e[k] = BEFORE ? d[part * COLUMNS / 2 + k] : factor * d[part * COLUMNS / 2 + k];
-            if (wide)
-                tiles::store_part<U, ADDS>(staging, out, e, part, place.column, rows.row);
+                e[k] = factor * d[part * COLUMNS / 2 + k];
+            if constexpr (READS)
+                add_to(e, box_of(part, held));
+            if (!wide)
+                tiles::scatter_part<U, ADD && !READS>(staging, to, e, part, place.column, task.depth);
+            else if constexpr (READS)
+                tiles::store_through<U, false>(box_of(part, held), out, e, column, rows.row);
+            else if constexpr (HELD > 0)
+                tiles::store_through<U, false>(tiles::place_of(part, staging, held[0]), out, e, column, rows.row);
             else
-                tiles::scatter_part<U, ADDS>(staging, to, e, part, place.column, task.depth);
+                tiles::store_part<U, ADD>(staging, out, e, part, place.column, rows.row);
         }
     }
 };
@@ -163,7 +179,7 @@ template <typename T, typename U> struct DxRows {
 
 template <typename T, typename U, int END> struct Dx {
     typedef std::conditional_t<END == RESULTS, DxRows<T, U>, NoRows> Rows;
-    static constexpr int BEFORE = 0;
+    static constexpr int HELD = END == RESULTS && sizeof(U) == 2 ? 1 : 0;
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const Loss &loss;
     const DxTask &task;
@@ -194,6 +210,10 @@ template <typename T, typename U, int END> struct Dx {
         return {&w, 0, static_cast<int>(task.first_class)};
     }
 
+    DEVICE void fill(char *, const tiles::Place &, int, int, uint64_t *barrier) const {
+        barrier_arrive(barrier);
+    }
+
     /* p e W, and what the label's element of dz adds to it. */
     template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &of, int column) const {
 #pragma unroll
@@ -212,7 +232,8 @@ template <typename T, typename U, int END> struct Dx {
             }
     }
 
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging) const {
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging,
+                       char *const *held) const {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
@@ -226,11 +247,14 @@ template <typename T, typename U, int END> struct Dx {
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 2; k++)
                     e[k] *= *task.alpha;
-                if (in_rows)
-                    tiles::store_part<U, false>(staging, out, e, part, place.column,
-                                                static_cast<int>(task.first_row) + of.row);
-                else
+                const int row = static_cast<int>(task.first_row) + of.row;
+                if (!in_rows)
                     tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
+                else if constexpr (HELD > 0)
+                    tiles::store_through<U, false>(tiles::place_of(part, staging, held[0]), out, e,
+                                                   place.column + part * COLUMNS, row);
+                else
+                    tiles::store_part<U, false>(staging, out, e, part, place.column, row);
             } else {
                 const int first = place.first / of_split * static_cast<int>(task.split_rows);
                 tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, first + of.row);
