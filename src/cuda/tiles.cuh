@@ -280,12 +280,16 @@ DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[P
     store_through<U, ADD>(staging + part % PARTS_UNDER_WAY * PART_BYTES, out, e, column + part * PART_COLUMNS<U>, row);
 }
 
-/* The warp's place for a part, where two are in its staging and two in a step that is held: none has to wait for
- * another. */
-DEVICE char *place_of(int part, char *staging, char *held) {
-    static_assert(PARTS_UNDER_WAY == 2, "");
-    const int warp = threadIdx.x / WARP - GROUP / WARP;
-    return part < 2 ? staging + part * PART_BYTES : held + (2 * warp + part - 2) * PART_BYTES;
+/* Steps to be held so that each part of a tile of U has a place of its own, and none waits for another: the warp's for
+ * a part is in its staging, or in one of these. */
+constexpr int PARTS_OF_STEP = STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
+template <typename U>
+constexpr int HELD_FOR = (COLUMNS / PART_COLUMNS<U> - PARTS_UNDER_WAY + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
+
+DEVICE char *place_of(int part, char *staging, char *const *held) {
+    const int warp = threadIdx.x / WARP - GROUP / WARP, behind = part - PARTS_UNDER_WAY;
+    return behind < 0 ? staging + part * PART_BYTES
+                      : held[behind / PARTS_OF_STEP] + (warp * PARTS_OF_STEP + behind % PARTS_OF_STEP) * PART_BYTES;
 }
 
 /* A part by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this

@@ -56,7 +56,7 @@ template <typename T, typename U, bool ADD> struct Dweight {
     /* What is added to in 16 bits is read first, a half of the tile's columns to each step that is held: sums are
      * rounded once. Results in 16 bits leave from there. */
     static constexpr bool READS = ADD && sizeof(U) == 2;
-    static constexpr int HELD = READS ? 2 : sizeof(U) == 2 ? 1 : 0;
+    static constexpr int HELD = READS ? 2 : tiles::HELD_FOR<U>;
     static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
     const CUtensorMap &dz, &x, &before, &out;
     const DweightTask &task;
@@ -138,10 +138,8 @@ template <typename T, typename U, bool ADD> struct Dweight {
                 tiles::scatter_part<U, ADD && !READS>(staging, to, e, part, place.column, task.depth);
             else if constexpr (READS)
                 tiles::store_through<U, false>(box_of(part, held), out, e, column, rows.row);
-            else if constexpr (HELD > 0)
-                tiles::store_through<U, false>(tiles::place_of(part, staging, held[0]), out, e, column, rows.row);
             else
-                tiles::store_part<U, ADD>(staging, out, e, part, place.column, rows.row);
+                tiles::store_through<U, ADD>(tiles::place_of(part, staging, held), out, e, column, rows.row);
         }
     }
 };
@@ -179,7 +177,7 @@ template <typename T, typename U> struct DxRows {
 
 template <typename T, typename U, int END> struct Dx {
     typedef std::conditional_t<END == RESULTS, DxRows<T, U>, NoRows> Rows;
-    static constexpr int HELD = END == RESULTS && sizeof(U) == 2 ? 1 : 0;
+    static constexpr int HELD = tiles::HELD_FOR<U>;
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const Loss &loss;
     const DxTask &task;
@@ -237,27 +235,26 @@ template <typename T, typename U, int END> struct Dx {
         constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            const int column = place.column + part * COLUMNS;
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = d[part * COLUMNS / 2 + k];
             if constexpr (END == RESULTS) {
                 if (task.gradients)
-                    add_label(e, of, place.column + part * COLUMNS);
+                    add_label(e, of, column);
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 2; k++)
                     e[k] *= *task.alpha;
                 const int row = static_cast<int>(task.first_row) + of.row;
                 if (!in_rows)
                     tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
-                else if constexpr (HELD > 0)
-                    tiles::store_through<U, false>(tiles::place_of(part, staging, held[0]), out, e,
-                                                   place.column + part * COLUMNS, row);
                 else
-                    tiles::store_part<U, false>(staging, out, e, part, place.column, row);
+                    tiles::store_through<U, false>(tiles::place_of(part, staging, held), out, e, column, row);
             } else {
                 const int first = place.first / of_split * static_cast<int>(task.split_rows);
-                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, first + of.row);
+                tiles::store_through<U, END == MORE_SUMS>(tiles::place_of(part, staging, held), out, e, column,
+                                                          first + of.row);
             }
         }
     }
