@@ -544,6 +544,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
     } else {
         const T *dy = call.dy + b * call.y_step.b + first * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
         const int64_t half = call.features * call.y_step.d; /* from a cosine of dy to its sine */
+        const float theta = line < N && active ? call.theta_at(h, d + line) : 0.0f; /* everything waits for it */
         int left = count, stage = 0;
         const auto ask = [&] {
             if (left-- > 0) {
@@ -560,8 +561,8 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
         for (int i = 0; i < STAGES; i++)
             ask();
 
-        if (line < N && active) {
-            const Turns one = call.turns(h, d + line);
+        if (line < N) {
+            const Turns one = turns_of(theta);
             turns[line * across + column] = one;
             if constexpr (TURNED)
                 sincos_at<false, false>(one, position_of(step), &sines[column * N + line], &cosines[column * N + line]);
@@ -646,14 +647,21 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Walk4 walk, co
     wait_for_previous_kernel();
     if (column >= columns)
         return;
-    Statistics<1, true, SUMS> all, one;
+    constexpr int AT_A_TIME = 16;
+    Statistics<1, true, SUMS> all, one[AT_A_TIME];
     all.clear();
-#pragma unroll 4
-    for (int64_t part = 0; part < walk.row_chunks.number; part++) {
+    for (int64_t part = 0; part < walk.row_chunks.number; part += AT_A_TIME) {
 #pragma unroll
-        for (int k = 0; k < 1 + SUMS; k++)
-            one.value(k, 0) = parts[(part * (1 + SUMS) + k) * columns + column];
-        all.add(0, one, 0);
+        for (int i = 0; i < AT_A_TIME; i++) {
+            one[i].clear();
+            if (part + i < walk.row_chunks.number)
+#pragma unroll
+                for (int k = 0; k < 1 + SUMS; k++)
+                    one[i].value(k, 0) = parts[((part + i) * (1 + SUMS) + k) * columns + column];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; i++)
+            all.add(0, one[i], 0);
     }
     conclude<DTHETA>(walk, all, column, columns);
 }
