@@ -742,7 +742,8 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         walk.rows = call.length;
         walk.batch = 1;
     } else {
-        /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
+        /* Long walks save tables, dtheta's moments, and loads of columns' statistics; short ones are kinder to the
+         * memory: docs/perf/lrpe_cosine.md. */
         const int64_t most = walk.f == COLUMNS   ? (from->direction == RAFTER_FORWARD ? 1 : 2)
                              : from->dtheta.data ? INT64_MAX / step
                                                  : 1,
