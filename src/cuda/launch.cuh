@@ -60,8 +60,8 @@ static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
     if (*known == kernel || cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
         return;
     *known = kernel;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                         state->shared_bytes - static_cast<int>(attributes.sharedSizeBytes));
+    const int own = ceil_div(static_cast<int>(attributes.sharedSizeBytes), 128) * 128; /* the dynamic part is aligned */
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state->shared_bytes - own);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
 

@@ -13,6 +13,21 @@
 /* ---- where rows lie ------------------------------------------------------------------------------------------------
  */
 
+/* One number of a tensor of any of the three dtypes. */
+DEVICE float load_number(const void *data, rafter_dtype dtype, int64_t i) {
+    return dtype == RAFTER_F32    ? static_cast<const float *>(data)[i]
+           : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
+                                  : to_float(static_cast<const fp16 *>(data)[i]);
+}
+DEVICE void store_number(void *data, rafter_dtype dtype, int64_t i, float value) {
+    if (dtype == RAFTER_F32)
+        static_cast<float *>(data)[i] = value;
+    else if (dtype == RAFTER_BF16)
+        static_cast<bf16 *>(data)[i] = from_float<bf16>(value);
+    else
+        static_cast<fp16 *>(data)[i] = from_float<fp16>(value);
+}
+
 /* Rows in row-major order of the leading dimensions of a view; as kernels take it. What most calls need comes first. */
 struct Rows {
     char *data;
@@ -38,19 +53,20 @@ struct Rows {
 
     /* The row's first element, for tensors of one number per row. */
     DEVICE float get(int64_t row) const {
-        const int64_t i = offset(row);
-        return dtype == RAFTER_F32    ? reinterpret_cast<const float *>(data)[i]
-               : dtype == RAFTER_BF16 ? to_float(reinterpret_cast<const bf16 *>(data)[i])
-                                      : to_float(reinterpret_cast<const fp16 *>(data)[i]);
+        return load_number(data, dtype, offset(row));
     }
     DEVICE void put(int64_t row, float value) const {
-        const int64_t i = offset(row);
-        if (dtype == RAFTER_F32)
-            reinterpret_cast<float *>(data)[i] = value;
-        else if (dtype == RAFTER_BF16)
-            reinterpret_cast<bf16 *>(data)[i] = from_float<bf16>(value);
-        else
-            reinterpret_cast<fp16 *>(data)[i] = from_float<fp16>(value);
+        store_number(data, dtype, offset(row), value);
+    }
+    /* Whether these are neighbours in memory, so that row i is element i. */
+    bool in_line() const {
+        return dims == 1 && (step == 1 || shape[0] == 1);
+    }
+    /* Whether every row, of `elements` neighbours, is made of whole packs of 16 bytes. */
+    bool in_packs(int64_t elements) const {
+        const int64_t bytes = rafter_dtype_bytes(dtype);
+        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && elements * bytes % 16 == 0 && dims == 1 &&
+               (step * bytes % 16 == 0 || shape[0] == 1);
     }
 };
 
@@ -287,6 +303,28 @@ template <typename T> DEVICE RowStats stats_of(const Stretch<const T> &row, int 
         for (int k = 0; k < IN_FLIGHT; k++)
             packs[k] = load_once_if<T, N>(p + k * stride < end, p + k * stride, -INFINITY);
         add_packs(s, packs, scale);
+    }
+    return s;
+}
+
+/* The same for rows of whole packs, in two steps, so that something else can be asked for in between. Where there is no
+ * pack, one full of -inf. */
+template <typename T, int COUNT>
+DEVICE void load_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int of_row, int first, int step) {
+    constexpr int N = WIDE<T>;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        packs[k] = load_once_if<T, N>(first + k * step < of_row, row + (first + k * step) * N, -INFINITY);
+}
+/* The first of them have been loaded. */
+template <typename T, int COUNT>
+DEVICE RowStats stats_of_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int of_row, int thread, int threads) {
+    RowStats s = no_elements();
+    for (int i = thread; i < of_row;) {
+        add_packs(s, packs, 1.0f);
+        i += COUNT * threads;
+        if (i < of_row)
+            load_packs(packs, row, of_row, i, threads);
     }
     return s;
 }

@@ -85,6 +85,23 @@ template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
         *reinterpret_cast<W *>(p) = w;
 }
 
+/* A number that is asked for here, and not where it is needed. */
+DEVICE int64_t load_now(const int64_t *p) {
+    int64_t value;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+    return value;
+}
+DEVICE int load_now(const int *p) {
+    int value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+    return value;
+}
+DEVICE float load_now(const float *p) {
+    float value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
+    return value;
+}
+
 /* Policies of L2 for data that another block reads soon, and for data that it need not hold on to. */
 DEVICE uint64_t l2_keep() {
     uint64_t policy;
@@ -318,6 +335,13 @@ DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+/* What is loaded behind this is asked for behind what is loaded before it. A value that all threads have in common, the
+ * compiler would else put first: it moves such values to uniform registers, and to do so waits for them then and there.
+ * Where the kernel overlaps with the one before it, this waits for that one too. */
+DEVICE void loads_so_far_first() {
+    wait_for_previous_kernel();
 }
 
 /* ---- reductions over a warp, a block: always in the same order

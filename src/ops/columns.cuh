@@ -176,6 +176,10 @@ DEVICE int warp_sum(int a) {
     return __reduce_add_sync(~0u, a);
 }
 
+DEVICE double2 warp_sum(double2 a) {
+    return make_double2(warp_sum(a.x), warp_sum(a.y));
+}
+
 DEVICE Totals warp_sum(const Totals &a) {
     return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
 }
@@ -194,9 +198,11 @@ template <typename A> DEVICE A block_sum(A a) {
 
 /* Labels that are not ignored, of every step-th from the first on. Several are asked for before the first is looked
  * at: left to itself, the compiler waits for each of them. */
-template <typename L> DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Loss &loss) {
+template <typename L, class Call>
+DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Call &loss) {
     constexpr int AT_ONCE = 8;
     int64_t counted = 0;
+#pragma unroll 1
     for (int64_t row = first; row < loss.rows; row += AT_ONCE * step) {
         int64_t label[AT_ONCE];
 #pragma unroll

@@ -468,7 +468,8 @@ template <typename T, int OPTIONS, class Shape>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ Call c,
                                                                          const Terms *of_row,
                                                                          Gathered<OPTIONS> *stats) {
-    extern __shared__ uint4 slot_memory[];
+    extern __shared__ __align__(128)
+        uint4 slot_memory[]; /* a line of memory copied across lines here takes two turns */
     __shared__ Terms known;
     constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED;
     const Loss &loss = c.loss;
@@ -600,16 +601,20 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     prepared[0] = all;
 }
 
+#include "ops/cross_entropy/cuda_usual.cuh"
+
 /* ---- how a call is cut
  * ------------------------------------------------------------------------------------------------------ */
 
-enum Kind { BY_WARPS, FORWARD, FROM_LSE, ON_CHIP, READ_TWICE };
+enum Kind { IN_WARPS, BY_WARPS, FORWARD, FROM_LSE, ON_CHIP, READ_TWICE };
 
 struct Plan {
-    Kind kind;
+    Kind kind; /* IN_WARPS: usual calls alone; BY_WARPS, READ_TWICE: no usual ones */
     Options options;
+    bool usual; /* and `call` it is */
+    Usual call;
     bool anyhow, prepares;
-    int64_t warp_blocks;            /* BY_WARPS */
+    int64_t warp_blocks;            /* IN_WARPS, BY_WARPS */
     int64_t parts, part;            /* statistics: of a row; elements of one */
     int threads;                    /* of statistics, or on_chip */
     int shape;                      /* on_chip: of Third, Half, ... */
@@ -659,8 +664,13 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     plan.row_blocks = rows > 0 ? ceil_div<int64_t>(rows, ROW_THREADS) : 1;
     plan.grad_parts = ceil_div<int64_t>(bytes, 16 * GRADIENT_THREADS * GRADIENT_PACKS);
 
+    plan.usual = take_usual(c, &plan.call);
     plan.anyhow = c.z_step != 1 || (c.gradient && (c.dz_step != 1 || !packs_alike(call->logits, call->dlogits)));
-    if (plan.anyhow || bytes <= 2048 || (bytes <= 8192 && rows >= 2048 && (!c.gradient || from_lse))) {
+    if (plan.usual && bytes / 16 <= (c.gradient ? 256 : 128)) {
+        plan.kind = IN_WARPS;
+        plan.warp_blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
+    } else if (plan.anyhow || bytes <= 2048 ||
+               (bytes <= 8192 && rows >= 2048 && (!c.gradient || from_lse) && !plan.usual)) {
         plan.kind = BY_WARPS;
         if (plan.anyhow)
             plan.options = FULL;
@@ -674,6 +684,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
         plan.kind = c.gradient ? READ_TWICE : FORWARD;
         if (rows > 0)
             cut_rows(rows, bytes, element, &plan);
+        plan.usual = plan.usual && plan.kind == FORWARD && plan.parts == 1;
     }
     return plan;
 }
@@ -689,6 +700,8 @@ struct Places {
     void *stats;        /* Gathered of all rows, or their parts */
     Terms *terms;
     Coefficients *coefficients;
+    double *losses; /* usual calls: of rows, or of blocks with their counts */
+    UsualGradient *usual_coefficients;
 };
 
 size_t place(const Call &c, const Plan &plan, char *memory, Places *at) {
@@ -698,7 +711,8 @@ size_t place(const Call &c, const Plan &plan, char *memory, Places *at) {
         used += needed ? static_cast<size_t>(ceil_div<int64_t>(bytes, 16) * 16) : 0;
         return needed ? static_cast<void *>(there) : nullptr;
     };
-    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE, warps = plan.kind == BY_WARPS;
+    const bool reduces = c.loss.loss.data && c.loss.reduction != RAFTER_NONE && !plan.usual;
+    const bool warps = plan.kind == BY_WARPS || plan.kind == IN_WARPS;
     const int64_t rows = c.loss.rows, stats = plan.kind == ON_CHIP ? rows : rows * plan.parts;
     const size_t each = plan.options == FULL     ? sizeof(Gathered<FULL>)
                         : plan.options == SMOOTH ? sizeof(Gathered<SMOOTH>)
@@ -706,11 +720,18 @@ size_t place(const Call &c, const Plan &plan, char *memory, Places *at) {
     at->of_block = static_cast<Totals *>(
         take(reduces, (warps ? plan.warp_blocks : plan.row_blocks) * static_cast<int64_t>(sizeof(Totals))));
     at->prepared = static_cast<Prepared *>(take(plan.prepares, (1 + PREPARE_BLOCKS) * int64_t(sizeof(Prepared))));
-    at->stats = take(!warps && plan.kind != FROM_LSE && !(plan.kind == ON_CHIP && !c.loss.forward),
+    at->stats = take(!warps && plan.kind != FROM_LSE && !(plan.kind == ON_CHIP && !c.loss.forward) &&
+                         !(plan.kind == FORWARD && plan.usual),
                      stats * static_cast<int64_t>(each));
     at->terms = static_cast<Terms *>(take(plan.kind == ON_CHIP, rows * static_cast<int64_t>(sizeof(Terms))));
-    at->coefficients = static_cast<Coefficients *>(
-        take(plan.kind == FROM_LSE || plan.kind == READ_TWICE, rows * static_cast<int64_t>(sizeof(Coefficients))));
+    at->coefficients =
+        static_cast<Coefficients *>(take((plan.kind == FROM_LSE && !plan.usual) || plan.kind == READ_TWICE,
+                                         rows * static_cast<int64_t>(sizeof(Coefficients))));
+    at->losses = static_cast<double *>(
+        take(plan.usual && c.loss.forward && plan.kind != ON_CHIP,
+             plan.kind == IN_WARPS ? plan.warp_blocks * int64_t(sizeof(double2)) : rows * int64_t(sizeof(double))));
+    at->usual_coefficients = static_cast<UsualGradient *>(
+        take(plan.kind == FROM_LSE && plan.usual, rows * static_cast<int64_t>(sizeof(UsualGradient))));
     return used;
 }
 
@@ -740,6 +761,63 @@ template <typename T, int OPTIONS> void launch_by_warps(Sequence &sequence, cons
 }
 
 template <typename T, int OPTIONS>
+void launch_on_chip(Sequence &sequence, const Call &c, const Plan &plan, const Terms *terms, Gathered<OPTIONS> *stats) {
+    void (*const shapes[])(Call, const Terms *,
+                           Gathered<OPTIONS> *) = {on_chip<T, OPTIONS, Third>, on_chip<T, OPTIONS, Half>,
+                                                   on_chip<T, OPTIONS, Whole>, on_chip<T, OPTIONS, Crowded>};
+    sequence.run(Launch{c.loss.rows, plan.threads, plan.shared}, shapes[plan.shape], c, terms, stats);
+}
+
+/* PACKS: of a row to a lane. */
+template <typename T, int PACKS>
+void launch_in_warps(Sequence &sequence, const Call &c, const Plan &plan, const Usual &u) {
+    const Launch how = {plan.warp_blocks, ROW_THREADS};
+    if (!c.gradient)
+        sequence.run(how, usual_short_rows<T, WARP, PACKS, true, false>, u);
+    else if (c.loss.forward)
+        sequence.run(how, usual_short_rows<T, WARP, PACKS, true, true>, u);
+    else
+        sequence.run(how, usual_short_rows<T, WARP, PACKS, false, true>, u);
+}
+
+template <typename T>
+void launch_usual(const rafter_context *context, const Call &c, const Plan &plan, const Places &at) {
+    Sequence sequence = {context};
+    Usual u = plan.call;
+    u.losses = at.losses;
+    const int64_t packs = u.classes / WIDE<T>;
+    const Launch rows = {plan.row_blocks, ROW_THREADS}, one = {1, ONE_BLOCK};
+    Gathered<PLAIN> *const stats = static_cast<Gathered<PLAIN> *>(at.stats);
+    switch (plan.kind) {
+    case IN_WARPS:
+        if (packs <= 4 * WARP)
+            launch_in_warps<T, 4>(sequence, c, plan, u);
+        else
+            launch_in_warps<T, 8>(sequence, c, plan, u);
+        break;
+    case FORWARD:
+        if (packs <= 2 * 128)
+            sequence.run(Launch{u.rows, 128}, usual_long_rows<T, 2>, u);
+        else
+            sequence.run(Launch{u.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, usual_long_rows<T, 4>, u);
+        if (u.loss)
+            sequence.run(one, usual_sum, u);
+        break;
+    case FROM_LSE:
+        sequence.run(rows, usual_coefficients<T>, u, at.usual_coefficients);
+        sequence.run(Launch{u.rows * plan.grad_parts, GRADIENT_THREADS},
+                     usual_gradients<T, GRADIENT_THREADS, GRADIENT_PACKS>, u, Divisor(plan.grad_parts),
+                     at.usual_coefficients);
+        break;
+    default:
+        sequence.run(rows, usual_terms<T>, u, at.terms);
+        launch_on_chip<T, PLAIN>(sequence, c, plan, at.terms, stats);
+        if (c.loss.forward)
+            sequence.run(one, usual_finish, u, stats, at.terms);
+    }
+}
+
+template <typename T, int OPTIONS>
 void launch_rows(Sequence &sequence, const Call &c, const Plan &plan, const Places &at) {
     const Launch rows = {plan.row_blocks, ROW_THREADS}, gradient = {c.loss.rows * plan.grad_parts, GRADIENT_THREADS};
     Gathered<OPTIONS> *const stats = static_cast<Gathered<OPTIONS> *>(at.stats);
@@ -750,11 +828,8 @@ void launch_rows(Sequence &sequence, const Call &c, const Plan &plan, const Plac
     if (plan.kind == FROM_LSE)
         sequence.run(rows, coefficients<T, IN_BACKWARD<OPTIONS>>, c, at.coefficients);
     if (plan.kind == ON_CHIP) {
-        void (*const shapes[])(Call, const Terms *,
-                               Gathered<OPTIONS> *) = {on_chip<T, OPTIONS, Third>, on_chip<T, OPTIONS, Half>,
-                                                       on_chip<T, OPTIONS, Whole>, on_chip<T, OPTIONS, Crowded>};
         sequence.run(rows, terms<T>, c, at.terms);
-        sequence.run(Launch{c.loss.rows, plan.threads, plan.shared}, shapes[plan.shape], c, at.terms, stats);
+        launch_on_chip<T, OPTIONS>(sequence, c, plan, at.terms, stats);
     }
     if (plan.kind != FROM_LSE && (plan.kind != ON_CHIP || c.loss.forward))
         sequence.run(rows, finish<T, OPTIONS>, c, parts, stats, at.terms, at.coefficients);
@@ -804,6 +879,8 @@ extern "C" rafter_status rafter_cuda_cross_entropy(rafter_context *context, cons
                                 place(c, plan, scratch, &at);
                                 for_dtype(call->logits.dtype, [&](auto zero) {
                                     typedef decltype(zero) T;
+                                    if (plan.usual)
+                                        return launch_usual<T>(context, c, plan, at);
                                     switch (plan.options) {
                                     case PLAIN: return launch_call<T, PLAIN>(context, c, plan, at);
                                     case SMOOTH: return launch_call<T, SMOOTH>(context, c, plan, at);

@@ -1,6 +1,7 @@
 /*
  * logsumexp on CUDA: one pass over x in either direction.
  *
+ *     rows of whole packs       a warp or a block to a row, short blocks in backward: kernels of few parameters
  *     dim the last (stride 1)   groups of lanes, or a block, to a row; long rows that are few are split over blocks
  *     any other                 threads along the other dimensions, walking down dim: "columns", eight to a thread
  * where they are neighbours in memory, else one
@@ -16,6 +17,7 @@ namespace {
 constexpr int THREADS = 256;          /* of a block, but for long rows */
 constexpr int MOST_THREADS = 512;     /* of a block that takes one long row */
 constexpr int GRADIENT_THREADS = 128; /* of a block that writes a gradient along rows */
+constexpr int PACKED_THREADS = 64;    /* the same, where rows are whole packs */
 constexpr int STEPS = 8;              /* down a column that a thread loads before it uses the first, in forward */
 
 /* ---- how a call is cut
@@ -150,6 +152,118 @@ template <typename T> __global__ __launch_bounds__(MOST_THREADS, 3) void long_ro
         f.lse.put(row, lse_of(s));
 }
 
+/* ---- rows of whole packs
+ * ---------------------------------------------------------------------------------------------------- */
+
+/* All that a call takes whose rows are neither split nor ragged, and whose numbers are neighbours. Little on purpose:
+ * parameters and instructions are cold when a kernel starts. */
+struct Packed {
+    const char *x;
+    char *dx;
+    int64_t step, dstep; /* between rows, in bytes */
+    void *lse;
+    const void *dlse;
+    rafter_dtype lse_dtype, dlse_dtype;
+    int rows, packs; /* packs: of a row */
+    Divisor parts;   /* backward: blocks to a row */
+
+    template <typename T> DEVICE const T *row(int i) const {
+        return reinterpret_cast<const T *>(x + i * step);
+    }
+};
+
+/* A warp to a row of up to 32 * IN_FLIGHT packs. */
+template <typename T>
+__global__ __launch_bounds__(GRADIENT_THREADS) void packed_short_rows(const __grid_constant__ Packed p) {
+    const int row = (blockIdx.x * GRADIENT_THREADS + threadIdx.x) / WARP, lane = threadIdx.x % WARP;
+    if (row >= p.rows)
+        return;
+    Pack<T, WIDE<T>> packs[IN_FLIGHT];
+    load_packs(packs, p.row<T>(row), p.packs, lane, WARP);
+    RowStats s = no_elements();
+    add_packs(s, packs, 1.0f);
+    s = merge_lanes<WARP>(s, 1.0f);
+    if (lane == 0)
+        store_number(p.lse, p.lse_dtype, row, lse_of(s));
+}
+
+/* A block to a row, of which a thread loads COUNT packs at a time. */
+template <typename T, int COUNT>
+__global__ __launch_bounds__(MOST_THREADS, 3) void packed_rows(const __grid_constant__ Packed p) {
+    const T *const x = p.row<T>(blockIdx.x);
+    Pack<T, WIDE<T>> packs[COUNT];
+    load_packs(packs, x, p.packs, threadIdx.x, blockDim.x);
+    const RowStats s = merge_block(stats_of_packs(packs, x, p.packs, threadIdx.x, blockDim.x), 1.0f);
+    if (threadIdx.x == 0)
+        store_number(p.lse, p.lse_dtype, blockIdx.x, lse_of(s));
+}
+
+/* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */
+template <typename T> DEVICE ScaledExp<T> gradient_of_row(float lse, float dlse) {
+    return lse == -INFINITY ? ScaledExp<T>(0.0f, INFINITY, 1.0f) : ScaledExp<T>(dlse, lse, 1.0f);
+}
+
+/* A block to a part of a row. */
+template <typename T, int COUNT>
+__global__ __launch_bounds__(PACKED_THREADS,
+                             1024 / PACKED_THREADS) void packed_gradients(const __grid_constant__ Packed p) {
+    constexpr int N = WIDE<T>;
+    const int row = static_cast<int>(p.parts.quotient(blockIdx.x)), part = blockIdx.x - row * p.parts.number;
+    const int first = part * (PACKED_THREADS * COUNT) + threadIdx.x;
+    const T *const x = p.row<T>(row);
+    T *const dx = reinterpret_cast<T *>(p.dx + row * p.dstep);
+    Pack<T, N> packs[COUNT];
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (first + k * PACKED_THREADS < p.packs)
+            packs[k] = load_once<T, N>(x + (first + k * PACKED_THREADS) * N);
+    loads_so_far_first();
+    const ScaledExp<T> gradient =
+        gradient_of_row<T>(load_number(p.lse, p.lse_dtype, row), load_number(p.dlse, p.dlse_dtype, row));
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (first + k * PACKED_THREADS < p.packs)
+            store_once<T, N>(dx + (first + k * PACKED_THREADS) * N, gradient.of(packs[k]));
+}
+
+/* Whether the kernels above serve; they are launched then. dx, dlse: NULL in forward. */
+template <typename T>
+bool launch_packed(const Rows &x, const Rows *dx, const Rows &lse, const Rows *dlse, int64_t rows, int64_t n,
+                   cudaStream_t stream) {
+    if (rows > INT32_MAX || n > 1 << 30 || !x.in_packs(n) || !lse.in_line() ||
+        (dx && (!dx->in_packs(n) || !dlse->in_line())))
+        return false;
+    const int element = sizeof(T), packs = static_cast<int>(n / WIDE<T>);
+    Packed p = {x.data,    nullptr,   x.step * element,       0,     lse.data, nullptr,
+                lse.dtype, lse.dtype, static_cast<int>(rows), packs, Divisor()};
+    if (!dx) {
+        if (packs <= WARP * IN_FLIGHT)
+            packed_short_rows<T>
+                <<<grid_of(ceil_div<int64_t>(rows, GRADIENT_THREADS / WARP)), GRADIENT_THREADS, 0, stream>>>(p);
+        else if (packs <= 2 * 128)
+            packed_rows<T, 2><<<grid_of(rows), 128, 0, stream>>>(p);
+        else
+            packed_rows<T, 4><<<grid_of(rows), power_at_least(packs / 4, 128, MOST_THREADS), 0, stream>>>(p);
+        return true;
+    }
+    const int64_t parts = ceil_div(packs, PACKED_THREADS * (packs <= 2 * PACKED_THREADS ? 2 : 4));
+    if (rows * parts > INT32_MAX)
+        return false;
+    p.dx = dx->data;
+    p.dstep = dx->step * element;
+    p.dlse = dlse->data;
+    p.dlse_dtype = dlse->dtype;
+    p.parts = Divisor(parts);
+    if (packs <= 2 * PACKED_THREADS)
+        packed_gradients<T, 2><<<grid_of(rows * parts), PACKED_THREADS, 0, stream>>>(p);
+    else
+        packed_gradients<T, 4><<<grid_of(rows * parts), PACKED_THREADS, 0, stream>>>(p);
+    return true;
+}
+
+/* ---- columns, forward
+ * ------------------------------------------------------------------------------------------------------- */
+
 /* A thread's N columns: those of one pack in every step. */
 template <typename T, int N> struct ColumnStats {
     float max[N], sum[N];
@@ -246,10 +360,8 @@ struct Backward {
     int64_t parts, part;
     Divisor of_row; /* parts */
 
-    /* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */
     template <typename T> DEVICE ScaledExp<T> gradient(int64_t row) const {
-        const float pivot = lse.get(row), upstream = dlse.get(row);
-        return pivot == -INFINITY ? ScaledExp<T>(0.0f, INFINITY, 1.0f) : ScaledExp<T>(upstream, pivot, 1.0f);
+        return gradient_of_row<T>(lse.get(row), dlse.get(row));
     }
 };
 
@@ -368,8 +480,12 @@ rafter_status forward(rafter_context *context, const logsumexp_call *call, const
         f.stored = reinterpret_cast<RowStats *>(scratch);
         for (f.first = 0; f.first < plan.tasks; f.first += most) {
             const int64_t tasks = plan.tasks - f.first < most ? plan.tasks - f.first : most;
-            for_dtype(x.dtype,
-                      [&](auto zero) { launch_forward<decltype(zero)>(plan, f, tasks, context->cuda_state->stream); });
+            for_dtype(x.dtype, [&](auto zero) {
+                typedef decltype(zero) T;
+                if (plan.columns || plan.parts > 1 ||
+                    !launch_packed<T>(f.x, nullptr, f.lse, nullptr, rows, f.n, context->cuda_state->stream))
+                    launch_forward<T>(plan, f, tasks, context->cuda_state->stream);
+            });
         }
     });
 }
@@ -391,7 +507,11 @@ rafter_status backward(rafter_context *context, const logsumexp_call *call, cons
     b.part = plan.part;
     b.of_row = Divisor(plan.parts);
     return run_with_scratch(context, call, 0, "logsumexp backward", [&](char *) {
-        for_dtype(x.dtype, [&](auto zero) { launch_backward<decltype(zero)>(plan, b, context->cuda_state->stream); });
+        for_dtype(x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (plan.columns || !launch_packed<T>(b.x, &b.dx, b.lse, &b.dlse, rows, b.n, context->cuda_state->stream))
+                launch_backward<T>(plan, b, context->cuda_state->stream);
+        });
     });
 }
 
