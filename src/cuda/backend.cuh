@@ -6,7 +6,7 @@
 
 #include "core/backend.h"
 
-enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20, RAFTER_CUDA_ALLOWED = 64 };
+enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20, RAFTER_CUDA_ALLOWED = 256 };
 
 struct rafter_cuda_state {
     int device;

@@ -52,12 +52,17 @@ struct Launch {
     bool together = false; /* starts when all of its blocks can run at the same time; fails if they never can */
 };
 
-/* Lets the kernel take all the shared memory that a block can have. The state remembers the kernels that may: asking
- * every time would cost the host half a microsecond per launch. */
+/* Lets the kernel take all the shared memory that a block can have. The state remembers the kernels that may, each in
+ * the first place from its own on that was free: asking every time would cost the host more than the launch. */
 static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
-    const void **const known = &state->allowed[reinterpret_cast<uintptr_t>(kernel) / 16 % RAFTER_CUDA_ALLOWED];
+    const void **known = NULL;
+    for (int i = 0; i < RAFTER_CUDA_ALLOWED && !(known && !*known); i++) {
+        known = &state->allowed[(reinterpret_cast<uintptr_t>(kernel) / 16 + i) % RAFTER_CUDA_ALLOWED];
+        if (*known == kernel)
+            return;
+    }
     cudaFuncAttributes attributes;
-    if (*known == kernel || cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
         return;
     *known = kernel;
     const int own = ceil_div(static_cast<int>(attributes.sharedSizeBytes), 128) * 128; /* the dynamic part is aligned */

@@ -69,7 +69,7 @@ Operand x_rows(const Run &run, int64_t first) {
  */
 
 fused::Kept kept_of(const Run &run) {
-    return {run.b.order, &run.b.common->kept, run.plan.rows};
+    return {run.b.order, &run.b.common->kept, run.b.classes, run.plan.rows};
 }
 
 /* x as products take it if all rows are kept, and the copy that they take otherwise: see fused::Kept. */
@@ -735,7 +735,7 @@ rafter_status execute(Run *run) {
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
     launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
-           run->b.common);
+           run->b.classes, run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)
         launch(run->context, over(plan.classes, 256), widen, rows_of(call->bias, 1), plan.classes, run->b.bias);

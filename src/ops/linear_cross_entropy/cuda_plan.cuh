@@ -118,7 +118,7 @@ struct Plan {
 
 struct Buffers {
     Common *common;
-    int *order;             /* fused::Kept's */
+    int *order, *classes;   /* fused::Kept's */
     RowStats *tiles;        /* fused: of the group's rows; compact's lie where dz will */
     float *z_label;         /* fused: of every row */
     RowStats *sample;       /* fused.cuh's, of every row */
@@ -158,6 +158,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
                                                 p.first_group < p.rows ? p.group * p.dz_stride : 0) *
                                              bytes;
     place(&b->order, p.fused, p.rows * int64_t(sizeof(int)));
+    place(&b->classes, p.fused, p.rows * int64_t(sizeof(int)));
     place(&b->tiles, tiles && p.fast, tile_bytes);
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));

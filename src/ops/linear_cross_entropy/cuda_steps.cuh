@@ -41,22 +41,24 @@ constexpr int PREPARE_THREADS = 1024;
 
 constexpr int STRIPS = 16; /* of PREPARE_THREADS rows, that are read at a time */
 
-/* fused::Kept's order; returns its count. `drops`: ignored rows are not among them. By a block. */
-DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
+/* fused::Kept's order and classes; returns its count. `drops`: ignored rows are not among them. By a block. */
+DEVICE int keep_rows(const Loss &loss, bool drops, int *order, int *classes) {
     __shared__ int before[STRIPS][WARP], of_strip[STRIPS]; /* kept rows of a strip, up to a warp's; of all */
     static_assert(PREPARE_THREADS == WARP * WARP && STRIPS <= WARP, "a warp to a strip, a lane to each of its warps");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
     int kept = 0;
     for (int64_t first = threadIdx.x; first - threadIdx.x < rows; first += STRIPS * PREPARE_THREADS) {
         unsigned bits[STRIPS];
+        int of_row[STRIPS];
 #pragma unroll
         for (int i = 0; i < STRIPS; i++) {
             const int64_t row = first + i * PREPARE_THREADS;
-            bits[i] = row < rows && !(drops && loss.class_of(loss.load_label(row)) == IGNORED);
+            of_row[i] = static_cast<int>(row < rows ? loss.class_of(loss.load_label(row)) : IGNORED);
         }
 #pragma unroll
         for (int i = 0; i < STRIPS; i++) {
-            bits[i] = __ballot_sync(~0u, bits[i]);
+            const bool there = first + i * PREPARE_THREADS < rows;
+            bits[i] = __ballot_sync(~0u, there && !(drops && of_row[i] == IGNORED));
             if (lane == 0)
                 before[i][warp] = __popc(bits[i]);
         }
@@ -78,8 +80,11 @@ DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
         for (int i = 0; i < STRIPS; i++) {
             const int row = static_cast<int>(min(first + i * PREPARE_THREADS, int64_t(rows)));
             const int k = kept + before[i][warp] + __popc(bits[i] & ((1u << lane) - 1));
-            if (row < rows)
-                order[bits[i] >> lane & 1 ? k : rows - 1 - (row - k)] = row;
+            const int at = bits[i] >> lane & 1 ? k : rows - 1 - (row - k);
+            if (row < rows) {
+                order[at] = row;
+                classes[at] = of_row[i];
+            }
             kept += of_strip[i];
         }
         __syncthreads();
@@ -89,13 +94,14 @@ DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
 
 /* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
-                                                           bool drops, int *order, Common *common) {
+                                                           bool drops, int *order, int *classes_in_order,
+                                                           Common *common) {
     double classes = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
     const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
-    const int kept = order ? keep_rows(loss, drops, order) : 0;
+    const int kept = order ? keep_rows(loss, drops, order, classes_in_order) : 0;
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;

@@ -33,6 +33,7 @@ constexpr float MOST_SUM = 1e30f; /* e^69: no sum above it without an exponentia
  * kept row's: so what is read behind it reads as 0, and the call's own x is such a copy if all rows are kept. */
 struct Kept {
     const int *order, *count;
+    const int *classes; /* of the rows in that order, as Loss::class_of has it */
     int64_t all;
 
     /* Of the k in [first, first + rows), those that are there. */
@@ -75,25 +76,25 @@ DEVICE float quad_sum(float a) {
 }
 
 /* A thread's two rows of a tile, i = 0 and 1, and what it reads of them while the tile is still being summed: from its
- * registers nothing has to be waited for when the sums are there. */
+ * registers nothing has to be waited for when the sums are there. Before that nothing that is read may be looked at,
+ * not even for an address: products are given out in between. */
 template <int MODE> struct TileRows {
-    int64_t row[2]; /* among the task's */
-    int64_t label[2];
+    int64_t row[2];          /* among the task's */
+    int label[2];            /* as Loss::class_of has it */
     float known[2];          /* EXPONENTIALS: the sample's maximum */
     RowGradient gradient[2]; /* GRADIENT */
 
     template <typename Job> DEVICE void load(const Job &job, int first) {
-        const Loss &loss = job.loss;
         const Task &task = job.task;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             row[i] = first + 8 * i;
-            label[i] = loss.ignore_index;
+            label[i] = static_cast<int>(IGNORED);
             known[i] = 0.0f;
             gradient[i] = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
             if (row[i] >= job.rows)
                 continue;
-            label[i] = loss.load_label(task.kept.order[task.first_row + row[i]]);
+            label[i] = task.kept.classes[task.first_row + row[i]];
             if constexpr (MODE == EXPONENTIALS)
                 known[i] = task.sample ? task.sample[row[i]].max : 0.0f;
             if constexpr (MODE == GRADIENT)
@@ -209,9 +210,8 @@ template <typename T, int MODE> struct Results {
                 if (task.sample)
                     max[i] = pivot_at(rows.known[i]) + MARGIN / loss.scale;
                 pivot[i] = pivot_at(max[i]);
-                const int64_t label = loss.class_of(rows.label[i]);
-                if (label < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
-                    set_row(d, i, label == IGNORED ? -INFINITY : NAN);
+                if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
+                    set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
             }
             for (bool again = false;; again = true) {
                 sum_up(d, pivot, column, sum);
@@ -266,7 +266,7 @@ template <typename T, int MODE> struct Results {
         int at[2]; /* the column of the label */
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int64_t label = loss.class_of(rows.label[i]), from = label - first_class;
+            const int64_t label = rows.label[i], from = label - first_class;
             at[i] = label >= 0 && from >= 0 && from < there ? static_cast<int>(from) : -1;
         }
         complete(d, first_class, there);

@@ -144,39 +144,29 @@ template <typename T, typename U, bool ADD> struct Dweight {
     }
 };
 
-/* What of a thread's two rows meets their sums. */
-template <typename T, typename U> struct DxRows {
+/* What of a thread's two rows meets their sums: read, and not looked at, before these are there. */
+struct DxRows {
     int row;
+    int of_call[2], label[2]; /* the call's row, -1 if there is none; its class */
     float p[2], at_label[2];
-    const T *label_row[2]; /* of W */
-    U *to[2];              /* NULL: there is no such row */
 
     template <typename Job> DEVICE void load(const Job &job, int first) {
         const DxTask &task = job.task;
         row = first;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            p[i] = 1.0f;
-            at_label[i] = 0.0f;
-            label_row[i] = NULL;
-            to[i] = NULL;
-            if (first + 8 * i >= job.rows)
-                continue;
             const int64_t kept = task.first_row + first + 8 * i;
-            const int64_t of_call = task.kept.order[kept];
-            to[i] = static_cast<U *>(task.dx) + of_call * task.dx_stride;
-            if (!task.gradients)
-                continue;
-            p[i] = task.gradients[kept].p;
-            at_label[i] = task.gradients[kept].at_label;
-            if (at_label[i] != 0.0f)
-                label_row[i] = static_cast<const T *>(task.weight) + job.loss.load_label(of_call) * task.weight_stride;
+            const bool there = first + 8 * i < job.rows;
+            of_call[i] = there ? task.kept.order[kept] : -1;
+            label[i] = there ? task.kept.classes[kept] : 0;
+            p[i] = there && task.gradients ? task.gradients[kept].p : 1.0f;
+            at_label[i] = there && task.gradients ? task.gradients[kept].at_label : 0.0f;
         }
     }
 };
 
 template <typename T, typename U, int END> struct Dx {
-    typedef std::conditional_t<END == RESULTS, DxRows<T, U>, NoRows> Rows;
+    typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
     static constexpr int HELD = tiles::HELD_FOR<U>;
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const Loss &loss;
@@ -215,19 +205,29 @@ template <typename T, typename U, int END> struct Dx {
     /* p e W, and what the label's element of dz adds to it. */
     template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &of, int column) const {
 #pragma unroll
-        for (int j = 0; j < COUNT / 4; j++)
+        for (int i = 0; i < 2; i++) {
+            /* Of a row to which it adds nothing, the label may be none. */
+            const int64_t label = of.at_label[i] != 0.0f ? of.label[i] : -1;
+            const T *const from = static_cast<const T *>(task.weight) + label * task.weight_stride;
+            Pack<T, 2> of_label[COUNT / 4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float of_label[2] = {};
+            for (int j = 0; j < COUNT / 4; j++) {
                 const int64_t at = column + tiles::column_of(j);
-                if (of.label_row[i] && at + 1 < task.depth)
-                    unpack(*reinterpret_cast<const Pack<T, 2> *>(of.label_row[i] + at), of_label);
-                else if (of.label_row[i] && at < task.depth)
-                    of_label[0] = to_float(of.label_row[i][at]);
+                of_label[j] = {};
+                if (label >= 0 && at + 1 < task.depth)
+                    of_label[j] = *reinterpret_cast<const Pack<T, 2> *>(from + at);
+                else if (label >= 0 && at < task.depth)
+                    of_label[j].v[0] = from[at];
+            }
+#pragma unroll
+            for (int j = 0; j < COUNT / 4; j++) {
+                float two[2];
+                unpack(of_label[j], two);
 #pragma unroll
                 for (int c = 0; c < 2; c++)
-                    e[4 * j + 2 * i + c] = fmaf(of.p[i], e[4 * j + 2 * i + c], of.at_label[i] * of_label[c]);
+                    e[4 * j + 2 * i + c] = fmaf(of.p[i], e[4 * j + 2 * i + c], of.at_label[i] * two[c]);
             }
+        }
     }
 
     DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging,
@@ -247,10 +247,15 @@ template <typename T, typename U, int END> struct Dx {
                 for (int k = 0; k < COLUMNS / 2; k++)
                     e[k] *= *task.alpha;
                 const int row = static_cast<int>(task.first_row) + of.row;
-                if (!in_rows)
-                    tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
-                else
+                if (!in_rows) {
+                    U *to[2];
+#pragma unroll
+                    for (int i = 0; i < 2; i++)
+                        to[i] = of.of_call[i] >= 0 ? static_cast<U *>(task.dx) + of.of_call[i] * task.dx_stride : NULL;
+                    tiles::scatter_part<U, false>(staging, to, e, part, place.column, task.depth);
+                } else {
                     tiles::store_through<U, false>(tiles::place_of(part, staging, held), out, e, column, row);
+                }
             } else {
                 const int first = place.first / of_split * static_cast<int>(task.split_rows);
                 tiles::store_through<U, END == MORE_SUMS>(tiles::place_of(part, staging, held), out, e, column,
