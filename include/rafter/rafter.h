@@ -317,8 +317,8 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  * Forward: the outputs of cross_entropy, and those of dx, dweight, dbias that are not NULL, for the upstream gradient
  * dloss. Backward: dx, dweight, dbias for dloss, from the inputs and lse if given; logits are computed again. dx,
  * dweight, dbias have their input's dtype or fp32; they are accumulated in fp32 (see accumulate). Ignored rows cost no
- * matrix work on a CPU; on a GPU, where nothing waits to learn how many there are, they are multiplied as zeros. A
- * logit is never rounded below fp32 before the softmax. accumulate_into_dweight: add to what dweight (then fp32: a
+ * matrix work on a CPU, nor on Hopper GPUs for 16-bit inputs and most options; elsewhere they are multiplied as zeros.
+ * A logit is never rounded below fp32 before the softmax. accumulate_into_dweight: add to what dweight (then fp32: a
  * "main gradient") holds, instead of overwriting it. budget: the most workspace, in bytes, the call may take; 0: what
  * runs fastest. Results depend on it only by fp32 rounding. A budget under what the smallest chunk needs is
  * RAFTER_WORKSPACE_TOO_SMALL, and the sentence says what is.

@@ -27,6 +27,11 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* All threads of a warpgroup; `number` is from 1 to 15, one for each group of the block. */
+DEVICE void group_sync(int number) {
+    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+}
+
 /* ---- barriers -----------------------------------------------------------------------------------------------------
  */
 
@@ -111,6 +116,13 @@ DEVICE void store_box(const CUtensorMap *map, int column, int row, const void *f
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
+/* Adds it, in the tensor's dtype, to what is there. */
+DEVICE void add_box(const CUtensorMap *map, int column, int row, const void *from) {
+    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n\t"
+                 "cp.async.bulk.commit_group;" ::"l"(map),
+                 "r"(column), "r"(row), "r"(shared_address(from))
+                 : "memory");
+}
 /* Until all but this thread's last N boxes have been read, and may be written again. */
 template <int N> DEVICE void stores_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
@@ -131,12 +143,17 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
 /* ---- products -----------------------------------------------------------------------------------------------------
  */
 
-/* Rows of 128 bytes, swizzled as the copy engine does it, the reduced dimension along them: what wgmma calls a
- * descriptor. 16 further elements of 2 bytes along the rows are 2 further in it. */
-DEVICE uint64_t operand_of(const void *shared) {
-    const uint64_t address = shared_address(shared) >> 4, leading = 1, eight_rows = 1024 >> 4, swizzle_128 = 1;
+/* Rows of 128 bytes, swizzled as the copy engine does it: what wgmma calls a descriptor. The reduced dimension runs
+ * along the rows; or, TURNED, across them, and what is multiplied with it continues, after the rows' 64 elements of 2
+ * bytes, `chunk` bytes further on. */
+template <bool TURNED> DEVICE uint64_t operand_of(const void *shared, int chunk) {
+    /* Above these 18 bits, addresses of a cluster's blocks differ. */
+    const uint64_t address = (shared_address(shared) & 0x3ffff) >> 4, leading = TURNED ? chunk >> 4 : 1,
+                   eight_rows = 1024 >> 4, swizzle_128 = 1;
     return address | leading << 16 | eight_rows << 32 | swizzle_128 << 62;
 }
+/* What 16 further elements of the reduced dimension add to it. */
+template <bool TURNED> constexpr uint64_t OPERAND_STEP = (TURNED ? 16 * 128 : 16 * 2) >> 4;
 
 DEVICE void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -164,13 +181,14 @@ template <int N> DEVICE void products_wait() {
                  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                    \
                  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "        \
                  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "   \
-                 "%128, %129, p, 1, 1, 0, 0;\n\t}"                                                                     \
+                 "%128, %129, p, 1, 1, %131, %132;\n\t}"                                                               \
                  : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
-                 : "l"(a), "l"(b), "r"(add))
+                 : "l"(a), "l"(b), "r"(add), "n"(A_TURNED), "n"(B_TURNED))
 
 /* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 32, i < 2
  * and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
-template <typename T> DEVICE void multiply_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+template <typename T, bool A_TURNED, bool B_TURNED>
+DEVICE void multiply_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int add) {
     if constexpr (__is_same(T, bf16))
         RAFTER_MULTIPLY("bf16");
     else

@@ -1,17 +1,19 @@
 /*
- * linear_cross_entropy on CUDA: matrix products by cuBLASLt, and between them kernels that turn fp32 logits into
- * statistics of rows and into dz, the gradient of the logits, in the inputs' dtype.
+ * linear_cross_entropy on CUDA: matrix products, and between them kernels that turn fp32 logits into statistics of rows
+ * and into dz, the gradient of the logits, in the inputs' dtype.
  *
  *     fast      for each group of rows: logits of all classes; statistics; dz, written over the front of each row of
  *               logits; the group's dx = dz W; and dW += dz^T x, which grows from group to group
  *     compact   for each slice of classes: logits, group by group, and statistics. Then again for each slice: logits,
  *               dz of all rows, the slice's dW = dz^T x, and dx += dz W, which grows from slice to slice
  *
- * On Hopper, for 16-bit inputs and most options, the first product is fused with what follows it (fused.cuh), and no
- * logit is ever stored. Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of
- * the product, before the sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW,
- * and dx on its way out. The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of
- * the exponentials lie where dW will be.
+ * The products are cuBLASLt's; but on Hopper, for 16-bit inputs and most options, our own: then the first is fused with
+ * what follows it (fused.cuh), and no logit is ever stored; dx leaves its product in its own dtype (gradients.cuh); and
+ * rows that are ignored are dropped before anything is multiplied: the products take their number from the device.
+ * Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of the product, before the
+ * sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW, and dx on its way out.
+ * The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of the exponentials lie
+ * where dW will be. Where there are few classes, exponentials are turned into dz in their place.
  *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
@@ -44,6 +46,13 @@ Launch over(int64_t items, int threads, int64_t most = 1 << 20) {
     return {blocks < 1 ? 1 : blocks < most ? blocks : most, threads};
 }
 
+/* Of a kernel that begins with wait_for_previous_kernel: it is there when that one ends. */
+Launch following(int64_t blocks, int threads) {
+    Launch how = {blocks, threads};
+    how.overlaps = true;
+    return how;
+}
+
 /* Rows of x or W from `row` on. */
 Operand rows_at(const char *data, int64_t stride, rafter_dtype dtype, int64_t row) {
     return {data + row * stride * rafter_dtype_bytes(dtype), stride, false};
@@ -54,6 +63,57 @@ Operand x_rows(const Run &run, int64_t first) {
     if (plan.direct_x())
         return rows_at(run.call->x.data, plan.x.stride, plan.dtype, first);
     return rows_at(run.b.x, plan.depth_stride, plan.dtype, plan.packs_groups() ? 0 : first);
+}
+
+/* ---- kept rows ----------------------------------------------------------------------------------------------------
+ */
+
+fused::Kept kept_of(const Run &run) {
+    return {run.b.order, &run.b.common->kept, run.plan.rows};
+}
+
+/* x as products take it if all rows are kept, and the copy that they take otherwise: see fused::Kept. */
+fused::Matrix x_matrix(const Run &run) {
+    const Plan &plan = run.plan;
+    if (!plan.x.plain)
+        return {run.b.x, plan.rows, plan.depth, plan.depth_stride};
+    return {run.call->x.data, plan.rows, plan.depth, plan.x.stride};
+}
+
+fused::Matrix copy_matrix(const Run &run) {
+    const Plan &plan = run.plan;
+    if (plan.copies_into_dx())
+        return {run.call->dx.data, plan.rows, plan.depth,
+                plan.dx_lies.stride * rafter_dtype_bytes(run.call->dx.dtype) / rafter_dtype_bytes(plan.dtype)};
+    if (plan.copies_x())
+        return {run.b.x, plan.rows, plan.depth, plan.depth_stride};
+    return x_matrix(run);
+}
+
+template <typename T> KeptX<T> kept_x(const Run &run) {
+    const fused::Matrix x = x_matrix(run);
+    return {kept_of(run), static_cast<const T *>(x.data), x.stride, !run.plan.x.plain};
+}
+
+/* Blocks that take rows in turn. */
+Launch kept_launch(const Run &run) {
+    const int64_t most = 8 * run.context->cuda_state->multiprocessors;
+    return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
+}
+
+/* x of the kept rows, which prepare has found. */
+void copy_x(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &x = run.call->x;
+    const int last = x.ndim - 1;
+    const fused::Matrix copy = copy_matrix(run);
+    if (copy.data == x.data)
+        return;
+    for_dtype(plan.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        launch(run.context, kept_launch(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
+               plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
+    });
 }
 
 Operand weight_rows(const Run &run, int64_t first) {
@@ -131,9 +191,9 @@ void finish(Run *run, int64_t first, int64_t rows) {
     if (rows == 0)
         return;
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS);
-    launch(run->context, {blocks, ROW_THREADS}, finish_rows, run->loss, first, rows,
-           static_cast<const Gathered<FULL> *>(run->b.stats), run->plan.parts, static_cast<double>(run->row_scale),
-           run->b.gradients, run->b.of_block + run->blocks);
+    launch(run->context, {blocks, ROW_THREADS}, finish_rows, run->loss, static_cast<const int *>(run->b.order), first,
+           rows, static_cast<const Gathered<FULL> *>(run->b.stats), run->plan.parts,
+           static_cast<double>(run->row_scale), run->b.gradients, run->b.of_block + run->blocks);
     run->blocks += blocks;
 }
 
@@ -223,7 +283,7 @@ rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int6
     p.n = plan.depth;
     p.k = rows;
     p.a = {dz.data, dz.stride, true};
-    p.b = plan.exponentials() ? Operand{run.b.x_scaled, plan.depth_stride, false} : x_rows(run, first);
+    p.b = x_rows(run, first);
     p.add = add;
     if (plan.direct_dweight()) {
         p.out_dtype = dweight.dtype;
@@ -239,16 +299,120 @@ rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int6
     return multiply(run, p);
 }
 
+/* ---- fused --------------------------------------------------------------------------------------------------------
+ */
+
+fused::Matrix weight_matrix(const Run &run) {
+    const Operand w = weight_rows(run, 0);
+    return {w.data, run.plan.classes, run.plan.depth, w.stride};
+}
+
+fused::Matrix dz_matrix(const Dz &dz, int64_t rows) {
+    return {dz.data, rows, dz.classes, dz.stride};
+}
+
 template <int MODE> rafter_status run_fused(const Run &run, fused::Task task, const Dz &out = {}) {
-    const Operand x = x_rows(run, task.first_row), w = weight_rows(run, 0);
+    task.kept = kept_of(run);
     task.depth = static_cast<int>(run.plan.depth);
     task.bias = run.call->bias.data ? run.b.bias : NULL;
     task.z_label = run.b.z_label;
     task.gradients = run.b.gradients;
     task.out = out.data;
     task.out_stride = out.stride;
-    return fused::run<MODE>(run.context, run.plan.dtype, x.data, x.stride, w.data, w.stride, run.plan.classes, run.loss,
+    return fused::run<MODE>(run.context, run.plan.dtype, x_matrix(run), copy_matrix(run), weight_matrix(run), run.loss,
                             task);
+}
+
+/* dW of dz's classes, from kept rows [first, first + rows), which dz has. `add`: to what the groups before have left.
+ */
+rafter_status fused_dweight(const Run &run, const Dz &dz, int64_t first, int64_t rows, bool add) {
+    const Plan &plan = run.plan;
+    const rafter_view &dweight = run.call->dweight;
+    fused::DweightTask task = {};
+    task.kept = kept_of(run);
+    task.first_row = first;
+    task.rows = rows;
+    task.classes = dz.classes;
+    task.depth = plan.depth;
+    fused::Matrix x = x_matrix(run), copy = copy_matrix(run);
+    if (plan.exponentials()) {
+        x = copy = {run.b.x_scaled, plan.first_group, plan.depth, plan.depth_stride};
+        task.scaled = x.rows;
+    }
+    fused::Matrix out = {run.b.dweight, dz.classes, plan.depth, plan.depth_stride};
+    if (plan.direct_dweight()) {
+        out.stride = plan.dweight_lies.stride;
+        out.data = dweight.data + dz.first_class * out.stride * rafter_dtype_bytes(dweight.dtype);
+        task.alpha = &run.b.common->alpha;
+        add |= run.call->accumulate_into_dweight;
+    }
+    task.out = const_cast<void *>(out.data);
+    task.out_stride = out.stride;
+    return fused::run_dweight(run.context, plan.dtype, dz_matrix(dz, rows), x, copy, out,
+                              plan.direct_dweight() ? dweight.dtype : RAFTER_F32, add, task);
+}
+
+/* dx of kept rows out of their sums. */
+void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const int last = dx.ndim - 1;
+    const fused::Matrix w = weight_matrix(run);
+    fused::for_dtypes(plan.dtype, dx.dtype, [&](auto zero, auto dx_zero) {
+        typedef decltype(zero) T;
+        launch(run.context, following(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run),
+               first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
+               static_cast<const float *>(run.b.dx), plan.depth_stride, plan.dx_splits, plan.split_rows(),
+               static_cast<const float *>(&run.b.common->alpha),
+               static_cast<const RowGradient *>(plan.exponentials() ? run.b.gradients : NULL),
+               static_cast<const T *>(w.data), w.stride);
+    });
+}
+
+/* dx of kept rows [first, first + rows), from dz of theirs in one part or two; or its sums, to which a slice adds. */
+rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t first, int64_t rows, bool add) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    fused::DxTask task = {};
+    task.kept = kept_of(run);
+    task.first_row = first;
+    task.rows = rows;
+    task.classes = dz.classes + behind.classes;
+    task.depth = plan.depth;
+    task.in_front = dz.classes;
+    task.first_class = dz.first_class;
+    task.split_rows = plan.split_rows();
+    /* A last slice of compact may have little. */
+    const int most = static_cast<int>(larger(1, task.classes / LEAST_SUM));
+    task.splits = plan.dx_splits < most ? plan.dx_splits : most;
+    task.gradients = plan.exponentials() ? run.b.gradients : NULL;
+    const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
+                        other = behind.classes > 0 ? dz_matrix(behind, rows) : one,
+                        sums = {run.b.dx, plan.dx_splits * plan.split_rows(), plan.depth, plan.depth_stride},
+                        results = {dx.data, first + rows, plan.depth, plan.dx_lies.stride};
+    task.weight = w.data;
+    task.weight_stride = w.stride;
+    task.alpha = &run.b.common->alpha;
+    task.dx = dx.data;
+    task.dx_stride = plan.dx_lies.stride;
+    if (plan.direct_dx())
+        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, results, run.loss, task);
+    if (add)
+        return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+    return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+}
+
+/* Rows that are ignored, after all others. */
+void finish_others(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    if (!plan.dx || !plan.drops || !plan.direct_dx())
+        return;
+    for_dtype(dx.dtype, [&](auto zero) {
+        typedef decltype(zero) U;
+        launch(run.context, kept_launch(run), zero_others<U>, kept_of(run), plan.depth, reinterpret_cast<U *>(dx.data),
+               plan.dx_lies.stride);
+    });
 }
 
 fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
@@ -261,12 +425,13 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
     return task;
 }
 
-void finish_fused(Run *run, int64_t first, int64_t rows) {
+/* `turned`: exponentials that become dz. */
+void finish_fused(Run *run, int64_t first, int64_t rows, const Dz &turned = {}) {
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
-    launch(run->context, {blocks, ROW_THREADS}, finish_tiles, run->loss, first, rows,
+    launch(run->context, following(blocks, ROW_THREADS), finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
            static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
-           run->b.labels, run->b.of_block + run->blocks);
+           run->b.labels, reinterpret_cast<bf16 *>(turned.data), turned.stride, run->b.of_block + run->blocks);
     run->blocks += blocks;
 }
 
@@ -279,47 +444,33 @@ struct Parts {
 Parts parts_of(const Run &run, int64_t hosted) {
     const Plan &plan = run.plan;
     const int64_t before = plan.classes - hosted;
-    if (!plan.exponentials())
+    if (!plan.fused)
         return {{{reinterpret_cast<char *>(run.b.z), plan.dz_stride, 0, plan.classes}}, 1};
     return {{{run.b.dz, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
             hosted > 0 ? 2 : 1};
 }
 
-/* Exponentials of a group, as dz is; and x_scaled. */
+/* Exponentials of a group, as dz is; and x_scaled, or else dz itself in their place. */
 rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run->plan;
-    const Operand x = x_rows(*run, first);
     fused::Task task = statistics_task(*run, first, rows);
-    task.sample = run->b.sample + first;
+    task.sample = plan.exponentials() ? run->b.sample + first : NULL;
     for (int i = 0; i < dz.count; i++) {
         task.first_class = dz.part[i].first_class;
         task.classes = dz.part[i].classes;
         task.stats = run->b.tiles + task.first_class / fused::CLASSES;
         RAFTER_TRY(run_fused<fused::EXPONENTIALS>(*run, task, dz.part[i]));
     }
-    finish_fused(run, first, rows);
+    finish_fused(run, first, rows, plan.turns_exponentials() ? dz.part[0] : Dz{});
+    if (plan.turns_exponentials())
+        return RAFTER_OK;
     const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.part[0].data), reinterpret_cast<bf16 *>(dz.part[1].data),
                                   dz.part[0].stride, dz.part[1].stride, dz.part[0].classes};
-    launch(run->context, {rows, LABEL_THREADS}, adjust<bf16>, run->loss, first,
+    launch(run->context, following(rows, LABEL_THREADS), adjust<bf16>, run->loss, first, rows,
            static_cast<const RowStats *>(run->b.tiles), task.tiles, static_cast<const RowGradient *>(run->b.gradients),
-           e, static_cast<const bf16 *>(x.data), x.stride, plan.dweight ? plan.depth : 0,
-           reinterpret_cast<bf16 *>(run->b.x_scaled), plan.depth_stride);
+           e, kept_x<bf16>(*run), plan.dweight ? plan.depth : 0, reinterpret_cast<bf16 *>(run->b.x_scaled),
+           plan.first_group, plan.depth_stride);
     return RAFTER_OK;
-}
-
-/* dx of some rows, out of sums that exponentials have been multiplied into. */
-void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
-    const Plan &plan = run.plan;
-    const rafter_view &dx = run.call->dx;
-    const int last = dx.ndim - 1;
-    const Operand w = weight_rows(run, 0);
-    for_dtype(dx.dtype, [&](auto zero) {
-        launch(run.context, {rows, LABEL_THREADS}, store_dx<bf16, decltype(zero)>, run.loss, first, rows_of(dx, last),
-               dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
-               static_cast<const float *>(run.b.dx), plan.depth_stride,
-               static_cast<const float *>(&run.b.common->alpha), static_cast<const RowGradient *>(run.b.gradients),
-               static_cast<const bf16 *>(w.data), w.stride);
-    });
 }
 
 /* What labels add to dW, which has had the group's exponentials. */
@@ -329,11 +480,9 @@ void add_label_rows(const Run &run, int64_t first, int64_t rows) {
     const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
         for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
             const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
-            const Operand x = x_rows(run, begin);
-            launch(run.context, {count, ADD_THREADS}, add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
+            launch(run.context, following(count, ADD_THREADS), add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
                    static_cast<const int *>(run.b.labels), static_cast<const RowGradient *>(run.b.gradients), begin,
-                   static_cast<int>(count), static_cast<const bf16 *>(x.data), x.stride, plan.depth, out, stride,
-                   factor);
+                   static_cast<int>(count), kept_x<bf16>(run), plan.depth, out, stride, factor);
         }
     };
     if (!plan.direct_dweight())
@@ -404,17 +553,24 @@ rafter_status form_dz(Run *run, int64_t first, int64_t rows, const Dz &dz) {
     return RAFTER_OK;
 }
 
-/* dx of a group. */
-rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts &dz) {
+/* dx of a group that is not fused. */
+rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Dz &dz) {
+    RAFTER_TRY(multiply_dx(run, dz, first, rows, false));
+    if (!run.plan.direct_dx())
+        store_rows(run, run.call->dx, run.plan.dx_lies, false, first, rows, run.b.dx);
+    return RAFTER_OK;
+}
+
+/* dx of a group of kept rows. */
+rafter_status finish_fused_dx(const Run &run, int64_t first, int64_t rows, const Parts &dz) {
     const Plan &plan = run.plan;
+    if (plan.direct_dx())
+        return fused_dx(run, dz.part[0], dz.part[1], first, rows, false);
     for (int64_t done = 0; done < rows; done += plan.dx_rows) {
-        const int64_t begin = first + done, count = rows - done < plan.dx_rows ? rows - done : plan.dx_rows;
-        for (int i = 0; i < dz.count; i++)
-            RAFTER_TRY(multiply_dx(run, dz.part[i].from(done, plan.dtype), begin, count, i > 0));
-        if (plan.exponentials())
-            store_dx_rows(run, begin, count);
-        else if (!plan.direct_dx())
-            store_rows(run, run.call->dx, plan.dx_lies, false, begin, count, run.b.dx);
+        const int64_t count = rows - done < plan.dx_rows ? rows - done : plan.dx_rows;
+        RAFTER_TRY(fused_dx(run, dz.part[0].from(done, plan.dtype), dz.part[1].from(done, plan.dtype), first + done,
+                            count, false));
+        store_dx_rows(run, first + done, count);
     }
     return RAFTER_OK;
 }
@@ -422,21 +578,26 @@ rafter_status finish_dx(const Run &run, int64_t first, int64_t rows, const Parts
 rafter_status run_fast(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    if (plan.exponentials()) {
-        if (!plan.x.plain)
-            pack_rows(*run, call->x, 0, plan.rows, run->b.x);
+    if (plan.exponentials())
         RAFTER_TRY(take_sample(*run));
-    }
     for (int64_t first = 0, rows; first < plan.rows; first += rows) {
         const int64_t most = first == 0 ? plan.first_group : plan.group;
         rows = plan.rows - first < most ? plan.rows - first : most;
         const Parts dz = parts_of(*run, first == 0 ? plan.hosted : 0);
-        RAFTER_TRY(plan.exponentials() ? form_exponentials(run, first, rows, dz)
-                                       : form_dz(run, first, rows, dz.part[0]));
-        if (plan.dx)
-            RAFTER_TRY(finish_dx(*run, first, rows, dz));
+        RAFTER_TRY(plan.fused ? form_exponentials(run, first, rows, dz) : form_dz(run, first, rows, dz.part[0]));
+        const auto form_dx = [&] {
+            return !plan.dx     ? RAFTER_OK
+                   : plan.fused ? finish_fused_dx(*run, first, rows, dz)
+                                : finish_dx(*run, first, rows, dz.part[0]);
+        };
+        /* dx is first, where dweight may host what it is made of; last, where it may lie over what dweight is. */
+        if (!plan.turns_exponentials())
+            RAFTER_TRY(form_dx());
         for (int i = dz.count - 1; i >= 0 && plan.dweight; i--) /* what dweight hosts, before it is written over */
-            RAFTER_TRY(multiply_dweight(*run, dz.part[i], first, rows, first > 0));
+            RAFTER_TRY(plan.fused ? fused_dweight(*run, dz.part[i], first, rows, first > 0)
+                                  : multiply_dweight(*run, dz.part[i], first, rows, first > 0));
+        if (plan.turns_exponentials())
+            RAFTER_TRY(form_dx());
         if (plan.exponentials() && plan.dweight)
             add_label_rows(*run, first, rows);
         if (plan.mends()) {
@@ -480,7 +641,7 @@ Dz slice_at(const Run &run, int64_t v) {
 rafter_status run_compact(Run *run) {
     const Plan &plan = run->plan;
     const linear_cross_entropy_call *call = run->call;
-    if (!plan.x.plain)
+    if (!plan.x.plain && !plan.fused)
         pack_rows(*run, call->x, 0, plan.rows, run->b.x);
     for (int64_t first = 0; plan.fused && plan.statistics && first < plan.rows; first += plan.group) {
         const int64_t rows = plan.rows - first < plan.group ? plan.rows - first : plan.group;
@@ -503,13 +664,16 @@ rafter_status run_compact(Run *run) {
     };
     const auto multiply_slice = [&](const Dz &dz) {
         if (plan.dweight) {
-            RAFTER_TRY(multiply_dweight(*run, dz, 0, plan.rows, false));
+            RAFTER_TRY(plan.fused ? fused_dweight(*run, dz, 0, plan.rows, false)
+                                  : multiply_dweight(*run, dz, 0, plan.rows, false));
             if (plan.mends())
                 mend(*run, dz);
             if (!plan.direct_dweight())
                 store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, dz.first_class,
                            dz.classes, run->b.dweight);
         }
+        if (plan.dx && plan.fused)
+            return fused_dx(*run, dz, {}, 0, plan.rows, dz.first_class > 0);
         return plan.dx ? multiply_dx(*run, dz, 0, plan.rows, dz.first_class > 0) : RAFTER_OK;
     };
     if (!plan.fused)
@@ -525,8 +689,12 @@ rafter_status run_compact(Run *run) {
         RAFTER_TRY(run_fused<fused::GRADIENT>(*run, task, dz));
         RAFTER_TRY(multiply_slice(dz));
     }
-    if (plan.dx && !plan.direct_dx())
-        store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);
+    if (plan.dx && !plan.direct_dx()) {
+        if (plan.fused)
+            store_dx_rows(*run, 0, plan.rows);
+        else
+            store_rows(*run, call->dx, plan.dx_lies, false, 0, plan.rows, run->b.dx);
+    }
     return RAFTER_OK;
 }
 
@@ -566,13 +734,16 @@ rafter_status execute(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
-    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, run->b.common);
+    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
+           run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)
         launch(run->context, over(plan.classes, 256), widen, rows_of(call->bias, 1), plan.classes, run->b.bias);
     if (!plan.weight.plain && plan.rows > 0 && plan.classes > 0 && plan.depth > 0)
         pack_rows(*run, call->weight, 0, plan.classes, run->b.weight);
 
+    if (plan.fused)
+        copy_x(*run);
     if (plan.rows == 0 || plan.classes == 0) {
         finish(run, 0, plan.rows);
         store_nothing(*run);
@@ -581,11 +752,13 @@ rafter_status execute(Run *run) {
     } else {
         RAFTER_TRY(run_compact(run));
     }
+    if (plan.fused)
+        finish_others(*run);
     if (plan.dbias)
         store_rows(*run, as_row(call->dbias), Lying{}, false, 0, 1, run->b.dbias);
     if (run->loss.forward)
-        launch(run->context, {1, PREPARE_THREADS}, finish_loss, run->loss, static_cast<const Totals *>(run->b.of_block),
-               run->blocks);
+        launch(run->context, following(1, PREPARE_THREADS), finish_loss, run->loss,
+               static_cast<const Totals *>(run->b.of_block), run->blocks);
     return rafter_cuda_launched(run->context, "linear_cross_entropy");
 }
 
@@ -608,7 +781,8 @@ extern "C" rafter_status rafter_cuda_linear_cross_entropy(rafter_context *contex
         *call->ask = nothing ? 0 : rafter_scratch_request(run.plan.bytes);
     if (call->ask || nothing)
         return RAFTER_OK;
-    RAFTER_TRY(rafter_cuda_open_products(context));
+    if (!run.plan.fused)
+        RAFTER_TRY(rafter_cuda_open_products(context));
     struct rafter_scratch scratch;
     RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, run.plan.bytes, &scratch));
     lay_out(run.plan, scratch.memory, &run.b);

@@ -50,13 +50,16 @@ struct Plan {
     int64_t rows, depth, classes;
     bool statistics;         /* to be found, not given by the caller's lse */
     bool dx, dweight, dbias; /* wanted */
-    bool fusable, fused;     /* may be, is by fused.cuh */
+    bool fusable, fused;     /* may be, is by fused.cuh, and gradients.cuh */
+    bool drops;              /* fused: ignored rows, before anything is multiplied */
     bool fast;
     int64_t group, slice; /* rows, classes of a tile: fast takes all classes at a time; so do statistics, if fused */
     int parts;            /* of a row, for its statistics */
     int64_t first_group;  /* rows of the first group, which may have more than the others */
     int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
-    int64_t dx_rows;   /* of the sums of dx that are formed at a time */
+    int64_t dx_rows;   /* of the sums of dx that are formed at a time, where they are not direct_dx */
+    int dx_splits;     /* fused: sums of dx, each of some of the classes, where one has too few tiles for the GPU */
+    int clusters;      /* that the GPU has room for: see tiles.cuh */
     int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
@@ -67,9 +70,14 @@ struct Plan {
     bool gradients() const {
         return dx || dweight || dbias;
     }
+    /* Whether fast turns exponentials into dz where they lie: that is a pass over them, but spares those over x and dx
+     * that exponentials take. (Not where rows of x that are ignored would meet dz in sums of some of the rows.) */
+    bool turns_exponentials() const {
+        return fast && fused && drops && classes <= 2 * depth;
+    }
     /* Whether fast keeps these instead of dz. */
     bool exponentials() const {
-        return fast && fused;
+        return fast && fused && !turns_exponentials();
     }
     /* Whether a block takes a row's logits to dz in one pass. */
     bool turns_rows() const {
@@ -83,21 +91,34 @@ struct Plan {
     bool direct_x() const {
         return x.plain && !packs_groups();
     }
+    /* Whether the kept rows' copy of x lies in dx, which has a row for each: when the k-th kept row's dx is written,
+     * only copies up to the k-th are lost, and those have been multiplied. */
+    bool copies_into_dx() const {
+        return fused && drops && x.plain && dx && dx_lies.plain;
+    }
+    bool copies_x() const {
+        return !direct_x() || (fused && drops && !copies_into_dx());
+    }
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
-        return dx_lies.plain && !grows_dx && !exponentials();
+        return dx_lies.plain && !grows_dx && dx_splits == 1;
+    }
+    /* Fused: rows of sums of dx, of one split. */
+    int64_t split_rows() const {
+        return rounded(dx_rows, tiles::CLUSTER * tiles::ROWS);
     }
     bool direct_dweight() const {
         return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
     }
     /* Whether ignored rows of x may reach the sums of dW. */
     bool mends() const {
-        return dweight && direct_x() && !exponentials();
+        return dweight && direct_x() && !exponentials() && !(fused && drops);
     }
 };
 
 struct Buffers {
     Common *common;
+    int *order;             /* fused::Kept's */
     RowStats *tiles;        /* fused: of the group's rows; compact's lie where dz will */
     float *z_label;         /* fused: of every row */
     RowStats *sample;       /* fused.cuh's, of every row */
@@ -107,7 +128,8 @@ struct Buffers {
     int *labels;            /* finish_tiles', of every row */
     Totals *of_block;
     float *bias;
-    char *x, *weight; /* packed, where the caller's do not do: the group's rows (fast) or all; all classes */
+    char *x, *weight; /* packed, where the caller's do not do: the group's rows (fast) or all, fused::Kept's copy if
+                       * fused; all classes */
     float *z;
     char *dz;            /* compact: of all rows and a slice */
     float *dx, *dweight; /* fp32 sums: of the group and of the slice, or of all if they grow */
@@ -135,6 +157,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
                                        : larger(p.first_group * rounded(p.classes - p.hosted, 8),
                                                 p.first_group < p.rows ? p.group * p.dz_stride : 0) *
                                              bytes;
+    place(&b->order, p.fused, p.rows * int64_t(sizeof(int)));
     place(&b->tiles, tiles && p.fast, tile_bytes);
     place(&b->z_label, p.fused, p.rows * 4);
     place(&b->sample, p.exponentials(), p.rows * int64_t(sizeof(RowStats)));
@@ -146,7 +169,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->of_block, true,
           (p.turns_rows() ? p.rows : p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);
-    place(&b->x, !p.direct_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
+    place(&b->x, p.copies_x(), (p.packs_groups() ? p.group : p.rows) * p.depth_stride * bytes);
     place(&b->weight, !p.weight.plain, p.classes * p.depth_stride * bytes);
     place(&b->z, !p.fused, p.group * p.tile_stride * 4);
     if (p.fast) {
@@ -155,11 +178,11 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         place(&b->dz, tiles || dz, larger(tile_bytes, dz_bytes));
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
-    place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
+    place(&b->dx, p.dx && !p.direct_dx(), (p.fused ? p.dx_splits * p.split_rows() : p.dx_rows) * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
-    place(&b->products, p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
+    place(&b->products, !p.fused && p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
     return used;
 }
 
@@ -168,9 +191,6 @@ constexpr int64_t MIB = 1 << 20;
 /* Where exponentials take at least so much, dweight's own memory holds some of them; but not of fewer classes than
  * make products of a good size. */
 constexpr int64_t HOSTING_BYTES = 256 * MIB, LEAST_HOSTED = 8192;
-/* Rows of e W that are summed at a time, where sums are long: docs/perf/linear_cross_entropy.md. */
-constexpr int64_t DX_ROWS = 2048, LONG_SUM = 32768;
-
 /* Whether products write dweight after dz that may have lain there: not if it is added to, or has gaps. */
 bool hosts(const Plan &p) {
     return p.fused && p.dweight && p.direct_dweight() && p.dweight_lies.stride == p.depth && !p.adds_dweight;
@@ -196,27 +216,51 @@ int64_t hosted_slice(const Plan &p, int64_t v) {
     return p.host_rows * (p.classes - v) / (p.host_rows + p.rows) / fused::CLASSES * fused::CLASSES;
 }
 
+int64_t tiles_of(int64_t rows, int64_t columns) {
+    return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
+}
+
+/* How many sums dx is best formed in: tiles run in waves of one for each cluster, and with few of them the last one is
+ * mostly empty. No more than take 4 times what cuBLASLt would get, nor of less than LEAST_SUM classes. */
+constexpr int64_t LEAST_SUM = 2048;
+
+int best_splits(const Plan &p) {
+    const int64_t tiles = tiles_of(p.dx_rows, p.depth), clusters = p.clusters;
+    const int64_t bytes = p.split_rows() * p.depth_stride * 4, room = 4 * static_cast<int64_t>(p.product_bytes);
+    int best = 1;
+    double most = 0.0;
+    for (int splits = 1; splits * tiles <= 3 * clusters && splits <= 32; splits++) {
+        const int64_t all = splits * tiles, waves = ceil_div(all, clusters);
+        const double filled = static_cast<double>(all) / static_cast<double>(waves * clusters);
+        if (splits > 1 && (splits * bytes > room || splits * LEAST_SUM > p.slice))
+            break;
+        if (filled > 1.1 * most) {
+            most = filled;
+            best = splits;
+        }
+    }
+    return best;
+}
+
 /* Fills in what follows from fast, group and slice. */
 void complete(Plan *p, const linear_cross_entropy_call *call) {
     const int64_t bytes = rafter_dtype_bytes(p->dtype);
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
         return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
     };
-    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save; and what they cost,
-     * further passes over x and dx, is less than the passes over logits that they save only where there are many
-     * classes. */
-    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics && p->classes > p->depth));
+    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics));
     if (p->fast)
         p->slice = p->classes;
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
     p->depth_stride = rounded(p->depth, 8);
     p->tile_stride = rounded(p->slice, 8);
     p->dz_stride = p->fast && !p->fused ? p->tile_stride * 4 / bytes : p->tile_stride;
-    p->dx_rows = !p->fast                                                            ? p->rows
-                 : p->exponentials() && p->classes >= LONG_SUM && p->group > DX_ROWS ? DX_ROWS
-                                                                                     : p->group;
-    p->grows_dx = grows(p->dx, p->dx_lies, call->dx, !p->fast && p->slice < p->classes);
+    p->dx_rows = p->fast ? p->group : p->rows;
+    const bool dx_in_steps = !p->fast && p->slice < p->classes;
+    p->grows_dx = p->fused ? p->dx && dx_in_steps : grows(p->dx, p->dx_lies, call->dx, dx_in_steps);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    p->dx_splits = p->fused && p->dx ? best_splits(*p) : 1;
     p->first_group = p->group;
     p->hosted = 0;
     p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
@@ -353,8 +397,15 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.weight = lying(call->weight);
     p.dx_lies = p.dx ? lying(call->dx) : Lying{};
     p.dweight_lies = p.dweight ? lying(call->dweight) : Lying{};
-    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && !p.dbias &&
-                !needs_full(call->loss) && fused::available(state);
+    p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && p.rows <= INT32_MAX &&
+                !p.dbias && !needs_full(call->loss) && fused::available(state);
+    p.clusters = state->multiprocessors / tiles::CLUSTER;
+    /* A large product of few tiles would leave most of the GPU idle. */
+    const double flops =
+        2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
+    if (p.dweight && flops > 1e10 && 2 * tiles_of(p.classes, p.depth) < p.clusters)
+        p.fusable = false;
+    p.drops = p.fusable;
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)
         p.product_bytes = p.product_bytes > 65536 ? p.product_bytes / 2 : 0;
@@ -363,6 +414,7 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
         return true;
     *plan = p;
     plan->product_bytes = 0;
+    plan->drops = false; /* what x's copy may take, ignored rows are multiplied for */
     return choose(plan, call, budget);
 }
 

@@ -9,7 +9,7 @@
 
 #include "cuda/rows.cuh"
 #include "ops/columns.cuh"
-#include "ops/linear_cross_entropy/fused.cuh"
+#include "ops/linear_cross_entropy/gradients.cuh"
 
 namespace {
 
@@ -34,21 +34,73 @@ struct Common {
     Prepared prepared;
     float alpha;
     int dirty; /* an ignored row of x holds an infinity or NaN */
+    int kept;  /* rows: see fused::Kept */
 };
 
 constexpr int PREPARE_THREADS = 1024;
 
-/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. */
+constexpr int STRIPS = 16; /* of PREPARE_THREADS rows, that are read at a time */
+
+/* fused::Kept's order; returns its count. `drops`: ignored rows are not among them. By a block. */
+DEVICE int keep_rows(const Loss &loss, bool drops, int *order) {
+    __shared__ int before[STRIPS][WARP], of_strip[STRIPS]; /* kept rows of a strip, up to a warp's; of all */
+    static_assert(PREPARE_THREADS == WARP * WARP && STRIPS <= WARP, "a warp to a strip, a lane to each of its warps");
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
+    int kept = 0;
+    for (int64_t first = threadIdx.x; first - threadIdx.x < rows; first += STRIPS * PREPARE_THREADS) {
+        unsigned bits[STRIPS];
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int64_t row = first + i * PREPARE_THREADS;
+            bits[i] = row < rows && !(drops && loss.class_of(loss.load_label(row)) == IGNORED);
+        }
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            bits[i] = __ballot_sync(~0u, bits[i]);
+            if (lane == 0)
+                before[i][warp] = __popc(bits[i]);
+        }
+        __syncthreads();
+        if (warp < STRIPS) {
+            const int here = before[warp][lane];
+            int up_to = here;
+#pragma unroll
+            for (int step = 1; step < WARP; step *= 2) {
+                const int below = __shfl_up_sync(~0u, up_to, step);
+                up_to += lane >= step ? below : 0;
+            }
+            before[warp][lane] = up_to - here;
+            if (lane == WARP - 1)
+                of_strip[warp] = up_to;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < STRIPS; i++) {
+            const int row = static_cast<int>(min(first + i * PREPARE_THREADS, int64_t(rows)));
+            const int k = kept + before[i][warp] + __popc(bits[i] & ((1u << lane) - 1));
+            if (row < rows)
+                order[bits[i] >> lane & 1 ? k : rows - 1 - (row - k)] = row;
+            kept += of_strip[i];
+        }
+        __syncthreads();
+    }
+    return kept;
+}
+
+/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
-                                                           Common *common) {
+                                                           bool drops, int *order, Common *common) {
     double classes = 0.0;
-    for (int64_t v = threadIdx.x; v < loss.classes; v += PREPARE_THREADS)
+    for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
-    const Prepared prepared = {block_sum(classes), block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
+    classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
+    const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
+    const int kept = order ? keep_rows(loss, drops, order) : 0;
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
     common->dirty = 0;
+    common->kept = kept;
     /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
     common->alpha =
         prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
@@ -179,8 +231,8 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
  */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
- * this is forward, and the coefficients of its gradient, if they are wanted. By one thread. */
-DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *gradients,
+ * this is forward, and the coefficients of its gradient, if they are wanted, to *result. By one thread. */
+DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *result,
                        Totals *totals) {
     const int64_t label = loss.class_of(loss.load_label(row));
     RowGradient gradient = gradient_unread(label);
@@ -192,13 +244,13 @@ DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, d
                                     : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
     } else {
         const RowFigures figures = figures_of(*g, g->z_label, loss);
-        if (gradients)
+        if (result)
             gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
         if (loss.forward)
             write_row(loss, row, label, results_of(loss, row, label, figures), totals);
     }
-    if (gradients)
-        gradients[row] = gradient;
+    if (result)
+        *result = gradient;
 }
 
 DEVICE void finish_block(const Totals &mine, Totals *of_block) {
@@ -207,42 +259,102 @@ DEVICE void finish_block(const Totals &mine, Totals *of_block) {
         of_block[blockIdx.x] = totals;
 }
 
-/* A thread to a row, whose `parts` parts are merged in their order. */
-__global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, int64_t first,
-                                                           int64_t rows, const Gathered<FULL> *stats, int parts,
-                                                           double row_scale, RowGradient *gradients, Totals *of_block) {
+/* A thread to a row, whose `parts` parts are merged in their order. Where there is an order, the k-th row is that of
+ * it: see fused::Kept. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant__ Loss loss, const int *order,
+                                                           int64_t first, int64_t rows, const Gathered<FULL> *stats,
+                                                           int parts, double row_scale, RowGradient *gradients,
+                                                           Totals *of_block) {
     const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
     if (index < rows) {
         Gathered<FULL> g = none<FULL>();
         for (int part = 0; stats && part < parts; part++)
             g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
-        finish_row(loss, first + index, stats ? &g : NULL, row_scale, gradients, &totals);
+        finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL, row_scale,
+                   gradients ? gradients + first + index : NULL, &totals);
     }
     finish_block(totals, of_block);
 }
 
-/* A warp to a row, from the tiles of fused.cuh. Where `labels` is wanted, the row gets its class there, or -1 if its
- * gradient has nothing to add at it. */
-__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss, int64_t first,
+/* A warp's way from exponentials that tiles have left, each relative to its own maximum, to dz in their place: PACKS
+ * packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
+template <typename T> struct Turning {
+    static constexpr int N = WIDE<T>, STEP = WARP * N;
+    static_assert(fused::CLASSES % STEP == 0, "a warp's packs are of one tile");
+    T *const row;
+    const int64_t classes;
+    Pack<T, N> pack[PACKS];
+
+    DEVICE int64_t at(int64_t first, int k) const {
+        return first + k * STEP + threadIdx.x % WARP * N;
+    }
+    DEVICE void load(int64_t first) {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+            if (at(first, k) < classes)
+                pack[k] = load_once<T, N>(row + at(first, k));
+    }
+    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int64_t label, float scale) {
+        for (int64_t first = 0; first < classes; first += PACKS * STEP) {
+            if (first > 0)
+                load(first);
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) {
+                const int64_t v = at(first, k);
+                if (v >= classes)
+                    continue;
+                /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
+                const float max = stats[v / fused::CLASSES].max;
+                const float factor =
+                    max == -INFINITY ? 0.0f : gradient.p * expf((pivot_at(max) - gradient.pivot) * scale);
+                float all[N];
+                unpack(pack[k], all);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
+                store_once<T, N>(row + v, packed<T>(all));
+            }
+        }
+    }
+};
+
+/* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
+ * its class there, or -1 if its gradient has nothing to add at it. Where there are exponentials, the rows', see above.
+ */
+template <typename T>
+__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
+                                                            const __grid_constant__ fused::Kept kept, int64_t first,
                                                             int64_t rows, const RowStats *stats, int tiles,
                                                             const float *z_label, double row_scale,
-                                                            RowGradient *gradients, int *labels, Totals *of_block) {
+                                                            RowGradient *gradients, int *labels, T *exponentials,
+                                                            int64_t stride, Totals *of_block) {
+    wait_for_previous_kernel();
     const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
     Totals totals = {};
     if (index < rows) {
-        RowStats s = no_elements();
-        for (int tile = lane; tile < tiles; tile += WARP)
-            s = merge(s, stats[index * tiles + tile], loss.scale);
+        const int64_t row = kept.order[first + index];
+        const bool is_kept = first + index < *kept.count;
+        Turning<T> turning = {exponentials + index * stride, exponentials && is_kept ? loss.classes : 0};
+        turning.load(0);
         Gathered<FULL> g = none<FULL>();
-        g.s = merge_lanes<WARP>(s, loss.scale);
-        g.z_label = z_label[first + index];
+        if (is_kept) {
+            RowStats s = no_elements();
+            for (int tile = lane; tile < tiles; tile += WARP)
+                s = merge(s, stats[index * tiles + tile], loss.scale);
+            g.s = merge_lanes<WARP>(s, loss.scale);
+            g.z_label = z_label[first + index];
+        }
+        RowGradient *const gradient = gradients ? gradients + first + index : NULL;
         if (lane == 0) {
-            finish_row(loss, first + index, &g, row_scale, gradients, &totals);
+            finish_row(loss, row, &g, row_scale, gradient, &totals);
             if (labels)
-                labels[first + index] =
-                    gradients[first + index].at_label != 0.0f ? static_cast<int>(loss.load_label(first + index)) : -1;
+                labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
+        }
+        if (turning.classes > 0) {
+            __syncwarp();
+            turning.finish(stats + index * tiles, *gradient, loss.load_label(row), loss.scale);
         }
     }
     finish_block(totals, of_block);
@@ -251,6 +363,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
 /* One block. */
 __global__ __launch_bounds__(PREPARE_THREADS) void finish_loss(const __grid_constant__ Loss loss,
                                                                const Totals *of_block, int64_t blocks) {
+    wait_for_previous_kernel();
     Totals all = {};
     for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
         all.loss += of_block[i].loss;
@@ -331,7 +444,7 @@ __global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant_
     const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
     if (threadIdx.x == 0) {
         Totals totals = {};
-        finish_row(loss, row, &all, row_scale, gradients, &totals);
+        finish_row(loss, row, &all, row_scale, gradients + row, &totals);
         of_row[index] = totals;
     }
     __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
@@ -366,6 +479,68 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
     sums[column] = first ? sum : sums[column] + sum;
 }
 
+/* ---- kept rows ----------------------------------------------------------------------------------------------------
+ */
+
+/* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
+template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
+    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += blockDim.x * int64_t(N))
+        f(i, std::integral_constant<int, N>());
+    for (int64_t i = count / N * N + threadIdx.x; i < count; i += blockDim.x)
+        f(i, std::integral_constant<int, 1>());
+}
+
+template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
+    unpack(load_once<T, N>(from), to);
+}
+
+/* x of kept rows: the call's, or a copy of them. */
+template <typename T> struct KeptX {
+    fused::Kept kept;
+    const T *x;
+    int64_t stride;
+    bool copied;
+
+    DEVICE const T *at(int64_t k) const {
+        return x + (copied ? kept.copied_at(k) : kept.order[k]) * stride;
+    }
+};
+
+constexpr int COPY_THREADS = 256;
+
+/* Their copy, as fused::Kept has it; if all are kept, only if that is `wanted` even then. A block takes rows. `wide`:
+ * rows of all begin at multiples of 16 bytes, and their elements are neighbours. */
+template <typename T>
+__global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant__ fused::Kept kept,
+                                                          const __grid_constant__ Rows x, int64_t step, bool wide,
+                                                          bool wanted, int64_t columns, T *copy, int64_t stride) {
+    wait_for_previous_kernel();
+    const int count = *kept.count;
+    if (count == kept.all && !wanted)
+        return;
+    for (int64_t k = blockIdx.x; k < count; k += gridDim.x) {
+        const T *const from = x.at<const T>(kept.order[k]);
+        T *const to = copy + kept.copied_at(k) * stride;
+        if (wide)
+            for_elements<WIDE<T>>(
+                columns, [&](int64_t i, auto n) { store_once<T, n.value>(to + i, load_once<T, n.value>(from + i)); });
+        else
+            for (int64_t i = threadIdx.x; i < columns; i += COPY_THREADS)
+                to[i] = from[i * step];
+    }
+}
+
+/* dx of all other rows. */
+template <typename U>
+__global__ __launch_bounds__(COPY_THREADS) void zero_others(const __grid_constant__ fused::Kept kept, int64_t columns,
+                                                            U *dx, int64_t stride) {
+    wait_for_previous_kernel();
+    for (int64_t k = *kept.count + int64_t(blockIdx.x); k < kept.all; k += gridDim.x)
+        for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
+            store_once<U, n.value>(dx + kept.order[k] * stride + i, Pack<U, n.value>{});
+        });
+}
+
 /* ---- exponentials as gradients ------------------------------------------------------------------------------------
  */
 
@@ -385,27 +560,20 @@ template <typename T> struct Exponentials {
     }
 };
 
-/* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
-template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
-    for (int64_t i = threadIdx.x * int64_t(N); i + N <= count; i += blockDim.x * int64_t(N))
-        f(i, std::integral_constant<int, N>());
-    for (int64_t i = count / N * N + threadIdx.x; i < count; i += blockDim.x)
-        f(i, std::integral_constant<int, 1>());
-}
-
-template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
-    unpack(load_once<T, N>(from), to);
-}
-
 /* Brings tiles of the row whose pivot is not the row's to it (that takes logits that are further apart than bf16
- * reaches), takes the label's e out, and makes x_scaled. A block takes a row. */
+ * reaches), takes the label's e out, and makes x_scaled: the last of its x_rows rows are the group's. A block takes a
+ * row. */
 template <typename T>
-__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first,
+__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
-                                                        const __grid_constant__ Exponentials<T> e, const T *x,
-                                                        int64_t x_stride, int64_t depth, T *x_scaled,
-                                                        int64_t scaled_stride) {
+                                                        const __grid_constant__ Exponentials<T> e,
+                                                        const __grid_constant__ KeptX<T> x, int64_t depth, T *x_scaled,
+                                                        int64_t x_rows, int64_t scaled_stride) {
+    wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
+    const int there = x.kept.among(first, rows);
+    if (index >= there)
+        return;
     const RowGradient gradient = gradients[first + index];
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
@@ -428,10 +596,10 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
         }
         __syncthreads();
         if (threadIdx.x == 0)
-            *e.at(index, loss.load_label(first + index)) = from_float<T>(0.0f);
+            *e.at(index, loss.load_label(x.kept.order[first + index])) = from_float<T>(0.0f);
     }
-    const T *const from = x + index * x_stride;
-    T *const to = x_scaled + index * scaled_stride;
+    const T *const from = x.at(first + index);
+    T *const to = x_scaled + (x_rows - there + index) * scaled_stride;
     for_elements<N>(depth, [&](int64_t i, auto n) {
         float all[n.value];
         load_floats(all, from + i);
@@ -442,26 +610,38 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     });
 }
 
-/* dx of rows from `first` on, out of the sums of e W. A block takes a row. `wide`: rows of all begin at multiples of 16
- * bytes, and their elements are neighbours. */
+/* dx of kept rows from the k-th on, out of their sums of dz W, in `splits` parts, added in their order; or, if there
+ * are gradients, of e W; and of the other rows among [first, first + the grid's). A block takes a row. `wide`: rows of
+ * all begin at multiples of 16 bytes, and their elements are neighbours. */
 template <typename T, typename U>
-__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss, int64_t first,
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
+                                                          const __grid_constant__ fused::Kept kept, int64_t first,
                                                           const __grid_constant__ Rows dx, int64_t step, bool wide,
                                                           int64_t columns, const float *sums, int64_t stride,
-                                                          const float *alpha, const RowGradient *gradients,
-                                                          const T *weight, int64_t weight_stride) {
-    const int64_t row = first + blockIdx.x;
-    const RowGradient gradient = gradients[row];
+                                                          int splits, int64_t split_rows, const float *alpha,
+                                                          const RowGradient *gradients, const T *weight,
+                                                          int64_t weight_stride) {
+    wait_for_previous_kernel();
+    const int64_t k = first + blockIdx.x, row = kept.order[k];
+    const bool there = k < *kept.count;
+    const float p = gradients && there ? gradients[k].p : 1.0f,
+                at_label = gradients && there ? gradients[k].at_label : 0.0f;
     U *const to = dx.at<U>(row);
-    const T *const w = gradient.at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
+    const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
-        float sum[n.value], of_label[n.value] = {};
-        load_floats(sum, sums + blockIdx.x * stride + i);
+        float sum[n.value] = {}, of_label[n.value] = {};
+        for (int split = 0; split < splits && there; split++) {
+            float part[n.value];
+            load_floats(part, sums + (split * split_rows + blockIdx.x) * stride + i);
+#pragma unroll
+            for (int j = 0; j < n.value; j++)
+                sum[j] += part[j];
+        }
         if (w)
             load_floats(of_label, w + i);
 #pragma unroll
         for (int j = 0; j < n.value; j++)
-            sum[j] = *alpha * fmaf(gradient.p, sum[j], gradient.at_label * of_label[j]);
+            sum[j] = there ? *alpha * fmaf(p, sum[j], at_label * of_label[j]) : 0.0f;
         store_once<U, n.value>(to + i * step, packed<U>(sum));
     };
     if (wide)
@@ -476,9 +656,10 @@ constexpr int ADD_THREADS = 512, LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / W
  * row; of those of one label the first one's block takes all, in their order. */
 template <typename T, typename U>
 __global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, const RowGradient *gradients,
-                                                          int64_t first, int rows, const T *x, int64_t x_stride,
+                                                          int64_t first, int rows, const __grid_constant__ KeptX<T> x,
                                                           int64_t depth, U *dweight, int64_t dweight_stride,
                                                           const float *factor) {
+    wait_for_previous_kernel();
     __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
     __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
     __shared__ int16_t which[LABEL_ROWS];
@@ -529,7 +710,7 @@ __global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, con
 #pragma unroll 8
         for (int k = 0; k < count; k++) {
             float of_row[n.value];
-            load_floats(of_row, x + which[k] * x_stride + i);
+            load_floats(of_row, x.at(first + which[k]) + i);
 #pragma unroll
             for (int j = 0; j < n.value; j++)
                 sum[j] = fmaf(at_label[k], of_row[j], sum[j]);

@@ -1,11 +1,11 @@
 /*
- * lrpe_cosine on CUDA: every input is read from memory once and every output written once.
+ * lrpe_cosine on CUDA: every input is read from memory once, but for long softmaxes, and every output written once.
  *
  *     none, relu, sigmoid, silu    a thread has one pack of features; it computes the angles of a token once, and uses
  *                                  them for every sequence of the batch
  *     softmax over features        likewise; lines of up to 32 packs are normalised among the lanes of a warp; of
  *                                  longer ones the statistics are computed first, by another kernel
- *     softmax over the sequence    statistics and results in two phases, the second from L2: cuda/strips.cuh
+ *     softmax over the sequence    likewise, with the statistics of columns, which another kernel computes first
  *
  * sp cuts the sequence into many short walks, bp has blocks walk all of it. dtheta is summed in fp64: over the tokens
  * of a thread, of a block, and then by a second kernel over all blocks, always in the same order.
@@ -63,11 +63,12 @@ template <typename T> struct Call {
     }
 };
 
-/* f, besides the kinds that act has: a softmax over features whose lines are in a warp; one whose statistics are given.
- */
+/* f, besides the kinds that act has: a softmax over features whose lines are in a warp; one whose statistics are given;
+ * one over the sequence, with the statistics of its columns. */
 enum {
     FEATURES = RAFTER_ACT_SOFTMAX,
     GIVEN,
+    COLUMNS,
     ANY = -1
 }; /* ANY, as a template's argument: the one that the walk names */
 
@@ -79,8 +80,10 @@ struct Walk4 {
     int f, batch;
     Divisor tiles, tiles_of_head, row_chunks;
     int64_t batch_chunks, rows;
-    const float *statistics; /* GIVEN: of each line [B, N, H] the maximum, 1 / sum, and in backward the sum of p g */
-    double *moments;         /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
+    /* A maximum, or something near it, 1 / sum, and in backward the sum of p g. GIVEN: of each line [B, N, H], these
+     * side by side; COLUMNS: [these, B, H, D]. */
+    float *statistics;
+    double *moments; /* of each chunk [row_chunks * batch_chunks, H, D] the sum of position f(x) dTheta */
 
     __host__ __device__ int across() const {
         return 1 << across_bits;
@@ -98,6 +101,11 @@ struct Walk4 {
         return (int64_t)tiles.number * row_chunks.number * batch_chunks;
     }
 };
+
+/* Of the columns [B, H, D], in the order of memory. */
+template <typename T> DEVICE int64_t column_of(const Call<T> &call, int64_t b, int64_t h, int64_t d) {
+    return (b * call.heads + h) * call.features + d;
+}
 
 /* ---- all but the softmax over the sequence
  * ----------------------------------------------------------------------------- */
@@ -151,7 +159,7 @@ template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Depth {
     static constexpr int INPUTS = FORWARD ? 1 : 3;
     static constexpr int TOGETHER = !COPIES ? 4 : FORWARD ? 2 : 1;
     static constexpr int STAGES = COPIES ? 4 : 0;
-    static constexpr int PER_SM = FORWARD ? 3 : DTHETA ? 2 : 4;
+    static constexpr int PER_SM = FORWARD || F == COLUMNS ? 3 : DTHETA ? 2 : 4;
     typedef Pack<T, N> Stage[TOGETHER][INPUTS][THREADS]; /* each thread copies its own, and nobody else reads them */
 };
 
@@ -160,7 +168,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     rotate(const Call<T> call, const Walk4 walk) {
     typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
     constexpr int INPUTS = Depth::INPUTS, TOGETHER = Depth::TOGETHER, STAGES = Depth::STAGES;
-    extern __shared__ __align__(16) char dynamic[];
+    extern __shared__ __align__(128) char dynamic[];
     typename Depth::Stage *const stages = reinterpret_cast<typename Depth::Stage *>(dynamic);
     __shared__ Turns turns[N * WARP]; /* [element of a pack][pack] */
     __shared__ double moments[DTHETA ? THREADS * N : 1];
@@ -235,8 +243,11 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
     if (line < N)
         turns[line * across + column] = turns_of(theta);
     __syncthreads();
+    if (f == COLUMNS)
+        wait_for_previous_kernel(); /* for the statistics; all other inputs were there before that one began */
 
     const Strides &out_step = FORWARD ? call.y_step : call.dx_step;
+    const int64_t line_of_heads = call.heads * call.features, columns = call.batch * line_of_heads;
     double moment[DTHETA ? N : 1] = {};
     int stage = 0;
     for (int64_t row = top; row < bottom; row += step) {
@@ -248,9 +259,19 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
         sincos_of<false>(turns + column, across, position, sine, cosine);
 
         T *out = call.out + offset(n, out_step);
+        const float *of_columns = walk.statistics + column_of(call, first_b, h, d);
 #pragma unroll 1
         for (int b = 0; b < sequences; b += TOGETHER) {
             Pack<T, N> packs[TOGETHER][INPUTS];
+            float given[TOGETHER][FORWARD ? 2 : 3][N]; /* COLUMNS */
+            if (f == COLUMNS)
+#pragma unroll
+                for (int k = 0; k < TOGETHER; k++)
+                    if (has && (TOGETHER == 1 || b + k < sequences))
+#pragma unroll
+                        for (int i = 0; i < (FORWARD ? 2 : 3); i++)
+                            read_numbers(of_columns + k * line_of_heads + i * columns, given[k][i]);
+            of_columns += TOGETHER * line_of_heads;
             if constexpr (Depth::COPIES) {
                 copy_wait<STAGES - 1>();
 #pragma unroll
@@ -275,12 +296,16 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                 const float scale = f == FEATURES ? reciprocal_fast(sum[k]) : 1.0f; /* of 1 and more, or NaN */
                 if (f == GIVEN && there) {
                     const int64_t given_line = ((first_b + b + k) * call.length + n) * call.heads + h;
-                    const float *const given = walk.statistics + given_line * (FORWARD ? 2 : 3);
+                    const float *const of_line = walk.statistics + given_line * (FORWARD ? 2 : 3);
 #pragma unroll
                     for (int j = 0; j < N; j++)
-                        v[k][j] = exp_as<T>(v[k][j] - given[0]) * given[1];
-                    dot[k] = FORWARD ? 0.0f : given[2];
+                        v[k][j] = exp_as<T>(v[k][j] - of_line[0]) * of_line[1];
+                    dot[k] = FORWARD ? 0.0f : of_line[2];
                 }
+                if (f == COLUMNS)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        v[k][j] = exp_as<T>(v[k][j] - given[k][0][j]) * given[k][1][j];
                 if constexpr (FORWARD) {
                     float c[N], s[N];
 #pragma unroll
@@ -315,9 +340,10 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
                     const float shift = dot[k] * scale;
 #pragma unroll
                     for (int j = 0; j < N; j++)
-                        g[j] = softmax   ? v[k][j] * fmaf(g[j], scale, -shift)
-                               : reads_x ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
-                                         : g[j];
+                        g[j] = f == COLUMNS ? v[k][j] * (g[j] - given[k][FORWARD ? 0 : 2][j])
+                               : softmax    ? v[k][j] * fmaf(g[j], scale, -shift)
+                               : reads_x    ? act_backward<T>((rafter_act_kind)f, v[k][j], g[j])
+                                            : g[j];
                     if (there && (!DTHETA || call.out))
                         store_once(out, packed<T, N>(g));
                 }
@@ -441,212 +467,196 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 /* ---- softmax over the sequence
  * ----------------------------------------------------------------------------------------- */
 
-/* A job of cuda/strips.cuh: a strip is some neighbouring packs of a head, in SEQUENCES sequences of the batch, which
- * have one position and so share their angles. */
-template <typename T_, int N_, bool FORWARD, bool DTHETA, int SEQUENCES, int ITEMS_ = 8,
-          int PER_SM_ = !FORWARD         ? 2
-                        : SEQUENCES == 2 ? 3
-                                         : 4>
-struct Columns {
-    typedef T_ T;
-    static constexpr int N = N_, LINES = SEQUENCES * N, MOST_LINES = SEQUENCES * (N == 1 ? WARP : 8 * N);
-    static constexpr int EACH = FORWARD ? 1 : 3, INPUTS = SEQUENCES * EACH, ITEMS = ITEMS_;
-    static constexpr int THREADS = 256, PER_SM = PER_SM_, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
-    static constexpr bool HAS_MAX = true, SHORT = sizeof(T) == 2; /* angles for results of 16 bits: cuda/sincos.cuh */
-    typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
-    struct Table {
-        Turns turns[MOST_LINES / SEQUENCES]; /* [element of a pack][pack] */
-        alignas(16) float cosine[FORWARD ? 1 : MOST_LINES], sine[FORWARD ? 1 : MOST_LINES]; /* of the angle between
-                                                                                               items, [pack][element] */
-    };
-    struct Strip {
-        int64_t b, h, pack; /* the first sequence, the head, the first pack */
-    };
-    struct Place {
-        const T *in[EACH];
-        T *out;
-        int64_t b;
-        int sequences, column;
-        bool active;
-    };
+/* The statistics of columns. A block walks down some neighbouring packs of one sequence, its part of the rows; where
+ * there are several parts, another kernel merges them. */
+template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
+    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, PER_SM = FORWARD ? 4 : 2;
+    static constexpr int THREADS = ::THREADS, LINES = N, MOST_LINES = WARP * N, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
+    static constexpr bool HAS_MAX = true;
+    typedef Statistics<1, HAS_MAX, SUMS> One;
+    typedef Pack<T, N> Stage[INPUTS][THREADS]; /* each thread copies its own, and nobody else reads them */
+    static constexpr size_t STAGED = STAGES * sizeof(Stage), AREA = sizeof(Area<Columns>),
+                            BYTES = STAGED > AREA ? STAGED : AREA; /* of dynamic shared memory */
+};
 
-    Call<T> call;
-    int64_t packs;         /* of a head */
-    int across;            /* packs of a strip */
-    Divisor groups, heads; /* strips side by side in a head */
-    double *moments;
+/* What results need of a column. */
+template <bool DTHETA, int SUMS>
+DEVICE void conclude(const Walk4 &walk, const Statistics<1, true, SUMS> &all, int64_t column, int64_t columns) {
+    const float scale = 1.0f / all.sum[0][0];
+    walk.statistics[column] = all.max[0];
+    walk.statistics[columns + column] = scale;
+    if constexpr (SUMS > 1)
+        walk.statistics[2 * columns + column] = all.sum[1][0] * scale;
+    if constexpr (DTHETA)
+        walk.moments[column] = (double)(all.sum[2][0] * scale);
+}
 
-    DEVICE Strip strip_at(unsigned index) const {
-        const unsigned line = groups.quotient(index), b = heads.quotient(line);
-        return {(int64_t)b * SEQUENCES, line - b * heads.number, (int64_t)(index - line * groups.number) * across};
-    }
-    DEVICE Place locate(const Strip &strip, int column, int64_t row) const {
-        const int64_t b = strip.b, pack = strip.pack + column, d = pack * N, left = call.batch - b;
-        const auto at = [&](const Strides &step) { return b * step.b + row * step.n + strip.h * step.h + d * step.d; };
-        Place place;
-        place.in[0] = call.x + at(call.x_step);
-        if constexpr (!FORWARD) {
-            place.in[1] = call.dy + at(call.y_step);
-            place.in[2] = place.in[1] + call.features * call.y_step.d;
-        }
-        place.out = call.out + at(FORWARD ? call.y_step : call.dx_step);
-        place.b = b;
-        place.sequences = left < SEQUENCES ? (int)left : SEQUENCES;
-        place.column = column;
-        place.active = pack < packs;
-        return place;
-    }
-    DEVICE void prepare(Table &table, const Strip &strip) const {
-        for (int i = threadIdx.x; i < across * N; i += THREADS) {
-            const int64_t d = (strip.pack + i % across) * N + i / across;
-            const Turns turns = d < call.features ? call.turns(strip.h, d) : Turns();
-            table.turns[i] = turns;
-            if constexpr (!FORWARD) {
-                const int at = i % across * N + i / across;
-                sincos_at<false, false>(turns, position_of(THREADS / across), &table.sine[at], &table.cosine[at]);
-            }
-        }
-        __syncthreads();
-    }
-    DEVICE const T *source(const Place &place, int input) const {
-        return place.in[input % EACH] + input / EACH * (input % EACH == 0 ? call.x_step.b : call.y_step.b);
-    }
-    DEVICE int64_t row_stride(int input) const {
-        return input % EACH == 0 ? call.x_step.n : call.y_step.n;
-    }
-    DEVICE bool has(const Place &place, int input) const {
-        return input / EACH < place.sequences;
-    }
+/* parts: [part, statistic, column]; NULL where there is one part. TURNED: angles are turned from token to token, which
+ * results of 16 bits do not show, and computed anew every so often; positions are not given, and below 2^32 in size. */
+template <typename T, int N, bool FORWARD, bool DTHETA, bool TURNED>
+__global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_SM)
+    take_statistics(const Call<T> call, const Walk4 walk, float *parts) {
+    typedef Columns<T, N, FORWARD, DTHETA> Columns;
+    constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS;
+    extern __shared__ __align__(128) char dynamic[];
+    typename Columns::Stage *const stages = reinterpret_cast<typename Columns::Stage *>(dynamic);
+    Area<Columns> &area = *reinterpret_cast<Area<Columns> *>(dynamic); /* when all stages have been used */
+    __shared__ Turns turns[FORWARD ? 1 : N * WARP];                    /* [element of a pack][pack] */
+    __shared__ __align__(16) float cosines[TURNED ? N * WARP : 1],
+        sines[TURNED ? N * WARP : 1]; /* of the angle from a thread's token to its next, [pack][element] */
+    const int across = walk.across(), column = threadIdx.x & (across - 1), line = threadIdx.x >> walk.across_bits;
+    const int step_bits = THREAD_BITS - walk.across_bits, step = 1 << step_bits;
 
-    DEVICE int64_t position(const Items<Columns> &items, int i, const Place &place) const {
-        const int64_t n = items.row + i * items.step;
-        return n < call.length ? call.position(place.b, n) : 0;
-    }
-    /* The angles of item i, which those of the item before it are turned into where that is accurate enough: a rotation
-     * is off by 2^-24, which y would show near a zero of its cosine or sine, but not a sum of two products. */
-    DEVICE void angles(const Items<Columns> &items, int i, const Place &place, const Table &table, float (&cosine)[N],
-                       float (&sine)[N]) const {
-        if (FORWARD || i == 0 || call.positions) {
-            const Position at = position_of(position(items, i, place));
-            const Turns *const turns = table.turns + place.column;
-            if (!FORWARD && SHORT && at.high == 0)
+    const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
+    const int64_t b = walk.row_chunks.quotient(chunk), part = chunk - b * walk.row_chunks.number;
+    const Walk4::Spot spot = walk.spot(tile, column);
+    const int64_t h = spot.h, d = spot.pack * N, first = part * walk.rows + line,
+                  bottom = (part + 1) * walk.rows < call.length ? (part + 1) * walk.rows : call.length;
+    const bool active = h < call.heads && d < call.features;
+    const int count = active && first < bottom ? (int)((bottom - first + step - 1) >> step_bits) : 0;
+
+    const T *x = call.x + b * call.x_step.b + first * call.x_step.n + h * call.x_step.h + d * call.x_step.d;
+    Statistics<N, true, Columns::SUMS> mine;
+    mine.clear();
+    start_next_kernel();
+    if constexpr (FORWARD) {
+        constexpr int AT_A_TIME = 8;
+        const int64_t apart = step * call.x_step.n;
+        for (int i = 0; i < count; i += AT_A_TIME, x += AT_A_TIME * apart) {
+            Pack<T, N> packs[AT_A_TIME], top;
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; k++)
+                packs[k] = load_once_if<T, N>(i + k < count, x + k * apart, -INFINITY);
+            top = packs[0];
+#pragma unroll
+            for (int k = 1; k < AT_A_TIME; k++)
+                top = max_of(top, packs[k]);
+            cover<false, N>(mine, 0, top);
+#pragma unroll
+            for (int k = 0; k < AT_A_TIME; k++) {
+                float v[N];
+                unpack(packs[k], v);
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    sincos_roughly(turns[j * across], at, &sine[j], &cosine[j]);
-            else
-                sincos_of<SHORT && FORWARD>(turns, across, at, sine, cosine);
-        } else {
-            float c[N], s[N];
-            read_numbers(table.cosine + place.column * N, c);
-            read_numbers(table.sine + place.column * N, s);
+                    mine.sum[0][j] += exp2_fast((v[j] - mine.max[j]) * LOG2E);
+            }
+        }
+    } else {
+        const T *dy = call.dy + b * call.y_step.b + first * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
+        const int64_t half = call.features * call.y_step.d; /* from a cosine of dy to its sine */
+        int left = count, stage = 0;
+        const auto ask = [&] {
+            if (left-- > 0) {
+                copy_async(&stages[stage][0][threadIdx.x], x);
+                copy_async(&stages[stage][1][threadIdx.x], dy);
+                copy_async(&stages[stage][2][threadIdx.x], dy + half);
+            }
+            copy_commit();
+            x += step * call.x_step.n;
+            dy += step * call.y_step.n;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        };
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++)
+            ask();
+
+        if (line < N && active) {
+            const Turns one = call.turns(h, d + line);
+            turns[line * across + column] = one;
+            if constexpr (TURNED)
+                sincos_at<false, false>(one, position_of(step), &sines[column * N + line], &cosines[column * N + line]);
+        }
+        __syncthreads();
+
+        constexpr int ANEW = 64;
+        const auto token = [&](int i) { return call.position(b, first + (int64_t)i * step); };
+        float cosine[N], sine[N];
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            copy_wait<STAGES - 1>();
+            Pack<T, N> packs[INPUTS];
+#pragma unroll
+            for (int k = 0; k < INPUTS; k++)
+                packs[k] = stages[stage][k][threadIdx.x];
+            float v[N], c[N], s[N], above = 0.0f;
+            unpack(packs[0], v);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                above = fmaxf(above, v[j] - mine.max[j]);
+            if (above > 16.0f) /* the maximum may be exceeded by a little: e^16 L is far from overflowing */
+                cover<false, N>(mine, 0, packs[0]);
+
+            if constexpr (!TURNED) {
+                sincos_of<false>(turns + column, across, position_of(token(i)), sine, cosine);
+            } else if (i % ANEW == 0) {
+                const Position at = position_of(call.offset + first + (int64_t)i * step);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    sincos_roughly(turns[j * across + column], at, &sine[j], &cosine[j]);
+            } else {
+                read_numbers(cosines + column * N, c);
+                read_numbers(sines + column * N, s);
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    const float before = cosine[j];
+                    cosine[j] = fmaf(before, c[j], -sine[j] * s[j]);
+                    sine[j] = fmaf(sine[j], c[j], before * s[j]);
+                }
+            }
+            const float position = DTHETA ? (float)token(i) : 0.0f;
+            unpack(packs[1], c);
+            unpack(packs[2], s);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float before = cosine[j];
-                cosine[j] = fmaf(before, c[j], -sine[j] * s[j]);
-                sine[j] = fmaf(sine[j], c[j], before * s[j]);
+                const float e = exp2_fast((v[j] - mine.max[j]) * LOG2E);
+                mine.sum[0][j] += e;
+                mine.sum[1][j] = fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), mine.sum[1][j]);
+                if constexpr (DTHETA)
+                    mine.sum[2][j] = fmaf(e, position * (s[j] * cosine[j] - c[j] * sine[j]), mine.sum[2][j]);
+            }
+            ask(); /* all that was in the stage has been used */
+        }
+    }
+    __syncthreads();
+    combine_warp<Columns>(mine, (int)threadIdx.x, walk.across_bits, area);
+    __syncthreads();
+    const int lines = across * N;
+    if (threadIdx.x < lines) {
+        const typename Columns::One all = combine_area(area, walk.across_bits, lines, (int)threadIdx.x);
+        const Walk4::Spot at = walk.spot(tile, threadIdx.x / N);
+        const int64_t at_d = at.pack * N + threadIdx.x % N, columns = call.batch * call.heads * call.features;
+        if (at.h < call.heads && at_d < call.features) {
+            const int64_t index = column_of(call, b, at.h, at_d);
+            if (parts) {
+                typename Columns::One values = all;
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    parts[(part * COUNT + k) * columns + index] = values.value(k, 0);
+            } else {
+                conclude<DTHETA>(walk, all, index, columns);
             }
         }
     }
+}
 
-    template <bool FIRST>
-    DEVICE void accumulate(Stats &statistics, const Items<Columns> &items, const Place &place,
-                           const Table &table) const {
-        if (items.count == 0)
-            return;
-#pragma unroll
-        for (int q = 0; q < SEQUENCES; q++) {
-            Pack<T, N> top = items.in(0, q * EACH);
+template <int SUMS, bool DTHETA>
+__global__ void __launch_bounds__(THREADS) merge_statistics(const Walk4 walk, const float *parts, int64_t columns) {
+    const int64_t column = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    start_next_kernel();
+    wait_for_previous_kernel();
+    if (column >= columns)
+        return;
+    Statistics<1, true, SUMS> all, one;
+    all.clear();
 #pragma unroll 4
-            for (int i = 1; i < items.count; i++)
-                top = max_of(top, items.in(i, q * EACH));
-            cover<FIRST, N>(statistics, q * N, top);
-        }
-        float cosine[N], sine[N];
-#pragma unroll 1
-        for (int i = 0; i < items.count; i++) {
-            if constexpr (!FORWARD)
-                angles(items, i, place, table, cosine, sine);
+    for (int64_t part = 0; part < walk.row_chunks.number; part++) {
 #pragma unroll
-            for (int q = 0; q < SEQUENCES; q++) { /* of a sequence that is not there, statistics that nobody uses */
-                float x[N], c[N], s[N];
-                unpack(items.in(i, q * EACH), x);
-                if constexpr (!FORWARD) {
-                    unpack(items.in(i, q * EACH + 1), c);
-                    unpack(items.in(i, q * EACH + 2), s);
-                }
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    const int line = q * N + j;
-                    const float e = exp2_fast((x[j] - statistics.max[line]) * LOG2E);
-                    statistics.sum[0][line] += e;
-                    if constexpr (!FORWARD)
-                        statistics.sum[1][line] =
-                            fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), statistics.sum[1][line]);
-                    if constexpr (DTHETA)
-                        statistics.sum[2][line] =
-                            fmaf(e, (float)position(items, i, place) * (s[j] * cosine[j] - c[j] * sine[j]),
-                                 statistics.sum[2][line]);
-                }
-            }
-        }
+        for (int k = 0; k < 1 + SUMS; k++)
+            one.value(k, 0) = parts[(part * (1 + SUMS) + k) * columns + column];
+        all.add(0, one, 0);
     }
-
-    /* To the maximum, 1 / sum, and in backward the sum of p g. */
-    DEVICE void conclude(float (&values)[Stats::COUNT], const Strip &strip, int line) const {
-        values[1] = 1.0f / values[1];
-        if constexpr (!FORWARD)
-            values[2] *= values[1];
-        if constexpr (DTHETA) {
-            const int64_t b = strip.b + line % LINES / N, d = (strip.pack + line / LINES) * N + line % N;
-            if (b < call.batch && d < call.features)
-                moments[(b * call.heads + strip.h) * call.features + d] = (double)(values[3] * values[1]);
-        }
-    }
-
-    DEVICE void finish(const float (&values)[Stats::COUNT][MOST_LINES], const Items<Columns> &items, const Place &place,
-                       const Table &table) const {
-        if (DTHETA && !call.out)
-            return;
-        const uint64_t policy = l2_pass_on();
-        const Strides &step = FORWARD ? call.y_step : call.dx_step;
-        T *to = place.out + items.down * step.n;
-        float cosine[N], sine[N];
-#pragma unroll 1
-        for (int i = 0; i < items.count; i++) {
-            angles(items, i, place, table, cosine, sine);
-#pragma unroll
-            for (int q = 0; q < SEQUENCES; q++) {
-                float p[N], c[N], s[N], value[Stats::COUNT][N];
-                for (int k = 0; k < (FORWARD ? 2 : 3); k++)
-                    read_numbers(values[k] + place.column * LINES + q * N, value[k]);
-                unpack(items.in(i, q * EACH), p);
-                if constexpr (!FORWARD) {
-                    unpack(items.in(i, q * EACH + 1), c);
-                    unpack(items.in(i, q * EACH + 2), s);
-                }
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    p[j] = exp_as<T>(p[j] - value[0][j]) * value[1][j];
-                    if constexpr (FORWARD) {
-                        c[j] = p[j] * cosine[j];
-                        s[j] = p[j] * sine[j];
-                    } else {
-                        p[j] *= fmaf(c[j], cosine[j], s[j] * sine[j]) - value[2][j];
-                    }
-                }
-                if (q < place.sequences) {
-                    if constexpr (FORWARD) {
-                        store_with(to + q * step.b, packed<T, N>(c), policy);
-                        store_with(to + q * step.b + call.features * step.d, packed<T, N>(s), policy);
-                    } else {
-                        store_with(to + q * step.b, packed<T, N>(p), policy);
-                    }
-                }
-            }
-            to += items.step * step.n;
-        }
-    }
-};
+    conclude<DTHETA>(walk, all, column, columns);
+}
 
 /* ---- how calls are cut
  * ------------------------------------------------------------------------------------------------- */
@@ -688,34 +698,45 @@ bool all_wide(const lrpe_cosine_call *call) {
     return wide;
 }
 
+/* How packs lie side by side in blocks: `most` at a time. */
+void plan_tiles(Walk4 *walk, int64_t heads, int64_t packs, int most) {
+    walk->lanes = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
+    const int64_t side_by_side = heads * walk->lanes;
+    const int across = power_at_least(side_by_side, 1, most);
+    while (walk->across() < across)
+        walk->across_bits++;
+    while (1 << walk->lane_bits < (walk->lanes < across ? walk->lanes : across))
+        walk->lane_bits++;
+    walk->heads = walk->lanes < across ? across / walk->lanes : 1;
+    walk->tiles = Divisor(ceil_div(side_by_side, (int64_t)across));
+    walk->tiles_of_head = Divisor(walk->lanes > across ? walk->lanes / across : 1);
+}
+
 /* Walks for `rotate`, N elements to a pack. */
 template <typename T>
 Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
     Walk4 walk = {};
     const int64_t packs = call.features / n;
-    walk.lanes = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)ceil_div(packs, (int64_t)WARP) * WARP;
-    walk.f = from->act != RAFTER_ACT_SOFTMAX ? (int)from->act : packs <= WARP ? (int)FEATURES : (int)GIVEN;
-    const int64_t side_by_side = call.heads * walk.lanes;
+    walk.f = from->act != RAFTER_ACT_SOFTMAX              ? (int)from->act
+             : from->softmax_over == RAFTER_OVER_SEQUENCE ? (int)COLUMNS
+             : packs <= WARP                              ? (int)FEATURES
+                                                          : (int)GIVEN;
     const bool bp = from->algorithm == RAFTER_LRPE_BP, own_positions = call.positions && call.positions_b != 0;
 
     /* bp: narrow blocks, as there are few. A softmax's lanes stay together. */
-    const int least = walk.f == FEATURES ? walk.lanes : 1;
-    const int across = power_at_least(side_by_side, 1, bp ? (least > 8 ? least : 8) : WARP);
-    const int64_t tiles = ceil_div(side_by_side, (int64_t)across);
-    while (walk.across() < across)
-        walk.across_bits++;
-    while (1 << walk.lane_bits < (walk.lanes < across ? walk.lanes : across))
-        walk.lane_bits++;
-    walk.heads = walk.lanes < across ? across / walk.lanes : 1;
-    walk.tiles = Divisor(tiles);
-    walk.tiles_of_head = Divisor(walk.lanes > across ? walk.lanes / across : 1);
-    const int64_t step = THREADS / across, wanted = (int64_t)state->multiprocessors * 8;
+    const int least = walk.f == FEATURES ? power_at_least(packs, 1, WARP) : 1;
+    plan_tiles(&walk, call.heads, packs, bp ? (least > 8 ? least : 8) : WARP);
+    const int64_t tiles = walk.tiles.number;
+    const int64_t step = THREADS / walk.across(), wanted = (int64_t)state->multiprocessors * 8;
     if (bp) {
         walk.rows = call.length;
         walk.batch = 1;
     } else {
         /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
-        const int64_t most = from->dtheta.data ? INT64_MAX / step : 1, steps = ceil_div(call.length, step);
+        const int64_t most = walk.f == COLUMNS   ? (from->direction == RAFTER_FORWARD ? 1 : 2)
+                             : from->dtheta.data ? INT64_MAX / step
+                                                 : 1,
+                      steps = ceil_div(call.length, step);
         const int64_t each = steps * tiles / wanted;
         walk.rows = step * (each < 1 ? 1 : each < most ? each : most);
         const int64_t blocks = tiles * ceil_div(call.length, walk.rows);
@@ -729,10 +750,27 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
     return walk;
 }
 
+/* Walks for `take_statistics`: all rows to a block where they are few or bp asks for it, else enough blocks for the
+ * device, of at least 8 tokens to a thread. */
+template <typename T>
+Walk4 plan_columns(const rafter_cuda_state *state, const lrpe_cosine_call *from, const Call<T> &call, int n) {
+    constexpr int NARROW_TILE = 8; /* packs: 128 bytes */
+    Walk4 walk = {};
+    const bool one_part = from->algorithm == RAFTER_LRPE_BP || call.length <= THREADS / NARROW_TILE * 16;
+    plan_tiles(&walk, call.heads, call.features / n, one_part ? NARROW_TILE : WARP);
+    const int64_t step = THREADS / walk.across(), tasks = walk.tiles.number * call.batch;
+    const int64_t wanted = ceil_div((int64_t)state->multiprocessors * 16, tasks), most = call.length / (step * 8);
+    const int64_t parts = one_part || wanted < 1 || most < 1 ? 1 : wanted < most ? wanted : most;
+    walk.rows = ceil_div(ceil_div(call.length, parts), step) * step;
+    walk.row_chunks = Divisor(ceil_div(call.length, walk.rows));
+    walk.batch_chunks = call.batch;
+    return walk;
+}
+
 template <typename T, int N, bool FORWARD, int F, bool DTHETA>
 void launch_rotate(const rafter_context *context, const Call<T> &call, const Walk4 &walk) {
     typedef Depth<T, N, FORWARD, F, DTHETA> Depth;
-    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage)},
+    launch(context, {walk.blocks(), THREADS, Depth::STAGES * sizeof(typename Depth::Stage), 1, walk.f == COLUMNS},
            rotate<T, N, FORWARD, F, DTHETA>, call, walk);
 }
 
@@ -750,6 +788,7 @@ void launch_rotate(const rafter_context *context, const Call<T> &call, const Wal
         case RAFTER_ACT_SIGMOID: return launch_rotate<T, N, FORWARD, RAFTER_ACT_SIGMOID, false>(context, call, walk);
         case RAFTER_ACT_SILU: return launch_rotate<T, N, FORWARD, RAFTER_ACT_SILU, false>(context, call, walk);
         case FEATURES: return launch_rotate<T, N, FORWARD, FEATURES, false>(context, call, walk);
+        case COLUMNS: return launch_rotate<T, N, FORWARD, COLUMNS, false>(context, call, walk);
         default: return launch_rotate<T, N, FORWARD, GIVEN, false>(context, call, walk);
         }
 }
@@ -790,38 +829,46 @@ rafter_status start_rotate(rafter_context *context, const lrpe_cosine_call *from
     });
 }
 
-template <class Job> rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
-    const auto call = call_for<typename Job::T>(from);
-    const int64_t packs = call.features / Job::N;
-    const int across = power_at_least(packs, 1, Job::N == 1 ? WARP : 8); /* 128 bytes, as act has them */
-    const int64_t groups = ceil_div(packs, (int64_t)across), sequences = Job::LINES / Job::N;
-    Job job = {call, packs, across, Divisor(groups), Divisor(call.heads), NULL};
-    const Cut cut = cut_into_strips<Job>(context->cuda_state, ceil_div(call.batch, sequences) * call.heads * groups,
-                                         call.length, across, from->algorithm == RAFTER_LRPE_BP);
-    const bool dtheta = from->dtheta.data != NULL;
-    const size_t moments = dtheta ? rounded((size_t)(call.batch * call.heads * call.features) * sizeof(double)) : 0;
-    return run_with_scratch(context, from, moments + StripScratch<Job>(cut).bytes(), "lrpe_cosine", [&](char *scratch) {
-        job.moments = reinterpret_cast<double *>(scratch);
-        launch_strips(context, job, cut, scratch + moments);
-        if (dtheta)
-            launch_sum_moments(context, from, job.moments, call.batch);
+template <typename T, int N, bool FORWARD, bool DTHETA, bool TURNED>
+rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *from) {
+    typedef Columns<T, N, FORWARD, DTHETA> Columns;
+    const Call<T> call = call_for<T>(from);
+    Walk4 walk = plan_walk(context->cuda_state, from, call, N), down = plan_columns(context->cuda_state, from, call, N);
+    const int64_t columns = call.batch * call.heads * call.features, parts = down.row_chunks.number;
+    const size_t moments = DTHETA ? rounded((size_t)columns * sizeof(double)) : 0;
+    const size_t statistics = rounded((size_t)columns * (FORWARD ? 2 : 3) * sizeof(float));
+    const size_t of_parts = parts > 1 ? (size_t)(parts * columns * (1 + Columns::SUMS)) * sizeof(float) : 0;
+    return run_with_scratch(context, from, moments + statistics + of_parts, "lrpe_cosine", [&](char *scratch) {
+        down.moments = reinterpret_cast<double *>(scratch);
+        walk.statistics = down.statistics = reinterpret_cast<float *>(scratch + moments);
+        float *const memory = parts > 1 ? reinterpret_cast<float *>(scratch + moments + statistics) : NULL;
+        launch(context, {down.blocks(), THREADS, Columns::BYTES}, take_statistics<T, N, FORWARD, DTHETA, TURNED>, call,
+               down, memory);
+        if (memory)
+            launch(context, {ceil_div(columns, (int64_t)THREADS), THREADS, 0, 1, true},
+                   merge_statistics<Columns::SUMS, DTHETA>, down, memory, columns);
+        if (call.out)
+            launch_rotate<T, N, FORWARD>(context, call, walk, false);
+        if (DTHETA)
+            launch_sum_moments(context, from, down.moments, call.batch);
     });
 }
 
 template <typename T, int N, bool FORWARD> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {
     if (call->act != RAFTER_ACT_SOFTMAX || call->softmax_over != RAFTER_OVER_SEQUENCE)
         return start_rotate<T, N, FORWARD>(context, call);
-    if constexpr (!FORWARD)
-        if (call->dtheta.data)
-            return start_columns<Columns<T, N, false, true, 1>>(context, call);
-    if constexpr (FORWARD && N > 1) {
-        /* Angles are shared where one block to a strip would not do anyway. */
-        typedef Columns<T, N, true, false, 2> Pairs;
-        const bool one_position = !call->positions.data || call->positions.stride[0] == 0;
-        if (one_position && call->algorithm != RAFTER_LRPE_BP && call->x.shape[1] > Pairs::THREADS / 8 * Pairs::ITEMS)
-            return start_columns<Pairs>(context, call);
+    if constexpr (FORWARD) {
+        return start_columns<T, N, true, false, false>(context, call);
+    } else {
+        if constexpr (NARROW<T> && N > 1) {
+            const int64_t far = (int64_t)1 << 32;
+            if (!call->positions.data && call->offset > -far && call->offset < far - call->x.shape[1])
+                return call->dtheta.data ? start_columns<T, N, false, true, true>(context, call)
+                                         : start_columns<T, N, false, false, true>(context, call);
+        }
+        return call->dtheta.data ? start_columns<T, N, false, true, false>(context, call)
+                                 : start_columns<T, N, false, false, false>(context, call);
     }
-    return start_columns<Columns<T, N, FORWARD, false, 1>>(context, call);
 }
 
 template <typename T> rafter_status start(rafter_context *context, const lrpe_cosine_call *call) {

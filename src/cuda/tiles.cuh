@@ -1,0 +1,333 @@
+/*
+ * Products of 16-bit matrices by Hopper's tensor cores: a[m, k] b[k, n], a tile of 128 x 256 sums at a time in the
+ * registers of two warpgroups, which turn it there into whatever is wanted of it.
+ *
+ * A cluster of two blocks takes 256 rows x 256 columns: one warp of each block copies, 64 elements of depth at a time,
+ * the block's 128 rows of a and half of the columns of b, the latter into both blocks; two warpgroups multiply, 64 rows
+ * each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned into
+ * results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick: what
+ * it takes is read before, and what is written leaves through shared memory by the copy engine, 64 columns of a warp's
+ * 16 rows at a time. (A tile to each warpgroup, in turn, hides it; but the tiles are narrower then, and lose more than
+ * that: docs/perf/linear_cross_entropy.md.)
+ */
+#ifndef RAFTER_CUDA_TILES_CUH
+#define RAFTER_CUDA_TILES_CUH
+
+#include "cuda/hopper.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/tensor_map.cuh"
+
+namespace tiles {
+
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64;                    /* of a block's step */
+constexpr int CLUSTER = 2, STEPS = 4;                                   /* blocks; steps under way */
+constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* of a warpgroup; warpgroups; their threads */
+constexpr int THREADS = GROUP * (1 + GROUPS);
+constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BYTES = A_BYTES + B_BYTES;
+constexpr int SHARE = COLUMNS / CLUSTER; /* of b's columns, that a block copies */
+constexpr int CHUNK = 64;                /* elements of 128 bytes, as wide as the copy engine swizzles */
+constexpr int CHUNK_BYTES = CHUNK * DEPTH * 2;
+constexpr int PARTS_UNDER_WAY = 2;                                  /* of the results that a warp stores */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128;         /* of a part, */
+template <typename U> constexpr int PART_COLUMNS = 128 / sizeof(U); /* stored as U */
+constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
+constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/* Which step of the ring, and the parity of its barriers' phase. */
+struct Ring {
+    int step = 0;
+    unsigned parity = 0;
+    DEVICE void advance() {
+        if (++step == STEPS) {
+            step = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+/* Elements [first, first + COUNT) of what is multiplied by the depths [depth, depth + DEPTH), to where operand_of
+ * expects them; to all blocks of the cluster if ALL. TURNED: the matrix lies with a row for each depth. */
+template <bool TURNED, int COUNT, bool ALL>
+DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth, uint64_t *barrier) {
+    const auto copy = [&](char *there, int column, int row) {
+        if constexpr (ALL)
+            copy_box_to_all(there, &map, column, row, barrier, (1 << CLUSTER) - 1);
+        else
+            copy_box(there, &map, column, row, barrier);
+    };
+    if constexpr (TURNED) {
+#pragma unroll
+        for (int i = 0; i < COUNT / CHUNK; i++)
+            copy(to + i * CHUNK_BYTES, first + i * CHUNK, depth);
+    } else {
+        copy(to, depth, first);
+    }
+}
+
+/* A tile: the cluster's first row and column; and its steps of depth, at least one, from the first of them on. */
+struct Place {
+    int row, column, first, steps;
+};
+
+/* Where an operand of a step lies in a map: what is to be added to the tile's row or column, and to the depth. */
+struct Source {
+    const CUtensorMap *map;
+    int first, depth;
+};
+
+/* Which tile comes when: bands of BAND tiles of rows, in each all columns, rows first. So the operands of one wave of
+ * tiles, which are multiplied at about the same pace, are few, and mostly come from L2. */
+struct Order {
+    static constexpr int BAND = 8;
+    int down, across; /* tiles of rows (of a cluster) and of columns */
+
+    DEVICE Order(int64_t rows, int64_t columns)
+        : down(static_cast<int>((rows + CLUSTER * ROWS - 1) / (CLUSTER * ROWS))),
+          across(static_cast<int>((columns + COLUMNS - 1) / COLUMNS)) {
+    }
+    DEVICE int count() const {
+        return down * across;
+    }
+    DEVICE Place at(int turn, int first, int steps) const {
+        const int band = turn / (BAND * across), inside = turn - band * BAND * across;
+        const int high = min(BAND, down - band * BAND), column = inside / high;
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS, first, steps};
+    }
+};
+
+/* What a block has for multiply, as __shared__ (its SHARED_BYTES are beside it). */
+struct Barriers {
+    uint64_t full[STEPS], empty[STEPS];
+};
+
+/* All tiles of the job, by clusters in turn. `Job` has
+ *
+ *     count(), at(turn)        how many tiles, and each one's Place
+ *     a(k), b(k)               Sources of step k
+ *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
+ *                              other being row + 8
+ *     BEFORE                   further steps of a tile, behind those of its depth, for what its results are added to:
+ *     copy_before(to, place, rank, step, barrier), which announces its bytes too, and
+ *     add_before(d, from, place, step)
+ *     finish(d, place, rows, staging)   what becomes of the sums: see multiply_64x256x16 for which thread has which;
+ *                              `staging` is the warp's, PARTS_UNDER_WAY parts
+ *
+ * The block has THREADS threads, and SHARED_BYTES of memory. */
+template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
+DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
+    char *const steps = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+    uint64_t *const full = barriers.full, *const empty = barriers.empty;
+    const int rank = static_cast<int>(cluster_rank());
+    const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STEPS; i++) {
+            barrier_init(&full[i], 1);
+            barrier_init(&empty[i], GROUPS * CLUSTER);
+        }
+        barriers_ready();
+    }
+    cluster_sync();
+
+    if (threadIdx.x < GROUP) {
+        give_registers<40>();
+        if (threadIdx.x == 0) {
+            Ring ring;
+            for (int turn = first; turn < job.count(); turn += stride) {
+                const Place place = job.at(turn);
+                for (int k = 0; k < place.steps; k++, ring.advance()) {
+                    char *const to = steps + ring.step * STEP_BYTES;
+                    const int at = place.first + k;
+                    const Source a = job.a(at), b = job.b(at);
+                    barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
+                    barrier_expect(&full[ring.step], STEP_BYTES);
+                    copy_operand<A_TURNED, ROWS, false>(to, *a.map, a.first + place.row + rank * ROWS,
+                                                        a.depth + at * DEPTH, &full[ring.step]);
+                    copy_operand<B_TURNED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, *b.map,
+                                                        b.first + place.column + rank * SHARE, b.depth + at * DEPTH,
+                                                        &full[ring.step]);
+                }
+                if constexpr (Job::BEFORE > 0)
+                    for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
+                        barrier_wait(&empty[ring.step], ring.parity ^ 1);
+                        job.copy_before(steps + ring.step * STEP_BYTES, place, rank, i, &full[ring.step]);
+                    }
+            }
+        }
+        __syncwarp();
+    } else {
+        take_registers<232>();
+        const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
+        char *const staging =
+            steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
+        const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
+        Ring ring;
+        Place place = job.at(first);
+        for (int turn = first; turn < job.count(); turn += stride) {
+            typename Job::Rows rows;
+            float d[128];
+            int before = 0;
+            Place next = place;
+            for (int k = 0; k < place.steps; k++, ring.advance()) {
+                const char *const from = steps + ring.step * STEP_BYTES;
+                const uint64_t a = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
+                               b = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
+                barrier_wait(&full[ring.step], ring.parity);
+                products_begin();
+#pragma unroll
+                for (int part = 0; part < DEPTH / 16; part++)
+                    multiply_64x256x16<T, A_TURNED, B_TURNED>(d, a + part * OPERAND_STEP<A_TURNED>,
+                                                              b + part * OPERAND_STEP<B_TURNED>, k | part);
+                products_commit();
+                if (k > 0) {
+                    products_wait<1>();
+                    if (thread < CLUSTER)
+                        barrier_arrive_at(&empty[before], thread);
+                } else { /* what is done here takes no time from the products */
+                    rows.load(job, place.row + own_row);
+                    next = job.at(turn + stride);
+                }
+                before = ring.step;
+            }
+            products_wait<0>();
+            if (thread < CLUSTER)
+                barrier_arrive_at(&empty[before], thread);
+            if constexpr (Job::BEFORE > 0)
+#pragma unroll
+                for (int i = 0; i < Job::BEFORE; i++, ring.advance()) {
+                    barrier_wait(&full[ring.step], ring.parity);
+                    job.add_before(d, steps + ring.step * STEP_BYTES, i);
+                    group_sync(1 + group); /* all of the group have read it */
+                    if (thread < CLUSTER)
+                        barrier_arrive_at(&empty[ring.step], thread);
+                }
+            job.finish(d, place, rows, staging);
+            place = next;
+        }
+        stores_wait_all();
+    }
+    cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
+}
+
+/* ---- results ------------------------------------------------------------------------------------------------------
+ */
+
+template <typename T> DEVICE unsigned pair_of(float a, float b) {
+    const float both[2] = {a, b};
+    const Pack<T, 2> pack = packed<T>(both);
+    return reinterpret_cast<const unsigned &>(pack);
+}
+
+/* The first of this thread's two columns of d[4 j ...]. */
+DEVICE int column_of(int j) {
+    return 8 * j + 2 * (threadIdx.x & 3);
+}
+
+/* The warp's 16 rows of a part, out of e as the products leave it, as U into a box of shared memory, swizzled. */
+template <typename U> DEVICE void stage_part(char *box, const float (&e)[PART_COLUMNS<U> / 2]) {
+    const int lane = threadIdx.x % WARP;
+    if constexpr (sizeof(U) == 2) {
+        const int swizzled = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+        for (int j = 0; j < PART_COLUMNS<U> / 8; j += 2) {
+            unsigned u[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                u[k] = pair_of<U>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
+            store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), u);
+        }
+    } else {
+        const int row = lane / 4, pair = lane % 4;
+#pragma unroll
+        for (int j = 0; j < PART_COLUMNS<U> / 8; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                *reinterpret_cast<float2 *>(box + (row + 8 * i) * 128 + ((2 * j + pair / 2) ^ row) * 16 +
+                                            pair % 2 * 8) = make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
+    }
+}
+
+/* Part `part` of a tile on its way to memory, by the copy engine. ADD: to what is there, in U. `row` is the warp's
+ * first, for the first lane at least. What the engine writes ends at a multiple of 16 bytes: padding up to there must
+ * be nobody's. */
+template <typename U, bool ADD>
+DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
+                       int column, int row) {
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0)
+        stores_wait<PARTS_UNDER_WAY - 1>(); /* the box has been read */
+    __syncwarp();
+    stage_part<U>(box, e);
+    shared_written();
+    __syncwarp();
+    if (lane == 0) {
+        if constexpr (ADD)
+            add_box(&out, column + part * PART_COLUMNS<U>, row, box);
+        else
+            store_box(&out, column + part * PART_COLUMNS<U>, row, box);
+    }
+}
+
+/* The same by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this
+ * thread's begin, NULL if there is none. Columns from `columns` on are left alone. */
+template <typename U, bool ADD>
+DEVICE void scatter_part(char *staging, U *const (&to)[2], const float (&e)[PART_COLUMNS<U> / 2], int part, int column,
+                         int64_t columns) {
+    constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    const int lane = threadIdx.x % WARP;
+    const int64_t at = column + part * PART_COLUMNS<U> + lane % LANES * N;
+    stage_part<U>(box, e); /* two parts ago all had read it: they have met since */
+    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < PART_ROWS; first += WARP / LANES) {
+        const int row = first + lane / LANES, holder = row % 8 * 4;
+        U *const low = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[0]), holder));
+        U *const high = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[1]), holder));
+        U *const there = row < 8 ? low : high;
+        const Pack<U, N> pack = *reinterpret_cast<const Pack<U, N> *>(box + row * 128 + (lane % LANES ^ row % 8) * 16);
+        if (!ADD && there && at + N <= columns)
+            store_once<U, N>(there + at, pack);
+        else if (there)
+            for (int i = 0; i < N && at + i < columns; i++)
+                there[at + i] = ADD ? from_float<U>(to_float(there[at + i]) + to_float(pack.v[i])) : pack.v[i];
+    }
+}
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+/* ---- launching ----------------------------------------------------------------------------------------------------
+ */
+
+/* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes; what lies outside of it reads
+ * as 0, and is not written. */
+static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
+                              int64_t stride, int box_rows) {
+    const int64_t size[] = {columns, rows};
+    return make_tensor_map(map, dtype, data, 2, size, &stride,
+                           {128 / static_cast<int>(rafter_dtype_bytes(dtype)), box_rows}, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+/* As an operand of which COUNT elements are copied at a time; `turned`: its rows are depths. */
+static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
+                               int64_t stride, bool turned, int count) {
+    return map_matrix(map, dtype, data, rows, columns, stride, turned ? DEPTH : count);
+}
+
+/* Blocks for all tiles of rows x columns results, `times` over, of a kernel that begins with wait_for_previous_kernel.
+ */
+static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns, int64_t times = 1) {
+    const int64_t tiles = times * ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
+    const int64_t most = state->multiprocessors / CLUSTER;
+    Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
+    how.cluster = CLUSTER;
+    how.overlaps = true;
+    return how;
+}
+
+} // namespace tiles
+
+#endif

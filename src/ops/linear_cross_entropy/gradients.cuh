@@ -1,0 +1,343 @@
+/*
+ * Gradients of x and W by Hopper's tensor cores (tiles.cuh), of the kept rows alone: how many these are is known on the
+ * device only. dz, or exponentials in its place, are fused.cuh's.
+ *
+ *     dx[rows, depth] = dz[rows, classes] W[classes, depth]
+ *     dW[classes, depth] = dz^T x
+ */
+#ifndef RAFTER_LCE_GRADIENTS_CUH
+#define RAFTER_LCE_GRADIENTS_CUH
+
+#include "ops/linear_cross_entropy/fused.cuh"
+
+namespace fused {
+
+struct DweightTask {
+    Kept kept;
+    int64_t first_row, rows; /* among the kept: dz's */
+    int64_t scaled; /* 0: x is the call's; or rows of another: the last are those of dz's rows that are there */
+    int64_t classes, depth;
+    const float *alpha; /* what the sums are multiplied by; NULL: 1 */
+    void *out;          /* of dz's classes */
+    int64_t out_stride;
+};
+
+struct DxTask {
+    Kept kept;
+    int64_t first_row, rows; /* among the kept: dz's */
+    int64_t classes, depth;
+    int64_t in_front;    /* classes of dz, the others' being behind: a multiple of tiles::DEPTH, if there are others */
+    int64_t first_class; /* of dz's, in W */
+    int splits;          /* parts of the classes that have sums of their own; none is empty. 1 for results */
+    int64_t split_rows;  /* from one's rows to the next one's; whole tiles' */
+    const RowGradient *gradients; /* of all kept rows, where dz is p e, but for the label's; NULL: it is dz */
+    const void *weight;           /* of all classes */
+    int64_t weight_stride;
+    const float *alpha; /* as above; sums are left as they are */
+    void *dx;           /* of all the call's rows */
+    int64_t dx_stride;
+};
+
+/* dx itself; or its sums, in fp32, of kept rows, written or added to. */
+enum DxEnd { RESULTS, SUMS, MORE_SUMS };
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct NoRows {
+    int row;
+    template <typename Job> DEVICE void load(const Job &, int first) {
+        row = first;
+    }
+};
+
+/* U: what dW is stored as: T, or sums in fp32. */
+template <typename T, typename U, bool ADD> struct Dweight {
+    typedef NoRows Rows;
+    /* What is added to in 16 bits is read first, a half of the tile's columns at a time: fp32 sums are rounded once. */
+    static constexpr int BEFORE = ADD && sizeof(U) == 2 ? 2 : 0;
+    static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
+    const CUtensorMap &dz, &x, &before, &out;
+    const DweightTask &task;
+    const int dz_first, x_first, steps;
+    const float factor;
+    const tiles::Order order;
+
+    DEVICE Dweight(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &before_map,
+                   const CUtensorMap &out_map, const DweightTask &t, int rows)
+        : dz(dz_map), x(x_map), before(before_map), out(out_map), task(t),
+          dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* of no rows, the sum of what is behind all */
+          x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.kept.copied_at(task.first_row)),
+          steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
+          order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
+    }
+    DEVICE int count() const {
+        return order.count();
+    }
+    DEVICE tiles::Place at(int turn) const {
+        return order.at(turn, 0, steps);
+    }
+    DEVICE tiles::Source a(int) const {
+        return {&dz, 0, dz_first};
+    }
+    DEVICE tiles::Source b(int) const {
+        return {&x, 0, x_first};
+    }
+    DEVICE void copy_before(char *to, const tiles::Place &place, int rank, int half, uint64_t *barrier) const {
+        barrier_expect(barrier, BOXES * BOX_BYTES);
+#pragma unroll
+        for (int i = 0; i < BOXES; i++)
+            copy_box(to + i * BOX_BYTES, &before, place.column + (half * BOXES + i) * tiles::CHUNK,
+                     place.row + rank * tiles::ROWS, barrier);
+    }
+    DEVICE void add_before(float (&d)[128], const char *from, int half) const {
+        const int thread = threadIdx.x - tiles::GROUP, row = thread / WARP * 16 + thread % WARP / 4;
+#pragma unroll
+        for (int box = 0; box < BOXES; box++)
+#pragma unroll
+            for (int j = 0; j < tiles::CHUNK / 8; j++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const char *const at = from + box * BOX_BYTES + (row + 8 * i) * 128 + (j ^ row % 8) * 16;
+                    float two[2];
+                    unpack(*reinterpret_cast<const Pack<T, 2> *>(at + thread % 4 * 4), two);
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        float &sum = d[4 * ((half * BOXES + box) * tiles::CHUNK / 8 + j) + 2 * i + c];
+                        sum = fmaf(factor, sum, two[c]);
+                    }
+                }
+    }
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging) const {
+        constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
+        constexpr bool ADDS = ADD && !BEFORE;
+        const bool wide = task.depth * sizeof(U) % 16 == 0;
+        U *to[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[i] = rows.row + 8 * i < task.classes ? static_cast<U *>(task.out) + (rows.row + 8 * i) * task.out_stride
+                                                    : NULL;
+#pragma unroll
+        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            float e[COLUMNS / 2];
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 2; k++)
+                e[k] = BEFORE ? d[part * COLUMNS / 2 + k] : factor * d[part * COLUMNS / 2 + k];
+            if (wide)
+                tiles::store_part<U, ADDS>(staging, out, e, part, place.column, rows.row);
+            else
+                tiles::scatter_part<U, ADDS>(staging, to, e, part, place.column, task.depth);
+        }
+    }
+};
+
+/* What of a thread's two rows meets their sums. */
+template <typename T, typename U> struct DxRows {
+    int row;
+    float p[2], at_label[2];
+    const T *label_row[2]; /* of W */
+    U *to[2];              /* NULL: there is no such row */
+
+    template <typename Job> DEVICE void load(const Job &job, int first) {
+        const DxTask &task = job.task;
+        row = first;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            p[i] = 1.0f;
+            at_label[i] = 0.0f;
+            label_row[i] = NULL;
+            to[i] = NULL;
+            if (first + 8 * i >= job.rows)
+                continue;
+            const int64_t kept = task.first_row + first + 8 * i;
+            const int64_t of_call = task.kept.order[kept];
+            to[i] = static_cast<U *>(task.dx) + of_call * task.dx_stride;
+            if (!task.gradients)
+                continue;
+            p[i] = task.gradients[kept].p;
+            at_label[i] = task.gradients[kept].at_label;
+            if (at_label[i] != 0.0f)
+                label_row[i] = static_cast<const T *>(task.weight) + job.loss.load_label(of_call) * task.weight_stride;
+        }
+    }
+};
+
+template <typename T, typename U, int END> struct Dx {
+    typedef std::conditional_t<END == RESULTS, DxRows<T, U>, NoRows> Rows;
+    static constexpr int BEFORE = 0;
+    const CUtensorMap &dz, &dz_behind, &w, &out;
+    const Loss &loss;
+    const DxTask &task;
+    const int rows, steps, of_split, in_front; /* the last three: steps, of all, of a split, of dz in front */
+    const bool in_rows;                        /* RESULTS: these, one after the other, as the copy engine takes them */
+    const tiles::Order order;
+
+    DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
+              const CUtensorMap &out_map, const Loss &of, const DxTask &t)
+        : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), loss(of), task(t),
+          rows(t.kept.among(t.first_row, t.rows)),
+          steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
+          of_split((steps + t.splits - 1) / t.splits),
+          in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
+          in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
+    }
+    DEVICE int count() const {
+        return order.count() * task.splits;
+    }
+    DEVICE tiles::Place at(int turn) const {
+        const int tiles = max(1, order.count()), split = turn / tiles;
+        return order.at(turn - split * tiles, split * of_split, min(of_split, steps - split * of_split));
+    }
+    DEVICE tiles::Source a(int k) const {
+        return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -in_front * tiles::DEPTH};
+    }
+    DEVICE tiles::Source b(int) const {
+        return {&w, 0, static_cast<int>(task.first_class)};
+    }
+
+    /* p e W, and what the label's element of dz adds to it. */
+    template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &of, int column) const {
+#pragma unroll
+        for (int j = 0; j < COUNT / 4; j++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float of_label[2] = {};
+                const int64_t at = column + tiles::column_of(j);
+                if (of.label_row[i] && at + 1 < task.depth)
+                    unpack(*reinterpret_cast<const Pack<T, 2> *>(of.label_row[i] + at), of_label);
+                else if (of.label_row[i] && at < task.depth)
+                    of_label[0] = to_float(of.label_row[i][at]);
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    e[4 * j + 2 * i + c] = fmaf(of.p[i], e[4 * j + 2 * i + c], of.at_label[i] * of_label[c]);
+            }
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging) const {
+        constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
+#pragma unroll
+        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            float e[COLUMNS / 2];
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 2; k++)
+                e[k] = d[part * COLUMNS / 2 + k];
+            if constexpr (END == RESULTS) {
+                if (task.gradients)
+                    add_label(e, of, place.column + part * COLUMNS);
+#pragma unroll
+                for (int k = 0; k < COLUMNS / 2; k++)
+                    e[k] *= *task.alpha;
+                if (in_rows)
+                    tiles::store_part<U, false>(staging, out, e, part, place.column,
+                                                static_cast<int>(task.first_row) + of.row);
+                else
+                    tiles::scatter_part<U, false>(staging, of.to, e, part, place.column, task.depth);
+            } else {
+                const int first = place.first / of_split * static_cast<int>(task.split_rows);
+                tiles::store_part<U, END == MORE_SUMS>(staging, out, e, part, place.column, first + of.row);
+            }
+        }
+    }
+};
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+/* x, and its copy: as in fused::multiply; where the first is not the call's, both are the same. */
+template <typename T, typename U, bool ADD>
+__global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dweight(const __grid_constant__ CUtensorMap dz,
+                                                                      const __grid_constant__ CUtensorMap x,
+                                                                      const __grid_constant__ CUtensorMap copy,
+                                                                      const __grid_constant__ CUtensorMap before,
+                                                                      const __grid_constant__ CUtensorMap out,
+                                                                      const __grid_constant__ DweightTask task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ tiles::Barriers barriers;
+    wait_for_previous_kernel();
+    const bool all = *task.kept.count == task.kept.all;
+    const int rows = task.kept.among(task.first_row, task.rows);
+    tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, before, out, task, rows));
+#else
+    (void)dz, (void)x, (void)copy, (void)before, (void)out, (void)task;
+#endif
+}
+
+template <typename T, typename U, int END>
+__global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_constant__ CUtensorMap dz,
+                                                                 const __grid_constant__ CUtensorMap dz_behind,
+                                                                 const __grid_constant__ CUtensorMap w,
+                                                                 const __grid_constant__ CUtensorMap out,
+                                                                 const __grid_constant__ Loss loss,
+                                                                 const __grid_constant__ DxTask task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ tiles::Barriers barriers;
+    wait_for_previous_kernel();
+    tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, loss, task));
+#else
+    (void)dz, (void)dz_behind, (void)w, (void)out, (void)loss, (void)task;
+#endif
+}
+
+/* ---- launching ----------------------------------------------------------------------------------------------------
+ */
+
+/* f(zero of T, zero of U), T being the inputs' dtype, U that or fp32. */
+template <typename F> static inline void for_dtypes(rafter_dtype inputs, rafter_dtype out, F f) {
+    const auto with = [&](auto zero) {
+        if (out == RAFTER_F32)
+            f(zero, 0.0f);
+        else
+            f(zero, zero);
+    };
+    if (inputs == RAFTER_BF16)
+        with(bf16());
+    else
+        with(fp16());
+}
+
+/* dz: [task.rows, classes]. x: [rows of it, depth]. out: in out_dtype, of dz's classes. */
+static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dtype, const Matrix &dz, const Matrix &x,
+                                        const Matrix &copy, const Matrix &out, rafter_dtype out_dtype, bool add,
+                                        const DweightTask &task) {
+    CUtensorMap dz_map, x_map, copy_map, before_map = {}, out_map;
+    if (!map_operand(&dz_map, dtype, dz, true, tiles::ROWS) || !map_operand(&x_map, dtype, x, true, tiles::SHARE) ||
+        !map_operand(&copy_map, dtype, copy, true, tiles::SHARE) ||
+        !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS) ||
+        !tiles::map_matrix(&before_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::ROWS))
+        return no_map(context);
+    const Launch how = tiles::launch_for(context->cuda_state, task.classes, task.depth);
+    for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
+        typedef decltype(zero) T;
+        typedef decltype(out_zero) U;
+        launch(context, how, add ? multiply_dweight<T, U, true> : multiply_dweight<T, U, false>, dz_map, x_map,
+               copy_map, before_map, out_map, task);
+    });
+    return RAFTER_OK;
+}
+
+/* dz: [task.rows, in_front], and behind it the other classes'; w: of all classes; out: dx of the call's rows up to the
+ * task's last, if all are kept; or sums of the task's. */
+template <int END>
+static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, const Matrix &dz,
+                                   const Matrix &dz_behind, const Matrix &w, rafter_dtype dx_dtype, const Matrix &out,
+                                   const Loss &loss, const DxTask &task) {
+    CUtensorMap dz_map, behind_map, w_map, out_map = {};
+    if (!map_operand(&dz_map, dtype, dz, false, tiles::ROWS) ||
+        !map_operand(&behind_map, dtype, dz_behind, false, tiles::ROWS) ||
+        !map_operand(&w_map, dtype, w, true, tiles::SHARE) ||
+        !tiles::map_matrix(&out_map, END == RESULTS ? dx_dtype : RAFTER_F32, out.data, out.rows, out.columns,
+                           out.stride, tiles::PART_ROWS))
+        return no_map(context);
+    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth, task.splits);
+    for_dtypes(dtype, END == RESULTS ? dx_dtype : RAFTER_F32, [&](auto zero, auto out_zero) {
+        typedef decltype(zero) T;
+        typedef decltype(out_zero) U;
+        if constexpr (END == RESULTS || sizeof(U) == 4)
+            launch(context, how, multiply_dx<T, U, END>, dz_map, behind_map, w_map, out_map, loss, task);
+    });
+    return RAFTER_OK;
+}
+
+} // namespace fused
+
+#endif
