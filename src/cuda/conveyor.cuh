@@ -7,7 +7,8 @@
  * order: while some are brought, others wait until the statistics of their strip are known, to which all blocks
  * contribute. The warps of a block share the work by kind:
  *
- *     mover       brings a tile into every slot that is free
+ *     mover       brings a tile into every slot that is free, and has L2 fetch the one of a turn of all blocks later:
+ *                 memory is read while blocks wait for each other, and slots are full sooner
  *     statistics  THREADS of them: those of each tile
  *     reporter    combines these and writes them to scratch memory
  *     merger      waits for those of a whole strip and publishes what they amount to: some lines of every so-many-th
@@ -20,12 +21,13 @@
  *
  * Nobody waits for ever. Take the first strip that is not published, and a tile of it that has not been reported. If a
  * block has taken it, it is in a slot, and all that is ahead of it are its copy, and warps that take tiles in order and
- * wait for nothing else. If nobody has taken it, every slot of every block is full. One that holds a tile of an earlier
- * strip will be free, since that is published. So all would have to hold tiles of this strip, which has no more of them
- * than there are slots (conveyor_pays): the one that nobody has taken would not exist. This wants all blocks to run at
- * the same time, whatever else is on the device: two such kernels on half of the multiprocessors each would wait for
- * each other's other half. So the launch is a cooperative one, which starts when there is room for all of its blocks;
- * and there is one to a multiprocessor, which is what fits.
+ * wait for nothing else. If nobody has taken it, every slot of every block is full, or will be: a block fills its slots
+ * for the first time without waiting. One that holds a tile of an earlier strip will be free, since that is published.
+ * So all would have to hold tiles of this strip, which has no more of them than there are slots (conveyor_pays): the
+ * one that nobody has taken would not exist. This wants all blocks to run at the same time, whatever else is on the
+ * device: two such kernels on half of the multiprocessors each would wait for each other's other half. So the launch is
+ * a cooperative one, which starts when there is room for all of its blocks; and there is one to a multiprocessor, which
+ * is what fits.
  */
 #ifndef RAFTER_CUDA_CONVEYOR_CUH
 #define RAFTER_CUDA_CONVEYOR_CUH
@@ -47,13 +49,14 @@ struct ConveyorCut {
     unsigned strips, tiles;
     Divisor chunks; /* of a strip */
     int lanes;      /* of a merger that lie side by side, four lines each: a power of two */
-    bool in_turn;   /* tiles go to blocks in turn, else to whoever comes first */
+    bool in_turn;   /* tiles go to blocks in turn, else, but for the first ones, to whoever comes first */
+    unsigned ahead; /* tiles from one that is brought to the one that L2 fetches; 0: it fetches none */
 };
 
 /* Where blocks meet: words that are EMPTY until they are written. */
 struct ConveyorMeeting {
     unsigned *merged, *statistics; /* [strip or tile][statistic][line] */
-    unsigned *taken;               /* tiles, less one */
+    unsigned *taken;               /* tiles that went to whoever came first, less one */
 };
 
 template <class Job> struct Conveyor {
@@ -167,12 +170,24 @@ DEVICE uint4 load_flagged(const unsigned *p, bool *there) {
     return w;
 }
 
+/* Calls f(input, corner, row) for each input's box of a tile. */
+template <class Job, class F> DEVICE void for_boxes(const Job &job, const ConveyorCut &cut, unsigned tile, F f) {
+    const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
+    const typename Job::Strip strip = job.strip_at(index);
+#pragma unroll
+    for (int input = 0; input < Job::INPUTS; input++) {
+        const Corner at = job.corner(strip); /* here: outside, it makes the kernel 6 % longer */
+        f(input, at, (int)(chunk * Conveyor<Job>::ROWS));
+    }
+}
+
 /* Brings tiles into slots, by one thread. */
 template <class Job>
 DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const ConveyorCut &cut,
                        const ConveyorMeeting &meeting, typename Conveyor<Job>::Slot *slots,
                        ConveyorShared<Job> &shared) {
     typedef Conveyor<Job> C;
+    const unsigned first_turn = C::SLOTS * gridDim.x; /* tiles */
     for (unsigned turn = 0;; turn++)
         for (int slot = 0; slot < C::SLOTS; slot++) {
             if (turn > 0) {
@@ -180,8 +195,8 @@ DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const Convey
                     return;
                 barrier_wait(&shared.done[slot], (turn - 1) & 1);
             }
-            const unsigned tile =
-                cut.in_turn ? blockIdx.x + (turn * C::SLOTS + slot) * gridDim.x : atomicAdd(meeting.taken, 1) + 1;
+            const unsigned tile = turn == 0 || cut.in_turn ? blockIdx.x + (turn * C::SLOTS + slot) * gridDim.x
+                                                           : first_turn + atomicAdd(meeting.taken, 1) + 1;
             if (tile >= cut.tiles) {
                 shared.tile[slot] = NONE;
                 barrier_arrive(&shared.full[slot]);
@@ -189,14 +204,15 @@ DEVICE void move_tiles(const Tensors<Job> &tensors, const Job &job, const Convey
             }
             shared.tile[slot] = (int)tile;
             barrier_expect(&shared.full[slot], C::SLOT * 16);
-            const unsigned index = cut.chunks.quotient(tile), chunk = tile - index * cut.chunks.number;
-            const typename Job::Strip strip = job.strip_at(index);
-#pragma unroll
-            for (int input = 0; input < Job::INPUTS; input++) {
-                const Corner at = job.corner(strip); /* here: outside, it makes the kernel 6 % longer */
-                copy_box(slots[slot].tile + input * C::TILE, &tensors.map[input], at.column, (int)(chunk * C::ROWS),
-                         at.outer, &shared.full[slot]);
-            }
+            for_boxes(job, cut, tile, [&](int input, const Corner &at, int row) {
+                copy_box(slots[slot].tile + input * C::TILE, &tensors.map[input], at.column, row, at.outer,
+                         &shared.full[slot]);
+            });
+            const unsigned soon = tile + cut.ahead;
+            if (cut.ahead > 0 && soon >= first_turn && soon < cut.tiles)
+                for_boxes(job, cut, soon, [&](int input, const Corner &at, int row) {
+                    prefetch_box(&tensors.map[input], at.column, row, at.outer);
+                });
         }
 }
 
@@ -209,7 +225,7 @@ template <class Job> DEVICE void merge_tiles(const Job &job, const ConveyorCut &
     for (unsigned part = blockIdx.x; part < cut.strips * parts; part += gridDim.x) {
         const unsigned index = part / parts, first = ((part - index * parts) * lanes + lane % lanes) * 4;
         const unsigned *const from = meeting.statistics + (int64_t)index * chunks * C::WORDS + first;
-        if (lane == 0) /* the last to come, most likely */
+        if (lane == 0) /* the last to come, most likely: asking for all of them holds up what is asked for */
             while (load_relaxed(from + (int64_t)(chunks - 1) * C::WORDS) == EMPTY)
                 ;
         __syncwarp();
@@ -342,10 +358,11 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
             const unsigned *const from = meeting.merged + (int64_t)cut.chunks.quotient(tile) * C::WORDS;
             for (int i = thread; i < C::WORDS / 4; i += Job::THREADS) {
                 bool there;
-                uint4 four;
-                do
+                uint4 four = load_flagged(from + 4 * i, &there);
+                while (!there) {
+                    __nanosleep(200); /* asking without a break takes 1 % longer */
                     four = load_flagged(from + 4 * i, &there);
-                while (!there);
+                }
                 reinterpret_cast<uint4 *>(total)[i] = four;
             }
             __syncwarp(); /* bar.sync counts a warp whose lanes come one by one more than once */
@@ -362,7 +379,8 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
 /* ---- how to cut ----------------------------------------------------------------------------------------------------
  */
 
-template <class Job> static inline ConveyorCut cut_for_conveyor(int64_t strips, int64_t rows) {
+template <class Job>
+static inline ConveyorCut cut_for_conveyor(const rafter_cuda_state *state, int64_t strips, int64_t rows) {
     typedef Conveyor<Job> C;
     const int64_t chunks = ceil_div(rows, (int64_t)C::ROWS);
     ConveyorCut cut;
@@ -371,24 +389,26 @@ template <class Job> static inline ConveyorCut cut_for_conveyor(int64_t strips, 
     cut.tiles = (unsigned)(strips * chunks);
     cut.chunks = Divisor(chunks);
     /* Few lines where there are many chunks, so that most of them are under way at once. In turn where there are few:
-     * then blocks end together, and asking costs more than waiting for each other. Both by measurement. */
+     * then blocks end together, and asking costs more than waiting for each other. Ahead where there are many: else
+     * blocks hardly wait. All by measurement. */
     cut.lanes = C::LINES / 4 < WARP ? C::LINES / 4 : WARP;
     while (cut.lanes > 2 * C::COUNT && chunks * cut.lanes > 8 * WARP)
         cut.lanes /= 2;
     cut.in_turn = chunks <= 16;
+    cut.ahead = chunks >= (Job::INPUTS == 1 ? 16 : 128) ? (unsigned)state->multiprocessors : 0;
     return cut;
 }
 
-/* Whether strips are more than a block of strips.cuh takes by itself, whether there are slots enough (the comment on
- * top), and whether this build and device have the kernel: without sm_90 its body is empty, and so is its shared
- * memory. */
+/* Whether strips are longer than those that a block of strips.cuh does as fast by itself, whether there are slots
+ * enough (the comment on top), and whether this build and device have the kernel: without sm_90 its body is empty, and
+ * so is its shared memory. */
 template <class Job>
 static inline bool conveyor_pays(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
     typedef Conveyor<Job> C;
     const int64_t chunks = ceil_div(rows, (int64_t)C::ROWS);
     if (across != C::ACROSS || state->compute_capability < 90 || !state->cooperative || !hopper_allowed() ||
         (int64_t)(C::SHARED_BYTES + sizeof(ConveyorShared<Job>)) > state->shared_bytes || rows > INT32_MAX ||
-        strips * chunks > INT32_MAX / 2 || rows <= 2 * Job::ITEMS * C::STEP ||
+        strips * chunks > INT32_MAX / 2 || rows <= 2 * Job::ITEMS * C::STEP / Job::INPUTS ||
         chunks > (int64_t)state->multiprocessors * C::SLOTS)
         return false;
     static const bool built = [] {

@@ -95,6 +95,13 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, cons
                  : "memory");
 }
 
+/* Has L2 fetch it. */
+DEVICE void prefetch_box(const CUtensorMap *map, int column, int row, const int (&outer)[3]) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(column),
+                 "r"(row), "r"(outer[0]), "r"(outer[1]), "r"(outer[2])
+                 : "memory");
+}
+
 /* Into the same place of all blocks of the cluster that are set in `mask`, ringing each one's barrier. */
 DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier,
                             unsigned short mask) {

@@ -8,10 +8,8 @@
  *     |p| 2^-97 + 2^-64 turns:  4e-19 radians at p = 2^32, 1e-16 at 2^40, 1e-9 at 2^63
  *
  * so that position 10^6 is as accurate as position 1, at zeros of the sine and cosine too. What is left of the nearest
- * quarter turn goes through polynomials in fp32: 2 units in the last place, or, with two thirds of the instructions, a
- * relative error of 2^-16 where results of 16 bits are all that is made of them. Angles too small for fixed point,
- * below 2^-10 of a quarter turn, are taken from the product in fp32, so that the sine of a tiny angle has all its
- * digits.
+ * quarter turn goes through polynomials in fp32: 2 units in the last place. Angles too small for fixed point, below
+ * 2^-10 of a quarter turn, are taken from the product in fp32, so that the sine of a tiny angle has all its digits.
  */
 #ifndef RAFTER_CUDA_SINCOS_CUH
 #define RAFTER_CUDA_SINCOS_CUH
@@ -70,9 +68,8 @@ DEVICE Position position_of(int64_t n) {
     return {(unsigned)magnitude, (unsigned)(magnitude >> 32), n < 0 ? 0x80000000u : 0u, (float)magnitude};
 }
 
-/* FAR: the position is 2^32 or more. SHORT: for 16 bits. */
-template <bool FAR, bool SHORT>
-DEVICE void sincos_at(const Turns turns, const Position &position, float *sine, float *cosine) {
+/* FAR: the position is 2^32 or more. */
+template <bool FAR> DEVICE void sincos_at(const Turns turns, const Position &position, float *sine, float *cosine) {
     /* The upper 64 of the 96 bits. */
     const uint64_t lower = (uint64_t)turns.middle * position.low + __umulhi(turns.low, position.low);
     unsigned high = turns.high * position.low + (unsigned)(lower >> 32), low = (unsigned)lower;
@@ -85,29 +82,20 @@ DEVICE void sincos_at(const Turns turns, const Position &position, float *sine, 
     /* The nearest quarter turn, and what is left, in quarter turns. */
     const unsigned nearest = high + 0x20000000u;
     const float upper = (float)(int)__funnelshift_l(low, high, 2) * 0x1p-32f;
-    const float left = SHORT ? upper : fmaf((float)(low << 2), 0x1p-64f, upper);
+    const float left = fmaf((float)(low << 2), 0x1p-64f, upper);
     const float plain = position.size * turns.quarters;
     const float r = fabsf(plain) >= 0x1p-10f ? left : plain; /* NaN too */
 
     const float u = r * r;
-    float s, c;
-    if constexpr (SHORT) {
-        /* sin(r pi / 2) / r and cos(r pi / 2), minimax: relative errors 1.5e-6 and 1.2e-5. */
-        s = fmaf(0x1.3f3df0p-4f, u, -0x1.4aa60ap-1f);
-        s = fmaf(s, u, 0x1.921f8ep+0f) * r;
-        c = fmaf(0x1.f74074p-3f, u, -0x1.3ba0f0p+0f);
-        c = fmaf(c, u, 0x1.fffe74p-1f);
-    } else {
-        /* The same: 6.5e-9, with pi / 2 in two parts, and 1.1e-10. */
-        s = fmaf(-0x1.2d9af4p-8f, u, 0x1.465f68p-4f);
-        s = fmaf(s, u, -0x1.4abbbep-1f);
-        s = fmaf(s, u, -0x1.777a5cp-25f);
-        s = fmaf(r, 0x1.921fb6p+0f, r * s);
-        c = fmaf(0x1.d9c252p-11f, u, -0x1.55c5e0p-6f);
-        c = fmaf(c, u, 0x1.03c1dep-2f);
-        c = fmaf(c, u, -0x1.3bd3ccp+0f);
-        c = fmaf(c, u, 1.0f);
-    }
+    /* sin(r pi / 2) / r and cos(r pi / 2), minimax: relative errors 6.5e-9, with pi / 2 in two parts, and 1.1e-10. */
+    float s = fmaf(-0x1.2d9af4p-8f, u, 0x1.465f68p-4f);
+    s = fmaf(s, u, -0x1.4abbbep-1f);
+    s = fmaf(s, u, -0x1.777a5cp-25f);
+    s = fmaf(r, 0x1.921fb6p+0f, r * s);
+    float c = fmaf(0x1.d9c252p-11f, u, -0x1.55c5e0p-6f);
+    c = fmaf(c, u, 0x1.03c1dep-2f);
+    c = fmaf(c, u, -0x1.3bd3ccp+0f);
+    c = fmaf(c, u, 1.0f);
     /* Odd quarters swap the two; the sine changes sign in quarters 2 and 3, the cosine in 1 and 2. */
     const bool odd = nearest & 0x40000000u;
     *sine = __uint_as_float(__float_as_uint(odd ? c : s) ^ (nearest & 0x80000000u) ^ position.sign);
@@ -124,17 +112,17 @@ DEVICE void sincos_roughly(const Turns turns, const Position &position, float *s
 }
 
 /* The same for COUNT entries of a table, `apart` from each other. */
-template <bool SHORT, int COUNT>
+template <int COUNT>
 DEVICE void sincos_of(const Turns *turns, int apart, const Position &position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
     if (position.high == 0)
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            sincos_at<false, SHORT>(turns[i * apart], position, &sine[i], &cosine[i]);
+            sincos_at<false>(turns[i * apart], position, &sine[i], &cosine[i]);
     else
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            sincos_at<true, SHORT>(turns[i * apart], position, &sine[i], &cosine[i]);
+            sincos_at<true>(turns[i * apart], position, &sine[i], &cosine[i]);
 }
 
 #endif

@@ -585,7 +585,7 @@ rafter_status plan_columns(rafter_context *context, const act_call *call, const 
     if constexpr (N > 1) {
         Tensors<Job> tensors;
         if (conveyor_pays<Job>(context->cuda_state, strips, rows, across) && map_columns(views, &tensors)) {
-            const ConveyorCut cut = cut_for_conveyor<Job>(strips, rows);
+            const ConveyorCut cut = cut_for_conveyor<Job>(context->cuda_state, strips, rows);
             return run_with_scratch(context, call, conveyor_bytes<Job>(cut), "act",
                                     [&](char *scratch) { launch_conveyor(context, tensors, job, cut, scratch); });
         }

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(THREADS, Depth<T, N, FORWARD, F, DTHETA>::PER_
         const int64_t token = has ? call.position(first_b, n) : 0;
         const Position position = position_of(token);
         float cosine[N], sine[N], turned[DTHETA ? N : 1] = {};
-        sincos_of<false>(turns + column, across, position, sine, cosine);
+        sincos_of(turns + column, across, position, sine, cosine);
 
         T *out = call.out + offset(n, out_step);
         const float *of_columns = walk.statistics + column_of(call, first_b, h, d);
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(THREADS) line_statistics(const Call<T> call, f
             for (int j = 0; j < N; j++) {
                 const Turns turns = call.turns(h, d + j);
                 float sine[1], cosine[1];
-                sincos_of<false>(&turns, 0, position, sine, cosine);
+                sincos_of(&turns, 0, position, sine, cosine);
                 dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
             }
         }
@@ -495,7 +495,7 @@ DEVICE void conclude(const Walk4 &walk, const Statistics<1, true, SUMS> &all, in
  * results of 16 bits do not show, and computed anew every so often; positions are not given, and below 2^32 in size. */
 template <typename T, int N, bool FORWARD, bool DTHETA, bool TURNED>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_SM)
-    take_statistics(const Call<T> call, const Walk4 walk, float *parts) {
+    take_statistics(const Call<T> call, const Walk4 walk, const Divisor batch, float *parts) {
     typedef Columns<T, N, FORWARD, DTHETA> Columns;
     constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS;
     extern __shared__ __align__(128) char dynamic[];
@@ -508,7 +508,9 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
     const int step_bits = THREAD_BITS - walk.across_bits, step = 1 << step_bits;
 
     const unsigned chunk = walk.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * walk.tiles.number;
-    const int64_t b = walk.row_chunks.quotient(chunk), part = chunk - b * walk.row_chunks.number;
+    /* From the last rows to the first, which L2 still has when `rotate` begins with them. */
+    const unsigned from_last = batch.quotient(chunk);
+    const int64_t b = chunk - from_last * batch.number, part = walk.row_chunks.number - 1 - from_last;
     const Walk4::Spot spot = walk.spot(tile, column);
     const int64_t h = spot.h, d = spot.pack * N, first = part * walk.rows + line,
                   bottom = (part + 1) * walk.rows < call.length ? (part + 1) * walk.rows : call.length;
@@ -544,6 +546,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
     } else {
         const T *dy = call.dy + b * call.y_step.b + first * call.y_step.n + h * call.y_step.h + d * call.y_step.d;
         const int64_t half = call.features * call.y_step.d; /* from a cosine of dy to its sine */
+        const float theta = line < N && active ? call.theta_at(h, d + line) : 0.0f; /* everything waits for it */
         int left = count, stage = 0;
         const auto ask = [&] {
             if (left-- > 0) {
@@ -560,11 +563,11 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
         for (int i = 0; i < STAGES; i++)
             ask();
 
-        if (line < N && active) {
-            const Turns one = call.turns(h, d + line);
+        if (line < N) {
+            const Turns one = turns_of(theta);
             turns[line * across + column] = one;
             if constexpr (TURNED)
-                sincos_at<false, false>(one, position_of(step), &sines[column * N + line], &cosines[column * N + line]);
+                sincos_at<false>(one, position_of(step), &sines[column * N + line], &cosines[column * N + line]);
         }
         __syncthreads();
 
@@ -587,7 +590,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::PER_S
                 cover<false, N>(mine, 0, packs[0]);
 
             if constexpr (!TURNED) {
-                sincos_of<false>(turns + column, across, position_of(token(i)), sine, cosine);
+                sincos_of(turns + column, across, position_of(token(i)), sine, cosine);
             } else if (i % ANEW == 0) {
                 const Position at = position_of(call.offset + first + (int64_t)i * step);
 #pragma unroll
@@ -646,14 +649,21 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Walk4 walk, co
     wait_for_previous_kernel();
     if (column >= columns)
         return;
-    Statistics<1, true, SUMS> all, one;
+    constexpr int AT_A_TIME = 16;
+    Statistics<1, true, SUMS> all, one[AT_A_TIME];
     all.clear();
-#pragma unroll 4
-    for (int64_t part = 0; part < walk.row_chunks.number; part++) {
+    for (int64_t part = 0; part < walk.row_chunks.number; part += AT_A_TIME) {
 #pragma unroll
-        for (int k = 0; k < 1 + SUMS; k++)
-            one.value(k, 0) = parts[(part * (1 + SUMS) + k) * columns + column];
-        all.add(0, one, 0);
+        for (int i = 0; i < AT_A_TIME; i++) {
+            one[i].clear();
+            if (part + i < walk.row_chunks.number)
+#pragma unroll
+                for (int k = 0; k < 1 + SUMS; k++)
+                    one[i].value(k, 0) = parts[((part + i) * (1 + SUMS) + k) * columns + column];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; i++)
+            all.add(0, one[i], 0);
     }
     conclude<DTHETA>(walk, all, column, columns);
 }
@@ -732,7 +742,8 @@ Walk4 plan_walk(const rafter_cuda_state *state, const lrpe_cosine_call *from, co
         walk.rows = call.length;
         walk.batch = 1;
     } else {
-        /* Long walks save tables, and dtheta's moments; short ones are kinder to the memory: docs/perf/README.md. */
+        /* Long walks save tables, dtheta's moments, and loads of columns' statistics; short ones are kinder to the
+         * memory: docs/perf/lrpe_cosine.md. */
         const int64_t most = walk.f == COLUMNS   ? (from->direction == RAFTER_FORWARD ? 1 : 2)
                              : from->dtheta.data ? INT64_MAX / step
                                                  : 1,
@@ -843,7 +854,7 @@ rafter_status start_columns(rafter_context *context, const lrpe_cosine_call *fro
         walk.statistics = down.statistics = reinterpret_cast<float *>(scratch + moments);
         float *const memory = parts > 1 ? reinterpret_cast<float *>(scratch + moments + statistics) : NULL;
         launch(context, {down.blocks(), THREADS, Columns::BYTES}, take_statistics<T, N, FORWARD, DTHETA, TURNED>, call,
-               down, memory);
+               down, Divisor(call.batch), memory);
         if (memory)
             launch(context, {ceil_div(columns, (int64_t)THREADS), THREADS, 0, 1, true},
                    merge_statistics<Columns::SUMS, DTHETA>, down, memory, columns);
