@@ -259,10 +259,23 @@ template <class Job> DEVICE void merge_tiles(const Job &job, const ConveyorCut &
                     }
             }
 #pragma unroll
-            for (int i = 0; i < AT_A_TIME; i++)
+            for (int j = 0; j < 4; j++) { /* one maximum for all, so that no exponential waits for another */
+                if constexpr (Job::HAS_MAX) {
+                    float top = mine.max[j];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mine.add(j, other[i], j);
+                    for (int i = 0; i < AT_A_TIME; i++)
+                        top = fmaxf(top, other[i].max[j]);
+                    mine.rebase(j, top);
+#pragma unroll
+                    for (int i = 0; i < AT_A_TIME; i++)
+                        other[i].rebase(j, top);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_A_TIME; i++)
+#pragma unroll
+                    for (int k = 0; k < Job::SUMS; k++)
+                        mine.sum[k][j] += other[i].sum[k][j];
+            }
         }
         __syncwarp();
         for (int apart = lanes; apart < WARP; apart *= 2) {
