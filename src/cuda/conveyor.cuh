@@ -21,12 +21,13 @@
  *
  * Nobody waits for ever. Take the first strip that is not published, and a tile of it that has not been reported. If a
  * block has taken it, it is in a slot, and all that is ahead of it are its copy, and warps that take tiles in order and
- * wait for nothing else. If nobody has taken it, every slot of every block is full. One that holds a tile of an earlier
- * strip will be free, since that is published. So all would have to hold tiles of this strip, which has no more of them
- * than there are slots (conveyor_pays): the one that nobody has taken would not exist. This wants all blocks to run at
- * the same time, whatever else is on the device: two such kernels on half of the multiprocessors each would wait for
- * each other's other half. So the launch is a cooperative one, which starts when there is room for all of its blocks;
- * and there is one to a multiprocessor, which is what fits.
+ * wait for nothing else. If nobody has taken it, every slot of every block is full, or will be: a block fills its slots
+ * for the first time without waiting. One that holds a tile of an earlier strip will be free, since that is published.
+ * So all would have to hold tiles of this strip, which has no more of them than there are slots (conveyor_pays): the
+ * one that nobody has taken would not exist. This wants all blocks to run at the same time, whatever else is on the
+ * device: two such kernels on half of the multiprocessors each would wait for each other's other half. So the launch is
+ * a cooperative one, which starts when there is room for all of its blocks; and there is one to a multiprocessor, which
+ * is what fits.
  */
 #ifndef RAFTER_CUDA_CONVEYOR_CUH
 #define RAFTER_CUDA_CONVEYOR_CUH
@@ -258,10 +259,23 @@ template <class Job> DEVICE void merge_tiles(const Job &job, const ConveyorCut &
                     }
             }
 #pragma unroll
-            for (int i = 0; i < AT_A_TIME; i++)
+            for (int j = 0; j < 4; j++) { /* one maximum for all, so that no exponential waits for another */
+                if constexpr (Job::HAS_MAX) {
+                    float top = mine.max[j];
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    mine.add(j, other[i], j);
+                    for (int i = 0; i < AT_A_TIME; i++)
+                        top = fmaxf(top, other[i].max[j]);
+                    mine.rebase(j, top);
+#pragma unroll
+                    for (int i = 0; i < AT_A_TIME; i++)
+                        other[i].rebase(j, top);
+                }
+#pragma unroll
+                for (int i = 0; i < AT_A_TIME; i++)
+#pragma unroll
+                    for (int k = 0; k < Job::SUMS; k++)
+                        mine.sum[k][j] += other[i].sum[k][j];
+            }
         }
         __syncwarp();
         for (int apart = lanes; apart < WARP; apart *= 2) {
@@ -398,9 +412,9 @@ static inline ConveyorCut cut_for_conveyor(const rafter_cuda_state *state, int64
     return cut;
 }
 
-/* Whether strips are more than a block of strips.cuh takes by itself, whether there are slots enough (the comment on
- * top), and whether this build and device have the kernel: without sm_90 its body is empty, and so is its shared
- * memory. */
+/* Whether strips are longer than those that a block of strips.cuh does as fast by itself, whether there are slots
+ * enough (the comment on top), and whether this build and device have the kernel: without sm_90 its body is empty, and
+ * so is its shared memory. */
 template <class Job>
 static inline bool conveyor_pays(const rafter_cuda_state *state, int64_t strips, int64_t rows, int across) {
     typedef Conveyor<Job> C;

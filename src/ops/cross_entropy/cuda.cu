@@ -6,6 +6,7 @@
  *     backward from lse                                 coefficients, gradients
  *     statistics and gradient, rows fit on an SM        terms, on_chip, finish
  *     statistics and gradient, rows few or too long     statistics, finish, gradients: reads the logits twice
+ *     the call is a usual one                           see cuda_usual.cuh
  *
  *     statistics     a block to a row, or to a part of one where rows are few
  *     finish         from a row's statistics: its outputs, the coefficients of its gradient, the loss of all rows
@@ -458,7 +459,9 @@ __global__ __launch_bounds__(ROW_THREADS) void terms(const __grid_constant__ Cal
 template <int MOST_THREADS_, int PER_SM_, int IN_REGISTERS_, int COPIED_> struct Shape {
     static constexpr int THREADS = MOST_THREADS_, PER_SM = PER_SM_, IN_REGISTERS = IN_REGISTERS_, COPIED = COPIED_;
 };
-/* From short rows to long ones; the last holds those that need every register too. */
+/* From short rows to long ones. The first is for usual calls, the last, which holds rows that need every register too,
+ * for the others. */
+typedef Shape<256, 6, 2, 2> Sixth;
 typedef Shape<512, 3, 2, 2> Third;
 typedef Shape<512, 2, 4, 4> Half;
 typedef Shape<512, 1, 4, 4> Whole;
@@ -468,8 +471,7 @@ template <typename T, int OPTIONS, class Shape>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ Call c,
                                                                          const Terms *of_row,
                                                                          Gathered<OPTIONS> *stats) {
-    extern __shared__ __align__(128)
-        uint4 slot_memory[]; /* a line of memory copied across lines here takes two turns */
+    extern __shared__ __align__(128) uint4 slot_memory[]; /* off a line, copies cost 9 % of the call */
     __shared__ Terms known;
     constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED;
     const Loss &loss = c.loss;
@@ -543,6 +545,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
             stats[row] = g;
     } else {
         copy_wait<0>();
+        wait_for_previous_kernel();
     }
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
     T *const body = dz + stretch.head;
@@ -617,7 +620,7 @@ struct Plan {
     int64_t warp_blocks;            /* IN_WARPS, BY_WARPS */
     int64_t parts, part;            /* statistics: of a row; elements of one */
     int threads;                    /* of statistics, or on_chip */
-    int shape;                      /* on_chip: of Third, Half, ... */
+    int shape;                      /* on_chip: of Sixth, Third, ... */
     size_t shared;                  /* on_chip */
     int64_t row_blocks, grad_parts; /* blocks of kernels that take a thread to a row; of gradients to a row */
 };
@@ -625,18 +628,19 @@ struct Plan {
 /* Whether a row of so many packs fits into one block of a shape, and how. */
 template <class Shape> bool fits(const rafter_cuda_state *state, int64_t packs, Plan *plan) {
     const int64_t own = 2 << 10, reserved = 1 << 10; /* shared memory of the kernel's, and of the system's, per block */
-    plan->threads = power_at_least(packs / 8, 64, Shape::THREADS);
+    plan->threads = plan->usual ? Shape::THREADS : power_at_least(packs / 8, 64, Shape::THREADS);
     const int64_t slots = packs - Shape::IN_REGISTERS * plan->threads;
     plan->shared = slots > 0 ? static_cast<size_t>(slots) * 16 : 0;
     return int64_t(plan->shared) <= (state->shared_bytes + reserved) / Shape::PER_SM - reserved - own;
 }
 
 bool fits_on_chip(const rafter_cuda_state *state, int64_t packs, Plan *plan) {
-    plan->shape = 0;
-    for (const auto fits_shape : {fits<Third>, fits<Half>, fits<Whole>, fits<Crowded>}) {
-        if (fits_shape(state, packs, plan))
+    typedef bool Fits(const rafter_cuda_state *, int64_t, Plan *);
+    Fits *const shapes[] = {fits<Sixth>, fits<Third>, fits<Half>, fits<Whole>, fits<Crowded>};
+    for (plan->shape = plan->usual ? 0 : 1; plan->shape < 5; plan->shape++) {
+        plan->usual = plan->usual && plan->shape < 4;
+        if (shapes[plan->shape](state, packs, plan))
             return true;
-        plan->shape++;
     }
     return false;
 }
@@ -720,16 +724,16 @@ size_t place(const Call &c, const Plan &plan, char *memory, Places *at) {
     at->of_block = static_cast<Totals *>(
         take(reduces, (warps ? plan.warp_blocks : plan.row_blocks) * static_cast<int64_t>(sizeof(Totals))));
     at->prepared = static_cast<Prepared *>(take(plan.prepares, (1 + PREPARE_BLOCKS) * int64_t(sizeof(Prepared))));
-    at->stats = take(!warps && plan.kind != FROM_LSE && !(plan.kind == ON_CHIP && !c.loss.forward) &&
-                         !(plan.kind == FORWARD && plan.usual),
+    at->stats = take(!warps && plan.kind != FROM_LSE && !(plan.kind == ON_CHIP && !c.loss.forward) && !plan.usual,
                      stats * static_cast<int64_t>(each));
-    at->terms = static_cast<Terms *>(take(plan.kind == ON_CHIP, rows * static_cast<int64_t>(sizeof(Terms))));
+    at->terms =
+        static_cast<Terms *>(take(plan.kind == ON_CHIP && !plan.usual, rows * static_cast<int64_t>(sizeof(Terms))));
     at->coefficients =
         static_cast<Coefficients *>(take((plan.kind == FROM_LSE && !plan.usual) || plan.kind == READ_TWICE,
                                          rows * static_cast<int64_t>(sizeof(Coefficients))));
     at->losses = static_cast<double *>(
-        take(plan.usual && c.loss.forward && plan.kind != ON_CHIP,
-             plan.kind == IN_WARPS ? plan.warp_blocks * int64_t(sizeof(double2)) : rows * int64_t(sizeof(double))));
+        take(plan.usual && plan.kind != FROM_LSE, plan.kind == IN_WARPS ? plan.warp_blocks * int64_t(sizeof(double2))
+                                                                        : (rows + 1) * int64_t(sizeof(double))));
     at->usual_coefficients = static_cast<UsualGradient *>(
         take(plan.kind == FROM_LSE && plan.usual, rows * static_cast<int64_t>(sizeof(UsualGradient))));
     return used;
@@ -760,14 +764,6 @@ template <typename T, int OPTIONS> void launch_by_warps(Sequence &sequence, cons
         sequence.run(how, by_warps<T, IN_BACKWARD<OPTIONS>, false, true, false>, c);
 }
 
-template <typename T, int OPTIONS>
-void launch_on_chip(Sequence &sequence, const Call &c, const Plan &plan, const Terms *terms, Gathered<OPTIONS> *stats) {
-    void (*const shapes[])(Call, const Terms *,
-                           Gathered<OPTIONS> *) = {on_chip<T, OPTIONS, Third>, on_chip<T, OPTIONS, Half>,
-                                                   on_chip<T, OPTIONS, Whole>, on_chip<T, OPTIONS, Crowded>};
-    sequence.run(Launch{c.loss.rows, plan.threads, plan.shared}, shapes[plan.shape], c, terms, stats);
-}
-
 /* PACKS: of a row to a lane. */
 template <typename T, int PACKS>
 void launch_in_warps(Sequence &sequence, const Call &c, const Plan &plan, const Usual &u) {
@@ -787,7 +783,6 @@ void launch_usual(const rafter_context *context, const Call &c, const Plan &plan
     u.losses = at.losses;
     const int64_t packs = u.classes / WIDE<T>;
     const Launch rows = {plan.row_blocks, ROW_THREADS}, one = {1, ONE_BLOCK};
-    Gathered<PLAIN> *const stats = static_cast<Gathered<PLAIN> *>(at.stats);
     switch (plan.kind) {
     case IN_WARPS:
         if (packs <= 4 * WARP)
@@ -809,11 +804,15 @@ void launch_usual(const rafter_context *context, const Call &c, const Plan &plan
                      usual_gradients<T, GRADIENT_THREADS, GRADIENT_PACKS>, u, Divisor(plan.grad_parts),
                      at.usual_coefficients);
         break;
-    default:
-        sequence.run(rows, usual_terms<T>, u, at.terms);
-        launch_on_chip<T, PLAIN>(sequence, c, plan, at.terms, stats);
-        if (c.loss.forward)
-            sequence.run(one, usual_finish, u, stats, at.terms);
+    default: {
+        void (*const shapes[])(Usual, const double *) = {usual_on_chip<T, Sixth>, usual_on_chip<T, Third>,
+                                                         usual_on_chip<T, Half>, usual_on_chip<T, Whole>};
+        double *const factor = u.losses + u.rows;
+        sequence.run(one, usual_factor, u, factor);
+        sequence.run(Launch{u.rows, plan.threads, plan.shared}, shapes[plan.shape], u, factor);
+        if (u.loss)
+            sequence.run(one, usual_sum, u);
+    }
     }
 }
 
@@ -828,8 +827,11 @@ void launch_rows(Sequence &sequence, const Call &c, const Plan &plan, const Plac
     if (plan.kind == FROM_LSE)
         sequence.run(rows, coefficients<T, IN_BACKWARD<OPTIONS>>, c, at.coefficients);
     if (plan.kind == ON_CHIP) {
+        void (*const shapes[])(Call, const Terms *,
+                               Gathered<OPTIONS> *) = {on_chip<T, OPTIONS, Third>, on_chip<T, OPTIONS, Half>,
+                                                       on_chip<T, OPTIONS, Whole>, on_chip<T, OPTIONS, Crowded>};
         sequence.run(rows, terms<T>, c, at.terms);
-        launch_on_chip<T, OPTIONS>(sequence, c, plan, at.terms, stats);
+        sequence.run(Launch{c.loss.rows, plan.threads, plan.shared}, shapes[plan.shape - 1], c, at.terms, stats);
     }
     if (plan.kind != FROM_LSE && (plan.kind != ON_CHIP || c.loss.forward))
         sequence.run(rows, finish<T, OPTIONS>, c, parts, stats, at.terms, at.coefficients);

@@ -7,7 +7,7 @@
  *     rows of up to 2 KB, or 4 KB with a gradient   usual_short_rows
  *     forward                                       usual_long_rows, usual_sum
  *     backward from lse                             usual_coefficients, usual_gradients
- *     statistics and gradient                       usual_terms, on_chip, usual_finish
+ *     statistics and gradient                       usual_factor, usual_on_chip, usual_sum
  */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_USUAL_CUH
@@ -74,11 +74,13 @@ struct Usual {
         return wide_labels ? count_in<THREADS>(static_cast<const int64_t *>(labels))
                            : count_in<THREADS>(static_cast<const int *>(labels));
     }
-    DEVICE bool counts() const {
-        return mean && !denominator;
-    }
     DEVICE double divisor(double counted) const {
         return !mean ? 1.0 : denominator ? *denominator : counted;
+    }
+    /* What all gradients are multiplied by; to be called by all THREADS of a block. */
+    template <int THREADS> DEVICE double factor() const {
+        const float upstream = dloss ? *dloss : 1.0f;
+        return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
     }
 
     /* Writes what is wanted of a row, by one thread, and returns its loss. */
@@ -177,11 +179,7 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
     loads_so_far_first();
     const int64_t loaded = u.load_label(row);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
-    double factor = 0.0;
-    if (GRADIENT) {
-        const float dloss = u.dloss ? *u.dloss : 1.0f;
-        factor = dloss / u.divisor(u.counts() ? u.count<ROW_THREADS>() : 0);
-    }
+    const double factor = GRADIENT ? u.factor<ROW_THREADS>() : 0.0;
     const int label = u.class_of(loaded);
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const bool serves = lse_serves<T>(given);
@@ -262,8 +260,8 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_coefficients(const __grid_c
     const int lane = threadIdx.x % WARP, row = blockIdx.x * ROW_THREADS + threadIdx.x;
     const bool there = row < u.rows;
     const int64_t loaded = there ? u.load_label(row) : u.ignore_index;
-    const float given = there ? load_now(u.lse + row) : 0.0f, dloss = u.dloss ? *u.dloss : 1.0f;
-    const double factor = dloss / u.divisor(u.counts() ? u.count<ROW_THREADS>() : 0);
+    const float given = there ? load_now(u.lse + row) : 0.0f;
+    const double factor = u.factor<ROW_THREADS>();
     const int label = u.class_of(loaded);
     UsualGradient g = label < 0 ? u.gradient_unread(label) : u.gradient_from_lse(label, factor, given);
     for (unsigned left = __ballot_sync(~0u, label >= 0 && !lse_serves<T>(given)); left != 0; left &= left - 1) {
@@ -302,52 +300,98 @@ __global__ __launch_bounds__(THREADS,
     write_packs(u.row_of_dz<T>(row), pack, first, THREADS, packs, g, z_label, mine);
 }
 
-/* ---- on_chip's kernels before and after
- * ----------------------------------------------------------------------------------- */
+/* ---- rows held on chip
+ * ---------------------------------------------------------------------------------------------------- */
 
-/* `terms` for the usual call. */
-template <typename T>
-__global__ __launch_bounds__(ROW_THREADS) void usual_terms(const __grid_constant__ Usual u, Terms *of_row) {
+/* What all gradients are multiplied by. One block. */
+__global__ __launch_bounds__(ONE_BLOCK) void usual_factor(const __grid_constant__ Usual u, double *factor) {
     start_next_kernel();
-    const int row = blockIdx.x * ROW_THREADS + threadIdx.x;
-    const bool there = row < u.rows;
-    const int64_t loaded = there ? u.load_label(row) : u.ignore_index;
-    const float dloss = u.dloss ? *u.dloss : 1.0f;
-    const int label = u.class_of(loaded);
-    const float z_label = label >= 0 ? to_float(u.row_of_z<T>(row)[label]) : 0.0f;
-    const double factor = dloss / u.divisor(u.counts() ? u.count<ROW_THREADS>() : 0);
-    if (label >= 0)
-        of_row[row] = {{factor, 0.0, 0.0, factor, factor}, z_label};
-    else
-        u.warn(label);
+    const double of_call = u.factor<ONE_BLOCK>();
+    if (threadIdx.x == 0)
+        *factor = of_call;
 }
 
-/* `finish` for the usual call. One block. */
-__global__ __launch_bounds__(ONE_BLOCK) void usual_finish(const __grid_constant__ Usual u, const Gathered<PLAIN> *stats,
-                                                          const Terms *terms) {
-    constexpr int AT_ONCE = 4;
-    const int counted = u.mean ? u.count<ONE_BLOCK>() : 0;
-    wait_for_previous_kernel();
-    double sum = 0.0;
-    for (int first = threadIdx.x; first < u.rows; first += AT_ONCE * ONE_BLOCK) {
-        RowStats s[AT_ONCE];
-        int64_t label[AT_ONCE];
-        float z_label[AT_ONCE];
+/* As on_chip. */
+template <typename T, class Shape>
+__global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void usual_on_chip(const __grid_constant__ Usual u,
+                                                                               const double *of_call) {
+    extern __shared__ __align__(128) uint4 slot_memory[];
+    constexpr int N = WIDE<T>, THREADS = Shape::THREADS, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED,
+                  STEP = COPIED * THREADS;
+    const int thread = threadIdx.x, row = blockIdx.x, packs = u.classes / N;
+    const T *const z = u.row_of_z<T>(row);
+    T *const dz = u.row_of_dz<T>(row);
+    Pack<T, N> own[OWN];
+    load_packs(own, z, packs, thread, THREADS);
+    const int64_t loaded = u.load_label(row);
+
+    /* No other thread ever touches the slot of a pack: each waits for its own copies alone. */
+    Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * THREADS; /* of pack i: slots[i] */
+    const int first = OWN * THREADS + thread;
+    /* Up to here all threads have a whole group: no more questions. */
+    const int whole = packs < OWN * THREADS ? 0 : packs - (packs - OWN * THREADS) % STEP;
+    int groups = 0;
+    const auto fetch = [&] {
+        int i = first;
+        for (; i < whole; i += STEP, groups++) {
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int row = min(first + k * ONE_BLOCK, u.rows - 1);
-            label[k] = u.load_label(row);
-            s[k] = stats[row].s;
-            z_label[k] = terms[row].z_label;
+            for (int k = 0; k < COPIED; k++)
+                copy_async<T, N>(slots + i + k * THREADS, z + (i + k * THREADS) * N);
+            copy_commit();
         }
+        for (; i < packs; i += THREADS)
+            copy_async<T, N>(slots + i, z + i * N);
+        copy_commit();
+    };
+    if (Shape::PER_SM == 1) /* alone on its SM: no other block makes use of the wait for the label */
+        fetch();
+    start_next_kernel();
+    const int label = u.class_of(loaded);
+    if (Shape::PER_SM > 1 && label >= 0)
+        fetch();
+    const bool mine = label >= 0 && label / N % THREADS == thread;
+    const float z_label = mine || (label >= 0 && thread == 0) ? to_float(z[label]) : 0.0f;
+    RowStats s = no_elements();
+    if (label >= 0) {
+        add_packs(s, own, 1.0f);
+        Pack<T, N> pack[COPIED];
+        int i = first;
+        for (; i < whole; i += STEP) {
+            copy_wait_all_but(groups--);
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            if (first + k * ONE_BLOCK < u.rows)
-                sum += u.finish_row(first + k * ONE_BLOCK, u.class_of(label[k]), s[k], z_label[k]);
+            for (int k = 0; k < COPIED; k++)
+                pack[k] = slots[i + k * THREADS];
+            add_packs(s, pack, 1.0f);
+        }
+        copy_wait<0>();
+        if (i < packs) {
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                pack[k] = i + k * THREADS < packs ? slots[i + k * THREADS] : all_of<T, N>(-INFINITY);
+            add_packs(s, pack, 1.0f);
+        }
+        s = merge_block<PLAIN>({s}, 1.0f).s;
+    } else {
+        copy_wait<0>();
     }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        u.finish(sum, counted);
+    wait_for_previous_kernel();
+    const UsualGradient g = label < 0 ? u.gradient_unread(label) : u.gradient_from_stats(label, __ldcg(of_call), s);
+    if (g.label < 0) {
+        for (int i = thread; i < packs; i += THREADS)
+            store_once<T, N>(dz + i * N, all_of<T, N>(g.c));
+    } else {
+        const ScaledExp<T> of(g.c, g.pivot, 1.0f);
+        int i = first;
+        for (; i < whole; i += STEP)
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                store_once<T, N>(dz + (i + k * THREADS) * N, of.of(load_once<T, N>(slots[i + k * THREADS].v)));
+        for (; i < packs; i += THREADS)
+            store_once<T, N>(dz + i * N, of.of(load_once<T, N>(slots[i].v)));
+        write_packs(dz, own, thread, THREADS, packs, g, z_label, mine);
+    }
+    if (thread == 0)
+        u.losses[row] = u.finish_row(row, label, s, z_label);
 }
 
 /* ---- whether a call is usual
