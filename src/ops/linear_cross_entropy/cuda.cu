@@ -314,13 +314,13 @@ fused::Matrix dz_matrix(const Dz &dz, int64_t rows) {
 template <int MODE> rafter_status run_fused(const Run &run, fused::Task task, const Dz &out = {}) {
     task.kept = kept_of(run);
     task.depth = static_cast<int>(run.plan.depth);
+    task.scale = run.loss.scale;
     task.bias = run.call->bias.data ? run.b.bias : NULL;
     task.z_label = run.b.z_label;
     task.gradients = run.b.gradients;
     task.out = out.data;
     task.out_stride = out.stride;
-    return fused::run<MODE>(run.context, run.plan.dtype, x_matrix(run), copy_matrix(run), weight_matrix(run), run.loss,
-                            task);
+    return fused::run<MODE>(run.context, run.plan.dtype, x_matrix(run), copy_matrix(run), weight_matrix(run), task);
 }
 
 /* dW of dz's classes, from kept rows [first, first + rows), which dz has. `add`: to what the groups before have left.
@@ -396,10 +396,10 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     task.dx = dx.data;
     task.dx_stride = plan.dx_lies.stride;
     if (plan.direct_dx())
-        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, results, run.loss, task);
+        return fused::run_dx<fused::RESULTS>(run.context, plan.dtype, one, other, w, dx.dtype, results, task);
     if (add)
-        return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
-    return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, run.loss, task);
+        return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, task);
+    return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, task);
 }
 
 /* Rows that are ignored, after all others. */

@@ -50,6 +50,7 @@ struct Task {
     Kept kept;
     int64_t first_row, rows, first_class, classes; /* of kept rows and W; the first are the call's */
     int depth;
+    float scale;                  /* of logits */
     const float *bias;            /* of all classes; NULL: none */
     RowStats *stats;              /* [rows][tiles]; GRADIENT: not written */
     int tiles;                    /* of a row of `stats` */
@@ -105,7 +106,6 @@ template <int MODE> struct TileRows {
 
 /* What the sums d of a tile become. */
 template <typename T, int MODE> struct Results {
-    const Loss &loss;
     const Task &task;
     const int count; /* of the task's rows that are there */
     const TileRows<MODE> &rows;
@@ -174,7 +174,7 @@ template <typename T, int MODE> struct Results {
 
     /* Rows' exponentials relative to `pivot`: their sums over the tile, and themselves if they are wanted. */
     DEVICE void sum_up(const float (&d)[128], const float (&pivot)[2], int64_t column, float (&sum)[2]) const {
-        const float rate = loss.scale * LOG2E;
+        const float rate = task.scale * LOG2E;
         float of[4] = {};
 #pragma unroll
         for (int part = 0; part < CLASSES / PART; part++) {
@@ -208,7 +208,7 @@ template <typename T, int MODE> struct Results {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 if (task.sample)
-                    max[i] = pivot_at(rows.known[i]) + MARGIN / loss.scale;
+                    max[i] = pivot_at(rows.known[i]) + MARGIN / task.scale;
                 pivot[i] = pivot_at(max[i]);
                 if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
                     set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
@@ -222,7 +222,7 @@ template <typename T, int MODE> struct Results {
                 find_maxima(d, of_tile);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if ((of_tile[i] - pivot[i]) * loss.scale > HEADROOM) {
+                    if ((of_tile[i] - pivot[i]) * task.scale > HEADROOM) {
                         max[i] = of_tile[i];
                         pivot[i] = pivot_at(max[i]);
                     }
@@ -238,7 +238,7 @@ template <typename T, int MODE> struct Results {
         ScaledExp<T> exp[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            exp[i] = ScaledExp<T>(rows.gradient[i].p, rows.gradient[i].pivot, loss.scale);
+            exp[i] = ScaledExp<T>(rows.gradient[i].p, rows.gradient[i].pivot, task.scale);
             if (rows.gradient[i].constant)
                 set_row(d, i, rows.gradient[i].pivot); /* p e^0 */
         }
@@ -284,14 +284,12 @@ template <typename T, int MODE> struct Logits {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
     const CUtensorMap &x, &w, &out;
-    const Loss &loss;
     const Task &task;
     const int rows, first, steps;
     const tiles::Order order;
 
-    DEVICE Logits(const CUtensorMap &x_map, const CUtensorMap &w_map, const CUtensorMap &out_map, const Loss &of,
-                  const Task &t)
-        : x(x_map), w(w_map), out(out_map), loss(of), task(t), rows(t.kept.among(t.first_row, t.rows)),
+    DEVICE Logits(const CUtensorMap &x_map, const CUtensorMap &w_map, const CUtensorMap &out_map, const Task &t)
+        : x(x_map), w(w_map), out(out_map), task(t), rows(t.kept.among(t.first_row, t.rows)),
           first(t.kept.copied_at(t.first_row)), steps((t.depth + tiles::DEPTH - 1) / tiles::DEPTH),
           order(rows, t.classes) {
     }
@@ -308,7 +306,7 @@ template <typename T, int MODE> struct Logits {
         return {&w, static_cast<int>(task.first_class), 0};
     }
     DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging, char *const *) const {
-        Results<T, MODE>{loss, task, rows, of, out, staging}.finish(d, place.column);
+        Results<T, MODE>{task, rows, of, out, staging}.finish(d, place.column);
     }
 };
 
@@ -320,16 +318,15 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply(const __grid_const
                                                               const __grid_constant__ CUtensorMap copy,
                                                               const __grid_constant__ CUtensorMap w,
                                                               const __grid_constant__ CUtensorMap out,
-                                                              const __grid_constant__ Loss loss,
                                                               const __grid_constant__ Task task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
     wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
-    tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, loss, task));
+    tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, task));
 #else
-    (void)x, (void)copy, (void)w, (void)out, (void)loss, (void)task;
+    (void)x, (void)copy, (void)w, (void)out, (void)task;
 #endif
 }
 
@@ -370,7 +367,7 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matri
 /* x, and its copy: of all rows; w: of all classes. */
 template <int MODE>
 static inline rafter_status run(rafter_context *context, rafter_dtype dtype, const Matrix &x, const Matrix &copy,
-                                const Matrix &w, const Loss &loss, const Task &task) {
+                                const Matrix &w, const Task &task) {
     CUtensorMap x_map, copy_map, w_map, out_map = {};
     if (!map_operand(&x_map, dtype, x, false, tiles::ROWS) ||
         !map_operand(&copy_map, dtype, copy, false, tiles::ROWS) ||
@@ -381,9 +378,9 @@ static inline rafter_status run(rafter_context *context, rafter_dtype dtype, con
         return no_map(context);
     const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.classes);
     if (dtype == RAFTER_BF16)
-        launch(context, how, multiply<bf16, MODE>, x_map, copy_map, w_map, out_map, loss, task);
+        launch(context, how, multiply<bf16, MODE>, x_map, copy_map, w_map, out_map, task);
     else
-        launch(context, how, multiply<fp16, MODE>, x_map, copy_map, w_map, out_map, loss, task);
+        launch(context, how, multiply<fp16, MODE>, x_map, copy_map, w_map, out_map, task);
     return RAFTER_OK;
 }
 

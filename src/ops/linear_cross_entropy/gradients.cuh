@@ -169,16 +169,14 @@ template <typename T, typename U, int END> struct Dx {
     typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
     static constexpr int HELD = tiles::HELD_FOR<U>;
     const CUtensorMap &dz, &dz_behind, &w, &out;
-    const Loss &loss;
     const DxTask &task;
     const int rows, steps, of_split, in_front; /* the last three: steps, of all, of a split, of dz in front */
     const bool in_rows;                        /* RESULTS: these, one after the other, as the copy engine takes them */
     const tiles::Order order;
 
     DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
-              const CUtensorMap &out_map, const Loss &of, const DxTask &t)
-        : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), loss(of), task(t),
-          rows(t.kept.among(t.first_row, t.rows)),
+              const CUtensorMap &out_map, const DxTask &t)
+        : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), task(t), rows(t.kept.among(t.first_row, t.rows)),
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
           of_split((steps + t.splits - 1) / t.splits),
           in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
@@ -292,15 +290,14 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_co
                                                                  const __grid_constant__ CUtensorMap dz_behind,
                                                                  const __grid_constant__ CUtensorMap w,
                                                                  const __grid_constant__ CUtensorMap out,
-                                                                 const __grid_constant__ Loss loss,
                                                                  const __grid_constant__ DxTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
     wait_for_previous_kernel();
-    tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, loss, task));
+    tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, task));
 #else
-    (void)dz, (void)dz_behind, (void)w, (void)out, (void)loss, (void)task;
+    (void)dz, (void)dz_behind, (void)w, (void)out, (void)task;
 #endif
 }
 
@@ -346,7 +343,7 @@ static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dt
 template <int END>
 static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, const Matrix &dz,
                                    const Matrix &dz_behind, const Matrix &w, rafter_dtype dx_dtype, const Matrix &out,
-                                   const Loss &loss, const DxTask &task) {
+                                   const DxTask &task) {
     CUtensorMap dz_map, behind_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, tiles::ROWS) ||
         !map_operand(&behind_map, dtype, dz_behind, false, tiles::ROWS) ||
@@ -359,7 +356,7 @@ static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, 
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
         if constexpr (END == RESULTS || sizeof(U) == 4)
-            launch(context, how, multiply_dx<T, U, END>, dz_map, behind_map, w_map, out_map, loss, task);
+            launch(context, how, multiply_dx<T, U, END>, dz_map, behind_map, w_map, out_map, task);
     });
     return RAFTER_OK;
 }
