@@ -31,7 +31,7 @@ struct pace {
     size_t other_bytes;
     void *device_other; /* and on a CUDA device, larger than its L2 */
     size_t device_bytes;
-    int device_fills; /* times that it is filled before a call, to take FILL_SECONDS */
+    int device_fills;     /* times that it is filled before a call, to take FILL_SECONDS */
     void *before, *after; /* events, on a device */
 };
 
