@@ -147,6 +147,17 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
 
 /* ---- measuring --------------------------------------------------------------------------------------------------- */
 
+/* On a device: says below the table where the host may have been waited for while a call was timed. */
+static void look_at_host(const struct run *run, struct column *c, const struct row_notes *notes) {
+    if (!c->live || c->host.count == 0 || run->pace.warm || !run->context->cuda ||
+        samples_summary(&c->host).median <= run->pace.device_seconds)
+        return;
+    struct row_notes speed_only = *notes;
+    speed_only.table[METRIC_MEMORY] = NULL;
+    note(&speed_only, c->name, "keeps the host for longer than the device is busy before it: its time may hold waits",
+         false);
+}
+
 /* Every other round runs backwards, so that no column always follows the one that heats the chip, or lets it cool. */
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes) {
     bool again = true;
@@ -173,6 +184,8 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
             again |= !c->done;
         }
     }
+    for (int i = 0; i < count; i++)
+        look_at_host(run, &columns[i], notes);
 }
 
 void columns_weigh(struct column columns[], int count, struct row_notes *notes) {

@@ -50,12 +50,12 @@ struct summary samples_summary(struct samples *s) {
 }
 
 /* A fill of the caches before a call must outlast the host's launches, or the device would wait for them while it is
- * timed; in the Python worker's columns these take up to half a millisecond. It is as long for every column: what comes
+ * timed; in the Python worker's columns these take up to 1.3 ms. It is as long for every column: what comes
  * after a pause of the arithmetic runs faster on a chip that is limited by power, by 2 % after one millisecond and 5 %
  * after seven in products that take 58. bench/worker/worker.py has the same number. */
-static const double FILL_SECONDS = 1e-3;
+static const double FILL_SECONDS = 2e-3;
 
-static int fills_before_a_call(const struct pace *pace, const struct rafter_context *context) {
+static void count_fills(struct pace *pace, const struct rafter_context *context) {
     const struct rafter_cuda *cuda = context->cuda;
     double least = FILL_SECONDS;
     for (int i = 0; i < 3; i++) {
@@ -66,7 +66,8 @@ static int fills_before_a_call(const struct pace *pace, const struct rafter_cont
         if (seconds > 0 && seconds < least)
             least = seconds;
     }
-    return (int)ceil(FILL_SECONDS / least);
+    pace->device_fills = (int)ceil(FILL_SECONDS / least);
+    pace->device_seconds = pace->device_fills * least;
 }
 
 bool pace_create(struct pace *pace, bool warm, const struct rafter_context *context) {
@@ -81,7 +82,7 @@ bool pace_create(struct pace *pace, bool warm, const struct rafter_context *cont
         pace->after = cuda->event();
         if (!pace->device_other || !pace->before || !pace->after)
             return false;
-        pace->device_fills = fills_before_a_call(pace, context);
+        count_fills(pace, context);
         return true;
     }
     if (warm)

@@ -31,8 +31,9 @@ struct pace {
     size_t other_bytes;
     void *device_other; /* and on a CUDA device, larger than its L2 */
     size_t device_bytes;
-    int device_fills;     /* times that it is filled before a call, to take FILL_SECONDS */
-    void *before, *after; /* events, on a device */
+    int device_fills;      /* times that it is filled before a call */
+    double device_seconds; /* that they take */
+    void *before, *after;  /* events, on a device */
 };
 
 struct rafter_context;

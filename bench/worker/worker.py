@@ -13,7 +13,7 @@ import sys
 import time
 
 MODES = ("fwd", "bwd", "fwd+bwd")
-FILL_SECONDS = 1e-3  # of evictions before a call; bench/measure.c says why
+FILL_SECONDS = 2e-3  # of evictions before a call; bench/measure.c says why
 
 
 def say(channel, answer):
