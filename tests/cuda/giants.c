@@ -133,6 +133,17 @@ static void test_giant_lines(void) {
     }
 }
 
+/* Rows of a pack each: more threads than 32 bits count. */
+static void test_giant_packs(void) {
+    int64_t shape[2] = {((int64_t)1 << 27) + 7, 8};
+    DLTensor x = giant_tensor(RAFTER_BF16, 2, shape, PATTERN), sums = giant_tensor(RAFTER_F32, 1, shape, 0xff);
+    const rafter_logsumexp_args lse = {.size = sizeof lse, .dim = 1, .x = &x, .lse = &sums};
+    ran(rafter_logsumexp_forward(giant, &lse), "logsumexp of 2^27 rows");
+    expect_giant("lse", &sums, shape[0], 1, 0, pattern + log(8));
+    cuda->release(x.data);
+    cuda->release(sums.data);
+}
+
 void test_giants(void) {
     const int64_t least = (int64_t)64 << 30;
     struct rafter_cuda_facts facts;
@@ -141,6 +152,7 @@ void test_giants(void) {
     if (facts.memory_bytes >= least) {
         test_giant_rows();
         test_giant_lines();
+        test_giant_packs();
     } else {
         printf("this GPU has less than 64 GiB: more than 2^31 rows were left out\n");
     }

@@ -175,7 +175,7 @@ struct Packed {
 /* A warp to a row of up to 32 * IN_FLIGHT packs. */
 template <typename T>
 __global__ __launch_bounds__(GRADIENT_THREADS) void packed_short_rows(const __grid_constant__ Packed p) {
-    const int row = (blockIdx.x * GRADIENT_THREADS + threadIdx.x) / WARP, lane = threadIdx.x % WARP;
+    const int row = blockIdx.x * (GRADIENT_THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (row >= p.rows)
         return;
     Pack<T, WIDE<T>> packs[IN_FLIGHT];
