@@ -22,7 +22,8 @@ struct Divisor {
         while (shift < 31 && static_cast<int64_t>(1) << shift < divisor)
             shift++;
         /* Above 2^(31 + shift) / divisor by at most 1, which is not seen for dividends below 2^31. */
-        multiplier = static_cast<unsigned>((static_cast<uint64_t>(1) << (31 + shift)) / number + 1);
+        multiplier =
+            static_cast<unsigned>((static_cast<uint64_t>(1) << (31 + shift)) / static_cast<uint64_t>(divisor) + 1);
     }
     DEVICE unsigned quotient(unsigned a) const {
         return static_cast<unsigned>((uint64_t)a * multiplier >> (31 + shift));
@@ -110,13 +111,19 @@ static inline bool is_wide(const rafter_view &view, int dims) {
     return all && view.shape[dims - 1] % wide == 0;
 }
 
-/* Whether packs along the last dimension of `a` are packs of `b` too, which has the same shape: in every row the two
- * are equally far from an aligned address. */
+/* Whether packs along the last dimension of `a` are packs of `b` too, which has the same rows: in each of them the two
+ * are equally far from an aligned address. Dimensions before the last may have been merged in one of them alone; then
+ * their steps cannot be compared, and must all be whole packs. */
 static inline bool packs_alike(const rafter_view &a, const rafter_view &b) {
     const int64_t bytes = rafter_dtype_bytes(a.dtype);
     bool alike = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
+    bool comparable = a.ndim == b.ndim;
+    for (int d = 0; d < a.ndim && comparable; d++)
+        comparable = a.shape[d] == b.shape[d];
     for (int d = 0; d < a.ndim - 1; d++)
-        alike = alike && (a.stride[d] - b.stride[d]) * bytes % 16 == 0;
+        alike = alike && (a.stride[d] - (comparable ? b.stride[d] : 0)) * bytes % 16 == 0;
+    for (int d = 0; d < b.ndim - 1 && !comparable; d++)
+        alike = alike && b.stride[d] * bytes % 16 == 0;
     return alike;
 }
 

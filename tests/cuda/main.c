@@ -85,6 +85,8 @@ int main(int argc, char **argv) {
     count_off("arguments");
     test_bad_labels();
     count_off("labels out of range");
+    test_layouts();
+    count_off("gradients that lie otherwise");
     test_scratch_in_captures();
     count_off("scratch memory and captures");
     for (int o = 0; problem_ops[o]; o++) {

@@ -25,6 +25,7 @@ void test_meetings(void);
 void test_giants(void);
 void test_tiles(void);
 void test_bad_labels(void);
+void test_layouts(void);
 void test_arguments(void);
 
 #endif
