@@ -313,7 +313,7 @@ template <typename T> struct Turning {
                 /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
                 const float max = stats[v / fused::CLASSES].max;
                 const float factor =
-                    max == -INFINITY ? 0.0f : gradient.p * expf((pivot_at(max) - gradient.pivot) * scale);
+                    gradient.p * (max == -INFINITY ? 0.0f : expf((pivot_at(max) - gradient.pivot) * scale));
                 float all[N];
                 unpack(pack[k], all);
 #pragma unroll
@@ -514,7 +514,8 @@ template <typename T> struct KeptX {
 
 constexpr int COPY_THREADS = 256;
 
-/* Their copy, as fused::Kept has it; if all are kept, only if that is `wanted` even then. A block takes rows. `wide`:
+/* Their copy, as fused::Kept has it, zeros for one that is ignored and kept all the same: what x holds there must not
+ * meet the zeros of its dz. If all are kept, only if that is `wanted` even then. A block takes rows. `wide`:
  * rows of all begin at multiples of 16 bytes, and their elements are neighbours. */
 template <typename T>
 __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant__ fused::Kept kept,
@@ -527,12 +528,14 @@ __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant_
     for (int64_t k = blockIdx.x; k < count; k += gridDim.x) {
         const T *const from = x.at<const T>(kept.order[k]);
         T *const to = copy + kept.copied_at(k) * stride;
+        const bool ignored = kept.classes[k] == IGNORED;
         if (wide)
-            for_elements<WIDE<T>>(
-                columns, [&](int64_t i, auto n) { store_once<T, n.value>(to + i, load_once<T, n.value>(from + i)); });
+            for_elements<WIDE<T>>(columns, [&](int64_t i, auto n) {
+                store_once<T, n.value>(to + i, ignored ? Pack<T, n.value>{} : load_once<T, n.value>(from + i));
+            });
         else
             for (int64_t i = threadIdx.x; i < columns; i += COPY_THREADS)
-                to[i] = from[i * step];
+                to[i] = ignored ? from_float<T>(0.0f) : from[i * step];
     }
 }
 
