@@ -52,7 +52,7 @@ struct summary samples_summary(struct samples *s) {
 /* A fill of the caches before a call must outlast the host's launches, or the device would wait for them while it is
  * timed; in the Python worker's columns these take up to 1.3 ms. It is as long for every column: what comes
  * after a pause of the arithmetic runs faster on a chip that is limited by power, by 2 % after one millisecond and 5 %
- * after seven in products that take 58. bench/worker/worker.py has the same number. */
+ * after seven in products that take 58. The worker is told. */
 static const double FILL_SECONDS = 2e-3;
 
 static void count_fills(struct pace *pace, const struct rafter_context *context) {

@@ -131,14 +131,12 @@ static bool serves(const struct provider *provider, const problem *p, enum probl
 }
 
 static bool start_worker(struct session *s) {
-    struct rafter_cuda_facts facts = {0};
-    if (s->context->cuda)
-        s->context->cuda->facts(s->context, &facts);
-    const struct worker_options options = {.device = s->context->cuda ? "cuda" : "cpu",
+    const bool cuda = s->context->cuda != NULL;
+    const struct worker_options options = {.device = cuda ? "cuda" : "cpu",
                                            .threads = rafter_context_threads(s->context),
                                            .warm = s->pace->warm,
-                                           .evict_bytes =
-                                               s->context->cuda ? 4 * (size_t)facts.l2_bytes : s->pace->other_bytes};
+                                           .evict_bytes = cuda ? s->pace->device_bytes : s->pace->other_bytes,
+                                           .evictions = cuda ? s->pace->device_fills : 1};
     return worker_start(&options, s->reason, sizeof s->reason);
 }
 

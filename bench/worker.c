@@ -100,7 +100,7 @@ static void bury(char *reason, size_t size) {
 
 static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
     const char *python = getenv("RAFTER_PYTHON"), *script = getenv("RAFTER_WORKER");
-    char fd[16], threads[16], evict[32];
+    char fd[16], threads[16], evict[32], times[16];
     signal(SIGINT, SIG_IGN); /* Ctrl-C is the tool's to handle; the setting outlives exec */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     const int nowhere = open("/dev/null", O_RDONLY);
@@ -115,9 +115,10 @@ static _Noreturn void run_python(int socket, int log, const struct worker_option
     snprintf(fd, sizeof fd, "%d", socket);
     snprintf(threads, sizeof threads, "%d", o->threads);
     snprintf(evict, sizeof evict, "%zu", o->warm ? 0 : o->evict_bytes);
+    snprintf(times, sizeof times, "%d", o->evictions);
     python = python ? python : "python3";
     machine_unbind();
-    execlp(python, python, script ? script : RAFTER_WORKER, fd, o->device, threads, evict, (char *)NULL);
+    execlp(python, python, script ? script : RAFTER_WORKER, fd, o->device, threads, evict, times, (char *)NULL);
     dprintf(STDERR_FILENO, "%s cannot be run: %s\n", python, strerror(errno));
     _exit(127);
 }

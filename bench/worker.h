@@ -16,7 +16,8 @@ struct worker_options {
     int threads;
     bool warm;
     size_t evict_bytes;
-    bool fresh; /* no cache of compiled code from earlier processes */
+    int evictions; /* before a call */
+    bool fresh;    /* no cache of compiled code from earlier processes */
 };
 
 /* Starts it unless it runs. False: there is none, and `reason` says why; then nothing is tried again. */

@@ -1,8 +1,8 @@
-"""The worker that `rafter bench` starts for providers in Python: worker.py SOCKET cpu|cuda THREADS EVICT_BYTES
+"""The worker that `rafter bench` starts for providers in Python: worker.py SOCKET cpu|cuda THREADS EVICT_BYTES EVICTIONS
 
 Orders come and answers go over the socket, one JSON object per line; bench/worker.h says what the tool expects. The inputs of
 a row, the indices of the elements to check, and the results lie in a file that the tool shares. EVICT_BYTES of other data
-go through the caches before a call is timed; with 0 an untimed call comes before instead.
+go through the caches EVICTIONS times before a call is timed; with 0 bytes an untimed call comes before instead.
 """
 import json
 import math
@@ -13,7 +13,6 @@ import sys
 import time
 
 MODES = ("fwd", "bwd", "fwd+bwd")
-FILL_SECONDS = 2e-3  # of evictions before a call; bench/measure.c says why
 
 
 def say(channel, answer):
@@ -134,7 +133,7 @@ class Session:
             self.call()
             self.prepare()
         elif CUDA:
-            for _ in range(FILLS):
+            for _ in range(EVICTIONS):
                 other.zero_()
         else:
             other.sum()
@@ -230,18 +229,6 @@ def matrix_rate(dtype, size=8192):
     return {"rate": 2 * size**3 / best}
 
 
-def fills_before_a_call():
-    """Evictions that take the device FILL_SECONDS, by the shortest of several."""
-    least = math.inf
-    for _ in range(5):
-        before.record()
-        other.zero_()
-        after.record()
-        after.synchronize()
-        least = min(least, 1e-3 * before.elapsed_time(after))
-    return math.ceil(FILL_SECONDS / max(least, 1e-6))
-
-
 def allocated():
     return torch.cuda.memory_allocated() if CUDA else 0
 
@@ -314,7 +301,7 @@ def greet():
 
 if __name__ == "__main__":
     channel = socket.socket(fileno=int(sys.argv[1])).makefile("rw", encoding="utf-8")
-    CUDA, EVICT = sys.argv[2] == "cuda", int(sys.argv[4])
+    CUDA, EVICT, EVICTIONS = sys.argv[2] == "cuda", int(sys.argv[4]), int(sys.argv[5])
     try:
         import torch
 
@@ -332,6 +319,5 @@ if __name__ == "__main__":
     other = torch.ones(max(EVICT, 4) // 4, dtype=torch.float32, device=DEVICE)
     if CUDA:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        FILLS = fills_before_a_call()
     say(channel, greet())
     serve(channel)
