@@ -769,11 +769,11 @@ template <typename T, int PACKS>
 void launch_in_warps(Sequence &sequence, const Call &c, const Plan &plan, const Usual &u) {
     const Launch how = {plan.warp_blocks, ROW_THREADS};
     if (!c.gradient)
-        sequence.run(how, usual_short_rows<T, WARP, PACKS, true, false>, u);
+        sequence.run(how, usual_short_rows<T, PACKS, true, false>, u);
     else if (c.loss.forward)
-        sequence.run(how, usual_short_rows<T, WARP, PACKS, true, true>, u);
+        sequence.run(how, usual_short_rows<T, PACKS, true, true>, u);
     else
-        sequence.run(how, usual_short_rows<T, WARP, PACKS, false, true>, u);
+        sequence.run(how, usual_short_rows<T, PACKS, false, true>, u);
 }
 
 template <typename T>
@@ -800,9 +800,8 @@ void launch_usual(const rafter_context *context, const Call &c, const Plan &plan
         break;
     case FROM_LSE:
         sequence.run(rows, usual_coefficients<T>, u, at.usual_coefficients);
-        sequence.run(Launch{u.rows * plan.grad_parts, GRADIENT_THREADS},
-                     usual_gradients<T, GRADIENT_THREADS, GRADIENT_PACKS>, u, Divisor(plan.grad_parts),
-                     at.usual_coefficients);
+        sequence.run(Launch{u.rows * plan.grad_parts, GRADIENT_THREADS}, usual_gradients<T>, u,
+                     Divisor(plan.grad_parts), at.usual_coefficients);
         break;
     default: {
         void (*const shapes[])(Usual, const double *) = {usual_on_chip<T, Sixth>, usual_on_chip<T, Third>,

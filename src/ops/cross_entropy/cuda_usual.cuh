@@ -166,16 +166,16 @@ template <int ROWS> DEVICE void add_up_rows(const Usual &u, const double2 (&of_r
         u.finish(sum.x, sum.y);
 }
 
-/* LANES of a warp to a row, PACKS to each of them. */
-template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT>
+/* A warp to a row, PACKS to each of its lanes. */
+template <typename T, int PACKS, bool FORWARD, bool GRADIENT>
 __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_constant__ Usual u) {
     constexpr int N = WIDE<T>;
-    const int lane = threadIdx.x % LANES, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / LANES;
+    const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
     const bool there = own < u.rows;
     const int row = there ? own : u.rows - 1, packs = u.classes / N;
     const T *const z = u.row_of_z<T>(row);
     Pack<T, N> pack[PACKS];
-    load_packs(pack, z, packs, lane, LANES);
+    load_packs(pack, z, packs, lane, WARP);
     loads_so_far_first();
     const int64_t loaded = u.load_label(row);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
@@ -186,7 +186,7 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
     RowStats s = no_elements();
     if (__any_sync(~0u, label >= 0 && !serves)) {
         add_packs(s, pack, 1.0f);
-        s = merge_lanes<LANES>(s, 1.0f);
+        s = merge_lanes<WARP>(s, 1.0f);
     }
     if (GRADIENT) {
         __syncwarp(); /* nobody writes dz over a logit that another lane has yet to read */
@@ -195,13 +195,13 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
         const UsualGradient g = label < 0 ? u.gradient_unread(label)
                                 : serves  ? u.gradient_from_lse(label, factor, given)
                                           : u.gradient_from_stats(label, factor, s);
-        const bool mine = there && g.label >= 0 && g.label / N % LANES == lane;
-        write_packs(u.row_of_dz<T>(row), pack, lane, LANES, there ? packs : 0, g, z_label, mine);
+        const bool mine = there && g.label >= 0 && g.label / N % WARP == lane;
+        write_packs(u.row_of_dz<T>(row), pack, lane, WARP, there ? packs : 0, g, z_label, mine);
     }
     if (FORWARD) {
-        __shared__ double2 of_row[ROW_THREADS / LANES];
+        __shared__ double2 of_row[ROW_THREADS / WARP];
         if (lane == 0)
-            of_row[threadIdx.x / LANES] =
+            of_row[threadIdx.x / WARP] =
                 there ? make_double2(u.finish_row(row, label, s, z_label), label != IGNORED) : make_double2(0.0, 0.0);
         if (u.loss)
             add_up_rows(u, of_row);
@@ -278,11 +278,12 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_coefficients(const __grid_c
 }
 
 /* A block to a part of a row, or to a whole one. */
-template <typename T, int THREADS, int PACKS>
-__global__ __launch_bounds__(THREADS,
-                             (PACKS > 2 ? 1024 : 1536) / THREADS) void usual_gradients(const __grid_constant__ Usual u,
-                                                                                       const Divisor parts,
-                                                                                       const UsualGradient *of_row) {
+template <typename T>
+__global__ __launch_bounds__(GRADIENT_THREADS,
+                             1536 / GRADIENT_THREADS) void usual_gradients(const __grid_constant__ Usual u,
+                                                                           const Divisor parts,
+                                                                           const UsualGradient *of_row) {
+    constexpr int THREADS = GRADIENT_THREADS, PACKS = GRADIENT_PACKS;
     constexpr int N = WIDE<T>;
     const int row = static_cast<int>(parts.quotient(blockIdx.x)), part = blockIdx.x - row * parts.number;
     const int first = part * (THREADS * PACKS) + threadIdx.x, packs = u.classes / N;
