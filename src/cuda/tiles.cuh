@@ -33,6 +33,17 @@ template <typename U> constexpr int PART_COLUMNS = 128 / sizeof(U); /* stored as
 constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
 
+/* Where parts of tiles meet: see Deal. */
+constexpr int64_t MEETING_BYTES = int64_t(CLUSTER) * ROWS * COLUMNS * 4; /* of a part */
+struct Meeting {
+    float *sums;
+    int *arrived; /* counters_of(clusters); 0 before a kernel and after it */
+    int room;     /* parts */
+};
+constexpr int counters_of(int clusters) {
+    return clusters * CLUSTER * GROUPS;
+}
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /* Which step of the ring, and the parity of its barriers' phase. */
@@ -66,9 +77,9 @@ DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth,
     }
 }
 
-/* A tile: the cluster's first row and column; and its steps of depth, at least one, from the first of them on. */
+/* A tile: the cluster's first row and column. */
 struct Place {
-    int row, column, first, steps;
+    int row, column;
 };
 
 /* Where an operand of a step lies in a map: what is to be added to the tile's row or column, and to the depth. */
@@ -90,21 +101,118 @@ struct Order {
     DEVICE int count() const {
         return down * across;
     }
-    DEVICE Place at(int turn, int first, int steps) const {
-        const int band = turn / (BAND * across), inside = turn - band * BAND * across;
+    DEVICE Place at(int tile) const {
+        const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
-        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS, first, steps};
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS};
+    }
+};
+
+/* What a cluster does in a turn: steps [first, first + steps) of a tile. */
+struct Turn {
+    int tile, first, steps;
+};
+
+/* How tiles are dealt out, in waves of one to each cluster. Those of a last wave that would leave many clusters idle
+ * are taken apart, if that is quicker: `parts` of each tile's depth are turns of their own, and that of them which
+ * ends last adds up what all have left in memory, in their order. So nobody waits, and sums do not depend on who is
+ * last. */
+struct Deal {
+    static constexpr int MOST_PARTS = 16;
+    int whole, rest, parts, steps; /* tiles that are not taken apart, and that are; steps of a tile */
+
+    /* What parts cost beside their steps, in steps: each leaves its sums, and the last one reads them all. */
+    static DEVICE int cost_of(int parts) {
+        return 4 + 2 * parts;
+    }
+    DEVICE void choose(int tiles, int of_tile, int room) {
+        const int clusters = gridDim.x / CLUSTER, last = tiles % clusters;
+        int least = of_tile;
+        parts = 1;
+        steps = of_tile;
+        for (int n = 2; last > 0 && n <= MOST_PARTS && n <= steps && last * n <= room; n++) {
+            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + cost_of(n);
+            if (time < least) {
+                least = time;
+                parts = n;
+            }
+        }
+        rest = parts > 1 ? last : 0;
+        whole = tiles - rest;
+    }
+    DEVICE int turns() const {
+        return whole + rest * parts;
+    }
+    /* Of a tile that is taken apart; neighbours are of the same depths, whose operands L2 has. */
+    DEVICE int part_of(int turn) const {
+        return (turn - whole) / rest;
+    }
+    DEVICE Turn at(int turn) const {
+        if (turn < whole)
+            return {turn, 0, steps};
+        const int part = part_of(turn), first = part * steps / parts;
+        return {turn - part * rest, first, (part + 1) * steps / parts - first};
     }
 };
 
 /* What a block has for multiply, as __shared__ (its SHARED_BYTES are beside it). */
 struct Barriers {
     uint64_t full[STEPS], empty[STEPS];
+    Deal deal;
+    int last[GROUPS]; /* whether a group's part of a tile is the last */
 };
 
-/* All tiles of the job, by clusters in turn. `Job` has
+/* A warpgroup's sums of its turn, which is a part of a tile, left in memory. True: all parts of the tile are there, and
+ * d is their sum. */
+DEVICE bool meet(float (&d)[128], const Meeting &meeting, const Deal &deal, int turn, int group, int *last) {
+    constexpr int FOURS = 32, AT_A_TIME = 8;
+    const int thread = threadIdx.x % GROUP, own = cluster_rank() * GROUPS + group;
+    const int part = deal.part_of(turn), tile = turn - part * deal.rest - deal.whole;
+    float4 *const sums = reinterpret_cast<float4 *>(meeting.sums) + thread;
+    const auto place_of = [&](int of_part) {
+        return ((int64_t(of_part) * deal.rest + tile) * (CLUSTER * GROUPS) + own) * (FOURS * GROUP);
+    };
+#pragma unroll
+    for (int j = 0; j < FOURS; j++)
+        __stcg(sums + place_of(part) + j * GROUP, make_float4(d[4 * j], d[4 * j + 1], d[4 * j + 2], d[4 * j + 3]));
+    __threadfence();
+    group_sync(1 + group);
+    if (thread == 0) {
+        int *const arrived = meeting.arrived + tile * (CLUSTER * GROUPS) + own;
+        *last = atomicAdd(arrived, 1) == deal.parts - 1;
+        if (*last)
+            *arrived = 0; /* for the next kernel */
+        __threadfence();
+    }
+    group_sync(1 + group);
+    if (!*last)
+        return false;
+#pragma unroll
+    for (int i = 0; i < 4 * FOURS; i++)
+        d[i] = 0.0f;
+    const float4 *from = sums + place_of(0);
+    for (int n = 0; n < deal.parts; n++, from += place_of(1) - place_of(0))
+#pragma unroll
+        for (int first = 0; first < FOURS; first += AT_A_TIME) {
+            float4 four[AT_A_TIME];
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; j++)
+                four[j] = __ldcg(from + (first + j) * GROUP);
+            asm volatile("" ::: "memory"); /* registers are few */
+#pragma unroll
+            for (int j = 0; j < AT_A_TIME; j++) {
+                d[4 * (first + j)] += four[j].x;
+                d[4 * (first + j) + 1] += four[j].y;
+                d[4 * (first + j) + 2] += four[j].z;
+                d[4 * (first + j) + 3] += four[j].w;
+            }
+        }
+    return true;
+}
+
+/* All tiles of the job, by clusters in turn (see Deal). `Job` has
  *
- *     count(), at(turn)        how many tiles, and each one's Place
+ *     order, steps             of tiles; and of each tile's depth, at least one
  *     a(k), b(k)               Sources of step k
  *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
  *                              other being row + 8
@@ -117,12 +225,13 @@ struct Barriers {
  *
  * The block has THREADS threads, and SHARED_BYTES of memory. */
 template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
-DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
+DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Meeting &meeting) {
     char *const steps = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
     uint64_t *const full = barriers.full, *const empty = barriers.empty;
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
+        barriers.deal.choose(job.order.count(), job.steps, meeting.room);
         for (int i = 0; i < STEPS; i++) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], GROUPS * CLUSTER);
@@ -130,16 +239,18 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
         barriers_ready();
     }
     cluster_sync();
+    const Deal deal = barriers.deal;
 
     if (threadIdx.x < GROUP) {
         give_registers<40>();
         if (threadIdx.x == 0) {
             Ring ring;
-            for (int turn = first; turn < job.count(); turn += stride) {
-                const Place place = job.at(turn);
-                for (int k = 0; k < place.steps; k++, ring.advance()) {
+            for (int next = first; next < deal.turns(); next += stride) {
+                const Turn turn = deal.at(next);
+                const Place place = job.order.at(turn.tile);
+                for (int k = 0; k < turn.steps; k++, ring.advance()) {
                     char *const to = steps + ring.step * STEP_BYTES;
-                    const int at = place.first + k;
+                    const int at = turn.first + k;
                     const Source a = job.a(at), b = job.b(at);
                     barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
                     barrier_expect(&full[ring.step], STEP_BYTES);
@@ -165,13 +276,13 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
         const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
         char *held[Job::HELD + 1];
         Ring ring;
-        Place place = job.at(first);
-        for (int turn = first; turn < job.count(); turn += stride) {
+        for (int turn = first; turn < deal.turns(); turn += stride) {
             typename Job::Rows rows;
+            Place place;
             float d[128];
             int before = 0;
-            Place next = place;
-            for (int k = 0; k < place.steps; k++, ring.advance()) {
+            const int count = deal.at(turn).steps;
+            for (int k = 0; k < count; k++, ring.advance()) {
                 const char *const from = steps + ring.step * STEP_BYTES;
                 const uint64_t a = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
                                b = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
@@ -187,8 +298,8 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
                     if (thread < CLUSTER)
                         barrier_arrive_at(&empty[before], thread);
                 } else { /* what is done here takes no time from the products */
+                    place = job.order.at(deal.at(turn).tile);
                     rows.load(job, place.row + own_row);
-                    next = job.at(turn + stride);
                     if (Job::HELD > 0 && turn > first) { /* what the tile before has held is free */
                         if (thread % WARP == 0)
                             stores_wait<0>();
@@ -207,8 +318,8 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job) {
                 barrier_wait(&full[ring.step], ring.parity);
                 held[i] = steps + ring.step * STEP_BYTES;
             }
-            job.finish(d, place, rows, staging, held);
-            place = next;
+            if (turn < deal.whole || meet(d, meeting, deal, turn, group, &barriers.last[group]))
+                job.finish(d, place, rows, staging, held);
         }
         stores_wait_all();
     }
@@ -339,12 +450,12 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void 
     return map_matrix(map, dtype, data, rows, columns, stride, turned ? DEPTH : count);
 }
 
-/* Blocks for all tiles of rows x columns results, `times` over, of a kernel that begins with wait_for_previous_kernel.
- */
-static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns, int64_t times = 1) {
-    const int64_t tiles = times * ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
-    const int64_t most = state->multiprocessors / CLUSTER;
-    Launch how = {CLUSTER * (tiles < most ? tiles : most), THREADS, SHARED_BYTES};
+/* Blocks for all tiles of rows x columns results, or parts of them, of a kernel that begins with
+ * wait_for_previous_kernel. */
+static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns, const Meeting &meeting) {
+    const int64_t tiles = ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
+    const int64_t turns = tiles < meeting.room ? meeting.room : tiles, most = state->multiprocessors / CLUSTER;
+    Launch how = {CLUSTER * (turns < most ? turns : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
     how.overlaps = true;
     return how;

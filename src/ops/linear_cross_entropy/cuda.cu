@@ -72,6 +72,10 @@ fused::Kept kept_of(const Run &run) {
     return {run.b.order, &run.b.common->kept, run.b.classes, run.plan.rows};
 }
 
+tiles::Meeting meeting_of(const Run &run) {
+    return {run.b.meeting, run.b.arrived, run.plan.meeting_room()};
+}
+
 /* x as products take it if all rows are kept, and the copy that they take otherwise: see fused::Kept. */
 fused::Matrix x_matrix(const Run &run) {
     const Plan &plan = run.plan;
@@ -313,6 +317,7 @@ fused::Matrix dz_matrix(const Dz &dz, int64_t rows) {
 
 template <int MODE> rafter_status run_fused(const Run &run, fused::Task task, const Dz &out = {}) {
     task.kept = kept_of(run);
+    task.meeting = meeting_of(run);
     task.depth = static_cast<int>(run.plan.depth);
     task.scale = run.loss.scale;
     task.bias = run.call->bias.data ? run.b.bias : NULL;
@@ -330,6 +335,7 @@ rafter_status fused_dweight(const Run &run, const Dz &dz, int64_t first, int64_t
     const rafter_view &dweight = run.call->dweight;
     fused::DweightTask task = {};
     task.kept = kept_of(run);
+    task.meeting = meeting_of(run);
     task.first_row = first;
     task.rows = rows;
     task.classes = dz.classes;
@@ -362,7 +368,7 @@ void store_dx_rows(const Run &run, int64_t first, int64_t rows) {
         typedef decltype(zero) T;
         launch(run.context, following(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, kept_of(run),
                first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, plan.dx_lies.plain, plan.depth,
-               static_cast<const float *>(run.b.dx), plan.depth_stride, plan.dx_splits, plan.split_rows(),
+               static_cast<const float *>(run.b.dx), plan.depth_stride,
                static_cast<const float *>(&run.b.common->alpha),
                static_cast<const RowGradient *>(plan.exponentials() ? run.b.gradients : NULL),
                static_cast<const T *>(w.data), w.stride);
@@ -375,20 +381,17 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     const rafter_view &dx = run.call->dx;
     fused::DxTask task = {};
     task.kept = kept_of(run);
+    task.meeting = meeting_of(run);
     task.first_row = first;
     task.rows = rows;
     task.classes = dz.classes + behind.classes;
     task.depth = plan.depth;
     task.in_front = dz.classes;
     task.first_class = dz.first_class;
-    task.split_rows = plan.split_rows();
-    /* A last slice of compact may have little. */
-    const int most = static_cast<int>(larger(1, task.classes / LEAST_SUM));
-    task.splits = plan.dx_splits < most ? plan.dx_splits : most;
     task.gradients = plan.exponentials() ? run.b.gradients : NULL;
     const fused::Matrix w = weight_matrix(run), one = dz_matrix(dz, rows),
                         other = behind.classes > 0 ? dz_matrix(behind, rows) : one,
-                        sums = {run.b.dx, plan.dx_splits * plan.split_rows(), plan.depth, plan.depth_stride},
+                        sums = {run.b.dx, plan.dx_rows, plan.depth, plan.depth_stride},
                         results = {dx.data, first + rows, plan.depth, plan.dx_lies.stride};
     task.weight = w.data;
     task.weight_stride = w.stride;
@@ -735,7 +738,8 @@ rafter_status execute(Run *run) {
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
     launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
-           run->b.classes, run->b.common);
+           run->b.classes, run->b.arrived, plan.meeting_room() > 0 ? tiles::counters_of(plan.clusters) : 0,
+           run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)
         launch(run->context, over(plan.classes, 256), widen, rows_of(call->bias, 1), plan.classes, run->b.bias);

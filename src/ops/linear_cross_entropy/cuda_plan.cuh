@@ -45,6 +45,8 @@ bool needs_full(const struct rafter_loss &loss) {
     return loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
 }
 
+constexpr int64_t LEAST_STEPS = 16; /* of a product's depth, that it may be worth while to take apart */
+
 struct Plan {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
@@ -58,7 +60,6 @@ struct Plan {
     int64_t first_group;  /* rows of the first group, which may have more than the others */
     int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
     int64_t dx_rows;   /* of the sums of dx that are formed at a time, where they are not direct_dx */
-    int dx_splits;     /* fused: sums of dx, each of some of the classes, where one has too few tiles for the GPU */
     int clusters;      /* that the GPU has room for: see tiles.cuh */
     int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
@@ -101,11 +102,13 @@ struct Plan {
     }
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
-        return dx_lies.plain && !grows_dx && dx_splits == 1;
+        return dx_lies.plain && !grows_dx;
     }
-    /* Fused: rows of sums of dx, of one split. */
-    int64_t split_rows() const {
-        return rounded(dx_rows, tiles::CLUSTER * tiles::ROWS);
+    /* Fused: parts of tiles for which there is room where they meet. */
+    int meeting_room() const {
+        const int64_t most = larger(larger(rows, classes), depth) / tiles::DEPTH,
+                      room = 2 * product_bytes / tiles::MEETING_BYTES;
+        return fused && most >= LEAST_STEPS ? static_cast<int>(room) : 0;
     }
     bool direct_dweight() const {
         return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
@@ -135,6 +138,8 @@ struct Buffers {
     float *dx, *dweight; /* fp32 sums: of the group and of the slice, or of all if they grow */
     float *dbias;
     char *products; /* cuBLASLt's workspace */
+    float *meeting; /* tiles::Meeting's */
+    int *arrived;
 };
 
 size_t lay_out(const Plan &p, char *memory, Buffers *b) {
@@ -179,11 +184,13 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         place(&b->dz, tiles || dz, larger(tile_bytes, dz_bytes));
         b->tiles = reinterpret_cast<RowStats *>(b->dz);
     }
-    place(&b->dx, p.dx && !p.direct_dx(), (p.fused ? p.dx_splits * p.split_rows() : p.dx_rows) * p.depth_stride * 4);
+    place(&b->dx, p.dx && !p.direct_dx(), p.dx_rows * p.depth_stride * 4);
     place(&b->dweight, p.dweight && !p.direct_dweight(),
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
     place(&b->products, !p.fused && p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
+    place(&b->meeting, p.meeting_room() > 0, p.meeting_room() * tiles::MEETING_BYTES);
+    place(&b->arrived, p.meeting_room() > 0, tiles::counters_of(p.clusters) * int64_t(sizeof(int)));
     return used;
 }
 
@@ -221,28 +228,6 @@ int64_t tiles_of(int64_t rows, int64_t columns) {
     return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
 }
 
-/* How many sums dx is best formed in: tiles run in waves of one for each cluster, and with few of them the last one is
- * mostly empty. No more than take 4 times what cuBLASLt would get, nor of less than LEAST_SUM classes. */
-constexpr int64_t LEAST_SUM = 2048;
-
-int best_splits(const Plan &p) {
-    const int64_t tiles = tiles_of(p.dx_rows, p.depth), clusters = p.clusters;
-    const int64_t bytes = p.split_rows() * p.depth_stride * 4, room = 4 * static_cast<int64_t>(p.product_bytes);
-    int best = 1;
-    double most = 0.0;
-    for (int splits = 1; splits * tiles <= 3 * clusters && splits <= 32; splits++) {
-        const int64_t all = splits * tiles, waves = ceil_div(all, clusters);
-        const double filled = static_cast<double>(all) / static_cast<double>(waves * clusters);
-        if (splits > 1 && (splits * bytes > room || splits * LEAST_SUM > p.slice))
-            break;
-        if (filled > 1.1 * most) {
-            most = filled;
-            best = splits;
-        }
-    }
-    return best;
-}
-
 /* Fills in what follows from fast, group and slice. */
 void complete(Plan *p, const linear_cross_entropy_call *call) {
     const int64_t bytes = rafter_dtype_bytes(p->dtype);
@@ -261,7 +246,6 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const bool dx_in_steps = !p->fast && p->slice < p->classes;
     p->grows_dx = p->fused ? p->dx && dx_in_steps : grows(p->dx, p->dx_lies, call->dx, dx_in_steps);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
-    p->dx_splits = p->fused && p->dx ? best_splits(*p) : 1;
     p->first_group = p->group;
     p->hosted = 0;
     p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;

@@ -92,10 +92,13 @@ DEVICE int keep_rows(const Loss &loss, bool drops, int *order, int *classes) {
     return kept;
 }
 
-/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above. */
+/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above.
+ * `arrived`: `counters` of tiles::Meeting. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
-                                                           bool drops, int *order, int *classes_in_order,
-                                                           Common *common) {
+                                                           bool drops, int *order, int *classes_in_order, int *arrived,
+                                                           int counters, Common *common) {
+    for (int i = threadIdx.x; i < counters; i += PREPARE_THREADS)
+        arrived[i] = 0;
     double classes = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
@@ -619,17 +622,16 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     });
 }
 
-/* dx of kept rows from the k-th on, out of their sums of dz W, in `splits` parts, added in their order; or, if there
- * are gradients, of e W; and of the other rows among [first, first + the grid's). A block takes a row. `wide`: rows of
- * all begin at multiples of 16 bytes, and their elements are neighbours. */
+/* dx of kept rows from the k-th on, out of their sums of dz W or, if there are gradients, of e W; and of the other rows
+ * among [first, first + the grid's). A block takes a row. `wide`: rows of all begin at multiples of 16 bytes, and their
+ * elements are neighbours. */
 template <typename T, typename U>
 __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
                                                           const __grid_constant__ fused::Kept kept, int64_t first,
                                                           const __grid_constant__ Rows dx, int64_t step, bool wide,
                                                           int64_t columns, const float *sums, int64_t stride,
-                                                          int splits, int64_t split_rows, const float *alpha,
-                                                          const RowGradient *gradients, const T *weight,
-                                                          int64_t weight_stride) {
+                                                          const float *alpha, const RowGradient *gradients,
+                                                          const T *weight, int64_t weight_stride) {
     wait_for_previous_kernel();
     const int64_t k = first + blockIdx.x, row = kept.order[k];
     const bool there = k < *kept.count;
@@ -639,13 +641,8 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
     const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
         float sum[n.value] = {}, of_label[n.value] = {};
-        for (int split = 0; split < splits && there; split++) {
-            float part[n.value];
-            load_floats(part, sums + (split * split_rows + blockIdx.x) * stride + i);
-#pragma unroll
-            for (int j = 0; j < n.value; j++)
-                sum[j] += part[j];
-        }
+        if (there)
+            load_floats(sum, sums + blockIdx.x * stride + i);
         if (w)
             load_floats(of_label, w + i);
 #pragma unroll

@@ -48,6 +48,7 @@ struct Kept {
 
 struct Task {
     Kept kept;
+    tiles::Meeting meeting;
     int64_t first_row, rows, first_class, classes; /* of kept rows and W; the first are the call's */
     int depth;
     float scale;                  /* of logits */
@@ -293,12 +294,6 @@ template <typename T, int MODE> struct Logits {
           first(t.kept.copied_at(t.first_row)), steps((t.depth + tiles::DEPTH - 1) / tiles::DEPTH),
           order(rows, t.classes) {
     }
-    DEVICE int count() const {
-        return order.count();
-    }
-    DEVICE tiles::Place at(int turn) const {
-        return order.at(turn, 0, steps);
-    }
     DEVICE tiles::Source a(int) const {
         return {&x, first, 0};
     }
@@ -324,7 +319,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply(const __grid_const
     __shared__ tiles::Barriers barriers;
     wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
-    tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, task));
+    tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, task), task.meeting);
 #else
     (void)x, (void)copy, (void)w, (void)out, (void)task;
 #endif
@@ -376,7 +371,7 @@ static inline rafter_status run(rafter_context *context, rafter_dtype dtype, con
          !tiles::map_matrix(&out_map, dtype, task.out, task.rows, ceil_div<int64_t>(task.classes, 8) * 8,
                             task.out_stride, tiles::PART_ROWS)))
         return no_map(context);
-    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.classes);
+    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.classes, task.meeting);
     if (dtype == RAFTER_BF16)
         launch(context, how, multiply<bf16, MODE>, x_map, copy_map, w_map, out_map, task);
     else

@@ -14,6 +14,7 @@ namespace fused {
 
 struct DweightTask {
     Kept kept;
+    tiles::Meeting meeting;
     int64_t first_row, rows; /* among the kept: dz's */
     int64_t scaled; /* 0: x is the call's; or rows of another: the last are those of dz's rows that are there */
     int64_t classes, depth;
@@ -24,12 +25,11 @@ struct DweightTask {
 
 struct DxTask {
     Kept kept;
+    tiles::Meeting meeting;
     int64_t first_row, rows; /* among the kept: dz's */
     int64_t classes, depth;
     int64_t in_front;    /* classes of dz, the others' being behind: a multiple of tiles::DEPTH, if there are others */
     int64_t first_class; /* of dz's, in W */
-    int splits;          /* parts of the classes that have sums of their own; none is empty. 1 for results */
-    int64_t split_rows;  /* from one's rows to the next one's; whole tiles' */
     const RowGradient *gradients; /* of all kept rows, where dz is p e, but for the label's; NULL: it is dz */
     const void *weight;           /* of all classes */
     int64_t weight_stride;
@@ -71,12 +71,6 @@ template <typename T, typename U, bool ADD> struct Dweight {
           x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.kept.copied_at(task.first_row)),
           steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
           order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
-    }
-    DEVICE int count() const {
-        return order.count();
-    }
-    DEVICE tiles::Place at(int turn) const {
-        return order.at(turn, 0, steps);
     }
     DEVICE tiles::Source a(int) const {
         return {&dz, 0, dz_first};
@@ -170,24 +164,16 @@ template <typename T, typename U, int END> struct Dx {
     static constexpr int HELD = tiles::HELD_FOR<U>;
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const DxTask &task;
-    const int rows, steps, of_split, in_front; /* the last three: steps, of all, of a split, of dz in front */
-    const bool in_rows;                        /* RESULTS: these, one after the other, as the copy engine takes them */
+    const int rows, steps, in_front; /* the last two: steps, of all, of dz in front */
+    const bool in_rows;              /* RESULTS: these, one after the other, as the copy engine takes them */
     const tiles::Order order;
 
     DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
               const CUtensorMap &out_map, const DxTask &t)
         : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), task(t), rows(t.kept.among(t.first_row, t.rows)),
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
-          of_split((steps + t.splits - 1) / t.splits),
           in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
           in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
-    }
-    DEVICE int count() const {
-        return order.count() * task.splits;
-    }
-    DEVICE tiles::Place at(int turn) const {
-        const int tiles = max(1, order.count()), split = turn / tiles;
-        return order.at(turn - split * tiles, split * of_split, min(of_split, steps - split * of_split));
     }
     DEVICE tiles::Source a(int k) const {
         return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -in_front * tiles::DEPTH};
@@ -255,9 +241,7 @@ template <typename T, typename U, int END> struct Dx {
                     tiles::store_through<U, false>(tiles::place_of(part, staging, held), out, e, column, row);
                 }
             } else {
-                const int first = place.first / of_split * static_cast<int>(task.split_rows);
-                tiles::store_through<U, END == MORE_SUMS>(tiles::place_of(part, staging, held), out, e, column,
-                                                          first + of.row);
+                tiles::store_through<U, END == MORE_SUMS>(tiles::place_of(part, staging, held), out, e, column, of.row);
             }
         }
     }
@@ -279,7 +263,8 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dweight(const __gr
     wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
     const int rows = task.kept.among(task.first_row, task.rows);
-    tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, before, out, task, rows));
+    tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, before, out, task, rows),
+                                   task.meeting);
 #else
     (void)dz, (void)x, (void)copy, (void)before, (void)out, (void)task;
 #endif
@@ -295,7 +280,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_co
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
     wait_for_previous_kernel();
-    tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, task));
+    tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, task), task.meeting);
 #else
     (void)dz, (void)dz_behind, (void)w, (void)out, (void)task;
 #endif
@@ -328,7 +313,7 @@ static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dt
         !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS) ||
         !tiles::map_matrix(&before_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::ROWS))
         return no_map(context);
-    const Launch how = tiles::launch_for(context->cuda_state, task.classes, task.depth);
+    const Launch how = tiles::launch_for(context->cuda_state, task.classes, task.depth, task.meeting);
     for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
@@ -351,7 +336,7 @@ static inline rafter_status run_dx(rafter_context *context, rafter_dtype dtype, 
         !tiles::map_matrix(&out_map, END == RESULTS ? dx_dtype : RAFTER_F32, out.data, out.rows, out.columns,
                            out.stride, tiles::PART_ROWS))
         return no_map(context);
-    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth, task.splits);
+    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.depth, task.meeting);
     for_dtypes(dtype, END == RESULTS ? dx_dtype : RAFTER_F32, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
