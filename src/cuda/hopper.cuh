@@ -57,21 +57,24 @@ DEVICE void barrier_arrive(uint64_t *barrier) {
 /* Arrives at the barrier of the same place in block `rank` of the cluster. Orders what this thread has done within its
  * own block only: a release to the cluster would be a fence of the whole device, hundreds of cycles, and what the copy
  * engine may overwrite afterwards has been read when products_wait returns. */
-DEVICE void barrier_arrive_at(uint64_t *barrier, unsigned rank) {
+DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) {
     asm volatile("{\n\t.reg .b32 there;\n\t"
                  "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(shared_address(barrier)),
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(barrier),
                  "r"(rank)
                  : "memory");
 }
 
-DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
+DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("{\n\t.reg .pred done;\n\t"
                  "again:\n\t"
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(shared_address(barrier)),
+                 "@!done bra again;\n\t}" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
+}
+DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
+    barrier_wait(shared_address(barrier), parity);
 }
 
 /* ---- copies -------------------------------------------------------------------------------------------------------
@@ -150,17 +153,17 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
 /* ---- products -----------------------------------------------------------------------------------------------------
  */
 
-/* Rows of 128 bytes, swizzled as the copy engine does it: what wgmma calls a descriptor. The reduced dimension runs
- * along the rows; or, TURNED, across them, and what is multiplied with it continues, after the rows' 64 elements of 2
- * bytes, `chunk` bytes further on. */
-template <bool TURNED> DEVICE uint64_t operand_of(const void *shared, int chunk) {
+/* Rows of 128 bytes, swizzled as the copy engine does it: what wgmma calls a descriptor, less its upper half, which is
+ * the same for all. The reduced dimension runs along the rows; or, TURNED, across them, and what is multiplied with it
+ * continues, after the rows' 64 elements of 2 bytes, `chunk` bytes further on. */
+template <bool TURNED> DEVICE unsigned operand_of(unsigned shared, int chunk) {
     /* Above these 18 bits, addresses of a cluster's blocks differ. */
-    const uint64_t address = (shared_address(shared) & 0x3ffff) >> 4, leading = TURNED ? chunk >> 4 : 1,
-                   eight_rows = 1024 >> 4, swizzle_128 = 1;
-    return address | leading << 16 | eight_rows << 32 | swizzle_128 << 62;
+    return (shared & 0x3ffff) >> 4 | (TURNED ? chunk >> 4 : 1) << 16;
 }
-/* What 16 further elements of the reduced dimension add to it. */
-template <bool TURNED> constexpr uint64_t OPERAND_STEP = (TURNED ? 16 * 128 : 16 * 2) >> 4;
+constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62; /* eight rows; swizzled */
+/* What is added to it so many bytes further on; and 16 elements of the reduced dimension further on. */
+template <int BYTES> constexpr unsigned OPERAND_BYTES = BYTES >> 4;
+template <bool TURNED> constexpr unsigned OPERAND_STEP = OPERAND_BYTES<TURNED ? 16 * 128 : 16 * 2>;
 
 DEVICE void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -195,7 +198,8 @@ template <int N> DEVICE void products_wait() {
 /* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 32, i < 2
  * and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
 template <typename T, bool A_TURNED, bool B_TURNED>
-DEVICE void multiply_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int add) {
+DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, int add) {
+    const uint64_t a = OPERANDS | a_low, b = OPERANDS | b_low;
     if constexpr (__is_same(T, bf16))
         RAFTER_MULTIPLY("bf16");
     else

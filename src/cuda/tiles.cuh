@@ -6,9 +6,10 @@
  * the block's 128 rows of a and half of the columns of b, the latter into both blocks; two warpgroups multiply, 64 rows
  * each. Four such steps are under way at a time, across tiles: while the registers of one tile are being turned into
  * results, the operands of the next are on their way. Meanwhile nothing is multiplied, so that it must be quick: what
- * it takes is read before, and what is written leaves through shared memory by the copy engine, 64 columns of a warp's
- * 16 rows at a time. (A tile to each warpgroup, in turn, hides it; but the tiles are narrower then, and lose more than
- * that: docs/perf/linear_cross_entropy.md.)
+ * it takes is read before, and results of 16 bits stay in registers, two in one, until the next tile is being summed;
+ * they leave through shared memory by the copy engine, 64 columns of a warp's 16 rows at a time. (A tile to each
+ * warpgroup, in turn, hides all of it; but the tiles are narrower then, and lose more than that:
+ * docs/perf/linear_cross_entropy.md.)
  */
 #ifndef RAFTER_CUDA_TILES_CUH
 #define RAFTER_CUDA_TILES_CUH
@@ -27,9 +28,8 @@ constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BY
 constexpr int SHARE = COLUMNS / CLUSTER; /* of b's columns, that a block copies */
 constexpr int CHUNK = 64;                /* elements of 128 bytes, as wide as the copy engine swizzles */
 constexpr int CHUNK_BYTES = CHUNK * DEPTH * 2;
-constexpr int PARTS_UNDER_WAY = 2;                                  /* of the results that a warp stores */
-constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128;         /* of a part, */
-template <typename U> constexpr int PART_COLUMNS = 128 / sizeof(U); /* stored as U */
+constexpr int PARTS_UNDER_WAY = 2;                          /* of the results that a warp stores */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128; /* of a part */
 constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
 
@@ -210,18 +210,28 @@ DEVICE bool meet(float (&d)[128], const Meeting &meeting, const Deal &deal, int 
     return true;
 }
 
+/* A thread's results of 16 bits that are still to be stored: u[2 j + i] has d[4 j + 2 i] and the next. */
+constexpr int PARTS = COLUMNS / CHUNK, PART_PAIRS = 64 / PARTS;
+struct Packed {
+    unsigned u[PARTS * PART_PAIRS];
+    int row, column; /* the thread's first; the tile's */
+    int at[2];       /* whatever store needs to know of the two rows */
+};
+
 /* All tiles of the job, by clusters in turn (see Deal). `Job` has
  *
  *     order, steps             of tiles; and of each tile's depth, at least one
  *     a(k), b(k)               Sources of step k
  *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
  *                              other being row + 8
+ *     PACKED                   whether results are of 16 bits, and stored while the next tile is being summed
  *     HELD                     further steps of a tile, behind those of its depth, which finish has to itself:
  *     fill(to, place, rank, step, barrier)   arrives at the barrier for one, and may announce bytes that it copies
- *     finish(d, place, rows, staging, held)   what becomes of the sums: see multiply_64x256x16 for which thread has
- *                              which; `staging` is the warp's, PARTS_UNDER_WAY parts; held[i] the block's, STEP_BYTES.
- *                              If there are any, nothing of the tile before is on its way out of these any more; and
- *                              what the first lanes' copies have begun to read may still be when it returns
+ *     finish(d, place, rows, staging, held, packed)   what becomes of the sums: see multiply_64x256x16 for which thread
+ *                              has which; `staging` is the warp's, PARTS_UNDER_WAY parts; held[i] the block's,
+ *                              STEP_BYTES. What is not PACKED is stored here: nothing of the tile before is on its way
+ *                              out of held any more, and what copies have begun to read may still be on return
+ *     store(packed, part, staging)   PACKED: a part of the results
  *
  * The block has THREADS threads, and SHARED_BYTES of memory. */
 template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
@@ -270,23 +280,33 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
         __syncwarp();
     } else {
         take_registers<232>();
-        const int group = threadIdx.x / GROUP - 1, thread = threadIdx.x % GROUP;
+        const int thread = threadIdx.x % GROUP;
+        /* Known to be the same in all lanes: so addresses of operands and barriers are of the uniform registers. */
+        const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1;
+        const unsigned steps_at = shared_address(steps), full_at = shared_address(full),
+                       empty_at = shared_address(empty);
+        const unsigned first_a = operand_of<A_TURNED>(steps_at + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
+                       first_b = operand_of<B_TURNED>(steps_at + A_BYTES, CHUNK_BYTES);
+        const auto release = [&](int step) { /* by the group, which has read it, to both blocks */
+                                             if (thread < CLUSTER)
+                                                 barrier_arrive_at(empty_at + step * 8, thread);
+        };
         char *const staging =
             steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
         const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
         char *held[Job::HELD + 1];
+        Packed packed;
+        bool pending = false; /* results are packed, and not stored */
         Ring ring;
         for (int turn = first; turn < deal.turns(); turn += stride) {
             typename Job::Rows rows;
-            Place place;
             float d[128];
             int before = 0;
             const int count = deal.at(turn).steps;
-            for (int k = 0; k < count; k++, ring.advance()) {
-                const char *const from = steps + ring.step * STEP_BYTES;
-                const uint64_t a = operand_of<A_TURNED>(from + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
-                               b = operand_of<B_TURNED>(from + A_BYTES, CHUNK_BYTES);
-                barrier_wait(&full[ring.step], ring.parity);
+            const auto step = [&](int k) {
+                const unsigned a = first_a + ring.step * OPERAND_BYTES<STEP_BYTES>,
+                               b = first_b + ring.step * OPERAND_BYTES<STEP_BYTES>;
+                barrier_wait(full_at + ring.step * 8, ring.parity);
                 products_begin();
 #pragma unroll
                 for (int part = 0; part < DEPTH / 16; part++)
@@ -295,32 +315,50 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                 products_commit();
                 if (k > 0) {
                     products_wait<1>();
-                    if (thread < CLUSTER)
-                        barrier_arrive_at(&empty[before], thread);
-                } else { /* what is done here takes no time from the products */
-                    place = job.order.at(deal.at(turn).tile);
-                    rows.load(job, place.row + own_row);
-                    if (Job::HELD > 0 && turn > first) { /* what the tile before has held is free */
-                        if (thread % WARP == 0)
-                            stores_wait<0>();
-                        group_sync(1 + group);
-                        for (int i = 1; i <= Job::HELD && thread < CLUSTER; i++)
-                            barrier_arrive_at(&empty[(ring.step + STEPS - i) % STEPS], thread);
-                    }
+                    release(before);
+                } else if (Job::HELD > 0 && turn > first) { /* what the tile before has held is free */
+                    if (!Job::PACKED && thread % WARP == 0)
+                        stores_wait<0>();
+                    group_sync(1 + group);
+                    for (int i = 1; i <= Job::HELD; i++)
+                        release((ring.step + STEPS - i) % STEPS);
                 }
                 before = ring.step;
+                ring.advance();
+            };
+            /* What is done behind a step takes no time from the products. */
+            constexpr int BEGIN = Job::PACKED ? PARTS : 1;
+#pragma unroll
+            for (int k = 0; k < BEGIN; k++) {
+                if (k < count)
+                    step(k);
+                if constexpr (Job::PACKED)
+                    if (pending)
+                        job.store(packed, k, staging);
             }
+            const Place place = job.order.at(deal.at(turn).tile);
+            rows.load(job, place.row + own_row);
+#pragma unroll 1
+            for (int k = BEGIN; k < count; k++)
+                step(k);
             products_wait<0>();
-            if (thread < CLUSTER)
-                barrier_arrive_at(&empty[before], thread);
+            release(before);
 #pragma unroll
             for (int i = 0; i < Job::HELD; i++, ring.advance()) {
-                barrier_wait(&full[ring.step], ring.parity);
+                barrier_wait(full_at + ring.step * 8, ring.parity);
                 held[i] = steps + ring.step * STEP_BYTES;
             }
-            if (turn < deal.whole || meet(d, meeting, deal, turn, group, &barriers.last[group]))
-                job.finish(d, place, rows, staging, held);
+            pending = turn < deal.whole || meet(d, meeting, deal, turn, group, &barriers.last[group]);
+            if (pending)
+                job.finish(d, place, rows, staging, held, packed);
+            else
+                packed = {}; /* so that these registers are known to be free until now */
         }
+        if constexpr (Job::PACKED)
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                if (pending)
+                    job.store(packed, part, staging);
         stores_wait_all();
     }
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
@@ -340,38 +378,38 @@ DEVICE int column_of(int j) {
     return 8 * j + 2 * (threadIdx.x & 3);
 }
 
-/* The warp's 16 rows of a part, out of e as the products leave it, as U into a box of shared memory, swizzled. */
-template <typename U> DEVICE void stage_part(char *box, const float (&e)[PART_COLUMNS<U> / 2]) {
-    const int lane = threadIdx.x % WARP;
-    if constexpr (sizeof(U) == 2) {
-        const int swizzled = (lane / 16 ^ lane % 8) * 16;
+/* Part `part` of the results. */
+template <typename T> DEVICE void pack_part(Packed &packed, int part, const float (&e)[2 * PART_PAIRS]) {
 #pragma unroll
-        for (int j = 0; j < PART_COLUMNS<U> / 8; j += 2) {
-            unsigned u[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++)
-                u[k] = pair_of<U>(e[4 * j + 2 * k], e[4 * j + 2 * k + 1]);
-            store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), u);
-        }
-    } else {
-        const int row = lane / 4, pair = lane % 4;
-#pragma unroll
-        for (int j = 0; j < PART_COLUMNS<U> / 8; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                *reinterpret_cast<float2 *>(box + (row + 8 * i) * 128 + ((2 * j + pair / 2) ^ row) * 16 +
-                                            pair % 2 * 8) = make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
-    }
+    for (int k = 0; k < PART_PAIRS; k++)
+        packed.u[part * PART_PAIRS + k] = pair_of<T>(e[2 * k], e[2 * k + 1]);
 }
 
-/* A part on its way to memory through `box`, by the copy engine, from the tile's (row, column) on. ADD: to what is
- * there, in U. `row` is the warp's first, for the first lane at least. What the engine writes ends at a multiple of 16
- * bytes: padding up to there must be nobody's. */
-template <typename U, bool ADD>
-DEVICE void store_through(char *box, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int column,
-                          int row) {
-    __syncwarp();
-    stage_part<U>(box, e);
+/* The warp's 16 rows of a part into a box of shared memory, swizzled: packed ones, */
+DEVICE void stage_part(char *box, const Packed &packed, int part) {
+    const int lane = threadIdx.x % WARP, swizzled = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; j += 2) {
+        const unsigned *const u = packed.u + part * PART_PAIRS + 2 * j;
+        store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), {u[0], u[1], u[2], u[3]});
+    }
+}
+/* or floats, 32 columns of them, out of e as the products leave it. */
+constexpr int FLOATS = 128 / sizeof(float);
+DEVICE void stage_part(char *box, const float (&e)[FLOATS / 2]) {
+    const int lane = threadIdx.x % WARP, row = lane / 4, pair = lane % 4;
+#pragma unroll
+    for (int j = 0; j < FLOATS / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            *reinterpret_cast<float2 *>(box + (row + 8 * i) * 128 + ((2 * j + pair / 2) ^ row) * 16 + pair % 2 * 8) =
+                make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
+}
+
+/* What lanes have written into a box on its way to memory, by the copy engine, from (row, column) on. ADD: to what is
+ * there. `row` is the warp's first, for the first lane at least. What the engine writes ends at a multiple of 16 bytes:
+ * padding up to there must be nobody's. */
+template <bool ADD> DEVICE void send_box(const char *box, const CUtensorMap &out, int column, int row) {
     shared_written();
     __syncwarp();
     if (threadIdx.x % WARP == 0) {
@@ -382,37 +420,41 @@ DEVICE void store_through(char *box, const CUtensorMap &out, const float (&e)[PA
     }
 }
 
-/* The same of part `part`, when an earlier one has left its place in `staging`. */
-template <typename U, bool ADD>
-DEVICE void store_part(char *staging, const CUtensorMap &out, const float (&e)[PART_COLUMNS<U> / 2], int part,
-                       int column, int row) {
+/* A packed part, when an earlier one has left its place in `staging`. */
+DEVICE void store_part(const Packed &packed, int part, char *staging, const CUtensorMap &out) {
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
     if (threadIdx.x % WARP == 0)
         stores_wait<PARTS_UNDER_WAY - 1>();
-    store_through<U, ADD>(staging + part % PARTS_UNDER_WAY * PART_BYTES, out, e, column + part * PART_COLUMNS<U>, row);
+    __syncwarp();
+    stage_part(box, packed, part);
+    send_box<false>(box, out, packed.column + part * CHUNK, packed.row);
 }
 
-/* Steps to be held so that each part of a tile of U has a place of its own, and none waits for another: the warp's for
- * a part is in its staging, or in one of these. */
+/* Steps to be held so that each part of a tile of floats has a place of its own, and none waits for another: the warp's
+ * for a part is in its staging, or in one of these. */
 constexpr int PARTS_OF_STEP = STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
-template <typename U>
-constexpr int HELD_FOR = (COLUMNS / PART_COLUMNS<U> - PARTS_UNDER_WAY + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
+constexpr int HELD_FOR_FLOATS = (COLUMNS / FLOATS - PARTS_UNDER_WAY + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
 
-DEVICE char *place_of(int part, char *staging, char *const *held) {
+template <bool ADD>
+DEVICE void store_floats(const float (&e)[FLOATS / 2], int part, char *staging, char *const *held,
+                         const CUtensorMap &out, int column, int row) {
     const int warp = threadIdx.x / WARP - GROUP / WARP, behind = part - PARTS_UNDER_WAY;
-    return behind < 0 ? staging + part * PART_BYTES
-                      : held[behind / PARTS_OF_STEP] + (warp * PARTS_OF_STEP + behind % PARTS_OF_STEP) * PART_BYTES;
+    char *const box = behind < 0
+                          ? staging + part * PART_BYTES
+                          : held[behind / PARTS_OF_STEP] + (warp * PARTS_OF_STEP + behind % PARTS_OF_STEP) * PART_BYTES;
+    __syncwarp();
+    stage_part(box, e);
+    send_box<ADD>(box, out, column + part * FLOATS, row);
 }
 
-/* A part by the warp itself, 16 bytes to a lane at a time, to rows that may lie anywhere: to[i] is where this
- * thread's begin, NULL if there is none. Columns from `columns` on are left alone. */
+/* A part that the lanes have written into a box, by the warp itself, 16 bytes to a lane at a time, to rows that may lie
+ * anywhere: to[i] is where this thread's begin, NULL if there is none. `column` is the part's first; from `columns` on
+ * they are left alone. */
 template <typename U, bool ADD>
-DEVICE void scatter_part(char *staging, U *const (&to)[2], const float (&e)[PART_COLUMNS<U> / 2], int part, int column,
-                         int64_t columns) {
+DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t columns) {
     constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
-    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
     const int lane = threadIdx.x % WARP;
-    const int64_t at = column + part * PART_COLUMNS<U> + lane % LANES * N;
-    stage_part<U>(box, e); /* two parts ago all had read it: they have met since */
+    const int64_t at = column + lane % LANES * N;
     __syncwarp();
 #pragma unroll
     for (int first = 0; first < PART_ROWS; first += WARP / LANES) {
@@ -427,6 +469,20 @@ DEVICE void scatter_part(char *staging, U *const (&to)[2], const float (&e)[PART
             for (int i = 0; i < N && at + i < columns; i++)
                 there[at + i] = ADD ? from_float<U>(to_float(there[at + i]) + to_float(pack.v[i])) : pack.v[i];
     }
+}
+/* Two parts ago all had read the box: they have met since. */
+template <typename U>
+DEVICE void scatter_part(const Packed &packed, int part, char *staging, U *const (&to)[2], int64_t columns) {
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    stage_part(box, packed, part);
+    scatter_box<U, false>(box, to, packed.column + part * CHUNK, columns);
+}
+template <bool ADD>
+DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging, float *const (&to)[2], int column,
+                           int64_t columns) {
+    char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
+    stage_part(box, e);
+    scatter_box<float, ADD>(box, to, column + part * FLOATS, columns);
 }
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */

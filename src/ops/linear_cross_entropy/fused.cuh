@@ -110,6 +110,7 @@ template <typename T, int MODE> struct Results {
     const Task &task;
     const int count; /* of the task's rows that are there */
     const TileRows<MODE> &rows;
+    tiles::Packed &packed; /* exponentials or dz */
     const CUtensorMap &out;
     char *const staging;
 
@@ -134,23 +135,21 @@ template <typename T, int MODE> struct Results {
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
     }
 
-    /* Whether this thread holds column `at` of the `count` that begin at column `first`; -1 is none. */
-    static DEVICE bool holds(int at, int first, int count) {
-        return static_cast<unsigned>(at - first) < static_cast<unsigned>(count) &&
-               (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
+    /* Whether this thread holds column `at`; -1 is none. */
+    static DEVICE bool holds(int at) {
+        return at >= 0 && (at / 2 & 3) == static_cast<int>(threadIdx.x & 3);
     }
-
-    DEVICE void note_label(const float (&d)[128], int i, int at) const {
-        if (!holds(at, 0, CLASSES))
-            return;
+    /* What it holds there of row i. */
+    static DEVICE float sum_at(const float (&d)[128], int i, int at) {
+        float sum = 0.0f;
 #pragma unroll
         for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int c = 0; c < 2; c++)
                 if (tiles::column_of(j) + c == at)
-                    task.z_label[task.first_row + rows.row[i]] = d[4 * j + 2 * i + c];
+                    sum = d[4 * j + 2 * i + c];
+        return sum;
     }
-
     /* The maxima of both rows over the tile. */
     static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
         float of[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
@@ -169,12 +168,8 @@ template <typename T, int MODE> struct Results {
             d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = value;
     }
 
-    DEVICE void store(const float (&e)[PART / 2], int part, int64_t column) const {
-        tiles::store_part<T, false>(staging, out, e, part, static_cast<int>(column), static_cast<int>(rows.row[0]));
-    }
-
     /* Rows' exponentials relative to `pivot`: their sums over the tile, and themselves if they are wanted. */
-    DEVICE void sum_up(const float (&d)[128], const float (&pivot)[2], int64_t column, float (&sum)[2]) const {
+    DEVICE void sum_up(const float (&d)[128], const float (&pivot)[2], float (&sum)[2]) const {
         const float rate = task.scale * LOG2E;
         float of[4] = {};
 #pragma unroll
@@ -186,23 +181,24 @@ template <typename T, int MODE> struct Results {
                 of[k % 4] += e[k];
             }
             if constexpr (MODE == EXPONENTIALS)
-                store(e, part, column);
+                tiles::pack_part<T>(packed, part, e);
         }
         sum[0] = quad_sum(of[0] + of[1]);
         sum[1] = quad_sum(of[2] + of[3]);
     }
 
-    DEVICE void gather(float (&d)[128], int tile, int64_t column, const int (&at)[2]) const {
+    DEVICE void gather(float (&d)[128], int tile, const int (&at)[2]) const {
         float max[2], pivot[2], sum[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            note_label(d, i, at[i]);
+            if (holds(at[i]))
+                task.z_label[task.first_row + rows.row[i]] = sum_at(d, i, at[i]);
         if constexpr (MODE == STATISTICS) {
             find_maxima(d, max);
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 pivot[i] = pivot_at(max[i]);
-            sum_up(d, pivot, column, sum);
+            sum_up(d, pivot, sum);
         } else {
             if (!task.sample)
                 find_maxima(d, max);
@@ -215,10 +211,9 @@ template <typename T, int MODE> struct Results {
                     set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
             }
             for (bool again = false;; again = true) {
-                sum_up(d, pivot, column, sum);
+                sum_up(d, pivot, sum);
                 if (again || __all_sync(~0u, sum[0] <= MOST_SUM && sum[1] <= MOST_SUM))
                     break;
-                stores_wait_all(); /* of what is to be written over */
                 float of_tile[2];
                 find_maxima(d, of_tile);
 #pragma unroll
@@ -235,7 +230,8 @@ template <typename T, int MODE> struct Results {
                 task.stats[rows.row[i] * task.tiles + tile] = {max[i], sum[i]};
     }
 
-    DEVICE void differentiate(float (&d)[128], int64_t column, const int (&at)[2]) const {
+    /* dz is stored part by part: packed, all of it would take more registers than there are. */
+    DEVICE void differentiate(float (&d)[128], const int (&at)[2]) const {
         ScaledExp<T> exp[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -251,13 +247,14 @@ template <typename T, int MODE> struct Results {
                 e[k] = exp[k / 2 % 2].of(d[part * PART / 2 + k]);
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                if (holds(at[i], PART * part, PART) && !rows.gradient[i].constant) {
+                if (at[i] / PART == part && holds(at[i]) && !rows.gradient[i].constant) {
 #pragma unroll
                     for (int k = 0; k < PART / 4; k++)
                         if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
                             e[k / 2 * 4 + 2 * i + k % 2] -= rows.gradient[i].target;
                 }
-            store(e, part, column);
+            tiles::pack_part<T>(packed, part, e);
+            tiles::store_part(packed, part, staging, out);
         }
     }
 
@@ -272,9 +269,9 @@ template <typename T, int MODE> struct Results {
         }
         complete(d, first_class, there);
         if constexpr (MODE == GRADIENT)
-            differentiate(d, column, at);
+            differentiate(d, at);
         else
-            gather(d, static_cast<int>(column / CLASSES), column, at);
+            gather(d, static_cast<int>(column / CLASSES), at);
     }
 };
 
@@ -284,6 +281,7 @@ template <typename T, int MODE> struct Results {
 template <typename T, int MODE> struct Logits {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
+    static constexpr bool PACKED = MODE == EXPONENTIALS;
     const CUtensorMap &x, &w, &out;
     const Task &task;
     const int rows, first, steps;
@@ -300,8 +298,14 @@ template <typename T, int MODE> struct Logits {
     DEVICE tiles::Source b(int) const {
         return {&w, static_cast<int>(task.first_class), 0};
     }
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging, char *const *) const {
-        Results<T, MODE>{task, rows, of, out, staging}.finish(d, place.column);
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging, char *const *,
+                       tiles::Packed &packed) const {
+        packed.row = static_cast<int>(of.row[0]);
+        packed.column = place.column;
+        Results<T, MODE>{task, rows, of, packed, out, staging}.finish(d, place.column);
+    }
+    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+        tiles::store_part(packed, part, staging, out);
     }
 };
 

@@ -53,10 +53,11 @@ struct NoRows {
 /* U: what dW is stored as: T, or sums in fp32. */
 template <typename T, typename U, bool ADD> struct Dweight {
     typedef NoRows Rows;
+    static constexpr bool PACKED = sizeof(U) == 2;
     /* What is added to in 16 bits is read first, a half of the tile's columns to each step that is held: sums are
-     * rounded once. Results in 16 bits leave from there. */
-    static constexpr bool READS = ADD && sizeof(U) == 2;
-    static constexpr int HELD = READS ? 2 : tiles::HELD_FOR<U>;
+     * rounded once. */
+    static constexpr bool READS = ADD && PACKED;
+    static constexpr int HELD = READS ? 2 : PACKED ? 0 : tiles::HELD_FOR_FLOATS;
     static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
     const CUtensorMap &dz, &x, &before, &out;
     const DweightTask &task;
@@ -110,30 +111,47 @@ template <typename T, typename U, bool ADD> struct Dweight {
             }
     }
 
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging,
-                       char *const *held) const {
-        constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
-        const bool wide = task.depth * sizeof(U) % 16 == 0;
-        U *to[2];
+    DEVICE bool is_wide() const {
+        return task.depth * sizeof(U) % 16 == 0;
+    }
+    /* Where this thread's two rows of dW begin. */
+    DEVICE void rows_at(int row, U *(&to)[2]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            to[i] = rows.row + 8 * i < task.classes ? static_cast<U *>(task.out) + (rows.row + 8 * i) * task.out_stride
-                                                    : NULL;
+            to[i] = row + 8 * i < task.classes ? static_cast<U *>(task.out) + (row + 8 * i) * task.out_stride : NULL;
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &rows, char *staging, char *const *held,
+                       tiles::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+        U *to[2];
+        rows_at(rows.row, to);
+        packed.row = rows.row;
+        packed.column = place.column;
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
-            const int column = place.column + part * COLUMNS;
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = factor * d[part * COLUMNS / 2 + k];
             if constexpr (READS)
                 add_to(e, box_of(part, held));
-            if (!wide)
-                tiles::scatter_part<U, ADD && !READS>(staging, to, e, part, place.column, task.depth);
-            else if constexpr (READS)
-                tiles::store_through<U, false>(box_of(part, held), out, e, column, rows.row);
+            if constexpr (PACKED)
+                tiles::pack_part<U>(packed, part, e);
+            else if (is_wide())
+                tiles::store_floats<ADD>(e, part, staging, held, out, place.column, rows.row);
             else
-                tiles::store_through<U, ADD>(tiles::place_of(part, staging, held), out, e, column, rows.row);
+                tiles::scatter_floats<ADD>(e, part, staging, to, place.column, task.depth);
+        }
+    }
+
+    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+        if (is_wide()) {
+            tiles::store_part(packed, part, staging, out);
+        } else {
+            U *to[2];
+            rows_at(packed.row, to);
+            tiles::scatter_part(packed, part, staging, to, task.depth);
         }
     }
 };
@@ -161,7 +179,8 @@ struct DxRows {
 
 template <typename T, typename U, int END> struct Dx {
     typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
-    static constexpr int HELD = tiles::HELD_FOR<U>;
+    static constexpr bool PACKED = sizeof(U) == 2;
+    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &dz_behind, &w, &out;
     const DxTask &task;
     const int rows, steps, in_front; /* the last two: steps, of all, of dz in front */
@@ -214,35 +233,55 @@ template <typename T, typename U, int END> struct Dx {
         }
     }
 
-    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging,
-                       char *const *held) const {
-        constexpr int COLUMNS = tiles::PART_COLUMNS<U>;
+    /* Where dx of this thread's two rows begins. */
+    DEVICE void rows_at(const int (&of_call)[2], U *(&to)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[i] = of_call[i] >= 0 ? static_cast<U *>(task.dx) + of_call[i] * task.dx_stride : NULL;
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::Place &place, const Rows &of, char *staging, char *const *held,
+                       tiles::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+        const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + of.row;
+        packed.row = row;
+        packed.column = place.column;
+        if constexpr (END == RESULTS) {
+            packed.at[0] = of.of_call[0];
+            packed.at[1] = of.of_call[1];
+        }
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
-            const int column = place.column + part * COLUMNS;
             float e[COLUMNS / 2];
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = d[part * COLUMNS / 2 + k];
             if constexpr (END == RESULTS) {
                 if (task.gradients)
-                    add_label(e, of, column);
+                    add_label(e, of, place.column + part * COLUMNS);
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 2; k++)
                     e[k] *= *task.alpha;
-                const int row = static_cast<int>(task.first_row) + of.row;
-                if (!in_rows) {
-                    U *to[2];
-#pragma unroll
-                    for (int i = 0; i < 2; i++)
-                        to[i] = of.of_call[i] >= 0 ? static_cast<U *>(task.dx) + of.of_call[i] * task.dx_stride : NULL;
-                    tiles::scatter_part<U, false>(staging, to, e, part, place.column, task.depth);
-                } else {
-                    tiles::store_through<U, false>(tiles::place_of(part, staging, held), out, e, column, row);
-                }
-            } else {
-                tiles::store_through<U, END == MORE_SUMS>(tiles::place_of(part, staging, held), out, e, column, of.row);
             }
+            if constexpr (PACKED) {
+                tiles::pack_part<U>(packed, part, e);
+            } else if (END != RESULTS || in_rows) {
+                tiles::store_floats<END == MORE_SUMS>(e, part, staging, held, out, place.column, row);
+            } else {
+                U *to[2];
+                rows_at(packed.at, to);
+                tiles::scatter_floats<false>(e, part, staging, to, place.column, task.depth);
+            }
+        }
+    }
+
+    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+        if (in_rows) {
+            tiles::store_part(packed, part, staging, out);
+        } else {
+            U *to[2];
+            rows_at(packed.at, to);
+            tiles::scatter_part(packed, part, staging, to, task.depth);
         }
     }
 };
