@@ -263,7 +263,7 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
 
 /* The sizes that fast and compact like, and the least they go down to. */
 constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,
-                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 96 * MIB, FUSED_TILE_BYTES = 96 * MIB,
+                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 90 * MIB, FUSED_TILE_BYTES = 96 * MIB,
                   FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
 /* With fewer rows in a group the products of fast run slower than compact's fourth one costs. */
 constexpr int64_t FAST_ROWS = 512;
@@ -297,8 +297,11 @@ bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
     const bool gradients = p->gradients();
     p->fast = false;
     int64_t slice = MOST_PART;
-    while (gradients && slice > 512 && slice * rows * bytes > (p->fusable ? FUSED_DZ_BYTES : COMPACT_DZ_BYTES))
-        slice /= 2;
+    if (gradients) {
+        const int64_t most = (p->fusable ? FUSED_DZ_BYTES : COMPACT_DZ_BYTES) / (rows * bytes) / 256 * 256;
+        slice = most > slice ? slice : larger(most, 512);
+    }
+    const auto half = [](int64_t n) { return larger(n / 2 / tiles::DEPTH * tiles::DEPTH, LEAST_SLICE); };
     int64_t tile = !gradients ? FORWARD_TILE_BYTES : p->fusable ? FUSED_TILE_BYTES : COMPACT_TILE_BYTES;
     for (;;) {
         p->slice = slice < p->classes ? slice : p->classes > 0 ? p->classes : 1;
@@ -311,11 +314,8 @@ bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
             return true;
         if (p->group > LEAST_GROUP && tile > row_bytes * LEAST_GROUP)
             tile /= 2;
-        else if (slice > LEAST_SLICE && slice / 2 < p->classes)
-            slice /= 2;
         else if (slice > LEAST_SLICE)
-            slice =
-                LEAST_SLICE < p->classes ? p->classes / 2 > LEAST_SLICE ? p->classes / 2 : LEAST_SLICE : LEAST_SLICE;
+            slice = half(slice < p->classes ? slice : p->classes);
         else
             return false;
     }
