@@ -730,11 +730,18 @@ float row_scale_of(const linear_cross_entropy_call *call) {
     return call->x.dtype == RAFTER_F16 && bounded ? 0x1p12f : 1.0f;
 }
 
+/* A block that sums up, and some that keep rows: those go through all labels before theirs. */
+Launch prepare_launch(const Run &run) {
+    const int64_t most = run.context->cuda_state->multiprocessors - 1;
+    const int64_t strips = run.plan.fused ? ceil_div<int64_t>(run.plan.rows, PREPARE_THREADS) : 0;
+    return {1 + (strips < most ? strips : most), PREPARE_THREADS};
+}
+
 rafter_status execute(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
-    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
+    launch(run->context, prepare_launch(*run), prepare, run->loss, run->row_scale, plan.drops, run->b.order,
            run->b.classes, run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)

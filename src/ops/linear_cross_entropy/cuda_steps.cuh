@@ -39,74 +39,59 @@ struct Common {
 
 constexpr int PREPARE_THREADS = 1024;
 
-constexpr int STRIPS = 16; /* of PREPARE_THREADS rows, that are read at a time */
-
-/* fused::Kept's order and classes; returns its count. `drops`: ignored rows are not among them. By a block. */
-DEVICE int keep_rows(const Loss &loss, bool drops, int *order, int *classes) {
-    __shared__ int before[STRIPS][WARP], of_strip[STRIPS]; /* kept rows of a strip, up to a warp's; of all */
-    static_assert(PREPARE_THREADS == WARP * WARP && STRIPS <= WARP, "a warp to a strip, a lane to each of its warps");
+/* fused::Kept's order and classes, of the strips of PREPARE_THREADS rows that are the block's, of `blocks`: it counts
+ * for itself which rows are kept before them. `drops`: ignored ones are not. */
+DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int *classes) {
+    __shared__ int of_warp[2][WARP]; /* kept rows of a strip, in turn */
+    static_assert(PREPARE_THREADS == WARP * WARP, "a lane to each warp");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
-    int kept = 0;
-    for (int64_t first = threadIdx.x; first - threadIdx.x < rows; first += STRIPS * PREPARE_THREADS) {
-        unsigned bits[STRIPS];
-        int of_row[STRIPS];
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int64_t row = first + i * PREPARE_THREADS;
-            of_row[i] = static_cast<int>(row < rows ? loss.class_of(loss.load_label(row)) : IGNORED);
-        }
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const bool there = first + i * PREPARE_THREADS < rows;
-            bits[i] = __ballot_sync(~0u, there && !(drops && of_row[i] == IGNORED));
-            if (lane == 0)
-                before[i][warp] = __popc(bits[i]);
-        }
+    const int64_t strips = ceil_div<int64_t>(ceil_div<int64_t>(rows, PREPARE_THREADS), blocks);
+    const int64_t first = min(int64_t(rows), blockIdx.x * strips * PREPARE_THREADS),
+                  end = min(int64_t(rows), first + strips * PREPARE_THREADS);
+    const auto load = [&](int64_t row) { return row < end ? loss.load_label(row) : loss.ignore_index; };
+    int64_t label = load(first + threadIdx.x);
+    int kept = static_cast<int>(first);
+    if (drops)
+        kept = block_sum(static_cast<int>(count_labels(loss, threadIdx.x, first, PREPARE_THREADS)));
+    for (int64_t row = first + threadIdx.x, turn = 0; row - threadIdx.x < end; row += PREPARE_THREADS, turn ^= 1) {
+        const int of_row = static_cast<int>(loss.class_of(label));
+        label = load(row + PREPARE_THREADS);
+        const unsigned bits = __ballot_sync(~0u, row < end && !(drops && of_row == IGNORED));
+        if (lane == 0)
+            of_warp[turn][warp] = __popc(bits);
         __syncthreads();
-        if (warp < STRIPS) {
-            const int here = before[warp][lane];
-            int up_to = here;
-#pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int below = __shfl_up_sync(~0u, up_to, step);
-                up_to += lane >= step ? below : 0;
-            }
-            before[warp][lane] = up_to - here;
-            if (lane == WARP - 1)
-                of_strip[warp] = up_to;
+        const int of_lane = of_warp[turn][lane];
+        const int k = kept + warp_sum(lane < warp ? of_lane : 0) + __popc(bits & ((1u << lane) - 1));
+        if (row < end) {
+            const int at = bits >> lane & 1 ? k : rows - 1 - (static_cast<int>(row) - k);
+            order[at] = static_cast<int>(row);
+            classes[at] = of_row;
         }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int row = static_cast<int>(min(first + i * PREPARE_THREADS, int64_t(rows)));
-            const int k = kept + before[i][warp] + __popc(bits[i] & ((1u << lane) - 1));
-            const int at = bits[i] >> lane & 1 ? k : rows - 1 - (row - k);
-            if (row < rows) {
-                order[at] = row;
-                classes[at] = of_row[i];
-            }
-            kept += of_strip[i];
-        }
-        __syncthreads();
+        kept += warp_sum(of_lane);
     }
-    return kept;
 }
 
-/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above. */
+/* The last block sums up; those before it, if there are any, keep rows. `row_scale` is what dz has been multiplied by
+ * beyond the mathematics. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
                                                            bool drops, int *order, int *classes_in_order,
                                                            Common *common) {
+    start_next_kernel();
+    const int last = static_cast<int>(gridDim.x) - 1;
+    if (static_cast<int>(blockIdx.x) < last) {
+        keep_rows(loss, drops, last, order, classes_in_order);
+        return;
+    }
     double classes = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
     const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
-    const int kept = order ? keep_rows(loss, drops, order, classes_in_order) : 0;
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
     common->dirty = 0;
-    common->kept = kept;
+    common->kept = static_cast<int>(drops ? static_cast<int64_t>(prepared.totals.counted) : loss.rows);
     /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
     common->alpha =
         prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
