@@ -425,11 +425,20 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
     return task;
 }
 
+/* Rows that a warp of finish_tiles takes: so many, if they have few tiles, that all warps run at the same time. */
+int rows_of_warp(const Run &run, int64_t rows, int64_t tiles) {
+    constexpr int FEW = 8, WARPS = 24; /* tiles; warps that run on a multiprocessor */
+    const int64_t each = tiles <= FEW ? ceil_div<int64_t>(rows, WARPS * run.context->cuda_state->multiprocessors) : 1;
+    return static_cast<int>(each < WARP ? each : WARP);
+}
+
 /* `turned`: exponentials that become dz. */
 void finish_fused(Run *run, int64_t first, int64_t rows, const Dz &turned = {}) {
-    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
+    const int64_t tiles = fused::tiles_across(run->plan.classes);
+    const int each = rows_of_warp(*run, rows, tiles);
+    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
     launch(run->context, following(blocks, ROW_THREADS), finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
-           static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
+           each, static_cast<const RowStats *>(run->b.tiles), static_cast<int>(tiles),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
            run->b.labels, reinterpret_cast<bf16 *>(turned.data), turned.stride, run->b.of_block + run->blocks);
     run->blocks += blocks;

@@ -222,9 +222,9 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
  */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
- * this is forward, and the coefficients of its gradient, if they are wanted, to *result. By one thread. */
-DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *result,
-                       Totals *totals) {
+ * this is forward, and returns the coefficients of its gradient, if they are wanted. By one thread. */
+DEVICE RowGradient finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, bool wanted,
+                              Totals *totals) {
     const int64_t label = loss.class_of(loss.load_label(row));
     RowGradient gradient = gradient_unread(label);
     if (label < 0) {
@@ -235,13 +235,12 @@ DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, d
                                     : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
     } else {
         const RowFigures figures = figures_of(*g, g->z_label, loss);
-        if (result)
+        if (wanted)
             gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
         if (loss.forward)
             write_row(loss, row, label, results_of(loss, row, label, figures), totals);
     }
-    if (result)
-        *result = gradient;
+    return gradient;
 }
 
 DEVICE void finish_block(const Totals &mine, Totals *of_block) {
@@ -262,19 +261,21 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
         Gathered<FULL> g = none<FULL>();
         for (int part = 0; stats && part < parts; part++)
             g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
-        finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL, row_scale,
-                   gradients ? gradients + first + index : NULL, &totals);
+        const RowGradient gradient = finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL,
+                                                row_scale, gradients, &totals);
+        if (gradients)
+            gradients[first + index] = gradient;
     }
     finish_block(totals, of_block);
 }
 
-/* A warp's way from exponentials that tiles have left, each relative to its own maximum, to dz in their place: PACKS
- * packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
+/* A warp's way from exponentials of a row that tiles have left, each relative to its own maximum, to dz in their place:
+ * PACKS packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
 template <typename T> struct Turning {
     static constexpr int N = WIDE<T>, STEP = WARP * N;
     static_assert(fused::CLASSES % STEP == 0, "a warp's packs are of one tile");
-    T *const row;
     const int64_t classes;
+    T *row;
     Pack<T, N> pack[PACKS];
 
     DEVICE int64_t at(int64_t first, int k) const {
@@ -286,7 +287,11 @@ template <typename T> struct Turning {
             if (at(first, k) < classes)
                 pack[k] = load_once<T, N>(row + at(first, k));
     }
-    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int64_t label, float scale) {
+    DEVICE void begin(T *of) {
+        row = of;
+        load(0);
+    }
+    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int label, float scale) {
         for (int64_t first = 0; first < classes; first += PACKS * STEP) {
             if (first > 0)
                 load(first);
@@ -310,43 +315,60 @@ template <typename T> struct Turning {
     }
 };
 
-/* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
- * its class there, or -1 if its gradient has nothing to add at it. Where there are exponentials, the rows', see above.
- */
+/* What the lane `from` has. */
+DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
+    return {__shfl_sync(~0u, gradient.constant, from) != 0,
+            __shfl_sync(~0u, gradient.pivot, from),
+            __shfl_sync(~0u, gradient.p, from),
+            __shfl_sync(~0u, gradient.spread, from),
+            __shfl_sync(~0u, gradient.at_label, from),
+            __shfl_sync(~0u, gradient.target, from)};
+}
+
+/* A warp to `each` rows, a lane to one of them, from the tiles of fused.cuh, which there are of kept rows; or all lanes
+ * to one row, of more tiles. Where `labels` is wanted, a row gets its class there, or -1 if its gradient has nothing to
+ * add at it. Where there are exponentials, the rows', see above. */
 template <typename T>
 __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
                                                             const __grid_constant__ fused::Kept kept, int64_t first,
-                                                            int64_t rows, const RowStats *stats, int tiles,
+                                                            int64_t rows, int each, const RowStats *stats, int tiles,
                                                             const float *z_label, double row_scale,
                                                             RowGradient *gradients, int *labels, T *exponentials,
                                                             int64_t stride, Totals *of_block) {
     wait_for_previous_kernel();
-    const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
     const int lane = threadIdx.x % WARP;
+    const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
+    const int there = kept.among(first + begin, min(int64_t(each), rows - begin)); /* these come first */
+    const bool own = lane < each && index < rows;
+    const int64_t row = own ? kept.order[first + index] : 0;
+    const int label = own ? kept.classes[first + index] : 0;
+    Turning<T> turning = {exponentials ? loss.classes : 0};
+    if (there > 0)
+        turning.begin(exponentials + begin * stride);
+    Gathered<FULL> g = none<FULL>();
+    if (lane < there)
+        g.z_label = z_label[first + index];
+    if (each > 1) {
+        for (int tile = 0; tile < tiles && lane < there; tile++)
+            g.s = merge(g.s, stats[index * tiles + tile], loss.scale);
+    } else if (there > 0) {
+        for (int tile = lane; tile < tiles; tile += WARP)
+            g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
+        g.s = merge_lanes<WARP>(g.s, loss.scale);
+    }
     Totals totals = {};
-    if (index < rows) {
-        const int64_t row = kept.order[first + index];
-        const bool is_kept = first + index < *kept.count;
-        Turning<T> turning = {exponentials + index * stride, exponentials && is_kept ? loss.classes : 0};
-        turning.load(0);
-        Gathered<FULL> g = none<FULL>();
-        if (is_kept) {
-            RowStats s = no_elements();
-            for (int tile = lane; tile < tiles; tile += WARP)
-                s = merge(s, stats[index * tiles + tile], loss.scale);
-            g.s = merge_lanes<WARP>(s, loss.scale);
-            g.z_label = z_label[first + index];
-        }
-        RowGradient *const gradient = gradients ? gradients + first + index : NULL;
-        if (lane == 0) {
-            finish_row(loss, row, &g, row_scale, gradient, &totals);
-            if (labels)
-                labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
-        }
-        if (turning.classes > 0) {
-            __syncwarp();
-            turning.finish(stats + index * tiles, *gradient, loss.load_label(row), loss.scale);
-        }
+    RowGradient gradient = gradient_unread(IGNORED);
+    if (own) {
+        gradient = finish_row(loss, row, &g, row_scale, gradients, &totals);
+        if (gradients)
+            gradients[first + index] = gradient;
+        if (labels)
+            labels[first + index] = gradient.at_label != 0.0f ? label : -1;
+    }
+    for (int i = 0; i < there && exponentials; i++) {
+        if (i > 0)
+            turning.begin(exponentials + (begin + i) * stride);
+        turning.finish(stats + (begin + i) * tiles, from_lane(gradient, i), __shfl_sync(~0u, label, i), loss.scale);
     }
     finish_block(totals, of_block);
 }
@@ -435,7 +457,7 @@ __global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant_
     const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
     if (threadIdx.x == 0) {
         Totals totals = {};
-        finish_row(loss, row, &all, row_scale, gradients + row, &totals);
+        gradients[row] = finish_row(loss, row, &all, row_scale, true, &totals);
         of_row[index] = totals;
     }
     __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
