@@ -96,9 +96,9 @@ template <typename T> KeptX<T> kept_x(const Run &run) {
 }
 
 /* Blocks that take rows in turn. */
-Launch kept_launch(const Run &run) {
-    const int64_t most = 8 * run.context->cuda_state->multiprocessors;
-    return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
+Launch taking_rows(const Run &run, int threads) {
+    const int64_t most = 2048 / threads * run.context->cuda_state->multiprocessors;
+    return following(run.plan.rows < most ? run.plan.rows : most, threads);
 }
 
 /* x of the kept rows, which prepare has found. */
@@ -111,8 +111,9 @@ void copy_x(const Run &run) {
         return;
     for_dtype(plan.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, kept_launch(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
-               plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
+        launch(run.context, taking_rows(run, COPY_THREADS), copy_kept<T>, kept_of(run), rows_of(x, last),
+               x.stride[last], plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)),
+               copy.stride);
     });
 }
 
@@ -400,19 +401,6 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     if (add)
         return fused::run_dx<fused::MORE_SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, task);
     return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, task);
-}
-
-/* Rows that are ignored, after all others. */
-void finish_others(const Run &run) {
-    const Plan &plan = run.plan;
-    const rafter_view &dx = run.call->dx;
-    if (!plan.dx || !plan.drops || !plan.direct_dx())
-        return;
-    for_dtype(dx.dtype, [&](auto zero) {
-        typedef decltype(zero) U;
-        launch(run.context, kept_launch(run), zero_others<U>, kept_of(run), plan.depth, reinterpret_cast<U *>(dx.data),
-               plan.dx_lies.stride);
-    });
 }
 
 fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
@@ -746,6 +734,21 @@ Launch prepare_launch(const Run &run) {
     return {1 + (strips < most ? strips : most), PREPARE_THREADS};
 }
 
+/* What is left when all rows that are not ignored have ended. */
+void finish_all(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const bool zeros = plan.fused && plan.dx && plan.drops && plan.direct_dx();
+    if (!zeros && !run.loss.forward)
+        return;
+    for_dtype(zeros ? dx.dtype : RAFTER_F32, [&](auto zero) {
+        typedef decltype(zero) U;
+        launch(run.context, zeros ? taking_rows(run, PREPARE_THREADS) : following(1, PREPARE_THREADS), finish_call<U>,
+               run.loss, static_cast<const Totals *>(run.b.of_block), run.blocks, kept_of(run), plan.depth,
+               zeros ? reinterpret_cast<U *>(dx.data) : NULL, plan.dx_lies.stride);
+    });
+}
+
 rafter_status execute(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     const Plan &plan = run->plan;
@@ -768,13 +771,9 @@ rafter_status execute(Run *run) {
     } else {
         RAFTER_TRY(run_compact(run));
     }
-    if (plan.fused)
-        finish_others(*run);
     if (plan.dbias)
         store_rows(*run, as_row(call->dbias), Lying{}, false, 0, 1, run->b.dbias);
-    if (run->loss.forward)
-        launch(run->context, following(1, PREPARE_THREADS), finish_loss, run->loss,
-               static_cast<const Totals *>(run->b.of_block), run->blocks);
+    finish_all(*run);
     return rafter_cuda_launched(run->context, "linear_cross_entropy");
 }
 

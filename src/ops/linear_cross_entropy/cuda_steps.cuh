@@ -373,21 +373,6 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     finish_block(totals, of_block);
 }
 
-/* One block. */
-__global__ __launch_bounds__(PREPARE_THREADS) void finish_loss(const __grid_constant__ Loss loss,
-                                                               const Totals *of_block, int64_t blocks) {
-    wait_for_previous_kernel();
-    Totals all = {};
-    for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
-        all.loss += of_block[i].loss;
-        all.weight += of_block[i].weight;
-        all.counted += of_block[i].counted;
-    }
-    all = block_sum(all);
-    if (threadIdx.x == 0)
-        write_loss(loss, all);
-}
-
 /* ---- gradient of the logits ---------------------------------------------------------------------------------------
  */
 
@@ -546,11 +531,27 @@ __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant_
     }
 }
 
-/* dx of all other rows. */
+/* The end of a call: the first block writes the loss, from the totals of all blocks that have ended rows; and all zero
+ * dx of the rows that are not kept, if it is given. */
 template <typename U>
-__global__ __launch_bounds__(COPY_THREADS) void zero_others(const __grid_constant__ fused::Kept kept, int64_t columns,
-                                                            U *dx, int64_t stride) {
+__global__ __launch_bounds__(PREPARE_THREADS) void finish_call(const __grid_constant__ Loss loss,
+                                                               const Totals *of_block, int64_t blocks,
+                                                               const __grid_constant__ fused::Kept kept,
+                                                               int64_t columns, U *dx, int64_t stride) {
     wait_for_previous_kernel();
+    if (blockIdx.x == 0 && loss.forward) {
+        Totals all = {};
+        for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
+            all.loss += of_block[i].loss;
+            all.weight += of_block[i].weight;
+            all.counted += of_block[i].counted;
+        }
+        all = block_sum(all);
+        if (threadIdx.x == 0)
+            write_loss(loss, all);
+    }
+    if (!dx)
+        return;
     for (int64_t k = *kept.count + int64_t(blockIdx.x); k < kept.all; k += gridDim.x)
         for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
             store_once<U, n.value>(dx + kept.order[k] * stride + i, Pack<U, n.value>{});
