@@ -96,9 +96,9 @@ template <typename T> KeptX<T> kept_x(const Run &run) {
 }
 
 /* Blocks that take rows in turn. */
-Launch taking_rows(const Run &run, int threads) {
-    const int64_t most = 2048 / threads * run.context->cuda_state->multiprocessors;
-    return following(run.plan.rows < most ? run.plan.rows : most, threads);
+Launch taking_rows(const Run &run) {
+    const int64_t most = 8 * run.context->cuda_state->multiprocessors;
+    return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
 }
 
 /* x of the kept rows, which prepare has found. */
@@ -111,9 +111,8 @@ void copy_x(const Run &run) {
         return;
     for_dtype(plan.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, taking_rows(run, COPY_THREADS), copy_kept<T>, kept_of(run), rows_of(x, last),
-               x.stride[last], plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)),
-               copy.stride);
+        launch(run.context, taking_rows(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
+               plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
     });
 }
 
@@ -743,8 +742,8 @@ void finish_all(const Run &run) {
         return;
     for_dtype(zeros ? dx.dtype : RAFTER_F32, [&](auto zero) {
         typedef decltype(zero) U;
-        launch(run.context, zeros ? taking_rows(run, PREPARE_THREADS) : following(1, PREPARE_THREADS), finish_call<U>,
-               run.loss, static_cast<const Totals *>(run.b.of_block), run.blocks, kept_of(run), plan.depth,
+        launch(run.context, zeros ? taking_rows(run) : following(1, PREPARE_THREADS), finish_call<U>, run.loss,
+               static_cast<const Totals *>(run.b.of_block), run.blocks, kept_of(run), plan.depth,
                zeros ? reinterpret_cast<U *>(dx.data) : NULL, plan.dx_lies.stride);
     });
 }

@@ -76,7 +76,6 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
                                                            bool drops, int *order, int *classes_in_order,
                                                            Common *common) {
-    start_next_kernel();
     const int last = static_cast<int>(gridDim.x) - 1;
     if (static_cast<int>(blockIdx.x) < last) {
         keep_rows(loss, drops, last, order, classes_in_order);
@@ -222,10 +221,10 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
  */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
- * this is forward, and returns the coefficients of its gradient, if they are wanted. By one thread. */
-DEVICE RowGradient finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, bool wanted,
-                              Totals *totals) {
-    const int64_t label = loss.class_of(loss.load_label(row));
+ * this is forward, and returns the coefficients of its gradient, if they are wanted. `label`: as Loss::class_of has it.
+ * By one thread. */
+DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const Gathered<FULL> *g, double row_scale,
+                              bool wanted, Totals *totals) {
     RowGradient gradient = gradient_unread(label);
     if (label < 0) {
         write_unread(loss, row, label, totals);
@@ -261,7 +260,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
         Gathered<FULL> g = none<FULL>();
         for (int part = 0; stats && part < parts; part++)
             g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
-        const RowGradient gradient = finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL,
+        const int64_t row = order ? order[first + index] : first + index;
+        const RowGradient gradient = finish_row(loss, row, loss.class_of(loss.load_label(row)), stats ? &g : NULL,
                                                 row_scale, gradients, &totals);
         if (gradients)
             gradients[first + index] = gradient;
@@ -270,40 +270,39 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
 }
 
 /* A warp's way from exponentials of a row that tiles have left, each relative to its own maximum, to dz in their place:
- * PACKS packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
+ * a pack of a lane from each of TILES tiles at a time, of which the first are read when the row's gradient is not yet
+ * known. */
 template <typename T> struct Turning {
-    static constexpr int N = WIDE<T>, STEP = WARP * N;
-    static_assert(fused::CLASSES % STEP == 0, "a warp's packs are of one tile");
-    const int64_t classes;
+    static constexpr int N = WIDE<T>, TILES = 4;
+    static_assert(fused::CLASSES == WARP * N, "a pack to a lane");
     T *row;
-    Pack<T, N> pack[PACKS];
+    const RowStats *stats;
+    Pack<T, N> pack[TILES];
+    float max[TILES];
 
-    DEVICE int64_t at(int64_t first, int k) const {
-        return first + k * STEP + threadIdx.x % WARP * N;
+    static DEVICE int64_t at(int64_t first, int k) {
+        return first + k * fused::CLASSES + threadIdx.x % WARP * N;
     }
-    DEVICE void load(int64_t first) {
+    DEVICE void load(int64_t first, int64_t classes) {
 #pragma unroll
-        for (int k = 0; k < PACKS; k++)
-            if (at(first, k) < classes)
+        for (int k = 0; k < TILES; k++)
+            if (at(first, k) < classes) {
                 pack[k] = load_once<T, N>(row + at(first, k));
+                max[k] = stats[first / fused::CLASSES + k].max;
+            }
     }
-    DEVICE void begin(T *of) {
-        row = of;
-        load(0);
-    }
-    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int label, float scale) {
-        for (int64_t first = 0; first < classes; first += PACKS * STEP) {
+    DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
+        for (int64_t first = 0; first < loss.classes; first += TILES * fused::CLASSES) {
             if (first > 0)
-                load(first);
+                load(first, loss.classes);
 #pragma unroll
-            for (int k = 0; k < PACKS; k++) {
+            for (int k = 0; k < TILES; k++) {
                 const int64_t v = at(first, k);
-                if (v >= classes)
+                if (v >= loss.classes)
                     continue;
                 /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
-                const float max = stats[v / fused::CLASSES].max;
                 const float factor =
-                    gradient.p * (max == -INFINITY ? 0.0f : expf((pivot_at(max) - gradient.pivot) * scale));
+                    gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
                 float all[N];
                 unpack(pack[k], all);
 #pragma unroll
@@ -342,9 +341,14 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     const bool own = lane < each && index < rows;
     const int64_t row = own ? kept.order[first + index] : 0;
     const int label = own ? kept.classes[first + index] : 0;
-    Turning<T> turning = {exponentials ? loss.classes : 0};
-    if (there > 0)
-        turning.begin(exponentials + begin * stride);
+    Turning<T> turning;
+    const auto begin_turning = [&](int64_t of) {
+        turning.row = exponentials + of * stride;
+        turning.stats = stats + of * tiles;
+        turning.load(0, loss.classes);
+    };
+    if (exponentials && there > 0)
+        begin_turning(begin);
     Gathered<FULL> g = none<FULL>();
     if (lane < there)
         g.z_label = z_label[first + index];
@@ -359,7 +363,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     Totals totals = {};
     RowGradient gradient = gradient_unread(IGNORED);
     if (own) {
-        gradient = finish_row(loss, row, &g, row_scale, gradients, &totals);
+        gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
         if (gradients)
             gradients[first + index] = gradient;
         if (labels)
@@ -367,8 +371,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constan
     }
     for (int i = 0; i < there && exponentials; i++) {
         if (i > 0)
-            turning.begin(exponentials + (begin + i) * stride);
-        turning.finish(stats + (begin + i) * tiles, from_lane(gradient, i), __shfl_sync(~0u, label, i), loss.scale);
+            begin_turning(begin + i);
+        turning.finish(from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
     }
     finish_block(totals, of_block);
 }
@@ -442,7 +446,7 @@ __global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant_
     const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
     if (threadIdx.x == 0) {
         Totals totals = {};
-        gradients[row] = finish_row(loss, row, &all, row_scale, true, &totals);
+        gradients[row] = finish_row(loss, row, loss.class_of(label), &all, row_scale, true, &totals);
         of_row[index] = totals;
     }
     __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
@@ -541,7 +545,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void finish_call(const __grid_cons
     wait_for_previous_kernel();
     if (blockIdx.x == 0 && loss.forward) {
         Totals all = {};
-        for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
+        for (int64_t i = threadIdx.x; i < blocks; i += blockDim.x) {
             all.loss += of_block[i].loss;
             all.weight += of_block[i].weight;
             all.counted += of_block[i].counted;
