@@ -414,8 +414,9 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
 
 /* Rows that a warp of finish_tiles takes: so many, if they have few tiles, that all warps run at the same time. */
 int rows_of_warp(const Run &run, int64_t rows, int64_t tiles) {
-    constexpr int FEW = 8, WARPS = 24; /* tiles; warps that run on a multiprocessor */
-    const int64_t each = tiles <= FEW ? ceil_div<int64_t>(rows, WARPS * run.context->cuda_state->multiprocessors) : 1;
+    constexpr int FEW = 8;
+    const int64_t warps = run.context->cuda_state->multiprocessors * ROW_BLOCKS * (ROW_THREADS / WARP);
+    const int64_t each = tiles <= FEW ? ceil_div(rows, warps) : 1;
     return static_cast<int>(each < WARP ? each : WARP);
 }
 

@@ -17,6 +17,7 @@ constexpr int PACKS = 4;                            /* of 4 logits, that a threa
 constexpr int MOST_THREADS = 512;                   /* of a block that takes a row, or a part of one */
 constexpr int MOST_PART = MOST_THREADS * PACKS * 4; /* columns of a part */
 constexpr int ROW_THREADS = 128;                    /* of a block whose threads take rows */
+constexpr int ROW_BLOCKS = 6;                       /* of finish_tiles, that a multiprocessor has room for */
 
 /* fp32 logits of some rows and classes, without the bias. */
 struct Tile {
@@ -328,12 +329,10 @@ DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
  * to one row, of more tiles. Where `labels` is wanted, a row gets its class there, or -1 if its gradient has nothing to
  * add at it. Where there are exponentials, the rows', see above. */
 template <typename T>
-__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
-                                                            const __grid_constant__ fused::Kept kept, int64_t first,
-                                                            int64_t rows, int each, const RowStats *stats, int tiles,
-                                                            const float *z_label, double row_scale,
-                                                            RowGradient *gradients, int *labels, T *exponentials,
-                                                            int64_t stride, Totals *of_block) {
+__global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles(
+    const __grid_constant__ Loss loss, const __grid_constant__ fused::Kept kept, int64_t first, int64_t rows, int each,
+    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients, int *labels,
+    T *exponentials, int64_t stride, Totals *of_block) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
