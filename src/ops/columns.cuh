@@ -196,40 +196,38 @@ template <typename A> DEVICE A block_sum(A a) {
     return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : A{});
 }
 
-/* Labels that are not ignored, of every step-th from the first on. Several are asked for before the first is looked
- * at: left to itself, the compiler waits for each of them. */
-template <typename L, class Call>
-DEVICE int64_t count_labels(const L *labels, int64_t first, int64_t step, const Call &loss) {
+/* Labels that are not ignored, of every step-th in [first, end). Several are asked for before the first is looked at:
+ * left to itself, the compiler waits for each of them. */
+template <typename F>
+DEVICE int64_t count_labels(F load, int64_t first, int64_t end, int64_t step, int64_t ignore_index) {
     constexpr int AT_ONCE = 8;
     int64_t counted = 0;
 #pragma unroll 1
-    for (int64_t row = first; row < loss.rows; row += AT_ONCE * step) {
+    for (int64_t row = first; row < end; row += AT_ONCE * step) {
         int64_t label[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            label[k] = row + k * step < loss.rows ? labels[row + k * step] : loss.ignore_index;
+            label[k] = row + k * step < end ? load(row + k * step) : ignore_index;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            counted += label[k] != loss.ignore_index;
+            counted += label[k] != ignore_index;
     }
     return counted;
 }
-
-/* Whether rows weigh the same and their labels are neighbours: counting is quicker then. */
-DEVICE bool counts_quickly(const Loss &loss) {
-    return !loss.class_weight && loss.target.dims == 1 && loss.target.step == 1;
-}
-DEVICE int64_t count_quickly(const Loss &loss, int64_t first, int64_t step) {
-    return loss.target.dtype == RAFTER_I64
-               ? count_labels(reinterpret_cast<const int64_t *>(loss.target.data), first, step, loss)
-               : count_labels(reinterpret_cast<const int *>(loss.target.data), first, step, loss);
+DEVICE int64_t count_labels(const Loss &loss, int64_t first, int64_t end, int64_t step) {
+    const auto of = [&](auto load) { return count_labels(load, first, end, step, loss.ignore_index); };
+    if (loss.target.dims != 1 || loss.target.step != 1)
+        return of([&](int64_t row) { return loss.load_label(row); });
+    if (loss.target.dtype == RAFTER_I64)
+        return of([&](int64_t row) { return reinterpret_cast<const int64_t *>(loss.target.data)[row]; });
+    return of([&](int64_t row) { return int64_t(reinterpret_cast<const int *>(loss.target.data)[row]); });
 }
 
 /* One thread's share of the labels. */
 DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     Totals totals = {};
-    if (counts_quickly(loss)) {
-        totals.weight = totals.counted = static_cast<double>(count_quickly(loss, first, step));
+    if (!loss.class_weight) {
+        totals.weight = totals.counted = static_cast<double>(count_labels(loss, first, loss.rows, step));
         return totals;
     }
 #pragma unroll 1
@@ -243,9 +241,9 @@ DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
 
 /* Of all labels, by one block: every thread gets it. For as many rows as an int can count. */
 DEVICE Totals count_in_block(const Loss &loss) {
-    if (!counts_quickly(loss))
+    if (loss.class_weight)
         return block_sum(count(loss, threadIdx.x, blockDim.x));
-    const double counted = block_sum(static_cast<int>(count_quickly(loss, threadIdx.x, blockDim.x)));
+    const double counted = block_sum(static_cast<int>(count_labels(loss, threadIdx.x, loss.rows, blockDim.x)));
     return {0.0, counted, counted};
 }
 

@@ -1,30 +1,67 @@
 /* linear_cross_entropy where the product that forms logits has more tiles than the GPU has room for at once, in sizes
- * that are multiples of nothing; where exponentials lie in dweight; where many rows share a label; and where many are
- * ignored, which are dropped before anything is multiplied: with RAFTER_FUSED=0 in the environment and without. The
- * walk's problems are smaller, and checked against fp64. */
+ * that are multiples of nothing; where exponentials lie in dweight; where many rows share a label; where many are
+ * ignored, which are dropped before anything is multiplied, or are not, in the smallest budgets; and where whole tiles
+ * of classes are masked: with RAFTER_FUSED=0 in the environment and without. The walk's problems are smaller, and
+ * checked against fp64. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "parts.h"
 
-enum ignored { A_THIRD, NONE, HALF, FIRST_HALF, AROUND_TILES, ALL_BUT_ONE, ALL };
+enum ignored { A_THIRD, NONE, HALF, FIRST_HALF, AROUND_TILES, ALL_BUT_ONE, ALL_BUT_FIRST, ALL_BUT_LAST, ALL };
+
+/* Classes that a bias of -inf masks: none; of each three tiles of 256 the second; the first two tiles, and every other
+ * logit is below -80. */
+enum masked { NOTHING, SECOND_TILES, FIRST_TILES };
 
 struct size {
     int64_t rows, depth, classes;
     enum ignored ignored;
+    int64_t x_gap, dx_gap; /* elements between rows */
+    enum masked masked;
+    bool bad_row; /* a NaN in row BAD_ROW of x, which is not ignored */
 };
 
+enum { BAD_ROW = 3, TILE = 256 };
+enum { MANY_ROWS = 8192 }; /* in small groups of which sums in bf16 lose too much, and all takes too long */
+enum { MOST_MENDED = 4000000 };
+
 static const struct size sizes[] = {
-    {1, 80, 50257, A_THIRD},         {1000, 80, 50257, A_THIRD},     {300, 83, 9001, A_THIRD},
-    {515, 80, 50257, ALL},           {2100, 520, 70001, A_THIRD}, /* dweight hosts exponentials of all rows; */
-    {5000, 520, 70001, A_THIRD},                                  /* native: of a first group; */
-    {515, 1024, 50257, A_THIRD},                                  /* compact: dz */
-    {1024, 264, 9001, NONE},         {1300, 264, 9001, HALF},        {1300, 264, 9001, FIRST_HALF},
-    {1300, 264, 9001, AROUND_TILES}, {1300, 264, 9001, ALL_BUT_ONE}, {1300, 264, 9001, ALL},
-    {2100, 520, 70001, ALL},    /* and hosts nothing */
-    {1000, 520, 1031, A_THIRD}, /* no more classes than twice the depth */
-    {1300, 1032, 1999, HALF},        {2600, 1032, 300, NONE},
+    {1, 80, 50257, .ignored = A_THIRD},
+    {1000, 80, 50257, .ignored = A_THIRD},
+    {300, 83, 9001, .ignored = A_THIRD},
+    {515, 80, 50257, .ignored = ALL},
+    {2100, 520, 70001, .ignored = A_THIRD}, /* dweight hosts exponentials of all rows; */
+    {5000, 520, 70001, .ignored = A_THIRD}, /* native: of a first group; */
+    {515, 1024, 50257, .ignored = A_THIRD}, /* compact: dz */
+    {1024, 264, 9001, .ignored = NONE},
+    {1300, 264, 9001, .ignored = HALF},
+    {1300, 264, 9001, .ignored = FIRST_HALF},
+    {1300, 264, 9001, .ignored = AROUND_TILES},
+    {1300, 264, 9001, .ignored = ALL_BUT_ONE},
+    {1300, 264, 9001, .ignored = ALL},
+    {2100, 520, 70001, .ignored = ALL},    /* and hosts nothing */
+    {1000, 520, 1031, .ignored = A_THIRD}, /* no more classes than twice the depth */
+    {1300, 1032, 1999, .ignored = HALF},
+    {2600, 1032, 300, .ignored = NONE},
+    /* Blocks that each look for the kept ones of 1024 rows, or, in the last, of several times as many. */
+    {3000, 24, 300, .ignored = HALF},
+    {5000, 24, 40, .ignored = ALL_BUT_FIRST},
+    {70000, 24, 40, .ignored = HALF},
+    {70000, 24, 40, .ignored = ALL_BUT_FIRST},
+    {70000, 24, 40, .ignored = ALL_BUT_LAST},
+    {70000, 24, 40, .ignored = ALL},
+    {300001, 24, 40, .ignored = HALF},
+    /* Smallest budgets that drop no rows: x is taken as it lies, or copied. */
+    {515, 264, 9001, .ignored = A_THIRD, .x_gap = 8, .dx_gap = 3},
+    {515, 264, 9001, .ignored = A_THIRD, .x_gap = 3},
+    /* With the first tile masked nothing is known beforehand of how large a row's logits are. */
+    {300, 264, 9001, .ignored = A_THIRD, .masked = FIRST_TILES},
+    {300, 264, 9001, .ignored = A_THIRD, .masked = SECOND_TILES},
+    {300, 520, 1031, .ignored = A_THIRD, .masked = FIRST_TILES},
+    {300, 520, 1031, .ignored = A_THIRD, .masked = SECOND_TILES, .bad_row = true},
+    {300, 264, 9001, .ignored = A_THIRD, .masked = FIRST_TILES, .bad_row = true},
 };
 
 static bool is_ignored(const struct size *s, int64_t row) {
@@ -36,8 +73,20 @@ static bool is_ignored(const struct size *s, int64_t row) {
     case FIRST_HALF: return row < s->rows / 2;
     case AROUND_TILES: return in_tile == 0 || in_tile == 127 || in_tile == 128 || in_tile == 255 || row >= 1024;
     case ALL_BUT_ONE: return row != s->rows * 2 / 3;
+    case ALL_BUT_FIRST: return row != 0;
+    case ALL_BUT_LAST: return row != s->rows - 1;
     default: return true;
     }
+}
+
+static bool is_masked(const struct size *s, int64_t class) {
+    return s->masked == SECOND_TILES ? class / TILE % 3 == 1 : s->masked == FIRST_TILES && class < 2 * TILE;
+}
+
+/* Of the classes that are not masked, those of neighbouring tiles are so far apart that they have no pivot in common.
+ */
+static double bias_of(const struct size *s, int64_t class) {
+    return is_masked(s, class) ? -INFINITY : s->masked == FIRST_TILES ? -100 - 90 * (double)(class / TILE % 2) : 0;
 }
 
 /* Loss, dx and dweight of one call, on the host. */
@@ -58,7 +107,8 @@ static uint16_t *make_matrix(int64_t n, double scale, uint64_t seed) {
 static int64_t label_of(const struct size *s, int64_t row) {
     if (is_ignored(s, row))
         return -100;
-    return row % 7 == 0 ? 5 : (int64_t)((uint64_t)row * 2654435761u % (uint64_t)s->classes);
+    const int64_t class = row % 7 == 0 ? 5 : (int64_t)((uint64_t)row * 2654435761u % (uint64_t)s->classes);
+    return is_masked(s, class) ? s->classes - 1 : class;
 }
 
 static DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
@@ -70,71 +120,96 @@ static DLTensor on_device(rafter_context *context, const void *from, rafter_dtyp
     return t;
 }
 
-/* How far apart a and b are, relative to b. */
+/* How far apart a and b are, relative to b; NaN is what NaN is. */
 static double apart(const uint16_t *a, const uint16_t *b, int64_t n) {
     double difference = 0, size = 0;
 #pragma omp parallel for reduction(+ : difference, size)
     for (int64_t i = 0; i < n; i++) {
         const double x = problem_load(RAFTER_BF16, (const char *)&a[i]);
         const double y = problem_load(RAFTER_BF16, (const char *)&b[i]);
+        if (isnan(x) && isnan(y))
+            continue;
         difference += (x - y) * (x - y);
         size += y * y;
     }
     return size > 0 ? sqrt(difference / size) : sqrt(difference);
 }
 
-/* Whether dx of ignored rows is. */
+/* Whether dx of ignored rows is, and what lies between rows is as it was. */
 static bool others_are_zero(const struct size *s, const uint16_t *dx) {
-    bool zero = true;
-    for (int64_t row = 0; row < s->rows; row++)
+    bool good = true;
+    for (int64_t row = 0; row < s->rows; row++, dx += s->depth + s->dx_gap) {
         for (int64_t i = 0; i < s->depth && is_ignored(s, row); i++)
-            zero &= (dx[row * s->depth + i] & 0x7fff) == 0;
-    return zero;
+            good &= (dx[i] & 0x7fff) == 0;
+        for (int64_t i = s->depth; i < s->depth + s->dx_gap; i++)
+            good &= dx[i] == 0xffff;
+    }
+    return good;
 }
 
 static void choose(bool fused) {
     setenv("RAFTER_FUSED", fused ? "1" : "0", 1);
 }
 
-/* Whether the budget does, either way. */
-static bool fits(rafter_context *context, const rafter_linear_cross_entropy_args *args) {
+/* Whether the budget does. */
+static bool fits(rafter_context *context, const rafter_linear_cross_entropy_args *args, bool fused) {
     size_t bytes;
-    bool good = true;
-    for (int fused = 0; fused < 2; fused++) {
-        choose(fused);
-        good &= rafter_linear_cross_entropy_workspace(context, args, RAFTER_FORWARD, &bytes) == RAFTER_OK;
+    choose(fused);
+    return rafter_linear_cross_entropy_workspace(context, args, RAFTER_FORWARD, &bytes) == RAFTER_OK;
+}
+
+/* The least that does, fused. */
+static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entropy_args args) {
+    size_t low = 0, high = 1; /* low does not */
+    for (args.budget = high; !fits(context, &args, true); args.budget = high) {
+        low = high;
+        high *= 2;
     }
-    return good;
+    while (high - low > 1) {
+        args.budget = low + (high - low) / 2;
+        *(fits(context, &args, true) ? &high : &low) = args.budget;
+    }
+    return high;
+}
+
+static size_t bytes_of(const DLTensor *matrix) {
+    return (size_t)matrix->shape[0] * (size_t)(matrix->strides ? matrix->strides[0] : matrix->shape[1]) * 2;
 }
 
 /* What `r` gets is the caller's. False: it could not be had. */
-static bool run(rafter_context *context, rafter_linear_cross_entropy_args *args, bool fused, struct results *r) {
-    const size_t dx = (size_t)args->dx->shape[0] * (size_t)args->dx->shape[1] * 2;
-    const size_t dweight = (size_t)args->dweight->shape[0] * (size_t)args->dweight->shape[1] * 2;
+static bool run(rafter_context *context, const rafter_linear_cross_entropy_args *args, bool fused, struct results *r) {
+    const size_t dx = bytes_of(args->dx), dweight = bytes_of(args->dweight);
     r->dx = malloc(dx);
     r->dweight = malloc(dweight);
     choose(fused);
+    const bool filled =
+        cuda->fill(context, args->dx->data, 0xff, dx) && cuda->fill(context, args->dweight->data, 0xff, dweight);
     const rafter_status status = rafter_linear_cross_entropy_forward(context, args);
     expect(status == RAFTER_OK, "%s", rafter_last_error(context));
-    return status == RAFTER_OK && cuda->synchronize(context) && cuda->copy(&r->loss, args->loss->data, 4) &&
+    return filled && status == RAFTER_OK && cuda->synchronize(context) && cuda->copy(&r->loss, args->loss->data, 4) &&
            cuda->copy(r->dx, args->dx->data, dx) && cuda->copy(r->dweight, args->dweight->data, dweight);
 }
 
-static void compare(rafter_context *context, const struct size *s, rafter_linear_cross_entropy_args *args,
+/* Where the budget does not do without being fused, that has none. */
+static void compare(rafter_context *context, const struct size *s, const rafter_linear_cross_entropy_args *args,
                     const char *what) {
     struct results fused = {.dx = NULL}, plain = {.dx = NULL};
-    if (run(context, args, true, &fused) && run(context, args, false, &plain)) {
+    rafter_linear_cross_entropy_args other = *args;
+    if (!fits(context, args, false))
+        other.budget = 0;
+    if (run(context, args, true, &fused) && run(context, &other, false, &plain)) {
         const long long n = s->rows, d = s->depth, v = s->classes;
         const double loss = fabs((double)fused.loss - (double)plain.loss) / fabs((double)plain.loss);
-        const double dx = apart(fused.dx, plain.dx, s->rows * s->depth);
+        const double dx = apart(fused.dx, plain.dx, s->rows * (s->depth + s->dx_gap));
         const double dweight = apart(fused.dweight, plain.dweight, s->classes * s->depth);
         const bool native = args->accumulate == RAFTER_ACCUMULATE_NATIVE;
-        expect(s->ignored == ALL ? isnan(fused.loss) && isnan(plain.loss) : loss < 1e-5,
+        expect(s->ignored == ALL || s->bad_row ? isnan(fused.loss) && isnan(plain.loss) : loss < 1e-5,
                "%lld x %lld x %lld, %s: loss is %.9g fused, %.9g not", n, d, v, what, (double)fused.loss,
                (double)plain.loss);
         /* A rounding to bf16 is 1.7e-3 of all; each way has one or two. */
         expect(dx < 5e-3, "%lld x %lld x %lld, %s: dx is apart by %.2e", n, d, v, what, dx);
-        expect(others_are_zero(s, fused.dx), "%lld x %lld x %lld, %s: dx of an ignored row is not 0", n, d, v, what);
+        expect(others_are_zero(s, fused.dx),
+               "%lld x %lld x %lld, %s: dx of an ignored row is not 0, or a gap is not kept", n, d, v, what);
         expect(dweight < (native ? 1.5e-2 : 5e-3), "%lld x %lld x %lld, %s: dweight is apart by %.2e", n, d, v, what,
                dweight);
     }
@@ -145,28 +220,41 @@ static void compare(rafter_context *context, const struct size *s, rafter_linear
 }
 
 static void test_size(rafter_context *context, const struct size *s) {
+    const int64_t stride = s->depth + s->x_gap;
     int64_t x_shape[] = {s->rows, s->depth}, w_shape[] = {s->classes, s->depth}, rows[] = {s->rows};
-    const size_t x_bytes = (size_t)(s->rows * s->depth) * 2, w_bytes = (size_t)(s->classes * s->depth) * 2;
-    uint16_t *x = make_matrix(s->rows * s->depth, 1, 1);
+    int64_t x_strides[] = {stride, 1}, dx_strides[] = {s->depth + s->dx_gap, 1};
+    const size_t x_bytes = (size_t)(s->rows * stride) * 2, w_bytes = (size_t)(s->classes * s->depth) * 2;
+    uint16_t *x = make_matrix(s->rows * stride, 1, 1), *bias = malloc((size_t)s->classes * sizeof *bias);
     uint16_t *w = make_matrix(s->classes * s->depth, 2 / sqrt((double)s->depth), (uint64_t)1 << 40);
     int64_t *labels = malloc((size_t)s->rows * sizeof *labels);
     for (int64_t row = 0; row < s->rows; row++)
         labels[row] = label_of(s, row);
     /* What ignored rows hold must reach nothing; but without dropping them, and in one product, it costs seconds to
      * keep it from large sums. */
-    for (int64_t row = 0; row < s->rows && s->depth * s->classes < 4000000; row++)
+    for (int64_t row = 0; row < s->rows && s->depth * s->classes < MOST_MENDED; row++)
         for (int64_t i = row % 5; i < s->depth && is_ignored(s, row); i += 5)
-            x[row * s->depth + i] = 0x7fc0; /* NaN */
+            x[row * stride + i] = 0x7fc0; /* NaN */
+    for (int64_t row = 0; row < s->rows; row++)
+        for (int64_t i = s->depth; i < stride; i++)
+            x[row * stride + i] = 0x7fc0;
+    if (s->bad_row)
+        x[BAD_ROW * stride] = 0x7fc0;
+    for (int64_t class = 0; class < s->classes; class ++)
+        problem_store(RAFTER_BF16, (char *)&bias[class], bias_of(s, class));
     DLTensor tx = on_device(context, x, RAFTER_BF16, 2, x_shape, x_bytes);
     DLTensor tw = on_device(context, w, RAFTER_BF16, 2, w_shape, w_bytes);
     DLTensor target = on_device(context, labels, RAFTER_I64, 1, rows, (size_t)s->rows * sizeof *labels);
     DLTensor loss = on_device(context, NULL, RAFTER_F32, 0, NULL, 4);
-    DLTensor dx = on_device(context, NULL, RAFTER_BF16, 2, x_shape, x_bytes);
+    DLTensor dx = on_device(context, NULL, RAFTER_BF16, 2, x_shape, (size_t)(s->rows * dx_strides[0]) * 2);
     DLTensor dweight = on_device(context, NULL, RAFTER_BF16, 2, w_shape, w_bytes);
+    DLTensor tbias = on_device(context, bias, RAFTER_BF16, 1, w_shape, (size_t)s->classes * sizeof *bias);
+    tx.strides = x_strides;
+    dx.strides = dx_strides;
     const rafter_linear_cross_entropy_args plain = {.size = sizeof plain,
                                                     .mode = RAFTER_LCE_FAST,
                                                     .x = &tx,
                                                     .weight = &tw,
+                                                    .bias = s->masked != NOTHING ? &tbias : NULL,
                                                     .target = &target,
                                                     .loss = &loss,
                                                     .dx = &dx,
@@ -180,16 +268,25 @@ static void test_size(rafter_context *context, const struct size *s) {
     compare(context, s, &args, "native");
     /* Groups of about 128 rows; and what it takes to pack matrices, if they must be. */
     args.budget = (size_t)128 * (size_t)s->classes * 5;
-    while (!fits(context, &args))
-        args.budget += (size_t)(s->classes * s->depth);
-    compare(context, s, &args, "native, in small groups");
+    while (!fits(context, &args, false) || !fits(context, &args, true))
+        args.budget += (size_t)((s->classes + s->rows) * s->depth);
+    if (s->rows < MANY_ROWS)
+        compare(context, s, &args, "native, in small groups");
     args.accumulate = RAFTER_ACCUMULATE_F32;
     args.budget += (size_t)(s->classes * (s->depth + 8)) * 4;
     compare(context, s, &args, "fast, in small groups");
-    const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight};
+    if (s->rows < MANY_ROWS && s->depth * s->classes < MOST_MENDED) {
+        args.budget = smallest_budget(context, args);
+        compare(context, s, &args, "fast, smallest budget");
+        args.mode = RAFTER_LCE_COMPACT;
+        args.budget = smallest_budget(context, args);
+        compare(context, s, &args, "compact, smallest budget");
+    }
+    const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight, &tbias};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         cuda->release(all[i]->data);
     free(x);
+    free(bias);
     free(w);
     free(labels);
 }

@@ -100,7 +100,7 @@ template <typename T> KeptX<T> kept_x(const Run &run) {
 }
 
 /* Blocks that take rows in turn. */
-Launch kept_launch(const Run &run) {
+Launch taking_rows(const Run &run) {
     const int64_t most = 8 * run.context->cuda_state->multiprocessors;
     return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
 }
@@ -115,7 +115,7 @@ void copy_x(const Run &run) {
         return;
     for_dtype(plan.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, kept_launch(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
+        launch(run.context, taking_rows(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
                plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
     });
 }
@@ -405,19 +405,6 @@ rafter_status fused_dx(const Run &run, const Dz &dz, const Dz &behind, int64_t f
     return fused::run_dx<fused::SUMS>(run.context, plan.dtype, one, other, w, dx.dtype, sums, task);
 }
 
-/* Rows that are ignored, after all others. */
-void finish_others(const Run &run) {
-    const Plan &plan = run.plan;
-    const rafter_view &dx = run.call->dx;
-    if (!plan.dx || !plan.drops || !plan.direct_dx())
-        return;
-    for_dtype(dx.dtype, [&](auto zero) {
-        typedef decltype(zero) U;
-        launch(run.context, kept_launch(run), zero_others<U>, kept_of(run), plan.depth, reinterpret_cast<U *>(dx.data),
-               plan.dx_lies.stride);
-    });
-}
-
 fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
     fused::Task task = {};
     task.first_row = first;
@@ -428,11 +415,21 @@ fused::Task statistics_task(const Run &run, int64_t first, int64_t rows) {
     return task;
 }
 
+/* Rows that a warp of finish_tiles takes: so many, if they have few tiles, that all warps run at the same time. */
+int rows_of_warp(const Run &run, int64_t rows, int64_t tiles) {
+    constexpr int FEW = 8;
+    const int64_t warps = run.context->cuda_state->multiprocessors * ROW_BLOCKS * (ROW_THREADS / WARP);
+    const int64_t each = tiles <= FEW ? ceil_div(rows, warps) : 1;
+    return static_cast<int>(each < WARP ? each : WARP);
+}
+
 /* `turned`: exponentials that become dz. */
 void finish_fused(Run *run, int64_t first, int64_t rows, const Dz &turned = {}) {
-    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP);
+    const int64_t tiles = fused::tiles_across(run->plan.classes);
+    const int each = rows_of_warp(*run, rows, tiles);
+    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
     launch(run->context, following(blocks, ROW_THREADS), finish_tiles<bf16>, run->loss, kept_of(*run), first, rows,
-           static_cast<const RowStats *>(run->b.tiles), static_cast<int>(fused::tiles_across(run->plan.classes)),
+           each, static_cast<const RowStats *>(run->b.tiles), static_cast<int>(tiles),
            static_cast<const float *>(run->b.z_label), static_cast<double>(run->row_scale), run->b.gradients,
            run->b.labels, reinterpret_cast<bf16 *>(turned.data), turned.stride, run->b.of_block + run->blocks);
     run->blocks += blocks;
@@ -733,11 +730,33 @@ float row_scale_of(const linear_cross_entropy_call *call) {
     return call->x.dtype == RAFTER_F16 && bounded ? 0x1p12f : 1.0f;
 }
 
+/* A block that sums up, and some that keep rows: those go through all labels before theirs. */
+Launch prepare_launch(const Run &run) {
+    const int64_t most = run.context->cuda_state->multiprocessors - 1;
+    const int64_t strips = run.plan.fused ? ceil_div<int64_t>(run.plan.rows, PREPARE_THREADS) : 0;
+    return {1 + (strips < most ? strips : most), PREPARE_THREADS};
+}
+
+/* What is left when all rows that are not ignored have ended. */
+void finish_all(const Run &run) {
+    const Plan &plan = run.plan;
+    const rafter_view &dx = run.call->dx;
+    const bool zeros = plan.fused && plan.dx && plan.drops && plan.direct_dx();
+    if (!zeros && !run.loss.forward)
+        return;
+    for_dtype(zeros ? dx.dtype : RAFTER_F32, [&](auto zero) {
+        typedef decltype(zero) U;
+        launch(run.context, zeros ? taking_rows(run) : following(1, PREPARE_THREADS), finish_call<U>, run.loss,
+               static_cast<const Totals *>(run.b.of_block), run.blocks, kept_of(run), plan.depth,
+               zeros ? reinterpret_cast<U *>(dx.data) : NULL, plan.dx_lies.stride);
+    });
+}
+
 rafter_status execute(Run *run) {
     const linear_cross_entropy_call *call = run->call;
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
-    launch(run->context, {1, PREPARE_THREADS}, prepare, run->loss, run->row_scale, plan.drops, run->b.order,
+    launch(run->context, prepare_launch(*run), prepare, run->loss, run->row_scale, plan.drops, run->b.order,
            run->b.classes, run->b.arrived, plan.meeting_room() > 0 ? tiles::counters_of(plan.clusters) : 0,
            run->b.common);
     run->loss.prepared = &run->b.common->prepared;
@@ -756,13 +775,9 @@ rafter_status execute(Run *run) {
     } else {
         RAFTER_TRY(run_compact(run));
     }
-    if (plan.fused)
-        finish_others(*run);
     if (plan.dbias)
         store_rows(*run, as_row(call->dbias), Lying{}, false, 0, 1, run->b.dbias);
-    if (run->loss.forward)
-        launch(run->context, following(1, PREPARE_THREADS), finish_loss, run->loss,
-               static_cast<const Totals *>(run->b.of_block), run->blocks);
+    finish_all(*run);
     return rafter_cuda_launched(run->context, "linear_cross_entropy");
 }
 

@@ -17,6 +17,7 @@ constexpr int PACKS = 4;                            /* of 4 logits, that a threa
 constexpr int MOST_THREADS = 512;                   /* of a block that takes a row, or a part of one */
 constexpr int MOST_PART = MOST_THREADS * PACKS * 4; /* columns of a part */
 constexpr int ROW_THREADS = 128;                    /* of a block whose threads take rows */
+constexpr int ROW_BLOCKS = 6;                       /* of finish_tiles, that a multiprocessor has room for */
 
 /* fp32 logits of some rows and classes, without the bias. */
 struct Tile {
@@ -39,64 +40,48 @@ struct Common {
 
 constexpr int PREPARE_THREADS = 1024;
 
-constexpr int STRIPS = 16; /* of PREPARE_THREADS rows, that are read at a time */
-
-/* fused::Kept's order and classes; returns its count. `drops`: ignored rows are not among them. By a block. */
-DEVICE int keep_rows(const Loss &loss, bool drops, int *order, int *classes) {
-    __shared__ int before[STRIPS][WARP], of_strip[STRIPS]; /* kept rows of a strip, up to a warp's; of all */
-    static_assert(PREPARE_THREADS == WARP * WARP && STRIPS <= WARP, "a warp to a strip, a lane to each of its warps");
+/* fused::Kept's order and classes, of the strips of PREPARE_THREADS rows that are the block's, of `blocks`: it counts
+ * for itself which rows are kept before them. `drops`: ignored ones are not. */
+DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int *classes) {
+    __shared__ int of_warp[2][WARP]; /* kept rows of a strip, in turn */
+    static_assert(PREPARE_THREADS == WARP * WARP, "a lane to each warp");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
-    int kept = 0;
-    for (int64_t first = threadIdx.x; first - threadIdx.x < rows; first += STRIPS * PREPARE_THREADS) {
-        unsigned bits[STRIPS];
-        int of_row[STRIPS];
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int64_t row = first + i * PREPARE_THREADS;
-            of_row[i] = static_cast<int>(row < rows ? loss.class_of(loss.load_label(row)) : IGNORED);
-        }
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const bool there = first + i * PREPARE_THREADS < rows;
-            bits[i] = __ballot_sync(~0u, there && !(drops && of_row[i] == IGNORED));
-            if (lane == 0)
-                before[i][warp] = __popc(bits[i]);
-        }
+    const int64_t strips = ceil_div<int64_t>(ceil_div<int64_t>(rows, PREPARE_THREADS), blocks);
+    const int64_t first = min(int64_t(rows), blockIdx.x * strips * PREPARE_THREADS),
+                  end = min(int64_t(rows), first + strips * PREPARE_THREADS);
+    const auto load = [&](int64_t row) { return row < end ? loss.load_label(row) : loss.ignore_index; };
+    int64_t label = load(first + threadIdx.x);
+    int kept = static_cast<int>(first);
+    if (drops)
+        kept = block_sum(static_cast<int>(count_labels(loss, threadIdx.x, first, PREPARE_THREADS)));
+    for (int64_t row = first + threadIdx.x, turn = 0; row - threadIdx.x < end; row += PREPARE_THREADS, turn ^= 1) {
+        const int of_row = static_cast<int>(loss.class_of(label));
+        label = load(row + PREPARE_THREADS);
+        const unsigned bits = __ballot_sync(~0u, row < end && !(drops && of_row == IGNORED));
+        if (lane == 0)
+            of_warp[turn][warp] = __popc(bits);
         __syncthreads();
-        if (warp < STRIPS) {
-            const int here = before[warp][lane];
-            int up_to = here;
-#pragma unroll
-            for (int step = 1; step < WARP; step *= 2) {
-                const int below = __shfl_up_sync(~0u, up_to, step);
-                up_to += lane >= step ? below : 0;
-            }
-            before[warp][lane] = up_to - here;
-            if (lane == WARP - 1)
-                of_strip[warp] = up_to;
+        const int of_lane = of_warp[turn][lane];
+        const int k = kept + warp_sum(lane < warp ? of_lane : 0) + __popc(bits & ((1u << lane) - 1));
+        if (row < end) {
+            const int at = bits >> lane & 1 ? k : rows - 1 - (static_cast<int>(row) - k);
+            order[at] = static_cast<int>(row);
+            classes[at] = of_row;
         }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < STRIPS; i++) {
-            const int row = static_cast<int>(min(first + i * PREPARE_THREADS, int64_t(rows)));
-            const int k = kept + before[i][warp] + __popc(bits[i] & ((1u << lane) - 1));
-            const int at = bits[i] >> lane & 1 ? k : rows - 1 - (row - k);
-            if (row < rows) {
-                order[at] = row;
-                classes[at] = of_row[i];
-            }
-            kept += of_strip[i];
-        }
-        __syncthreads();
+        kept += warp_sum(of_lane);
     }
-    return kept;
 }
 
-/* One block. `row_scale` is what dz has been multiplied by beyond the mathematics. `order`: NULL, or see above.
- * `arrived`: `counters` of tiles::Meeting. */
+/* The last block sums up; those before it, if there are any, keep rows. `row_scale` is what dz has been multiplied by
+ * beyond the mathematics. `arrived`: `counters` of tiles::Meeting. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
                                                            bool drops, int *order, int *classes_in_order, int *arrived,
                                                            int counters, Common *common) {
+    const int last = static_cast<int>(gridDim.x) - 1;
+    if (static_cast<int>(blockIdx.x) < last) {
+        keep_rows(loss, drops, last, order, classes_in_order);
+        return;
+    }
     for (int i = threadIdx.x; i < counters; i += PREPARE_THREADS)
         arrived[i] = 0;
     double classes = 0.0;
@@ -104,12 +89,11 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
         classes += loss.weight_of(v);
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
     const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
-    const int kept = order ? keep_rows(loss, drops, order, classes_in_order) : 0;
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
     common->dirty = 0;
-    common->kept = kept;
+    common->kept = static_cast<int>(drops ? static_cast<int64_t>(prepared.totals.counted) : loss.rows);
     /* Of no rows all gradients are 0, whatever their mean would be multiplied by. */
     common->alpha =
         prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
@@ -240,10 +224,10 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
  */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
- * this is forward, and the coefficients of its gradient, if they are wanted, to *result. By one thread. */
-DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, double row_scale, RowGradient *result,
-                       Totals *totals) {
-    const int64_t label = loss.class_of(loss.load_label(row));
+ * this is forward, and returns the coefficients of its gradient, if they are wanted. `label`: as Loss::class_of has it.
+ * By one thread. */
+DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const Gathered<FULL> *g, double row_scale,
+                              bool wanted, Totals *totals) {
     RowGradient gradient = gradient_unread(label);
     if (label < 0) {
         write_unread(loss, row, label, totals);
@@ -253,13 +237,12 @@ DEVICE void finish_row(const Loss &loss, int64_t row, const Gathered<FULL> *g, d
                                     : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
     } else {
         const RowFigures figures = figures_of(*g, g->z_label, loss);
-        if (result)
+        if (wanted)
             gradient = gradient_from_figures(loss, row_scale, row, label, g->z_label, figures);
         if (loss.forward)
             write_row(loss, row, label, results_of(loss, row, label, figures), totals);
     }
-    if (result)
-        *result = gradient;
+    return gradient;
 }
 
 DEVICE void finish_block(const Totals &mine, Totals *of_block) {
@@ -280,43 +263,49 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_rows(const __grid_constant
         Gathered<FULL> g = none<FULL>();
         for (int part = 0; stats && part < parts; part++)
             g = part == 0 ? stats[index * parts] : merge(g, stats[index * parts + part], loss.scale);
-        finish_row(loss, order ? order[first + index] : first + index, stats ? &g : NULL, row_scale,
-                   gradients ? gradients + first + index : NULL, &totals);
+        const int64_t row = order ? order[first + index] : first + index;
+        const RowGradient gradient = finish_row(loss, row, loss.class_of(loss.load_label(row)), stats ? &g : NULL,
+                                                row_scale, gradients, &totals);
+        if (gradients)
+            gradients[first + index] = gradient;
     }
     finish_block(totals, of_block);
 }
 
-/* A warp's way from exponentials that tiles have left, each relative to its own maximum, to dz in their place: PACKS
- * packs of a lane at a time, of which the first are read when the row's gradient is not yet known. */
+/* A warp's way from exponentials of a row that tiles have left, each relative to its own maximum, to dz in their place:
+ * a pack of a lane from each of TILES tiles at a time, of which the first are read when the row's gradient is not yet
+ * known. */
 template <typename T> struct Turning {
-    static constexpr int N = WIDE<T>, STEP = WARP * N;
-    static_assert(fused::CLASSES % STEP == 0, "a warp's packs are of one tile");
-    T *const row;
-    const int64_t classes;
-    Pack<T, N> pack[PACKS];
+    static constexpr int N = WIDE<T>, TILES = 4;
+    static_assert(fused::CLASSES == WARP * N, "a pack to a lane");
+    T *row;
+    const RowStats *stats;
+    Pack<T, N> pack[TILES];
+    float max[TILES];
 
-    DEVICE int64_t at(int64_t first, int k) const {
-        return first + k * STEP + threadIdx.x % WARP * N;
+    static DEVICE int64_t at(int64_t first, int k) {
+        return first + k * fused::CLASSES + threadIdx.x % WARP * N;
     }
-    DEVICE void load(int64_t first) {
+    DEVICE void load(int64_t first, int64_t classes) {
 #pragma unroll
-        for (int k = 0; k < PACKS; k++)
-            if (at(first, k) < classes)
+        for (int k = 0; k < TILES; k++)
+            if (at(first, k) < classes) {
                 pack[k] = load_once<T, N>(row + at(first, k));
+                max[k] = stats[first / fused::CLASSES + k].max;
+            }
     }
-    DEVICE void finish(const RowStats *stats, const RowGradient &gradient, int64_t label, float scale) {
-        for (int64_t first = 0; first < classes; first += PACKS * STEP) {
+    DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
+        for (int64_t first = 0; first < loss.classes; first += TILES * fused::CLASSES) {
             if (first > 0)
-                load(first);
+                load(first, loss.classes);
 #pragma unroll
-            for (int k = 0; k < PACKS; k++) {
+            for (int k = 0; k < TILES; k++) {
                 const int64_t v = at(first, k);
-                if (v >= classes)
+                if (v >= loss.classes)
                     continue;
                 /* Where there is nothing, nothing is to be brought to a pivot that may be any far away. */
-                const float max = stats[v / fused::CLASSES].max;
                 const float factor =
-                    gradient.p * (max == -INFINITY ? 0.0f : expf((pivot_at(max) - gradient.pivot) * scale));
+                    gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
                 float all[N];
                 unpack(pack[k], all);
 #pragma unroll
@@ -328,60 +317,65 @@ template <typename T> struct Turning {
     }
 };
 
-/* A warp to a row, from the tiles of fused.cuh, which there are of kept rows. Where `labels` is wanted, the row gets
- * its class there, or -1 if its gradient has nothing to add at it. Where there are exponentials, the rows', see above.
- */
-template <typename T>
-__global__ __launch_bounds__(ROW_THREADS) void finish_tiles(const __grid_constant__ Loss loss,
-                                                            const __grid_constant__ fused::Kept kept, int64_t first,
-                                                            int64_t rows, const RowStats *stats, int tiles,
-                                                            const float *z_label, double row_scale,
-                                                            RowGradient *gradients, int *labels, T *exponentials,
-                                                            int64_t stride, Totals *of_block) {
-    wait_for_previous_kernel();
-    const int64_t index = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP;
-    const int lane = threadIdx.x % WARP;
-    Totals totals = {};
-    if (index < rows) {
-        const int64_t row = kept.order[first + index];
-        const bool is_kept = first + index < *kept.count;
-        Turning<T> turning = {exponentials + index * stride, exponentials && is_kept ? loss.classes : 0};
-        turning.load(0);
-        Gathered<FULL> g = none<FULL>();
-        if (is_kept) {
-            RowStats s = no_elements();
-            for (int tile = lane; tile < tiles; tile += WARP)
-                s = merge(s, stats[index * tiles + tile], loss.scale);
-            g.s = merge_lanes<WARP>(s, loss.scale);
-            g.z_label = z_label[first + index];
-        }
-        RowGradient *const gradient = gradients ? gradients + first + index : NULL;
-        if (lane == 0) {
-            finish_row(loss, row, &g, row_scale, gradient, &totals);
-            if (labels)
-                labels[first + index] = gradient->at_label != 0.0f ? static_cast<int>(loss.load_label(row)) : -1;
-        }
-        if (turning.classes > 0) {
-            __syncwarp();
-            turning.finish(stats + index * tiles, *gradient, loss.load_label(row), loss.scale);
-        }
-    }
-    finish_block(totals, of_block);
+/* What the lane `from` has. */
+DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
+    return {__shfl_sync(~0u, gradient.constant, from) != 0,
+            __shfl_sync(~0u, gradient.pivot, from),
+            __shfl_sync(~0u, gradient.p, from),
+            __shfl_sync(~0u, gradient.spread, from),
+            __shfl_sync(~0u, gradient.at_label, from),
+            __shfl_sync(~0u, gradient.target, from)};
 }
 
-/* One block. */
-__global__ __launch_bounds__(PREPARE_THREADS) void finish_loss(const __grid_constant__ Loss loss,
-                                                               const Totals *of_block, int64_t blocks) {
+/* A warp to `each` rows, a lane to one of them, from the tiles of fused.cuh, which there are of kept rows; or all lanes
+ * to one row, of more tiles. Where `labels` is wanted, a row gets its class there, or -1 if its gradient has nothing to
+ * add at it. Where there are exponentials, the rows', see above. */
+template <typename T>
+__global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles(
+    const __grid_constant__ Loss loss, const __grid_constant__ fused::Kept kept, int64_t first, int64_t rows, int each,
+    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients, int *labels,
+    T *exponentials, int64_t stride, Totals *of_block) {
     wait_for_previous_kernel();
-    Totals all = {};
-    for (int64_t i = threadIdx.x; i < blocks; i += PREPARE_THREADS) {
-        all.loss += of_block[i].loss;
-        all.weight += of_block[i].weight;
-        all.counted += of_block[i].counted;
+    const int lane = threadIdx.x % WARP;
+    const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
+    const int there = kept.among(first + begin, min(int64_t(each), rows - begin)); /* these come first */
+    const bool own = lane < each && index < rows;
+    const int64_t row = own ? kept.order[first + index] : 0;
+    const int label = own ? kept.classes[first + index] : 0;
+    Turning<T> turning;
+    const auto begin_turning = [&](int64_t of) {
+        turning.row = exponentials + of * stride;
+        turning.stats = stats + of * tiles;
+        turning.load(0, loss.classes);
+    };
+    if (exponentials && there > 0)
+        begin_turning(begin);
+    Gathered<FULL> g = none<FULL>();
+    if (lane < there)
+        g.z_label = z_label[first + index];
+    if (each > 1) {
+        for (int tile = 0; tile < tiles && lane < there; tile++)
+            g.s = merge(g.s, stats[index * tiles + tile], loss.scale);
+    } else if (there > 0) {
+        for (int tile = lane; tile < tiles; tile += WARP)
+            g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
+        g.s = merge_lanes<WARP>(g.s, loss.scale);
     }
-    all = block_sum(all);
-    if (threadIdx.x == 0)
-        write_loss(loss, all);
+    Totals totals = {};
+    RowGradient gradient = gradient_unread(IGNORED);
+    if (own) {
+        gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
+        if (gradients)
+            gradients[first + index] = gradient;
+        if (labels)
+            labels[first + index] = gradient.at_label != 0.0f ? label : -1;
+    }
+    for (int i = 0; i < there && exponentials; i++) {
+        if (i > 0)
+            begin_turning(begin + i);
+        turning.finish(from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
+    }
+    finish_block(totals, of_block);
 }
 
 /* ---- gradient of the logits ---------------------------------------------------------------------------------------
@@ -453,7 +447,7 @@ __global__ __launch_bounds__(MOST_THREADS) void turn_rows(const __grid_constant_
     const Gathered<FULL> all = gather_part<T, OPTIONS>(capped, z_row, tile.bias, 0, n, loss.class_of(label), loss);
     if (threadIdx.x == 0) {
         Totals totals = {};
-        finish_row(loss, row, &all, row_scale, gradients + row, &totals);
+        gradients[row] = finish_row(loss, row, loss.class_of(label), &all, row_scale, true, &totals);
         of_row[index] = totals;
     }
     __syncthreads(); /* the row's coefficients are there, and its logits may be overwritten */
@@ -542,11 +536,27 @@ __global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant_
     }
 }
 
-/* dx of all other rows. */
+/* The end of a call: the first block writes the loss, from the totals of all blocks that have ended rows; and all zero
+ * dx of the rows that are not kept, if it is given. */
 template <typename U>
-__global__ __launch_bounds__(COPY_THREADS) void zero_others(const __grid_constant__ fused::Kept kept, int64_t columns,
-                                                            U *dx, int64_t stride) {
+__global__ __launch_bounds__(PREPARE_THREADS) void finish_call(const __grid_constant__ Loss loss,
+                                                               const Totals *of_block, int64_t blocks,
+                                                               const __grid_constant__ fused::Kept kept,
+                                                               int64_t columns, U *dx, int64_t stride) {
     wait_for_previous_kernel();
+    if (blockIdx.x == 0 && loss.forward) {
+        Totals all = {};
+        for (int64_t i = threadIdx.x; i < blocks; i += blockDim.x) {
+            all.loss += of_block[i].loss;
+            all.weight += of_block[i].weight;
+            all.counted += of_block[i].counted;
+        }
+        all = block_sum(all);
+        if (threadIdx.x == 0)
+            write_loss(loss, all);
+    }
+    if (!dx)
+        return;
     for (int64_t k = *kept.count + int64_t(blockIdx.x); k < kept.all; k += gridDim.x)
         for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
             store_once<U, n.value>(dx + kept.order[k] * stride + i, Pack<U, n.value>{});

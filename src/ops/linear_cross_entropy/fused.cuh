@@ -204,9 +204,9 @@ template <typename T, int MODE> struct Results {
                 find_maxima(d, max);
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                if (task.sample)
-                    max[i] = pivot_at(rows.known[i]) + MARGIN / task.scale;
-                pivot[i] = pivot_at(max[i]);
+                if (task.sample) /* where that is all masked, nothing is known: sums are not numbers then */
+                    max[i] = rows.known[i] + MARGIN / task.scale;
+                pivot[i] = task.sample ? max[i] : pivot_at(max[i]);
                 if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
                     set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
             }
@@ -218,7 +218,7 @@ template <typename T, int MODE> struct Results {
                 find_maxima(d, of_tile);
 #pragma unroll
                 for (int i = 0; i < 2; i++)
-                    if ((of_tile[i] - pivot[i]) * task.scale > HEADROOM) {
+                    if (!((of_tile[i] - pivot[i]) * task.scale <= HEADROOM)) {
                         max[i] = of_tile[i];
                         pivot[i] = pivot_at(max[i]);
                     }
