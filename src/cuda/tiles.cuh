@@ -33,6 +33,48 @@ constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128; /* of a part */
 constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_UNDER_WAY * PART_BYTES;
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* and what aligning to 1024 takes */
 
+/* What a cluster does in a turn: steps [first, first + steps) of a tile. */
+struct Turn {
+    int tile, first, steps;
+};
+
+/* How tiles are dealt out, in waves of one to each cluster. Those of a last wave that would leave many clusters idle
+ * are taken apart, if that is quicker: `parts` of each tile's depth are turns of their own, and that of them which
+ * ends last adds up what all have left in memory, in their order. So nobody waits, and sums do not depend on who is
+ * last. */
+struct Deal {
+    static constexpr int MOST_PARTS = 16, LEAST_GAIN = 48; /* the latter in steps: about 30 us */
+    int whole, rest, parts, steps; /* tiles that are not taken apart, and that are; steps of a tile */
+
+    /* `room`: parts that a Meeting has place for. What parts cost beside their steps is that each leaves its sums, and
+     * the last one reads them all. */
+    static __host__ __device__ Deal of(int tiles, int steps, int clusters, int room) {
+        const int last = tiles % clusters;
+        int least = steps - LEAST_GAIN, parts = 1;
+        for (int n = 2; last > 0 && n <= MOST_PARTS && last * n <= room; n++) {
+            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + 2 * n;
+            if (time <= least) {
+                least = time - 1;
+                parts = n;
+            }
+        }
+        return parts > 1 ? Deal{tiles - last, last, parts, steps} : Deal{tiles, 0, 1, steps};
+    }
+    DEVICE int turns() const {
+        return whole + rest * parts;
+    }
+    /* Of a tile that is taken apart; neighbours are of the same depths, whose operands L2 has. */
+    DEVICE int part_of(int turn) const {
+        return (turn - whole) / rest;
+    }
+    DEVICE Turn at(int turn) const {
+        if (turn < whole)
+            return {turn, 0, steps};
+        const int part = part_of(turn), first = part * steps / parts;
+        return {turn - part * rest, first, (part + 1) * steps / parts - first};
+    }
+};
+
 /* Where parts of tiles meet: see Deal. */
 constexpr int64_t MEETING_BYTES = int64_t(CLUSTER) * ROWS * COLUMNS * 4; /* of a part */
 struct Meeting {
@@ -105,53 +147,6 @@ struct Order {
         const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
         return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS};
-    }
-};
-
-/* What a cluster does in a turn: steps [first, first + steps) of a tile. */
-struct Turn {
-    int tile, first, steps;
-};
-
-/* How tiles are dealt out, in waves of one to each cluster. Those of a last wave that would leave many clusters idle
- * are taken apart, if that is quicker: `parts` of each tile's depth are turns of their own, and that of them which
- * ends last adds up what all have left in memory, in their order. So nobody waits, and sums do not depend on who is
- * last. */
-struct Deal {
-    static constexpr int MOST_PARTS = 16;
-    int whole, rest, parts, steps; /* tiles that are not taken apart, and that are; steps of a tile */
-
-    /* What parts cost beside their steps, in steps: each leaves its sums, and the last one reads them all. */
-    static DEVICE int cost_of(int parts) {
-        return 4 + 2 * parts;
-    }
-    DEVICE void choose(int tiles, int of_tile, int room) {
-        const int clusters = gridDim.x / CLUSTER, last = tiles % clusters;
-        int least = of_tile;
-        parts = 1;
-        steps = of_tile;
-        for (int n = 2; last > 0 && n <= MOST_PARTS && n <= steps && last * n <= room; n++) {
-            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + cost_of(n);
-            if (time < least) {
-                least = time;
-                parts = n;
-            }
-        }
-        rest = parts > 1 ? last : 0;
-        whole = tiles - rest;
-    }
-    DEVICE int turns() const {
-        return whole + rest * parts;
-    }
-    /* Of a tile that is taken apart; neighbours are of the same depths, whose operands L2 has. */
-    DEVICE int part_of(int turn) const {
-        return (turn - whole) / rest;
-    }
-    DEVICE Turn at(int turn) const {
-        if (turn < whole)
-            return {turn, 0, steps};
-        const int part = part_of(turn), first = part * steps / parts;
-        return {turn - part * rest, first, (part + 1) * steps / parts - first};
     }
 };
 
@@ -241,7 +236,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x == 0) {
-        barriers.deal.choose(job.order.count(), job.steps, meeting.room);
+        barriers.deal = Deal::of(job.order.count(), job.steps, stride, meeting.room);
         for (int i = 0; i < STEPS; i++) {
             barrier_init(&full[i], 1);
             barrier_init(&empty[i], GROUPS * CLUSTER);

@@ -45,8 +45,6 @@ bool needs_full(const struct rafter_loss &loss) {
     return loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
 }
 
-constexpr int64_t LEAST_STEPS = 16; /* of a product's depth, that it may be worth while to take apart */
-
 struct Plan {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
@@ -61,6 +59,7 @@ struct Plan {
     int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
     int64_t dx_rows;   /* of the sums of dx that are formed at a time, where they are not direct_dx */
     int clusters;      /* that the GPU has room for: see tiles.cuh */
+    int meeting_room;  /* fused: parts of tiles that can meet, see tiles::Meeting */
     int64_t host_rows; /* rows whose dz of all classes dweight could hold; 0: it may not */
     int64_t depth_stride, tile_stride, dz_stride;
     Lying x, weight, dx_lies, dweight_lies;
@@ -103,12 +102,6 @@ struct Plan {
     /* Whether products write the gradient where the caller wants it. */
     bool direct_dx() const {
         return dx_lies.plain && !grows_dx;
-    }
-    /* Fused: parts of tiles for which there is room where they meet. */
-    int meeting_room() const {
-        const int64_t most = larger(larger(rows, classes), depth) / tiles::DEPTH,
-                      room = 2 * product_bytes / tiles::MEETING_BYTES;
-        return fused && most >= LEAST_STEPS ? static_cast<int>(room) : 0;
     }
     bool direct_dweight() const {
         return dweight_lies.plain && !grows_dweight && !(mends() && adds_dweight);
@@ -189,8 +182,8 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
           (p.fast || p.grows_dweight ? p.classes : p.slice) * p.depth_stride * 4);
     place(&b->dbias, p.dbias, p.classes * 4);
     place(&b->products, !p.fused && p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
-    place(&b->meeting, p.meeting_room() > 0, p.meeting_room() * tiles::MEETING_BYTES);
-    place(&b->arrived, p.meeting_room() > 0, tiles::counters_of(p.clusters) * int64_t(sizeof(int)));
+    place(&b->meeting, p.meeting_room > 0, p.meeting_room * tiles::MEETING_BYTES);
+    place(&b->arrived, p.meeting_room > 0, tiles::counters_of(p.clusters) * int64_t(sizeof(int)));
     return used;
 }
 
@@ -228,6 +221,21 @@ int64_t tiles_of(int64_t rows, int64_t columns) {
     return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
 }
 
+/* Room for parts of tiles, if products of the plan's rows and all classes would take some apart: no more than takes
+ * twice what cuBLASLt would get. */
+int room_to_meet(const Plan &p) {
+    const int room = static_cast<int>(2 * static_cast<int64_t>(p.product_bytes) / tiles::MEETING_BYTES);
+    const int64_t rows = p.fast ? p.first_group : p.rows;
+    const auto takes_apart = [&](int64_t down, int64_t across, int64_t depth) {
+        const int64_t steps = ceil_div<int64_t>(depth, tiles::DEPTH);
+        return tiles::Deal::of(static_cast<int>(tiles_of(down, across)), static_cast<int>(steps), p.clusters, room)
+                   .parts > 1;
+    };
+    const bool any = takes_apart(rows, p.classes, p.depth) || (p.dx && takes_apart(rows, p.depth, p.classes)) ||
+                     (p.dweight && takes_apart(p.classes, p.depth, rows));
+    return p.fused && any ? room : 0;
+}
+
 /* Fills in what follows from fast, group and slice. */
 void complete(Plan *p, const linear_cross_entropy_call *call) {
     const int64_t bytes = rafter_dtype_bytes(p->dtype);
@@ -257,6 +265,7 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
         if (hosting.hosted >= LEAST_HOSTED)
             *p = hosting;
     }
+    p->meeting_room = room_to_meet(*p);
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
 }
