@@ -43,22 +43,24 @@ struct Turn {
  * ends last adds up what all have left in memory, in their order. So nobody waits, and sums do not depend on who is
  * last. */
 struct Deal {
-    static constexpr int MOST_PARTS = 16, LEAST_GAIN = 48; /* the latter in steps: about 30 us */
-    int whole, rest, parts, steps; /* tiles that are not taken apart, and that are; steps of a tile */
+    static constexpr int MOST_PARTS = 16, LEAST_GAIN = 8; /* the latter in steps */
+    int whole, rest, parts, steps; /* tiles that are not taken apart, that are; steps of a tile */
+    int64_t time;                  /* of all, in steps */
 
     /* `room`: parts that a Meeting has place for. What parts cost beside their steps is that each leaves its sums, and
-     * the last one reads them all. */
+     * the last one of a tile reads them all: all clusters at the same time, through L2. */
     static __host__ __device__ Deal of(int tiles, int steps, int clusters, int room) {
-        const int last = tiles % clusters;
-        int least = steps - LEAST_GAIN, parts = 1;
+        const int last = tiles % clusters, waves = tiles / clusters;
+        int least = last > 0 ? steps : 0, parts = 1;
         for (int n = 2; last > 0 && n <= MOST_PARTS && last * n <= room; n++) {
-            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + 2 * n;
-            if (time <= least) {
-                least = time - 1;
+            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
+            if (time < least && time <= steps - LEAST_GAIN) {
+                least = time;
                 parts = n;
             }
         }
-        return parts > 1 ? Deal{tiles - last, last, parts, steps} : Deal{tiles, 0, 1, steps};
+        const int64_t time = int64_t(waves) * steps + least;
+        return parts > 1 ? Deal{tiles - last, last, parts, steps, time} : Deal{tiles, 0, 1, steps, time};
     }
     DEVICE int turns() const {
         return whole + rest * parts;

@@ -45,6 +45,8 @@ bool needs_full(const struct rafter_loss &loss) {
     return loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
 }
 
+constexpr int64_t MOST_TURNED = 2; /* classes for each element of depth: see turns_exponentials */
+
 struct Plan {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
@@ -73,7 +75,7 @@ struct Plan {
     /* Whether fast turns exponentials into dz where they lie: that is a pass over them, but spares those over x and dx
      * that exponentials take. (Not where rows of x that are ignored would meet dz in sums of some of the rows.) */
     bool turns_exponentials() const {
-        return fast && fused && drops && classes <= 2 * depth;
+        return fast && fused && drops && classes <= MOST_TURNED * depth;
     }
     /* Whether fast keeps these instead of dz. */
     bool exponentials() const {
@@ -221,19 +223,27 @@ int64_t tiles_of(int64_t rows, int64_t columns) {
     return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
 }
 
-/* Room for parts of tiles, if products of the plan's rows and all classes would take some apart: no more than takes
- * twice what cuBLASLt would get. */
-int room_to_meet(const Plan &p) {
+/* Room for parts of tiles, if taking some apart makes one of the products, of the plan's rows and all classes, quicker
+ * by 1 %: as many as take twice what cuBLASLt would get. */
+int room_to_meet(const Plan &p, int64_t rows) {
     const int room = static_cast<int>(2 * static_cast<int64_t>(p.product_bytes) / tiles::MEETING_BYTES);
-    const int64_t rows = p.fast ? p.first_group : p.rows;
-    const auto takes_apart = [&](int64_t down, int64_t across, int64_t depth) {
-        const int64_t steps = ceil_div<int64_t>(depth, tiles::DEPTH);
-        return tiles::Deal::of(static_cast<int>(tiles_of(down, across)), static_cast<int>(steps), p.clusters, room)
-                   .parts > 1;
+    const auto gains = [&](int64_t down, int64_t across, int64_t depth) {
+        const int tiles = static_cast<int>(tiles_of(down, across)),
+                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
+        const int64_t whole = tiles::Deal::of(tiles, steps, p.clusters, 0).time;
+        return whole - tiles::Deal::of(tiles, steps, p.clusters, room).time > whole / 100;
     };
-    const bool any = takes_apart(rows, p.classes, p.depth) || (p.dx && takes_apart(rows, p.depth, p.classes)) ||
-                     (p.dweight && takes_apart(p.classes, p.depth, rows));
-    return p.fused && any ? room : 0;
+    const bool any = gains(rows, p.classes, p.depth) || (p.dx && gains(rows, p.depth, p.classes)) ||
+                     (p.dweight && gains(p.classes, p.depth, rows));
+    return p.fusable && any ? room : 0;
+}
+
+/* Whether the product of dweight has so few tiles that most of the GPU is idle if they are not taken apart; or even
+ * then. */
+bool few_tiles(const Plan &p, int parts) {
+    const double flops =
+        2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
+    return p.dweight && flops > 1e10 && 2 * parts * tiles_of(p.classes, p.depth) < p.clusters;
 }
 
 /* Fills in what follows from fast, group and slice. */
@@ -242,8 +252,10 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
         return wanted && in_steps && !(lies.plain && (view.dtype == RAFTER_F32 || call->native));
     };
-    /* Exponentials need bf16's range; a dz that is given by lse needs none of what they save. */
-    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics));
+    /* Exponentials need bf16's range, and what they save must be worth their passes over x and dx; a dz that is given
+     * by lse needs none of it. */
+    p->fused = p->fusable && (!p->fast || (p->dtype == RAFTER_BF16 && p->statistics &&
+                                           !(few_tiles(*p, 1) && p->classes > MOST_TURNED * p->depth)));
     if (p->fast)
         p->slice = p->classes;
     p->parts = static_cast<int>(p->fast && p->classes > 0 ? ceil_div<int64_t>(p->classes, MOST_PART) : 1);
@@ -265,15 +277,15 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
         if (hosting.hosted >= LEAST_HOSTED)
             *p = hosting;
     }
-    p->meeting_room = room_to_meet(*p);
+    p->meeting_room = p->fused ? room_to_meet(*p, p->fast ? p->first_group : p->rows) : 0;
     Buffers unused;
     p->bytes = lay_out(*p, NULL, &unused);
 }
 
 /* The sizes that fast and compact like, and the least they go down to. */
 constexpr int64_t FAST_TILE_BYTES = 512 * MIB, LEAST_GROUP = 32, COMPACT_DZ_BYTES = 64 * MIB,
-                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 90 * MIB, FUSED_TILE_BYTES = 96 * MIB,
-                  FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
+                  COMPACT_TILE_BYTES = 32 * MIB, FUSED_DZ_BYTES = 96 * MIB, FUSED_BYTES = 122 * MIB,
+                  FUSED_TILE_BYTES = 96 * MIB, FORWARD_TILE_BYTES = 64 * MIB, LEAST_SLICE = 128;
 /* With fewer rows in a group the products of fast run slower than compact's fourth one costs. */
 constexpr int64_t FAST_ROWS = 512;
 
@@ -307,7 +319,11 @@ bool fit_compact(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
     p->fast = false;
     int64_t slice = MOST_PART;
     if (gradients) {
-        const int64_t most = (p->fusable ? FUSED_DZ_BYTES : COMPACT_DZ_BYTES) / (rows * bytes) / 256 * 256;
+        const int64_t parts = room_to_meet(*p, rows) * tiles::MEETING_BYTES;
+        const int64_t room = !p->fusable                            ? COMPACT_DZ_BYTES
+                             : parts > FUSED_BYTES - FUSED_DZ_BYTES ? FUSED_BYTES - parts
+                                                                    : FUSED_DZ_BYTES;
+        const int64_t most = room / (rows * bytes) / 256 * 256;
         slice = most > slice ? slice : larger(most, 512);
     }
     const auto half = [](int64_t n) { return larger(n / 2 / tiles::DEPTH * tiles::DEPTH, LEAST_SLICE); };
@@ -394,11 +410,7 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && p.rows <= INT32_MAX &&
                 !p.dbias && !needs_full(call->loss) && fused::available(state);
     p.clusters = state->multiprocessors / tiles::CLUSTER;
-    /* A large product of few tiles would leave most of the GPU idle. */
-    const double flops =
-        2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
-    if (p.dweight && flops > 1e10 && 2 * tiles_of(p.classes, p.depth) < p.clusters)
-        p.fusable = false;
+    p.fusable = p.fusable && !few_tiles(p, tiles::Deal::MOST_PARTS);
     p.drops = p.fusable;
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)
