@@ -291,10 +291,11 @@ static void test_size(rafter_context *context, const struct size *s) {
     free(labels);
 }
 
-/* ---- frequent labels ---- */
+/* ---- frequent labels -----------------------------------------------------------------------------------------------
+ */
 
-/* Of the rows, every third is ignored, and of the others half are of one class, in all parts of the call; others have
- * one row, or so many that another way is taken to sum them up, or a handful. */
+/* Every third row is ignored. Of the others half are of one class, spread over the call; other classes have one row,
+ * or two, a few, or just too many for one block. */
 enum { FREQUENT_ROWS = 18000, FREQUENT_DEPTH = 267, FREQUENT_STRIDE = 272, FREQUENT_CLASSES = 9001 };
 static const int rows_of_class[] = {1, 2, 3, 9, 127, 128, 700, 6000}; /* of those that are not ignored */
 enum { COUNTED_CLASSES = sizeof rows_of_class / sizeof *rows_of_class };
