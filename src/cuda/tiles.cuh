@@ -284,9 +284,10 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                        empty_at = shared_address(empty);
         const unsigned first_a = operand_of<A_TURNED>(steps_at + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
                        first_b = operand_of<B_TURNED>(steps_at + A_BYTES, CHUNK_BYTES);
-        const auto release = [&](int step) { /* by the group, which has read it, to both blocks */
-                                             if (thread < CLUSTER)
-                                                 barrier_arrive_at(empty_at + step * 8, thread);
+        /* By the group, which has read it, to both blocks. */
+        const auto release = [&](int step) {
+            if (thread < CLUSTER)
+                barrier_arrive_at(empty_at + step * 8, thread);
         };
         char *const staging =
             steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
