@@ -291,8 +291,136 @@ static void test_size(rafter_context *context, const struct size *s) {
     free(labels);
 }
 
+/* ---- frequent labels ---- */
+
+/* Of the rows, every third is ignored, and of the others half are of one class, in all parts of the call; others have
+ * one row, or so many that another way is taken to sum them up, or a handful. */
+enum { FREQUENT_ROWS = 18000, FREQUENT_DEPTH = 267, FREQUENT_STRIDE = 272, FREQUENT_CLASSES = 9001 };
+static const int rows_of_class[] = {1, 2, 3, 9, 127, 128, 700, 6000}; /* of those that are not ignored */
+enum { COUNTED_CLASSES = sizeof rows_of_class / sizeof *rows_of_class };
+
+/* Class 100 * i of the i-th; rows that are left have classes of their own, or almost. */
+static void make_frequent_labels(int64_t *labels) {
+    int64_t kept = 0, at[12000];
+    for (int64_t row = 0; row < FREQUENT_ROWS; row++)
+        if (row % 3 == 1)
+            labels[row] = -100;
+        else
+            at[kept++] = row;
+    for (int64_t k = kept - 1; k > 0; k--) {
+        const int64_t other = (int64_t)(problem_mix((uint64_t)k) % (uint64_t)(k + 1)), row = at[k];
+        at[k] = at[other];
+        at[other] = row;
+    }
+    int64_t done = 0;
+    for (int i = 0; i < COUNTED_CLASSES; i++)
+        for (int k = 0; k < rows_of_class[i]; k++)
+            labels[at[done++]] = 100 * i;
+    for (; done < kept; done++)
+        labels[at[done]] = 1000 + done % 8000;
+}
+
+/* dweight of a class from the inputs and the call's lse, in double precision. */
+static void sum_dweight(const uint16_t *x, const uint16_t *w, const int64_t *labels, const float *lse, int64_t class,
+                        double *sums) {
+    double row_x[FREQUENT_DEPTH], of_class[FREQUENT_DEPTH];
+    int64_t kept = 0;
+    for (int64_t i = 0; i < FREQUENT_DEPTH; i++) {
+        of_class[i] = problem_load(RAFTER_BF16, (const char *)&w[class * FREQUENT_STRIDE + i]);
+        sums[i] = 0;
+    }
+    for (int64_t row = 0; row < FREQUENT_ROWS; row++) {
+        if (labels[row] < 0)
+            continue;
+        double z = 0;
+        for (int64_t i = 0; i < FREQUENT_DEPTH; i++) {
+            row_x[i] = problem_load(RAFTER_BF16, (const char *)&x[row * FREQUENT_STRIDE + i]);
+            z += row_x[i] * of_class[i];
+        }
+        const double dz = exp(z - (double)lse[row]) - (labels[row] == class ? 1 : 0);
+        for (int64_t i = 0; i < FREQUENT_DEPTH; i++)
+            sums[i] += dz * row_x[i];
+        kept++;
+    }
+    for (int64_t i = 0; i < FREQUENT_DEPTH; i++)
+        sums[i] /= (double)kept;
+}
+
+static double apart_from(const uint16_t *a, const double *b, int64_t n) {
+    double difference = 0, size = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double x = problem_load(RAFTER_BF16, (const char *)&a[i]);
+        difference += (x - b[i]) * (x - b[i]);
+        size += b[i] * b[i];
+    }
+    return sqrt(difference / size);
+}
+
+/* dweight at labels is rounded about once, however many rows share one, and comes out the same each time. */
+static void test_frequent_labels(rafter_context *context) {
+    enum { ELEMENTS = FREQUENT_CLASSES * FREQUENT_STRIDE };
+    int64_t x_shape[] = {FREQUENT_ROWS, FREQUENT_DEPTH}, w_shape[] = {FREQUENT_CLASSES, FREQUENT_DEPTH};
+    int64_t rows[] = {FREQUENT_ROWS}, strides[] = {FREQUENT_STRIDE, 1};
+    uint16_t *x = make_matrix(FREQUENT_ROWS * FREQUENT_STRIDE, 1, 1),
+             *w = make_matrix(ELEMENTS, 2 / sqrt(FREQUENT_DEPTH), 1 << 30);
+    uint16_t *first = malloc(ELEMENTS * sizeof *first), *second = malloc(ELEMENTS * sizeof *second);
+    int64_t *labels = malloc(FREQUENT_ROWS * sizeof *labels);
+    float *lse = malloc(FREQUENT_ROWS * sizeof *lse);
+    make_frequent_labels(labels);
+    DLTensor tx = on_device(context, x, RAFTER_BF16, 2, x_shape, FREQUENT_ROWS * FREQUENT_STRIDE * sizeof *x);
+    DLTensor tw = on_device(context, w, RAFTER_BF16, 2, w_shape, ELEMENTS * sizeof *w);
+    DLTensor target = on_device(context, labels, RAFTER_I64, 1, rows, FREQUENT_ROWS * sizeof *labels);
+    DLTensor dweight = on_device(context, NULL, RAFTER_BF16, 2, w_shape, ELEMENTS * sizeof *first);
+    DLTensor tlse = on_device(context, NULL, RAFTER_F32, 1, rows, FREQUENT_ROWS * sizeof *lse);
+    double sums[COUNTED_CLASSES][FREQUENT_DEPTH];
+    tx.strides = tw.strides = dweight.strides = strides;
+    choose(true);
+    for (int way = 0; way < 4; way++) {
+        const bool native = way % 2, groups = way / 2;
+        rafter_linear_cross_entropy_args args = {.size = sizeof args,
+                                                 .mode = RAFTER_LCE_FAST,
+                                                 .accumulate =
+                                                     native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
+                                                 .budget = groups ? (size_t)64 << 20 : 0,
+                                                 .x = &tx,
+                                                 .weight = &tw,
+                                                 .target = &target,
+                                                 .lse = &tlse,
+                                                 .dweight = &dweight};
+        for (int time = 0; time < 2; time++) {
+            const rafter_status status = rafter_linear_cross_entropy_forward(context, &args);
+            expect(status == RAFTER_OK && cuda->synchronize(context) &&
+                       cuda->copy(time ? second : first, dweight.data, ELEMENTS * sizeof *first) &&
+                       cuda->copy(lse, tlse.data, FREQUENT_ROWS * sizeof *lse),
+                   "frequent labels: %s", rafter_last_error(context));
+        }
+        expect(memcmp(first, second, ELEMENTS * sizeof *first) == 0, "frequent labels, way %d: dweight has changed",
+               way);
+        if (way == 0) {
+#pragma omp parallel for
+            for (int i = 0; i < COUNTED_CLASSES; i++)
+                sum_dweight(x, w, labels, lse, 100 * i, sums[i]);
+        }
+        for (int i = 0; i < COUNTED_CLASSES; i++) {
+            const double off = apart_from(&first[(int64_t)100 * i * FREQUENT_STRIDE], sums[i], FREQUENT_DEPTH);
+            expect(off < 2.5e-3, "a label of %d rows%s%s: dweight is off by %.2e", rows_of_class[i],
+                   native ? ", native" : "", groups ? ", in groups" : "", off);
+        }
+    }
+    const DLTensor *const all[] = {&tx, &tw, &target, &dweight, &tlse};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        cuda->release(all[i]->data);
+    free(x);
+    free(w);
+    free(first);
+    free(second);
+    free(labels);
+    free(lse);
+}
+
 void test_tiles(void) {
     rafter_context *context = open_context();
+    test_frequent_labels(context);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         test_size(context, &sizes[i]);
     unsetenv("RAFTER_FUSED");

@@ -473,17 +473,19 @@ rafter_status form_exponentials(Run *run, int64_t first, int64_t rows, const Par
     return RAFTER_OK;
 }
 
-/* What labels add to dW, which has had the group's exponentials. */
-void add_label_rows(const Run &run, int64_t first, int64_t rows) {
+/* What labels add to dW, which has had all exponentials. */
+void add_label_rows(const Run &run) {
     const Plan &plan = run.plan;
     const rafter_view &dweight = run.call->dweight;
+    const int64_t parts = plan.rows / MANY_ROWS * ceil_div<int64_t>(plan.depth, STRIP),
+                  most = ADD_BLOCKS * run.context->cuda_state->multiprocessors;
+    const int64_t for_many = parts < most ? parts : most;
     const auto launch_with = [&](auto *out, int64_t stride, const float *factor) {
-        for (int64_t begin = first; begin < first + rows; begin += LABEL_ROWS) {
-            const int64_t left = first + rows - begin, count = left < LABEL_ROWS ? left : LABEL_ROWS;
-            launch(run.context, following(count, ADD_THREADS), add_labels<bf16, std::remove_pointer_t<decltype(out)>>,
-                   static_cast<const int *>(run.b.labels), static_cast<const RowGradient *>(run.b.gradients), begin,
-                   static_cast<int>(count), kept_x<bf16>(run), plan.depth, out, stride, factor);
-        }
+        typedef std::remove_pointer_t<decltype(out)> U;
+        launch(run.context, following(for_many + (plan.rows < 1 << 30 ? plan.rows : 1 << 30), ADD_THREADS),
+               add_labels<bf16, U>,
+               Addition<bf16, U>{run.b.labels, run.b.gradients, kept_x<bf16>(run), plan.depth, out, stride, factor},
+               static_cast<int>(for_many));
     };
     if (!plan.direct_dweight())
         launch_with(run.b.dweight, plan.depth_stride, NULL);
@@ -598,13 +600,13 @@ rafter_status run_fast(Run *run) {
                                   : multiply_dweight(*run, dz.part[i], first, rows, first > 0));
         if (plan.turns_exponentials())
             RAFTER_TRY(form_dx());
-        if (plan.exponentials() && plan.dweight)
-            add_label_rows(*run, first, rows);
         if (plan.mends()) {
             look_for_dirt(*run);
             mend(*run, dz.part[0]);
         }
     }
+    if (plan.exponentials() && plan.dweight)
+        add_label_rows(*run);
     if (plan.dweight && !plan.direct_dweight())
         store_rows(*run, call->dweight, plan.dweight_lies, call->accumulate_into_dweight, 0, plan.classes,
                    run->b.dweight);
@@ -757,7 +759,7 @@ rafter_status execute(Run *run) {
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
     launch(run->context, prepare_launch(*run), prepare, run->loss, run->row_scale, plan.drops, run->b.order,
-           run->b.classes, run->b.arrived, plan.meeting_room > 0 ? tiles::counters_of(plan.clusters) : 0,
+           run->b.classes, run->b.arrived, plan.meeting_room > 0 ? tiles::counters_of(plan.clusters) : 0, run->b.labels,
            run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)

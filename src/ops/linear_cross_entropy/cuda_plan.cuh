@@ -123,7 +123,7 @@ struct Buffers {
     char *x_scaled;         /* the group's, by p */
     Gathered<FULL> *stats;  /* of every part of the group's rows (fast), of every row (compact) */
     RowGradient *gradients; /* of every row */
-    int *labels;            /* finish_tiles', of every row */
+    Labels labels;          /* of every row */
     Totals *of_block;
     float *bias;
     char *x, *weight; /* packed, where the caller's do not do: the group's rows (fast) or all, fused::Kept's copy if
@@ -166,7 +166,10 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->stats, !p.fused && p.statistics && !p.turns_rows(),
           (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
-    place(&b->labels, p.exponentials() && p.dweight, p.rows * int64_t(sizeof(int)));
+    const bool labels = p.exponentials() && p.dweight;
+    place(&b->labels.of_row, labels, p.rows * int64_t(sizeof(int)));
+    place(&b->labels.of_class, labels, p.classes * int64_t(sizeof(Labels::Class)));
+    place(&b->labels.frequent, labels, Labels::bytes_of_frequent(p.rows));
     place(&b->of_block, true,
           (p.turns_rows() ? p.rows : p.rows / (ROW_THREADS / WARP) + groups + 1) * int64_t(sizeof(Totals)));
     place(&b->bias, true, p.classes * 4);

@@ -5,6 +5,8 @@
 #ifndef RAFTER_LCE_CUDA_STEPS_CUH
 #define RAFTER_LCE_CUDA_STEPS_CUH
 
+#include <limits.h>
+
 #include <type_traits>
 
 #include "cuda/rows.cuh"
@@ -25,6 +27,44 @@ struct Tile {
     int64_t stride; /* between rows: a multiple of 4 */
     int64_t first_row, rows, first_class, classes;
     const float *bias; /* of all classes; NULL: none */
+};
+
+/* ---- labels of rows ------------------------------------------------------------------------------------------------
+ */
+
+constexpr int MANY_ROWS = 128; /* of one label: their sum is several blocks' work, see add_labels */
+
+/* Which kept rows have something to add to dW at their label. `frequent`: the labels of MANY_ROWS rows or more, in any
+ * order, behind their number. What becomes of it does not depend on the order in which rows are added. */
+struct Labels {
+    struct alignas(16) Class {
+        int count, first, last; /* rows */
+    };
+    int *of_row; /* the class, or -1; NULL: not wanted, nor is anything else */
+    Class *of_class;
+    int *frequent;
+
+    static constexpr int64_t bytes_of_frequent(int64_t rows) {
+        return (1 + rows / MANY_ROWS) * int64_t(sizeof(int));
+    }
+    /* By all threads of the grid, before the first row is added. */
+    DEVICE void clear(int64_t classes) const {
+        const int64_t thread = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+        for (int64_t v = thread; v < classes; v += gridDim.x * int64_t(blockDim.x))
+            of_class[v] = {0, INT_MAX, -1};
+        if (thread == 0)
+            *frequent = 0;
+    }
+    DEVICE void add(int row, int label) const {
+        of_row[row] = label;
+        if (label < 0)
+            return;
+        Class *const own = &of_class[label];
+        atomicMin(&own->first, row);
+        atomicMax(&own->last, row);
+        if (atomicAdd(&own->count, 1) == MANY_ROWS - 1)
+            frequent[1 + atomicAdd(frequent, 1)] = label;
+    }
 };
 
 /* ---- before the rows ----------------------------------------------------------------------------------------------
@@ -73,10 +113,13 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
 }
 
 /* The last block sums up; those before it, if there are any, keep rows. `row_scale` is what dz has been multiplied by
- * beyond the mathematics. `arrived`: `counters` of tiles::Meeting. */
+ * beyond the mathematics. `arrived`: `counters` of tiles::Meeting. Labels are cleared, if they are wanted. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
                                                            bool drops, int *order, int *classes_in_order, int *arrived,
-                                                           int counters, Common *common) {
+                                                           int counters, const __grid_constant__ Labels labels,
+                                                           Common *common) {
+    if (labels.of_row)
+        labels.clear(loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
     if (static_cast<int>(blockIdx.x) < last) {
         keep_rows(loss, drops, last, order, classes_in_order);
@@ -328,13 +371,13 @@ DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
 }
 
 /* A warp to `each` rows, a lane to one of them, from the tiles of fused.cuh, which there are of kept rows; or all lanes
- * to one row, of more tiles. Where `labels` is wanted, a row gets its class there, or -1 if its gradient has nothing to
- * add at it. Where there are exponentials, the rows', see above. */
+ * to one row, of more tiles. Rows are added to `labels`, if those are wanted. Where there are exponentials, the rows',
+ * see above. */
 template <typename T>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles(
     const __grid_constant__ Loss loss, const __grid_constant__ fused::Kept kept, int64_t first, int64_t rows, int each,
-    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients, int *labels,
-    T *exponentials, int64_t stride, Totals *of_block) {
+    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients,
+    const __grid_constant__ Labels labels, T *exponentials, int64_t stride, Totals *of_block) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -367,8 +410,8 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles(
         gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
         if (gradients)
             gradients[first + index] = gradient;
-        if (labels)
-            labels[first + index] = gradient.at_label != 0.0f ? label : -1;
+        if (labels.of_row)
+            labels.add(static_cast<int>(first + index), gradient.at_label != 0.0f ? label : -1);
     }
     for (int i = 0; i < there && exponentials; i++) {
         if (i > 0)
@@ -666,76 +709,165 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
         for_elements<1>(columns, store_some);
 }
 
-constexpr int ADD_THREADS = 512, LABEL_ROWS = 2048, LABEL_WORDS = LABEL_ROWS / WARP; /* rows of a launch, at most */
+constexpr int ADD_THREADS = 256, ADD_BLOCKS = 5;                       /* of a multiprocessor */
+constexpr int SEARCHED = 8, SEARCHED_AT_ONCE = ADD_THREADS * SEARCHED; /* labels, by a thread and by a block */
+constexpr int STRIP = 64;                                              /* columns of a block, where rows are many */
 
-/* dW[label] += factor * at_label * x, for rows [first, first + rows), whose labels are finish_tiles'. A block takes a
- * row; of those of one label the first one's block takes all, in their order. */
-template <typename T, typename U>
-__global__ __launch_bounds__(ADD_THREADS) void add_labels(const int *labels, const RowGradient *gradients,
-                                                          int64_t first, int rows, const __grid_constant__ KeptX<T> x,
-                                                          int64_t depth, U *dweight, int64_t dweight_stride,
-                                                          const float *factor) {
-    wait_for_previous_kernel();
-    __shared__ unsigned alike[LABEL_WORDS]; /* a bit for each row */
-    __shared__ float at_label[LABEL_ROWS];  /* of those that are, in their order */
-    __shared__ int16_t which[LABEL_ROWS];
-    const int index = blockIdx.x, lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const int64_t label = labels[first + index];
-    if (label < 0)
-        return;
-    constexpr int ROUNDS = LABEL_ROWS / ADD_THREADS;
-    int other[ROUNDS];
+/* Puts rows of this label among [begin, begin + SEARCHED_AT_ONCE), none of them behind `last`, into the block's `found`
+ * in their order. Returns how many. begin: a multiple of 4. */
+DEVICE int find_rows(const int *labels, int64_t begin, int last, int label, int *found) {
+    constexpr int WARPS = ADD_THREADS / WARP;
+    __shared__ int of_warp[WARPS];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t own = begin + threadIdx.x * SEARCHED;
+    unsigned alike = 0; /* a bit for each row */
+    int4 four[SEARCHED / 4];
 #pragma unroll
-    for (int k = 0; k < ROUNDS; k++) {
-        const int row = k * ADD_THREADS + threadIdx.x;
-        other[k] = row < rows ? labels[first + row] : -1;
-    }
-    bool taken = false;
+    for (int i = 0; i < SEARCHED / 4; i++)
+        if (own + 4 * i <= last)
+            four[i] = *reinterpret_cast<const int4 *>(labels + own + 4 * i);
 #pragma unroll
-    for (int k = 0; k < ROUNDS; k++) {
-        const unsigned bits = __ballot_sync(~0u, other[k] == label);
-        taken |= other[k] == label && k * ADD_THREADS + static_cast<int>(threadIdx.x) < index;
-        if (lane == 0)
-            alike[k * (ADD_THREADS / WARP) + warp] = bits;
-    }
-    if (__syncthreads_or(taken))
-        return;
-    int count = 0;
-    for (int word = 0; word < LABEL_WORDS; word += WARP) { /* a word to a lane, the same in all warps */
-        const unsigned bits = alike[word + lane];
-        const int here = __popc(bits);
-        int up_to = here;
+    for (int i = 0; i < SEARCHED / 4; i++) {
+        const int of_row[] = {four[i].x, four[i].y, four[i].z, four[i].w};
 #pragma unroll
-        for (int step = 1; step < WARP; step *= 2) {
-            const int below = __shfl_up_sync(~0u, up_to, step);
-            up_to += lane >= step ? below : 0;
-        }
-        int at = count + up_to - here;
-        for (unsigned left = warp == 0 ? bits : 0; left != 0; left &= left - 1, at++) {
-            const int row = (word + lane) * WARP + __ffs(static_cast<int>(left)) - 1;
-            which[at] = static_cast<int16_t>(row);
-            at_label[at] = gradients[first + row].at_label;
-        }
-        count += __shfl_sync(~0u, up_to, WARP - 1);
+        for (int j = 0; j < 4; j++)
+            alike |= (own + 4 * i + j <= last && of_row[j] == label ? 1u : 0u) << (4 * i + j);
     }
+    const int count = __popc(alike);
+    int up_to = count; /* this lane */
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const int below = __shfl_up_sync(~0u, up_to, step);
+        up_to += lane >= step ? below : 0;
+    }
+    if (lane == WARP - 1)
+        of_warp[warp] = up_to;
     __syncthreads();
-    U *const to = dweight + label * dweight_stride;
-    for_elements<4>(depth, [&](int64_t i, auto n) {
-        float sum[n.value] = {}, before[n.value];
-        load_floats(before, to + i);
-#pragma unroll 8
-        for (int k = 0; k < count; k++) {
-            float of_row[n.value];
-            load_floats(of_row, x.at(first + which[k]) + i);
+    const int of_lane = lane < WARPS ? of_warp[lane] : 0;
+    int at = warp_sum(lane < warp ? of_lane : 0) + up_to - count;
+    for (; alike != 0; alike &= alike - 1)
+        found[at++] = static_cast<int>(own) + __ffs(static_cast<int>(alike)) - 1;
+    __syncthreads();
+    return warp_sum(of_lane);
+}
+
+/* dW[label] += factor * at_label * x, of all rows of a label in their order, in fp32, rounded once. */
+template <typename T, typename U> struct Addition {
+    Labels labels;
+    const RowGradient *gradients;
+    KeptX<T> x;
+    int64_t depth;
+    U *dweight;
+    int64_t stride;
+    const float *factor;
+
+    DEVICE float scale() const {
+        return factor ? *factor : 1.0f;
+    }
+
+    /* What a row adds, to sums of neighbouring columns. */
+    struct Row {
+        float at_label;
+        const T *x;
+
+        template <int N> DEVICE void add(float (&sum)[N], int64_t column) const {
+            float of_row[N];
+            load_floats(of_row, x + column);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum[j] = fmaf(at_label, of_row[j], sum[j]);
+        }
+    };
+    DEVICE Row row_at(int64_t k) const {
+        return {gradients[k].at_label, x.at(k)};
+    }
+
+    /* The rows of a label that has fewer than MANY_ROWS, of which the caller has the first. One or two are known
+     * without a search. */
+    DEVICE void add_few(int label, const Labels::Class &rows, const Row &first) const {
+        __shared__ int found[MANY_ROWS];
+        const float by = scale();
+        int so_far = 0;
+        for (int64_t begin = rows.first & ~3; rows.count > 2 && begin <= rows.last; begin += SEARCHED_AT_ONCE)
+            so_far += find_rows(labels.of_row, begin, rows.last, label, found + so_far);
+        U *const to = dweight + label * stride;
+        for_elements<WIDE<U>>(depth, [&](int64_t i, auto n) {
+            float sum[n.value] = {}, before[n.value];
+            load_floats(before, to + i);
+            first.add(sum, i);
+#pragma unroll 4
+            for (int k = 1; k < rows.count; k++)
+                row_at(rows.count > 2 ? found[k] : rows.last).add(sum, i);
 #pragma unroll
             for (int j = 0; j < n.value; j++)
-                sum[j] = fmaf(at_label[k], of_row[j], sum[j]);
+                sum[j] = fmaf(by, sum[j], before[j]);
+            store_once<U, n.value>(to + i, packed<U>(sum));
+        });
+    }
+
+    /* The rows of one that has more, in STRIP columns from `first` on: some lanes to a row, and what they have summed
+     * is summed up in turn. */
+    DEVICE void add_many(int label, const Labels::Class &rows, int64_t first) const {
+        constexpr int N = WIDE<T>, LANES = STRIP / N, AT_ONCE = ADD_THREADS / LANES;
+        __shared__ int found[SEARCHED_AT_ONCE];
+        __shared__ float sums[AT_ONCE][STRIP];
+        const int lane = threadIdx.x % LANES * N, own = threadIdx.x / LANES;
+        const int64_t left = depth - first - lane;
+        float sum[N] = {};
+        for (int64_t begin = rows.first & ~3; begin <= rows.last; begin += SEARCHED_AT_ONCE) {
+            const int count = find_rows(labels.of_row, begin, rows.last, label, found);
+            if (left >= N) {
+#pragma unroll 4
+                for (int k = own; k < count; k += AT_ONCE)
+                    row_at(found[k]).add(sum, first + lane);
+                continue;
+            }
+            for (int k = own; k < count; k += AT_ONCE) {
+                const Row row = row_at(found[k]);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (j < left)
+                        sum[j] = fmaf(row.at_label, to_float(row.x[first + lane + j]), sum[j]);
+            }
         }
 #pragma unroll
-        for (int j = 0; j < n.value; j++)
-            sum[j] = fmaf(factor ? *factor : 1.0f, sum[j], before[j]);
-        store_once<U, n.value>(to + i, packed<U>(sum));
-    });
+        for (int j = 0; j < N; j++)
+            sums[own][lane + j] = sum[j];
+        __syncthreads();
+        if (threadIdx.x < STRIP && first + threadIdx.x < depth) {
+            float all = 0.0f;
+            for (int k = 0; k < AT_ONCE; k++)
+                all += sums[k][threadIdx.x];
+            U *const to = dweight + label * stride + first + threadIdx.x;
+            *to = from_float<U>(fmaf(scale(), all, to_float(*to)));
+        }
+    }
+};
+
+/* The first `for_many` blocks take strips of frequent labels; the others a row at a time, and if it is the first of its
+ * label, all of them. */
+template <typename T, typename U>
+__global__ __launch_bounds__(ADD_THREADS, ADD_BLOCKS) void add_labels(const __grid_constant__ Addition<T, U> a,
+                                                                      int for_many) {
+    wait_for_previous_kernel();
+    const int block = static_cast<int>(blockIdx.x);
+    if (block < for_many) {
+        const int64_t strips = ceil_div<int64_t>(a.depth, STRIP), parts = *a.labels.frequent * strips;
+        for (int64_t part = block; part < parts; part += for_many) {
+            const int label = a.labels.frequent[1 + part / strips];
+            a.add_many(label, a.labels.of_class[label], part % strips * STRIP);
+        }
+        return;
+    }
+    for (int64_t row = block - for_many; row < a.x.kept.all; row += gridDim.x - for_many) {
+        const int label = a.labels.of_row[row];
+        const auto own = a.row_at(row); /* asked for together with the label */
+        if (label < 0)
+            continue;
+        const Labels::Class rows = a.labels.of_class[label];
+        if (row == rows.first && rows.count < MANY_ROWS)
+            a.add_few(label, rows, own);
+    }
 }
 
 /* ---- gradients out of fp32 sums -----------------------------------------------------------------------------------
