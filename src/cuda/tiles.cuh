@@ -132,8 +132,9 @@ struct Source {
     int first, depth;
 };
 
-/* Which tile comes when: bands of BAND tiles of rows, in each all columns, rows first. So the operands of one wave of
- * tiles, which are multiplied at about the same pace, are few, and mostly come from L2. */
+/* Which tile comes when: bands of BAND tiles of rows, in each all columns, rows first, and every other band from the
+ * last column to the first. So the operands of one wave of tiles, which are multiplied at about the same pace, are few,
+ * and mostly come from L2. */
 struct Order {
     static constexpr int BAND = 8;
     int down, across; /* tiles of rows (of a cluster) and of columns */
@@ -148,7 +149,8 @@ struct Order {
     DEVICE Place at(int tile) const {
         const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
-        return {(band * BAND + inside - column * high) * CLUSTER * ROWS, column * COLUMNS};
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS,
+                (band % 2 == 0 ? column : across - 1 - column) * COLUMNS};
     }
 };
 
@@ -284,9 +286,10 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                        empty_at = shared_address(empty);
         const unsigned first_a = operand_of<A_TURNED>(steps_at + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
                        first_b = operand_of<B_TURNED>(steps_at + A_BYTES, CHUNK_BYTES);
-        const auto release = [&](int step) { /* by the group, which has read it, to both blocks */
-                                             if (thread < CLUSTER)
-                                                 barrier_arrive_at(empty_at + step * 8, thread);
+        /* By the group, which has read it, to both blocks. */
+        const auto release = [&](int step) {
+            if (thread < CLUSTER)
+                barrier_arrive_at(empty_at + step * 8, thread);
         };
         char *const staging =
             steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_UNDER_WAY * PART_BYTES);
@@ -488,13 +491,13 @@ DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging
  */
 
 /* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes; what lies outside of it reads
- * as 0, and is not written. */
+ * as 0, and is not written. (L2 is not asked for more at a time: that made a half more of its halves' exchange.) */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
                               int64_t stride, int box_rows) {
     const int64_t size[] = {columns, rows};
     return make_tensor_map(map, dtype, data, 2, size, &stride,
                            {128 / static_cast<int>(rafter_dtype_bytes(dtype)), box_rows}, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+                           CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 /* As an operand of which COUNT elements are copied at a time; `turned`: its rows are depths. */

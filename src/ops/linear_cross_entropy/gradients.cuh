@@ -185,6 +185,7 @@ template <typename T, typename U, int END> struct Dx {
     const DxTask &task;
     const int rows, steps, in_front; /* the last two: steps, of all, of dz in front */
     const bool in_rows;              /* RESULTS: these, one after the other, as the copy engine takes them */
+    const float factor;              /* RESULTS */
     const tiles::Order order;
 
     DEVICE Dx(const CUtensorMap &dz_map, const CUtensorMap &behind_map, const CUtensorMap &w_map,
@@ -192,7 +193,8 @@ template <typename T, typename U, int END> struct Dx {
         : dz(dz_map), dz_behind(behind_map), w(w_map), out(out_map), task(t), rows(t.kept.among(t.first_row, t.rows)),
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
           in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
-          in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0), order(rows, t.depth) {
+          in_rows(*t.kept.count == t.kept.all && t.depth * sizeof(U) % 16 == 0),
+          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth) {
     }
     DEVICE tiles::Source a(int k) const {
         return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_behind, 0, -in_front * tiles::DEPTH};
@@ -261,7 +263,7 @@ template <typename T, typename U, int END> struct Dx {
                     add_label(e, of, place.column + part * COLUMNS);
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 2; k++)
-                    e[k] *= *task.alpha;
+                    e[k] *= factor;
             }
             if constexpr (PACKED) {
                 tiles::pack_part<U>(packed, part, e);
