@@ -158,15 +158,27 @@ static void look_at_host(const struct run *run, struct column *c, const struct r
          false);
 }
 
-/* Every other round runs backwards, so that no column always follows the one that heats the chip, or lets it cool. */
+/* Which of `count` columns is the i-th of a round. Over `count` rounds, twice as many if that is odd, each column comes
+ * right after each other one equally often (Williams' squares): what one leaves behind, a chip that is hot or has
+ * cooled, meets all. */
+static int in_round(int round, int i, int count) {
+    const int place = round / count % 2 == 0 ? i : count - 1 - i;
+    return (round + (place % 2 ? (place + 1) / 2 : count - place / 2)) % count;
+}
+
+static int still_timed(struct column columns[], int count, struct column *timed[]) {
+    int n = 0;
+    for (int i = 0; i < count; i++)
+        if (columns[i].live && !columns[i].done)
+            timed[n++] = &columns[i];
+    return n;
+}
+
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes) {
-    bool again = true;
-    for (int round = 0; again && !run_interrupted; round++) {
-        again = false;
-        for (int i = 0; i < count && !run_interrupted; i++) {
-            struct column *c = &columns[round % 2 == 0 ? i : count - 1 - i];
-            if (!c->live || c->done)
-                continue;
+    struct column *timed[REPORT_COLUMNS];
+    for (int round = 0, n; (n = still_timed(columns, count, timed)) > 0 && !run_interrupted; round++) {
+        for (int i = 0; i < n && !run_interrupted; i++) {
+            struct column *c = timed[in_round(round, i, n)];
             const double start = clock_seconds();
             double seconds;
             if (!session_time(&c->session, &seconds)) {
@@ -181,7 +193,6 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
             c->used += clock_seconds() - start;
             c->done = (c->samples.count >= LEAST_REPEATS && c->used >= run->budget.cell) ||
                       c->used >= PATIENCE * run->budget.cell;
-            again |= !c->done;
         }
     }
     for (int i = 0; i < count; i++)
