@@ -154,8 +154,8 @@ static void look_at_host(const struct run *run, struct column *c, const struct r
         return;
     struct row_notes speed_only = *notes;
     speed_only.table[METRIC_MEMORY] = NULL;
-    note(&speed_only, c->name, "keeps the host for longer than the device is busy before it: its time may hold waits",
-         false);
+    note(&speed_only, c->name,
+         "in some rows keeps the host for longer than the device is busy before it: times may hold waits there", true);
 }
 
 /* Which of `count` columns is the i-th of a round. Over `count` rounds, twice as many if that is odd, each column comes
