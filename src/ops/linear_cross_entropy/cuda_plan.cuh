@@ -227,14 +227,14 @@ int64_t tiles_of(int64_t rows, int64_t columns) {
 }
 
 /* Room for parts of tiles, if taking some apart makes one of the products, of the plan's rows and all classes, quicker
- * by 1 %: as many as take twice what cuBLASLt would get. */
+ * by 2 %: as many as take twice what cuBLASLt would get. */
 int room_to_meet(const Plan &p, int64_t rows) {
     const int room = static_cast<int>(2 * static_cast<int64_t>(p.product_bytes) / tiles::MEETING_BYTES);
     const auto gains = [&](int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(tiles_of(down, across)),
                   steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
         const int64_t whole = tiles::Deal::of(tiles, steps, p.clusters, 0).time;
-        return whole - tiles::Deal::of(tiles, steps, p.clusters, room).time > whole / 100;
+        return whole - tiles::Deal::of(tiles, steps, p.clusters, room).time > whole / 50;
     };
     const bool any = gains(rows, p.classes, p.depth) || (p.dx && gains(rows, p.depth, p.classes)) ||
                      (p.dweight && gains(p.classes, p.depth, rows));
