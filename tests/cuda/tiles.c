@@ -364,7 +364,7 @@ static void test_frequent_labels(rafter_context *context) {
     int64_t rows[] = {FREQUENT_ROWS}, strides[] = {FREQUENT_STRIDE, 1};
     uint16_t *x = make_matrix(FREQUENT_ROWS * FREQUENT_STRIDE, 1, 1),
              *w = make_matrix(ELEMENTS, 2 / sqrt(FREQUENT_DEPTH), 1 << 30);
-    uint16_t *first = malloc(ELEMENTS * sizeof *first), *second = malloc(ELEMENTS * sizeof *second);
+    uint16_t *first = calloc(ELEMENTS, sizeof *first), *second = calloc(ELEMENTS, sizeof *second);
     int64_t *labels = malloc(FREQUENT_ROWS * sizeof *labels);
     float *lse = malloc(FREQUENT_ROWS * sizeof *lse);
     make_frequent_labels(labels);

@@ -167,7 +167,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
           (p.fast ? p.group : p.rows) * p.parts * int64_t(sizeof(Gathered<FULL>)));
     place(&b->gradients, gradients, p.rows * int64_t(sizeof(RowGradient)));
     const bool labels = p.exponentials() && p.dweight;
-    place(&b->labels.of_row, labels, p.rows * int64_t(sizeof(int)));
+    place(&b->labels.of_row, labels, rounded(p.rows, 4) * int64_t(sizeof(int)));
     place(&b->labels.of_class, labels, p.classes * int64_t(sizeof(Labels::Class)));
     place(&b->labels.frequent, labels, Labels::bytes_of_frequent(p.rows));
     place(&b->of_block, true,

@@ -47,9 +47,12 @@ struct Labels {
     static constexpr int64_t bytes_of_frequent(int64_t rows) {
         return (1 + rows / MANY_ROWS) * int64_t(sizeof(int));
     }
-    /* By all threads of the grid, before the first row is added. */
-    DEVICE void clear(int64_t classes) const {
+    /* By all threads of the grid, before the first row is added. Rows are looked at four at a time: up to a multiple of
+     * that, there is room behind the last. */
+    DEVICE void clear(int64_t rows, int64_t classes) const {
         const int64_t thread = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+        if (thread < (-rows & 3))
+            of_row[rows + thread] = -1;
         for (int64_t v = thread; v < classes; v += gridDim.x * int64_t(blockDim.x))
             of_class[v] = {0, INT_MAX, -1};
         if (thread == 0)
@@ -119,7 +122,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
                                                            int counters, const __grid_constant__ Labels labels,
                                                            Common *common) {
     if (labels.of_row)
-        labels.clear(loss.classes);
+        labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
     if (static_cast<int>(blockIdx.x) < last) {
         keep_rows(loss, drops, last, order, classes_in_order);
