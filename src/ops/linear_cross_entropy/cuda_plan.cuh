@@ -229,6 +229,8 @@ int64_t tiles_of(int64_t rows, int64_t columns) {
 /* Room for parts of tiles, if taking some apart makes one of the products, of the plan's rows and all classes, quicker
  * by 2 %: as many as take twice what cuBLASLt would get. */
 int room_to_meet(const Plan &p, int64_t rows) {
+    if (!p.fusable)
+        return 0;
     const int room = static_cast<int>(2 * static_cast<int64_t>(p.product_bytes) / tiles::MEETING_BYTES);
     const auto gains = [&](int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(tiles_of(down, across)),
@@ -238,7 +240,7 @@ int room_to_meet(const Plan &p, int64_t rows) {
     };
     const bool any = gains(rows, p.classes, p.depth) || (p.dx && gains(rows, p.depth, p.classes)) ||
                      (p.dweight && gains(p.classes, p.depth, rows));
-    return p.fusable && any ? room : 0;
+    return any ? room : 0;
 }
 
 /* Whether the product of dweight has so few tiles that most of the GPU is idle if they are not taken apart; or even
@@ -413,7 +415,7 @@ bool make_plan(const rafter_cuda_state *state, const linear_cross_entropy_call *
     p.fusable = p.dtype != RAFTER_F32 && p.depth > 0 && p.classes > 0 && p.rows > 0 && p.rows <= INT32_MAX &&
                 !p.dbias && !needs_full(call->loss) && fused::available(state);
     p.clusters = state->multiprocessors / tiles::CLUSTER;
-    p.fusable = p.fusable && !few_tiles(p, tiles::Deal::MOST_PARTS);
+    p.fusable = p.fusable && p.clusters > 0 && !few_tiles(p, tiles::Deal::MOST_PARTS);
     p.drops = p.fusable;
     p.product_bytes = PRODUCT_BYTES;
     while (budget && p.product_bytes > budget / 16)

@@ -24,7 +24,7 @@ constexpr int CLASSES = tiles::COLUMNS, PART = tiles::CHUNK; /* of a tile; of it
 
 /* How far above its pivot a logit may be, in units of u, before its exponential, or a sum of them, nears what a float
  * holds; and how far the pivot is put above the largest logit that is known of a row. */
-constexpr float HEADROOM = 70.0f, MARGIN = 8.0f;
+constexpr float HEADROOM = 70.0f, MARGIN = 8.0f, MOST_MARGIN = 1e38f; /* the last of logits, whatever their scale */
 constexpr float MOST_SUM = 1e30f; /* e^69: no sum above it without an exponential that is too large, nearly */
 
 /* The rows of a call that are not ignored, counted in their order, as far as they are dropped: `count` of all; where
@@ -150,11 +150,11 @@ template <typename T, int MODE> struct Results {
                     sum = d[4 * j + 2 * i + c];
         return sum;
     }
-    /* The maxima of both rows over the tile's first COUNT columns. */
-    template <int COUNT> static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
+    /* The maxima of both rows over the tile. */
+    static DEVICE void find_maxima(const float (&d)[128], float (&max)[2]) {
         float of[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
 #pragma unroll
-        for (int j = 0; j < COUNT / 8; j++)
+        for (int j = 0; j < 32; j++)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 of[k] = fmaxf(of[k], d[4 * j + k]);
@@ -187,37 +187,42 @@ template <typename T, int MODE> struct Results {
         sum[1] = quad_sum(of[2] + of[3]);
     }
 
-    /* Relative to what is known of a row, or to a guess from a quarter of the tile: if that is too far off, or says
-     * nothing because all is masked, sums are too large or not numbers, and the tile is turned once more. */
     DEVICE void gather(float (&d)[128], int tile, const int (&at)[2]) const {
         float max[2], pivot[2], sum[2];
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (holds(at[i]))
                 task.z_label[task.first_row + rows.row[i]] = sum_at(d, i, at[i]);
-        find_maxima<PART>(d, max);
+        if constexpr (MODE == STATISTICS) {
+            find_maxima(d, max);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            pivot[i] = max[i] += MARGIN / task.scale;
-            if constexpr (MODE == EXPONENTIALS) {
-                if (task.sample)
-                    pivot[i] = max[i] = rows.known[i];
+            for (int i = 0; i < 2; i++)
+                pivot[i] = pivot_at(max[i]);
+            sum_up(d, pivot, sum);
+        } else {
+            if (!task.sample)
+                find_maxima(d, max);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                if (task.sample) /* where that is all masked, nothing is known: sums are not numbers then */
+                    max[i] = rows.known[i] + fminf(MARGIN / task.scale, MOST_MARGIN);
+                pivot[i] = task.sample ? max[i] : pivot_at(max[i]);
                 if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or one that is to be NaN */
                     set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
             }
-        }
-        for (bool again = false;; again = true) {
-            sum_up(d, pivot, sum);
-            if (again || __all_sync(~0u, sum[0] <= MOST_SUM && sum[1] <= MOST_SUM))
-                break;
-            float of_tile[2];
-            find_maxima<CLASSES>(d, of_tile);
+            for (bool again = false;; again = true) {
+                sum_up(d, pivot, sum);
+                if (again || __all_sync(~0u, sum[0] <= MOST_SUM && sum[1] <= MOST_SUM))
+                    break;
+                float of_tile[2];
+                find_maxima(d, of_tile);
 #pragma unroll
-            for (int i = 0; i < 2; i++)
-                if (!((of_tile[i] - pivot[i]) * task.scale <= HEADROOM)) {
-                    max[i] = of_tile[i];
-                    pivot[i] = pivot_at(max[i]);
-                }
+                for (int i = 0; i < 2; i++)
+                    if (!((of_tile[i] - pivot[i]) * task.scale <= HEADROOM)) {
+                        max[i] = of_tile[i];
+                        pivot[i] = pivot_at(max[i]);
+                    }
+            }
         }
 #pragma unroll
         for (int i = 0; i < 2; i++)
