@@ -419,8 +419,50 @@ static void test_frequent_labels(rafter_context *context) {
     free(lse);
 }
 
+/* Of one class, loss and gradients are 0, and not only nearly. */
+static void test_one_class(rafter_context *context) {
+    enum { ROWS = 300, DEPTH = 80 };
+    int64_t x_shape[] = {ROWS, DEPTH}, w_shape[] = {1, DEPTH}, rows[] = {ROWS}, *labels = calloc(ROWS, sizeof *labels);
+    uint16_t *x = make_matrix(ROWS * DEPTH, 3, 1), *w = make_matrix(DEPTH, 1, 2);
+    DLTensor tx = on_device(context, x, RAFTER_BF16, 2, x_shape, ROWS * DEPTH * sizeof *x);
+    DLTensor tw = on_device(context, w, RAFTER_BF16, 2, w_shape, DEPTH * sizeof *w);
+    DLTensor target = on_device(context, labels, RAFTER_I64, 1, rows, ROWS * sizeof *labels);
+    DLTensor loss = on_device(context, NULL, RAFTER_F32, 0, NULL, 4);
+    DLTensor dx = on_device(context, NULL, RAFTER_BF16, 2, x_shape, ROWS * DEPTH * sizeof *x);
+    DLTensor dweight = on_device(context, NULL, RAFTER_BF16, 2, w_shape, DEPTH * sizeof *w);
+    for (int mode = RAFTER_LCE_FAST; mode <= RAFTER_LCE_COMPACT; mode++) {
+        rafter_linear_cross_entropy_args args = {.size = sizeof args,
+                                                 .mode = (rafter_lce_mode)mode,
+                                                 .x = &tx,
+                                                 .weight = &tw,
+                                                 .target = &target,
+                                                 .loss = &loss,
+                                                 .dx = &dx,
+                                                 .dweight = &dweight};
+        struct results r = {.dx = NULL};
+        if (run(context, &args, true, &r)) {
+            int64_t others = 0;
+            for (int64_t i = 0; i < ROWS * DEPTH; i++)
+                others += (r.dx[i] & 0x7fff) != 0;
+            for (int64_t i = 0; i < DEPTH; i++)
+                others += (r.dweight[i] & 0x7fff) != 0;
+            expect(r.loss == 0.0f && others == 0, "one class, mode %d: loss is %g, %lld gradients are not 0", mode,
+                   (double)r.loss, (long long)others);
+        }
+        free(r.dx);
+        free(r.dweight);
+    }
+    const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        cuda->release(all[i]->data);
+    free(x);
+    free(w);
+    free(labels);
+}
+
 void test_tiles(void) {
     rafter_context *context = open_context();
+    test_one_class(context);
     test_frequent_labels(context);
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         test_size(context, &sizes[i]);
