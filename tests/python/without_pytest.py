@@ -63,7 +63,10 @@ def cases(module):
             continue
         axes = getattr(function, "axes", [])
         for values in itertools.product(*(values for _, values in axes)):
-            arguments = dict(zip((axis for axis, _ in axes), values))
+            arguments = {}
+            for (axis, _), value in zip(axes, values):
+                names = axis.split(", ")
+                arguments.update(zip(names, value if len(names) > 1 else [value]))
             yield f"{module.__name__}.{name}", arguments, function
 
 
