@@ -89,6 +89,11 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint
         : "memory");
 }
 
+/* Has the map itself fetched, before the first copy needs it. */
+DEVICE void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 /* The same of a tensor of five dimensions. */
 DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, const int (&outer)[3], uint64_t *barrier) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "

@@ -44,22 +44,34 @@ struct Turn {
  * last. */
 struct Deal {
     static constexpr int MOST_PARTS = 16, LEAST_GAIN = 8; /* the latter in steps */
+    static_assert(MOST_PARTS < WARP, "a lane to each number of parts");
     int whole, rest, parts, steps; /* tiles that are not taken apart, that are; steps of a tile */
     int64_t time;                  /* of all, in steps */
 
     /* `room`: parts that a Meeting has place for. What parts cost beside their steps is that each leaves its sums, and
-     * the last one of a tile reads them all: all clusters at the same time, through L2. */
+     * the last one of a tile reads them all: all clusters at the same time, through L2. On the device, by all lanes of
+     * a warp. */
     static __host__ __device__ Deal of(int tiles, int steps, int clusters, int room) {
         const int last = tiles % clusters, waves = tiles / clusters;
-        int least = last > 0 ? steps : 0, parts = 1;
-        for (int n = 2; last > 0 && n <= MOST_PARTS && last * n <= room; n++) {
+        int64_t least = int64_t(last > 0 ? steps : 0) * WARP + 1; /* steps of the last wave, and parts */
+        const auto consider = [&](int n) {
             const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
-            if (time < least && time <= steps - LEAST_GAIN) {
-                least = time;
-                parts = n;
-            }
-        }
-        const int64_t time = int64_t(waves) * steps + least;
+            if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
+                least = int64_t(time) * WARP + n;
+        };
+        const int most = last == 0 ? 0 : MOST_PARTS < room / last ? MOST_PARTS : room / last;
+#ifdef __CUDA_ARCH__
+        const int n = threadIdx.x % WARP;
+        if (n > 1 && n <= most)
+            consider(n);
+        for (int other = WARP / 2; other > 0; other /= 2)
+            least = min(least, __shfl_xor_sync(~0u, least, other));
+#else
+        for (int n = 2; n <= most; n++)
+            consider(n);
+#endif
+        const int parts = static_cast<int>(least % WARP);
+        const int64_t time = int64_t(waves) * steps + least / WARP;
         return parts > 1 ? Deal{tiles - last, last, parts, steps, time} : Deal{tiles, 0, 1, steps, time};
     }
     DEVICE int turns() const {
@@ -77,15 +89,16 @@ struct Deal {
     }
 };
 
-/* Where parts of tiles meet: see Deal. */
+/* Where parts of tiles meet (see Deal), and clusters each other (see Pace). */
 constexpr int64_t MEETING_BYTES = int64_t(CLUSTER) * ROWS * COLUMNS * 4; /* of a part */
 struct Meeting {
     float *sums;
-    int *arrived; /* counters_of(clusters); 0 before a kernel and after it */
-    int room;     /* parts */
+    unsigned *counters; /* counters_of(clusters); 0 before a kernel and after it */
+    int room;           /* parts */
 };
+constexpr int PACE_COUNTERS = 5; /* the first of them */
 constexpr int counters_of(int clusters) {
-    return clusters * CLUSTER * GROUPS;
+    return PACE_COUNTERS + clusters * CLUSTER * GROUPS;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -154,6 +167,54 @@ struct Order {
     }
 };
 
+/* Keeps clusters together. They drift apart, the further the longer a product takes, and when one comes for what
+ * another has read, L2 has lost it: at 20 ms a product reads memory three times as often as it must. So in a long
+ * product, every ROUND steps, a cluster waits until all have come as far as itself the round before. Nobody relies on
+ * it: where others are not running (a GPU that is shared), it is given up after MOST_LOOKS, some 70 us. */
+class Pace {
+    static constexpr int LONG = 2048, ROUND = 16; /* steps */
+    static constexpr unsigned SLOTS = PACE_COUNTERS - 1;
+    static constexpr int MOST_LOOKS = 100;
+    unsigned *const counters;        /* SLOTS, which rounds' arrivals take in turn; and of clusters that are done */
+    const unsigned clusters, rounds; /* the latter of a cluster, at most */
+    unsigned round = 0;
+    int step = 0;
+    bool waits = true;
+
+  public:
+    /* `steps`: of a cluster, at most. Not more than `clusters` take part, and all of them do. */
+    DEVICE Pace(const Meeting &meeting, int64_t steps, unsigned cluster_count)
+        : counters(steps >= LONG ? meeting.counters : NULL), clusters(cluster_count),
+          rounds(static_cast<unsigned>(steps / ROUND)) {
+    }
+    /* Before a step. */
+    DEVICE void keep() {
+        if (!counters || ++step < ROUND)
+            return;
+        step = 0;
+        atomicAdd(counters + round % SLOTS, 1u);
+        if (waits && round > 0) {
+            const unsigned before = round - 1, all = (before / SLOTS + 1) * clusters;
+            int looks = 0;
+            while (load_relaxed(counters + before % SLOTS) < all && ++looks < MOST_LOOKS)
+                ;
+            waits = looks < MOST_LOOKS;
+        }
+        round++;
+    }
+    /* Behind the last: nobody has to wait for this cluster any more. */
+    DEVICE void leave() {
+        if (!counters)
+            return;
+        for (; round < rounds; round++)
+            atomicAdd(counters + round % SLOTS, 1u);
+        __threadfence();
+        if (atomicAdd(counters + SLOTS, 1u) == clusters - 1)
+            for (unsigned i = 0; i <= SLOTS; i++)
+                counters[i] = 0; /* for the next kernel */
+    }
+};
+
 /* What a block has for multiply, as __shared__ (its SHARED_BYTES are beside it). */
 struct Barriers {
     uint64_t full[STEPS], empty[STEPS];
@@ -177,8 +238,8 @@ DEVICE bool meet(float (&d)[128], const Meeting &meeting, const Deal &deal, int 
     __threadfence();
     group_sync(1 + group);
     if (thread == 0) {
-        int *const arrived = meeting.arrived + tile * (CLUSTER * GROUPS) + own;
-        *last = atomicAdd(arrived, 1) == deal.parts - 1;
+        unsigned *const arrived = meeting.counters + PACE_COUNTERS + tile * (CLUSTER * GROUPS) + own;
+        *last = atomicAdd(arrived, 1u) == deal.parts - 1u;
         if (*last)
             *arrived = 0; /* for the next kernel */
         __threadfence();
@@ -217,6 +278,20 @@ struct Packed {
     int at[2];       /* whatever store needs to know of the two rows */
 };
 
+/* Barriers, and what copies need to know of the maps: all that can be done before the kernel before this one has
+ * ended. */
+template <typename... Maps> DEVICE void begin(Barriers &barriers, const Maps &...maps) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STEPS; i++) {
+            barrier_init(&barriers.full[i], 1);
+            barrier_init(&barriers.empty[i], GROUPS * CLUSTER);
+        }
+        barriers_ready();
+        (prefetch_map(&maps), ...);
+    }
+    cluster_sync();
+}
+
 /* All tiles of the job, by clusters in turn (see Deal). `Job` has
  *
  *     order, steps             of tiles; and of each tile's depth, at least one
@@ -224,36 +299,34 @@ struct Packed {
  *     Rows                     what a thread reads of its two rows while they are being summed: load(job, row), the
  *                              other being row + 8
  *     PACKED                   whether results are of 16 bits, and stored while the next tile is being summed
- *     HELD                     further steps of a tile, behind those of its depth, which finish has to itself:
- *     fill(to, place, rank, step, barrier)   arrives at the barrier for one, and may announce bytes that it copies
+ *     HELD                     steps of the ring, behind those of a tile's depth, which finish has to itself
  *     finish(d, place, rows, staging, held, packed)   what becomes of the sums: see multiply_64x256x16 for which thread
  *                              has which; `staging` is the warp's, PARTS_UNDER_WAY parts; held[i] the block's,
  *                              STEP_BYTES. What is not PACKED is stored here: nothing of the tile before is on its way
  *                              out of held any more, and what copies have begun to read may still be on return
  *     store(packed, part, staging)   PACKED: a part of the results
  *
- * The block has THREADS threads, and SHARED_BYTES of memory. */
+ * The block has THREADS threads, SHARED_BYTES of memory, and has called begin. */
 template <typename T, bool A_TURNED, bool B_TURNED, typename Job>
 DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Meeting &meeting) {
     char *const steps = reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
     uint64_t *const full = barriers.full, *const empty = barriers.empty;
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
-    if (threadIdx.x == 0) {
-        barriers.deal = Deal::of(job.order.count(), job.steps, stride, meeting.room);
-        for (int i = 0; i < STEPS; i++) {
-            barrier_init(&full[i], 1);
-            barrier_init(&empty[i], GROUPS * CLUSTER);
-        }
-        barriers_ready();
+    if (threadIdx.x < WARP) {
+        const Deal found = Deal::of(job.order.count(), job.steps, stride, meeting.room);
+        if (threadIdx.x == 0)
+            barriers.deal = found;
     }
-    cluster_sync();
+    __syncthreads();
     const Deal deal = barriers.deal;
 
     if (threadIdx.x < GROUP) {
         give_registers<40>();
         if (threadIdx.x == 0) {
             Ring ring;
+            /* One block's is enough: the other needs its half of b. */
+            Pace pace(meeting, rank == 0 ? deal.time : 0, stride);
             for (int next = first; next < deal.turns(); next += stride) {
                 const Turn turn = deal.at(next);
                 const Place place = job.order.at(turn.tile);
@@ -261,6 +334,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                     char *const to = steps + ring.step * STEP_BYTES;
                     const int at = turn.first + k;
                     const Source a = job.a(at), b = job.b(at);
+                    pace.keep();
                     barrier_wait(&empty[ring.step], ring.parity ^ 1); /* read by both blocks: b goes to both */
                     barrier_expect(&full[ring.step], STEP_BYTES);
                     copy_operand<A_TURNED, ROWS, false>(to, *a.map, a.first + place.row + rank * ROWS,
@@ -272,9 +346,10 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                 if constexpr (Job::HELD > 0)
                     for (int i = 0; i < Job::HELD; i++, ring.advance()) {
                         barrier_wait(&empty[ring.step], ring.parity ^ 1);
-                        job.fill(steps + ring.step * STEP_BYTES, place, rank, i, &full[ring.step]);
+                        barrier_arrive(&full[ring.step]);
                     }
             }
+            pace.leave();
         }
         __syncwarp();
     } else {
@@ -317,7 +392,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
                     products_wait<1>();
                     release(before);
                 } else if (Job::HELD > 0 && turn > first) { /* what the tile before has held is free */
-                    if (!Job::PACKED && thread % WARP == 0)
+                    if (thread % WARP == 0)
                         stores_wait<0>();
                     group_sync(1 + group);
                     for (int i = 1; i <= Job::HELD; i++)
@@ -420,14 +495,14 @@ template <bool ADD> DEVICE void send_box(const char *box, const CUtensorMap &out
     }
 }
 
-/* A packed part, when an earlier one has left its place in `staging`. */
-DEVICE void store_part(const Packed &packed, int part, char *staging, const CUtensorMap &out) {
+/* A packed part, when an earlier one has left its place in `staging`. ADD: rounded before, and after. */
+template <bool ADD> DEVICE void store_part(const Packed &packed, int part, char *staging, const CUtensorMap &out) {
     char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
     if (threadIdx.x % WARP == 0)
         stores_wait<PARTS_UNDER_WAY - 1>();
     __syncwarp();
     stage_part(box, packed, part);
-    send_box<false>(box, out, packed.column + part * CHUNK, packed.row);
+    send_box<ADD>(box, out, packed.column + part * CHUNK, packed.row);
 }
 
 /* Steps to be held so that each part of a tile of floats has a place of its own, and none waits for another: the warp's
@@ -471,11 +546,11 @@ DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t 
     }
 }
 /* Two parts ago all had read the box: they have met since. */
-template <typename U>
+template <typename U, bool ADD>
 DEVICE void scatter_part(const Packed &packed, int part, char *staging, U *const (&to)[2], int64_t columns) {
     char *const box = staging + part % PARTS_UNDER_WAY * PART_BYTES;
     stage_part(box, packed, part);
-    scatter_box<U, false>(box, to, packed.column + part * CHUNK, columns);
+    scatter_box<U, ADD>(box, to, packed.column + part * CHUNK, columns);
 }
 template <bool ADD>
 DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging, float *const (&to)[2], int column,

@@ -73,7 +73,7 @@ fused::Kept kept_of(const Run &run) {
 }
 
 tiles::Meeting meeting_of(const Run &run) {
-    return {run.b.meeting, run.b.arrived, run.plan.meeting_room};
+    return {run.b.meeting, run.b.counters, run.plan.meeting_room};
 }
 
 /* x as products take it if all rows are kept, and the copy that they take otherwise: see fused::Kept. */
@@ -759,7 +759,7 @@ rafter_status execute(Run *run) {
     const Plan &plan = run->plan;
     run->row_scale = row_scale_of(call);
     launch(run->context, prepare_launch(*run), prepare, run->loss, run->row_scale, plan.drops, run->b.order,
-           run->b.classes, run->b.arrived, plan.meeting_room > 0 ? tiles::counters_of(plan.clusters) : 0, run->b.labels,
+           run->b.classes, run->b.counters, plan.fused ? tiles::counters_of(plan.clusters) : 0, run->b.labels,
            run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)

@@ -134,7 +134,7 @@ struct Buffers {
     float *dbias;
     char *products; /* cuBLASLt's workspace */
     float *meeting; /* tiles::Meeting's */
-    int *arrived;
+    unsigned *counters;
 };
 
 size_t lay_out(const Plan &p, char *memory, Buffers *b) {
@@ -188,7 +188,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
     place(&b->dbias, p.dbias, p.classes * 4);
     place(&b->products, !p.fused && p.product_bytes > 0, static_cast<int64_t>(p.product_bytes));
     place(&b->meeting, p.meeting_room > 0, p.meeting_room * tiles::MEETING_BYTES);
-    place(&b->arrived, p.meeting_room > 0, tiles::counters_of(p.clusters) * int64_t(sizeof(int)));
+    place(&b->counters, p.fused, tiles::counters_of(p.clusters) * int64_t(sizeof(unsigned)));
     return used;
 }
 

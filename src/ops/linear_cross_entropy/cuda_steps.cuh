@@ -116,11 +116,11 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
 }
 
 /* The last block sums up; those before it, if there are any, keep rows. `row_scale` is what dz has been multiplied by
- * beyond the mathematics. `arrived`: `counters` of tiles::Meeting. Labels are cleared, if they are wanted. */
+ * beyond the mathematics. `counters`: `counter_count` of tiles::Meeting's. Labels are cleared, if they are wanted. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
-                                                           bool drops, int *order, int *classes_in_order, int *arrived,
-                                                           int counters, const __grid_constant__ Labels labels,
-                                                           Common *common) {
+                                                           bool drops, int *order, int *classes_in_order,
+                                                           unsigned *counters, int counter_count,
+                                                           const __grid_constant__ Labels labels, Common *common) {
     if (labels.of_row)
         labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
@@ -128,8 +128,8 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
         keep_rows(loss, drops, last, order, classes_in_order);
         return;
     }
-    for (int i = threadIdx.x; i < counters; i += PREPARE_THREADS)
-        arrived[i] = 0;
+    for (int i = threadIdx.x; i < counter_count; i += PREPARE_THREADS)
+        counters[i] = 0;
     double classes = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);

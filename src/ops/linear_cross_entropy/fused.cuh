@@ -254,7 +254,7 @@ template <typename T, int MODE> struct Results {
                             e[k / 2 * 4 + 2 * i + k % 2] -= rows.gradient[i].target;
                 }
             tiles::pack_part<T>(packed, part, e);
-            tiles::store_part(packed, part, staging, out);
+            tiles::store_part<false>(packed, part, staging, out);
         }
     }
 
@@ -305,7 +305,7 @@ template <typename T, int MODE> struct Logits {
         Results<T, MODE>{task, rows, of, packed, out, staging}.finish(d, place.column);
     }
     DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
-        tiles::store_part(packed, part, staging, out);
+        tiles::store_part<false>(packed, part, staging, out);
     }
 };
 
@@ -321,6 +321,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply(const __grid_const
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    tiles::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
     tiles::multiply<T, false, false>(memory, barriers, Logits<T, MODE>(all ? x : copy, w, out, task), task.meeting);

@@ -54,20 +54,16 @@ struct NoRows {
 template <typename T, typename U, bool ADD> struct Dweight {
     typedef NoRows Rows;
     static constexpr bool PACKED = sizeof(U) == 2;
-    /* What is added to in 16 bits is read first, a half of the tile's columns to each step that is held: sums are
-     * rounded once. */
-    static constexpr bool READS = ADD && PACKED;
-    static constexpr int HELD = READS ? 2 : PACKED ? 0 : tiles::HELD_FOR_FLOATS;
-    static constexpr int BOXES = tiles::COLUMNS / tiles::CHUNK / 2, BOX_BYTES = tiles::ROWS * 128;
-    const CUtensorMap &dz, &x, &before, &out;
+    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
+    const CUtensorMap &dz, &x, &out;
     const DweightTask &task;
     const int dz_first, x_first, steps;
     const float factor;
     const tiles::Order order;
 
-    DEVICE Dweight(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &before_map,
-                   const CUtensorMap &out_map, const DweightTask &t, int rows)
-        : dz(dz_map), x(x_map), before(before_map), out(out_map), task(t),
+    DEVICE Dweight(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &out_map,
+                   const DweightTask &t, int rows)
+        : dz(dz_map), x(x_map), out(out_map), task(t),
           dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* of no rows, the sum of what is behind all */
           x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.kept.copied_at(task.first_row)),
           steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
@@ -79,38 +75,6 @@ template <typename T, typename U, bool ADD> struct Dweight {
     DEVICE tiles::Source b(int) const {
         return {&x, 0, x_first};
     }
-    DEVICE void fill(char *to, const tiles::Place &place, int rank, int half, uint64_t *barrier) const {
-        if constexpr (!READS) {
-            barrier_arrive(barrier);
-        } else {
-            barrier_expect(barrier, BOXES * BOX_BYTES);
-#pragma unroll
-            for (int i = 0; i < BOXES; i++)
-                copy_box(to + i * BOX_BYTES, &before, place.column + (half * BOXES + i) * tiles::CHUNK,
-                         place.row + rank * tiles::ROWS, barrier);
-        }
-    }
-
-    /* The warp's 16 rows of a part of what is added to. */
-    static DEVICE char *box_of(int part, char *const *held) {
-        const int warp = threadIdx.x / WARP - tiles::GROUP / WARP;
-        return held[part / BOXES] + part % BOXES * BOX_BYTES + warp * tiles::PART_BYTES;
-    }
-    template <int COUNT> DEVICE void add_to(float (&e)[COUNT], const char *box) const {
-        const int lane = threadIdx.x % WARP, row = lane / 4;
-#pragma unroll
-        for (int j = 0; j < COUNT / 4; j++)
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                float two[2];
-                unpack(*reinterpret_cast<const Pack<U, 2> *>(box + (row + 8 * i) * 128 + (j ^ row) * 16 + lane % 4 * 4),
-                       two);
-#pragma unroll
-                for (int c = 0; c < 2; c++)
-                    e[4 * j + 2 * i + c] += two[c];
-            }
-    }
-
     DEVICE bool is_wide() const {
         return task.depth * sizeof(U) % 16 == 0;
     }
@@ -134,8 +98,6 @@ template <typename T, typename U, bool ADD> struct Dweight {
 #pragma unroll
             for (int k = 0; k < COLUMNS / 2; k++)
                 e[k] = factor * d[part * COLUMNS / 2 + k];
-            if constexpr (READS)
-                add_to(e, box_of(part, held));
             if constexpr (PACKED)
                 tiles::pack_part<U>(packed, part, e);
             else if (is_wide())
@@ -147,11 +109,11 @@ template <typename T, typename U, bool ADD> struct Dweight {
 
     DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
         if (is_wide()) {
-            tiles::store_part(packed, part, staging, out);
+            tiles::store_part<ADD>(packed, part, staging, out);
         } else {
             U *to[2];
             rows_at(packed.row, to);
-            tiles::scatter_part(packed, part, staging, to, task.depth);
+            tiles::scatter_part<U, ADD>(packed, part, staging, to, task.depth);
         }
     }
 };
@@ -201,10 +163,6 @@ template <typename T, typename U, int END> struct Dx {
     }
     DEVICE tiles::Source b(int) const {
         return {&w, 0, static_cast<int>(task.first_class)};
-    }
-
-    DEVICE void fill(char *, const tiles::Place &, int, int, uint64_t *barrier) const {
-        barrier_arrive(barrier);
     }
 
     /* p e W, and what the label's element of dz adds to it. */
@@ -279,11 +237,11 @@ template <typename T, typename U, int END> struct Dx {
 
     DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
         if (in_rows) {
-            tiles::store_part(packed, part, staging, out);
+            tiles::store_part<false>(packed, part, staging, out);
         } else {
             U *to[2];
             rows_at(packed.at, to);
-            tiles::scatter_part(packed, part, staging, to, task.depth);
+            tiles::scatter_part<U, false>(packed, part, staging, to, task.depth);
         }
     }
 };
@@ -295,19 +253,19 @@ template <typename T, typename U, bool ADD>
 __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dweight(const __grid_constant__ CUtensorMap dz,
                                                                       const __grid_constant__ CUtensorMap x,
                                                                       const __grid_constant__ CUtensorMap copy,
-                                                                      const __grid_constant__ CUtensorMap before,
                                                                       const __grid_constant__ CUtensorMap out,
                                                                       const __grid_constant__ DweightTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    tiles::begin(barriers, dz, x, copy, out);
     wait_for_previous_kernel();
     const bool all = *task.kept.count == task.kept.all;
     const int rows = task.kept.among(task.first_row, task.rows);
-    tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, before, out, task, rows),
+    tiles::multiply<T, true, true>(memory, barriers, Dweight<T, U, ADD>(dz, all ? x : copy, out, task, rows),
                                    task.meeting);
 #else
-    (void)dz, (void)x, (void)copy, (void)before, (void)out, (void)task;
+    (void)dz, (void)x, (void)copy, (void)out, (void)task;
 #endif
 }
 
@@ -320,6 +278,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_co
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    tiles::begin(barriers, dz, dz_behind, w, out);
     wait_for_previous_kernel();
     tiles::multiply<T, false, true>(memory, barriers, Dx<T, U, END>(dz, dz_behind, w, out, task), task.meeting);
 #else
@@ -348,18 +307,17 @@ template <typename F> static inline void for_dtypes(rafter_dtype inputs, rafter_
 static inline rafter_status run_dweight(rafter_context *context, rafter_dtype dtype, const Matrix &dz, const Matrix &x,
                                         const Matrix &copy, const Matrix &out, rafter_dtype out_dtype, bool add,
                                         const DweightTask &task) {
-    CUtensorMap dz_map, x_map, copy_map, before_map = {}, out_map;
+    CUtensorMap dz_map, x_map, copy_map, out_map;
     if (!map_operand(&dz_map, dtype, dz, true, tiles::ROWS) || !map_operand(&x_map, dtype, x, true, tiles::SHARE) ||
         !map_operand(&copy_map, dtype, copy, true, tiles::SHARE) ||
-        !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS) ||
-        !tiles::map_matrix(&before_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::ROWS))
+        !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS))
         return no_map(context);
     const Launch how = tiles::launch_for(context->cuda_state, task.classes, task.depth, task.meeting);
     for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
         launch(context, how, add ? multiply_dweight<T, U, true> : multiply_dweight<T, U, false>, dz_map, x_map,
-               copy_map, before_map, out_map, task);
+               copy_map, out_map, task);
     });
     return RAFTER_OK;
 }
