@@ -3,9 +3,10 @@
  * captured into graphs and replayed, calls on two streams, labels out of range, and bad arguments, which must get the
  * sentences that they get on the CPU.
  *
- *     test_cuda [--every N]
+ *     test_cuda [--every N] [PART...]
  *
- * --every takes one problem in N. Without a GPU it says so and exits with 77, which ctest counts as skipped.
+ * runs the parts that are named, or all. --every takes one problem in N. Without a GPU it says so and exits with 77,
+ * which ctest counts as skipped.
  */
 #include <stdarg.h>
 #include <stdio.h>
@@ -53,59 +54,88 @@ void close_context(rafter_context *context) {
         cuda->forget_stream(stream);
 }
 
+static rafter_context *first_context;
+static int64_t every = 1;
+
 /* Whether the op runs on CUDA at all. */
-static bool serves(const struct op_cases *op, rafter_context *context) {
+static bool serves(const struct op_cases *op) {
     problem p = {.op = op};
     op->make(&p, 0);
     if (!problem_allocate(&p, 1))
         return false;
-    const bool serves = problem_call(&p, context, PROBLEM_FORWARD) != RAFTER_UNSUPPORTED;
+    const bool serves = problem_call(&p, first_context, PROBLEM_FORWARD) != RAFTER_UNSUPPORTED;
     problem_free(&p);
     if (!serves)
         printf("%s does not run on CUDA: left out\n", op->op);
     return serves;
 }
 
-static void count_off(const char *what) {
-    static int64_t before;
-    printf("%-40s %lld checks\n", what, (long long)(passed + failed - before));
-    fflush(stdout);
-    before = passed + failed;
+static void test_captures(void) {
+    test_scratch_in_captures();
+    for (int o = 0; problem_ops[o]; o++)
+        if (serves(problem_ops[o]))
+            test_graphs(problem_ops[o], every);
+}
+
+static void test_streams(void) {
+    for (int o = 0; problem_ops[o]; o++)
+        for (int other = 0; problem_ops[other]; other++)
+            if (serves(problem_ops[o]) && serves(problem_ops[other]))
+                test_two_streams(problem_ops[o], problem_ops[other]);
+}
+
+static const struct {
+    const char *name, *about;
+    void (*test)(void);
+} parts[] = {
+    {"arguments", "bad arguments", test_arguments},
+    {"labels", "labels out of range", test_bad_labels},
+    {"layouts", "gradients that lie otherwise", test_layouts},
+    {"captures", "calls in graphs", test_captures},
+    {"streams", "calls on two streams", test_streams},
+    {"meetings", "blocks that meet", test_meetings},
+    {"long", "clusters that keep pace", test_long_products},
+    {"tiles", "more tiles than multiprocessors", test_tiles},
+    {"giants", "more than 2^31 rows", test_giants},
+};
+enum { PARTS = sizeof parts / sizeof *parts };
+
+static bool is_named(const char *name, char **names, int count) {
+    for (int i = 0; i < count; i++)
+        if (strcmp(names[i], name) == 0)
+            return true;
+    return count == 0;
 }
 
 int main(int argc, char **argv) {
-    const bool sampled = argc == 3 && strcmp(argv[1], "--every") == 0 && atoll(argv[2]) > 1;
-    const int64_t every = sampled ? atoll(argv[2]) : 1;
-    rafter_context *context = open_context();
-    cuda = context->cuda;
-    const char *op, *variant;
-    expect(rafter_describe_op(context, 0, &op, &variant) && strcmp(variant, "cuda") == 0,
-           "the GPU's variant is not cuda");
-    test_arguments();
-    count_off("arguments");
-    test_bad_labels();
-    count_off("labels out of range");
-    test_layouts();
-    count_off("gradients that lie otherwise");
-    test_scratch_in_captures();
-    count_off("scratch memory and captures");
-    for (int o = 0; problem_ops[o]; o++) {
-        if (!serves(problem_ops[o], context))
-            continue;
-        test_graphs(problem_ops[o], every);
-        count_off(problem_ops[o]->op);
-        for (int other = 0; problem_ops[other]; other++)
-            if (serves(problem_ops[other], context))
-                test_two_streams(problem_ops[o], problem_ops[other]);
-        count_off("on two streams");
+    int first = 1;
+    if (argc >= 3 && strcmp(argv[1], "--every") == 0) {
+        every = atoll(argv[2]) > 1 ? atoll(argv[2]) : 1;
+        first = 3;
     }
-    test_meetings();
-    count_off("blocks that meet");
-    test_tiles();
-    count_off("more tiles than multiprocessors");
-    test_giants();
-    count_off("more than 2^31 rows");
-    rafter_context_destroy(context);
+    for (int i = first; i < argc; i++) {
+        bool known = false;
+        for (int k = 0; k < PARTS; k++)
+            known |= strcmp(argv[i], parts[k].name) == 0;
+        if (!known) {
+            fprintf(stderr, "test_cuda: there is no part %s\n", argv[i]);
+            return 2;
+        }
+    }
+    first_context = open_context();
+    cuda = first_context->cuda;
+    const char *op, *variant;
+    expect(rafter_describe_op(first_context, 0, &op, &variant) && strcmp(variant, "cuda") == 0,
+           "the GPU's variant is not cuda");
+    for (int k = 0; k < PARTS; k++) {
+        const int64_t before = passed + failed;
+        if (!is_named(parts[k].name, argv + first, argc - first))
+            continue;
+        parts[k].test();
+        printf("%-10s %-40s %lld checks\n", parts[k].name, parts[k].about, (long long)(passed + failed - before));
+        fflush(stdout);
+    }
+    rafter_context_destroy(first_context);
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0;
 }

@@ -22,6 +22,7 @@ void test_graphs(const struct op_cases *op, int64_t every);
 void test_scratch_in_captures(void);
 void test_two_streams(const struct op_cases *a, const struct op_cases *b);
 void test_meetings(void);
+void test_long_products(void);
 void test_giants(void);
 void test_tiles(void);
 void test_bad_labels(void);

@@ -1,5 +1,7 @@
 /* Calls on several streams at once. */
 #include <signal.h>
+#include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #include "parts.h"
@@ -106,7 +108,7 @@ static void close_line(struct line *line) {
 
 static void on_alarm(int signal) {
     (void)signal;
-    static const char words[] = "FAIL blocks that meet have waited for each other for a minute\n";
+    static const char words[] = "FAIL blocks have waited for each other for a minute\n";
     if (write(STDOUT_FILENO, words, sizeof words - 1) > 0)
         _exit(1);
     _exit(2);
@@ -141,4 +143,115 @@ void test_meetings(void) {
     close_line(&meeting);
     close_line(&urgent);
     close_line(&filler);
+}
+
+/* linear_cross_entropy whose products are so long that clusters keep pace with each other. */
+enum { LONG_ROWS = 8192, LONG_DEPTH = 1024, LONG_CLASSES = 147456 };
+
+struct product {
+    DLTensor dx, dweight, loss;
+    rafter_linear_cross_entropy_args args;
+    rafter_context *context;
+};
+
+static DLTensor there(const void *host, rafter_dtype dtype, int ndim, int64_t *shape) {
+    DLTensor t = rafter_tensor(NULL, dtype, ndim, shape);
+    size_t bytes = t.dtype.bits / 8;
+    for (int d = 0; d < ndim; d++)
+        bytes *= (size_t)shape[d];
+    t.data = cuda->allocate(bytes);
+    t.device = (DLDevice){kDLCUDA, 0};
+    expect(t.data && (!host || cuda->copy(t.data, host, bytes)), "no memory for %zu bytes", bytes);
+    return t;
+}
+
+/* dx and dweight, compared with what another has, or kept as that. */
+static void expect_same(const struct product *product, uint16_t *kept, bool keep, const char *what) {
+    const size_t sizes[] = {(size_t)LONG_ROWS * LONG_DEPTH, (size_t)LONG_CLASSES * LONG_DEPTH};
+    const DLTensor *const results[] = {&product->dx, &product->dweight};
+    uint16_t *const got = malloc(sizes[1] * sizeof *got);
+    for (int i = 0; i < 2 && got; kept += sizes[i++]) {
+        cuda->copy(keep ? kept : got, results[i]->data, sizes[i] * sizeof *got);
+        if (!keep)
+            expect(memcmp(got, kept, sizes[i] * sizeof *got) == 0, "%s: %s has other bits", what, i ? "dweight" : "dx");
+    }
+    free(got);
+}
+
+/* Clusters that keep pace go on, and to the same results, though not all of them are running: beside another call
+ * like it, and what is more urgent. */
+void test_long_products(void) {
+    enum { ROUNDS = 3, MINUTE = 60, CALLS = 2 };
+    int64_t shape_x[2] = {LONG_ROWS, LONG_DEPTH}, shape_w[2] = {LONG_CLASSES, LONG_DEPTH}, rows[1] = {LONG_ROWS};
+    const size_t x_size = (size_t)LONG_ROWS * LONG_DEPTH, w_size = (size_t)LONG_CLASSES * LONG_DEPTH;
+    uint16_t *const host = malloc((x_size + w_size) * sizeof *host);
+    int64_t *const labels = malloc(LONG_ROWS * sizeof *labels);
+    struct rafter_cuda_facts facts;
+    rafter_context *const context = open_context();
+    cuda->facts(context, &facts);
+    close_context(context);
+    if (!host || !labels || facts.memory_bytes < (int64_t)24 << 30) {
+        free(host);
+        free(labels);
+        return;
+    }
+    /* Signs, and 2^-3 to 2^0 with a random fraction: near enough to anything. */
+    for (size_t i = 0; i < x_size + w_size; i++) {
+        const uint64_t bits = problem_mix(i);
+        host[i] = (uint16_t)((bits & 0x80ff) + (124 << 7) + (bits >> 16 & 0x80));
+    }
+    for (int64_t i = 0; i < LONG_ROWS; i++)
+        labels[i] = (int64_t)(problem_mix((uint64_t)i + 7) % LONG_CLASSES);
+    DLTensor x = there(host, RAFTER_BF16, 2, shape_x), weight = there(host + x_size, RAFTER_BF16, 2, shape_w),
+             target = there(labels, RAFTER_I64, 1, rows);
+    struct product calls[CALLS];
+    struct line urgent;
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
+    const rafter_loss_options options = {.size = sizeof options, .logit_scale = 1.0f / 32};
+    for (int i = 0; i < CALLS; i++) {
+        calls[i] = (struct product){.dx = there(NULL, RAFTER_BF16, 2, shape_x),
+                                    .dweight = there(NULL, RAFTER_BF16, 2, shape_w),
+                                    .loss = there(NULL, RAFTER_F32, 0, NULL),
+                                    .context = open_on(cuda->stream(false))};
+        calls[i].args = (rafter_linear_cross_entropy_args){.size = sizeof calls[i].args,
+                                                           .options = &options,
+                                                           .x = &x,
+                                                           .weight = &weight,
+                                                           .target = &target,
+                                                           .loss = &calls[i].loss,
+                                                           .dx = &calls[i].dx,
+                                                           .dweight = &calls[i].dweight};
+    }
+    signal(SIGALRM, on_alarm);
+    alarm(MINUTE);
+    expect(rafter_linear_cross_entropy_forward(calls[0].context, &calls[0].args) == RAFTER_OK &&
+               cuda->synchronize(calls[0].context),
+           "%s", rafter_last_error(calls[0].context));
+    expect_same(&calls[0], host, true, "alone");
+    for (int i = 0; i < CALLS; i++)
+        cuda->fill(calls[i].context, calls[i].dweight.data, 0xff, w_size * sizeof *host);
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int i = 0; i < CALLS; i++)
+            expect(rafter_linear_cross_entropy_forward(calls[i].context, &calls[i].args) == RAFTER_OK, "%s",
+                   rafter_last_error(calls[i].context));
+        for (int i = 0; i < 20; i++)
+            rafter_act_forward(urgent.context, &urgent.args);
+    }
+    for (int i = 0; i < CALLS; i++) {
+        expect(cuda->synchronize(calls[i].context), "the device failed");
+        expect_same(&calls[i], host, false, "a long product beside another");
+    }
+    alarm(0);
+    for (int i = 0; i < CALLS; i++) {
+        const DLTensor *const results[] = {&calls[i].dx, &calls[i].dweight, &calls[i].loss};
+        for (int k = 0; k < 3; k++)
+            cuda->release(results[k]->data);
+        close_context(calls[i].context);
+    }
+    close_line(&urgent);
+    cuda->release(x.data);
+    cuda->release(weight.data);
+    cuda->release(target.data);
+    free(host);
+    free(labels);
 }
