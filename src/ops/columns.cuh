@@ -196,12 +196,11 @@ template <typename A> DEVICE A block_sum(A a) {
     return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : A{});
 }
 
-/* Labels that are not ignored, of every step-th in [first, end). Several are asked for before the first is looked at:
- * left to itself, the compiler waits for each of them. */
-template <typename F>
-DEVICE int64_t count_labels(F load, int64_t first, int64_t end, int64_t step, int64_t ignore_index) {
+/* f(row) for the rows that are not ignored, of every step-th in [first, end). Labels of several are asked for before
+ * the first is looked at: left to itself, the compiler waits for each of them. */
+template <typename Load, typename F>
+DEVICE void for_counted_rows(Load load, int64_t first, int64_t end, int64_t step, int64_t ignore_index, F f) {
     constexpr int AT_ONCE = 8;
-    int64_t counted = 0;
 #pragma unroll 1
     for (int64_t row = first; row < end; row += AT_ONCE * step) {
         int64_t label[AT_ONCE];
@@ -210,17 +209,23 @@ DEVICE int64_t count_labels(F load, int64_t first, int64_t end, int64_t step, in
             label[k] = row + k * step < end ? load(row + k * step) : ignore_index;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            counted += label[k] != ignore_index;
+            if (label[k] != ignore_index)
+                f(row + k * step);
     }
-    return counted;
+}
+template <typename F> DEVICE void for_counted_rows(const Loss &loss, int64_t first, int64_t end, int64_t step, F f) {
+    const auto with = [&](auto load) { for_counted_rows(load, first, end, step, loss.ignore_index, f); };
+    if (loss.target.dims != 1 || loss.target.step != 1)
+        with([&](int64_t row) { return loss.load_label(row); });
+    else if (loss.target.dtype == RAFTER_I64)
+        with([&](int64_t row) { return reinterpret_cast<const int64_t *>(loss.target.data)[row]; });
+    else
+        with([&](int64_t row) { return int64_t(reinterpret_cast<const int *>(loss.target.data)[row]); });
 }
 DEVICE int64_t count_labels(const Loss &loss, int64_t first, int64_t end, int64_t step) {
-    const auto of = [&](auto load) { return count_labels(load, first, end, step, loss.ignore_index); };
-    if (loss.target.dims != 1 || loss.target.step != 1)
-        return of([&](int64_t row) { return loss.load_label(row); });
-    if (loss.target.dtype == RAFTER_I64)
-        return of([&](int64_t row) { return reinterpret_cast<const int64_t *>(loss.target.data)[row]; });
-    return of([&](int64_t row) { return int64_t(reinterpret_cast<const int *>(loss.target.data)[row]); });
+    int64_t counted = 0;
+    for_counted_rows(loss, first, end, step, [&](int64_t) { counted++; });
+    return counted;
 }
 
 /* One thread's share of the labels. */

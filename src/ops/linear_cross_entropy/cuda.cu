@@ -102,22 +102,24 @@ template <typename T> KeptX<T> kept_x(const Run &run) {
 /* Blocks that take rows in turn. */
 Launch taking_rows(const Run &run) {
     const int64_t most = 8 * run.context->cuda_state->multiprocessors;
-    return following(run.plan.rows < most ? run.plan.rows : most, COPY_THREADS);
+    return following(run.plan.rows < most ? run.plan.rows : most, ZERO_THREADS);
 }
 
-/* x of the kept rows, which prepare has found. */
-void copy_x(const Run &run) {
-    const Plan &plan = run.plan;
+/* x of the kept rows, for prepare. */
+CopyOfKept copy_of_kept(const Run &run) {
     const rafter_view &x = run.call->x;
     const int last = x.ndim - 1;
-    const fused::Matrix copy = copy_matrix(run);
-    if (copy.data == x.data)
-        return;
-    for_dtype(plan.dtype, [&](auto zero) {
-        typedef decltype(zero) T;
-        launch(run.context, taking_rows(run), copy_kept<T>, kept_of(run), rows_of(x, last), x.stride[last],
-               plan.x.plain, !plan.x.plain, plan.depth, static_cast<T *>(const_cast<void *>(copy.data)), copy.stride);
-    });
+    CopyOfKept copy = {};
+    if (!run.plan.fused || copy_matrix(run).data == x.data)
+        return copy;
+    copy.x = rows_of(x, last);
+    copy.step = x.stride[last];
+    copy.columns = run.plan.depth;
+    copy.wide = run.plan.x.plain;
+    copy.always = !run.plan.x.plain;
+    copy.to = static_cast<uint16_t *>(const_cast<void *>(copy_matrix(run).data));
+    copy.stride = copy_matrix(run).stride;
+    return copy;
 }
 
 Operand weight_rows(const Run &run, int64_t first) {
@@ -735,8 +737,9 @@ float row_scale_of(const linear_cross_entropy_call *call) {
 /* A block that sums up, and some that keep rows: those go through all labels before theirs. */
 Launch prepare_launch(const Run &run) {
     const int64_t most = run.context->cuda_state->multiprocessors - 1;
-    const int64_t strips = run.plan.fused ? ceil_div<int64_t>(run.plan.rows, PREPARE_THREADS) : 0;
-    return {1 + (strips < most ? strips : most), PREPARE_THREADS};
+    constexpr int LEAST_ROWS = 64; /* of a block */
+    const int64_t blocks = run.plan.fused ? ceil_div<int64_t>(run.plan.rows, LEAST_ROWS) : 0;
+    return {1 + (blocks < most ? blocks : most), PREPARE_THREADS};
 }
 
 /* What is left when all rows that are not ignored have ended. */
@@ -760,15 +763,13 @@ rafter_status execute(Run *run) {
     run->row_scale = row_scale_of(call);
     launch(run->context, prepare_launch(*run), prepare, run->loss, run->row_scale, plan.drops, run->b.order,
            run->b.classes, run->b.counters, plan.fused ? tiles::counters_of(plan.clusters) : 0, run->b.labels,
-           run->b.common);
+           copy_of_kept(*run), run->b.common);
     run->loss.prepared = &run->b.common->prepared;
     if (call->bias.data)
         launch(run->context, over(plan.classes, 256), widen, rows_of(call->bias, 1), plan.classes, run->b.bias);
     if (!plan.weight.plain && plan.rows > 0 && plan.classes > 0 && plan.depth > 0)
         pack_rows(*run, call->weight, 0, plan.classes, run->b.weight);
 
-    if (plan.fused)
-        copy_x(*run);
     if (plan.rows == 0 || plan.classes == 0) {
         finish(run, 0, plan.rows);
         store_nothing(*run);

@@ -83,20 +83,56 @@ struct Common {
 
 constexpr int PREPARE_THREADS = 1024;
 
-/* fused::Kept's order and classes, of the strips of PREPARE_THREADS rows that are the block's, of `blocks`: it counts
- * for itself which rows are kept before them. `drops`: ignored ones are not. */
-DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int *classes) {
+/* Copies of the kept rows of x, elements of 2 bytes whatever their dtype, as fused::Kept has them: zeros for one that
+ * is ignored and kept all the same, because what x holds there must not meet the zeros of its dz. */
+struct CopyOfKept {
+    Rows x;
+    int64_t step, columns; /* of a row */
+    bool wide;             /* rows of both begin at multiples of 16 bytes, and their elements are neighbours */
+    bool always;           /* even if all rows are kept */
+    uint16_t *to;          /* NULL: none */
+    int64_t stride;
+
+    /* By a warp. */
+    DEVICE void copy(int64_t row, bool ignored, int64_t at) const {
+        constexpr int N = WIDE<uint16_t>, AT_ONCE = 8;
+        const int lane = threadIdx.x % WARP;
+        const uint16_t *const from = x.at<const uint16_t>(row);
+        uint16_t *const there = to + at * stride;
+        int64_t done = 0;
+        for (; wide && done + N * WARP * AT_ONCE <= columns; done += N * WARP * AT_ONCE) {
+            Pack<uint16_t, N> packs[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                packs[k] = load_once<uint16_t, N>(from + done + (k * WARP + lane) * N);
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                store_once<uint16_t, N>(there + done + (k * WARP + lane) * N, ignored ? Pack<uint16_t, N>{} : packs[k]);
+        }
+        for (int64_t i = done + lane; i < columns; i += WARP)
+            there[i] = ignored ? uint16_t(0) : from[i * step];
+    }
+};
+
+/* fused::Kept's order and classes, and the copies, of the block's share of rows: it counts for itself which are kept
+ * before them, and of all. `drops`: ignored ones are not. */
+DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int *classes, const CopyOfKept &copy) {
     __shared__ int of_warp[2][WARP]; /* kept rows of a strip, in turn */
     static_assert(PREPARE_THREADS == WARP * WARP, "a lane to each warp");
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, rows = static_cast<int>(loss.rows);
-    const int64_t strips = ceil_div<int64_t>(ceil_div<int64_t>(rows, PREPARE_THREADS), blocks);
-    const int64_t first = min(int64_t(rows), blockIdx.x * strips * PREPARE_THREADS),
-                  end = min(int64_t(rows), first + strips * PREPARE_THREADS);
+    const int64_t share = ceil_div<int64_t>(rows, blocks), first = min(int64_t(rows), blockIdx.x * share),
+                  end = min(int64_t(rows), first + share);
     const auto load = [&](int64_t row) { return row < end ? loss.load_label(row) : loss.ignore_index; };
     int64_t label = load(first + threadIdx.x);
-    int kept = static_cast<int>(first);
-    if (drops)
-        kept = block_sum(static_cast<int>(count_labels(loss, threadIdx.x, first, PREPARE_THREADS)));
+    int kept = static_cast<int>(first), all = rows;
+    if (drops) {
+        int before = 0, behind = 0;
+        for_counted_rows(loss, threadIdx.x, copy.to ? rows : first, PREPARE_THREADS,
+                         [&](int64_t row) { (row < first ? before : behind)++; });
+        kept = block_sum(before);
+        all = kept + block_sum(behind);
+    }
+    const int first_kept = kept;
     for (int64_t row = first + threadIdx.x, turn = 0; row - threadIdx.x < end; row += PREPARE_THREADS, turn ^= 1) {
         const int of_row = static_cast<int>(loss.class_of(label));
         label = load(row + PREPARE_THREADS);
@@ -113,6 +149,11 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
         }
         kept += warp_sum(of_lane);
     }
+    if (!copy.to || (all == rows && !copy.always))
+        return;
+    __syncthreads(); /* order and classes are there */
+    for (int k = first_kept + warp; k < kept; k += WARP)
+        copy.copy(order[k], classes[k] == IGNORED, rows - all + k);
 }
 
 /* The last block sums up; those before it, if there are any, keep rows. `row_scale` is what dz has been multiplied by
@@ -120,12 +161,13 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Loss loss, float row_scale,
                                                            bool drops, int *order, int *classes_in_order,
                                                            unsigned *counters, int counter_count,
-                                                           const __grid_constant__ Labels labels, Common *common) {
+                                                           const __grid_constant__ Labels labels,
+                                                           const __grid_constant__ CopyOfKept copy, Common *common) {
     if (labels.of_row)
         labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
     if (static_cast<int>(blockIdx.x) < last) {
-        keep_rows(loss, drops, last, order, classes_in_order);
+        keep_rows(loss, drops, last, order, classes_in_order, copy);
         return;
     }
     for (int i = threadIdx.x; i < counter_count; i += PREPARE_THREADS)
@@ -555,32 +597,7 @@ template <typename T> struct KeptX {
     }
 };
 
-constexpr int COPY_THREADS = 256;
-
-/* Their copy, as fused::Kept has it, zeros for one that is ignored and kept all the same: what x holds there must not
- * meet the zeros of its dz. If all are kept, only if that is `wanted` even then. A block takes rows. `wide`:
- * rows of all begin at multiples of 16 bytes, and their elements are neighbours. */
-template <typename T>
-__global__ __launch_bounds__(COPY_THREADS) void copy_kept(const __grid_constant__ fused::Kept kept,
-                                                          const __grid_constant__ Rows x, int64_t step, bool wide,
-                                                          bool wanted, int64_t columns, T *copy, int64_t stride) {
-    wait_for_previous_kernel();
-    const int count = *kept.count;
-    if (count == kept.all && !wanted)
-        return;
-    for (int64_t k = blockIdx.x; k < count; k += gridDim.x) {
-        const T *const from = x.at<const T>(kept.order[k]);
-        T *const to = copy + kept.copied_at(k) * stride;
-        const bool ignored = kept.classes[k] == IGNORED;
-        if (wide)
-            for_elements<WIDE<T>>(columns, [&](int64_t i, auto n) {
-                store_once<T, n.value>(to + i, ignored ? Pack<T, n.value>{} : load_once<T, n.value>(from + i));
-            });
-        else
-            for (int64_t i = threadIdx.x; i < columns; i += COPY_THREADS)
-                to[i] = ignored ? from_float<T>(0.0f) : from[i * step];
-    }
-}
+constexpr int ZERO_THREADS = 256;
 
 /* The end of a call: the first block writes the loss, from the totals of all blocks that have ended rows; and all zero
  * dx of the rows that are not kept, if it is given. */
