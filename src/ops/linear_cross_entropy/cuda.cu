@@ -448,7 +448,8 @@ Parts parts_of(const Run &run, int64_t hosted) {
     const int64_t before = plan.classes - hosted;
     if (!plan.fused)
         return {{{reinterpret_cast<char *>(run.b.z), plan.dz_stride, 0, plan.classes}}, 1};
-    return {{{run.b.dz, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
+    char *const own = plan.lends ? run.call->dweight.data : run.b.dz;
+    return {{{own, rounded(before, 8), 0, before}, {run.call->dweight.data, rounded(hosted, 8), before, hosted}},
             hosted > 0 ? 2 : 1};
 }
 

@@ -59,6 +59,7 @@ struct Plan {
     int parts;            /* of a row, for its statistics */
     int64_t first_group;  /* rows of the first group, which may have more than the others */
     int64_t hosted;    /* of its exponentials those of the last `hosted` classes lie in dweight until it is written */
+    bool lends;        /* all of a group's exponentials lie in dweight, which is written from its sums, at the end */
     int64_t dx_rows;   /* of the sums of dx that are formed at a time, where they are not direct_dx */
     int clusters;      /* that the GPU has room for: see tiles.cuh */
     int meeting_room;  /* fused: parts of tiles that can meet, see tiles::Meeting */
@@ -150,7 +151,7 @@ size_t lay_out(const Plan &p, char *memory, Buffers *b) {
         used += wanted ? static_cast<size_t>(rounded(size, ALIGNMENT)) : 0;
     };
     place(&b->common, true, sizeof(Common));
-    const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast);
+    const bool tiles = p.fused && p.statistics, dz = (p.dx || p.dweight) && (p.fused || !p.fast) && !p.lends;
     const int64_t tile_bytes = tiles ? p.first_group * fused::tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
     const int64_t dz_bytes = !dz       ? 0
                              : !p.fast ? p.rows * p.dz_stride * bytes
@@ -251,7 +252,13 @@ bool few_tiles(const Plan &p, int parts) {
     return p.dweight && flops > 1e10 && 2 * parts * tiles_of(p.classes, p.depth) < p.clusters;
 }
 
-/* Fills in what follows from fast, group and slice. */
+/* Rows whose exponentials of all classes dweight could hold. */
+int64_t lent_rows(const Plan &p, const linear_cross_entropy_call *call) {
+    return p.classes * p.depth * rafter_dtype_bytes(call->dweight.dtype) /
+           (rounded(p.classes, 8) * rafter_dtype_bytes(p.dtype));
+}
+
+/* Fills in what follows from fast, group and slice; takes back what it cannot lend. */
 void complete(Plan *p, const linear_cross_entropy_call *call) {
     const int64_t bytes = rafter_dtype_bytes(p->dtype);
     const auto grows = [&](bool wanted, const Lying &lies, const rafter_view &view, bool in_steps) {
@@ -271,6 +278,8 @@ void complete(Plan *p, const linear_cross_entropy_call *call) {
     const bool dx_in_steps = !p->fast && p->slice < p->classes;
     p->grows_dx = p->fused ? p->dx && dx_in_steps : grows(p->dx, p->dx_lies, call->dx, dx_in_steps);
     p->grows_dweight = grows(p->dweight, p->dweight_lies, call->dweight, p->fast && p->group < p->rows);
+    p->lends = p->lends && p->exponentials() && p->grows_dweight && p->dweight_lies.plain &&
+               p->dweight_lies.stride == p->depth && !p->adds_dweight && p->group <= lent_rows(*p, call);
     p->first_group = p->group;
     p->hosted = 0;
     p->host_rows = hosts(*p) ? p->depth * rafter_dtype_bytes(call->dweight.dtype) / bytes : 0;
@@ -313,6 +322,7 @@ bool fit_fast(Plan *p, const linear_cross_entropy_call *call, size_t limit) {
     complete(p, call);
     for (int64_t most = p->group; p->bytes > limit && most > LEAST_GROUP; complete(p, call)) {
         most = most / 8 * 7 > LEAST_GROUP ? most / 8 * 7 : LEAST_GROUP;
+        p->lends = true;
         p->group = even_part(p->rows, most, unit_of(most));
     }
     return p->bytes <= limit;
@@ -360,7 +370,7 @@ bool may_be_compact(const Plan &p, const linear_cross_entropy_call *call) {
 }
 
 /* Without a budget: groups whose logits take FAST_TILE_BYTES; or one group of all rows, after which nothing has to be
- * kept in fp32, if that takes no more. */
+ * kept in fp32, if that takes no more; or groups of as many rows as dweight can lend its memory to, if that is more. */
 Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
     p.fast = true;
     complete(&p, call);
@@ -370,7 +380,13 @@ Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
     Plan one = p;
     one.group = p.rows > 0 ? p.rows : 1;
     complete(&one, call);
-    return one.bytes <= p.bytes ? one : p;
+    if (one.bytes <= p.bytes || !p.grows_dweight)
+        return one.bytes <= p.bytes ? one : p;
+    Plan lent = p;
+    lent.lends = true;
+    lent.group = even_part(p.rows, lent_rows(p, call), 256);
+    complete(&lent, call);
+    return lent.lends && lent.group >= p.group ? lent : p;
 }
 
 /* With p->product_bytes for cuBLASLt. False: no plan fits the budget, and the plan is the smallest. */
