@@ -4,6 +4,7 @@
 
 #include "progress.h"
 #include "run.h"
+#include "turns.h"
 
 enum {
     LEAST_REPEATS = 5,
@@ -158,14 +159,6 @@ static void look_at_host(const struct run *run, struct column *c, const struct r
          "in some rows keeps the host for longer than the device is busy before it: times may hold waits there", true);
 }
 
-/* Which of `count` columns is the i-th of a round. Over `count` rounds, twice as many if that is odd, each column comes
- * right after each other one equally often (Williams' squares): what one leaves behind, a chip that is hot or has
- * cooled, meets all. */
-static int in_round(int round, int i, int count) {
-    const int place = round / count % 2 == 0 ? i : count - 1 - i;
-    return (round + (place % 2 ? (place + 1) / 2 : count - place / 2)) % count;
-}
-
 static int still_timed(struct column columns[], int count, struct column *timed[]) {
     int n = 0;
     for (int i = 0; i < count; i++)
@@ -178,7 +171,7 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
     struct column *timed[REPORT_COLUMNS];
     for (int round = 0, n; (n = still_timed(columns, count, timed)) > 0 && !run_interrupted; round++) {
         for (int i = 0; i < n && !run_interrupted; i++) {
-            struct column *c = timed[in_round(round, i, n)];
+            struct column *c = timed[turn_of(round, i, n)];
             const double start = clock_seconds();
             double seconds;
             if (!session_time(&c->session, &seconds)) {
