@@ -170,7 +170,8 @@ struct Order {
 /* Keeps clusters together. They drift apart, the further the longer a product takes, and when one comes for what
  * another has read, L2 has lost it: at 20 ms a product reads memory three times as often as it must. So in a long
  * product, every ROUND steps, a cluster waits until all have come as far as itself the round before. Nobody relies on
- * it: where others are not running (a GPU that is shared), it is given up after MOST_LOOKS, some 70 us. */
+ * it: where others are not running (a GPU that is shared), it is given up after MOST_LOOKS, some 70 us; and what a
+ * cluster that has no more to do adds for its rounds to come counts for others at once, so that a last wave is free. */
 class Pace {
     static constexpr int LONG = 2048, ROUND = 16; /* steps */
     static constexpr unsigned SLOTS = PACE_COUNTERS - 1;

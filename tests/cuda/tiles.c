@@ -45,7 +45,8 @@ static const struct size sizes[] = {
     {1000, 520, 1031, .ignored = A_THIRD}, /* no more classes than twice the depth */
     {1300, 1032, 1999, .ignored = HALF},
     {2600, 1032, 300, .ignored = NONE},
-    /* Blocks that each look for the kept ones of 1024 rows, or, in the last, of several times as many. */
+    {600, 2056, 1031, .ignored = HALF}, /* copies of x in many steps of 16 bytes, and a tail */
+    /* Blocks that each look for the kept ones of some rows, or, in the last, of so many that they take two turns. */
     {3000, 24, 300, .ignored = HALF},
     {5000, 24, 40, .ignored = ALL_BUT_FIRST},
     {70000, 24, 40, .ignored = HALF},

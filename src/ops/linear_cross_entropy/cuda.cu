@@ -13,7 +13,8 @@
  * Fast then keeps, instead of dz, the exponentials e^(u - pivot) of a group as they come out of the product, before the
  * sums of its rows are known: what a row's are to be multiplied by meets x on its way into dW, and dx on its way out.
  * The label's element of dz goes its own way, in fp32. Of a first group, or only one, some of the exponentials lie
- * where dW will be. Where there are few classes, exponentials are turned into dz in their place.
+ * where dW will be; where dW is summed up in the workspace, all of each group's. Where there are few classes,
+ * exponentials are turned into dz in their place.
  *
  * What all rows share (dloss, denominator, scale) is no part of dz: it meets the gradients when they are stored, as
  * `alpha`, a number on the device. So dz has the size of probabilities and loses nothing to its dtype.
@@ -114,7 +115,7 @@ CopyOfKept copy_of_kept(const Run &run) {
         return copy;
     copy.x = rows_of(x, last);
     copy.step = x.stride[last];
-    copy.columns = run.plan.depth;
+    copy.columns = static_cast<int>(run.plan.depth);
     copy.wide = run.plan.x.plain;
     copy.always = !run.plan.x.plain;
     copy.to = static_cast<uint16_t *>(const_cast<void *>(copy_matrix(run).data));
@@ -735,7 +736,7 @@ float row_scale_of(const linear_cross_entropy_call *call) {
     return call->x.dtype == RAFTER_F16 && bounded ? 0x1p12f : 1.0f;
 }
 
-/* A block that sums up, and some that keep rows: those go through all labels before theirs. */
+/* A block that sums up, and some that keep rows: those go through all labels before theirs, or all there are. */
 Launch prepare_launch(const Run &run) {
     const int64_t most = run.context->cuda_state->multiprocessors - 1;
     constexpr int LEAST_ROWS = 64; /* of a block */

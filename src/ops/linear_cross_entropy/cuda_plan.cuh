@@ -380,13 +380,15 @@ Plan comfortable_fast(Plan p, const linear_cross_entropy_call *call) {
     Plan one = p;
     one.group = p.rows > 0 ? p.rows : 1;
     complete(&one, call);
-    if (one.bytes <= p.bytes || !p.grows_dweight)
-        return one.bytes <= p.bytes ? one : p;
+    if (one.bytes <= p.bytes)
+        return one;
+    if (!p.exponentials() || !p.grows_dweight)
+        return p;
     Plan lent = p;
     lent.lends = true;
     lent.group = even_part(p.rows, lent_rows(p, call), 256);
     complete(&lent, call);
-    return lent.lends && lent.group >= p.group ? lent : p;
+    return lent.lends && lent.group >= p.group && lent.bytes <= p.bytes ? lent : p;
 }
 
 /* With p->product_bytes for cuBLASLt. False: no plan fits the budget, and the plan is the smallest. */

@@ -87,29 +87,32 @@ constexpr int PREPARE_THREADS = 1024;
  * is ignored and kept all the same, because what x holds there must not meet the zeros of its dz. */
 struct CopyOfKept {
     Rows x;
-    int64_t step, columns; /* of a row */
-    bool wide;             /* rows of both begin at multiples of 16 bytes, and their elements are neighbours */
-    bool always;           /* even if all rows are kept */
-    uint16_t *to;          /* NULL: none */
+    int64_t step; /* of a row's elements */
+    int columns;
+    bool wide;    /* rows of both begin at multiples of 16 bytes, and their elements are neighbours */
+    bool always;  /* even if all rows are kept */
+    uint16_t *to; /* NULL: none */
     int64_t stride;
 
     /* By a warp. */
     DEVICE void copy(int64_t row, bool ignored, int64_t at) const {
-        constexpr int N = WIDE<uint16_t>, AT_ONCE = 8;
+        constexpr int N = WIDE<uint16_t>, AT_ONCE = 4;
         const int lane = threadIdx.x % WARP;
         const uint16_t *const from = x.at<const uint16_t>(row);
         uint16_t *const there = to + at * stride;
-        int64_t done = 0;
-        for (; wide && done + N * WARP * AT_ONCE <= columns; done += N * WARP * AT_ONCE) {
-            Pack<uint16_t, N> packs[AT_ONCE];
+        const int whole = wide ? columns / N * N : 0;
+        for (int first = lane * N; first < whole; first += AT_ONCE * WARP * N) {
+            Pack<uint16_t, N> packs[AT_ONCE] = {};
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++)
-                packs[k] = load_once<uint16_t, N>(from + done + (k * WARP + lane) * N);
+                if (!ignored && first + k * WARP * N < whole)
+                    packs[k] = load_once<uint16_t, N>(from + first + k * WARP * N);
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++)
-                store_once<uint16_t, N>(there + done + (k * WARP + lane) * N, ignored ? Pack<uint16_t, N>{} : packs[k]);
+                if (first + k * WARP * N < whole)
+                    store_once<uint16_t, N>(there + first + k * WARP * N, packs[k]);
         }
-        for (int64_t i = done + lane; i < columns; i += WARP)
+        for (int i = whole + lane; i < columns; i += WARP)
             there[i] = ignored ? uint16_t(0) : from[i * step];
     }
 };
@@ -152,7 +155,7 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
     if (!copy.to || (all == rows && !copy.always))
         return;
     __syncthreads(); /* order and classes are there */
-    for (int k = first_kept + warp; k < kept; k += WARP)
+    for (int64_t k = int64_t(first_kept) + warp; k < kept; k += WARP)
         copy.copy(order[k], classes[k] == IGNORED, rows - all + k);
 }
 
