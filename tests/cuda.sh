@@ -94,7 +94,7 @@ for step in $steps; do
         RAFTER_FUSED=0 walk act-unfused act
         ;;
     api)
-        job api 300 "$api"
+        for part in $("$api" --list); do job "api-$part" 300 "$api" "$part"; done
         job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-20000}" 1 cuda
         ;;
     large)
