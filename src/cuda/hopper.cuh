@@ -80,6 +80,11 @@ DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
 /* ---- copies -------------------------------------------------------------------------------------------------------
  */
 
+/* Has the map itself fetched, before the first copy needs it. */
+DEVICE void prefetch_map(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 /* A box of a matrix, whose first element is (row, column), into this block's shared memory. */
 DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier) {
     asm volatile(
@@ -87,11 +92,6 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint
             shared_address(to)),
         "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
         : "memory");
-}
-
-/* Has the map itself fetched, before the first copy needs it. */
-DEVICE void prefetch_map(const CUtensorMap *map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 /* The same of a tensor of five dimensions. */

@@ -110,16 +110,16 @@ Launch taking_rows(const Run &run) {
 CopyOfKept copy_of_kept(const Run &run) {
     const rafter_view &x = run.call->x;
     const int last = x.ndim - 1;
+    const fused::Matrix to = copy_matrix(run);
     CopyOfKept copy = {};
-    if (!run.plan.fused || copy_matrix(run).data == x.data)
+    if (!run.plan.fused || to.data == x.data)
         return copy;
     copy.x = rows_of(x, last);
     copy.step = x.stride[last];
     copy.columns = static_cast<int>(run.plan.depth);
     copy.wide = run.plan.x.plain;
-    copy.always = !run.plan.x.plain;
-    copy.to = static_cast<uint16_t *>(const_cast<void *>(copy_matrix(run).data));
-    copy.stride = copy_matrix(run).stride;
+    copy.to = static_cast<uint16_t *>(const_cast<void *>(to.data));
+    copy.stride = to.stride;
     return copy;
 }
 

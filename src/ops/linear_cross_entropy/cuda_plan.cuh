@@ -252,7 +252,7 @@ bool few_tiles(const Plan &p, int parts) {
     return p.dweight && flops > 1e10 && 2 * parts * tiles_of(p.classes, p.depth) < p.clusters;
 }
 
-/* Rows whose exponentials of all classes dweight could hold. */
+/* Rows whose exponentials of all classes, padded as they lie, dweight could hold. */
 int64_t lent_rows(const Plan &p, const linear_cross_entropy_call *call) {
     return p.classes * p.depth * rafter_dtype_bytes(call->dweight.dtype) /
            (rounded(p.classes, 8) * rafter_dtype_bytes(p.dtype));

@@ -89,8 +89,8 @@ struct CopyOfKept {
     Rows x;
     int64_t step; /* of a row's elements */
     int columns;
-    bool wide;    /* rows of both begin at multiples of 16 bytes, and their elements are neighbours */
-    bool always;  /* even if all rows are kept */
+    bool wide;    /* rows of both begin at multiples of 16 bytes, and their elements are neighbours: as products take
+                   * them, so that there are copies only if not all rows are kept */
     uint16_t *to; /* NULL: none */
     int64_t stride;
 
@@ -152,7 +152,7 @@ DEVICE void keep_rows(const Loss &loss, bool drops, int blocks, int *order, int 
         }
         kept += warp_sum(of_lane);
     }
-    if (!copy.to || (all == rows && !copy.always))
+    if (!copy.to || (all == rows && copy.wide))
         return;
     __syncthreads(); /* order and classes are there */
     for (int64_t k = int64_t(first_kept) + warp; k < kept; k += WARP)
