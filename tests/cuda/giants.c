@@ -96,8 +96,7 @@ static void test_giant_rows(void) {
     expect_giant("y", &out, n, 2, 0, pattern);
     expect_giant("y", &out, n, 2, 1, 0);
     const DLTensor *const all[] = {&x, &out, &of_row, &upstream, &labels, &theta};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        cuda->release(all[i]->data);
+    release_all(all, sizeof all / sizeof *all);
 }
 
 /* One line of so many elements, alone and beside another. */
@@ -128,8 +127,7 @@ static void test_giant_lines(void) {
         expect_giant("y", &wide, 2 * n, 2 * lines, 0, 0x1p-31);
         expect_giant("y", &wide, 2 * n, 2 * lines, lines, 0);
         const DLTensor *const all[] = {&x, &y, &wide, &sums, &theta};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-            cuda->release(all[i]->data);
+        release_all(all, sizeof all / sizeof *all);
     }
 }
 

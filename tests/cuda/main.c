@@ -55,6 +55,20 @@ void close_context(rafter_context *context) {
         cuda->forget_stream(stream);
 }
 
+DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
+                   size_t bytes) {
+    DLTensor t = rafter_tensor(cuda->allocate(bytes), dtype, ndim, shape);
+    t.device = context->device;
+    expect(t.data && (from ? cuda->copy(t.data, from, bytes) : cuda->fill(context, t.data, 0xff, bytes)),
+           "no memory for %zu bytes", bytes);
+    return t;
+}
+
+void release_all(const DLTensor *const *tensors, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        cuda->release(tensors[i]->data);
+}
+
 static rafter_context *first_context;
 static int64_t every = 1;
 

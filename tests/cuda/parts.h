@@ -17,6 +17,11 @@ rafter_context *open_context(void);
 /* With its stream. */
 void close_context(rafter_context *context);
 
+/* A tensor in device memory of its own: `bytes` of `from`, or, if that is NULL, of which every bit is set. */
+DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
+                   size_t bytes);
+void release_all(const DLTensor *const *tensors, size_t count);
+
 /* One problem in `every`. */
 void test_graphs(const struct op_cases *op, int64_t every);
 void test_scratch_in_captures(void);

@@ -154,17 +154,6 @@ struct product {
     rafter_context *context;
 };
 
-static DLTensor there(const void *host, rafter_dtype dtype, int ndim, int64_t *shape) {
-    DLTensor t = rafter_tensor(NULL, dtype, ndim, shape);
-    size_t bytes = t.dtype.bits / 8;
-    for (int d = 0; d < ndim; d++)
-        bytes *= (size_t)shape[d];
-    t.data = cuda->allocate(bytes);
-    t.device = (DLDevice){kDLCUDA, 0};
-    expect(t.data && (!host || cuda->copy(t.data, host, bytes)), "no memory for %zu bytes", bytes);
-    return t;
-}
-
 /* dx and dweight, compared with what another has, or kept as that. */
 static void expect_same(const struct product *product, uint16_t *kept, bool keep, const char *what) {
     const size_t sizes[] = {(size_t)LONG_ROWS * LONG_DEPTH, (size_t)LONG_CLASSES * LONG_DEPTH};
@@ -187,10 +176,11 @@ void test_long_products(void) {
     uint16_t *const host = malloc((x_size + w_size) * sizeof *host);
     int64_t *const labels = malloc(LONG_ROWS * sizeof *labels);
     struct rafter_cuda_facts facts;
-    rafter_context *const context = open_context();
-    cuda->facts(context, &facts);
-    close_context(context);
+    struct line urgent;
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
+    cuda->facts(urgent.context, &facts);
     if (!host || !labels || facts.memory_bytes < (int64_t)24 << 30) {
+        close_line(&urgent);
         free(host);
         free(labels);
         return;
@@ -202,17 +192,17 @@ void test_long_products(void) {
     }
     for (int64_t i = 0; i < LONG_ROWS; i++)
         labels[i] = (int64_t)(problem_mix((uint64_t)i + 7) % LONG_CLASSES);
-    DLTensor x = there(host, RAFTER_BF16, 2, shape_x), weight = there(host + x_size, RAFTER_BF16, 2, shape_w),
-             target = there(labels, RAFTER_I64, 1, rows);
+    DLTensor x = on_device(urgent.context, host, RAFTER_BF16, 2, shape_x, x_size * sizeof *host);
+    DLTensor weight = on_device(urgent.context, host + x_size, RAFTER_BF16, 2, shape_w, w_size * sizeof *host);
+    DLTensor target = on_device(urgent.context, labels, RAFTER_I64, 1, rows, LONG_ROWS * sizeof *labels);
     struct product calls[CALLS];
-    struct line urgent;
-    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
     const rafter_loss_options options = {.size = sizeof options, .logit_scale = 1.0f / 32};
     for (int i = 0; i < CALLS; i++) {
-        calls[i] = (struct product){.dx = there(NULL, RAFTER_BF16, 2, shape_x),
-                                    .dweight = there(NULL, RAFTER_BF16, 2, shape_w),
-                                    .loss = there(NULL, RAFTER_F32, 0, NULL),
-                                    .context = open_on(cuda->stream(false))};
+        rafter_context *const own = open_on(cuda->stream(false));
+        calls[i] = (struct product){.dx = on_device(own, NULL, RAFTER_BF16, 2, shape_x, x_size * sizeof *host),
+                                    .dweight = on_device(own, NULL, RAFTER_BF16, 2, shape_w, w_size * sizeof *host),
+                                    .loss = on_device(own, NULL, RAFTER_F32, 0, NULL, sizeof(float)),
+                                    .context = own};
         calls[i].args = (rafter_linear_cross_entropy_args){.size = sizeof calls[i].args,
                                                            .options = &options,
                                                            .x = &x,
@@ -244,14 +234,12 @@ void test_long_products(void) {
     alarm(0);
     for (int i = 0; i < CALLS; i++) {
         const DLTensor *const results[] = {&calls[i].dx, &calls[i].dweight, &calls[i].loss};
-        for (int k = 0; k < 3; k++)
-            cuda->release(results[k]->data);
+        release_all(results, sizeof results / sizeof *results);
         close_context(calls[i].context);
     }
+    const DLTensor *const inputs[] = {&x, &weight, &target};
+    release_all(inputs, sizeof inputs / sizeof *inputs);
     close_line(&urgent);
-    cuda->release(x.data);
-    cuda->release(weight.data);
-    cuda->release(target.data);
     free(host);
     free(labels);
 }

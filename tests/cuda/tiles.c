@@ -112,15 +112,6 @@ static int64_t label_of(const struct size *s, int64_t row) {
     return is_masked(s, class) ? s->classes - 1 : class;
 }
 
-static DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
-                          size_t bytes) {
-    DLTensor t = rafter_tensor(cuda->allocate(bytes), dtype, ndim, shape);
-    t.device = context->device;
-    expect(t.data && (from ? cuda->copy(t.data, from, bytes) : cuda->fill(context, t.data, 0xff, bytes)),
-           "no memory for %zu bytes", bytes);
-    return t;
-}
-
 /* How far apart a and b are, relative to b; NaN is what NaN is. */
 static double apart(const uint16_t *a, const uint16_t *b, int64_t n) {
     double difference = 0, size = 0;
@@ -284,8 +275,7 @@ static void test_size(rafter_context *context, const struct size *s) {
         compare(context, s, &args, "compact, smallest budget");
     }
     const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight, &tbias};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        cuda->release(all[i]->data);
+    release_all(all, sizeof all / sizeof *all);
     free(x);
     free(bias);
     free(w);
@@ -410,8 +400,7 @@ static void test_frequent_labels(rafter_context *context) {
         }
     }
     const DLTensor *const all[] = {&tx, &tw, &target, &dweight, &tlse};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        cuda->release(all[i]->data);
+    release_all(all, sizeof all / sizeof *all);
     free(x);
     free(w);
     free(first);
@@ -454,8 +443,7 @@ static void test_one_class(rafter_context *context) {
         free(r.dweight);
     }
     const DLTensor *const all[] = {&tx, &tw, &target, &loss, &dx, &dweight};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        cuda->release(all[i]->data);
+    release_all(all, sizeof all / sizeof *all);
     free(x);
     free(w);
     free(labels);
