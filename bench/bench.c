@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* `rafter bench`: opens a run, walks the ops, writes the files. */
 #include <errno.h>
 #include <stdlib.h>
@@ -30,7 +31,7 @@ static int fail(const char *what, const char *why) {
     return 1;
 }
 
-/* ---- files ------------------------------------------------------------------------------------------------------- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 static bool save(const char *path, const struct report *r, void (*write)(const struct report *r, FILE *to)) {
     struct output out;
@@ -80,7 +81,7 @@ static bool try_files(const struct options *o) {
     return true;
 }
 
-/* ---- opening and closing ----------------------------------------------------------------------------------------- */
+/* ---- opening and closing --------------------------------------------------------------------- */
 
 static void describe_machine(struct run *run, int argc, char **argv) {
     struct report *r = &run->report;

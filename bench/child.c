@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A provider in a child process. The child is forked for one session, so it sees the row's inputs without a copy; what
  * it writes goes to memory that both share, and to the problem's tensors when it is collected. Orders (one byte: time a

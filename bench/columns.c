@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The columns of a row: check each provider's result, then time them all in turn. */
 #include <math.h>
 #include <string.h>
@@ -54,7 +55,7 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
     return count;
 }
 
-/* ---- checking ---------------------------------------------------------------------------------------------------- */
+/* ---- checking -------------------------------------------------------------------------------- */
 
 /* The mean size of what the oracle expects of a tensor. */
 static double expected_size(const problem_tensor *t) {
@@ -146,7 +147,7 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
         note(notes, c->name, "its gradient lies over its input, which is lost", true);
 }
 
-/* ---- measuring --------------------------------------------------------------------------------------------------- */
+/* ---- measuring ------------------------------------------------------------------------------- */
 
 /* On a device: says below the table where the host may have been waited for while a call was timed. */
 static void look_at_host(const struct run *run, struct column *c, const struct row_notes *notes) {
@@ -206,7 +207,7 @@ void columns_weigh(struct column columns[], int count, struct row_notes *notes) 
     }
 }
 
-/* ---- reporting --------------------------------------------------------------------------------------------------- */
+/* ---- reporting ------------------------------------------------------------------------------- */
 
 /* At most REPORT_SAMPLES of them, evenly spread, in milliseconds. */
 static struct samples thinned(const struct samples *all) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* `rafter compare OLD.json NEW.json`: which rows got slower beyond noise. */
 #include <math.h>
 #include <stdlib.h>

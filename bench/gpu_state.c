@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* NVML is loaded when it is there: the tool does not depend on it. */
 #include "gpu_state.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Clocks, temperature and power of the first GPU, as its management library tells them. */
 #ifndef RAFTER_BENCH_GPU_STATE_H
 #define RAFTER_BENCH_GPU_STATE_H

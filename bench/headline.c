@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* `rafter headline REPORT.json`: the largest row of every table, forward and backward beside each other, as Markdown.
  */
 #include <string.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The report as one file for a browser. Nothing in it comes from elsewhere. */
 #include <string.h>
 
@@ -65,7 +66,7 @@ static void write_number(FILE *to, double value) {
     fprintf(to, value >= 1000 ? "%.0f" : "%.4g", value);
 }
 
-/* ---- summary ----------------------------------------------------------------------------------------------------- */
+/* ---- summary --------------------------------------------------------------------------------- */
 
 static void write_ratio(const struct table *t, double ours, double theirs, FILE *to) {
     const double ratio = theirs / ours;
@@ -126,7 +127,7 @@ static void write_summary(const struct report *r, FILE *to) {
     fputs("</tbody></table></div></section>\n", to);
 }
 
-/* ---- tables ------------------------------------------------------------------------------------------------------ */
+/* ---- tables ---------------------------------------------------------------------------------- */
 
 static void write_heading(const struct table *t, FILE *to) {
     fprintf(to, "<thead><tr><th scope=\"col\">%s</th>", t->x_name);
@@ -188,7 +189,7 @@ static void write_table(const struct table *t, FILE *to) {
         fputs("</ul>\n", to);
 }
 
-/* ---- the machine ------------------------------------------------------------------------------------------------- */
+/* ---- the machine ----------------------------------------------------------------------------- */
 
 static void write_fact(FILE *to, const char *name, const char *value) {
     if (!value[0])

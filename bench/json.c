@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A report as JSON, written and read back. */
 #include <errno.h>
 #include <math.h>
@@ -7,7 +8,7 @@
 #include "json_read.h"
 #include "report.h"
 
-/* ---- writing ----------------------------------------------------------------------------------------------------- */
+/* ---- writing --------------------------------------------------------------------------------- */
 
 static void write_string(FILE *to, const char *text) {
     fputc('"', to);
@@ -156,7 +157,7 @@ void json_write(const struct report *r, FILE *to) {
     fputs("\n  ]\n}\n", to);
 }
 
-/* ---- reading ----------------------------------------------------------------------------------------------------- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 static void copy_text(char *to, size_t size, const struct json *from, const char *key) {
     snprintf(to, size, "%s", json_text(from, key));

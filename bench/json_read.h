@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A reader of JSON: the worker's replies, and reports of earlier runs. */
 #ifndef RAFTER_BENCH_JSON_READ_H
 #define RAFTER_BENCH_JSON_READ_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What a call costs beside the bytes it moves, on a GPU: at the smallest row of every seed table, in microseconds,
  *

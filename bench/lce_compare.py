@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy on a GPU, beside PyTorch: time, peak memory and error of loss and both gradients in one table.
 
     bench/lce_compare.py [--library build/librafter.so] [--shapes N,D,V ...] [--normal] [--rounds 12] [--errors] [--kernels]

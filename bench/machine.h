@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Facts about this machine, as Linux tells them. */
 #ifndef RAFTER_BENCH_MACHINE_H
 #define RAFTER_BENCH_MACHINE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The rafter command. */
 #include <stdio.h>
 #include <string.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Time: a clock, statistics of repeats, and the state of the caches before a repeat. */
 #ifndef RAFTER_BENCH_MEASURE_H
 #define RAFTER_BENCH_MEASURE_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a call takes beyond its inputs: what it writes for its caller, what forward left for backward, and scratch. The
  * inputs are the op's own and, in backward, the upstream gradients. */
 #include <stdio.h>

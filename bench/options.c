@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "options.h"
 
 #include <stdarg.h>
@@ -37,7 +38,7 @@ static int choose(const char *option, const char *value, const char *const names
     return -1;
 }
 
-/* ---- values ------------------------------------------------------------------------------------------------------ */
+/* ---- values ---------------------------------------------------------------------------------- */
 
 static bool read_preset(struct options *o, const char *value) {
     static const char *const names[] = {"quick", "seeds"};
@@ -208,7 +209,7 @@ static bool read_resume(struct options *o, const char *value) {
     return o->resume = true;
 }
 
-/* ---- the line ---------------------------------------------------------------------------------------------------- */
+/* ---- the line -------------------------------------------------------------------------------- */
 
 static const struct {
     const char *name;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The command line of `rafter bench` and `rafter check`. */
 #ifndef RAFTER_BENCH_OPTIONS_H
 #define RAFTER_BENCH_OPTIONS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A table as a picture: lines over x, both axes logarithmic, as SVG inside an HTML page. */
 #ifndef RAFTER_BENCH_PLOT_H
 #define RAFTER_BENCH_PLOT_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* One line on stderr that says what is being done; nothing at all unless stderr is a terminal, or RAFTER_PROGRESS is
  * set in the environment: then every one is a line of its own that begins with the seconds since the first. */
 #ifndef RAFTER_BENCH_PROGRESS_H

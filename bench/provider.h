@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A provider runs problems: Rafter with an algorithm, a plain C version, another library. One column of a table is one
  * provider (for Rafter: one algorithm of it); one cell is one session, from open to close.
@@ -73,7 +74,7 @@ extern const struct provider provider_rafter, provider_naive, provider_onednn, p
 /* All providers of this build, NULL-terminated; rafter is the first. */
 extern const struct provider *const providers[];
 
-/* ---- sessions ---------------------------------------------------------------------------------------------------- */
+/* ---- sessions -------------------------------------------------------------------------------- */
 
 bool session_open(struct session *s);
 bool session_time(struct session *s, double *seconds);
@@ -113,7 +114,7 @@ bool child_time(struct session *s, double *seconds);
 bool child_collect(struct session *s);
 void child_close(struct session *s);
 
-/* ---- for providers ----------------------------------------------------------------------------------------------- */
+/* ---- for providers --------------------------------------------------------------------------- */
 
 /* Whether the title has this field: title_has(p, "act_silu"). */
 bool title_has(const problem *p, const char *field);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The library on a CUDA device, where the row's tensors are. */
 #include "core/backend.h"
 #include "provider.h"

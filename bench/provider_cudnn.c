@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* cuDNN's softmax and activations, where its library is: loaded when a run on a GPU first wants it. */
 #include <dlfcn.h>
 #include <stdio.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The plain C versions of naive/, at the highest level that this machine runs. */
 #include <stdlib.h>
 #include <string.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * oneDNN, where it has the op: eltwise, softmax, and for linear_cross_entropy its matmul and softmax with the labels'
  * few elements done here. A session is a list of steps. It runs in a child process whose end frees everything, so
@@ -45,7 +46,7 @@ static bool good(struct session *s, dnnl_status_t status, const char *what) {
     return session_fail(s, "%s failed with status %d", what, (int)status);
 }
 
-/* ---- tensors ----------------------------------------------------------------------------------------------------- */
+/* ---- tensors --------------------------------------------------------------------------------- */
 
 static dnnl_data_type_t data_type(rafter_dtype dtype) {
     return dtype == RAFTER_F32 ? dnnl_f32 : dtype == RAFTER_BF16 ? dnnl_bf16 : dnnl_f16;
@@ -82,7 +83,7 @@ static dnnl_memory_t memory_of(struct session *s, const char *name) {
     return memory(s, layout_of(s, t), t->tensor.data);
 }
 
-/* ---- steps ------------------------------------------------------------------------------------------------------- */
+/* ---- steps ----------------------------------------------------------------------------------- */
 
 /* Adds a step for the plan, if making the plan went well. */
 static void add_primitive(struct session *s, dnnl_status_t status, dnnl_primitive_desc_t plan, const char *what,
@@ -103,7 +104,7 @@ static void add_function(struct session *s, void (*function)(struct session *s))
     o->step[o->steps++] = (struct step){.function = function};
 }
 
-/* ---- act --------------------------------------------------------------------------------------------------------- */
+/* ---- act ------------------------------------------------------------------------------------- */
 
 static const struct {
     const char *field;
@@ -163,7 +164,7 @@ static void plan_softmax(struct session *s) {
     }
 }
 
-/* ---- linear_cross_entropy ---------------------------------------------------------------------------------------- */
+/* ---- linear_cross_entropy -------------------------------------------------------------------- */
 
 static int64_t label_of(const struct session *s, int64_t row) {
     const problem_tensor *t = problem_find(&s->problem, "target");
@@ -270,7 +271,7 @@ static void plan_linear_cross_entropy(struct session *s) {
                     matrix(s, dw->dtype, v, d, d, 1), dw->tensor.data, factor);
 }
 
-/* ---- the provider ------------------------------------------------------------------------------------------------ */
+/* ---- the provider ---------------------------------------------------------------------------- */
 
 static bool serves_loss(const problem *p) {
     const problem_tensor *target = problem_find(p, "target");

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The columns that run in Python, each a provider of its own; the worker does their work. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,7 +37,7 @@ static bool is_input(const problem_tensor *t) {
     return t->role == PROBLEM_INPUT || t->role == PROBLEM_UPSTREAM;
 }
 
-/* ---- asking ------------------------------------------------------------------------------------------------------ */
+/* ---- asking ---------------------------------------------------------------------------------- */
 
 struct order {
     char *text;
@@ -70,7 +71,7 @@ static struct json *order_send(struct session *s, struct order *o, double limit)
     return answer;
 }
 
-/* ---- the row ----------------------------------------------------------------------------------------------------- */
+/* ---- the row --------------------------------------------------------------------------------- */
 
 static void write_tensor(FILE *to, const problem_tensor *t, size_t at) {
     fprintf(to, "{\"name\": \"%s\", \"dtype\": \"%s\", \"at\": %zu, \"shape\": [", t->name,
@@ -123,7 +124,7 @@ static bool share_row(struct session *s) {
     return row.generation != 0;
 }
 
-/* ---- the provider ------------------------------------------------------------------------------------------------ */
+/* ---- the provider ---------------------------------------------------------------------------- */
 
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
     (void)mode;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The library itself, with the problem's algorithm: automatic or forced. */
 #include "provider.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The whole list of providers. Each table has the columns that serve its op, in this order; those of the Python worker
  * are listed in peers.inc. */
 #include "provider.h"

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "report.h"
 
 #include <errno.h>
@@ -145,7 +146,7 @@ void report_free(struct report *r) {
     *r = (struct report){0};
 }
 
-/* ---- who is ahead ------------------------------------------------------------------------------------------------ */
+/* ---- who is ahead ---------------------------------------------------------------------------- */
 
 const struct cell *row_ours(const struct table *t, const struct row *row) {
     for (int c = 0; c < t->columns; c++)
@@ -167,7 +168,7 @@ const struct cell *row_best_peer(const struct table *t, const struct row *row, c
     return best;
 }
 
-/* ---- files ------------------------------------------------------------------------------------------------------- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 bool output_open(struct output *o, const char *path) {
     if (strlen(path) >= sizeof o->path) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a run of `rafter bench` found: tables of rows of cells, collected before they are printed or written. */
 #ifndef RAFTER_BENCH_REPORT_H
 #define RAFTER_BENCH_REPORT_H
@@ -95,7 +96,7 @@ void report_free(struct report *r);
 const struct cell *row_ours(const struct table *t, const struct row *row);
 const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name);
 
-/* ---- as text ----------------------------------------------------------------------------------------------------- */
+/* ---- as text --------------------------------------------------------------------------------- */
 
 /* The layout of the seeds: title, heading, then index, x and one column per provider. */
 void table_print(const struct table *t, FILE *to);
@@ -104,7 +105,7 @@ void table_markdown(const struct table *t, FILE *to);
 /* Everything in one file that a browser opens: summary, plots, tables, machine, command. */
 void html_write(const struct report *r, FILE *to);
 
-/* ---- files ------------------------------------------------------------------------------------------------------- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 /* Written under another name, then renamed: under its own name a file is either whole or not there. */
 struct output {

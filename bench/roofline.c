@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "roofline.h"
 
 #include <math.h>
@@ -17,7 +18,7 @@ static const struct streams *best_streams(void) {
     return isa >= RAFTER_ISA_avx512 ? &streams_avx512 : isa >= RAFTER_ISA_avx2 ? &streams_avx2 : &streams_portable;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 /* Seconds to copy on the device, reading and writing `bytes` in all, from and to memory that is not in its caches. */
 static double device_copy_seconds(const rafter_context *context, double bytes) {
@@ -104,7 +105,7 @@ static double memory_seconds(const struct roofline *r, const problem *p, enum pr
     return copied / r->copy + (bytes - copied) / r->read;
 }
 
-/* ---- L1 ---------------------------------------------------------------------------------------------------------- */
+/* ---- L1 -------------------------------------------------------------------------------------- */
 
 /* Bytes per second, as cost() counts them, of one thread whose data never leaves L1; infinite if the op cannot be run
  * like that. */
@@ -138,7 +139,7 @@ static double measure_resident(const struct op_cases *op, const struct bench_row
     return good ? bytes / best : INFINITY;
 }
 
-/* ---- matrix work ------------------------------------------------------------------------------------------------- */
+/* ---- matrix work ----------------------------------------------------------------------------- */
 
 static double measure_matrix(rafter_context *context, rafter_dtype dtype) {
     enum { REPEATS = 5 };

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The least time that a call can take on this machine, from rates measured in the same run:
  *     memory    the bytes that must move, at the rate of copying (past the caches) or reading memory

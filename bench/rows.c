@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Walks tables x rows x modes. */
 #include <math.h>
 #include <stdlib.h>

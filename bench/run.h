@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A run of `rafter bench` while it goes on. */
 #ifndef RAFTER_BENCH_RUN_H
 #define RAFTER_BENCH_RUN_H

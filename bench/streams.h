@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Reading and copying memory as fast as one thread can; compiled per ISA level (see CMakeLists.txt). */
 #ifndef RAFTER_BENCH_STREAMS_H
 #define RAFTER_BENCH_STREAMS_H

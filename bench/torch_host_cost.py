@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Host time per call of Rafter's functions beside torch's own, on the smallest row of every table: what Python, the dispatcher,
 autograd and the launch cost before the device does anything. Forward without and with gradients wanted, then forward and backward;
 last what a call is made of.

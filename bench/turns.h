@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Whose turn it is, where columns are timed in rounds. */
 #ifndef RAFTER_BENCH_TURNS_H
 #define RAFTER_BENCH_TURNS_H

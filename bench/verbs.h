@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The verbs of the rafter command. Each takes the whole command line (argv[1] is the verb) and returns the exit status:
  * 0 good, 1 something is wrong, 2 the command line is. */
 #ifndef RAFTER_BENCH_VERBS_H

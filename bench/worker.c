@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "worker.h"
 
 #include <errno.h>
@@ -37,7 +38,7 @@ static struct {
     size_t bytes;
 } shared = {.fd = -1};
 
-/* ---- the process ------------------------------------------------------------------------------------------------- */
+/* ---- the process ----------------------------------------------------------------------------- */
 
 static void let_go(void) {
     if (worker.socket >= 0)
@@ -137,7 +138,7 @@ static bool spawn(const struct worker_options *options) {
     return worker.pid > 0 && worker.log >= 0;
 }
 
-/* ---- orders and answers ------------------------------------------------------------------------------------------ */
+/* ---- orders and answers ---------------------------------------------------------------------- */
 
 /* A whole line, in worker.line. 1: there; 0: too late, or not waited for after Ctrl-C; -1: the worker has closed its
  * end. */
@@ -247,7 +248,7 @@ const struct json *worker_greeting(void) {
     return worker.greeting;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------------------------ */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 char *worker_memory(size_t bytes) {
     if (shared.fd < 0) {

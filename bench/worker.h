@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The Python worker: one process that runs the providers written for PyTorch. The tool starts it when a row first needs
  * it, sends it orders and reads its answers as lines of JSON over a socket, and hands it the row's inputs in memory

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # librafter_cuda: every op's cuda.cu and what they share. The CUDA runtime is linked in, so that no version of it has to be
 # installed where the library runs.
 set(CMAKE_CUDA_ARCHITECTURES ${RAFTER_CUDA_ARCHITECTURES})

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # cmake --install: headers, both libraries, a CMake package (find_package(rafter)) and a pkg-config file.
 include(CMakePackageConfigHelpers)
 

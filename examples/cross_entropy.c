@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Cross entropy of a small batch: the loss, then its gradient, then both in one pass.
  *

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small transformer on the bytes of a text that the script makes up, once with plain PyTorch and once with Rafter, from the same
 start, and prints both loss curves, tokens per second and peak memory.
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The contract of the public header apart from the numbers: bad input gets a status and a sentence that names the
  * argument and both values, and leaves outputs untouched; argument structs can grow; workspaces and allocators do what
@@ -15,8 +16,7 @@
 
 #include "rafter/rafter.h"
 
-/* ---- a small valid call of every op, to spoil one argument at a time ------------------------------------------------
- */
+/* ---- a small valid call of every op, to spoil one argument at a time ------------------------- */
 
 enum { B = 2, N = 3, H = 2, D = 8, ROWS = B * N, V = 11 };
 
@@ -151,8 +151,7 @@ static void expect_failure(rafter_status got, rafter_status want, const char *wo
 }
 #define EXPECT_INVALID(call, ...) expect_failure((call), RAFTER_INVALID_ARGUMENT, __VA_ARGS__, (char *)NULL)
 
-/* ---- the valid calls are valid --------------------------------------------------------------------------------------
- */
+/* ---- the valid calls are valid --------------------------------------------------------------- */
 
 static void test_fixture_is_valid(void **state) {
     (void)state;
@@ -172,8 +171,7 @@ static void test_fixture_is_valid(void **state) {
     assert_string_equal(rafter_last_error(f.context), "");
 }
 
-/* ---- what every op checks alike
- * --------------------------------------------------------------------------------------- */
+/* ---- what every op checks alike -------------------------------------------------------------- */
 
 /* One call of each op and direction, on the fixture as it stands. */
 static rafter_status call(int which) {
@@ -362,8 +360,7 @@ static void test_sizes_of_structs(void **state) {
     assert_int_equal(rafter_logsumexp_forward(f.context, &f.logsumexp), RAFTER_OK);
 }
 
-/* ---- shapes, options, overlaps of single ops
- * -------------------------------------------------------------------------- */
+/* ---- shapes, options, overlaps of single ops ------------------------------------------------- */
 
 static void test_act_bad(void **state) {
     (void)state;
@@ -507,8 +504,7 @@ static void test_lrpe_bad(void **state) {
     EXPECT_INVALID(rafter_lrpe_cosine_forward(f.context, &f.lrpe), "positions", "dtype");
 }
 
-/* ---- memory
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 struct ledger {
     size_t held, most;
@@ -704,8 +700,7 @@ static void test_none_copies_nothing_in_place(void **state) {
     assert_true(f.x_data[5] == before);
 }
 
-/* ---- zero sizes
- * --------------------------------------------------------------------------------------------------------- */
+/* ---- zero sizes ------------------------------------------------------------------------------ */
 
 static void test_zero_sizes(void **state) {
     (void)state;
@@ -753,8 +748,7 @@ static void test_zero_sizes(void **state) {
     assert_int_equal(rafter_lrpe_cosine_forward(f.context, &f.lrpe), RAFTER_OK);
 }
 
-/* ---- context
- * ------------------------------------------------------------------------------------------------------------- */
+/* ---- context --------------------------------------------------------------------------------- */
 
 static void test_context(void **state) {
     (void)state;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The rafter command with providers that misbehave, each in its own way; command.sh looks at what becomes of them. */
 #include <signal.h>
 #include <stdlib.h>

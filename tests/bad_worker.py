@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A worker for tests/command.sh, without PyTorch: of logsumexp's columns `ptr` dies, `rtr` never answers, `to` is wrong, and
 `toc` is right, though each of the others takes the process down or spoils its answer first."""
 import json

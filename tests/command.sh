@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The rafter command itself: exit statuses, sentences, titles, files. command.sh RAFTER TEST_BENCH, where the second is the
 # command with misbehaving providers (bad_providers.c).
 set -uo pipefail

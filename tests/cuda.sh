@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The tests that need a GPU: every op's walk, tests/cuda/, the cases past 2^31 elements, the bench's own columns, and
 # compute-sanitizer over a sample of the small cases.
 #

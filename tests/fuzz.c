@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Random calls, most of them slightly wrong: whatever the arguments, a call returns a status, a failure has a sentence
  * and writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an
@@ -71,8 +72,7 @@ static void release_all(struct pool *all) {
     all->used = 0;
 }
 
-/* ---- numbers, of the floats only ----------------------------------------------------------------------------------
- */
+/* ---- numbers, of the floats only ------------------------------------------------------------- */
 
 static float half_value(uint16_t bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -112,8 +112,7 @@ static void store(unsigned char *at, DLDataType dtype, int n) {
         memcpy(at, &narrow, sizeof narrow);
 }
 
-/* ---- random calls ---------------------------------------------------------------------------------------------------
- */
+/* ---- random calls ---------------------------------------------------------------------------- */
 
 /* A tensor of about this shape and dtype; NULL now and then. Integers are in [0, labels). */
 static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, int64_t labels) {
@@ -358,8 +357,7 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
     return one_in(2) ? rafter_lrpe_cosine_forward(context, &a) : rafter_lrpe_cosine_backward(context, &a);
 }
 
-/* ---- the walk over them ---------------------------------------------------------------------------------------------
- */
+/* ---- the walk over them ---------------------------------------------------------------------- */
 
 static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
                                                          random_linear_cross_entropy, random_lrpe_cosine};

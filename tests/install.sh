@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # install.sh SOURCE BUILD: installs into a temporary prefix, then compiles and runs, with nothing but cc and pkg-config,
 # every program in examples/ and every ```c block with a main() in README.md and docs/, and a consumer of the CMake package.
 set -euo pipefail

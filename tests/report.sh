@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The HTML report in a browser: report.sh RAFTER. Status 77 (skipped) without Python or Chromium.
 set -euo pipefail
 command -v python3 >/dev/null || exit 77

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Opens a report of `rafter bench --html` in headless Chromium and looks at it: report_browser.py REPORT.html REPORT.json
 
 Speaks the DevTools protocol over a pipe, so nothing but the browser is needed. Exit status 77 where there is none.

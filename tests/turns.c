@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The order in which the bench times its columns: all of them in every round, and each right after each other one
  * equally often. */
 #include <stdio.h>

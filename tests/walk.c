@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality
  * over repeats, over 1, 2 and 3 threads and in a workspace of just the bytes asked for; finite differences of the

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "naive/act.h"
 
 static bool serves(const problem *p, enum problem_mode mode) {

@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Activations and softmax, for act and for lrpe_cosine. */
 #ifndef RAFTER_NAIVE_ACT_H
 #define RAFTER_NAIVE_ACT_H
 
 #include "naive/naive.h"
 
-/* ---- pointwise --------------------------------------------------------------------------------------------------- */
+/* ---- pointwise ------------------------------------------------------------------------------- */
 
 static void naive_relu(float *y, const float *x, const float *unused, int64_t n) {
     (void)unused;
@@ -59,7 +60,7 @@ static inline const struct naive_activation *naive_activation(const problem *p) 
     return NULL;
 }
 
-/* ---- softmax ----------------------------------------------------------------------------------------------------- */
+/* ---- softmax --------------------------------------------------------------------------------- */
 
 /* A tensor seen as [outer, length, inner], softmax over the middle. */
 struct naive_softmax_shape {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "naive/naive.h"
 
 /* torch.logsumexp is m + log(sum(exp(x - m))) with m = amax(x): four operations over memory, one temporary of x's size.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* log_softmax and nll_loss, which eager PyTorch's cross_entropy is made of. */
 #ifndef RAFTER_NAIVE_LOSS_H
 #define RAFTER_NAIVE_LOSS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "naive/act.h"
 
 /* What PyTorch does with x in bf16 and theta made fp32:

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The ops as an eager framework runs them: one plain loop per framework operation, each reading its operands from
  * memory and writing its result to memory, OpenMP over rows or blocks. Where eager PyTorch has one kernel for a thing
@@ -58,7 +59,7 @@ static inline void *naive_data(const struct naive *n, const char *name) {
     return problem_find(n->problem, name)->tensor.data;
 }
 
-/* ---- elements ---------------------------------------------------------------------------------------------------- */
+/* ---- elements -------------------------------------------------------------------------------- */
 
 static inline size_t naive_bytes(rafter_dtype dtype) {
     return dtype == RAFTER_F32 ? 4 : 2;
@@ -124,7 +125,7 @@ static inline void naive_store(rafter_dtype dtype, void *tensor, int64_t to, con
             h[i] = naive_float_to_half(from[i]);
 }
 
-/* ---- rows -------------------------------------------------------------------------------------------------------- */
+/* ---- rows ------------------------------------------------------------------------------------ */
 
 struct naive_array {
     rafter_dtype dtype;
@@ -189,7 +190,7 @@ static inline void naive_row_linear(struct naive_array out, struct naive_array a
     }
 }
 
-/* ---- passes ------------------------------------------------------------------------------------------------------ */
+/* ---- passes ---------------------------------------------------------------------------------- */
 
 /* One elementwise pass over memory: f(out, a, b) on blocks of floats. A NULL b.data is not read. */
 static inline void naive_pointwise(const struct naive *n, int64_t count, struct naive_array out, struct naive_array a,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each column that runs in Python calls: for an op, a function of the differentiable inputs.
 
 A function here is named <op>_<column>. It takes the row and returns the callable that is measured, through the package's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The worker that `rafter bench` starts for providers in Python: worker.py SOCKET cpu|cuda THREADS EVICT_BYTES EVICTIONS
 
 Orders come and answers go over the socket, one JSON object per line; bench/worker.h says what the tool expects. The inputs of

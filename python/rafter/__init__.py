@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rafter: fused training operations for language models, as PyTorch functions and modules. See docs/pytorch.md."""
 from . import nn
 from .functional import (LogProbs, LossOutput, act, cross_entropy, linear_cross_entropy, linear_logprobs, logsumexp, lrpe_cosine,

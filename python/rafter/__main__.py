@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """python -m rafter info: what runs here."""
 import glob
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fake kernels and gradients of the ops, in the order of include/rafter/rafter.h. Arguments are those of the schemas in ops.cpp;
 trailing ones that have their default value may be missing."""
 import torch

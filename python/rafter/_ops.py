@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The dispatcher's side of Rafter: loads the library of ops and gives each its fake kernel and its gradient.
 
 Every differentiable op has two ways in, which share one gradient:

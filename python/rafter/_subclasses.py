@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls by way of the dispatcher, which torch.compile, function transforms and tensor subclasses understand; and DTensor."""
 import sys
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The functions of Rafter. They take what torch.nn.functional's take, in the same places; everything more is by keyword."""
 from typing import NamedTuple, Optional, Protocol, Sequence, Tuple, Union, overload
 

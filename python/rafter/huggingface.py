@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One line for a Hugging Face causal LM: rafter.patch(model) makes its training loss without ever forming logits."""
 import functools
 import inspect

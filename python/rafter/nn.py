@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules over the functions. Options that are the same for every call are given to the constructor; tensors of a batch to forward."""
 from typing import Any, Optional
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "contexts.h"
 
 #include <dlfcn.h>
@@ -20,7 +21,7 @@ struct Destroy {
 };
 using Context = std::unique_ptr<rafter_context, Destroy>;
 
-/* ---- CPU */
+/* ---- CPU ------------------------------------------------------------------------------------- */
 
 rafter_context *cpu_context(const char *op) {
     thread_local Context context;
@@ -41,7 +42,7 @@ rafter_context *cpu_context(const char *op) {
     return context.get();
 }
 
-/* ---- CUDA */
+/* ---- CUDA ------------------------------------------------------------------------------------ */
 
 /* A context and what it needs. Scratch memory comes from PyTorch's caching allocator, which knows about streams and
  * graph capture. */

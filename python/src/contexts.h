@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which rafter_context serves a call: on the CPU one per thread, on CUDA one per device and stream. */
 #ifndef RAFTER_PYTHON_CONTEXTS_H
 #define RAFTER_PYTHON_CONTEXTS_H

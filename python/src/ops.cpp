@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Rafter's ops for PyTorch's dispatcher. Every op is registered twice, under its name and under its name with a leading
  * underscore: the first gets an autograd formula (in _ops.py), the second is what lies below autograd, for the eager
@@ -39,7 +40,7 @@ template <void body(Call &)> void kernel(StableIValue *stack, uint64_t, uint64_t
     body(call);
 }
 
-/* ---- act */
+/* ---- act ------------------------------------------------------------------------------------- */
 
 rafter_act_args act_args(Call &call) {
     rafter_act_args args = blank<rafter_act_args>();
@@ -69,7 +70,7 @@ void act_backward(Call &call) {
     call.give(dx);
 }
 
-/* ---- logsumexp */
+/* ---- logsumexp ------------------------------------------------------------------------------- */
 
 void logsumexp(Call &call) {
     const Tensor x = call.tensor();
@@ -105,7 +106,7 @@ void logsumexp_backward(Call &call) {
     call.give(dx);
 }
 
-/* ---- what the two losses share */
+/* ---- what the two losses share --------------------------------------------------------------- */
 
 /* Last in every schema, with defaults: reading an argument from Python costs time, filling in a default hardly any. */
 #define OPTIONS                                                                                                        \
@@ -165,7 +166,7 @@ struct Outputs {
     }
 };
 
-/* ---- cross_entropy */
+/* ---- cross_entropy --------------------------------------------------------------------------- */
 
 template <bool stats> void cross_entropy(Call &call) {
     const Tensor logits = call.tensor(), target = call.tensor();
@@ -199,7 +200,7 @@ template <bool in_place> void cross_entropy_backward(Call &call) {
         call.give(dlogits);
 }
 
-/* ---- linear_cross_entropy */
+/* ---- linear_cross_entropy -------------------------------------------------------------------- */
 
 #define LINEAR "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
 #define GRADIENTS "Tensor dinput, Tensor dweight, Tensor dbias"
@@ -290,7 +291,7 @@ void linear_logprobs(Call &call) {
     call.give(out.logprob, out.entropy, out.lse);
 }
 
-/* ---- lrpe_cosine */
+/* ---- lrpe_cosine ----------------------------------------------------------------------------- */
 
 #define LRPE                                                                                                           \
     "Tensor x, Tensor theta, Tensor? positions=None, int offset=0, int act=0, int softmax_over=0, int algorithm=0"
@@ -335,7 +336,7 @@ void lrpe_cosine_backward(Call &call) {
     call.give(dx, dtheta);
 }
 
-/* ---- what runs here: lines of "name value" */
+/* ---- what runs here: lines of "name value" --------------------------------------------------- */
 
 void info(StableIValue *stack, uint64_t, uint64_t) {
     const rafter::Device cpu = {aoti_torch_device_type_cpu(), 0};

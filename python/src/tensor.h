@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * PyTorch tensors as DLTensors, and the boxed calling convention of the LibTorch stable ABI. Everything goes through
  * the C shim (aoti_torch_*, torch_*), so one binary serves PyTorch 2.10 and later. torch::stable::Tensor would do too;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The CUDA backend: a second shared library, librafter_cuda, that the first loads when a context for a CUDA device is
  * created. The two meet in one table of functions. An op's op.c checks the arguments, whatever the device, and hands

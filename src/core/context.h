@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The context behind rafter_context, error sentences, argument structs and scratch memory. */
 #ifndef RAFTER_CORE_CONTEXT_H
 #define RAFTER_CORE_CONTEXT_H

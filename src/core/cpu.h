@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the CPU can run. Built with baseline flags only, so that asking is always safe. */
 #ifndef RAFTER_CORE_CPU_H
 #define RAFTER_CORE_CPU_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Apart from the rest of the context because the CUDA backend, a library of its own, carries a copy. */
 #include "core/context.h"
 

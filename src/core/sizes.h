@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Arithmetic of sizes, for cutting work. */
 #ifndef RAFTER_CORE_SIZES_H
 #define RAFTER_CORE_SIZES_H

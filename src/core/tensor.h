@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Checked views of DLTensors, and the checks that every op shares. */
 #ifndef RAFTER_CORE_TENSOR_H
 #define RAFTER_CORE_TENSOR_H

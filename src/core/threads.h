@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The one place that spawns threads. */
 #ifndef RAFTER_CORE_THREADS_H
 #define RAFTER_CORE_THREADS_H

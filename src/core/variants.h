@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Which compiled variant of an op's kernels serves a call. */
 #ifndef RAFTER_CORE_VARIANTS_H
 #define RAFTER_CORE_VARIANTS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The elementwise activations and their gradients, good enough to be rounded to T. Infinities and NaN come out as in
  * PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.

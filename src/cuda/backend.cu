@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/backend.cuh"
 #include "cuda/products.cuh"
 
@@ -13,8 +14,7 @@ extern "C" {
 #undef RAFTER_OP
 }
 
-/* ---- scratch memory
- * -------------------------------------------------------------------------------------------------- */
+/* ---- scratch memory -------------------------------------------------------------------------- */
 
 /* A block that has become too small, but that a graph may still use. */
 struct Retired {
@@ -91,8 +91,7 @@ rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size
                        rafter_scratch_request(bytes));
 }
 
-/* ---- open and close
- * -------------------------------------------------------------------------------------------------- */
+/* ---- open and close -------------------------------------------------------------------------- */
 
 static void close_context(rafter_context *context) {
     rafter_cuda_state *state = context->cuda_state;
@@ -184,8 +183,7 @@ static rafter_status open_context(rafter_context *context) {
     return RAFTER_OK;
 }
 
-/* ---- labels out of range
- * --------------------------------------------------------------------------------------------- */
+/* ---- labels out of range --------------------------------------------------------------------- */
 
 static rafter_status bad_labels(rafter_context *context, bool *found) {
     rafter_cuda_state *state = context->cuda_state;
@@ -198,8 +196,7 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
     return RAFTER_OK;
 }
 
-/* ---- for tests and the bench
- * ------------------------------------------------------------------------------------------ */
+/* ---- for tests and the bench ----------------------------------------------------------------- */
 
 static void facts(const rafter_context *context, struct rafter_cuda_facts *out) {
     cudaDeviceProp properties;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What host code of the CUDA backend shares: the state behind a context, launching, errors. */
 #ifndef RAFTER_CUDA_BACKEND_CUH
 #define RAFTER_CUDA_BACKEND_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax over lines down a dimension, every byte of it read once: for jobs of cuda/strips.cuh whose strips are 128
  * bytes across and have many chunks, on GPUs that have a copy engine (Hopper and later).
@@ -389,8 +390,7 @@ __global__ void __launch_bounds__(Conveyor<Job>::THREADS, 1)
 #endif
 }
 
-/* ---- how to cut ----------------------------------------------------------------------------------------------------
- */
+/* ---- how to cut ------------------------------------------------------------------------------ */
 
 template <class Job>
 static inline ConveyorCut cut_for_conveyor(const rafter_cuda_state *state, int64_t strips, int64_t rows) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The few functions of cuBLASLt that products.cu calls, declared here so that neither its headers nor the library need
  * be there to build: it is loaded when the first matrix product is wanted. The numbers are cuBLASLt's ABI, the same in

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Hopper's asynchronous machinery, one function per instruction: barriers in shared memory, bulk tensor copies into it,
  * warpgroup matrix products out of it. Only for code behind __CUDA_ARCH_FEAT_SM90_ALL.
@@ -13,8 +14,7 @@ DEVICE unsigned shared_address(const void *p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
-/* ---- clusters -----------------------------------------------------------------------------------------------------
- */
+/* ---- clusters -------------------------------------------------------------------------------- */
 
 DEVICE unsigned cluster_rank() {
     unsigned rank;
@@ -32,8 +32,7 @@ DEVICE void group_sync(int number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
-/* ---- barriers -----------------------------------------------------------------------------------------------------
- */
+/* ---- barriers -------------------------------------------------------------------------------- */
 
 DEVICE void barrier_init(uint64_t *barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -77,8 +76,7 @@ DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
     barrier_wait(shared_address(barrier), parity);
 }
 
-/* ---- copies -------------------------------------------------------------------------------------------------------
- */
+/* ---- copies ---------------------------------------------------------------------------------- */
 
 /* Has the map itself fetched, before the first copy needs it. */
 DEVICE void prefetch_map(const CUtensorMap *map) {
@@ -155,8 +153,7 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
                  : "memory");
 }
 
-/* ---- products -----------------------------------------------------------------------------------------------------
- */
+/* ---- products -------------------------------------------------------------------------------- */
 
 /* Rows of 128 bytes, swizzled as the copy engine does it: what wgmma calls a descriptor, less its upper half, which is
  * the same for all. The reduced dimension runs along the rows; or, TURNED, across them, and what is multiplied with it

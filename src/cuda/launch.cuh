@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the ops' host code shares: a template chosen by dtype, a launch, how wide an access may be, walks over
  * dimensions. */
 #ifndef RAFTER_CUDA_LAUNCH_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "cuda/products.cuh"
 
 #include <dlfcn.h>
@@ -9,8 +10,7 @@
 
 #include "cuda/cublaslt.h"
 
-/* ---- loading ------------------------------------------------------------------------------------------------------
- */
+/* ---- loading --------------------------------------------------------------------------------- */
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
@@ -61,8 +61,7 @@ static const LtFunctions *load(char *reason, size_t room) {
     return &functions;
 }
 
-/* ---- what a context keeps -------------------------------------------------------------------------------------------
- */
+/* ---- what a context keeps -------------------------------------------------------------------- */
 
 /* A product without its addresses: what decides on an algorithm. */
 struct Shape {
@@ -136,8 +135,7 @@ rafter_status rafter_cuda_open_products(rafter_context *context) {
     return RAFTER_OK;
 }
 
-/* ---- choosing an algorithm ----------------------------------------------------------------------------------------
- */
+/* ---- choosing an algorithm ------------------------------------------------------------------- */
 
 /* cuBLASLt counts columns first, so that what it sees is c^T[n, m] = b^T a^T. */
 static cudaDataType_t type_of(rafter_dtype dtype) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products, by cuBLASLt. */
 #ifndef RAFTER_CUDA_PRODUCTS_CUH
 #define RAFTER_CUDA_PRODUCTS_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Rows and their softmax statistics: what logsumexp and the losses share.
  *
@@ -10,8 +11,7 @@
 #include "core/tensor.h"
 #include "cuda/vocabulary.cuh"
 
-/* ---- where rows lie ------------------------------------------------------------------------------------------------
- */
+/* ---- where rows lie -------------------------------------------------------------------------- */
 
 /* One number of a tensor of any of the three dtypes. */
 DEVICE float load_number(const void *data, rafter_dtype dtype, int64_t i) {
@@ -108,8 +108,7 @@ template <typename T> struct Stretch {
     }
 };
 
-/* ---- maxima and exponentials
- * ----------------------------------------------------------------------------------------- */
+/* ---- maxima and exponentials ----------------------------------------------------------------- */
 
 template <typename T, int N, int COUNT> DEVICE Pack<T, N> max_of_each(const Pack<T, N> (&packs)[COUNT]) {
     Pack<T, N> top = packs[0];
@@ -182,8 +181,7 @@ template <typename T> struct ScaledExp {
     }
 };
 
-/* ---- running statistics
- * ------------------------------------------------------------------------------------------------ */
+/* ---- running statistics ---------------------------------------------------------------------- */
 
 /* The sum is that of e^(scale * (x - pivot_at(max))). A NaN makes the sum NaN, and the maximum skips
  * it; a +inf makes the sum +inf (or NaN). */
@@ -242,8 +240,7 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
     return s;
 }
 
-/* ---- rows in parts
- * ----------------------------------------------------------------------------------------------------- */
+/* ---- rows in parts --------------------------------------------------------------------------- */
 
 /* Counts this block as arrived at `counter`. True in the last of `blocks`, which then sees what all of them wrote
  * before they arrived, and has set the counter back to 0. To be called by all threads. */
@@ -261,8 +258,7 @@ DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
     return last;
 }
 
-/* ---- the inner loop
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- the inner loop -------------------------------------------------------------------------- */
 
 /* Packs that a thread loads before it uses the first. */
 constexpr int IN_FLIGHT = 4;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Sine and cosine of position * theta for an integer position and fp32 theta, of the exact product.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax over lines too long for a warp.
  *
@@ -430,8 +431,7 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
         merge_statistics(job, cut, meeting, strip, (int)(chunk - cut.chunks), shared);
 }
 
-/* ---- how to cut
- * ------------------------------------------------------------------------------------------------------------- */
+/* ---- how to cut ------------------------------------------------------------------------------ */
 
 /* One chunk to a strip where that is asked for, or where at least half of it stays in shared memory. */
 template <class Job>

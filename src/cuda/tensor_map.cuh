@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Tensor maps: what Hopper's copy engine knows about a tensor in global memory, made on the host. */
 #ifndef RAFTER_CUDA_TENSOR_MAP_CUH
 #define RAFTER_CUDA_TENSOR_MAP_CUH

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Products of 16-bit matrices by Hopper's tensor cores: a[m, k] b[k, n], a tile of 128 x 256 sums at a time in the
  * registers of two warpgroups, which turn it there into whatever is wanted of it.
@@ -440,8 +441,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Mee
     cluster_sync(); /* nobody leaves while another's copies or arrivals may still reach it */
 }
 
-/* ---- results ------------------------------------------------------------------------------------------------------
- */
+/* ---- results --------------------------------------------------------------------------------- */
 
 template <typename T> DEVICE unsigned pair_of(float a, float b) {
     const float both[2] = {a, b};
@@ -563,8 +563,7 @@ DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging
 
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
-/* ---- launching ----------------------------------------------------------------------------------------------------
- */
+/* ---- launching ------------------------------------------------------------------------------- */
 
 /* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes; what lies outside of it reads
  * as 0, and is not written. (L2 is not asked for more at a time: that made a half more of its halves' exchange.) */

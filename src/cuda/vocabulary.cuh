@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The device-side vocabulary: conversions, wide loads and stores, reductions. What src/simd/simd.h is to CPU kernels.
  *
@@ -21,8 +22,7 @@ constexpr int WARP = 32;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 
-/* ---- conversions ---------------------------------------------------------------------------------------------------
- */
+/* ---- conversions ----------------------------------------------------------------------------- */
 
 DEVICE float to_float(float a) {
     return a;
@@ -45,8 +45,7 @@ template <> DEVICE fp16 from_float<fp16>(float a) {
     return __float2half_rn(a);
 }
 
-/* ---- packs
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- packs ----------------------------------------------------------------------------------- */
 
 /* N neighbouring elements, loaded and stored as one access; N * sizeof(T) is 2, 4, 8 or 16. */
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
@@ -208,8 +207,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T 
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* ---- functions
- * --------------------------------------------------------------------------------------------------------- */
+/* ---- functions ------------------------------------------------------------------------------- */
 
 /* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal
  * results are kept by scaling where it matters. */
@@ -240,8 +238,7 @@ DEVICE float reciprocal_fast(float x) {
     return y;
 }
 
-/* ---- copies into shared memory that run on while the thread does
- * ---------------------------------------------------------- */
+/* ---- copies into shared memory that run on while the thread does ----------------------------- */
 
 /* Copies one pack from global to shared memory; without waiting where it is 4 bytes or more. */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from) {
@@ -290,8 +287,7 @@ DEVICE void copy_wait_all_but(int groups) {
     }
 }
 
-/* ---- words that blocks wait on
- * ------------------------------------------------------------------------------------------- */
+/* ---- words that blocks wait on --------------------------------------------------------------- */
 
 /* A word that is written once, and that says by itself whether it has been: until then it is EMPTY. No number is: the
  * only NaN that could be mistaken for it is stored as another. */
@@ -318,8 +314,7 @@ DEVICE unsigned load_acquire(const unsigned *p) {
     return value;
 }
 
-/* ---- kernels that follow each other
- * ------------------------------------------------------------------------------------ */
+/* ---- kernels that follow each other ---------------------------------------------------------- */
 
 /* Lets a kernel that was launched to overlap with this one start when all blocks of this one have come here or ended.
  */
@@ -344,8 +339,7 @@ DEVICE void loads_so_far_first() {
     wait_for_previous_kernel();
 }
 
-/* ---- reductions over a warp, a block: always in the same order
- * ---------------------------------------------------------- */
+/* ---- reductions over a warp, a block: always in the same order ------------------------------- */
 
 DEVICE float warp_max(float a) {
 #pragma unroll

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The columns of a row's logits on CUDA, for both losses: statistics that merge, and the gradient at a column. What
  * follows from a whole row's statistics is loss.cuh's.
@@ -12,8 +13,7 @@
  * same but for FULL. */
 enum Options { PLAIN, SMOOTH, FULL };
 
-/* ---- statistics ----------------------------------------------------------------------------------------------------
- */
+/* ---- statistics ------------------------------------------------------------------------------ */
 
 /* Of some columns, in units of v (see RowFigures). */
 template <int OPTIONS> struct alignas(16) Gathered {
@@ -131,8 +131,7 @@ template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, 
     return f;
 }
 
-/* ---- gradient ------------------------------------------------------------------------------------------------------
- */
+/* ---- gradient -------------------------------------------------------------------------------- */
 
 template <int OPTIONS, typename T> struct ColumnGradient {
     ScaledExp<T> exp;
@@ -162,8 +161,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
     }
 };
 
-/* ---- sums over rows
- * -------------------------------------------------------------------------------------------------- */
+/* ---- sums over rows -------------------------------------------------------------------------- */
 
 DEVICE double warp_sum(double a) {
 #pragma unroll

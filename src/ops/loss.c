@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/loss.h"
 
 #include <math.h>
 #include <string.h>
 
-/* ---- checks ----------------------------------------------------------------------------------------------------- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
 static rafter_status check_options(rafter_context *context, const rafter_loss_options *given, rafter_loss_options *o,
                                    struct rafter_loss *loss) {
@@ -165,7 +166,7 @@ rafter_status rafter_loss_want_disjoint(rafter_context *context, const struct ra
     return RAFTER_OK;
 }
 
-/* ---- elements --------------------------------------------------------------------------------------------------- */
+/* ---- elements -------------------------------------------------------------------------------- */
 
 static char *at(const rafter_view *view, int64_t row) {
     return rafter_at(view, rafter_offset(view, 0, view->ndim, row));
@@ -237,7 +238,7 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
     return RAFTER_OK;
 }
 
-/* ---- rows ------------------------------------------------------------------------------------------------------- */
+/* ---- rows ------------------------------------------------------------------------------------ */
 
 const struct rafter_row_stats rafter_row_empty = {.max = -INFINITY, .best = -INFINITY, .argmax = -1};
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The device side of loss.c: labels, options and the mathematics between the statistics of a row and its results, in
  * the same notation. One thread calls it per row, in double; what touches every column is the ops' own.
@@ -105,8 +106,7 @@ static inline Loss loss_of(const rafter_context *context, const struct rafter_lo
     return loss;
 }
 
-/* ---- one row
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- one row --------------------------------------------------------------------------------- */
 
 /* struct rafter_row_stats of a whole row, but with max, moment, weighted and target in units of v, where u = scale * v:
  * the logit itself, or the capped one. */
@@ -176,8 +176,7 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
     *loss.loss.at<float>(0) = nothing ? 0.0f : static_cast<float>(totals.loss / loss.mean_denominator(totals));
 }
 
-/* ---- its gradient
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- its gradient ---------------------------------------------------------------------------- */
 
 /* What v and 1 - tanh^2(z / cap) are of a logit. */
 DEVICE float capped(float z, float cap) {

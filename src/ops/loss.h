@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * What cross_entropy and linear_cross_entropy share: checks of the options, the labels and the per-row tensors, and the
  * mathematics between the statistics of a row and its results. Plain scalar code built with baseline flags, called once
@@ -19,7 +20,7 @@
 
 #include "core/tensor.h"
 
-/* ---- checks ----------------------------------------------------------------------------------------------------- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
 /* The arguments that both ops' structs carry, as the caller gave them. All but target may be NULL. */
 struct rafter_loss_args {
@@ -83,7 +84,7 @@ float rafter_loss_given_lse(const struct rafter_loss *loss, int64_t row);
 /* The weight of one class; 1 when there are none. */
 float rafter_loss_class_weight(const struct rafter_loss *loss, int64_t label);
 
-/* ---- rows ------------------------------------------------------------------------------------------------------- */
+/* ---- rows ------------------------------------------------------------------------------------ */
 
 /* Statistics of a row, or of some of its columns. A NaN or +inf among u makes the sum NaN. */
 struct rafter_row_stats {

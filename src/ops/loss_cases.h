@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the cases of the two losses have in common: the options of a loss, one table of them, and the tensors that they
  * ask for. */
 #ifndef RAFTER_OPS_LOSS_CASES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The vector vocabulary that CPU kernels are written in. One source, compiled once per ISA level: a vector `vf` has
  * V_LANES floats, 16 with AVX-512, 8 with AVX2, 4 in portable code. + - * / and comparisons are the compiler's vector
@@ -58,7 +59,7 @@ V_INLINE int64_t v_bytes(int dtype) {
     return dtype == RAFTER_F32 ? 4 : 2;
 }
 
-/* ---- arithmetic ------------------------------------------------------------------------------------------------- */
+/* ---- arithmetic ------------------------------------------------------------------------------ */
 
 V_INLINE vf v_set(float a) {
 #if V_LANES == 16
@@ -185,7 +186,7 @@ V_INLINE float v_hmax(vf a) {
     return v_fold(a, true);
 }
 
-/* ---- loads and stores, any alignment ---------------------------------------------------------------------------- */
+/* ---- loads and stores, any alignment --------------------------------------------------------- */
 
 /* fp16 bits in the low halves -> fp32, and back (to nearest even), where there is no instruction. */
 V_INLINE vf v_from_half_bits(vu h) {
@@ -480,7 +481,7 @@ V_INLINE void v_fence(void) {
 #endif
 }
 
-/* ---- y[i] = f(x0[i], x1[i], x2[i]) ------------------------------------------------------------------------------- */
+/* ---- y[i] = f(x0[i], x1[i], x2[i]) ----------------------------------------------------------- */
 
 /* Applies f to n elements of up to three inputs of one dtype. `inputs` and f are compile-time constants at the call.
  * With `stream`, whole lines go past the caches. y may be one of the inputs. */
@@ -520,7 +521,7 @@ V_INLINE void v_map(int dtype, int inputs, const void *const x[], void *y, int64
 #undef V_STEP
 }
 
-/* ---- functions --------------------------------------------------------------------------------------------------- */
+/* ---- functions ------------------------------------------------------------------------------- */
 
 /* a * 2^n for integral n, a in [1, 2]; overflows to infinity, underflows through the subnormals to zero. */
 V_INLINE vf v_scale(vf a, vf n) {

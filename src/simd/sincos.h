@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Sine and cosine of position * theta for an integer position and fp32 theta: of the exact product, so that position
  * 10^6 is as accurate as position 1. The angle is brought to quarter * pi/2 + r with |r| <= pi/4 in double precision;

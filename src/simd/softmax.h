@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax statistics of rows: the running maximum and the sum of exponentials relative to it, in one pass over memory.
  * Shared by every op that normalises. Two halves of a row merge into the whole, so that rows can be split over blocks,
@@ -61,7 +62,7 @@ V_INLINE vf v_lse(vf max, vf sum) {
     return v_select(magnitude == v_set(INFINITY), max, near + (lost + low)) + (sum - sum);
 }
 
-/* ---- sums of exponentials ---------------------------------------------------------------------------------------- */
+/* ---- sums of exponentials -------------------------------------------------------------------- */
 
 /*
  * Terms of a sum are taken relative to a base near the largest x: e^x / 2^log2, log2 a whole number. In steps of
@@ -172,8 +173,7 @@ V_INLINE float v_term(float x, const struct v_base *base) {
     return (base->near ? v_add_exp(zero, v_set(x), base, true) : v_add_exp(zero, v_set(x), base, false))[0];
 }
 
-/* ---- exponentials of a row ----------------------------------------------------------------------------------------
- */
+/* ---- exponentials of a row ------------------------------------------------------------------- */
 
 /*
  * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a
@@ -221,7 +221,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 #endif
 }
 
-/* ---- maxima ------------------------------------------------------------------------------------------------------ */
+/* ---- maxima ---------------------------------------------------------------------------------- */
 
 /* The largest of n elements, NaN skipped; -INFINITY of none. */
 V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
@@ -323,7 +323,7 @@ V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
     return value;
 }
 
-/* ---- statistics of a row ----------------------------------------------------------------------------------------- */
+/* ---- statistics of a row --------------------------------------------------------------------- */
 
 /* Elements that are summed before their maximum is looked at, and those that are looked at beforehand, for a first
  * guess. */

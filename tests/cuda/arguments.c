@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Bad arguments get the status and the sentence that they get on the CPU. */
 #include <string.h>
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* More rows, and longer ones, than 32 bits count. Made and looked at where they are: the host may not have the memory.
  */
 #include <math.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Calls that are captured into graphs: what they may allocate, and replays with other data against the oracle. */
 #include <math.h>
 #include <stdlib.h>
@@ -100,8 +101,7 @@ void test_graphs(const struct op_cases *op, int64_t every) {
                     test_graph(op, index, algorithm, (enum problem_mode)mode);
 }
 
-/* ---- scratch memory and captures ------------------------------------------------------------------------------------
- */
+/* ---- scratch memory and captures ------------------------------------------------------------- */
 
 /* Columns in two parts each: more scratch memory than a context always has. */
 enum { LENGTH = 128, COLUMNS = 100000, MORE_COLUMNS = 400000 };

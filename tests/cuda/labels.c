@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Labels out of range: their rows are NaN, the others are not, and the flag tells. */
 #include <math.h>
 #include <stdio.h>

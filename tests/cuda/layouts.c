@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Gradients whose rows lie otherwise than those of the logits. */
 #include <math.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The CUDA backend apart from the numbers of single calls, which test_walk --device cuda checks: calls that are
  * captured into graphs and replayed, calls on two streams, labels out of range, and bad arguments, which must get the

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the parts of test_cuda share. */
 #ifndef RAFTER_TESTS_CUDA_PARTS_H
 #define RAFTER_TESTS_CUDA_PARTS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* Calls on several streams at once. */
 #include <signal.h>
 #include <stdlib.h>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* linear_cross_entropy where the product that forms logits has more tiles than the GPU has room for at once, in sizes
  * that are multiples of nothing; where exponentials lie in dweight; where many rows share a label; where many are
  * ignored, which are dropped before anything is multiplied, or are not, in the smallest budgets; and where whole tiles
@@ -282,8 +283,7 @@ static void test_size(rafter_context *context, const struct size *s) {
     free(labels);
 }
 
-/* ---- frequent labels -----------------------------------------------------------------------------------------------
- */
+/* ---- frequent labels ------------------------------------------------------------------------- */
 
 /* Every third row is ignored. Of the others half are of one class, spread over the call; other classes have one row,
  * or two, a few, or just too many for one block. */

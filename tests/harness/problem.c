@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "harness/problem.h"
 
 #include <math.h>
@@ -33,8 +34,7 @@ static bool is_result(const problem_tensor *t) {
     return t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT;
 }
 
-/* ---- numbers ------------------------------------------------------------------------------------------------------
- */
+/* ---- numbers --------------------------------------------------------------------------------- */
 
 static const struct {
     const char *name;
@@ -147,8 +147,7 @@ uint64_t problem_mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* ---- tensors ------------------------------------------------------------------------------------------------------
- */
+/* ---- tensors --------------------------------------------------------------------------------- */
 
 problem_tensor *problem_add(problem *p, const char *name, enum problem_role role, rafter_dtype dtype, int ndim,
                             const int64_t *shape) {
@@ -194,8 +193,7 @@ double problem_initial(const problem_tensor *t, int64_t index) {
     return t->initial[index];
 }
 
-/* ---- layout and filling -------------------------------------------------------------------------------------------
- */
+/* ---- layout and filling ---------------------------------------------------------------------- */
 
 static bool lays_out(const problem_tensor *t, enum problem_layout layout) {
     if (t->compact_only || t->numel == 0)
@@ -433,8 +431,7 @@ void problem_poison(problem *p, enum problem_mode mode) {
     }
 }
 
-/* ---- the oracle's answers -----------------------------------------------------------------------------------------
- */
+/* ---- the oracle's answers -------------------------------------------------------------------- */
 
 /* An answer that was not given: a NaN no computation makes. */
 static const uint64_t unset_bits = 0x7ff4dead4badf00du;
@@ -496,8 +493,7 @@ void problem_store_outputs(problem *p) {
     }
 }
 
-/* ---- comparing ----------------------------------------------------------------------------------------------------
- */
+/* ---- comparing ------------------------------------------------------------------------------- */
 
 /* Error as a share of the bound. */
 static double judge(const problem_tensor *t, double got, double want) {
@@ -578,8 +574,7 @@ uint64_t problem_digest(const problem *p, enum problem_mode mode) {
     return digest;
 }
 
-/* ---- finite differences -------------------------------------------------------------------------------------------
- */
+/* ---- finite differences ---------------------------------------------------------------------- */
 
 static problem_tensor *upstream_of(const problem *p, const problem_tensor *output) {
     char name[32];

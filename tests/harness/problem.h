@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A problem: one call of one op, with all of its tensors. Tests, `rafter check` and `rafter bench` all walk problems.
  *
@@ -186,7 +187,7 @@ bool problem_adapt(problem *p);
 /* All ops, in the order of ops.inc; NULL-terminated. */
 extern const struct op_cases *const problem_ops[];
 
-/* ---- for cases.c ------------------------------------------------------------------------------------------------- */
+/* ---- for cases.c ----------------------------------------------------------------------------- */
 
 problem_tensor *problem_add(problem *p, const char *name, enum problem_role role, rafter_dtype dtype, int ndim,
                             const int64_t *shape);
@@ -194,7 +195,7 @@ problem_tensor *problem_find(const problem *p, const char *name); /* NULL if the
 const DLTensor *problem_dl(const problem *p, const char *name);   /* for args; NULL if there is none */
 const char *problem_dtype_name(rafter_dtype dtype);
 
-/* ---- numbers ----------------------------------------------------------------------------------------------------- */
+/* ---- numbers --------------------------------------------------------------------------------- */
 
 /* To and from an element of memory, however it is aligned. Rounded to nearest even; by way of fp32 for bf16, which can
  * differ from one rounding in the last place. */
@@ -206,7 +207,7 @@ double problem_load(rafter_dtype dtype, const char *from);
 uint64_t problem_mix(uint64_t x);
 double problem_normal(uint64_t bits);
 
-/* ---- for oracles ------------------------------------------------------------------------------------------------- */
+/* ---- for oracles ----------------------------------------------------------------------------- */
 
 /* Element `index` (row-major) of a tensor as fp64. */
 double problem_value(const problem_tensor *t, int64_t index);
@@ -215,7 +216,7 @@ double problem_initial(const problem_tensor *t, int64_t index);
 /* Stores the answer. Skipped elements of a sampled oracle are left unset and are not compared. */
 void problem_expect(problem_tensor *t, int64_t index, double value);
 
-/* ---- for test and bench ------------------------------------------------------------------------------------------ */
+/* ---- for test and bench ---------------------------------------------------------------------- */
 
 /* Allocates and fills everything in the problem's layout and values; the same seed gives the same data. False: no
  * memory. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * act in fp64, from the definitions:
  *     relu  x where x is above 0, NaN where it is NaN, else 0;  dx = dy unless x <= 0, so at NaN dy, as in PyTorch

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The fp64 oracle of the two losses, from a row of logits on: what the public header says, term by term, in simple
  * loops.

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* lrpe_cosine in fp64, by the definition, one column or row of x at a time. */
 #include <math.h>
 #include <stdint.h>

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench's worker with two columns of cross_entropy that write their gradient over the logits, as some kernels do in backward:
 `pt` is marked as one that does, `fla` is not."""
 import os

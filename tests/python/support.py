@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tests share: devices, inputs of awkward layouts, references in fp64, comparison."""
 import functools
 import os

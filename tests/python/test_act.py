@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activations and softmax against torch's, forward and backward."""
 import pytest
 import torch

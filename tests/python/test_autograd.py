@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What autograd expects of any op: second backwards, frozen inputs, no second derivatives, versions, hooks, checkpoints."""
 import pytest
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench's columns that run in Python: what one does to its inputs is nobody else's affair."""
 import os
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """cross_entropy against torch.nn.functional.cross_entropy and against its formula in fp64."""
 import pytest
 import torch

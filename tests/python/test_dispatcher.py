@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The registered ops: torch.library.opcheck for each, fake tensors, torch.compile, autocast, CUDA graphs."""
 import pytest
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the Python of docs/pytorch.md, block after block, in one namespace, as a reader would."""
 import os
 import re

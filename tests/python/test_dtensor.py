@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replicated DTensors work; sharded ones are refused with the alternative named. One process is a mesh of one rank."""
 import os
 

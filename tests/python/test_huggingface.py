@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """rafter.patch on small causal LMs with random weights."""
 import copy
 import inspect

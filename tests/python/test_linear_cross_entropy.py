@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy and linear_logprobs against F.cross_entropy of a matrix product, in fp64."""
 import pytest
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """logsumexp against torch.logsumexp."""
 import pytest
 import torch

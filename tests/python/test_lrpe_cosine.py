@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """lrpe_cosine against its formula in fp64."""
 import pytest
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """rafter.nn against torch.nn."""
 import torch
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The package as it is installed: from a folder of its own, with `python -m rafter info`."""
 import os
 import shutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """hypothesis: any shape, layout, dtype and options, against fp64."""
 import pytest
 import torch

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
 """Runs the tests of this folder where pytest cannot be installed: parametrize, raises, skip and importorskip are all they use.
 
     PYTHONPATH=build/python tests/python/without_pytest.py [MODULE...] [-k WORD]

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A checked call of act: what op.c hands to a backend. */
 #ifndef RAFTER_ACT_CALL_H
 #define RAFTER_ACT_CALL_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/act/cases.h"
 
 #include <math.h>
@@ -82,8 +83,7 @@ static void declare(problem *p, rafter_act_kind kind, int dim, rafter_dtype dtyp
     snprintf(p->label + used, sizeof p->label - used, kind == RAFTER_ACT_SOFTMAX ? "] dim %d" : "]", dim);
 }
 
-/* ---- tests --------------------------------------------------------------------------------------------------------
- */
+/* ---- tests ----------------------------------------------------------------------------------- */
 
 struct shape {
     int ndim;
@@ -233,8 +233,7 @@ static void make(problem *p, int64_t index) {
     p->sample = 4001;
 }
 
-/* ---- bench --------------------------------------------------------------------------------------------------------
- */
+/* ---- bench ----------------------------------------------------------------------------------- */
 
 static const int64_t seeds_n[] = {256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 0};
 static const int64_t quick_n[] = {2048, 4096, 0};
@@ -301,8 +300,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
         *bytes += (none || masked ? 2 : 3) * tensor + mask;
 }
 
-/* ---- the call -----------------------------------------------------------------------------------------------------
- */
+/* ---- the call -------------------------------------------------------------------------------- */
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     const struct act_row *row = (const struct act_row *)p->row;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a problem of act says about itself, for its cases and its oracle; lies in problem.row. */
 #ifndef RAFTER_ACT_CASES_H
 #define RAFTER_ACT_CASES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * act on the CPU. Elementwise kinds are one function of a vector, mapped. Softmax has two forms, by where the lines
  * that it normalises lie in memory: rows (a line's elements are adjacent, or else gathered) and columns (the lines are
@@ -19,8 +20,7 @@ V_INLINE int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* ---- elementwise kinds --------------------------------------------------------------------------------------------
- */
+/* ---- elementwise kinds ----------------------------------------------------------------------- */
 
 /* What `env` is below: constants, once all is inlined. */
 struct flavour {
@@ -167,8 +167,7 @@ static void map_backward(const struct act_block *b) {
     map(false, b);
 }
 
-/* ---- softmax ------------------------------------------------------------------------------------------------------
- */
+/* ---- softmax --------------------------------------------------------------------------------- */
 
 /*
  * Forward: y = e^(x - pivot) / sum of e^(x - pivot). Backward: dx = y (dy - sum of y dy).
@@ -214,8 +213,7 @@ V_INLINE void store_pair(int dtype, void *p, vf a, vf b, bool stream) {
         v_store_pair(dtype, p, a, b);
 }
 
-/* ---- softmax along rows -------------------------------------------------------------------------------------------
- */
+/* ---- softmax along rows ---------------------------------------------------------------------- */
 
 V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
     return v_exp_from(v_load_part(dtype, x, lanes, -INFINITY), pivot);
@@ -380,8 +378,7 @@ V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const fl
     }
 }
 
-/* ---- softmax along columns ----------------------------------------------------------------------------------------
- */
+/* ---- softmax along columns ------------------------------------------------------------------- */
 
 enum {
     FOLD = 8,  /* rows that are summed before they are added to the columns' sums: FOLD + n / FOLD roundings */
@@ -555,8 +552,7 @@ V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const
     }
 }
 
-/* ---- parts of lines -----------------------------------------------------------------------------------------------
- */
+/* ---- parts of lines -------------------------------------------------------------------------- */
 
 static void merge_forward(float *statistics, int64_t lines, int64_t parts) {
     for (int64_t i = 0; i < lines; i++) {
@@ -576,8 +572,7 @@ static void merge_backward(float *sum, int64_t lines, int64_t parts) {
             sum[i] += sum[part * ACT_STATISTICS * lines + i];
 }
 
-/* ---- the table ----------------------------------------------------------------------------------------------------
- */
+/* ---- the table ------------------------------------------------------------------------------- */
 
 #define SOFTMAX(form_direction)                                                                                        \
     static void form_direction##_statistics_any(const struct act_block *b, float *statistics) {                        \

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * act on CUDA: every input is read from memory once and every output written once.
  *
@@ -20,8 +21,7 @@ enum { IN, DY, OUT }; /* the tensors of a Walk */
 
 constexpr int THREADS = 128; /* a pack of 16 bytes to each: docs/perf/README.md */
 
-/* ---- elementwise kinds
- * ------------------------------------------------------------------------------------------------- */
+/* ---- elementwise kinds ----------------------------------------------------------------------- */
 
 constexpr int ANY_KIND = -1; /* in place of a kind as a template's argument: the one that the call names */
 
@@ -76,8 +76,7 @@ __global__ void __launch_bounds__(THREADS) map_strided(const Map<T> map, const W
     store_once(map.out + at[OUT], mapped<FORWARD>(map.kind, in, dy));
 }
 
-/* ---- relu and its mask
- * ------------------------------------------------------------------------------------------------- */
+/* ---- relu and its mask ----------------------------------------------------------------------- */
 
 /* NaN counts as above 0: it goes through, and so does its gradient. */
 template <typename T> DEVICE bool passes(T x) {
@@ -145,8 +144,7 @@ __global__ void __launch_bounds__(THREADS)
         });
 }
 
-/* ---- softmax of short lines
- * -------------------------------------------------------------------------------------------- */
+/* ---- softmax of short lines ------------------------------------------------------------------ */
 
 /* Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum starts from the
  * lowest finite number, so that a line of all -inf is 0 / 0: NaN. */
@@ -227,8 +225,7 @@ __global__ void __launch_bounds__(THREADS) softmax_short(const Lines<T> lines) {
     }
 }
 
-/* ---- softmax of all other lines
- * ---------------------------------------------------------------------------------------- */
+/* ---- softmax of all other lines -------------------------------------------------------------- */
 
 /* A job of cuda/strips.cuh and cuda/conveyor.cuh. DOWN: lines run down a dimension, N of them side by side in a pack.
  * Else a strip is one line of neighbouring elements, and a "row" is a pack of it. */
@@ -359,8 +356,7 @@ template <typename T_, int N_, bool DOWN, bool FORWARD, int ITEMS_ = 8, int PER_
     }
 };
 
-/* ---- how calls are cut
- * ------------------------------------------------------------------------------------------------- */
+/* ---- how calls are cut ----------------------------------------------------------------------- */
 
 /* The views of a call, brought into another order of dimensions. in of a call that has none is dy: what none copies. */
 struct Views {
@@ -488,8 +484,7 @@ void launch_relu_masked(const rafter_context *context, Views &views, uint8_t *ma
                walk_over(walked, 0, dims), n);
 }
 
-/* ---- softmax
- * ------------------------------------------------------------------------------------------------------------- */
+/* ---- softmax --------------------------------------------------------------------------------- */
 
 /* Starts a job. */
 template <class Job>

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What act's op.c asks of its kernels. */
 #ifndef RAFTER_ACT_KERNELS_H
 #define RAFTER_ACT_KERNELS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * act: checks, and how the work is cut on the CPU.
  *
@@ -28,8 +29,7 @@ static const struct rafter_variant variants[] = {
 
 const struct rafter_op rafter_op_act = {"act", sizeof variants / sizeof *variants, variants};
 
-/* ---- checks -------------------------------------------------------------------------------------------------------
- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
 static bool contiguous(const rafter_view *view) {
     int64_t step = 1;
@@ -129,8 +129,7 @@ static bool needs_nothing(const struct act_call *call) {
     return call->out.numel == 0 || (call->kind == RAFTER_ACT_NONE && in_place(call));
 }
 
-/* ---- the grid -----------------------------------------------------------------------------------------------------
- */
+/* ---- the grid -------------------------------------------------------------------------------- */
 
 enum {
     TASK = 1 << 16,     /* elements that are worth a task */
@@ -282,8 +281,7 @@ static void make_grid(const struct act_call *call, struct grid *grid) {
         !in_place(call) && (uintptr_t)out->data % (uintptr_t)bytes == 0 && rafter_should_stream(span * bytes);
 }
 
-/* ---- running ------------------------------------------------------------------------------------------------------
- */
+/* ---- running --------------------------------------------------------------------------------- */
 
 struct work {
     const struct act_call *call;

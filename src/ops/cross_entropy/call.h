@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A checked call of cross_entropy: what op.c hands to a backend. */
 #ifndef RAFTER_CROSS_ENTROPY_CALL_H
 #define RAFTER_CROSS_ENTROPY_CALL_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -6,7 +7,7 @@
 #include "ops/loss_cases.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested --------------------------------------------------------------------------------------------- */
+/* ---- what is tested -------------------------------------------------------------------------- */
 
 struct options {
     struct loss_case loss;
@@ -137,7 +138,7 @@ static struct options option_set(int64_t i) {
     return i < LOSS_CASES ? (struct options){loss_cases[i], false} : option_sets[i - LOSS_CASES];
 }
 
-/* ---- one problem ------------------------------------------------------------------------------------------------ */
+/* ---- one problem ----------------------------------------------------------------------------- */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -283,7 +284,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                   : rafter_cross_entropy_backward(context, &args);
 }
 
-/* ---- bench ------------------------------------------------------------------------------------------------------ */
+/* ---- bench ----------------------------------------------------------------------------------- */
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};

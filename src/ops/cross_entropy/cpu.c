@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/cross_entropy/kernels.h"
 
 #include "core/variants.h"
@@ -64,7 +65,7 @@ V_INLINE float target_u(int dtype, const struct cross_entropy_row *row, float *s
     return u[0];
 }
 
-/* ---- statistics ------------------------------------------------------------------------------------------------- */
+/* ---- statistics ------------------------------------------------------------------------------ */
 
 V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *row, const char *z, int64_t n, float *u) {
     const struct transform t = transform_of(row);
@@ -198,7 +199,7 @@ static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n,
     V_FOR_DTYPE(row->dtype, dtype, stats_of_dtype(dtype, row, first, n, out));
 }
 
-/* ---- gradient --------------------------------------------------------------------------------------------------- */
+/* ---- gradient -------------------------------------------------------------------------------- */
 
 struct coefficients {
     struct transform u;

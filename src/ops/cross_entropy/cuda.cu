@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * cross_entropy on CUDA. What a call launches, each kernel overlapping with the end of the one before it:
  *
@@ -44,8 +45,7 @@ struct Call {
     unsigned *counter;
 };
 
-/* ---- statistics of columns
- * ------------------------------------------------------------------------------------------------ */
+/* ---- statistics of columns ------------------------------------------------------------------- */
 
 /* Packs of columns [column, column + N), [column + step, ...), ...; only the first `there` of them are, the others are
  * full of -inf. */
@@ -142,8 +142,7 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_block(Gathered<OPTIONS> g,
     return merge_warp(lane < blockDim.x / WARP ? of_warp[lane] : none<OPTIONS>(), scale);
 }
 
-/* ---- gradient of columns
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- gradient of columns --------------------------------------------------------------------- */
 
 /* What is the same all along a row. */
 struct alignas(16) Coefficients {
@@ -189,8 +188,7 @@ template <int OPTIONS, typename T> struct RowWriter {
 /* Label smoothing costs gradients nothing: they need no kernels of their own for it. */
 template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == FULL ? FULL : PLAIN;
 
-/* ---- sums over rows
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- sums over rows -------------------------------------------------------------------------- */
 
 /* What all gradients have in common, as common_upstream. To be called by all threads, behind the kernel before. */
 DEVICE double common_factor(const Call &c) {
@@ -222,8 +220,7 @@ DEVICE void add_up(const Call &c, const Totals &mine) {
         write_loss(c.loss, all);
 }
 
-/* ---- a warp to a row
- * ---------------------------------------------------------------------------------------------------------- */
+/* ---- a warp to a row ------------------------------------------------------------------------- */
 
 template <int OPTIONS, typename T> DEVICE Gathered<OPTIONS> gather_anyhow(const T *z, int lane, const Call &c) {
     Gathered<OPTIONS> g = none<OPTIONS>();
@@ -304,8 +301,7 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void by_warps(const __grid_constant
         add_up(c, totals);
 }
 
-/* ---- statistics, and what follows from them
- * --------------------------------------------------------------------------------- */
+/* ---- statistics, and what follows from them -------------------------------------------------- */
 
 /* One of `parts` parts of a row, of `part` elements but for the last, to a block. */
 template <typename T, int OPTIONS>
@@ -373,8 +369,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ca
         add_up(c, totals);
 }
 
-/* ---- gradients from coefficients
- * ------------------------------------------------------------------------------------------- */
+/* ---- gradients from coefficients ------------------------------------------------------------- */
 
 /* From lse, a thread to a row. Rows whose lse does not serve are read, by the whole warp. */
 template <typename T, int OPTIONS>
@@ -435,8 +430,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_c
         writer.write_edges(dz, stretch, threadIdx.x, GRADIENT_THREADS);
 }
 
-/* ---- rows held on chip
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- rows held on chip ----------------------------------------------------------------------- */
 
 /* A thread to a row. */
 template <typename T>
@@ -575,8 +569,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     writer.write_edges(dz, stretch, thread, threads);
 }
 
-/* ---- before the rows
- * -------------------------------------------------------------------------------------------------------- */
+/* ---- before the rows ------------------------------------------------------------------------- */
 
 constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
 constexpr int64_t SCANNED_ROWS = 1 << 13; /* up to so many labels every block goes through by itself */
@@ -606,8 +599,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
 
 #include "ops/cross_entropy/cuda_usual.cuh"
 
-/* ---- how a call is cut
- * ------------------------------------------------------------------------------------------------------ */
+/* ---- how a call is cut ----------------------------------------------------------------------- */
 
 enum Kind { IN_WARPS, BY_WARPS, FORWARD, FROM_LSE, ON_CHIP, READ_TWICE };
 
@@ -693,9 +685,7 @@ Plan plan_call(const rafter_cuda_state *state, const cross_entropy_call *call, c
     return plan;
 }
 
-/* ---- calls
- * --------------------------------------------------------------------------------------------------------------------
- */
+/* ---- calls ----------------------------------------------------------------------------------- */
 
 /* A call's scratch memory; what it does not need takes no room. */
 struct Places {

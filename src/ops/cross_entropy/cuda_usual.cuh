@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Part of cuda.cu, in its namespace: the usual call. Mean or sum, no weights, smoothing, cap, scale or z_loss, nothing
  * asked for beside loss, row losses and lse, and everything neighbours in memory. Its kernels do the same as the others
@@ -139,8 +140,7 @@ DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first,
         dz[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
 }
 
-/* ---- rows that fit into a warp's registers
- * -------------------------------------------------------------------------------- */
+/* ---- rows that fit into a warp's registers --------------------------------------------------- */
 
 /* The losses of a block's rows, and how many count, have been written by its threads; the last block writes the loss of
  * all. To be called by all threads. */
@@ -208,8 +208,7 @@ __global__ __launch_bounds__(ROW_THREADS) void usual_short_rows(const __grid_con
     }
 }
 
-/* ---- forward
- * ------------------------------------------------------------------------------------------------------------ */
+/* ---- forward --------------------------------------------------------------------------------- */
 
 /* A block to a row, of which a thread loads AT_ONCE packs at a time. */
 template <typename T, int AT_ONCE>
@@ -249,8 +248,7 @@ __global__ __launch_bounds__(ONE_BLOCK) void usual_sum(const __grid_constant__ U
         u.finish(sum, counted);
 }
 
-/* ---- backward
- * ----------------------------------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 
 /* A thread to a row. Rows whose lse does not serve are read, by the whole warp. */
 template <typename T>
@@ -301,8 +299,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
     write_packs(u.row_of_dz<T>(row), pack, first, THREADS, packs, g, z_label, mine);
 }
 
-/* ---- rows held on chip
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- rows held on chip ----------------------------------------------------------------------- */
 
 /* What all gradients are multiplied by. One block. */
 __global__ __launch_bounds__(ONE_BLOCK) void usual_factor(const __grid_constant__ Usual u, double *factor) {
@@ -395,8 +392,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void usual_on_chip(c
         u.losses[row] = u.finish_row(row, label, s, z_label);
 }
 
-/* ---- whether a call is usual
- * -------------------------------------------------------------------------------------------- */
+/* ---- whether a call is usual ----------------------------------------------------------------- */
 
 /* Whether the call is a usual one; `u` is it then, but for its scratch memory. */
 bool take_usual(const Call &c, Usual *u) {

@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What a variant of cross_entropy's CPU kernels provides. */
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
 #include "ops/cross_entropy/call.h"
 
-/* ---- CPU kernels: all work on some columns of one row ----------------------------------------------------------- */
+/* ---- CPU kernels: all work on some columns of one row ---------------------------------------- */
 
 /* A piece is what a kernel holds in buffers on its stack. Kernels take any number of columns of rows that need no
  * buffer. */

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/cross_entropy/kernels.h"
 
 #include <math.h>
@@ -107,7 +108,7 @@ static size_t plan(const rafter_context *context, const struct cross_entropy_cal
     return forward ? (size_t)work->tasks * sizeof *work->sums : 0;
 }
 
-/* ---- one row ---------------------------------------------------------------------------------------------------- */
+/* ---- one row --------------------------------------------------------------------------------- */
 
 static struct cross_entropy_row row_at(const struct work *work, int64_t index, int64_t label) {
     const rafter_view *logits = &work->call->logits, *dlogits = &work->call->dlogits;
@@ -171,7 +172,7 @@ static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *
     return rafter_loss_gradient_from_lse(&call->loss, index, label, rafter_loss_given_lse(&call->loss, index));
 }
 
-/* ---- tasks of whole rows ---------------------------------------------------------------------------------------- */
+/* ---- tasks of whole rows --------------------------------------------------------------------- */
 
 static double whole_row(const struct work *work, int64_t index) {
     const struct cross_entropy_call *call = work->call;
@@ -214,7 +215,7 @@ static double run_rows(const rafter_context *context, struct work *work) {
     return sum;
 }
 
-/* ---- tasks of chunks of columns --------------------------------------------------------------------------------- */
+/* ---- tasks of chunks of columns -------------------------------------------------------------- */
 
 static void stats_task(void *arg, int64_t task) {
     const struct work *work = arg;
@@ -254,7 +255,7 @@ static double run_split(const rafter_context *context, struct work *work) {
     return sum;
 }
 
-/* ---- entry points ----------------------------------------------------------------------------------------------- */
+/* ---- entry points ---------------------------------------------------------------------------- */
 
 static rafter_status run(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction) {
     struct cross_entropy_call call;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -6,7 +7,7 @@
 #include "ops/loss_cases.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested ---------------------------------------------------------------------------------------------- */
+/* ---- what is tested -------------------------------------------------------------------------- */
 
 enum budget { DEFAULT_BUDGET, SMALLEST_BUDGET, SMALL_BUDGET, BUDGETS }; /* none; the least that works; twice that */
 
@@ -88,7 +89,7 @@ static struct options option_set(int64_t i) {
                             .main_gradient = i % 4 == 3};
 }
 
-/* ---- one problem ------------------------------------------------------------------------------------------------- */
+/* ---- one problem ----------------------------------------------------------------------------- */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -322,7 +323,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return call_one(context, &args, row->budget, problem_direction(mode), p->ask);
 }
 
-/* ---- bench ------------------------------------------------------------------------------------------------------- */
+/* ---- bench ----------------------------------------------------------------------------------- */
 
 static const int64_t seeds_classes[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t seeds_rows[] = {1024, 2048, 4096, 8192, 16384, 32768, 0};

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/micro.h"
 #include "simd/softmax.h"
@@ -15,7 +16,7 @@ V_INLINE int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* ---- packing ----------------------------------------------------------------------------------------------------- */
+/* ---- packing --------------------------------------------------------------------------------- */
 
 /* Columns [column, column + n) of a row, gathered into the buffer where they do not lie side by side. */
 V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n,
@@ -138,7 +139,7 @@ static void pack_right_transposed(const struct lce_matrix *m, char *right, int64
     V_FOR_DTYPE(m->dtype, d, pack_right_transposed_as(d, m, right, from, to));
 }
 
-/* ---- products ---------------------------------------------------------------------------------------------------- */
+/* ---- products -------------------------------------------------------------------------------- */
 
 V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
     const struct lce_format f = format_of(pairs);
@@ -172,7 +173,7 @@ static void product(rafter_dtype dtype, const struct lce_product *job, int64_t r
         product_as(false, job, row_block, column_block);
 }
 
-/* ---- logits and their statistics --------------------------------------------------------------------------------- */
+/* ---- logits and their statistics ------------------------------------------------------------- */
 
 /* Where the label of each row lies among the classes of a block, -1 where it does not. */
 V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, int64_t classes,
@@ -321,7 +322,7 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
     }
 }
 
-/* ---- gradient of the logits -------------------------------------------------------------------------------------- */
+/* ---- gradient of the logits ------------------------------------------------------------------ */
 
 /* What is constant along a vector of rows. */
 struct row_vectors {
@@ -424,7 +425,7 @@ static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t
         gradient_as(false, false, job, row_block, column_block);
 }
 
-/* ---- results ----------------------------------------------------------------------------------------------------- */
+/* ---- results --------------------------------------------------------------------------------- */
 
 V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination,
                        int64_t stride) {

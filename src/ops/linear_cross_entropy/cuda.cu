@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * linear_cross_entropy on CUDA: matrix products, and between them kernels that turn fp32 logits into statistics of rows
  * and into dz, the gradient of the logits, in the inputs' dtype.
@@ -66,8 +67,7 @@ Operand x_rows(const Run &run, int64_t first) {
     return rows_at(run.b.x, plan.depth_stride, plan.dtype, plan.packs_groups() ? 0 : first);
 }
 
-/* ---- kept rows ----------------------------------------------------------------------------------------------------
- */
+/* ---- kept rows ------------------------------------------------------------------------------- */
 
 fused::Kept kept_of(const Run &run) {
     return {run.b.order, &run.b.common->kept, run.b.classes, run.plan.rows};
@@ -306,8 +306,7 @@ rafter_status multiply_dweight(const Run &run, const Dz &dz, int64_t first, int6
     return multiply(run, p);
 }
 
-/* ---- fused --------------------------------------------------------------------------------------------------------
- */
+/* ---- fused ----------------------------------------------------------------------------------- */
 
 fused::Matrix weight_matrix(const Run &run) {
     const Operand w = weight_rows(run, 0);

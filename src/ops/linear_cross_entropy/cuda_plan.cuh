@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * How linear_cross_entropy is cut on CUDA: rows into groups, classes into slices, and what of it the workspace holds.
  * Decided by shapes, dtypes, wanted results and the budget alone.

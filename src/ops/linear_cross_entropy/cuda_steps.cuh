@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The steps of linear_cross_entropy on CUDA between its matrix products: fp32 logits become statistics of rows, those
  * the rows' results and coefficients, these dz; and fp32 sums become gradients.
@@ -29,8 +30,7 @@ struct Tile {
     const float *bias; /* of all classes; NULL: none */
 };
 
-/* ---- labels of rows ------------------------------------------------------------------------------------------------
- */
+/* ---- labels of rows -------------------------------------------------------------------------- */
 
 constexpr int MANY_ROWS = 128; /* of one label: their sum is several blocks' work, see add_labels */
 
@@ -70,8 +70,7 @@ struct Labels {
     }
 };
 
-/* ---- before the rows ----------------------------------------------------------------------------------------------
- */
+/* ---- before the rows ------------------------------------------------------------------------- */
 
 /* What holds for the whole call. */
 struct Common {
@@ -208,8 +207,7 @@ __global__ void pack(const __grid_constant__ Rows from, int64_t step, int64_t fi
     }
 }
 
-/* ---- statistics ---------------------------------------------------------------------------------------------------
- */
+/* ---- statistics ------------------------------------------------------------------------------ */
 
 /* One thread's logits of `n` columns, at most MOST_PART; where there is none, -inf. Pack k begins at column
  * 4 * (threadIdx.x + k * blockDim.x). */
@@ -311,8 +309,7 @@ __global__ __launch_bounds__(MOST_THREADS) void gather(const __grid_constant__ T
         *stats = first ? all : merge(*stats, all, loss.scale);
 }
 
-/* ---- rows ---------------------------------------------------------------------------------------------------------
- */
+/* ---- rows ------------------------------------------------------------------------------------ */
 
 /* The end of a row whose statistics `g` are complete, or (NULL) whose lse the caller has given: writes its results, if
  * this is forward, and returns the coefficients of its gradient, if they are wanted. `label`: as Loss::class_of has it.
@@ -469,8 +466,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles(
     finish_block(totals, of_block);
 }
 
-/* ---- gradient of the logits ---------------------------------------------------------------------------------------
- */
+/* ---- gradient of the logits ------------------------------------------------------------------ */
 
 /* dz at a logit. at_label of the row is not looked at: it may have been made without the label's logit. */
 template <typename T, int OPTIONS>
@@ -573,8 +569,7 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
     sums[column] = first ? sum : sums[column] + sum;
 }
 
-/* ---- kept rows ----------------------------------------------------------------------------------------------------
- */
+/* ---- kept rows ------------------------------------------------------------------------------- */
 
 /* f(i, a constant n): elements [i, i + n) of a row are this thread's; n is N or, behind the last N, 1. */
 template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
@@ -629,8 +624,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void finish_call(const __grid_cons
         });
 }
 
-/* ---- exponentials as gradients ------------------------------------------------------------------------------------
- */
+/* ---- exponentials as gradients --------------------------------------------------------------- */
 
 /* dz of a row is p * e at all classes but the label's, where it is the largest element of most rows and has a number of
  * its own, at_label. Neither p nor that is rounded to the inputs' dtype on dx's way: dx = p * e W + at_label *
@@ -893,8 +887,7 @@ __global__ __launch_bounds__(ADD_THREADS, ADD_BLOCKS) void add_labels(const __gr
     }
 }
 
-/* ---- gradients out of fp32 sums -----------------------------------------------------------------------------------
- */
+/* ---- gradients out of fp32 sums -------------------------------------------------------------- */
 
 /* A gradient as its rows lie in the caller's memory. */
 struct Out {
@@ -938,8 +931,7 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
     store_once<T, N>(out + i * N, packed<T>(all));
 }
 
-/* ---- what ignored rows hold ---------------------------------------------------------------------------------------
- */
+/* ---- what ignored rows hold ------------------------------------------------------------------ */
 
 /* Their dz is 0, but 0 times an infinity or NaN of x is NaN in every class's sum. Where x is not copied, such a
  * thing is looked for, and if there is one, which is rare, dW is summed once more without those rows, slowly. */

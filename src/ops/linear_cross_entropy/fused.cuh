@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Logits that never leave the chip: x W^T by Hopper's tensor cores, and each tile of 128 rows x 256 classes turned, in
  * the registers that summed it, into
@@ -64,8 +65,7 @@ struct Task {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/* ---- results of a tile --------------------------------------------------------------------------------------------
- */
+/* ---- results of a tile ----------------------------------------------------------------------- */
 
 /* Over the four lanes that share a row. */
 DEVICE float quad_max(float a) {
@@ -275,8 +275,7 @@ template <typename T, int MODE> struct Results {
     }
 };
 
-/* ---- the kernel ---------------------------------------------------------------------------------------------------
- */
+/* ---- the kernel ------------------------------------------------------------------------------ */
 
 template <typename T, int MODE> struct Logits {
     typedef TileRows<MODE> Rows;
@@ -330,8 +329,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply(const __grid_const
 #endif
 }
 
-/* ---- launching ----------------------------------------------------------------------------------------------------
- */
+/* ---- launching ------------------------------------------------------------------------------- */
 
 /* Whether this build and device have the kernels: without sm_90a their bodies are empty, and so is their shared memory.
  * That is asked once, on the first device that could run them. */

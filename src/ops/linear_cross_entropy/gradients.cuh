@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Gradients of x and W by Hopper's tensor cores (tiles.cuh), of the kept rows alone: how many these are is known on the
  * device only. dz, or exponentials in its place, are fused.cuh's.
@@ -286,8 +287,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void multiply_dx(const __grid_co
 #endif
 }
 
-/* ---- launching ----------------------------------------------------------------------------------------------------
- */
+/* ---- launching ------------------------------------------------------------------------------- */
 
 /* f(zero of T, zero of U), T being the inputs' dtype, U that or fp32. */
 template <typename F> static inline void for_dtypes(rafter_dtype inputs, rafter_dtype out, F f) {

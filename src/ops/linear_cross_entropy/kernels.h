@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * linear_cross_entropy's kernels, and the formats that matrices take between them.
  *

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see kernels.h), with the
  * whole micro-tile in registers. What differs between ISA levels is here: fp32 everywhere, in the vector vocabulary,
@@ -9,7 +10,7 @@
 #include "ops/linear_cross_entropy/kernels.h"
 #include "simd/simd.h"
 
-/* ---- fp32 -------------------------------------------------------------------------------------------------------- */
+/* ---- fp32 ------------------------------------------------------------------------------------ */
 
 /* All but two or three vector registers hold sums. */
 enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES };
@@ -47,7 +48,7 @@ static void micro_f32(int64_t k, const char *left, const char *right, float *out
         }
 }
 
-/* ---- bf16 pairs -------------------------------------------------------------------------------------------------- */
+/* ---- bf16 pairs ------------------------------------------------------------------------------ */
 
 #if defined(__AMX_BF16__)
 
@@ -191,7 +192,7 @@ V_INLINE vf join_pairs(vh even, vh odd) {
     return (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
 }
 
-/* ---- transposition ----------------------------------------------------------------------------------------------- */
+/* ---- transposition --------------------------------------------------------------------------- */
 
 /* Transposes V_LANES vectors: exchanges bit by bit of the row's number with that of the lane's. */
 #define LOW_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) - (bit) : (lane))

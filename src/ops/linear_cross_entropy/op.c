@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include <string.h>
 
 #include "core/backend.h"
@@ -19,7 +20,7 @@ static const struct rafter_variant variants[] = {
 const struct rafter_op rafter_op_linear_cross_entropy = {"linear_cross_entropy", sizeof variants / sizeof *variants,
                                                          variants};
 
-/* ---- arguments --------------------------------------------------------------------------------------------------- */
+/* ---- arguments ------------------------------------------------------------------------------- */
 
 struct call {
     rafter_context *context;
@@ -156,7 +157,7 @@ static rafter_status make_plan(struct call *c) {
     return RAFTER_OK;
 }
 
-/* ---- steps ------------------------------------------------------------------------------------------------------- */
+/* ---- steps ----------------------------------------------------------------------------------- */
 
 struct run {
     struct call *call;
@@ -239,7 +240,7 @@ static void spread(const struct run *run, int64_t tasks, double elements, void (
             body(s, task);
 }
 
-/* ---- packing ----------------------------------------------------------------------------------------------------- */
+/* ---- packing --------------------------------------------------------------------------------- */
 
 static void pack_task(void *arg, int64_t task) {
     const struct step *s = arg;
@@ -291,7 +292,7 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     run->w_dx = dx ? s->slice : run->w_dx;
 }
 
-/* ---- statistics -------------------------------------------------------------------------------------------------- */
+/* ---- statistics ------------------------------------------------------------------------------ */
 
 /* Blocks that share their rows of x come one after the other. */
 static void logits_task(void *arg, int64_t task) {
@@ -366,7 +367,7 @@ static void finish_rows(struct run *run, int64_t from, int64_t to) {
     }
 }
 
-/* ---- gradients --------------------------------------------------------------------------------------------------- */
+/* ---- gradients ------------------------------------------------------------------------------- */
 
 /* What a step does with its part of dx or dW. */
 struct growth {
@@ -474,7 +475,7 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
                 b->dbias[s.first_class + v] += b->block_dbias[block * s.classes + v];
 }
 
-/* ---- the call ---------------------------------------------------------------------------------------------------- */
+/* ---- the call -------------------------------------------------------------------------------- */
 
 static void run_fast(struct run *run) {
     const struct call *c = run->call;
@@ -666,7 +667,7 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     return RAFTER_OK;
 }
 
-/* ---- for the bench ----------------------------------------------------------------------------------------------- */
+/* ---- for the bench --------------------------------------------------------------------------- */
 
 struct peak {
     const struct lce_kernels *kernels;

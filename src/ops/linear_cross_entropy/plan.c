@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/linear_cross_entropy/plan.h"
 
 #include <math.h>
@@ -22,7 +23,7 @@ enum { PRODUCT_RATE = 64, STEP_COST = 1 << 18, IDLE_TASKS = 8 };
 /* Groups and slices come in multiples of this. */
 enum { UNIT = 32 };
 
-/* ---- layout ------------------------------------------------------------------------------------------------------ */
+/* ---- layout ---------------------------------------------------------------------------------- */
 
 size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, char *memory, struct lce_buffers *b) {
     const struct lce_format *f = &q->format;
@@ -62,7 +63,7 @@ size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, cha
     return used;
 }
 
-/* ---- choice ------------------------------------------------------------------------------------------------------ */
+/* ---- choice ---------------------------------------------------------------------------------- */
 
 /* Elements that are packed, read or written beside the products. */
 static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {

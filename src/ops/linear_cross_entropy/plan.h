@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * How a call is cut: rows into groups, the vocabulary into slices, and what of it the workspace holds. Decided by
  * shapes, wanted results and the byte budget alone, never by data or threads.

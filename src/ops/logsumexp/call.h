@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A checked call of logsumexp: what op.c hands to a backend. */
 #ifndef RAFTER_LOGSUMEXP_CALL_H
 #define RAFTER_LOGSUMEXP_CALL_H

@@ -1,11 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
 #include <stdio.h>
 
 #include "harness/problem.h"
 #include "oracle/oracle.h"
 
-/* ---- what is tested -----------------------------------------------------------------------------------------------
- */
+/* ---- what is tested -------------------------------------------------------------------------- */
 
 struct shape {
     int ndim, dim;
@@ -83,8 +83,7 @@ static struct options options_of(int64_t set) {
     return (struct options){.keep = set & 1, .narrow = set & 2, .narrow_dlse = set & 4, .in_place = set & 8};
 }
 
-/* ---- one problem --------------------------------------------------------------------------------------------------
- */
+/* ---- one problem ----------------------------------------------------------------------------- */
 
 /* What a problem keeps in p->row. */
 struct row {
@@ -194,8 +193,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     return rafter_logsumexp_backward(context, &args);
 }
 
-/* ---- bench --------------------------------------------------------------------------------------------------------
- */
+/* ---- bench ----------------------------------------------------------------------------------- */
 
 static const int64_t seeds_x[] = {1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 0};
 static const int64_t quick_x[] = {4096, 16384, 65536, 131072, 0};

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp on the CPU. Statistics are a pivot near the maximum and the sum of exponentials relative to it: rows take
  * theirs from v_stats_row; columns keep a pivot per lane, which moves at most once per block of rows, so that an
@@ -24,7 +25,7 @@ V_INLINE vf pivot_of(vf max) {
     return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
 }
 
-/* ---- statistics of columns --------------------------------------------------------------------------------------- */
+/* ---- statistics of columns ------------------------------------------------------------------- */
 
 V_INLINE bool line_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
@@ -152,7 +153,7 @@ V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, floa
             sums[c] = line_has_nan(dtype, b->x + c * bytes, b->x_step, b->length) ? NAN : 1.0f;
 }
 
-/* ---- statistics of rows ------------------------------------------------------------------------------------------ */
+/* ---- statistics of rows ---------------------------------------------------------------------- */
 
 V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t bytes = v_bytes(dtype), most = b->x_step == 1 ? b->length : BUFFER;
@@ -187,7 +188,7 @@ V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, f
     }
 }
 
-/* ---- merging ----------------------------------------------------------------------------------------------------- */
+/* ---- merging --------------------------------------------------------------------------------- */
 
 /* lse of up to V_LANES lines. */
 V_INLINE vf merged(const float *statistics, int64_t parts, int64_t lines, int64_t count) {
@@ -218,7 +219,7 @@ V_INLINE void finish_as(int dtype, const float *statistics, int64_t parts, int64
     }
 }
 
-/* ---- gradients --------------------------------------------------------------------------------------------------- */
+/* ---- gradients ------------------------------------------------------------------------------- */
 
 struct slope {
     vf pivot, scale;
@@ -307,8 +308,7 @@ V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* ---- the table ----------------------------------------------------------------------------------------------------
- */
+/* ---- the table ------------------------------------------------------------------------------- */
 
 static void row_statistics_of(const struct logsumexp_block *block, float *statistics) {
     float *const sums = statistics + block->lines;

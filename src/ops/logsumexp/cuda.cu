@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp on CUDA: one pass over x in either direction.
  *
@@ -20,8 +21,7 @@ constexpr int GRADIENT_THREADS = 128; /* of a block that writes a gradient along
 constexpr int PACKED_THREADS = 64;    /* the same, where rows are whole packs */
 constexpr int STEPS = 8;              /* down a column that a thread loads before it uses the first, in forward */
 
-/* ---- how a call is cut
- * ------------------------------------------------------------------------------------------------- */
+/* ---- how a call is cut ----------------------------------------------------------------------- */
 
 /* By shape and alignment alone, never by the device: the same bits everywhere. */
 struct Plan {
@@ -106,8 +106,7 @@ Plan plan_backward(const rafter_view &x, const rafter_view &dx, int64_t rows) {
     return plan;
 }
 
-/* ---- forward
- * --------------------------------------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 
 struct Forward {
     Rows x, lse;
@@ -152,8 +151,7 @@ template <typename T> __global__ __launch_bounds__(MOST_THREADS, 3) void long_ro
         f.lse.put(row, lse_of(s));
 }
 
-/* ---- rows of whole packs
- * ---------------------------------------------------------------------------------------------------- */
+/* ---- rows of whole packs --------------------------------------------------------------------- */
 
 /* All that a call takes whose rows are neither split nor ragged, and whose numbers are neighbours. Little on purpose:
  * parameters and instructions are cold when a kernel starts. */
@@ -261,8 +259,7 @@ bool launch_packed(const Rows &x, const Rows *dx, const Rows &lse, const Rows *d
     return true;
 }
 
-/* ---- columns, forward
- * ------------------------------------------------------------------------------------------------------- */
+/* ---- columns, forward ------------------------------------------------------------------------ */
 
 /* A thread's N columns: those of one pack in every step. */
 template <typename T, int N> struct ColumnStats {
@@ -351,8 +348,7 @@ template <typename T> void launch_forward(const Plan &plan, const Forward &f, in
     }
 }
 
-/* ---- backward
- * -------------------------------------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 
 struct Backward {
     Rows x, dx, lse, dlse;
@@ -442,9 +438,7 @@ template <typename T> void launch_backward(const Plan &plan, const Backward &b, 
     }
 }
 
-/* ---- calls
- * -------------------------------------------------------------------------------------------------------------------
- */
+/* ---- calls ----------------------------------------------------------------------------------- */
 
 /* dim last, the others in order. */
 rafter_view dim_last(const rafter_view &view, int dim) {

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The kernels of logsumexp, one table per variant. */
 #ifndef RAFTER_LOGSUMEXP_KERNELS_H
 #define RAFTER_LOGSUMEXP_KERNELS_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp: checks, and how work is cut. Every call is brought into the form [outer ..., lines, length], the same for
  * all of its tensors: one lse per line. Blocks are some neighbouring lines, or parts of them; tasks are some blocks.
@@ -29,8 +30,7 @@ enum {
     FEW_BLOCKS = 64        /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
 };
 
-/* ---- checks -------------------------------------------------------------------------------------------------------
- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
 /* Gives a view a dimension of size 1 at `dim`. */
 static void insert_dim(rafter_view *view, int dim) {
@@ -92,8 +92,7 @@ static rafter_status take(rafter_context *context, const rafter_logsumexp_args *
     return rafter_want_disjoint(context, "dx", dx, "dlse", dlse);
 }
 
-/* ---- plan ---------------------------------------------------------------------------------------------------------
- */
+/* ---- plan ------------------------------------------------------------------------------------ */
 
 /* The call's views as [outer ..., lines, length], and how that is cut. */
 struct plan {
@@ -172,8 +171,7 @@ static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
     }
 }
 
-/* ---- running ------------------------------------------------------------------------------------------------------
- */
+/* ---- running --------------------------------------------------------------------------------- */
 
 struct work {
     const struct plan *plan;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* A checked call of lrpe_cosine: what op.c hands to a backend. */
 #ifndef RAFTER_LRPE_COSINE_CALL_H
 #define RAFTER_LRPE_COSINE_CALL_H

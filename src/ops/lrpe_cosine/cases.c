@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/lrpe_cosine/cases.h"
 
 #include <math.h>
@@ -5,8 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- problems -------------------------------------------------------------------------------------------------------
- */
+/* ---- problems -------------------------------------------------------------------------------- */
 
 enum theta_shape { THETA_HD, THETA_H1, THETA_1D };
 enum position_kind { FROM_OFFSET, POSITIONS_N, POSITIONS_BN };
@@ -214,8 +214,7 @@ static void make(problem *p, int64_t index) {
     declare(p, &c);
 }
 
-/* ---- the call -------------------------------------------------------------------------------------------------------
- */
+/* ---- the call -------------------------------------------------------------------------------- */
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     struct lrpe_row row;
@@ -264,8 +263,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
     }
 }
 
-/* ---- bench ----------------------------------------------------------------------------------------------------------
- */
+/* ---- bench ----------------------------------------------------------------------------------- */
 
 static const int64_t seeds_n[] = {256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 0};
 static const int64_t quick_n[] = {512, 1024, 0};

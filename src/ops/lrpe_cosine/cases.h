@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* What the problems of lrpe_cosine and their oracle share: the options of a problem's row. */
 #ifndef RAFTER_LRPE_COSINE_CASES_H
 #define RAFTER_LRPE_COSINE_CASES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Angles depend on the token, the head and the feature, but not on the batch. So a kernel walks its box in tiles, some
  * tokens by some columns (features of neighbouring heads): it computes the sines and cosines of a tile once, and then
@@ -27,8 +28,7 @@ V_INLINE int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
 }
 
-/* ---- pairs ----------------------------------------------------------------------------------------------------------
- */
+/* ---- pairs ----------------------------------------------------------------------------------- */
 
 struct pair {
     vf a, b;
@@ -114,8 +114,7 @@ static int64_t kept_at(int dtype, int64_t d) {
     return dtype == RAFTER_BF16 ? d - within + within % 2 * V_LANES + within / 2 : d;
 }
 
-/* ---- tiles ----------------------------------------------------------------------------------------------------------
- */
+/* ---- tiles ----------------------------------------------------------------------------------- */
 
 struct tile {
     int64_t most_columns;
@@ -226,8 +225,7 @@ static void turn_to_batch(const struct lrpe_cosine_call *call, const struct lrpe
                      t->cosine + r * columns);
 }
 
-/* ---- slabs ----------------------------------------------------------------------------------------------------------
- */
+/* ---- slabs ----------------------------------------------------------------------------------- */
 
 /* One batch's part of a tile. Steps from row to row and from head to head are in bytes of tensors, in elements of
  * arrays. */
@@ -373,8 +371,7 @@ V_INLINE struct row row_of(const struct slab *slab, int64_t r, int64_t h) {
     return row;
 }
 
-/* ---- f and its gradient ---------------------------------------------------------------------------------------------
- */
+/* ---- f and its gradient ---------------------------------------------------------------------- */
 
 /* f(x) for the features from i on. `s` points at the statistics of the row, or of the row's first column. */
 V_INLINE struct pair apply(int dtype, enum lrpe_f f, struct pair x, const struct lrpe_statistics *s, int64_t i) {
@@ -403,8 +400,7 @@ V_INLINE struct pair apply_grad(int dtype, enum lrpe_f f, struct pair x, struct 
     }
 }
 
-/* ---- what is done to a slab -----------------------------------------------------------------------------------------
- */
+/* ---- what is done to a slab ------------------------------------------------------------------ */
 
 /* Runs step(i, count) for each pair of the row: whole ones first, without the cost of asking. */
 #define FOR_PAIRS(i, count, width, step)                                                                               \
@@ -673,8 +669,7 @@ static void backward(const struct lrpe_cosine_call *call, const struct lrpe_box 
         v_fence();
 }
 
-/* ---- statistics of columns ------------------------------------------------------------------------------------------
- */
+/* ---- statistics of columns ------------------------------------------------------------------- */
 
 /* Folds `pairs` pairs of columns of one head, from feature i on, into their running statistics. Only `count` columns
  * are there when that is less than a pair. */
@@ -787,8 +782,7 @@ static void merge(const struct lrpe_cosine_call *call, const struct lrpe_box *bo
             }
 }
 
-/* ---- statistics of rows ---------------------------------------------------------------------------------------------
- */
+/* ---- statistics of rows ---------------------------------------------------------------------- */
 
 /* Folds a slab, which has a part of one head's features, into the statistics of its rows. */
 V_INLINE void fold_rows(int dtype, bool backward, const struct slab *slab, bool first, bool last) {
@@ -830,8 +824,7 @@ static void rows(const struct lrpe_cosine_call *call, const struct lrpe_box *box
         }
 }
 
-/* ---- dtheta ---------------------------------------------------------------------------------------------------------
- */
+/* ---- dtheta ---------------------------------------------------------------------------------- */
 
 static void sum_dtheta(const struct lrpe_cosine_call *call, const double *sums, int64_t parts, int64_t from,
                        int64_t to) {

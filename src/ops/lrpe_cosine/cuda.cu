@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
  * lrpe_cosine on CUDA: every input is read from memory once, but for long softmaxes, and every output written once.
  *
@@ -21,8 +22,7 @@ namespace {
 
 constexpr int THREAD_BITS = 8, THREADS = 1 << THREAD_BITS;
 
-/* ---- a call, as kernels take it
- * ---------------------------------------------------------------------------------------- */
+/* ---- a call, as kernels take it -------------------------------------------------------------- */
 
 struct Strides {
     int64_t b, n, h, d;
@@ -107,8 +107,7 @@ template <typename T> DEVICE int64_t column_of(const Call<T> &call, int64_t b, i
     return (b * call.heads + h) * call.features + d;
 }
 
-/* ---- all but the softmax over the sequence
- * ----------------------------------------------------------------------------- */
+/* ---- all but the softmax over the sequence --------------------------------------------------- */
 
 /* Sums over groups of `lanes` lanes, a power of two, for COUNT lines at once, and likewise maxima. All steps are made:
  * one that would leave a group adds nothing, or compares a lane with itself. A branch around it would cost more. */
@@ -464,8 +463,7 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     }
 }
 
-/* ---- softmax over the sequence
- * ----------------------------------------------------------------------------------------- */
+/* ---- softmax over the sequence --------------------------------------------------------------- */
 
 /* The statistics of columns. A block walks down some neighbouring packs of one sequence, its part of the rows; where
  * there are several parts, another kernel merges them. */
@@ -668,8 +666,7 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Walk4 walk, co
     conclude<DTHETA>(walk, all, column, columns);
 }
 
-/* ---- how calls are cut
- * ------------------------------------------------------------------------------------------------- */
+/* ---- how calls are cut ----------------------------------------------------------------------- */
 
 Strides strides_of(const rafter_view &view) {
     return {view.stride[0], view.stride[1], view.stride[2], view.stride[3]};

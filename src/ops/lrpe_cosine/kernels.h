@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /* The CPU kernels of lrpe_cosine. Each works on a box of one call: some batches, tokens, heads and features. */
 #ifndef RAFTER_LRPE_COSINE_KERNELS_H
 #define RAFTER_LRPE_COSINE_KERNELS_H

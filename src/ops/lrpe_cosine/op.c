@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
 #include <string.h>
 
@@ -19,8 +20,7 @@ static const struct rafter_variant variants[] = {
 
 const struct rafter_op rafter_op_lrpe_cosine = {"lrpe_cosine", sizeof variants / sizeof *variants, variants};
 
-/* ---- checks ---------------------------------------------------------------------------------------------------------
- */
+/* ---- checks ---------------------------------------------------------------------------------- */
 
 /* Gives a tensor without a head dimension one of size 1. */
 static void add_heads(rafter_view *view) {
@@ -167,8 +167,7 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
     return RAFTER_OK;
 }
 
-/* ---- plan -----------------------------------------------------------------------------------------------------------
- */
+/* ---- plan ------------------------------------------------------------------------------------ */
 
 /* The two algorithms differ in how a call is cut into boxes: sp cuts the sequence; bp leaves it whole and cuts
  * features, so that what the softmax over the sequence reads twice is still in a cache. By shape alone: results must
@@ -330,8 +329,7 @@ static void place_scratch(struct plan *plan, char *memory) {
     }
 }
 
-/* ---- tasks ----------------------------------------------------------------------------------------------------------
- */
+/* ---- tasks ----------------------------------------------------------------------------------- */
 
 static void column_task(void *arg, int64_t task) {
     const struct plan *plan = arg;
@@ -412,8 +410,7 @@ static rafter_status run(rafter_context *context, const struct lrpe_cosine_call 
     return RAFTER_OK;
 }
 
-/* ---- the API --------------------------------------------------------------------------------------------------------
- */
+/* ---- the API --------------------------------------------------------------------------------- */
 
 static rafter_status call_op(rafter_context *context, const rafter_lrpe_cosine_args *args, rafter_direction direction) {
     rafter_lrpe_cosine_args a;
