@@ -1,10 +1,13 @@
+/* SPDX-License-Identifier: Apache-2.0 */
 /*
- * DLPack's tensor struct, for builds where <dlpack/dlpack.h> is not installed.
+ * DLPack's tensor struct, for builds that do not have <dlpack/dlpack.h>.
  *
- * This declares the part of the DLPack ABI that Rafter's calls take (DLTensor and what it contains), with DLPack's own
- * names and layout, so that arrays of NumPy, PyTorch, JAX, CuPy or TVM pass without copying. If you also use the
- * official header, include it first (or have it on the include path as <dlpack/dlpack.h>): this file then declares
- * nothing.
+ * Origin: the declarations below restate the part of DLPack's C ABI that Rafter's calls take, with
+ * DLPack's names and layout (https://github.com/dmlc/dlpack, include/dlpack/dlpack.h, Copyright (c) 2017
+ * by Contributors, Apache License 2.0). Arrays of NumPy, PyTorch, JAX, CuPy or TVM pass without copying.
+ *
+ * If you also use the official header, include it first, or have it in the include path as
+ * <dlpack/dlpack.h>: this file then declares nothing.
  */
 #ifndef RAFTER_DLPACK_H
 #define RAFTER_DLPACK_H
