@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* `rafter bench`: opens a run, walks the ops, writes the files. */
+/* `rafter bench`: opens a run, measures the ops, writes the files. */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,6 +10,7 @@
 #include <omp.h>
 
 #include "gpu_state.h"
+#include "harness/gpu.h"
 #include "machine.h"
 #include "progress.h"
 #include "run.h"
@@ -52,7 +53,7 @@ static void finish_report(struct run *run) {
     r->interrupted = run_interrupted;
     if (worker_greeting())
         snprintf(r->torch, sizeof r->torch, "%s", json_text(worker_greeting(), "torch"));
-    if (run->context->cuda)
+    if (context_on_gpu(run->context))
         r->after = gpu_state();
 }
 
@@ -65,7 +66,7 @@ bool run_save(struct run *run) {
     return good & (!o->csv || csv_write(&run->report, o->csv));
 }
 
-/* Whether the files can be written at all, before hours are spent on what goes into them. */
+/* Checks that the files can be written, before hours are spent on measuring. */
 static bool try_files(const struct options *o) {
     const char *const paths[] = {o->json, o->html};
     for (size_t i = 0; i < sizeof paths / sizeof *paths; i++) {
@@ -91,16 +92,16 @@ static void describe_machine(struct run *run, int argc, char **argv) {
     r->threads = rafter_context_threads(run->context);
     const time_t now = time(NULL);
     strftime(r->date, sizeof r->date, "%Y-%m-%d", gmtime(&now));
-    if (run->context->cuda) {
-        struct rafter_cuda_facts facts;
-        run->context->cuda->facts(run->context, &facts);
+    if (context_on_gpu(run->context)) {
+        struct gpu_facts facts;
+        gpu_describe(run->context, &facts);
         snprintf(r->gpu, sizeof r->gpu, "%s", facts.name);
         r->before = gpu_state();
     }
     report_set_command(r, argc, argv);
 }
 
-/* Takes up the report of a run that was cut short. False: it cannot be. */
+/* Continues the report of an interrupted run. False: a message has been printed. */
 static bool resume(struct run *run) {
     if (!run->options.resume || access(run->options.json, F_OK) != 0)
         return true;
@@ -129,12 +130,11 @@ static bool open_run(struct run *run, int argc, char **argv) {
     const rafter_context_options options = {.size = sizeof options, .device = o->device, .threads = o->threads};
     const rafter_status status = rafter_context_create(&run->context, &options);
     if (status != RAFTER_OK && o->device.device_type == kDLCUDA)
-        return !fail("no CUDA context (is there a GPU, and librafter_cuda beside this program?)",
-                     rafter_status_name(status));
+        return !fail("no CUDA context", rafter_last_error(NULL));
     if (status != RAFTER_OK)
-        return !fail("no context (is RAFTER_VARIANT one that this machine can run?)", rafter_status_name(status));
+        return !fail("no context", rafter_last_error(NULL));
     omp_set_num_threads(rafter_context_threads(run->context));
-    run->budget = run->context->cuda ? gpu_budget : o->seeds ? seeds_budget : quick_budget;
+    run->budget = context_on_gpu(run->context) ? gpu_budget : o->seeds ? seeds_budget : quick_budget;
     if (o->seconds > 0)
         run->budget.cell = o->seconds;
     run->fresh = getenv("RAFTER_FIRST_CALL") != NULL;
@@ -144,12 +144,12 @@ static bool open_run(struct run *run, int argc, char **argv) {
     if (!pace_create(&run->pace, o->warm, run->context))
         return !fail("cannot flush the caches", "no memory");
     if (o->percent && o->metric[METRIC_SPEED]) {
-        progress("measuring the rates of memory");
+        progress("measuring memory bandwidth");
         if (!roofline_create(&run->roofline, run->context, &run->pace))
-            return !fail("cannot measure the rates of memory", "no memory");
+            return !fail("cannot measure memory bandwidth", "no memory");
         progress_clear();
         printf("roofline: copy %.1f GB/s, read %.1f GB/s, ", run->roofline.copy / 1e9, run->roofline.read / 1e9);
-        if (run->context->cuda)
+        if (context_on_gpu(run->context))
             printf("%s\n\n", run->report.gpu);
         else
             printf("%d threads\n\n", rafter_context_threads(run->context));
@@ -162,20 +162,23 @@ static bool open_run(struct run *run, int argc, char **argv) {
 static void close_run(struct run *run) {
     worker_stop();
     pace_destroy(&run->pace, run->context);
+    for (int i = 0; i < run->variants; i++)
+        rafter_context_destroy(run->variant[i].context);
     rafter_context_destroy(run->context);
     report_free(&run->report);
 }
 
-/* Idle OpenMP threads spin for milliseconds by default, and would take the processor from the provider that is measured
- * next in a process of its own. A fraction of a millisecond bridges the gap between two loops of one call all the same.
- * The runtime reads this when it is loaded, so start over with it. */
+/* By default idle OpenMP threads spin for milliseconds, and would take processor time from the next
+ * provider if that runs in another process. A fraction of a millisecond still bridges the gap
+ * between two loops of one call. The runtime reads these variables when it is loaded, so the
+ * program starts itself again. */
 static void shorten_spinning(char **argv) {
     if (getenv("OMP_WAIT_POLICY") || getenv("GOMP_SPINCOUNT") || getenv("KMP_BLOCKTIME"))
         return;
-    setenv("GOMP_SPINCOUNT", "10000", 1); /* GCC's runtime: turns */
+    setenv("GOMP_SPINCOUNT", "10000", 1); /* GCC's runtime: iterations */
     setenv("KMP_BLOCKTIME", "1", 1);      /* LLVM's: milliseconds */
     machine_unbind();
-    execv("/proc/self/exe", argv); /* where that fails, go on as we are */
+    execv("/proc/self/exe", argv); /* if that fails, continue as we are */
 }
 
 static int list(struct run *run) {

@@ -1,29 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* `rafter check`: every variant on every test problem that it serves, against the fp64 oracle. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "harness/problem.h"
+#include "harness/variants.h"
 #include "options.h"
 #include "progress.h"
 #include "verbs.h"
 
-enum { DTYPES = 3, VARIANTS = 8, SENTENCES = 5 };
+enum { DTYPES = 3, SENTENCES = 5 };
 
 /* One line of the table. */
 struct tally {
     int64_t problems, wrong;
-    double worst, max_error; /* worst: as a share of the bound */
+    double worst, max_error; /* worst: relative to the bound */
 };
 
 struct check {
     const struct op_cases *op;
     bool on_gpu;
     int variants;
-    const char *variant[VARIANTS];
-    rafter_context *context[VARIANTS];
-    struct tally tally[DTYPES][PROBLEM_MODES][VARIANTS];
+    const char *variant[VARIANTS_MOST];
+    rafter_context *context[VARIANTS_MOST];
+    struct tally tally[DTYPES][PROBLEM_MODES][VARIANTS_MOST];
     int sentences;
     char sentence[SENTENCES][512];
 };
@@ -32,7 +34,7 @@ static bool is_float(rafter_dtype dtype) {
     return dtype == RAFTER_F32 || dtype == RAFTER_BF16 || dtype == RAFTER_F16;
 }
 
-/* The dtype of the first tensor of floats, which the op is called after. */
+/* The dtype of the first floating-point tensor. */
 static rafter_dtype dtype_of(const problem *p) {
     int i = 0;
     while (i < p->tensors - 1 && !is_float(p->tensor[i].dtype))
@@ -44,6 +46,8 @@ static void check_call(struct check *c, problem *p, enum problem_mode mode, int 
     struct tally *tally = &c->tally[dtype_of(p)][mode][variant];
     problem_poison(p, mode);
     const rafter_status status = problem_call(p, c->context[variant], mode);
+    if (variant_declined(c->context[variant], status))
+        return;
     struct problem_verdict v = {.good = false, .worst = INFINITY};
     if (status == RAFTER_OK)
         v = problem_compare(p, mode);
@@ -66,7 +70,7 @@ static void check_problem(struct check *c, problem *p) {
     for (int mode = 0; mode < PROBLEM_MODES; mode++) {
         if (!(c->op->algorithm_modes[p->algorithm] >> mode & 1))
             continue;
-        if (mode == PROBLEM_BACKWARD) { /* every variant's backward reads the exact outputs of forward */
+        if (mode == PROBLEM_BACKWARD) { /* every variant's backward reads the oracle's outputs of forward */
             problem_solve(p, PROBLEM_FORWARD);
             problem_store_outputs(p);
         }
@@ -97,7 +101,15 @@ static void check_op(struct check *c) {
     progress_clear();
 }
 
-/* Prints the op's lines; false if anything was wrong, or nothing was checked. */
+static bool was_checked(const struct check *c, int variant) {
+    for (int d = 0; d < DTYPES; d++)
+        for (int m = 0; m < PROBLEM_MODES; m++)
+            if (c->tally[d][m][variant].problems > 0)
+                return true;
+    return false;
+}
+
+/* Prints the op's lines. False if a result was wrong, or nothing was checked. */
 static bool print_op(const struct check *c) {
     int64_t problems = 0, wrong = 0;
     for (int d = 0; d < DTYPES; d++)
@@ -106,7 +118,7 @@ static bool print_op(const struct check *c) {
                 const struct tally *t = &c->tally[d][m][v];
                 if (t->problems == 0)
                     continue;
-                printf("%-22s%-7s%-11s%-12s%8lld%14.3f%12.2e  ", c->op->op, problem_dtype_name((rafter_dtype)d),
+                printf("%-22s%-7s%-11s%-28s%8lld%14.3f%12.2e  ", c->op->op, problem_dtype_name((rafter_dtype)d),
                        problem_mode_names[m], c->variant[v], (long long)t->problems, t->worst, t->max_error);
                 if (t->wrong)
                     printf("%lld wrong\n", (long long)t->wrong);
@@ -115,6 +127,9 @@ static bool print_op(const struct check *c) {
                 problems += t->problems;
                 wrong += t->wrong;
             }
+    for (int v = 0; v < c->variants; v++)
+        if (!was_checked(c, v))
+            printf("%-22s%s serves none of the problems\n", c->op->op, c->variant[v]);
     if (problems == 0)
         printf("%-22shas no problems to check\n", c->op->op);
     for (int i = 0; i < c->sentences; i++)
@@ -123,23 +138,24 @@ static bool print_op(const struct check *c) {
     return problems > 0 && wrong == 0 && c->sentences == 0;
 }
 
-static bool open_context(struct check *c, const char *name, rafter_context_options options) {
-    options.size = sizeof options;
-    if (rafter_context_create(&c->context[c->variants], &options) != RAFTER_OK)
-        return false;
-    c->variant[c->variants++] = name;
-    return true;
-}
-
-/* One for every variant of the CPU, or one for the GPU. */
+/* A context for every variant that this device can run. */
 static bool open_contexts(struct check *c, const struct options *o) {
+    const rafter_context_options options = {.device = o->device, .threads = o->threads};
+    rafter_context *const any = variant_context(NULL, options);
+    if (!any)
+        return false;
     c->on_gpu = o->device.device_type == kDLCUDA;
-    if (c->on_gpu)
-        return open_context(c, "cuda", (rafter_context_options){.device = o->device});
     bool good = true;
-    const char *name;
-    while (good && c->variants < VARIANTS && (name = rafter_op_variant(c->op->op, c->variants)))
-        good = open_context(c, name, (rafter_context_options){.variant = name, .threads = o->threads});
+    const char *name, *reason;
+    for (int i = 0; good && rafter_describe_variant(any, c->op->op, i, &name, &reason); i++) {
+        if (reason || c->variants == VARIANTS_MOST)
+            continue;
+        c->variant[c->variants] = name;
+        c->context[c->variants] = variant_context(name, options);
+        good = c->context[c->variants] != NULL;
+        c->variants += good;
+    }
+    rafter_context_destroy(any);
     return good && c->variants > 0;
 }
 
@@ -147,8 +163,7 @@ int verb_check(int argc, char **argv) {
     struct options options;
     if (!options_read(&options, "check", argc, argv, 2))
         return 2;
-    unsetenv("RAFTER_VARIANT"); /* it would win over the variants forced here */
-    printf("%-22s%-7s%-11s%-12s%8s%14s%12s\n", "op", "dtype", "direction", "variant", "problems", "worst/bound",
+    printf("%-22s%-7s%-11s%-28s%8s%14s%12s\n", "op", "dtype", "direction", "variant", "problems", "worst/bound",
            "max error");
     bool good = true;
     for (int i = 0; options.op[i]; i++) {

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A provider in a child process. The child is forked for one session, so it sees the row's inputs without a copy; what
- * it writes goes to memory that both share, and to the problem's tensors when it is collected. Orders (one byte: time a
- * call) and reports travel over a socket pair.
+ * A provider in a child process. The child is forked for one session, so it sees the row's inputs
+ * without a copy. It writes results to shared memory, from where they are copied into the problem's
+ * tensors when they are collected. Orders (one byte: time a call) and reports go over a socket
+ * pair.
  */
 #include <errno.h>
 #include <poll.h>
@@ -16,6 +17,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "core/sizes.h"
 #include "provider.h"
 
 enum { ALIGNMENT = 64, LIMIT_SECONDS = 60 };
@@ -35,7 +37,7 @@ struct child_report {
 };
 
 static size_t aligned(size_t bytes) {
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return (size_t)round_up((int64_t)bytes, ALIGNMENT);
 }
 
 static void send_report(struct session *s, bool good, double seconds) {
@@ -58,8 +60,8 @@ static void *serve(void *arg) {
     return NULL;
 }
 
-/* Runs the session to its end. OpenMP's threads belong to the thread that started them, and none survives a fork, so
- * the work is done in a new thread, which starts its own. */
+/* Runs the session to its end. OpenMP's threads belong to the thread that started them, and do not
+ * survive a fork, so the work is done in a new thread, which starts its own. */
 static _Noreturn void child_main(struct session *s) {
     signal(SIGINT, SIG_IGN);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -77,8 +79,8 @@ static _Noreturn void child_main(struct session *s) {
     _exit(0);
 }
 
-/* What the call writes is not for the child: left as it is, a fork would make the parent copy every page of it at its
- * next write, in the middle of somebody's measurement. */
+/* The child does not need the outputs. If they were forked, the parent would copy each of their
+ * pages at its next write, in the middle of a measurement. */
 static void advise_outputs(const struct session *s, int advice) {
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
@@ -162,7 +164,7 @@ bool child_open(struct session *s) {
 }
 
 bool child_time(struct session *s, double *seconds) {
-    send(s->child->socket, "t", 1, MSG_NOSIGNAL); /* a child that is gone shows when its report does not come */
+    send(s->child->socket, "t", 1, MSG_NOSIGNAL); /* if the child is gone, receive_report notices */
     return receive_report(s, seconds);
 }
 

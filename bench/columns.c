@@ -1,18 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The columns of a row: check each provider's result, then time them all in turn. */
+/* The columns of a row: every provider's result is checked, then all are timed in turn. */
 #include <math.h>
 #include <string.h>
 
+#include "core/sizes.h"
+#include "harness/variants.h"
 #include "progress.h"
 #include "run.h"
 #include "turns.h"
 
 enum {
     LEAST_REPEATS = 5,
-    PATIENCE = 4 /* a cell may take so many times its time to come to LEAST_REPEATS */
+    PATIENCE = 4 /* a cell may take this many times its budget to reach LEAST_REPEATS */
 };
 
-/* Below every table of the row, about this x or about all of them. */
+/* Adds a note below every table of the row, about this x or about all rows. */
 static void note(struct row_notes *notes, const char *name, const char *sentence, bool everywhere) {
     for (int m = 0; m < METRICS; m++) {
         struct table *t = notes->table[m];
@@ -29,7 +31,49 @@ static bool wanted(const struct run *run, const char *name) {
 }
 
 static bool runs_here(const struct run *run, const struct provider *provider) {
-    return provider->anywhere || provider->device == (run->context->cuda != NULL);
+    return provider->anywhere || provider->device == context_on_gpu(run->context);
+}
+
+/* The context that is forced to this variant; NULL: it cannot be created. */
+static rafter_context *context_of(struct run *run, const char *variant) {
+    for (int i = 0; i < run->variants; i++)
+        if (strcmp(run->variant[i].name, variant) == 0)
+            return run->variant[i].context;
+    if (run->variants == RUN_VARIANTS)
+        return NULL;
+    const rafter_context_options options = {.device = context_device(run->context),
+                                            .threads = rafter_context_threads(run->context)};
+    rafter_context *const context = variant_context(variant, options);
+    run->variant[run->variants++] = (struct variant_column){variant, context};
+    return context;
+}
+
+/* Whether the session's variant serves its problem. Before the problem has memory, as for --list,
+ * any variant counts. */
+static bool variant_serves(struct session *s) {
+    char names[sizeof((struct cell *)0)->variant];
+    if (s->problem.tensor[0].tensor.data) {
+        problem_variant(&s->problem, s->context, s->mode, names, sizeof names);
+        return strcmp(names, s->variant) == 0;
+    }
+    return true;
+}
+
+/* Adds a column for each variant of the op that runs here and serves the problem. */
+static int list_variants(struct run *run, const struct session *rafter, struct column columns[], int count) {
+    const struct options *const o = &run->options;
+    const char *name, *reason;
+    for (int i = 0; rafter_describe_variant(run->context, rafter->problem.op->op, i, &name, &reason); i++) {
+        const bool named = o->providers && list_has(o->providers, name);
+        if (reason || !wanted(run, name) || !(o->variants || named) || count == REPORT_COLUMNS)
+            continue;
+        struct session s = *rafter;
+        s.variant = name;
+        s.context = context_of(run, name);
+        if (s.context && variant_serves(&s))
+            columns[count++] = (struct column){.name = name, .session = s};
+    }
+    return count;
 }
 
 int columns_list(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]) {
@@ -38,18 +82,22 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
         const bool ours = providers[i]->ours;
         if (!runs_here(run, providers[i]))
             continue;
+        struct session s = {.provider = providers[i],
+                            .problem = *p,
+                            .mode = mode,
+                            .context = run->context,
+                            .pace = &run->pace,
+                            .limit = run->options.limit};
         for (int a = 0; a == 0 || (ours && p->op->algorithms[a]); a++) {
             const char *name = ours ? p->op->algorithms[a] : providers[i]->name;
-            struct session s = {.provider = providers[i],
-                                .problem = *p,
-                                .mode = mode,
-                                .context = run->context,
-                                .pace = &run->pace,
-                                .limit = run->options.limit};
+            s.problem = *p;
             s.problem.algorithm = a;
-            if (problem_adapt(&s.problem) && wanted(run, name) &&
-                providers[i]->serves(providers[i], &s.problem, mode) && count < REPORT_COLUMNS)
+            const bool adapted = problem_adapt(&s.problem);
+            const bool served = adapted && providers[i]->serves(providers[i], &s.problem, mode);
+            if (served && wanted(run, name) && count < REPORT_COLUMNS)
                 columns[count++] = (struct column){.name = name, .session = s};
+            if (served && ours && a == 0)
+                count = list_variants(run, &s, columns, count);
         }
     }
     return count;
@@ -57,7 +105,7 @@ int columns_list(struct run *run, const problem *p, enum problem_mode mode, stru
 
 /* ---- checking -------------------------------------------------------------------------------- */
 
-/* The mean size of what the oracle expects of a tensor. */
+/* The mean absolute value of a tensor's expected elements. */
 static double expected_size(const problem_tensor *t) {
     double sum = 0, count = 0;
     for (int64_t i = 0; i < (t->list ? t->listed : t->numel); i++) {
@@ -70,9 +118,9 @@ static double expected_size(const problem_tensor *t) {
     return count > 0 ? sum / count : 0;
 }
 
-/* Peers round intermediate results to the tensors' dtype: they may be off by 32 units of it relative to the value, and,
- * where terms cancel, by 64 units of the tensor's mean size. Something that computes another function is off by far
- * more. */
+/* Other libraries round intermediate results to the tensors' dtype. They may be off by 32 units of
+ * it relative to the value, and, where terms cancel, by 64 units relative to the tensor's mean
+ * absolute value. A provider that computes another function is off by far more. */
 static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype dtype) {
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : 1e-5;
     for (int i = 0; i < p->tensors; i++)
@@ -82,7 +130,8 @@ static void allow_peer_errors(problem *p, enum problem_mode mode, rafter_dtype d
         }
 }
 
-/* Peers need not give every statistic, but a forward gives its first output and a backward all gradients. */
+/* Other libraries need not compute every statistic, but a forward must give its first output and a
+ * backward all gradients. */
 static bool gives_enough(struct session *s) {
     bool first = s->mode != PROBLEM_BACKWARD;
     for (int i = 0; i < s->problem.tensors; i++) {
@@ -90,13 +139,13 @@ static bool gives_enough(struct session *s) {
         if (!problem_writes(t, s->mode))
             continue;
         if (s->without >> i & 1 && (first || t->role == PROBLEM_GRADIENT))
-            return session_fail(s, "it gave no %s", t->name);
+            return session_fail(s, "it did not compute %s", t->name);
         first = first && t->role != PROBLEM_OUTPUT;
     }
     return true;
 }
 
-/* Leaves the tensors that the session does not give out of the comparison. */
+/* Excludes the tensors that the session does not compute from the comparison. */
 static void leave_out(problem *p, unsigned without) {
     for (int i = 0; i < p->tensors; i++)
         if (without >> i & 1)
@@ -109,17 +158,17 @@ static void lose(struct column *c, struct row_notes *notes) {
     c->live = false;
 }
 
-/* Whether its forward does backward's work, in a table that has one without the other. */
+/* Whether its forward also computes the gradient, in a table of forward or backward alone. */
 static bool computes_early(const struct session *s) {
     return s->mode != PROBLEM_BOTH && s->provider->early_gradient &&
            list_has(s->provider->early_gradient, s->problem.op->op);
 }
 
-/* Runs the column once and compares its result with the oracle's. The call's time counts only if it is a very long one.
- */
+/* Runs the column once and compares its results with the oracle's. The time of this call is used
+ * only if it is very long. */
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes) {
     struct session *s = &c->session;
-    if (run->context->cuda)
+    if (context_on_gpu(run->context))
         problem_poison_device(p, run->context, s->mode);
     else
         problem_poison(p, s->mode);
@@ -129,6 +178,8 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
         return;
     }
     c->first = s->first_call > 0 ? s->first_call : seconds;
+    if (s->provider->ours)
+        problem_variant(&s->problem, s->context, s->mode, c->variant, sizeof c->variant);
     problem judged = s->problem;
     leave_out(&judged, s->without);
     if (!s->provider->exact)
@@ -142,22 +193,25 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
     if (seconds >= run->budget.once && seconds >= PATIENCE * run->budget.cell)
         c->done = samples_add(&c->samples, seconds) && samples_add(&c->host, s->host_seconds);
     if (computes_early(s))
-        note(notes, c->name, "its forward computes the gradient too: compare fwd+bwd", true);
+        note(notes, c->name, "its forward also computes the gradient: compare fwd+bwd", true);
     if (s->overwrites && s->mode != PROBLEM_FORWARD)
-        note(notes, c->name, "its gradient lies over its input, which is lost", true);
+        note(notes, c->name, "its gradient overwrites its input", true);
 }
 
 /* ---- measuring ------------------------------------------------------------------------------- */
 
-/* On a device: says below the table where the host may have been waited for while a call was timed. */
+/* On a GPU: notes below the table if the device may have waited for the host while a call was
+ * timed. */
 static void look_at_host(const struct run *run, struct column *c, const struct row_notes *notes) {
-    if (!c->live || c->host.count == 0 || run->pace.warm || !run->context->cuda ||
+    if (!c->live || c->host.count == 0 || run->pace.warm || !context_on_gpu(run->context) ||
         samples_summary(&c->host).median <= run->pace.device_seconds)
         return;
     struct row_notes speed_only = *notes;
     speed_only.table[METRIC_MEMORY] = NULL;
     note(&speed_only, c->name,
-         "in some rows keeps the host for longer than the device is busy before it: times may hold waits there", true);
+         "in some rows the host takes longer to launch the call than the device takes to fill the caches: times may "
+         "include waiting",
+         true);
 }
 
 static int still_timed(struct column columns[], int count, struct column *timed[]) {
@@ -209,10 +263,10 @@ void columns_weigh(struct column columns[], int count, struct row_notes *notes) 
 
 /* ---- reporting ------------------------------------------------------------------------------- */
 
-/* At most REPORT_SAMPLES of them, evenly spread, in milliseconds. */
+/* At most REPORT_SAMPLES of the samples, evenly spread, in milliseconds. */
 static struct samples thinned(const struct samples *all) {
     struct samples few = {0};
-    const int count = all->count < REPORT_SAMPLES ? all->count : REPORT_SAMPLES;
+    const int count = (int)min64(all->count, REPORT_SAMPLES);
     for (int i = 0; i < count; i++)
         samples_add(&few, 1e3 * all->value[(int64_t)i * all->count / count]);
     return few;
@@ -220,6 +274,7 @@ static struct samples thinned(const struct samples *all) {
 
 static struct cell speed_cell(struct column *c, double roof) {
     struct cell cell = {.state = c->state, .max_error = c->max_error};
+    memcpy(cell.variant, c->variant, sizeof cell.variant);
     if (c->state != CELL_MEASURED)
         return cell;
     cell.samples = thinned(&c->samples);
@@ -234,6 +289,7 @@ static struct cell speed_cell(struct column *c, double roof) {
 
 static struct cell memory_cell(const struct column *c) {
     struct cell cell = {.state = c->bytes < 0 ? CELL_EMPTY : c->state, .max_error = c->max_error, .repeats = 1};
+    memcpy(cell.variant, c->variant, sizeof cell.variant);
     const double mebibytes = c->bytes / (1 << 20);
     if (cell.state == CELL_MEASURED)
         cell.value = (struct summary){mebibytes, mebibytes, mebibytes};

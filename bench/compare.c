@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* `rafter compare OLD.json NEW.json`: which rows got slower beyond noise. */
+/* `rafter compare OLD.json NEW.json`: which cells got slower beyond noise. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,8 +9,8 @@
 
 enum { RESAMPLES = 2000, LEAST_SAMPLES = 5 };
 
-/* A row is slower, or takes more, when the whole interval is beyond this; where there are too few samples for one, when
- * the ratio is beyond `lone_margin`. */
+/* A cell is slower, or larger, if the whole interval is beyond `margin`; with too few samples for
+ * an interval, if the ratio is beyond `lone_margin`. */
 static const double margin = 1.02, lone_margin = 1.10;
 
 struct interval {
@@ -24,14 +24,14 @@ static uint64_t next_random(uint64_t *state) {
     return *state;
 }
 
-static double median_of_resample(const struct samples *from, struct samples *room, uint64_t *state) {
-    room->count = 0;
+static double median_of_resample(const struct samples *from, struct samples *resample, uint64_t *state) {
+    resample->count = 0;
     for (int i = 0; i < from->count; i++)
-        samples_add(room, from->value[next_random(state) % (uint64_t)from->count]);
-    return samples_summary(room).median;
+        samples_add(resample, from->value[next_random(state) % (uint64_t)from->count]);
+    return samples_summary(resample).median;
 }
 
-/* The 99 % interval of the ratio of medians, by resampling both. */
+/* The 99 % confidence interval of the ratio of medians, by resampling both. */
 static struct interval bootstrap(const struct cell *old, const struct cell *new) {
     struct interval i = {0, new->value.median / old->value.median, INFINITY};
     if (old->samples.count < LEAST_SAMPLES || new->samples.count < LEAST_SAMPLES) {

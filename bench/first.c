@@ -10,7 +10,8 @@
 #include "machine.h"
 #include "run.h"
 
-/* The same command for this one cell. RAFTER_FIRST_CALL tells it to report the call that it would only check. */
+/* Runs this command again for one cell. RAFTER_FIRST_CALL makes it report the call that is
+ * otherwise only checked. */
 static _Noreturn void run_again(const struct run *run, const problem *p, enum problem_mode mode, int64_t x,
                                 const char *column, const char *json) {
     const struct options *o = &run->options;
@@ -31,7 +32,7 @@ static _Noreturn void run_again(const struct run *run, const problem *p, enum pr
                           "--dtype",
                           problem_dtype_name(o->dtype),
                           "--device",
-                          run->context->cuda ? "cuda" : "cpu",
+                          context_on_gpu(run->context) ? "cuda" : "cpu",
                           "--threads",
                           threads,
                           "--providers",

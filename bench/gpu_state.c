@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NVML is loaded when it is there: the tool does not depend on it. */
+/* NVML is loaded if it is installed; the tool does not depend on it. */
 #include "gpu_state.h"
 
 #include <dlfcn.h>
 
-/* From NVML's ABI, which has kept these since 2012. */
+/* From NVML's ABI, unchanged since 2012. */
 typedef struct nvml_device *nvml_device;
 enum { NVML_CLOCK_SM = 1, NVML_CLOCK_MEM = 2, NVML_TEMPERATURE_GPU = 0 };
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* `rafter headline REPORT.json`: the largest row of every table, forward and backward beside each other, as Markdown.
- */
+/* `rafter headline REPORT.json`: the largest row of every table as Markdown, with forward and
+ * backward side by side. */
 #include <string.h>
 
 #include "report.h"
@@ -30,7 +30,7 @@ static const struct table *in_mode(const struct report *r, const struct table *t
     return report_find_table(r, title);
 }
 
-/* Of a table that has rows: the largest that the other has too, if they have one in common. */
+/* The largest row that both tables have; if there is none, the largest row of t. */
 static const struct row *largest_row(const struct table *t, const struct table *other) {
     for (int i = t->rows - 1; i >= 0 && other; i--)
         if (table_find_row(other, t->row[i].x))

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The report as one file for a browser. Nothing in it comes from elsewhere. */
+/* The report as one self-contained HTML file. */
 #include <string.h>
 
 #include "plot.h"

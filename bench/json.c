@@ -23,7 +23,7 @@ static void write_string(FILE *to, const char *text) {
     fputc('"', to);
 }
 
-/* Enough digits to read back, and null for what JSON has no number for. */
+/* With enough digits to read back; null for values that JSON cannot represent. */
 static void write_number(FILE *to, double value) {
     if (isfinite(value))
         fprintf(to, "%.9g", value);
@@ -70,6 +70,10 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     write_field(to, "max_error", c->state == CELL_EMPTY ? NAN : c->max_error);
     if (c->state == CELL_WRONG)
         fputs(", \"wrong\": true", to);
+    if (c->variant[0]) {
+        fputs(", \"variant\": ", to);
+        write_string(to, c->variant);
+    }
     if (t->extras >> EXTRA_SHARE & 1 && measured)
         write_field(to, "share", c->share);
     if (t->extras >> EXTRA_HOST & 1 && measured)
@@ -209,6 +213,7 @@ static void read_cell(struct report *r, const struct json *from) {
     c->share = json_number(from, "share", 0);
     c->host = json_number(from, "host_us", 0);
     c->first = json_number(from, "first_ms", 0);
+    copy_text(c->variant, sizeof c->variant, from, "variant");
     c->state = json_number(from, "wrong", 0) != 0 ? CELL_WRONG : isnan(c->value.median) ? CELL_EMPTY : CELL_MEASURED;
     const struct json *samples = json_get(from, "samples");
     for (const struct json *s = samples ? samples->first : NULL; s; s = s->next)

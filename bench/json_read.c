@@ -42,7 +42,7 @@ static char *put_utf8(char *to, int code) {
     return to;
 }
 
-/* After "\u": one code point, of one escape or two. NULL: bad digits. */
+/* After "\u": one code point, from one escape or two. NULL: bad digits. */
 static const char *parse_code(const char *at, char **to) {
     int code = hex_digits(at);
     if (code < 0)
@@ -68,7 +68,7 @@ static const char *parse_string(const char *at, char **text) {
         end += *end == '\\' && end[1] ? 2 : 1;
     if (!*end)
         return NULL;
-    char *to = *text = malloc((size_t)(end - at) + 1); /* no escape is shorter than what it stands for */
+    char *to = *text = malloc((size_t)(end - at) + 1); /* no escape is shorter than the text it encodes */
     if (!to)
         return NULL;
     while (at && at < end) {

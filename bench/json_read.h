@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A reader of JSON: the worker's replies, and reports of earlier runs. */
+/* A JSON reader for the worker's answers and for reports of earlier runs. */
 #ifndef RAFTER_BENCH_JSON_READ_H
 #define RAFTER_BENCH_JSON_READ_H
 
@@ -18,10 +18,10 @@ struct json {
 
 /* NULL: not JSON, or no memory. */
 struct json *json_parse(const char *text);
-struct json *json_parse_file(const char *path); /* errno is 0 when the file could be read but is not JSON */
+struct json *json_parse_file(const char *path); /* errno is 0 if the file was read but is not JSON */
 void json_free(struct json *value);
 
-/* All of these take NULL, or a value of another kind, and answer NULL, "" or `otherwise`. */
+/* All of these accept NULL, or a value of another kind, and then return NULL, "" or `otherwise`. */
 const struct json *json_get(const struct json *object, const char *key);
 double json_number(const struct json *object, const char *key, double otherwise);
 const char *json_text(const struct json *object, const char *key);

@@ -8,6 +8,8 @@
 
 #include <omp.h>
 
+#include "core/sizes.h"
+
 const char *machine_cpu(void) {
     static char model[128];
     if (model[0])
@@ -103,10 +105,10 @@ size_t machine_cache_bytes(int threads) {
     const size_t size = machine_cache_level(level);
     if (size == 0)
         return UNKNOWN;
-    /* Threads may be spread over as many caches as there are. */
+    /* Threads may be spread over all caches. */
     const int processors = machine_processors(), share = sharers(find_cache(level));
-    const int caches = (processors + share - 1) / share;
-    return size * (size_t)(threads < caches ? threads : caches);
+    const int64_t caches = ceil_div(processors, share);
+    return size * (size_t)min64(threads, caches);
 }
 
 /* The number in the first line of a file, or `otherwise`. */
@@ -130,7 +132,7 @@ size_t machine_free_memory(void) {
     if (file)
         fclose(file);
 
-    /* A container may have less; without a limit the file says "max". */
+    /* A container may have less; without a limit the file contains "max". */
     const size_t machine = (size_t)kibibytes << 10;
     const unsigned long long limit = read_number("/sys/fs/cgroup/memory.max", machine);
     const unsigned long long used = read_number("/sys/fs/cgroup/memory.current", 0);

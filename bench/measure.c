@@ -6,7 +6,8 @@
 #include <string.h>
 #include <time.h>
 
-#include "core/backend.h"
+#include "harness/context.h"
+#include "harness/gpu.h"
 #include "machine.h"
 
 double clock_seconds(void) {
@@ -50,20 +51,20 @@ struct summary samples_summary(struct samples *s) {
     return (struct summary){.median = quantile(s, 0.5), .p10 = quantile(s, 0.1), .p90 = quantile(s, 0.9)};
 }
 
-/* A fill of the caches before a call must outlast the host's launches, or the device would wait for them while it is
- * timed; in the Python worker's columns these take up to 1.3 ms. It is as long for every column: what comes
- * after a pause of the arithmetic runs faster on a chip that is limited by power, by 2 % after one millisecond and 5 %
- * after seven in products that take 58. The worker is told. */
+/* Filling the caches before a call must take longer than the host's launches, or the device would
+ * wait for the host while the call is timed; launches of the Python worker's columns take up to 1.3
+ * ms. The fill is equally long for every column, because a power-limited chip runs faster after a
+ * pause of its arithmetic: products of 58 ms by 2 % after one millisecond and by 5 % after seven.
+ * The worker gets the same number of fills. */
 static const double FILL_SECONDS = 2e-3;
 
-static void count_fills(struct pace *pace, const struct rafter_context *context) {
-    const struct rafter_cuda *cuda = context->cuda;
+static void count_fills(struct pace *pace, const rafter_context *context) {
     double least = FILL_SECONDS;
     for (int i = 0; i < 3; i++) {
-        cuda->record(context, pace->before);
-        cuda->fill(context, pace->device_other, 0, pace->device_bytes);
-        cuda->record(context, pace->after);
-        const double seconds = 1e-3 * cuda->elapsed(pace->before, pace->after);
+        gpu_record(context, pace->before);
+        gpu_fill(context, pace->device_other, 0, pace->device_bytes);
+        gpu_record(context, pace->after);
+        const double seconds = 1e-3 * gpu_elapsed(pace->before, pace->after);
         if (seconds > 0 && seconds < least)
             least = seconds;
     }
@@ -71,16 +72,15 @@ static void count_fills(struct pace *pace, const struct rafter_context *context)
     pace->device_seconds = pace->device_fills * least;
 }
 
-bool pace_create(struct pace *pace, bool warm, const struct rafter_context *context) {
-    *pace = (struct pace){.warm = warm, .threads = context->threads};
-    const struct rafter_cuda *cuda = context->cuda;
-    if (cuda) {
-        struct rafter_cuda_facts facts;
-        cuda->facts(context, &facts);
+bool pace_create(struct pace *pace, bool warm, const rafter_context *context) {
+    *pace = (struct pace){.warm = warm, .threads = rafter_context_threads(context)};
+    if (context_on_gpu(context)) {
+        struct gpu_facts facts;
+        gpu_describe(context, &facts);
         pace->device_bytes = 4 * (size_t)facts.l2_bytes;
-        pace->device_other = cuda->allocate(pace->device_bytes);
-        pace->before = cuda->event();
-        pace->after = cuda->event();
+        pace->device_other = gpu_allocate(pace->device_bytes);
+        pace->before = gpu_new_event();
+        pace->after = gpu_new_event();
         if (!pace->device_other || !pace->before || !pace->after)
             return false;
         count_fills(pace, context);
@@ -92,17 +92,17 @@ bool pace_create(struct pace *pace, bool warm, const struct rafter_context *cont
     pace->other = aligned_alloc(64, pace->other_bytes);
     if (!pace->other)
         return false;
-    memset(pace->other, 1, pace->other_bytes); /* untouched pages would all be the one page of zeros */
+    memset(pace->other, 1, pace->other_bytes); /* untouched pages all map to one page of zeros */
     return true;
 }
 
-void pace_destroy(struct pace *pace, const struct rafter_context *context) {
+void pace_destroy(struct pace *pace, const rafter_context *context) {
     free(pace->other);
-    if (!context || !context->cuda)
+    if (!context || !context_on_gpu(context))
         return;
-    context->cuda->release(pace->device_other);
-    context->cuda->forget(pace->before);
-    context->cuda->forget(pace->after);
+    gpu_release(pace->device_other);
+    gpu_release_event(pace->before);
+    gpu_release_event(pace->after);
 }
 
 void pace_evict(const struct pace *pace) {
@@ -115,7 +115,7 @@ void pace_evict(const struct pace *pace) {
     (void)keep;
 }
 
-void pace_evict_device(const struct pace *pace, const struct rafter_context *context) {
+void pace_evict_device(const struct pace *pace, const rafter_context *context) {
     for (int i = 0; i < pace->device_fills; i++)
-        context->cuda->fill(context, pace->device_other, 0, pace->device_bytes);
+        gpu_fill(context, pace->device_other, 0, pace->device_bytes);
 }

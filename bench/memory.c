@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a call takes beyond its inputs: what it writes for its caller, what forward left for backward, and scratch. The
- * inputs are the op's own and, in backward, the upstream gradients. */
+/* The memory of a call beyond its inputs: results, tensors that forward kept for backward, and
+ * scratch. Inputs are the op's own and, in backward, the upstream gradients. */
 #include <stdio.h>
 #include <string.h>
 
 #include "provider.h"
 
 bool kept_for_backward(const problem *p, const problem_tensor *t) {
-    const bool softmax = strcmp(p->op->op, "act") == 0 && title_has(p, "act_softmax");
+    const bool softmax = strcmp(p->op->op, "act") == 0 && p->options.act == RAFTER_ACT_SOFTMAX;
     return t->role == PROBLEM_OUTPUT &&
            (strcmp(t->name, "lse") == 0 || strcmp(t->name, "relu_mask") == 0 || (softmax && strcmp(t->name, "y") == 0));
 }
@@ -23,7 +23,7 @@ double result_bytes(const struct session *s) {
     return bytes;
 }
 
-/* "VmRSS" or "VmHWM", in bytes; 0 where the kernel does not say. */
+/* "VmRSS" or "VmHWM", in bytes; 0: the kernel does not tell. */
 static double process_bytes(const char *name) {
     FILE *file = fopen("/proc/self/status", "r");
     char line[128], format[32];
@@ -37,7 +37,7 @@ static double process_bytes(const char *name) {
     return 1024.0 * (double)kibibytes;
 }
 
-/* From here on VmHWM is the peak since now. */
+/* Makes VmHWM the peak from now on. */
 static bool reset_peak(void) {
     FILE *file = fopen("/proc/self/clear_refs", "w");
     const bool good = file && fputs("5", file) >= 0;
@@ -48,7 +48,7 @@ bool session_memory(struct session *s, double *bytes) {
     if (s->provider->memory)
         return s->provider->memory(s, bytes);
     *bytes = result_bytes(s) + (double)s->scratch; /* of the calls so far */
-    const double long_call = 0.2;                  /* seconds; then one more to check the count is too much */
+    const double long_call = 0.2;                  /* seconds; then one more call to check the count takes too long */
     if (!s->provider->ours || s->host_seconds > long_call)
         return true;
     const bool measured = reset_peak();
@@ -57,7 +57,8 @@ bool session_memory(struct session *s, double *bytes) {
     if (!session_time(s, &seconds))
         return false;
     *bytes = result_bytes(s) + (double)s->scratch;
-    /* The results' pages are there already, so the process may grow by the scratch, and by stacks and the like. */
+    /* The results' pages exist already, so the process may grow only by the scratch, and by stacks
+     * and such. */
     const double grown = process_bytes("VmHWM") - before, slack = 16 << 20;
     if (measured && grown > (double)s->scratch + slack)
         return session_fail(s, "it counts %zu bytes of workspace, and the process grew by %.0f", s->scratch, grown);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of oneDNN's C API that differs between its versions 2 and 3, as one set of functions. In version 2 a
- * descriptor is a struct and a primitive is described in two steps; in version 3 it is a handle, and one step. */
+/* The part of oneDNN's C API that differs between versions 2 and 3, as one set of functions. In
+ * version 2 a descriptor is a struct and a primitive is described in two steps; in version 3 it is
+ * a handle, and one step. */
 #ifndef RAFTER_BENCH_ONEDNN_API_H
 #define RAFTER_BENCH_ONEDNN_API_H
 

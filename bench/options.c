@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "harness/variants.h"
 #include "provider.h"
 
 static bool complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -29,7 +30,7 @@ static const char *spoken(const char *const names[], int count) {
     return text;
 }
 
-/* The index of the value among the names; -1 after a complaint. */
+/* The index of the value among the names; -1 after an error message. */
 static int choose(const char *option, const char *value, const char *const names[], int count) {
     for (int i = 0; i < count; i++)
         if (strcmp(value, names[i]) == 0)
@@ -80,7 +81,7 @@ static bool read_x(struct options *o, const char *value) {
         char *end;
         const long long x = strtoll(at, &end, 10);
         if (end == at || x <= 0 || x > 1 << 30 || (*end != ',' && *end != '\0'))
-            return complain("--x is '%s', wanted sizes between commas, such as 1024,2048", value);
+            return complain("--x is '%s', wanted sizes separated by commas, such as 1024,2048", value);
         if (count == OPTIONS_LIST - 1)
             return complain("--x has more than %d sizes", OPTIONS_LIST - 1);
         o->x[count++] = x;
@@ -146,7 +147,9 @@ static bool is_column(const char *name, size_t length) {
         for (const char *const *a = problem_ops[i]->algorithms; a && *a; a++)
             if (strlen(*a) == length && strncmp(*a, name, length) == 0)
                 return true;
-    return false;
+    char text[REPORT_NAME];
+    snprintf(text, sizeof text, "%.*s", (int)length, name);
+    return variant_exists(text);
 }
 
 static bool are_columns(const char *option, const char *value) {
@@ -209,29 +212,179 @@ static bool read_resume(struct options *o, const char *value) {
     return o->resume = true;
 }
 
-/* ---- the line -------------------------------------------------------------------------------- */
+static bool read_variants(struct options *o, const char *value) {
+    (void)value;
+    return o->variants = true;
+}
+
+/* ---- the call of `rafter info OP` ------------------------------------------------------------ */
+
+static bool read_shape(struct options *o, const char *value) {
+    struct problem_request *const r = &o->request;
+    r->ndim = 0;
+    for (const char *at = value;; at++) {
+        char *end;
+        const long long size = strtoll(at, &end, 10);
+        if (end == at || size < 0 || (*end != 'x' && *end != '\0'))
+            return complain("--shape is '%s', wanted sizes separated by x, such as 32768x4096", value);
+        if (r->ndim == PROBLEM_DIMS)
+            return complain("--shape has more than %d dimensions", PROBLEM_DIMS);
+        r->shape[r->ndim++] = size;
+        if (*end == '\0')
+            break;
+        at = end;
+    }
+    return o->has_shape = true;
+}
+
+static bool read_direction(struct options *o, const char *value) {
+    static const char *const names[] = {"forward", "backward"}; /* in the order of problem_mode */
+    const int index = choose("--direction", value, names, 2);
+    o->modes = 1u << (index & 31);
+    return index >= 0;
+}
+
+static bool read_act(struct options *o, const char *value) {
+    const int index = choose("--act", value, problem_act_names, RAFTER_ACT_SOFTMAX + 1);
+    o->request.options.act = (rafter_act_kind)index;
+    return index >= 0;
+}
+
+static bool read_softmax_over(struct options *o, const char *value) {
+    const int index = choose("--softmax-over", value, problem_softmax_over_names, RAFTER_OVER_SEQUENCE + 1);
+    o->request.options.softmax_over = (rafter_softmax_over)index;
+    return index >= 0;
+}
+
+static bool read_reduction(struct options *o, const char *value) {
+    const int index = choose("--reduction", value, problem_reduction_names, RAFTER_NONE + 1);
+    o->request.options.loss.reduction = (rafter_reduction)index;
+    return index >= 0;
+}
+
+static bool read_integer(const char *option, const char *value, int64_t *to) {
+    char *end;
+    *to = strtoll(value, &end, 10);
+    return (end != value && *end == '\0') || complain("%s is '%s', wanted an integer", option, value);
+}
+
+static bool read_float(const char *option, const char *value, float *to) {
+    char *end;
+    *to = strtof(value, &end);
+    return (end != value && *end == '\0') || complain("%s is '%s', wanted a number", option, value);
+}
+
+static bool read_dim(struct options *o, const char *value) {
+    int64_t dim = 0;
+    const bool good = read_integer("--dim", value, &dim);
+    o->request.options.dim = (int)dim;
+    return good;
+}
+
+static bool read_classes(struct options *o, const char *value) {
+    return read_integer("--classes", value, &o->request.classes);
+}
+
+static bool read_offset(struct options *o, const char *value) {
+    return read_integer("--offset", value, &o->request.options.offset);
+}
+
+static bool read_label_smoothing(struct options *o, const char *value) {
+    return read_float("--label-smoothing", value, &o->request.options.loss.label_smoothing);
+}
+
+static bool read_z_loss(struct options *o, const char *value) {
+    return read_float("--z-loss", value, &o->request.options.loss.z_loss);
+}
+
+static bool read_softcap(struct options *o, const char *value) {
+    return read_float("--softcap", value, &o->request.options.loss.softcap);
+}
+
+static bool read_logit_scale(struct options *o, const char *value) {
+    return read_float("--logit-scale", value, &o->request.options.loss.logit_scale);
+}
+
+static bool read_algorithm(struct options *o, const char *value) {
+    o->algorithm = value;
+    return true;
+}
+
+static bool read_bias(struct options *o, const char *value) {
+    (void)value;
+    return o->request.bias = true;
+}
+
+static bool read_class_weight(struct options *o, const char *value) {
+    (void)value;
+    return o->request.class_weight = true;
+}
+
+static bool read_extras(struct options *o, const char *value) {
+    (void)value;
+    return o->request.extras = true;
+}
+
+static bool read_in_place(struct options *o, const char *value) {
+    (void)value;
+    return o->request.in_place = true;
+}
+
+/* ---- the command line ------------------------------------------------------------------------ */
+
+enum { BENCH = 1, CHECK = 2, INFO = 4 }; /* the verbs that an option belongs to */
 
 static const struct {
     const char *name;
-    bool takes_value, for_check;
+    bool takes_value;
+    unsigned verbs;
     bool (*read)(struct options *o, const char *value);
 } table[] = {
-    {"--preset", true, false, read_preset},       {"--metric", true, false, read_metric},
-    {"--mode", true, false, read_mode},           {"--x", true, false, read_x},
-    {"--dtype", true, false, read_dtype},         {"--threads", true, true, read_threads},
-    {"--json", true, false, read_json},           {"--csv", true, false, read_csv},
-    {"--html", true, false, read_html},           {"--markdown", false, false, read_markdown},
-    {"--percent", false, false, read_percent},    {"--error", false, false, read_error},
-    {"--host", false, false, read_host},          {"--first-call", false, false, read_first},
-    {"--providers", true, false, read_providers}, {"--table", true, false, read_table},
-    {"--without", true, false, read_without},     {"--seconds", true, false, read_seconds},
-    {"--warm", false, false, read_warm},          {"--device", true, true, read_device},
-    {"--resume", false, false, read_resume},      {"--limit", true, false, read_limit},
-    {"--list", false, false, read_list},
+    {"--preset", true, BENCH, read_preset},
+    {"--metric", true, BENCH, read_metric},
+    {"--mode", true, BENCH | INFO, read_mode},
+    {"--x", true, BENCH, read_x},
+    {"--dtype", true, BENCH | INFO, read_dtype},
+    {"--threads", true, BENCH | CHECK | INFO, read_threads},
+    {"--json", true, BENCH, read_json},
+    {"--csv", true, BENCH, read_csv},
+    {"--html", true, BENCH, read_html},
+    {"--markdown", false, BENCH, read_markdown},
+    {"--percent", false, BENCH, read_percent},
+    {"--error", false, BENCH, read_error},
+    {"--host", false, BENCH, read_host},
+    {"--first-call", false, BENCH, read_first},
+    {"--providers", true, BENCH, read_providers},
+    {"--variants", false, BENCH, read_variants},
+    {"--table", true, BENCH, read_table},
+    {"--without", true, BENCH, read_without},
+    {"--seconds", true, BENCH, read_seconds},
+    {"--warm", false, BENCH, read_warm},
+    {"--device", true, BENCH | CHECK | INFO, read_device},
+    {"--resume", false, BENCH, read_resume},
+    {"--limit", true, BENCH, read_limit},
+    {"--list", false, BENCH, read_list},
+    {"--shape", true, INFO, read_shape},
+    {"--direction", true, INFO, read_direction},
+    {"--algorithm", true, INFO, read_algorithm},
+    {"--act", true, INFO, read_act},
+    {"--dim", true, INFO, read_dim},
+    {"--softmax-over", true, INFO, read_softmax_over},
+    {"--offset", true, INFO, read_offset},
+    {"--classes", true, INFO, read_classes},
+    {"--bias", false, INFO, read_bias},
+    {"--reduction", true, INFO, read_reduction},
+    {"--label-smoothing", true, INFO, read_label_smoothing},
+    {"--z-loss", true, INFO, read_z_loss},
+    {"--softcap", true, INFO, read_softcap},
+    {"--logit-scale", true, INFO, read_logit_scale},
+    {"--class-weight", false, INFO, read_class_weight},
+    {"--extras", false, INFO, read_extras},
+    {"--in-place", false, INFO, read_in_place},
 };
 enum { TABLE = sizeof table / sizeof *table };
 
-static bool read_op(struct options *o, int *ops, const char *name) {
+static bool read_op(struct options *o, const char *name) {
     const char *names[OPTIONS_LIST];
     int count = 0;
     for (int i = 0; problem_ops[i]; i++) {
@@ -239,45 +392,45 @@ static bool read_op(struct options *o, int *ops, const char *name) {
         names[count++] = op->op;
         if (strcmp(name, op->op) != 0 && !(op->prefix && strcmp(name, op->prefix) == 0))
             continue;
-        for (int k = 0; k < *ops; k++)
-            if (o->op[k] == op)
-                return true;
-        o->op[(*ops)++] = op;
+        int k = 0;
+        while (k < o->named && o->op[k] != op)
+            k++;
+        if (k == o->named)
+            o->op[o->named++] = op;
         return true;
     }
     return complain("there is no op '%s', wanted %s", name, spoken(names, count));
 }
 
+/* Reads one option, and its value, which may be the next argument. */
+static bool read_option(struct options *o, const char *verb, unsigned verb_bit, int argc, char **argv, int *i) {
+    const char *const argument = argv[*i];
+    const size_t length = strcspn(argument, "="); /* --x=1024 is --x 1024 */
+    int k = 0;
+    while (k < TABLE && !(strlen(table[k].name) == length && strncmp(argument, table[k].name, length) == 0 &&
+                          table[k].verbs & verb_bit))
+        k++;
+    if (k == TABLE)
+        return complain("rafter %s has no option '%s'; `rafter help` lists the options", verb, argument);
+    const char *value = argument[length] == '=' ? argument + length + 1 : NULL;
+    if (table[k].takes_value && !value)
+        value = *i + 1 < argc ? argv[++*i] : NULL;
+    if (table[k].takes_value && (!value || !*value))
+        return complain("%s wants a value", table[k].name);
+    if (!table[k].takes_value && value)
+        return complain("%s takes no value", table[k].name);
+    return table[k].read(o, value);
+}
+
 bool options_read(struct options *o, const char *verb, int argc, char **argv, int from) {
-    *o = (struct options){.modes = ~0u, .dtype = RAFTER_BF16, .metric = {true}};
-    const bool check = strcmp(verb, "check") == 0;
-    int ops = 0;
-    for (int i = from; i < argc; i++) {
-        if (argv[i][0] != '-') {
-            if (!read_op(o, &ops, argv[i]))
-                return false;
-            continue;
-        }
-        const size_t length = strcspn(argv[i], "="); /* --x=1024 is --x 1024 */
-        int k = 0;
-        while (k < TABLE && !(strlen(table[k].name) == length && strncmp(argv[i], table[k].name, length) == 0 &&
-                              (table[k].for_check || !check)))
-            k++;
-        if (k == TABLE)
-            return complain("rafter %s has no option '%s'; `rafter help` lists what there is", verb, argv[i]);
-        const char *value = argv[i][length] == '=' ? argv[i] + length + 1 : NULL;
-        if (table[k].takes_value && !value)
-            value = i + 1 < argc ? argv[++i] : NULL;
-        if (table[k].takes_value && (!value || !*value))
-            return complain("%s wants a value", table[k].name);
-        if (!table[k].takes_value && value)
-            return complain("%s takes no value", table[k].name);
-        if (!table[k].read(o, value))
+    *o = (struct options){.modes = ~0u, .dtype = RAFTER_BF16, .metric = {true}, .request = {.options = {.dim = -1}}};
+    const unsigned verb_bit = strcmp(verb, "check") == 0 ? CHECK : strcmp(verb, "info") == 0 ? INFO : BENCH;
+    for (int i = from; i < argc; i++)
+        if (argv[i][0] == '-' ? !read_option(o, verb, verb_bit, argc, argv, &i) : !read_op(o, argv[i]))
             return false;
-    }
-    for (int i = 0; ops == 0 && problem_ops[i]; i++)
+    for (int i = 0; o->named == 0 && problem_ops[i]; i++)
         o->op[i] = problem_ops[i];
     if (o->resume && !o->json)
-        return complain("--resume wants --json FILE, the file to go on with");
+        return complain("--resume wants --json FILE, the file to continue");
     return true;
 }

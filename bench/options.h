@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The command line of `rafter bench` and `rafter check`. */
+/* The command line of `rafter bench`, `rafter check` and `rafter info`. */
 #ifndef RAFTER_BENCH_OPTIONS_H
 #define RAFTER_BENCH_OPTIONS_H
 
@@ -12,26 +12,33 @@
 enum { OPTIONS_LIST = 32 };
 
 struct options {
-    const struct op_cases *op[OPTIONS_LIST]; /* NULL-terminated; all of them when none was named */
+    const struct op_cases *op[OPTIONS_LIST]; /* NULL-terminated; all ops if none was named */
+    int named;                               /* how many were named */
     bool seeds;                              /* preset: the seeds' sizes, not the quick ones */
-    bool metric[METRICS];                    /* which are wanted */
-    unsigned modes;                          /* bit m set: problem_mode m is wanted */
+    bool metric[METRICS];                    /* which are measured */
+    unsigned modes;                          /* bit m set: problem_mode m is included */
     int64_t x[OPTIONS_LIST];                 /* zero-terminated; none: the preset's */
     rafter_dtype dtype;
     DLDevice device; /* zero: the CPU */
     int threads;     /* 0: as many as OpenMP would */
     double seconds;  /* per cell; 0: the preset's */
     const char *json, *csv, *html;
-    bool percent, error, host, first; /* figures beside each provider's */
-    double limit; /* seconds that a peer in a process of its own may take to open or to make a call; 0: its own */
+    bool percent, error, host, first; /* extra figures beside each cell */
+    bool variants;                    /* a column for each variant */
+    double limit; /* seconds for opening or a call of a provider in another process; 0: the provider's */
     bool warm, markdown, resume, list;
-    const char *providers; /* names between commas, or NULL for all */
-    const char *without;   /* and those that are not wanted */
+    const char *providers; /* names separated by commas, or NULL for all */
+    const char *without;   /* names that are left out */
     const char *table;     /* part of the title; NULL: all tables */
+
+    /* info: the call that is asked about. */
+    bool has_shape;
+    const char *algorithm; /* NULL: the automatic choice */
+    struct problem_request request;
 };
 
-/* Reads argv[from ...]. False: a sentence has been printed, and the command should end with status 2. `verb` is
- * "bench", which takes all options, or "check", which takes --threads. */
+/* Reads argv[from ...]. False: a message has been printed, and the command should end with status
+ * 2. `verb` ("bench", "check" or "info") determines which options there are. */
 bool options_read(struct options *o, const char *verb, int argc, char **argv, int from);
 
 #endif

@@ -103,7 +103,7 @@ static void draw_line(const struct table *t, const struct axes *a, int column, F
     }
 }
 
-/* The lines' names at their right ends, pushed apart where they would overlap. */
+/* The names of the lines at their right ends, moved apart where they would overlap. */
 static void draw_names(const struct table *t, const struct axes *a, FILE *to) {
     double wanted[REPORT_COLUMNS], at[REPORT_COLUMNS];
     int order[REPORT_COLUMNS], count = 0;
@@ -157,7 +157,7 @@ void plot_write(const struct table *t, FILE *to) {
     describe(t, to);
     fputs("\">\n", to);
     draw_axes(t, &a, to);
-    for (int k = t->columns - 1; k >= 0; k--) { /* the library's lines lie on top */
+    for (int k = t->columns - 1; k >= 0; k--) { /* Rafter's lines are drawn last, on top */
         fprintf(to, "<g class=\"c%d\">", k % PLOT_COLOURS);
         draw_line(t, &a, k, to);
         fputs("</g>\n", to);

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The library on a CUDA device, where the row's tensors are. */
-#include "core/backend.h"
+/* Rafter on a GPU, where the row's tensors are. */
+#include "harness/context.h"
+#include "harness/gpu.h"
+#include "harness/variants.h"
 #include "provider.h"
 
 static bool call_in(struct session *s, rafter_context *context) {
@@ -28,17 +30,18 @@ static bool serves(const struct provider *provider, const problem *p, enum probl
     return p->op->algorithm_modes[p->algorithm] >> mode & 1;
 }
 
-/* By the library's own count, which must be what the device handed out: a context keeps its scratch memory, so a new
- * one is asked, for this call alone. */
+/* Uses the library's own count, and checks it against what the device's memory pool handed out. A
+ * context keeps its scratch memory, so the call is made on a new one. */
 static bool memory(struct session *s, double *bytes) {
-    rafter_context *fresh = NULL;
-    const rafter_context_options options = {.size = sizeof options, .device = s->context->device};
-    if (rafter_context_create(&fresh, &options) != RAFTER_OK)
-        return session_fail(s, "no second context");
-    const int64_t before = fresh->cuda->pool_bytes(fresh);
-    bool good =
-        call_in(s, fresh) && (fresh->cuda->synchronize(fresh) || session_fail(s, "the call failed on the device"));
-    const double taken = (double)(fresh->cuda->pool_bytes(fresh) - before), rounding = 2 << 20;
+    const rafter_context_options options = {.size = sizeof options, .device = context_device(s->context)};
+    rafter_context *fresh = s->variant ? variant_context(s->variant, options) : NULL;
+    if (!s->variant)
+        rafter_context_create(&fresh, &options);
+    if (!fresh)
+        return session_fail(s, "a second context could not be created");
+    const int64_t before = gpu_pool_bytes(fresh);
+    bool good = call_in(s, fresh) && (gpu_synchronize(fresh) || session_fail(s, "the call failed on the device"));
+    const double taken = (double)(gpu_pool_bytes(fresh) - before), rounding = 2 << 20;
     rafter_context_destroy(fresh);
     if (good && (taken > (double)s->scratch + rounding || (double)s->scratch > taken + rounding))
         good = session_fail(s, "it counts %zu bytes of workspace, and the device handed out %.0f", s->scratch, taken);

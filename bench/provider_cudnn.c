@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cuDNN's softmax and activations, where its library is: loaded when a run on a GPU first wants it. */
+/* cuDNN's softmax and activations. Its library is loaded when a run on a GPU first needs it. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/backend.h"
+#include "harness/context.h"
 #include "provider.h"
 #include "worker.h"
 
@@ -60,7 +60,7 @@ struct state {
     cudnn_activation activation;
 };
 
-/* Where the system has it, or where PyTorch's packages put it. */
+/* In the system's library path, or where PyTorch's packages put it. */
 static void *find_library(void) {
     const char *const names[] = {getenv("RAFTER_CUDNN"), "libcudnn.so.9", "libcudnn.so.8", "libcudnn.so",
                                  json_text(worker_greeting(), "cudnn")};
@@ -94,27 +94,29 @@ static bool good(struct session *s, int status, const char *what) {
     return status == 0 || session_fail(s, "%s failed with status %d", what, status);
 }
 
-/* -1: not one of cuDNN's. */
+/* -1: cuDNN has no such activation. */
 static int activation_of(const problem *p) {
-    return title_has(p, "act_relu")      ? CUDNN_RELU
-           : title_has(p, "act_sigmoid") ? CUDNN_SIGMOID
-           : title_has(p, "act_silu")    ? CUDNN_SWISH
-                                         : -1;
+    const rafter_act_kind act = p->options.act;
+    return act == RAFTER_ACT_RELU      ? CUDNN_RELU
+           : act == RAFTER_ACT_SIGMOID ? CUDNN_SIGMOID
+           : act == RAFTER_ACT_SILU    ? CUDNN_SWISH
+                                       : -1;
 }
 
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
     (void)provider, (void)mode;
-    return strcmp(p->op->op, "act") == 0 && (activation_of(p) >= 0 || title_has(p, "act_softmax"));
+    return strcmp(p->op->op, "act") == 0 && p->options.act != RAFTER_ACT_NONE;
 }
 
-/* The tensor as n x c x 1 x w: softmax goes over c. */
+/* The tensor as n x c x 1 x w: softmax runs over c. */
 static bool lay_out(struct session *s, cudnn_tensor layout) {
-    const problem_tensor *x = problem_find(&s->problem, "x");
-    const int64_t features = x->shape[x->ndim - 1], sequence = x->shape[x->ndim - 2], rows = x->numel / features;
-    const bool over_sequence = title_has(&s->problem, "act_softmax") && !title_has(&s->problem, "dim_-1");
+    const problem *const p = &s->problem;
+    const problem_tensor *x = problem_find(p, "x");
+    int64_t n = 1, c = 1, w = 1;
+    const int dim = p->options.act == RAFTER_ACT_SOFTMAX ? problem_dim(p, x->ndim) : x->ndim - 1;
+    for (int d = 0; d < x->ndim; d++)
+        *(d < dim ? &n : d == dim ? &c : &w) *= x->shape[d];
     const int type = x->dtype == RAFTER_F32 ? CUDNN_FLOAT : x->dtype == RAFTER_F16 ? CUDNN_HALF : CUDNN_BFLOAT16;
-    const int64_t n = over_sequence ? rows / sequence : rows, c = over_sequence ? sequence : features,
-                  w = over_sequence ? features : 1;
     return good(s, cudnn.cudnnSetTensor4dDescriptor(layout, CUDNN_NCHW, type, (int)n, (int)c, 1, (int)w), "layout");
 }
 
@@ -123,7 +125,7 @@ static bool open_cudnn(struct session *s) {
     s->state = state;
     if (!state)
         return session_fail(s, "no memory");
-    return load(s) && good(s, cudnn.cudnnSetStream(cudnn.handle, s->context->stream), "cudnnSetStream") &&
+    return load(s) && good(s, cudnn.cudnnSetStream(cudnn.handle, context_stream(s->context)), "cudnnSetStream") &&
            good(s, cudnn.cudnnCreateTensorDescriptor(&state->layout), "layout") && lay_out(s, state->layout) &&
            good(s, cudnn.cudnnCreateActivationDescriptor(&state->activation), "activation") &&
            (activation_of(&s->problem) < 0 ||
@@ -157,7 +159,7 @@ static bool timed(struct session *s, double *seconds) {
     return time_call_on_device(s, call, seconds);
 }
 
-/* Its activations read x and y in backward, its softmax y. */
+/* In backward its activations read x and y, its softmax y. */
 static bool memory(struct session *s, double *bytes) {
     double seconds;
     *bytes = result_bytes(s);

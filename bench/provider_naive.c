@@ -1,27 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The plain C versions of naive/, at the highest level that this machine runs. */
+/* The naive baselines, src/ops/<op>/naive.c, at the highest ISA level that this machine runs. */
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/cpu.h"
+#include "harness/cpu.h"
+#include "harness/naive.h"
 #include "machine.h"
-#include "naive/naive.h"
 #include "provider.h"
 
 static const struct naive_op *find_op(const char *name) {
     static const struct {
         const char *name;
-        const struct naive_op *level[3];
+        const struct naive_op *level[CPU_LEVELS];
     } ops[] = {
 #define RAFTER_OP(op) {#op, {&naive_##op##_portable, &naive_##op##_avx2, &naive_##op##_avx512}},
 #include "ops/ops.inc"
 #undef RAFTER_OP
     };
-    const enum rafter_isa isa = rafter_cpu_isa();
-    const int level = isa >= RAFTER_ISA_avx512 ? 2 : isa >= RAFTER_ISA_avx2 ? 1 : 0;
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)
         if (strcmp(ops[i].name, name) == 0)
-            return ops[i].level[level];
+            return ops[i].level[cpu_level()];
     return NULL;
 }
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * oneDNN, where it has the op: eltwise, softmax, and for linear_cross_entropy its matmul and softmax with the labels'
- * few elements done here. A session is a list of steps. It runs in a child process whose end frees everything, so
- * nothing is destroyed by hand.
+ * oneDNN, for the ops it has: eltwise, softmax, and for linear_cross_entropy its matmul and
+ * softmax; the few elements at the labels are computed here. A session is a list of steps. It runs
+ * in a child process, whose exit frees everything, so nothing is destroyed explicitly.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -27,7 +27,7 @@ struct onednn {
     int steps;
     struct step step[STEPS];
     size_t scratch;
-    bool failed; /* a call failed, and the session's reason says which */
+    bool failed; /* a call failed; the session's reason says which */
 
     /* linear_cross_entropy */
     int64_t rows, features, classes;
@@ -85,7 +85,7 @@ static dnnl_memory_t memory_of(struct session *s, const char *name) {
 
 /* ---- steps ----------------------------------------------------------------------------------- */
 
-/* Adds a step for the plan, if making the plan went well. */
+/* Adds a step that runs the plan, if the plan could be made. */
 static void add_primitive(struct session *s, dnnl_status_t status, dnnl_primitive_desc_t plan, const char *what,
                           const dnnl_exec_arg_t arg[ARGS]) {
     struct onednn *o = s->state;
@@ -107,16 +107,19 @@ static void add_function(struct session *s, void (*function)(struct session *s))
 /* ---- act ------------------------------------------------------------------------------------- */
 
 static const struct {
-    const char *field;
+    rafter_act_kind act;
     dnnl_alg_kind_t kind;
     float alpha;
 } eltwise[] = {
-    {"act_relu", dnnl_eltwise_relu, 0}, {"act_sigmoid", dnnl_eltwise_logistic, 0}, {"act_silu", dnnl_eltwise_swish, 1}};
+    {RAFTER_ACT_RELU, dnnl_eltwise_relu, 0},
+    {RAFTER_ACT_SIGMOID, dnnl_eltwise_logistic, 0},
+    {RAFTER_ACT_SILU, dnnl_eltwise_swish, 1},
+};
 enum { ELTWISE = sizeof eltwise / sizeof *eltwise };
 
 static int find_eltwise(const problem *p) {
     int i = 0;
-    while (i < ELTWISE && !title_has(p, eltwise[i].field))
+    while (i < ELTWISE && p->options.act != eltwise[i].act)
         i++;
     return i;
 }
@@ -126,11 +129,11 @@ static void plan_eltwise(struct session *s, int kind) {
     const onednn_layout layout = layout_of(s, problem_find(&s->problem, "x"));
     dnnl_primitive_desc_t forward = NULL, backward = NULL;
     const dnnl_status_t status = onednn_eltwise(&forward, o->engine, eltwise[kind].kind, eltwise[kind].alpha, layout);
-    if (!good(s, status, eltwise[kind].field))
+    if (!good(s, status, problem_act_names[eltwise[kind].act]))
         return;
     if (s->mode != PROBLEM_BACKWARD) {
         const dnnl_exec_arg_t arg[ARGS] = {{DNNL_ARG_SRC, memory_of(s, "x")}, {DNNL_ARG_DST, memory_of(s, "y")}};
-        add_primitive(s, status, forward, eltwise[kind].field, arg);
+        add_primitive(s, status, forward, problem_act_names[eltwise[kind].act], arg);
     }
     if (s->mode != PROBLEM_FORWARD) {
         const dnnl_exec_arg_t arg[ARGS] = {{DNNL_ARG_SRC, memory_of(s, "x")},
@@ -138,14 +141,14 @@ static void plan_eltwise(struct session *s, int kind) {
                                            {DNNL_ARG_DIFF_SRC, memory_of(s, "dx")}};
         const dnnl_status_t again =
             onednn_eltwise_backward(&backward, o->engine, eltwise[kind].kind, eltwise[kind].alpha, layout, forward);
-        add_primitive(s, again, backward, eltwise[kind].field, arg);
+        add_primitive(s, again, backward, problem_act_names[eltwise[kind].act], arg);
     }
 }
 
 static void plan_softmax(struct session *s) {
     struct onednn *o = s->state;
     const problem_tensor *x = problem_find(&s->problem, "x");
-    const int axis = x->ndim - (title_has(&s->problem, "dim_-1") ? 1 : 2);
+    const int axis = problem_dim(&s->problem, x->ndim);
     const onednn_layout layout = layout_of(s, x);
     dnnl_primitive_desc_t forward = NULL, backward = NULL;
     const dnnl_status_t status = onednn_softmax(&forward, o->engine, layout, axis);
@@ -198,7 +201,8 @@ static void keep_label_logits(struct session *s) {
         o->label_logit[row] = get(o, row, label_of(s, row));
 }
 
-/* After softmax: loss and lse from the labels' probabilities, then the gradient of the logits but for its factor. */
+/* After softmax: loss and lse from the probabilities at the labels, then the gradient of the logits
+ * without its factor. */
 static void finish_loss(struct session *s) {
     struct onednn *o = s->state;
     const problem_tensor *lse = problem_find(&s->problem, "lse");
@@ -288,7 +292,7 @@ static bool serves_loss(const problem *p) {
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
     (void)provider;
     if (strcmp(p->op->op, "act") == 0)
-        return find_eltwise(p) < ELTWISE || title_has(p, "act_softmax");
+        return p->options.act != RAFTER_ACT_NONE;
     return strcmp(p->op->op, "linear_cross_entropy") == 0 && mode != PROBLEM_BACKWARD && serves_loss(p);
 }
 

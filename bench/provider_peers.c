@@ -1,36 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The columns that run in Python, each a provider of its own; the worker does their work. */
+/* The columns that run in Python. Each is a provider; the Python worker makes their calls. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/backend.h"
+#include "core/sizes.h"
+#include "harness/context.h"
 #include "provider.h"
 #include "worker.h"
 
 enum { ALIGNMENT = 64, OPEN_LIMIT = 180, CALL_LIMIT = 60, DEATHS = 2 };
 
 struct peer {
-    int id, generation; /* of the worker that knows this session */
+    int id, generation; /* generation: of the worker that knows this session */
 };
 
-/* What the worker has been told of the row: nothing, or its tensors, to the worker of this generation. */
+/* The row in shared memory, and the generation of the worker that was told about it; 0: none. */
 static struct {
-    bool laid; /* the inputs are in shared memory */
+    bool copied; /* the inputs are in shared memory */
     size_t end;
     int generation;
 } row;
 
-static int deaths[64]; /* of the worker, by provider */
+static int deaths[64]; /* how often the worker died, by provider */
 static int next_id;
 
 void peers_forget_row(void) {
-    row.laid = false;
+    row.copied = false;
     row.generation = 0;
 }
 
 static size_t aligned(size_t bytes) {
-    return (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return (size_t)round_up((int64_t)bytes, ALIGNMENT);
 }
 
 static bool is_input(const problem_tensor *t) {
@@ -85,12 +86,21 @@ static void copy_bytes(char *to, const char *from, size_t bytes) {
     const size_t piece = (size_t)4 << 20;
 #pragma omp parallel for schedule(static)
     for (size_t at = 0; at < bytes; at += piece)
-        memcpy(to + at, from + at, bytes - at < piece ? bytes - at : piece);
+        memcpy(to + at, from + at, (size_t)min64((int64_t)(bytes - at), (int64_t)piece));
 }
 
-/* Puts the inputs into shared memory, once per row, and tells the worker, once per worker. */
+/* The options of the call, as JSON. */
+static void write_options(FILE *to, const struct problem_options *o) {
+    fprintf(to,
+            "{\"act\": \"%s\", \"dim\": %d, \"softmax_over\": \"%s\", \"offset\": %lld, \"reduction\": \"%s\", "
+            "\"label_smoothing\": %g}",
+            problem_act_names[o->act], o->dim, problem_softmax_over_names[o->softmax_over], (long long)o->offset,
+            problem_reduction_names[o->loss.reduction], (double)o->loss.label_smoothing);
+}
+
+/* Copies the inputs to shared memory, once per row, and tells the worker, once per worker. */
 static bool share_row(struct session *s) {
-    if (row.laid && row.generation == worker_generation())
+    if (row.copied && row.generation == worker_generation())
         return true;
     size_t bytes = 0;
     for (int i = 0; i < s->problem.tensors; i++)
@@ -101,22 +111,24 @@ static bool share_row(struct session *s) {
         return session_fail(s, "no memory to share with the Python worker");
     struct order order;
     FILE *to = order_begin(&order);
-    fprintf(to, "{\"do\": \"row\", \"op\": \"%s\", \"title\": \"%s\", \"path\": \"%s\", \"tensors\": [",
-            s->problem.op->op, s->problem.title, worker_memory_path());
+    fprintf(to, "{\"do\": \"row\", \"op\": \"%s\", \"path\": \"%s\", \"options\": ", s->problem.op->op,
+            worker_memory_path());
+    write_options(to, &s->problem.options);
+    fputs(", \"tensors\": [", to);
     const char *separator = "";
     row.end = 0;
     for (int i = 0; i < s->problem.tensors; i++) {
         const problem_tensor *t = &s->problem.tensor[i];
         if (!is_input(t))
             continue;
-        if (!row.laid)
+        if (!row.copied)
             copy_bytes(memory + row.end, t->memory, tensor_bytes(t));
         fputs(separator, to);
         write_tensor(to, t, row.end);
         separator = ", ";
         row.end += aligned(tensor_bytes(t));
     }
-    row.laid = true;
+    row.copied = true;
     fputs("]}", to);
     struct json *answer = order_send(s, &order, OPEN_LIMIT);
     row.generation = answer ? worker_generation() : 0;
@@ -132,7 +144,7 @@ static bool serves(const struct provider *provider, const problem *p, enum probl
 }
 
 static bool start_worker(struct session *s) {
-    const bool cuda = s->context->cuda != NULL;
+    const bool cuda = context_on_gpu(s->context);
     const struct worker_options options = {.device = cuda ? "cuda" : "cpu",
                                            .threads = rafter_context_threads(s->context),
                                            .warm = s->pace->warm,
@@ -145,7 +157,7 @@ static bool begin(struct session *s) {
     struct peer *peer = s->state;
     s->missing = true;
     if (deaths[s->provider->index] >= DEATHS)
-        return session_fail(s, "left out after it took the Python worker down %d times", DEATHS);
+        return session_fail(s, "left out after it crashed the Python worker %d times", DEATHS);
     if (!start_worker(s))
         return false;
     s->missing = false;
@@ -168,7 +180,8 @@ static bool open_peer(struct session *s) {
     return s->state ? begin(s) : session_fail(s, "no memory");
 }
 
-/* One word to the worker about this session; a worker that was started since then hears the whole story first. */
+/* Sends one order about this session. A worker that was started since then is first told about the
+ * row and the session. */
 static struct json *ask(struct session *s, const char *word) {
     struct peer *peer = s->state;
     if ((!worker_alive() || peer->generation != worker_generation()) && !begin(s))
@@ -216,7 +229,7 @@ static void write_wanted(FILE *to, const problem_tensor *t, char *memory, size_t
             at + aligned((size_t)t->listed * sizeof *index));
 }
 
-/* Brings a result home from shared memory. */
+/* Copies a result from shared memory into the problem's tensor. */
 static void take_result(problem_tensor *t, const char *memory, size_t at) {
     const size_t element = tensor_bytes(t) / (size_t)t->numel;
     if (!problem_is_sampled(t)) {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The library itself, with the problem's algorithm: automatic or forced. */
+/* Rafter on the CPU, with the problem's algorithm and the session's variant. */
 #include "provider.h"
 
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The whole list of providers. Each table has the columns that serve its op, in this order; those of the Python worker
- * are listed in peers.inc. */
+/* The list of all providers. A table has columns for those that serve its op, in this order.
+ * peers.inc lists the columns of the Python worker. */
 #include "provider.h"
 
 const struct provider *const providers[] = {
@@ -12,5 +12,5 @@ const struct provider *const providers[] = {
 #define RAFTER_PEER(column, has, early) &provider_##column,
 #include "peers.inc"
 #undef RAFTER_PEER
-    &provider_cudnn,  NULL, /* after those: the worker knows where PyTorch keeps it */
+    &provider_cudnn,  NULL, /* after the Python columns: the worker knows where PyTorch's cuDNN is */
 };

@@ -29,7 +29,7 @@ static void *checked(void *memory) {
     return memory;
 }
 
-/* An array of `count` elements with room for one more. */
+/* Grows an array of `count` elements by one zeroed element. */
 static void *grow(void *array, int count, size_t element) {
     void *grown = checked(realloc(array, (size_t)(count + 1) * element));
     memset((char *)grown + (size_t)count * element, 0, element);
@@ -90,7 +90,7 @@ void table_add_note(struct table *t, const char *format, ...) {
     t->note[t->notes++] = checked(strdup(text));
 }
 
-/* Whether "a, b: sentence" has this name before the colon. */
+/* Whether "a, b: sentence" names this column before the colon. */
 static bool names(const char *note, size_t length, const char *name) {
     const size_t size = strlen(name);
     for (const char *at = note; at + size <= note + length; at += strcspn(at, ",") + 2)
@@ -104,11 +104,11 @@ void table_add_note_about(struct table *t, const char *name, const char *sentenc
         const char *colon = strstr(t->note[i], ": ");
         if (!colon || strcmp(colon + 2, sentence) != 0)
             continue;
-        const size_t length = (size_t)(colon - t->note[i]), room = length + strlen(name) + strlen(sentence) + 5;
+        const size_t length = (size_t)(colon - t->note[i]), bytes = length + strlen(name) + strlen(sentence) + 5;
         if (names(t->note[i], length, name))
             return;
-        char *longer = checked(malloc(room));
-        snprintf(longer, room, "%.*s, %s: %s", (int)length, t->note[i], name, sentence);
+        char *longer = checked(malloc(bytes));
+        snprintf(longer, bytes, "%.*s, %s: %s", (int)length, t->note[i], name, sentence);
         free(t->note[i]);
         t->note[i] = longer;
         return;
@@ -146,7 +146,7 @@ void report_free(struct report *r) {
     *r = (struct report){0};
 }
 
-/* ---- who is ahead ---------------------------------------------------------------------------- */
+/* ---- comparing ------------------------------------------------------------------------------- */
 
 const struct cell *row_ours(const struct table *t, const struct row *row) {
     for (int c = 0; c < t->columns; c++)

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The least time that a call can take on this machine, from rates measured in the same run:
- *     memory    the bytes that must move, at the rate of copying (past the caches) or reading memory
- *     L1        the op's own loops, run by the library on data that stays in L1, times the number of threads
- *     matrix    the flops of matrix work, at the rate of the best matrix instructions; on a GPU, of a large product by
- *               PyTorch
+ * The minimum time of a call on this machine, from rates measured in the same run:
+ *     memory    the bytes that must move, at the rate of copying (non-temporal) or reading memory
+ *     L1        the op's own loops, run by the library on data that stays in L1, times threads
+ *     matrix    the flops of matrix products, at the rate of the best matrix instructions; on a
+ *               GPU, of a large product by PyTorch
  * The roof is the longest of the three.
  */
 #ifndef RAFTER_BENCH_ROOFLINE_H
@@ -16,14 +16,14 @@
 struct roofline {
     rafter_context *context;
     const struct pace *pace;
-    double read, copy; /* bytes per second; a copy counts what it reads and what it writes */
+    double read, copy; /* bytes per second; a copy counts the bytes read and the bytes written */
     double matrix[3];  /* flops per second by dtype; 0: not measured yet */
 };
 
 /* Measures the memory rates with the context's threads. False: no memory. */
 bool roofline_create(struct roofline *r, rafter_context *context, const struct pace *pace);
 
-/* Seconds for one call of the problem that the op made from this row; 0 where that cannot be told. */
+/* Minimum seconds of one call of the problem that was made from this row; 0: unknown. */
 double roofline_seconds(struct roofline *r, const problem *p, const struct bench_row *row, enum problem_mode mode);
 
 #endif

@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Walks tables x rows x modes. */
+/* The loop over tables, rows and modes. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/sizes.h"
 #include "machine.h"
 #include "progress.h"
 #include "run.h"
 
 enum {
-    CHECKED = 1 << 20, /* elements of the largest tensor that the oracle is asked for */
-    SAVE_EVERY = 10    /* seconds after which the files are written, if a row is finished */
+    CHECKED = 1 << 20, /* elements of the largest tensor that are checked */
+    SAVE_EVERY = 10    /* seconds between writes of the files, after a finished row */
 };
 
-/* What the columns took on the row before, to foresee a row that would take too long. */
+/* The columns' times on the row before, to predict calls that would take too long. */
 struct history {
     double seconds[REPORT_COLUMNS], work[REPORT_COLUMNS];
 };
 
-/* The table of this kind and metric, a new one if there is none; NULL where the metric is not wanted. */
+/* The table of this problem and metric; adds it if there is none. NULL: not requested. */
 static struct table *find_table(struct run *run, const problem *p, enum problem_mode mode, enum metric metric,
                                 const char *x_name) {
     const struct options *o = &run->options;
@@ -44,7 +45,7 @@ static struct table *find_table(struct run *run, const problem *p, enum problem_
     return t;
 }
 
-/* The tables that one mode of one row belongs to. False: none, or all have this row already. */
+/* The tables of one mode of one row. False: there are none, or all have this row already. */
 static bool find_tables(struct run *run, const problem *p, enum problem_mode mode, const char *x_name,
                         struct row_notes *notes) {
     bool any = false;
@@ -80,10 +81,10 @@ static double gradient_bytes(const problem *p, enum problem_mode mode) {
     return bytes;
 }
 
-/* Leaves the outputs that backward, and the oracle's, reads. */
+/* Computes the outputs that backward and its oracle read. */
 static void run_forward(struct run *run, problem *p) {
     p->op->call(p, run->context, PROBLEM_FORWARD);
-    for (int i = 0; i < p->tensors && run->context->cuda; i++)
+    for (int i = 0; i < p->tensors && context_on_gpu(run->context); i++)
         if (kept_for_backward(p, &p->tensor[i]))
             problem_tensor_from_device(p, &p->tensor[i], run->context);
 }
@@ -96,7 +97,8 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
         run_forward(run, p);
     problem_solve(p, mode);
     struct column columns[REPORT_COLUMNS];
-    const int count = columns_list(run, p, mode, columns); /* sessions see the oracle's answers: which elements count */
+    const int count =
+        columns_list(run, p, mode, columns); /* after problem_solve: sessions copy the list of sampled elements */
 
     struct row row = {.x = bench->x, .gradient_bytes = gradient_bytes(p, mode)};
     p->op->cost(p, mode, &row.bytes, &row.flops);
@@ -104,15 +106,15 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
     for (int i = 0; i < count && !run_interrupted; i++) {
         struct column *c = &columns[i];
         show(run, notes, "checking ", c->name);
-        const double foreseen = history->work[i] > 0 ? history->seconds[i] * work / history->work[i] : 0;
-        if (foreseen <= run->budget.peer || c->session.provider->exact) {
+        const double predicted = history->work[i] > 0 ? history->seconds[i] * work / history->work[i] : 0;
+        if (predicted <= run->budget.peer || c->session.provider->exact) {
             column_check(run, p, c, notes);
             continue;
         }
         for (int m = 0; m < METRICS; m++)
             if (notes->table[m])
                 table_add_note(notes->table[m], "%s at %s = %lld: left out, a call would take about %.1f s", c->name,
-                               notes->table[m]->x_name, (long long)bench->x, foreseen);
+                               notes->table[m]->x_name, (long long)bench->x, predicted);
     }
     double roof = 0;
     if (notes->table[METRIC_SPEED]) {
@@ -122,7 +124,7 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
         columns_time(run, columns, count, notes);
     }
     if (notes->table[METRIC_MEMORY]) {
-        show(run, notes, "weighing", "");
+        show(run, notes, "measuring memory", "");
         columns_weigh(columns, count, notes);
     }
     for (int i = 0; i < count && run->options.first && !run->fresh && !run_interrupted; i++)
@@ -131,7 +133,7 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
             columns[i].first = first_call(run, p, mode, bench->x, columns[i].name);
         }
 
-    for (int m = 0; m < METRICS && !run_interrupted; m++) /* a row that is not finished is not one */
+    for (int m = 0; m < METRICS && !run_interrupted; m++) /* unfinished rows are dropped */
         if (notes->table[m] && !table_find_row(notes->table[m], row.x)) {
             struct row result = row;
             columns_report(columns, count, notes->table[m], &result, roof);
@@ -145,16 +147,15 @@ static void run_mode(struct run *run, problem *p, const struct bench_row *bench,
     columns_close(columns, count);
 }
 
-/* What the row takes: its tensors, a copy of its inputs for the Python worker and another in it, and what checking
- * does.
- */
+/* The memory that a row needs: its tensors, two copies of its inputs for the Python worker, and the
+ * data for checking. */
 static double row_bytes(const problem *p) {
     double bytes = 0;
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
         const bool result = t->role == PROBLEM_OUTPUT || t->role == PROBLEM_GRADIENT;
         bytes += (double)tensor_bytes(t) * (result ? 2 : 3);
-        if (t->in_place_of) /* the input is kept, as it is stored and in fp64 */
+        if (t->in_place_of) /* the input is kept, as stored and in fp64 */
             bytes += (double)t->numel * sizeof(double);
         else if (result)
             bytes += (double)t->numel / (double)p->sample * sizeof(struct problem_answer);
@@ -166,7 +167,7 @@ static double work_of(const problem *p, unsigned modes) {
     double work = 0;
     for (int mode = 0; mode < PROBLEM_MODES; mode++)
         if (modes >> mode & 1) {
-            double bytes = 64 << 20, flops, unused; /* a row has its price, however small */
+            double bytes = 64 << 20, flops, unused; /* a fixed cost per row */
             for (int i = 0; i < p->tensors; i++)
                 bytes += (double)tensor_bytes(&p->tensor[i]);
             p->op->cost(p, (enum problem_mode)mode, &unused, &flops);
@@ -180,9 +181,8 @@ static void make_row(problem *p, const struct op_cases *op, const struct bench_r
     op->make_bench(p, row);
     int64_t largest = 1;
     for (int i = 0; i < p->tensors; i++)
-        largest = p->tensor[i].numel > largest ? p->tensor[i].numel : largest;
-    const int64_t sample = (largest + CHECKED - 1) / CHECKED;
-    p->sample = p->sample > sample ? p->sample : sample;
+        largest = max64(p->tensor[i].numel, largest);
+    p->sample = max64(p->sample, ceil_div(largest, CHECKED));
 }
 
 static void run_row(struct run *run, const struct op_cases *op, const struct bench_row *row,
@@ -202,30 +202,31 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
 
     const double bytes = row_bytes(&p), available = (double)machine_free_memory();
     show(run, &notes, "filling its tensors", "");
-    const bool there = bytes <= 0.8 * available && problem_allocate(&p, 1);
-    const bool placed = there && (!run->context->cuda || problem_to_device(&p, run->context, PROBLEM_BOTH));
+    const bool allocated = bytes <= 0.8 * available && problem_allocate(&p, 1);
+    const bool placed =
+        allocated && (!context_on_gpu(run->context) || problem_to_device(&p, run->context, PROBLEM_BOTH));
     for (int mode = 0; mode < PROBLEM_MODES && !run_interrupted; mode++) {
         if (!(modes >> mode & 1) || !find_tables(run, &p, (enum problem_mode)mode, kind->x_name, &notes))
             continue;
         if (placed)
             run_mode(run, &p, row, (enum problem_mode)mode, &notes, &history[mode]);
         for (int m = 0; m < METRICS && !placed; m++)
-            if (notes.table[m] && there)
-                table_add_note(notes.table[m], "%s = %lld: left out, it does not fit into the device's memory",
+            if (notes.table[m] && allocated)
+                table_add_note(notes.table[m], "%s = %lld: left out, it does not fit into the GPU's memory",
                                kind->x_name, (long long)row->x);
             else if (notes.table[m])
                 table_add_note(notes.table[m], "%s = %lld: left out, it takes %.0f MiB and %.0f MiB are free",
                                kind->x_name, (long long)row->x, bytes / (1 << 20), available / (1 << 20));
     }
     run->work_done += work_of(&p, modes);
-    if (there && run->context->cuda)
-        problem_leave_device(&p, run->context);
-    if (there)
+    if (allocated && context_on_gpu(run->context))
+        problem_leave_device(&p);
+    if (allocated)
         problem_free(&p);
     peers_forget_row();
 }
 
-/* Zero-terminated; a table that the preset has no rows for has none at all. */
+/* Zero-terminated. A table without rows in the preset has none at all. */
 static const int64_t *rows_of(const struct run *run, const struct bench_table *kind) {
     const int64_t *preset = run->options.seeds ? kind->seeds_x : kind->quick_x;
     return preset[0] && run->options.x[0] ? run->options.x : preset;

@@ -1,77 +1,89 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A run of `rafter bench` while it goes on. */
+/* A run of `rafter bench`. */
 #ifndef RAFTER_BENCH_RUN_H
 #define RAFTER_BENCH_RUN_H
 
 #include <signal.h>
 
-#include "core/backend.h"
+#include "harness/context.h"
 #include "options.h"
 #include "provider.h"
 #include "report.h"
 #include "roofline.h"
 
-/* Times in seconds, of a preset. */
+enum { RUN_VARIANTS = 48 }; /* names over all ops */
+
+/* The time limits of a preset, in seconds. */
 struct budget {
-    double cell; /* repeats of one cell */
-    double once; /* a call this long is not made a second time */
-    double peer; /* a peer's call that would take longer is left out */
+    double cell; /* for the repeats of one cell */
+    double once; /* a call this long is made only once */
+    double peer; /* calls of other libraries that would take longer are left out */
+};
+
+/* A context that is forced to a variant. */
+struct variant_column {
+    const char *name;
+    rafter_context *context; /* NULL: it cannot be created */
 };
 
 struct run {
     struct options options;
     rafter_context *context;
+    struct variant_column variant[RUN_VARIANTS]; /* created when a table first needs them */
+    int variants;
     struct pace pace;
     struct roofline roofline;
     struct report report;
     struct budget budget;
-    bool fresh;                          /* a process that was started to make one first call */
+    bool fresh;                          /* this process was started to measure one first call */
     double started, work_done, work_all; /* for the estimate of the time left; work is in bytes */
-    double saved;                        /* when the files were written last */
+    double saved;                        /* when the files were last written */
 };
 
-/* Set by Ctrl-C, which ends the run after the call at hand, and at once if that is the Python worker's; a second one
- * ends the process. */
+/* Set by Ctrl-C. The run ends after the current call, or at once if the Python worker is making it.
+ * A second Ctrl-C ends the process. */
 extern volatile sig_atomic_t run_interrupted;
 
 /* One column of one row in one mode. */
 struct column {
     struct session session;
     const char *name;
+    char variant[sizeof((struct cell *)0)->variant]; /* of Rafter: what served the call */
     double max_error, first, bytes;
-    double used;                  /* seconds, all told */
+    double used;                  /* seconds spent on it so far */
     struct samples samples, host; /* seconds */
     enum cell_state state;
-    bool live; /* open, and right so far */
+    bool live; /* open, and correct so far */
     bool done;
 };
 
-/* What the row's tables have to say, whatever their metric. */
+/* The tables of a row, for notes below them. */
 struct row_notes {
-    struct table *table[METRICS]; /* NULL: not wanted */
+    struct table *table[METRICS]; /* NULL: not requested */
     int64_t x;
 };
 
-/* columns.c: the columns of this problem's table; checking one against the oracle; timing all of them in turn. */
+/* columns.c: lists the columns of this problem's table; checks one against the oracle; times all in
+ * turn. */
 int columns_list(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]);
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes);
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes);
 void columns_weigh(struct column columns[], int count, struct row_notes *notes);
-/* Writes the columns' findings into a row of the table. `roof`: seconds; 0: not measured. */
+/* Writes the columns' results into a row of the table. `roof`: minimum seconds; 0: not measured. */
 void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof);
 void columns_close(struct column columns[], int count);
 
 /* rows.c: all tables of an op, row by row. */
 void run_op(struct run *run, const struct op_cases *op);
-/* Prints a line for every table that there would be: title, name of x, rows, columns. */
+/* Prints a line for every table of the run: title, name of x, rows, columns. */
 void run_list(struct run *run);
-/* The work of the whole run, for the estimate. */
+/* The work of the whole run, for the estimate of the time left. */
 double run_work(const struct run *run);
 
-/* bench.c: writes the files that were asked for, with what is there so far. */
+/* bench.c: writes the requested files with the results so far. */
 bool run_save(struct run *run);
 
-/* first.c: the first call of a fresh process, in seconds; 0: it could not be had. */
+/* first.c: seconds of the first call in a fresh process; 0: it failed. */
 double first_call(const struct run *run, const problem *p, enum problem_mode mode, int64_t x, const char *column);
 
 #endif

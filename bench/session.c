@@ -3,8 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "core/backend.h"
-#include "core/tensor.h"
+#include "harness/gpu.h"
 #include "provider.h"
 
 bool session_open(struct session *s) {
@@ -44,17 +43,16 @@ bool time_call(struct session *s, bool (*call)(struct session *), double *second
 }
 
 bool time_call_on_device(struct session *s, bool (*call)(struct session *), double *seconds) {
-    const struct rafter_cuda *cuda = s->context->cuda;
     if (!s->pace->warm)
         pace_evict_device(s->pace, s->context);
     else if (!call(s))
         return false;
-    cuda->record(s->context, s->pace->before);
+    gpu_record(s->context, s->pace->before);
     const double start = clock_seconds();
     const bool good = call(s);
     s->host_seconds = clock_seconds() - start;
-    cuda->record(s->context, s->pace->after);
-    *seconds = 1e-3 * cuda->elapsed(s->pace->before, s->pace->after);
+    gpu_record(s->context, s->pace->after);
+    *seconds = 1e-3 * gpu_elapsed(s->pace->before, s->pace->after);
     return good && (*seconds > 0 || session_fail(s, "the device reported no time: a kernel failed"));
 }
 
@@ -70,14 +68,6 @@ bool session_fail(struct session *s, const char *format, ...) {
     return false;
 }
 
-bool title_has(const problem *p, const char *field) {
-    const size_t length = strlen(field);
-    for (const char *at = p->title; (at = strstr(at, field)) != NULL; at++)
-        if ((at == p->title || at[-1] == '-') && (at[length] == '-' || at[length] == '\0'))
-            return true;
-    return false;
-}
-
 bool list_has(const char *list, const char *name) {
     const size_t length = strlen(name);
     while (list) {
@@ -90,5 +80,5 @@ bool list_has(const char *list, const char *name) {
 }
 
 size_t tensor_bytes(const problem_tensor *t) {
-    return (size_t)(t->numel * rafter_dtype_bytes(t->dtype));
+    return (size_t)(t->numel * problem_dtype_bytes(t->dtype));
 }

@@ -13,7 +13,8 @@ struct text {
     char (*cell)[WIDTH];
 };
 
-/* Cuts the zeros that all numbers of a column end in, as the seeds' tables do; one decimal stays. */
+/* Removes trailing zeros that all numbers of a column have, as in the seeds' tables, but keeps one
+ * decimal. */
 static void trim_zeros(struct text *t, int rows) {
     size_t cut = WIDTH;
     for (int i = 0; i < rows; i++) {
@@ -44,12 +45,12 @@ static int width_of(const struct text *t, int rows) {
     return (int)width;
 }
 
-/* A table as text: index, x, then the providers, each with the figures beside it; last, in tables of memory, the
- * gradients' share. */
+/* A table as text: index, x, then the providers, each with its extra figures; in memory tables the
+ * bytes of the gradients come last. */
 struct layout {
     struct text column[3 + (1 + EXTRAS) * REPORT_COLUMNS];
     int columns, rows;
-    char (*cells)[WIDTH]; /* room for all columns */
+    char (*cells)[WIDTH]; /* of all columns */
 };
 
 static struct text *add_column(struct layout *l, const char *heading) {
@@ -129,7 +130,7 @@ void table_markdown(const struct table *t, FILE *to) {
         return;
     fprintf(to, "**%s** (%s)\n\n", t->title, metric_units[t->metric]);
     for (int i = -2; i < l.rows; i++) {
-        for (int k = 1; k < l.columns; k++) /* the index says nothing here */
+        for (int k = 1; k < l.columns; k++) /* without the index */
             fprintf(to, "| %s ", i == -2 ? l.column[k].heading : i == -1 ? "---:" : l.column[k].cell[i]);
         fputs("|\n", to);
     }

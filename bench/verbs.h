@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The verbs of the rafter command. Each takes the whole command line (argv[1] is the verb) and returns the exit status:
- * 0 good, 1 something is wrong, 2 the command line is. */
+/* The verbs of the rafter command. Each takes the whole command line (argv[1] is the verb) and
+ * returns the exit status: 0 success, 1 failure, 2 wrong command line. */
 #ifndef RAFTER_BENCH_VERBS_H
 #define RAFTER_BENCH_VERBS_H
 

@@ -24,11 +24,11 @@ static struct {
     pid_t pid;
     int socket, log;
     int generation;
-    bool hopeless; /* it said why it cannot run, and will not be started again */
+    bool hopeless; /* it cannot run, `why` says why, and it is not started again */
     char why[256];
     struct json *greeting;
-    char *line; /* what was received and not yet taken */
-    size_t used, room;
+    char *line; /* received bytes that were not read yet */
+    size_t used, capacity;
 } worker = {.socket = -1, .log = -1};
 
 static struct {
@@ -60,7 +60,7 @@ void worker_stop(void) {
     let_go();
     free(worker.line);
     worker.line = NULL;
-    worker.room = 0;
+    worker.capacity = 0;
     if (shared.memory)
         munmap(shared.memory, shared.bytes);
     if (shared.fd >= 0)
@@ -70,8 +70,8 @@ void worker_stop(void) {
     shared.fd = -1;
 }
 
-/* The last line that the worker wrote to stderr: a Python exception ends with its sentence. */
-static void last_words(char *text, size_t size) {
+/* The last line that the worker wrote to stderr: a Python exception ends with its message. */
+static void last_line(char *text, size_t size) {
     char tail[4096];
     const off_t end = lseek(worker.log, 0, SEEK_END),
                 from = end > (off_t)sizeof tail - 1 ? end - (off_t)sizeof tail + 1 : 0;
@@ -85,12 +85,12 @@ static void last_words(char *text, size_t size) {
             snprintf(text, size, ": %s", line);
 }
 
-/* Says how the worker ended, once it has. */
-static void bury(char *reason, size_t size) {
+/* Reports how the worker ended, and forgets it. */
+static void report_end(char *reason, size_t size) {
     char words[160];
     int status = 0;
     waitpid(worker.pid, &status, 0);
-    last_words(words, sizeof words);
+    last_line(words, sizeof words);
     if (WIFSIGNALED(status))
         snprintf(reason, size, "the Python worker died of signal %d (%s)%s", WTERMSIG(status),
                  strsignal(WTERMSIG(status)), words);
@@ -102,11 +102,11 @@ static void bury(char *reason, size_t size) {
 static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
     const char *python = getenv("RAFTER_PYTHON"), *script = getenv("RAFTER_WORKER");
     char fd[16], threads[16], evict[32], times[16];
-    signal(SIGINT, SIG_IGN); /* Ctrl-C is the tool's to handle; the setting outlives exec */
+    signal(SIGINT, SIG_IGN); /* the tool handles Ctrl-C; exec keeps this setting */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     const int nowhere = open("/dev/null", O_RDONLY);
     dup2(nowhere, STDIN_FILENO);
-    dup2(log, STDOUT_FILENO); /* libraries print what they like */
+    dup2(log, STDOUT_FILENO); /* libraries may print anything */
     dup2(log, STDERR_FILENO);
     fcntl(socket, F_SETFD, 0);
     if (o->fresh) {
@@ -140,19 +140,19 @@ static bool spawn(const struct worker_options *options) {
 
 /* ---- orders and answers ---------------------------------------------------------------------- */
 
-/* A whole line, in worker.line. 1: there; 0: too late, or not waited for after Ctrl-C; -1: the worker has closed its
- * end. */
+/* Waits for a whole line in worker.line. 1: it is there; 0: the time limit passed, or Ctrl-C was
+ * pressed; -1: the worker closed its end. */
 static int receive_line(double limit) {
-    const double deadline = clock_seconds() + limit, glance = 0.1;
+    const double deadline = clock_seconds() + limit, interval = 0.1;
     for (;;) {
         char *end = worker.used ? memchr(worker.line, '\n', worker.used) : NULL;
         if (end) {
             *end = '\0';
             return 1;
         }
-        if (worker.room - worker.used < 4096) {
-            worker.room = worker.room ? 2 * worker.room : 8192;
-            char *grown = realloc(worker.line, worker.room);
+        if (worker.capacity - worker.used < 4096) {
+            worker.capacity = worker.capacity ? 2 * worker.capacity : 8192;
+            char *grown = realloc(worker.line, worker.capacity);
             if (!grown)
                 return -1;
             worker.line = grown;
@@ -161,23 +161,23 @@ static int receive_line(double limit) {
         const double left = deadline - clock_seconds();
         if (left <= 0 || run_interrupted)
             return 0;
-        const int ready = poll(&wait, 1, (int)((left < glance ? left : glance) * 1e3) + 1);
+        const int ready = poll(&wait, 1, (int)((left < interval ? left : interval) * 1e3) + 1);
         if (ready < 0 && errno != EINTR)
             return -1;
         if (ready <= 0)
             continue;
-        const ssize_t got = recv(worker.socket, worker.line + worker.used, worker.room - worker.used, 0);
+        const ssize_t got = recv(worker.socket, worker.line + worker.used, worker.capacity - worker.used, 0);
         if (got <= 0)
             return -1;
         worker.used += (size_t)got;
     }
 }
 
-/* The next answer, or NULL and a reason; then the worker is gone. */
+/* The next answer. NULL: the worker is gone, and `reason` says why. */
 static struct json *receive(double limit, char *reason, size_t size) {
     const int got = receive_line(limit);
     if (got < 0) {
-        bury(reason, size);
+        report_end(reason, size);
         return NULL;
     }
     struct json *answer = NULL;
@@ -198,14 +198,14 @@ static struct json *receive(double limit, char *reason, size_t size) {
 
 struct json *worker_ask(const char *order, double limit, char *reason, size_t size) {
     if (worker.pid <= 0) {
-        snprintf(reason, size, "the Python worker is gone");
+        snprintf(reason, size, "the Python worker has ended");
         return NULL;
     }
     const size_t length = strlen(order);
     for (size_t sent = 0; sent < length;) {
         const ssize_t step = send(worker.socket, order + sent, length - sent, MSG_NOSIGNAL);
         if (step <= 0)
-            break; /* a worker that is gone shows when its answer does not come */
+            break; /* if the worker is gone, receive notices */
         sent += (size_t)step;
     }
     return receive(limit, reason, size);

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# librafter_cuda: every op's cuda.cu and what they share. The CUDA runtime is linked in, so that no version of it has to be
+# librafter_cuda: a .cu file per CUDA row of variants.inc, and what they share. The CUDA runtime is linked in, so that no version of it has to be
 # installed where the library runs.
 set(CMAKE_CUDA_ARCHITECTURES ${RAFTER_CUDA_ARCHITECTURES})
 set(CMAKE_CUDA_STANDARD 17)
@@ -7,9 +7,15 @@ set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
-add_library(rafter_cuda SHARED src/cuda/backend.cu src/cuda/products.cu src/core/fail.c src/core/scratch.c src/core/tensor.c)
+file(GLOB cuda_kernels CONFIGURE_DEPENDS src/ops/*/cuda/kernels/*.cu) # kernels that several variants share
+add_library(rafter_cuda SHARED src/cuda/backend.cu src/cuda/products.cu ${cuda_variants} ${cuda_kernels} src/core/fail.c
+  src/core/scratch.c src/core/tensor.c)
 foreach(op ${ops})
-  target_sources(rafter_cuda PRIVATE src/ops/${op}/cuda.cu)
+  add_library(rafter_cuda_${op}_rows OBJECT src/cuda/variant_rows.c)
+  target_compile_definitions(rafter_cuda_${op}_rows PRIVATE RAFTER_OP_NAME=${op})
+  target_include_directories(rafter_cuda_${op}_rows PRIVATE include src/ops/${op})
+  target_link_libraries(rafter_cuda_${op}_rows PRIVATE rafter_flags)
+  target_sources(rafter_cuda PRIVATE $<TARGET_OBJECTS:rafter_cuda_${op}_rows>)
 endforeach()
 target_include_directories(rafter_cuda PRIVATE include src)
 target_link_libraries(rafter_cuda PRIVATE ${CMAKE_DL_LIBS})

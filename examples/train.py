@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small transformer on the bytes of a text that the script makes up, once with plain PyTorch and once with Rafter, from the same
-start, and prints both loss curves, tokens per second and peak memory.
+"""Trains a small transformer on generated text, once with plain PyTorch and once with Rafter, from
+the same initial weights. Prints both loss curves, tokens per second and peak memory.
 
     PYTHONPATH=build/python python examples/train.py [--steps 50] [--device cpu]
 
-The two differ in three lines of the model: its activation, and the last layer with its loss. Each run is a process of its own, so that
-peak memory is that run's.
+The models differ in three lines: the activation, and the last layer with its loss. Each run is a
+separate process, so that its peak memory can be measured.
 """
 import argparse
 import json
@@ -23,7 +23,7 @@ VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 8192, 64, 4, 2, 64, 16
 
 
 def make_text(size, seed=0):
-    """Sentences of a small grammar: predictable enough to learn from."""
+    """Sentences of a small grammar, predictable enough to learn."""
     import random
     draw = random.Random(seed)
     who = ["the fox", "a carpenter", "the river", "my neighbour", "an old clock", "the rafter"]
@@ -36,7 +36,7 @@ def make_text(size, seed=0):
 
 
 def tokens(text):
-    """Pairs of bytes, folded into the vocabulary: a wide last layer is what the loss is about."""
+    """Pairs of bytes, folded into the vocabulary: the comparison needs a wide last layer."""
     data = torch.tensor(list(text), dtype=torch.long)
     return (data[:-1] * 256 + data[1:]) % VOCABULARY
 
@@ -96,7 +96,7 @@ def train(with_rafter, steps, device):
         optimizer.step()
         losses.append(loss.item())
         if step == 1:
-            start = time.perf_counter()  # the first two warm up
+            start = time.perf_counter()  # the first two steps are warm-up
     speed = (steps - 2) * BATCH * LENGTH / (time.perf_counter() - start)
     if device == "cuda":
         peak = torch.cuda.max_memory_allocated()
@@ -109,26 +109,27 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--only", choices=["torch", "rafter"], help="one run, as JSON")
+    parser.add_argument("--only", choices=["torch", "rafter"], help="run one of the two and print JSON")
     args = parser.parse_args()
     if args.steps < 3:
-        sys.exit("train.py: --steps must be 3 or more; the first two warm up")
+        sys.exit("train.py: --steps must be 3 or more; the first two are warm-up")
     if args.only:
         print(json.dumps(train(args.only == "rafter", args.steps, args.device)))
         return
     runs = {}
     for name in ("torch", "rafter"):
         command = [sys.executable, __file__, "--only", name, "--steps", str(args.steps), "--device", args.device]
-        runs[name] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        runs[name] = json.loads(output.splitlines()[-1])
     print(f"{'step':>6}{'torch':>12}{'rafter':>12}")
     curves = [runs[name]["losses"] for name in runs]
     for step in sorted({*range(0, args.steps, max(1, args.steps // 8)), args.steps - 1}):
         print(f"{step:>6}{curves[0][step]:>12.6f}{curves[1][step]:>12.6f}")
-    apart = max(abs(a - b) / abs(a) for a, b in zip(*curves))
-    print(f"largest relative difference of a loss: {apart:.1e}")
+    difference = max(abs(a - b) / abs(a) for a, b in zip(*curves))
+    print(f"largest relative difference between the losses: {difference:.1e}")
     for name, run in runs.items():
-        print(f"{name:<8}{run['tokens_per_second']:>10.0f} tokens/s{run['peak_mib']:>10.0f} MiB at most")
-    if not math.isfinite(apart) or apart > 1e-3:
+        print(f"{name:<8}{run['tokens_per_second']:>10.0f} tokens/s{run['peak_mib']:>10.0f} MiB peak")
+    if not math.isfinite(difference) or difference > 1e-3:
         sys.exit("the loss curves differ by more than rounding")
 
 

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The rafter command with providers that misbehave, each in its own way; command.sh looks at what becomes of them. */
+/* The rafter command with providers that misbehave in different ways; command.sh checks the
+ * consequences. */
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,8 +26,8 @@ static bool spoil(struct session *s, double *seconds) {
     return good;
 }
 
-/* The library's gradient of cross entropy, in bf16, with the labels' elements as they are and all others alike: what
- * comes of logits that are all 0. */
+/* The library's gradient of cross entropy, in bf16, correct at the labels and constant elsewhere,
+ * as if all logits were 0. */
 static bool flatten(struct session *s, double *seconds) {
     const bool good = provider_rafter.time(s, seconds);
     const problem_tensor *t = problem_find(&s->problem, "dlogits");
@@ -42,7 +43,7 @@ static bool run_rafter(struct session *s, double *seconds) {
     return provider_rafter.time(s, seconds);
 }
 
-/* The library, and a millisecond of nothing where the environment says so. */
+/* The library, plus a millisecond if RAFTER_TEST_SLOW is set. */
 static bool run_slowly(struct session *s, double *seconds) {
     const bool good = provider_rafter.time(s, seconds);
     *seconds += getenv("RAFTER_TEST_SLOW") ? 1e-3 : 0;
@@ -61,7 +62,7 @@ static bool hang_on_open(struct session *s) {
     return true;
 }
 
-/* Works, then dies: the first call is the one that is checked. */
+/* Dies in the second call; the first is the one that is checked. */
 static bool die_later(struct session *s, double *seconds) {
     if (s->state)
         raise(SIGKILL);
@@ -81,7 +82,7 @@ static const struct provider hanging = {
 static const struct provider dying = {.name = "dying", .isolated = true, .serves = serves, .time = die_later};
 static const struct provider refusing = {.name = "refusing", .serves = serves, .open = refuse, .time = crash};
 static const struct provider sluggish = {.name = "sluggish", .exact = true, .serves = serves, .time = run_slowly};
-/* The library in a child process: as right as in this one. */
+/* The library in a child process, where it must be as correct as in this one. */
 static const struct provider apart = {
     .name = "apart", .exact = true, .isolated = true, .serves = serves, .time = run_rafter};
 

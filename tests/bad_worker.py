@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for tests/command.sh, without PyTorch: of logsumexp's columns `ptr` dies, `rtr` never answers, `to` is wrong, and
-`toc` is right, though each of the others takes the process down or spoils its answer first."""
+"""A worker for tests/command.sh, without PyTorch. Of logsumexp's columns `ptr` dies, `rtr` never answers, `to` is wrong, and `toc` is
+right, although the columns before it crash the process or give wrong results."""
 import json
 import math
 import mmap
@@ -44,7 +44,7 @@ for line in channel:
         result = logsumexp(row["path"], next(t for t in row["tensors"] if t["name"] == "x"))
         wanted = order["results"][0]
         if "indices" in wanted:
-            sys.exit("the rows of the test are few: all are wanted")
+            sys.exit("the test has few rows, so all of them are requested")
         with open(order["path"], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             struct.pack_into(f"<{len(result)}f", memory, wanted["at"], *(2 * v if column == "to" else v for v in result))
         say(written=["lse"])

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The rafter command itself: exit statuses, sentences, titles, files. command.sh RAFTER TEST_BENCH, where the second is the
-# command with misbehaving providers (bad_providers.c).
+# The rafter command: exit statuses, messages, titles, files. command.sh RAFTER TEST_BENCH, where
+# the second is the command with misbehaving providers (bad_providers.c).
 set -uo pipefail
 rafter=$1
 bad=$2
 tests=$(dirname "${BASH_SOURCE[0]}")
 folder=$(mktemp -d)
-export RAFTER_PYTHON=${RAFTER_PYTHON:-/nonexistent/python3} # no PyTorch unless somebody says where
+export RAFTER_PYTHON=${RAFTER_PYTHON:-/nonexistent/python3} # no PyTorch, unless the caller says where
 trap 'rm -rf "$folder"' EXIT
 failures=0
 
@@ -16,7 +16,8 @@ fail() {
     failures=$((failures + 1))
 }
 
-# expect STATUS PATTERN ARGUMENTS...: the command ends with the status and prints the pattern somewhere.
+# expect STATUS PATTERN ARGUMENTS...: the command ends with the status and prints the pattern
+# somewhere.
 expect() {
     local status=$1 pattern=$2
     shift 2
@@ -31,8 +32,30 @@ expect 0 '^rafter [0-9]+\.[0-9]+\.[0-9]+$' "$rafter" --version
 expect 0 'rafter bench' "$rafter" help
 expect 2 'rafter bench' "$rafter"
 expect 2 "no verb 'dance'" "$rafter" dance
-expect 0 '^act +[a-z0-9]+ +portable' "$rafter" info
-expect 2 "takes no arguments" "$rafter" info now
+expect 0 '^act +cpu +portable +yes$' "$rafter" info
+grep -qE '^linear_cross_entropy +cuda +[a-z0-9_]+ +sm[0-9a]+ +(yes|no: )' "$folder/out" || fail "info lists no CUDA variants"
+expect 0 '^logsumexp +cpu +portable +yes$' "$rafter" info logsumexp
+grep -q '^act ' "$folder/out" && fail "info OP lists other ops"
+expect 2 "no op 'now'" "$rafter" info now
+expect 2 "wants --shape" "$rafter" info act --dim 1
+expect 2 "--shape wants one op" "$rafter" info --shape 2x3
+expect 2 "--shape is '2x'" "$rafter" info act --shape 2x
+expect 2 "wanted a dim of the shape" "$rafter" info act --shape 2x3 --act softmax --dim 2
+expect 2 "wanted the number of classes" "$rafter" info lce --shape 2x3
+expect 2 "has no algorithm 'fast'" "$rafter" info act --shape 2x3 --algorithm fast
+expect 2 "no option '--shape'" "$rafter" bench --shape 2x3
+
+# --- which variant a call takes, and why the ones before it were passed over
+expect 0 '^    portable +runs, with 0 bytes of workspace$' env RAFTER_VARIANT=portable "$rafter" info act --shape 32768x4096 --act softmax
+grep -qE '^    avx2 +passed over: ' "$folder/out" || fail "info OP does not say why avx2 was passed over"
+grep -qE '^act softmax bf16 \[32768, 4096\] dim -1, on cpu$' "$folder/out" || fail "info OP does not describe the call"
+[ "$(grep -cE '^(fwd|bwd)$' "$folder/out")" = 2 ] || fail "info OP does not list forward and backward"
+expect 0 '^bwd$' "$rafter" info logsumexp --shape 4x1024x65536 --direction backward --dtype fp16
+grep -q '^fwd' "$folder/out" && fail "info OP --direction backward lists forward"
+expect 0 '^fwd\+bwd$' "$rafter" info lce --shape 4096x2048 --classes 128256 --bias --reduction sum --label-smoothing 0.1
+expect 0 ' bytes of workspace$' "$rafter" info cross_entropy --shape 4096x32000 --in-place --extras --class-weight
+expect 0 ' bytes of workspace$' "$rafter" info lrpe_cosine --shape 12x4096x12x128 --act softmax --softmax-over sequence --extras
+expect 0 'there is nothing to compute' "$rafter" info act --shape 0x4096 --act silu
 expect 2 "no op 'acts', wanted cross_entropy, .* or lrpe_cosine" "$rafter" bench acts
 expect 2 "no op 'acts'" "$rafter" check acts
 expect 2 "no option '--fast'" "$rafter" bench --fast
@@ -57,7 +80,7 @@ expect 2 "names 'nobody'" "$rafter" bench --providers rafter,nobody
 expect 1 "$folder/no/such/file" "$rafter" bench act --json "$folder/no/such/file"
 [ -e "$folder/no" ] && fail "a file was made where there should be none"
 
-# --- every table of the seeds: title, x, rows, and its columns in their order, whatever stands between them
+# --- every table of the seeds: title, x, rows, and its columns in their order, possibly with others between them
 "$rafter" bench --preset seeds --metric all --list >"$folder/list.txt" 2>&1 || fail "bench --list: status $?"
 while read -r title x rows columns; do
     grep -qE "^${title//+/\\+} $x $rows .*${columns// / (.* )?}( |$)" "$folder/list.txt" ||
@@ -65,7 +88,7 @@ while read -r title x rows columns; do
 done <"$tests/seeds.txt"
 [ "$(wc -l <"$tests/seeds.txt")" = 50 ] || fail "there are 50 tables in the seeds"
 
-# --- every column that is to run in Python has its function there
+# --- every Python column has its function
 while IFS='"' read -r head ops _; do
     column=${head#RAFTER_PEER(}
     for op in ${ops//,/ }; do
@@ -73,7 +96,7 @@ while IFS='"' read -r head ops _; do
     done
 done < <(grep '^RAFTER_PEER(' "$tests/../bench/peers.inc")
 
-# --- and the speed tables come out like that (x and the time per cell are small to be quick)
+# --- the tables themselves (with small x and little time per cell, to be quick)
 small=(--preset seeds --x 16 --seconds 0.001 --metric all --providers rafter)
 timeout 60 "$rafter" bench cross_entropy logsumexp act lrpe_cosine "${small[@]}" --json "$folder/seeds.json" \
     >"$folder/seeds.txt" 2>"$folder/err" || fail "bench --preset seeds: status $?"
@@ -105,9 +128,25 @@ for row in report["rows"]:
     if row["median"] is not None:
         assert 0 < row["p10"] <= row["median"] <= row["p90"], row
 assert {"rafter", "naive"} <= {row["provider"] for row in report["rows"]}
+for row in report["rows"]:
+    runs = row["provider"] in ("rafter", "mask") and "act_none" not in row["table"]  # none in place runs no kernel
+    assert ("variant" in row) == runs, row
 PYTHON
 fi
 expect 0 '^act-memory-fwd-' "$rafter" bench act --x 64 --mode fwd --metric memory
+
+# --- columns of single variants
+variants=(bench logsumexp --x 64 --mode fwd --seconds 0.001)
+expect 0 '^ +n +rafter +.*portable' "$rafter" "${variants[@]}" --variants --without naive
+expect 0 '^ +n +rafter +portable$' "$rafter" "${variants[@]}" --providers rafter,portable --json "$folder/variants.json"
+if command -v python3 >/dev/null; then
+    python3 - "$folder/variants.json" <<'PYTHON' || fail "the JSON does not name the variants"
+import json, sys
+report = json.load(open(sys.argv[1]))
+assert report["tables"][0]["ours"] == ["rafter", "portable"]
+assert [row["variant"] for row in report["rows"] if row["provider"] == "portable"] == ["portable"]
+PYTHON
+fi
 
 expect 0 '^ +n +rafter +error +host us +first ms$' "$rafter" bench act --x 64 --mode fwd --table silu --providers rafter --error --host \
     --first-call --seconds 0.001
@@ -127,7 +166,7 @@ if command -v python3 >/dev/null; then
 fi
 [ -z "$(find "$folder" -name '*.json.*')" ] || fail "a temporary file was left behind"
 
-# --- providers that misbehave cost nobody but themselves
+# --- providers that misbehave lose only their own cells
 naughty=rafter,parallel,recurrence,spoiled,crashing,dying,refusing,apart,hanging
 timeout 60 "$bad" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers $naughty >"$folder/bad.txt" 2>&1 || fail "bad providers: status $?"
 grep -qE '^ +n +rafter .*spoiled +crashing +dying +refusing +apart +hanging$' "$folder/bad.txt" || fail "bad providers: no such columns"
@@ -138,11 +177,11 @@ grep -qE 'dying at n = 64: died of signal 9' "$folder/bad.txt" || fail "bad prov
 grep -qE 'refusing at n = 64: not today' "$folder/bad.txt" || fail "bad providers: nothing said of the refusal"
 grep -qE 'hanging at n = 64: took longer than 0.5 s' "$folder/bad.txt" || fail "bad providers: nothing said of the hang"
 
-# --- a gradient that is right for labels alone is wrong
+# --- a gradient that is correct only at the labels is wrong
 expect 0 '^0 +32768\.0 +[0-9.]+ +wrong$' "$bad" bench cross_entropy --x 32768 --mode bwd --seconds 0.001 --providers rafter,flat
 grep -qE 'flat at v = 32768: dlogits\[[0-9]+\] is ' "$folder/out" || fail "flat gradients: nothing said of the wrong element"
 
-# --- so do Python columns that misbehave, and a worker that is not there
+# --- the same for Python columns that misbehave, and for a missing worker
 expect 0 '^  .*to, toc: .*/nonexistent/python3 cannot be run' env RAFTER_PYTHON=/nonexistent/python3 \
     "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001
 grep -qE '^0 +64\.0 .* - +- +- +-$' "$folder/out" || fail "missing Python columns are not dashes"
@@ -169,7 +208,7 @@ if command -v python3 >/dev/null; then
     [ $((SECONDS - before)) -le 5 ] || fail "a bench interrupted while a column hangs takes $((SECONDS - before)) s to end"
 fi
 
-# --- compare: nothing is slower than itself; a millisecond more is noticed
+# --- compare: nothing is slower than itself; a millisecond more is reported
 same=(bench logsumexp --x 64,128 --mode fwd --seconds 0.02 --providers rafter,sluggish)
 "$bad" "${same[@]}" --json "$folder/old.json" >/dev/null || fail "bench for compare: status $?"
 RAFTER_TEST_SLOW=1 "$bad" "${same[@]}" --json "$folder/new.json" >/dev/null || fail "slow bench for compare: status $?"
@@ -177,7 +216,7 @@ expect 0 '^[0-9]+ cells compared: 0 got worse' "$bad" compare "$folder/old.json"
 expect 1 'n=64 sluggish: .*: slower$' "$bad" compare "$folder/old.json" "$folder/new.json"
 expect 0 'logsumexp-batch1-dim1024-bf16, n = 128' "$bad" headline "$folder/old.json"
 
-# --- resume: rows that are there are not measured again, the others are added
+# --- resume: existing rows are not measured again, the others are added
 cp "$folder/old.json" "$folder/more.json"
 expect 0 '^2 +256\.0 ' "$bad" bench logsumexp --x 64,128,256 --mode fwd --seconds 0.001 --providers rafter,sluggish --json "$folder/more.json" --resume
 if command -v python3 >/dev/null; then
@@ -196,4 +235,4 @@ if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"
     exit 1
 fi
-echo "the command does as it should"
+echo "the command works as expected"

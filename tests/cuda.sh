@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The tests that need a GPU: every op's walk, tests/cuda/, the cases past 2^31 elements, the bench's own columns, and
-# compute-sanitizer over a sample of the small cases.
+# The tests that need a GPU: every op's walk over all of its variants, tests/cuda/, the cases beyond
+# 2^31 elements, the bench's own columns, and compute-sanitizer over a sample of the small cases.
 #
 #     tests/cuda.sh BUILD [STEP...]
 #
-# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck, racecheck, initcheck,
-# synccheck; all of them when none is named. EVERY (default 13) is the sample of the sanitizer's steps, one problem in so many;
-# WALK (default 1) that of walk. LIMIT is the most seconds that a job may take. Ends with a line per job and, where one failed,
-# the end of what it said; exit status 1 if any did, 77 if there is no GPU.
+# BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck,
+# racecheck, initcheck, synccheck; all of them if none is named. The sanitizer's steps take one
+# problem in EVERY (default 13), walk one in WALK (default 1). LIMIT is the time limit of a job in
+# seconds. Prints a line per job and, if one failed, the end of its output. Exit status: 1 if a job
+# failed, 77 if there is no GPU.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(cd "${1:?the build directory is missing}" && pwd)
@@ -24,9 +25,9 @@ mkdir -p "$logs"
 mapfile -t ops < <(sed -n 's/^RAFTER_OP(\([a-z_]*\)).*/\1/p' "$root/src/ops/ops.inc")
 export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=4
 at_once=$(($(nproc) / 3 + 1))
-parts=$(($(nproc) / 4 + 1)) # that a walk is cut into: what takes long is the oracle, on the CPU
+parts=$(($(nproc) / 4 + 1)) # parts of a walk: the oracle, on the CPU, takes most of the time
 
-# job NAME SECONDS COMMAND...: in the background, as soon as there is room for one more.
+# job NAME SECONDS COMMAND...: runs in the background, as soon as fewer than $at_once jobs run.
 job() {
     local name=$1 limit=${LIMIT:-$2}
     shift 2
@@ -40,31 +41,39 @@ job() {
     } &
 }
 
-# walk NAME OP: the whole of it, in parts, one to a processor.
+# walk OP: in parts, one per processor.
 walk() {
     local at_once part
     at_once=$(nproc)
     for ((part = 0; part < parts; part++)); do
-        OMP_NUM_THREADS=1 job "walk-$1-$part" 400 "$walk" "$2" --device cuda --every $((sample * parts)) --from $((sample * part))
+        OMP_NUM_THREADS=1 job "walk-$1-$part" 400 "$walk" "$1" --device cuda --every $((sample * parts)) --from $((sample * part))
     done
+}
+
+# Adds up how many problems each variant served in the parts of the walks. A variant that served
+# none is a failure.
+served() {
+    cat "$logs"/walk-*.log | awk '$3 == "served" { sum[$1 " " $2] += $4 }
+        END { for (name in sum) { printf "%-52s %8d problems\n", name, sum[name]; bad += sum[name] == 0 && name !~ / auto$/ }
+              print bad + 0, "variants served no problem"; exit (bad > 0) }'
 }
 
 sanitize() {
     local tool=$1
     if ! command -v compute-sanitizer >/dev/null; then
-        echo "compute-sanitizer is not installed: $tool was left out"
+        echo "compute-sanitizer is not installed: $tool is skipped"
         return
     fi
-    # Every tensor in an allocation of its own, so that the checker sees its bounds.
+    # Every tensor in an allocation of its own, so that the checker knows its bounds.
     export RAFTER_TEST_EXACT_MEMORY=1
-    for op in "${ops[@]}" act-unfused; do # unfused: what devices other than Hopper do
-        case $op in *-unfused) export RAFTER_FUSED=0 ;; esac
-        job "$tool-$op" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "${op%-unfused}" --device cuda --every "$every"
+    for op in "${ops[@]}"; do
+        job "$tool-$op" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "$op" --device cuda --every "$every"
     done
-    unset RAFTER_TEST_EXACT_MEMORY RAFTER_FUSED
+    unset RAFTER_TEST_EXACT_MEMORY
 }
 
-# Rafter's columns of a quick table of every op are right, and `native` accumulates natively: it takes far less memory than fast.
+# Rafter's columns of a quick table of every op are correct, and `native` really accumulates
+# natively: it takes far less memory than fast.
 bench() {
     local out=$logs/bench rafter=$build/bench/rafter
     mkdir -p "$out"
@@ -83,23 +92,24 @@ bench() {
              END { printf "fast %.0f MiB, native %.0f MiB\n", fast, native; exit !(native > 0 && native + 900 < fast) }' \
         "$out/lce-memory-fwd+bwd-batch12288-dim4096-bf16.csv"
 }
-export -f bench
+export -f bench served
 export logs build
 
 for step in $steps; do
     case $step in
     walk)
-        for op in "${ops[@]}"; do walk "$op" "$op"; done
-        # what devices other than Hopper do
-        RAFTER_FUSED=0 walk linear_cross_entropy-unfused linear_cross_entropy
-        RAFTER_FUSED=0 walk act-unfused act
+        for op in "${ops[@]}"; do walk "$op"; done
+        if [ "$sample" = 1 ]; then
+            wait
+            grep -q '^0 ' "$logs"/walk-*.end && job variants-served 10 bash -c served
+        fi
         ;;
     api)
         for part in $("$api" --list); do job "api-$part" 300 "$api" "$part"; done
         job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-20000}" 1 cuda
         ;;
     large)
-        wait # they take most of the host's memory
+        wait # they need most of the host's memory
         for op in "${ops[@]}"; do
             OMP_NUM_THREADS=$(nproc) job "large-$op" 200 "$walk" "$op" --large --device cuda
             wait

@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Random calls, most of them slightly wrong: whatever the arguments, a call returns a status, a failure has a sentence
- * and writes nothing, and no call touches memory outside its tensors (run under AddressSanitizer: every tensor has an
- * allocation of exactly its own extent).
+ * Random calls, most of them slightly wrong. Whatever the arguments, a call returns a status, a
+ * failure has a message and writes nothing, and no call touches memory outside its tensors (under
+ * AddressSanitizer every tensor has an allocation of exactly its own extent).
  *
  *     test_fuzz [CALLS [SEED [cuda]]]
  *
- * With `cuda`, data are ordinary numbers, and every call is made on the GPU too: its status must be that of the CPU,
- * and its results about the same. Without a GPU it says so and exits with 77.
+ * With `cuda` the data are ordinary numbers, and every call is also made on the GPU: it must return
+ * the CPU's status, and about the same results. Without a GPU the test prints why and exits with
+ * 77.
  */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/backend.h"
+#include "harness/gpu.h"
 
 static uint64_t state;
 
@@ -40,24 +41,24 @@ struct tensor {
     int64_t shape[DIMS], strides[DIMS];
     size_t bytes;
     unsigned char *before; /* a copy of the memory, to see that a failed call wrote nothing */
-    unsigned char *after;  /* what is there after the call, on the host; on the CPU the memory itself */
+    unsigned char *after;  /* the data after the call, on the host; on the CPU the memory itself */
 };
 
 /* The tensors of one call. */
 static struct pool {
     struct tensor tensor[TENSORS];
     int used;
-    const struct rafter_cuda *cuda; /* whose memory it is; NULL: the CPU's */
-    bool ordinary;                  /* data are small numbers, not any bits */
+    bool gpu;      /* in the memory of the GPU */
+    bool ordinary; /* data are small numbers, not arbitrary bits */
 } pool_of_cpu, pool_of_gpu, *pool = &pool_of_cpu;
 
-/* Of the next tensor. A GPU's is a place that is kept, as allocating there is slow. */
+/* Memory for the next tensor. On the GPU, where allocating is slow, tensors have fixed places. */
 static void *take_memory(size_t bytes) {
     static char *places;
     const size_t place = 8 * (size_t)MOST_BYTES;
-    if (pool->cuda && !places)
-        places = pool->cuda->allocate(TENSORS * place);
-    void *memory = !pool->cuda ? malloc(bytes) : places ? places + (size_t)(pool->used - 1) * place : NULL;
+    if (pool->gpu && !places)
+        places = gpu_allocate(TENSORS * place);
+    void *memory = !pool->gpu ? malloc(bytes) : places ? places + (size_t)(pool->used - 1) * place : NULL;
     if (!memory && bytes > 0)
         abort();
     return memory;
@@ -72,7 +73,7 @@ static void release_all(struct pool *all) {
     all->used = 0;
 }
 
-/* ---- numbers, of the floats only ------------------------------------------------------------- */
+/* ---- floating-point numbers ------------------------------------------------------------------ */
 
 static float half_value(uint16_t bits) {
     const int exponent = bits >> 10 & 31, fraction = bits & 1023;
@@ -114,7 +115,7 @@ static void store(unsigned char *at, DLDataType dtype, int n) {
 
 /* ---- random calls ---------------------------------------------------------------------------- */
 
-/* A tensor of about this shape and dtype; NULL now and then. Integers are in [0, labels). */
+/* A tensor of about this shape and dtype; sometimes NULL. Integers are in [0, labels). */
 static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, int64_t labels) {
     if (one_in(60) || pool->used == TENSORS)
         return NULL;
@@ -128,7 +129,7 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     if (one_in(40) && ndim > 0)
         t->shape[below(ndim)] += below(3) - 1;
     t->dl = rafter_tensor(NULL, dtype, ndim, t->shape);
-    const DLDeviceType here = pool->cuda ? kDLCUDA : kDLCPU, elsewhere = pool->cuda ? kDLCPU : kDLCUDA;
+    const DLDeviceType here = pool->gpu ? kDLCUDA : kDLCPU, elsewhere = pool->gpu ? kDLCPU : kDLCUDA;
     t->dl.device.device_type = one_in(100) ? elsewhere : here;
 
     int64_t step = 1;
@@ -150,7 +151,7 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     if (!one_in(3))
         t->dl.strides = t->strides;
 
-    int64_t extent = 1; /* elements from the first to the last, as the strides (or none) say */
+    int64_t extent = 1; /* elements from the first to the last */
     int64_t compact = 1;
     for (int d = ndim - 1; d >= 0; d--) {
         const int64_t stride = t->dl.strides ? t->strides[d] : compact;
@@ -170,11 +171,11 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
     }
     const size_t size = t->dl.dtype.bits / 8;
     if (extent < 0)
-        return &t->dl; /* no memory for that: data stays NULL and the call must refuse */
+        return &t->dl; /* too large to allocate: data stays NULL and the call must refuse it */
     t->bytes = (size_t)extent * size;
     t->dl.data = take_memory(t->bytes);
     t->before = malloc(t->bytes);
-    t->after = pool->cuda ? malloc(t->bytes) : t->dl.data;
+    t->after = pool->gpu ? malloc(t->bytes) : t->dl.data;
     if (!t->before || !t->after)
         abort();
     for (size_t i = 0; i < (size_t)extent; i++) {
@@ -190,8 +191,8 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
             memcpy(at, &bits, size); /* any bits: subnormals, infinities, NaN */
         }
     }
-    if (pool->cuda)
-        pool->cuda->copy(t->dl.data, t->before, t->bytes);
+    if (pool->gpu)
+        gpu_copy(t->dl.data, t->before, t->bytes);
     else
         memcpy(t->dl.data, t->before, t->bytes);
     return &t->dl;
@@ -327,7 +328,7 @@ static rafter_status random_linear_cross_entropy(rafter_context *context) {
     a.accumulate_into_dweight = a.dweight && a.dweight->dtype.bits == 32 && one_in(4);
     const bool forward = one_in(2);
     if (!forward && pool->ordinary)
-        a.lse = NULL; /* one that no forward wrote may make probabilities that only a float holds */
+        a.lse = NULL; /* a random lse may give probabilities that only a float can hold */
     return forward ? rafter_linear_cross_entropy_forward(context, &a)
                    : rafter_linear_cross_entropy_backward(context, &a);
 }
@@ -357,43 +358,44 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
     return one_in(2) ? rafter_lrpe_cosine_forward(context, &a) : rafter_lrpe_cosine_backward(context, &a);
 }
 
-/* ---- the walk over them ---------------------------------------------------------------------- */
+/* ---- the test -------------------------------------------------------------------------------- */
 
 static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
                                                          random_linear_cross_entropy, random_lrpe_cosine};
 enum { OPS = sizeof ops / sizeof *ops };
 
-/* Call number `seed`, its tensors in `pool`. */
+/* Makes call number `seed`; its tensors are in `pool`. */
 static rafter_status make_call(rafter_context *context, uint64_t seed, int *op) {
     state = seed * 0x9e3779b97f4a7c15u | 1;
     draw();
     *op = (int)below(OPS);
     const rafter_status status = ops[*op](context);
-    for (int t = 0; t < pool->used && pool->cuda; t++)
+    for (int t = 0; t < pool->used && pool->gpu; t++)
         if (pool->tensor[t].after &&
-            !(pool->cuda->synchronize(context) &&
-              pool->cuda->copy(pool->tensor[t].after, pool->tensor[t].dl.data, pool->tensor[t].bytes))) {
+            !(gpu_synchronize(context) &&
+              gpu_copy(pool->tensor[t].after, pool->tensor[t].dl.data, pool->tensor[t].bytes))) {
             printf("FAIL test_fuzz 1 %llu cuda: the device failed\n", (unsigned long long)seed);
-            exit(1); /* nothing works after that */
+            exit(1); /* no later call would work */
         }
     return status;
 }
 
-/* What is wrong with it, or NULL. */
+/* What is wrong with the call, or NULL. */
 static const char *judge(const rafter_context *context, rafter_status status) {
     if (status == RAFTER_OK)
         return NULL;
     for (int t = 0; t < pool->used; t++) {
         const struct tensor *tensor = &pool->tensor[t];
         if (tensor->before && memcmp(tensor->before, tensor->after, tensor->bytes) != 0)
-            return "a failure that wrote";
+            return "a failed call wrote to a tensor";
     }
-    return rafter_last_error(context)[0] == '\0' ? "a failure without a sentence" : NULL;
+    return rafter_last_error(context)[0] == '\0' ? "a failure without a message" : NULL;
 }
 
-/* Whether two tensors hold about the same. Rounding may differ, by a unit in the last place of the 16-bit types, and by
- * what cancellation leaves of the largest numbers; an element that is another one's differs by far more. Loose: matrix
- * products round in between, by as much as bf16 does, and what overflows in one may cancel to NaN in the other. */
+/* Whether two tensors are about equal. Rounding may differ by a unit in the last place of the
+ * 16-bit types, and by what cancellation leaves of the largest numbers; an element in the wrong
+ * place differs by far more. Loose: matrix products round intermediate results as bf16 does, and an
+ * overflow in one may cancel to NaN in the other. */
 static bool alike(const struct tensor *a, const struct tensor *b, bool loose) {
     if (!a->before || a->dl.dtype.code == kDLInt || a->dl.dtype.code == kDLUInt)
         return !a->before || memcmp(a->after, b->after, a->bytes) == 0;
@@ -416,14 +418,14 @@ static bool alike(const struct tensor *a, const struct tensor *b, bool loose) {
 
 static const char *compare(int op, rafter_status here, rafter_status there) {
     if (here == RAFTER_LABEL_OUT_OF_RANGE || there == RAFTER_UNSUPPORTED)
-        return NULL; /* the GPU goes on with NaN; or does not have the op */
+        return NULL; /* the GPU continues with NaN, or does not have the op */
     if (here == RAFTER_WORKSPACE_TOO_SMALL || there == RAFTER_WORKSPACE_TOO_SMALL)
-        return NULL; /* the least that each wants is its own affair */
+        return NULL; /* the minimum workspaces differ */
     if (here != there)
-        return "another status";
+        return "the status differs";
     for (int t = 0; t < pool_of_cpu.used; t++)
         if (!alike(&pool_of_cpu.tensor[t], &pool_of_gpu.tensor[t], ops[op] == random_linear_cross_entropy))
-            return "other results";
+            return "the results differ";
     return NULL;
 }
 
@@ -442,7 +444,7 @@ int main(int argc, char **argv) {
         return 77;
     }
     pool_of_cpu.ordinary = pool_of_gpu.ordinary = twice;
-    pool_of_gpu.cuda = gpu ? gpu->cuda : NULL;
+    pool_of_gpu.gpu = gpu != NULL;
     for (long i = 0; i < calls; i++) {
         int op;
         const rafter_status status = make_call(context, seed + (uint64_t)i, &op);
@@ -470,7 +472,7 @@ int main(int argc, char **argv) {
     }
     rafter_context_destroy(context);
     rafter_context_destroy(gpu);
-    for (int op = 0; op < OPS; op++) /* a fuzzer whose calls are all refused tests nothing */
+    for (int op = 0; op < OPS; op++) /* if all calls are refused, nothing is tested */
         if (calls >= 1000 && accepted[op] < calls / OPS / 12) {
             failed++;
             printf("FAIL only %ld calls of op %d were accepted\n", accepted[op], op);

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# install.sh SOURCE BUILD: installs into a temporary prefix, then compiles and runs, with nothing but cc and pkg-config,
-# every program in examples/ and every ```c block with a main() in README.md and docs/, and a consumer of the CMake package.
+# install.sh SOURCE BUILD: installs into a temporary prefix, then compiles and runs, with only cc
+# and pkg-config, every program in examples/ and every ```c block with a main() in README.md and
+# docs/, and a project that uses the CMake package.
 set -euo pipefail
 source_dir=$1 build_dir=$2
 work=$(mktemp -d)
@@ -13,7 +14,7 @@ export PKG_CONFIG_PATH=$pc
 libdir=$(pkg-config --variable=libdir rafter)
 export LD_LIBRARY_PATH=$libdir
 
-# Programs of the documentation: each ```c block that has a main becomes NAME-1.c, NAME-2.c, ...
+# Programs in the documentation: each ```c block that has a main becomes NAME-1.c, NAME-2.c, ...
 for page in "$source_dir"/README.md "$source_dir"/docs/*.md; do
     awk -v base="$work/$(basename "$page" .md)" '
         /^```c$/ { inside = 1; text = ""; next }
@@ -32,7 +33,8 @@ for program in "$work"/*.c; do
 done
 [ "$count" -gt 0 ] || { echo "no program was found"; exit 1; }
 
-# The same through C++ (the header must compile there) and through CMake's package, shared and static.
+# The same through C++ (the header must compile there) and through CMake's package, shared and
+# static.
 if command -v c++ >/dev/null; then
     echo '#include <rafter/rafter.h>
 int main() { return rafter_version() == nullptr; }' >"$work/header.cpp"

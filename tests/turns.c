@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The order in which the bench times its columns: all of them in every round, and each right after each other one
- * equally often. */
+/* The order in which the bench times its columns: every round has all of them, and each comes right
+ * after each other one equally often. */
 #include <stdio.h>
 
 #include "turns.h"

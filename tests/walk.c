@@ -1,25 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The walk: every op x problem x layout x special value x variant x direction against the fp64 oracle; bitwise equality
- * over repeats, over 1, 2 and 3 threads and in a workspace of just the bytes asked for; finite differences of the
- * oracle itself.
+ * The walk: every op x problem x layout x special value x variant x mode against the fp64 oracle;
+ * bitwise equality over repeats, over 1, 2 and 3 threads, and in a workspace of exactly the
+ * reported size; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K]]
  *
- * --large runs only the problems past 2^31 elements, one variant (the best), once. --device cuda runs the same problems
- * there; where there is no such device it says so and exits with 77, which ctest counts as skipped. --every takes one
- * problem in N, for runs under a checker that is slow; --from the first of them (0), so that several runs share them.
- * The oracle's own check belongs to the run that has the first.
+ * Every variant that this device can run gets every problem. A variant may decline a call that it
+ * does not serve. On a GPU the library's own choice is walked too, as "auto". The walk prints how
+ * many problems each variant served; a walk over all problems and variants fails if a variant
+ * served none.
+ *
+ * --large runs only the problems beyond 2^31 elements, once, with the library's choice. --device
+ * cuda runs the same problems on a GPU; without one it prints why and exits with 77, which ctest
+ * counts as skipped. --every takes one problem in N, for slow checkers; --from is the first of them
+ * (default 0), so that several runs can share the problems. Only the run from 0 checks the oracle
+ * by finite differences.
  */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "core/backend.h"
+#include "core/sizes.h"
+#include "harness/context.h"
+#include "harness/gpu.h"
 #include "harness/problem.h"
+#include "harness/variants.h"
 
 static int64_t passed, failed;
+static DLDevice device = {kDLCPU, 0};
 
 static void verdict(bool good, const problem *p, const char *variant, const char *what, const char *sentence) {
     if (good) {
@@ -31,93 +41,19 @@ static void verdict(bool good, const problem *p, const char *variant, const char
                problem_values_names[p->values], p->op->algorithms[p->algorithm], what, sentence);
 }
 
-/* One call in one mode, compared with the oracle. */
-static void run_mode(problem *p, rafter_context *context, const char *variant, enum problem_mode mode) {
-    if (mode == PROBLEM_BACKWARD && p->sample == 1) {
-        problem_solve(p, PROBLEM_FORWARD);
-        problem_store_outputs(p);
-        problem_solve(p, PROBLEM_BACKWARD);
-    }
-    problem_poison(p, mode);
-    const rafter_status status = problem_call(p, context, mode);
-    if (status != RAFTER_OK) {
-        char text[600];
-        snprintf(text, sizeof text, "%s (%s)", rafter_status_name(status), rafter_last_error(context));
-        verdict(false, p, variant, problem_mode_names[mode], text);
-        return;
-    }
-    if (mode != PROBLEM_BACKWARD || p->sample > 1)
-        problem_solve(p, mode);
-    const struct problem_verdict v = problem_compare(p, mode);
-    verdict(v.good, p, variant, problem_mode_names[mode], v.sentence);
-}
+/* ---- variants -------------------------------------------------------------------------------- */
 
-/* The same bits again, and from other numbers of threads. */
-static void run_bitwise(problem *p, rafter_context *contexts[], int count, const char *variant, enum problem_mode mode,
-                        uint64_t *bits) {
-    uint64_t first = 0;
-    for (int i = 0; i < count; i++) {
-        problem_poison(p, mode);
-        if (problem_call(p, contexts[i], mode) != RAFTER_OK)
-            return; /* reported by run_mode */
-        const uint64_t digest = problem_digest(p, mode);
-        if (i == 0)
-            first = digest;
-        else if (digest != first)
-            verdict(false, p, variant, problem_mode_names[mode], "bits depend on the number of threads or the run");
-    }
-    *bits = first;
-    verdict(true, p, variant, problem_mode_names[mode], "");
-}
+enum { CONTEXTS = 4 };
+static const int threads_of[CONTEXTS] = {1, 2, 3, 2};
 
-static bool succeeds(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
-                     const char *what) {
-    const rafter_status status = problem_call(p, context, mode);
-    if (status != RAFTER_OK)
-        verdict(false, p, variant, what, rafter_last_error(context));
-    return status == RAFTER_OK;
-}
-
-/* In a workspace of the size that was asked for, badly aligned, the call gives the same bits without the allocator,
- * which this context's has none; in one byte less it is refused. */
-static void run_in_workspace(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
-                             uint64_t bits) {
-    enum { ALIGNED = 64, GARBAGE = 0xff };
-    if (mode == PROBLEM_BOTH && p->op->algorithm_modes[p->algorithm] != 1u << PROBLEM_BOTH)
-        return; /* two calls */
-    const struct rafter_cuda *const cuda = context->cuda;
-    size_t bytes = 0;
-    p->ask = &bytes;
-    const bool told = succeeds(p, context, variant, mode, "asking for the workspace");
-    p->ask = NULL;
-    if (!told)
-        return;
-    char *const memory =
-        cuda ? cuda->allocate(bytes + ALIGNED) : aligned_alloc(ALIGNED, (bytes + ALIGNED) / 64 * 64 + 64);
-    if (memory && cuda)
-        cuda->fill(context, memory, GARBAGE, bytes + ALIGNED);
-    else if (memory)
-        memset(memory, GARBAGE, bytes + ALIGNED);
-    p->workspace = bytes ? memory + 1 : NULL;
-    p->workspace_bytes = bytes;
-    problem_poison(p, mode);
-    if (succeeds(p, context, variant, mode, "a call in its workspace"))
-        verdict(problem_digest(p, mode) == bits, p, variant, "a call in its workspace", "its bits are others");
-    if (bytes > 0) {
-        p->workspace_bytes = bytes - 1;
-        const rafter_status status = problem_call(p, context, mode);
-        const bool refused = status == RAFTER_WORKSPACE_TOO_SMALL && strstr(rafter_last_error(context), "workspace");
-        verdict(refused, p, variant, "one byte less than asked for", rafter_status_name(status));
-    }
-    p->workspace = NULL;
-    p->workspace_bytes = 0;
-    if (cuda)
-        cuda->release(memory);
-    else
-        free(memory);
-}
-
-static DLDevice device = {kDLCPU, 0};
+/* A variant, or the library's choice, with its contexts. */
+struct variant {
+    const char *name;
+    bool automatic;
+    rafter_context *context[CONTEXTS];
+    rafter_context *without_allocator; /* its allocator always fails */
+    int64_t checks, served;            /* served: problems of which it ran at least one call */
+};
 
 static void *allocate_nothing(void *user, size_t bytes) {
     (void)user, (void)bytes;
@@ -128,14 +64,15 @@ static void release_nothing(void *user, void *memory, size_t bytes) {
     (void)user, (void)memory, (void)bytes;
 }
 
-static rafter_context *context_with(const char *variant, int threads, bool allocates) {
-    rafter_context_options options = {.size = sizeof options, .device = device, .variant = variant, .threads = threads};
+/* `variant`: NULL for the library's choice. */
+static rafter_context *open_context(const char *variant, int threads, bool allocates) {
+    rafter_context_options options = {.device = device, .threads = threads};
     if (!allocates) {
         options.allocate = allocate_nothing;
         options.release = release_nothing;
     }
-    rafter_context *context = NULL;
-    if (rafter_context_create(&context, &options) != RAFTER_OK) {
+    rafter_context *context = variant_context(variant, options);
+    if (!context) {
         const bool skip = device.device_type == kDLCUDA;
         printf("%s: %s\n", skip ? "skipped" : "no context", rafter_last_error(NULL));
         exit(skip ? 77 : 2);
@@ -143,8 +80,184 @@ static rafter_context *context_with(const char *variant, int threads, bool alloc
     return context;
 }
 
-static void walk_problem(const struct op_cases *op, int64_t index, const char *variant, rafter_context *contexts[],
-                         int count, rafter_context *without_memory) {
+static void open_variant(struct variant *v, const char *name) {
+    *v = (struct variant){.name = name ? name : "auto", .automatic = !name};
+    for (int i = 0; i < CONTEXTS; i++)
+        v->context[i] = open_context(name, threads_of[i], true);
+    v->without_allocator = open_context(name, 2, false);
+}
+
+static void close_variant(struct variant *v) {
+    for (int i = 0; i < CONTEXTS; i++)
+        rafter_context_destroy(v->context[i]);
+    rafter_context_destroy(v->without_allocator);
+}
+
+/* All variants of the op that this device can run, or the one that is named. */
+static int open_variants(const char *op, const char *only, struct variant variants[]) {
+    int count = 0;
+    rafter_context *const any = open_context(NULL, 1, true);
+    if (device.device_type == kDLCUDA && (!only || strcmp(only, "auto") == 0))
+        open_variant(&variants[count++], NULL);
+    const char *name, *reason;
+    for (int i = 0; rafter_describe_variant(any, op, i, &name, &reason); i++)
+        if (!reason && (!only || strcmp(only, name) == 0) && count < VARIANTS_MOST)
+            open_variant(&variants[count++], name);
+    rafter_context_destroy(any);
+    return count;
+}
+
+/* ---- one call -------------------------------------------------------------------------------- */
+
+/* The state of the oracle's results for the mode at hand. They are computed once for all variants.
+ * In a BOTH the gradients depend on the outputs that the call stored, so other outputs need other
+ * results. */
+struct solution {
+    bool solved;
+    uint64_t outputs; /* digest of the outputs that a BOTH was solved for */
+};
+
+static void solve(problem *p, enum problem_mode mode, struct solution *solution) {
+    const uint64_t outputs = mode == PROBLEM_BOTH ? problem_digest(p, PROBLEM_FORWARD) : 0;
+    if (solution->solved && solution->outputs == outputs)
+        return;
+    problem_solve(p, mode);
+    *solution = (struct solution){true, outputs};
+}
+
+/* One call in one mode, compared with the oracle. False: the variant declined it, or it failed. */
+static bool run_mode(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
+                     struct solution *solution) {
+    if (mode == PROBLEM_BACKWARD && p->sample == 1 && !solution->solved) {
+        problem_solve(p, PROBLEM_FORWARD);
+        problem_store_outputs(p);
+        solve(p, PROBLEM_BACKWARD, solution);
+    }
+    problem_poison(p, mode);
+    const rafter_status status = problem_call(p, context, mode);
+    if (variant_declined(context, status))
+        return false;
+    if (status != RAFTER_OK) {
+        char text[600];
+        snprintf(text, sizeof text, "%s (%s)", rafter_status_name(status), rafter_last_error(context));
+        verdict(false, p, variant, problem_mode_names[mode], text);
+        return false;
+    }
+    solve(p, mode, solution);
+    const struct problem_verdict v = problem_compare(p, mode);
+    verdict(v.good, p, variant, problem_mode_names[mode], v.sentence);
+    return true;
+}
+
+/* The same bits on every repeat and for every number of threads. `count`: how many contexts. */
+static void run_bitwise(problem *p, const struct variant *v, int count, enum problem_mode mode, uint64_t *bits) {
+    uint64_t first = 0;
+    for (int i = 0; i < count; i++) {
+        problem_poison(p, mode);
+        if (problem_call(p, v->context[i], mode) != RAFTER_OK)
+            return; /* reported by run_mode */
+        const uint64_t digest = problem_digest(p, mode);
+        if (i == 0)
+            first = digest;
+        else if (digest != first)
+            verdict(false, p, v->name, problem_mode_names[mode], "the bits depend on the number of threads or the run");
+    }
+    *bits = first;
+    verdict(true, p, v->name, problem_mode_names[mode], "");
+}
+
+static bool succeeds(const problem *p, rafter_context *context, rafter_status status, const char *variant,
+                     const char *what) {
+    if (status != RAFTER_OK)
+        verdict(false, p, variant, what, rafter_last_error(context));
+    return status == RAFTER_OK;
+}
+
+/* In a workspace of the reported size, misaligned and full of garbage, the call gives the same bits
+ * without an allocator. With one byte less it is refused. */
+static void run_in_workspace(problem *p, const struct variant *v, enum problem_mode mode, uint64_t bits) {
+    enum { ALIGNMENT = 64, GARBAGE = 0xff };
+    if (!problem_is_one_call(p, mode))
+        return;
+    rafter_context *const context = v->without_allocator;
+    const bool gpu = context_on_gpu(context);
+    size_t bytes = 0;
+    /* The question is about tensors of the context's device. */
+    const bool moved = !gpu || problem_to_device(p, context, mode);
+    const rafter_status asked = moved ? problem_ask(p, context, mode, &bytes) : RAFTER_OUT_OF_MEMORY;
+    if (gpu)
+        problem_leave_device(p);
+    if (!succeeds(p, context, asked, v->name, "asking for the workspace"))
+        return;
+    const size_t size = (size_t)round_up((int64_t)bytes + ALIGNMENT + 1, ALIGNMENT);
+    char *const memory = gpu ? gpu_allocate(size) : aligned_alloc(ALIGNMENT, size);
+    if (memory && gpu)
+        gpu_fill(context, memory, GARBAGE, size);
+    else if (memory)
+        memset(memory, GARBAGE, size);
+    p->workspace = bytes ? memory + 1 : NULL;
+    p->workspace_bytes = bytes;
+    problem_poison(p, mode);
+    if (succeeds(p, context, problem_call(p, context, mode), v->name, "a call in its workspace"))
+        verdict(problem_digest(p, mode) == bits, p, v->name, "a call in its workspace", "the bits differ");
+    if (bytes > 0) {
+        p->workspace_bytes = bytes - 1;
+        const rafter_status status = problem_call(p, context, mode);
+        const bool refused = status == RAFTER_WORKSPACE_TOO_SMALL && strstr(rafter_last_error(context), "workspace");
+        verdict(refused, p, v->name, "one byte less than the reported workspace", rafter_status_name(status));
+    }
+    p->workspace = NULL;
+    p->workspace_bytes = 0;
+    if (gpu)
+        gpu_release(memory);
+    else
+        free(memory);
+}
+
+/* ---- problems -------------------------------------------------------------------------------- */
+
+/* Whether a call in this mode has results at all: an in-place forward may have no backward. */
+static bool has_results(const problem *p, enum problem_mode mode) {
+    for (int i = 0; i < p->tensors; i++)
+        if (problem_writes(&p->tensor[i], mode))
+            return true;
+    return false;
+}
+
+/* Whether the variant ran the last call on this context: an empty call runs no variant. */
+static bool ran(const struct variant *v, const rafter_context *context) {
+    const char *const taken = variant_taken(context);
+    return taken && (v->automatic || strcmp(taken, v->name) == 0);
+}
+
+/* All modes of an allocated problem, with all variants. */
+static void walk_modes(problem *p, struct variant variants[], int count) {
+    const bool thorough = p->layout == PROBLEM_COMPACT && p->values == PROBLEM_ORDINARY;
+    bool served[VARIANTS_MOST + 1] = {false};
+    for (int m = 0; m < PROBLEM_MODES; m++) {
+        const enum problem_mode mode = (enum problem_mode)m;
+        if (!(p->op->algorithm_modes[p->algorithm] >> mode & 1) || !has_results(p, mode))
+            continue;
+        struct solution solution = {false, 0};
+        for (int i = 0; i < count; i++) {
+            struct variant *const v = &variants[i];
+            const int64_t before = passed + failed;
+            if (run_mode(p, v->context[1], v->name, mode, &solution)) {
+                served[i] |= ran(v, v->context[1]);
+                if (thorough) {
+                    uint64_t bits = 0;
+                    run_bitwise(p, v, p->for_cuda ? 2 : CONTEXTS, mode, &bits);
+                    run_in_workspace(p, v, mode, bits);
+                }
+            }
+            v->checks += passed + failed - before;
+        }
+    }
+    for (int i = 0; i < count; i++)
+        variants[i].served += served[i];
+}
+
+static void walk_problem(const struct op_cases *op, int64_t index, struct variant variants[], int count) {
     for (int layout = 0; layout < PROBLEM_LAYOUTS; layout++)
         for (int values = 0; values < PROBLEM_VALUES; values++)
             for (int algorithm = 0; op->algorithms[algorithm]; algorithm++) {
@@ -161,19 +274,10 @@ static void walk_problem(const struct op_cases *op, int64_t index, const char *v
                     values == PROBLEM_ORDINARY && (layout == PROBLEM_COMPACT || layout == PROBLEM_UNALIGNED);
                 if (p.for_cuda && !(device.device_type == kDLCUDA && common))
                     continue;
-                if (!problem_allocate(&p, (uint64_t)index * 7919 + 1)) {
-                    verdict(false, &p, variant, "allocation", "no memory");
-                    continue;
-                }
-                for (int mode = 0; mode < PROBLEM_MODES; mode++)
-                    if (op->algorithm_modes[algorithm] >> mode & 1) {
-                        run_mode(&p, contexts[1], variant, (enum problem_mode)mode);
-                        if (layout == PROBLEM_COMPACT && values == PROBLEM_ORDINARY) {
-                            uint64_t bits = 0;
-                            run_bitwise(&p, contexts, p.for_cuda ? 2 : count, variant, (enum problem_mode)mode, &bits);
-                            run_in_workspace(&p, without_memory, variant, (enum problem_mode)mode, bits);
-                        }
-                    }
+                if (problem_allocate(&p, (uint64_t)index * 7919 + 1))
+                    walk_modes(&p, variants, count);
+                else
+                    verdict(false, &p, "all", "allocation", "no memory");
                 problem_free(&p);
             }
 }
@@ -183,13 +287,13 @@ static void walk_large(const struct op_cases *op, int64_t index) {
     op->make(&p, index);
     if (!p.large)
         return;
-    rafter_context *context = context_with(NULL, 0, true);
+    rafter_context *context = open_context(NULL, 0, true);
     printf("%s: %s\n", op->op, p.label);
     fflush(stdout);
     if (problem_allocate(&p, 1)) {
-        run_mode(&p, context, "auto", PROBLEM_FORWARD);
+        run_mode(&p, context, "auto", PROBLEM_FORWARD, &(struct solution){false, 0});
         if (op->algorithm_modes[0] >> PROBLEM_BACKWARD & 1)
-            run_mode(&p, context, "auto", PROBLEM_BACKWARD);
+            run_mode(&p, context, "auto", PROBLEM_BACKWARD, &(struct solution){false, 0});
     } else {
         verdict(false, &p, "auto", "allocation", "no memory");
     }
@@ -209,59 +313,60 @@ static void walk_finite_differences(const struct op_cases *op, int64_t index) {
     problem_free(&p);
 }
 
-static void walk_op(const struct op_cases *op, bool large, const char *only_variant, int64_t every, int64_t from) {
-    if (large) {
+/* ---- ops ------------------------------------------------------------------------------------- */
+
+struct selection {
+    bool large;
+    const char *variant; /* NULL: all */
+    int64_t every, from;
+};
+
+static void walk_op(const struct op_cases *op, const struct selection *s) {
+    if (s->large) {
         for (int64_t i = 0; i < op->count(); i++)
             walk_large(op, i);
         return;
     }
     int64_t differences = passed;
-    for (int64_t i = 0; i < op->count() && from == 0; i++)
+    for (int64_t i = 0; i < op->count() && s->from == 0; i++)
         walk_finite_differences(op, i);
     differences = passed - differences;
-    verdict(differences > 0 || from > 0, &(problem){.op = op}, "oracle", "finite differences",
+    verdict(differences > 0 || s->from > 0, &(problem){.op = op}, "oracle", "finite differences",
             "no problem is small enough for them");
-    const bool cuda = device.device_type == kDLCUDA;
-    const char *variant;
-    for (int v = 0; (variant = cuda ? (v == 0 ? "cuda" : NULL) : rafter_op_variant(op->op, v)); v++) {
-        if (only_variant && strcmp(variant, only_variant) != 0)
-            continue;
-        const char *forced = cuda ? NULL : variant;
-        rafter_context *contexts[] = {context_with(forced, 1, true), context_with(forced, 2, true),
-                                      context_with(forced, 3, true), context_with(forced, 2, true)};
-        rafter_context *without_memory = context_with(forced, 2, false);
-        enum { COUNT = sizeof contexts / sizeof *contexts };
-        const int64_t before = passed + failed;
-        for (int64_t i = from; i < op->count(); i += every)
-            walk_problem(op, i, variant, contexts, COUNT, without_memory);
-        printf("%-22s %-11s %lld checks\n", op->op, variant, (long long)(passed + failed - before));
-        fflush(stdout);
-        for (int i = 0; i < COUNT; i++)
-            rafter_context_destroy(contexts[i]);
-        rafter_context_destroy(without_memory);
+    struct variant variants[VARIANTS_MOST + 1];
+    const int count = open_variants(op->op, s->variant, variants);
+    for (int64_t i = s->from; i < op->count(); i += s->every)
+        walk_problem(op, i, variants, count);
+    for (int i = 0; i < count; i++) {
+        const struct variant *const v = &variants[i];
+        printf("%-22s %-28s served %lld problems, %lld checks\n", op->op, v->name, (long long)v->served,
+               (long long)v->checks);
+        if (s->every == 1)
+            verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
+                    "the variant served no problem");
+        close_variant(&variants[i]);
     }
+    fflush(stdout);
 }
 
 int main(int argc, char **argv) {
-    /* Idle threads must sleep, not spin: three of them share what may be two cores. The runtime reads this when it is
-     * loaded, so start over with it. */
+    /* Idle threads must sleep, not spin: the threads of three contexts may share two cores. The
+     * runtime reads this variable when it is loaded, so the program starts itself again. */
     if (!getenv("OMP_WAIT_POLICY")) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
     }
-    unsetenv("RAFTER_VARIANT"); /* it would win over the variants forced here */
-    bool large = false, named = false;
-    const char *variant = NULL;
-    long long every = 1, from = 0;
+    struct selection s = {.every = 1};
+    bool named = false;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
-            large = true;
+            s.large = true;
         else if (strcmp(argv[i], "--variant") == 0 && i + 1 < argc)
-            variant = argv[++i];
+            s.variant = argv[++i];
         else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)
-            every = atoll(argv[++i]);
+            s.every = max64(atoll(argv[++i]), 1);
         else if (strcmp(argv[i], "--from") == 0 && i + 1 < argc)
-            from = atoll(argv[++i]);
+            s.from = max64(atoll(argv[++i]), 0);
         else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
             device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else
@@ -272,7 +377,7 @@ int main(int argc, char **argv) {
         for (int i = 1; i < argc; i++)
             wanted |= strcmp(argv[i], problem_ops[o]->op) == 0;
         if (wanted)
-            walk_op(problem_ops[o], large, variant, every > 1 ? every : 1, from > 0 ? from : 0);
+            walk_op(problem_ops[o], &s);
     }
     printf("%lld passed, %lld failed\n", (long long)passed, (long long)failed);
     return failed > 0 || passed == 0;

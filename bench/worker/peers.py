@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each column that runs in Python calls: for an op, a function of the differentiable inputs.
+"""The functions that the columns in Python call.
 
-A function here is named <op>_<column>. It takes the row and returns the callable that is measured, through the package's
-public entry point. bench/peers.inc is the list of columns; a package that is not installed fails at its import.
+A function here is named <op>_<column>. It takes the row (tensors by name, and `row.options`) and returns the callable that is
+measured, a function of the differentiable inputs, through the package's public entry point. bench/peers.inc lists the columns. If a
+package is not installed, its import fails.
 """
 import torch
 import torch.nn.functional as F
 
-# The inputs that gradients are taken of, and the output; a gradient is named "d" and its input, likewise upstream ones.
+# The differentiable inputs and the output. Gradients are named "d" plus the tensor's name, upstream gradients too.
 OPS = {
     "act": (("x",), "y"),
     "cross_entropy": (("logits",), "loss"),
@@ -18,7 +19,7 @@ OPS = {
 
 
 def overwrites(when):
-    """Marks a provider whose "forward" or "backward" writes over its inputs: it gets a copy of its own, restored before it does."""
+    """Marks a column whose "forward" or "backward" overwrites its inputs: it gets its own copy, which is restored before each call."""
 
     def mark(make):
         make.overwrites = when
@@ -27,12 +28,16 @@ def overwrites(when):
     return mark
 
 
-def activation_of(row, sequence_dim):
-    """(name, dim) from the title: softmax goes over the features or over `sequence_dim`; the others have no dim."""
-    name = next(field[len("act_"):] for field in row.fields if field.startswith("act_"))
-    if name != "softmax":
-        return name, None
-    return name, -1 if "-dim_-1" in row.title else sequence_dim
+def act_of(row):
+    """(name, dim) of act; only softmax has a dim."""
+    name = row.options["act"]
+    return name, row.options["dim"] if name == "softmax" else None
+
+
+def lrpe_act_of(row):
+    """The same of lrpe_cosine, whose x is [B, N, H, D]."""
+    name = row.options["act"]
+    return name, {"feature": -1, "sequence": 1}[row.options["softmax_over"]] if name == "softmax" else None
 
 
 def activation(name, dim):
@@ -45,7 +50,7 @@ def activation(name, dim):
 
 
 def act_to(row):
-    return activation(*activation_of(row, -2))
+    return activation(*act_of(row))
 
 
 def cross_entropy_to(row):
@@ -58,12 +63,13 @@ def linear_cross_entropy_to(row):
     return lambda x, weight: F.cross_entropy(F.linear(x, weight), target)
 
 
-def logsumexp_to(_row):
-    return lambda x: torch.logsumexp(x, -1)
+def logsumexp_to(row):
+    dim = row.options["dim"]
+    return lambda x: torch.logsumexp(x, dim)
 
 
 def lrpe_cosine_to(row):
-    theta, activate = row["theta"], activation(*activation_of(row, 1))
+    theta, activate = row["theta"], activation(*lrpe_act_of(row))
     positions = torch.arange(row["x"].shape[1], device=theta.device, dtype=torch.float32).view(-1, 1, 1)
 
     def encode(x):
@@ -84,7 +90,7 @@ def compiled(eager):
         torch._dynamo.reset()
         return torch.compile(eager(row), dynamic=False)
 
-    make.walks_graphs_once = True  # its backward may write over what its forward has kept
+    make.walks_graphs_once = True  # its backward may overwrite tensors that its forward kept
     return make
 
 
@@ -108,7 +114,7 @@ def linear_cross_entropy_torch_lce(row):
 def act_tr(row):
     from xopes.ops.act import act_triton
 
-    name, dim = activation_of(row, -2)
+    name, dim = act_of(row)
     return lambda x: act_triton(x, name, dim)
 
 
@@ -142,22 +148,24 @@ def linear_cross_entropy_tr_lce(row):
     return lambda x, weight: cross_entropy_parallel_triton(F.linear(x, weight), target)
 
 
-def logsumexp_ptr(_row):
+def logsumexp_ptr(row):
     from xopes.ops.logsumexp import lse_parallel_triton
 
-    return lambda x: lse_parallel_triton(x, -1)
+    dim = row.options["dim"]
+    return lambda x: lse_parallel_triton(x, dim)
 
 
-def logsumexp_rtr(_row):
+def logsumexp_rtr(row):
     from xopes.ops.logsumexp import lse_recurrence_triton
 
-    return lambda x: lse_recurrence_triton(x, -1)
+    dim = row.options["dim"]
+    return lambda x: lse_recurrence_triton(x, dim)
 
 
 def lrpe_cosine_tr(row):
     from xopes.ops.lrpe import lrpe_fn
 
-    theta, (name, dim) = row["theta"], activation_of(row, 1)
+    theta, (name, dim) = row["theta"], lrpe_act_of(row)
     return lambda x: lrpe_fn(x, theta, act=name, dim=dim, lrpe_type="cosine")
 
 

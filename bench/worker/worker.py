@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker that `rafter bench` starts for providers in Python: worker.py SOCKET cpu|cuda THREADS EVICT_BYTES EVICTIONS
 
-Orders come and answers go over the socket, one JSON object per line; bench/worker.h says what the tool expects. The inputs of
-a row, the indices of the elements to check, and the results lie in a file that the tool shares. EVICT_BYTES of other data
-go through the caches EVICTIONS times before a call is timed; with 0 bytes an untimed call comes before instead.
+Orders and answers go over the socket, one JSON object per line; see bench/worker.h. The inputs of a row, the indices of the
+elements to check and the results are in a file that the tool shares. Before a call is timed, EVICT_BYTES of other data go
+through the caches EVICTIONS times; with 0 bytes an untimed call is made instead.
 """
 import json
 import math
@@ -25,8 +25,7 @@ class Row:
     """The tensors of one row, on the device; sessions share them."""
 
     def __init__(self, order, device):
-        self.op, self.title, self.path = order["op"], order["title"], order["path"]
-        self.fields = self.title.split("-")
+        self.op, self.options, self.path = order["op"], order["options"], order["path"]
         self.order, self.device, self.functions = order, device, {}
         self.fill()
         self.filled = self.sums()
@@ -36,7 +35,7 @@ class Row:
                         for t in self.order["tensors"]}
 
     def sums(self):
-        """Of the tensors' bits, eight bytes at a time: what a provider that writes over them changes."""
+        """Checksums of the tensors, eight bytes at a time: they change if a column overwrites its inputs."""
         flat = (t.view(-1).view(torch.uint8) for t in self.tensors.values())
         return [bits[:len(bits) // 8 * 8].view(torch.int64).sum().item() for bits in flat]
 
@@ -44,7 +43,7 @@ class Row:
         return self.tensors[name]
 
     def function(self, column):
-        """What the column calls, made once: forward and backward share what was compiled."""
+        """The callable of the column, made once, so that forward and backward share compiled code."""
         if column not in self.functions:
             self.functions[column] = maker(self.op, column)(self)
         return self.functions[column]
@@ -64,7 +63,7 @@ def mapped(path, known={}):
 
 
 def view(memory, dtype, at, shape):
-    """A tensor of the shared file's own bytes."""
+    """A tensor over the bytes of the shared file."""
     return torch.frombuffer(memory, dtype=DTYPES[dtype], count=math.prod(shape), offset=at).view(shape)
 
 
@@ -86,31 +85,31 @@ class Session:
         if mode != "fwd":
             self.make_graph()
         self.restore()
-        self.call()  # what compiles or tunes has done so after this
+        self.call()  # compiles and tunes, if the column does
         synchronize()
         self.first = time.perf_counter() - start
         self.held = allocated() - before
         if row.sums() != row.filled:
             row.fill()
-            raise RuntimeError("it writes over its inputs, which others read: mark it so in peers.py")
+            raise RuntimeError("it writes over its inputs, which other columns read: mark it in peers.py")
 
     def make_graph(self):
-        """A forward, for what backward needs of it."""
+        """Runs forward, for the graph that backward needs."""
         out = self.function(*self.inputs)
         self.upstream = torch.ones_like(out) if self.upstream is None else self.upstream.to(out.dtype)
-        if out is self.inputs[0]:  # act none hands its input through, and the gradient too
+        if out is self.inputs[0]:  # act none returns its input, and the gradient too
             self.edge = out
-        elif self.mode == "bwd":  # the graph, without keeping the output alive where backward does not need it
+        elif self.mode == "bwd":  # the graph, without keeping the output alive if backward does not need it
             self.edge = torch.autograd.graph.get_gradient_edge(out)
 
     def restore(self):
-        """Brings back inputs that a call writes over. Past autograd, which then takes what it keeps for unchanged, as it is."""
+        """Restores inputs that a call overwrites. Bypasses autograd, so that saved tensors still count as unchanged, which they are."""
         if self.overwrites == "backward" or (self.overwrites and self.mode != "bwd"):
             for mine, original in zip(self.inputs, self.originals):
                 mine.data.copy_(original)
 
     def prepare(self):
-        """What a call needs and what is no part of it."""
+        """Prepares a call; not part of the timed call."""
         self.restore()
         if self.mode == "bwd" and self.walks_graphs_once and self.edge is not self.inputs[0]:
             self.make_graph()
@@ -128,7 +127,7 @@ class Session:
         return out, torch.autograd.grad(out, self.inputs, self.upstream)
 
     def time(self):
-        """Seconds of one call: on the device, and on the host until the call comes back."""
+        """Seconds of one call: on the device, and on the host until the call returns."""
         self.prepare()
         if EVICT == 0:
             self.call()
@@ -155,7 +154,7 @@ class Session:
         return {"seconds": seconds, "host": host}
 
     def collect(self, path, wanted):
-        """Writes the last call's results to the shared file; answers which of the wanted ones there are."""
+        """Writes the last call's results to the shared file; returns which of the wanted ones exist."""
         out, gradients = self.last
         results = {self.output: out} if out is not None else {}
         if gradients is not None:
@@ -174,7 +173,7 @@ class Session:
         return {"written": written}
 
     def memory(self):
-        """Bytes that the call holds at its peak beyond the row's inputs."""
+        """Peak bytes of the call beyond the row's inputs."""
         self.last = None
         base = allocated() - self.held
         self.prepare()
@@ -187,7 +186,7 @@ class Session:
         return {"bytes": self.saved() + cpu_peak(self.call)}
 
     def saved(self):
-        """On a CPU, which keeps no statistics: what backward's graph holds beyond the inputs."""
+        """On a CPU, which has no allocator statistics: the bytes that backward's graph holds beyond the inputs."""
         if self.mode != "bwd" or self.edge is self.inputs[0]:
             return 0
         inputs = {t.untyped_storage().data_ptr() for t in self.inputs}
@@ -205,7 +204,7 @@ class Session:
 
 
 def cpu_peak(call):
-    """The highest sum of what the CPU allocator handed out during the call, less what it got back."""
+    """The peak of allocated minus freed bytes of the CPU allocator during the call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         out = call()
     del out
@@ -218,7 +217,7 @@ def cpu_peak(call):
 
 
 def matrix_rate(dtype, size=8192):
-    """Flops per second of a square product of random matrices, the best of several: the device's ceiling in practice."""
+    """Flops per second of a square product of random matrices, the best of several: the practical peak of the device."""
     a, b = (torch.randn(size, size, device=DEVICE).to(DTYPES[dtype]) for _ in range(2))
     best = math.inf
     for _ in range(10):
@@ -240,7 +239,7 @@ def synchronize():
 
 
 def reason(error):
-    """The first line of what went wrong, which is what fits below a table."""
+    """The first line of the error, which fits below a table."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = lines[0].strip() if lines else ""
     return text if isinstance(error, ImportError) and text else f"{type(error).__name__}: {text}"
@@ -282,7 +281,7 @@ def serve(channel):
             answer = obey(order, state)
         except ImportError as error:
             answer = {"error": reason(error), "missing": True}
-        except Exception as error:  # of any package, of any kind: it is this provider's cell that is lost
+        except Exception as error:  # whatever it is, only this column's cell is lost
             answer = {"error": reason(error)}
         say(channel, answer)
 

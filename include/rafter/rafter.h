@@ -24,22 +24,21 @@
  * are fp32, bf16 or fp16; everything inside is computed in fp32 or better and rounded once, to nearest even, when
  * stored. Labels and positions are int32 or int64.
  *
- * Argument structs: set `.size` to sizeof the struct (it lets the struct grow without breaking the ABI), leave what you
- * do not need at zero. Zero means default. A NULL output is not computed. Reserved padding must be zero.
+ * Argument structs: set `.size` to sizeof the struct, so that the struct can grow without breaking the ABI. Leave what
+ * you do not need at zero: zero means default. A NULL output is not computed. Reserved fields must be zero.
  *
- * Errors: every call returns a status. If it is not RAFTER_OK, rafter_last_error() is a sentence that names the
- * argument, what was given and what was wanted, and no output has been written. No call exits, prints or throws.
+ * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written, and rafter_last_error()
+ * names the argument, what was given and what was wanted. No call exits, prints or throws.
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride 0), except where a
- * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator;
- * rafter_<op>_workspace() tells how many bytes a call with the same arguments takes. The allocator that a CPU context
- * has by itself keeps the last block of 4 MiB or more, for calls that take from 4 MiB to its size, until the
- * context is destroyed.
+ * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator.
+ * rafter_<op>_workspace() returns how many bytes a call with the same arguments takes. The default allocator of a CPU
+ * context keeps the last block of 4 MiB or more until the context is destroyed, and uses it for later calls that fit.
  *
- * CUDA: a call enqueues work on the context's stream and returns; it never waits for the device. It can be captured
- * into a graph, and the graph replayed with other data in the same memory. While the stream is being captured nothing
- * is allocated: give a workspace, or make the same call once before. A graph uses memory of the context: it may be
- * replayed while the context is alive, in the order of its stream. The stream outlives the context.
+ * CUDA: a call enqueues work on the context's stream and returns. It never waits for the device. It can be captured
+ * into a graph, and the graph can be replayed with other data in the same memory. Nothing is allocated during a
+ * capture: give a workspace, or make the same call once before. A graph uses memory of the context, so it may be
+ * replayed only while the context lives, ordered with the context's stream. The stream must outlive the context.
  *
  * Threads: a context serves one call at a time. Different contexts may be used from different threads.
  *
@@ -62,7 +61,7 @@
 #endif
 
 #define RAFTER_VERSION_MAJOR 0
-#define RAFTER_VERSION_MINOR 1
+#define RAFTER_VERSION_MINOR 2
 #define RAFTER_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -81,13 +80,13 @@ typedef enum rafter_status {
     RAFTER_LABEL_OUT_OF_RANGE = 3,  /* a label outside [0, V) that is not ignore_index (CPU; see cross_entropy) */
     RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
     RAFTER_WORKSPACE_TOO_SMALL = 5, /* .workspace_bytes, or the byte budget, is under what the call needs */
-    RAFTER_DEVICE_ERROR = 6         /* the device's runtime failed; the sentence carries its own words */
+    RAFTER_DEVICE_ERROR = 6         /* the CUDA runtime failed; rafter_last_error() has its message */
 } rafter_status;
 
-/* "ok", "invalid argument", ...: a static string for any value. */
+/* "ok", "invalid argument", ...: a static string, for any value. */
 RAFTER_API const char *rafter_status_name(rafter_status status);
 
-/* "0.1.0": the version of the library that is running, which may be newer than the header. */
+/* "0.2.0": the version of the library that is running, which may be newer than the header. */
 RAFTER_API const char *rafter_version(void);
 
 /* ------------------------------------------------------------------------------------------------------------------
@@ -97,38 +96,39 @@ RAFTER_API const char *rafter_version(void);
 typedef struct rafter_context rafter_context;
 
 typedef struct rafter_context_options {
-    size_t size;         /* sizeof(rafter_context_options) */
-    DLDevice device;     /* zero: the CPU */
-    void *stream;        /* CUDA: the cudaStream_t that calls are enqueued on */
-    int32_t threads;     /* CPU threads a call may use; 0: as many as OpenMP would */
-    int32_t reserved;    /* zero */
-    const char *variant; /* kernels no newer than this ("portable", "avx2", "avx512", ...); NULL: the machine's best.
-                            The environment variable RAFTER_VARIANT, where set, wins over it. */
-    /* Allocator of scratch memory; both or neither. `allocate` returns memory aligned to 64 bytes, or NULL. On CUDA it
-     * is called, and the memory is released, when work is enqueued, which will use it later in the stream's order:
-     * PyTorch's allocator and cudaMallocAsync allow that, cudaFree waits for the device. Calls that take up to a
-     * mebibyte use memory of the context there, and do not ask. */
+    size_t size;      /* sizeof(rafter_context_options) */
+    DLDevice device;  /* zero: the CPU */
+    void *stream;     /* CUDA: the cudaStream_t that calls are enqueued on */
+    int32_t threads;  /* CPU threads a call may use; 0: as many as OpenMP would */
+    int32_t reserved; /* zero */
+    /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "avx512", ...): no newer CPU kernels
+     * than this. A CUDA variant (`rafter info` lists them): ops that have a variant of that name use no other, and
+     * refuse calls that it does not serve. The environment variable RAFTER_VARIANT, if set, overrides this. */
+    const char *variant;
+    /* Allocator of scratch memory: both functions or neither. `allocate` returns memory aligned to 64 bytes, or NULL.
+     * On CUDA both are called while work is being enqueued; the work uses the memory later, in stream order. PyTorch's
+     * allocator and cudaMallocAsync allow that; cudaFree would wait for the device. CUDA calls that take at most 1 MiB
+     * use memory of the context and do not call the allocator. */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
 } rafter_context_options;
 
-/* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) is the sentence. RAFTER_UNSUPPORTED
- * is an unknown variant, one that this machine cannot run, or a CUDA device where librafter_cuda or a driver is
- * missing. */
+/* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) says why. RAFTER_UNSUPPORTED: the
+ * variant is unknown or cannot run on this machine, or librafter_cuda or a driver is missing for a CUDA device. */
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 
-/* CUDA: later calls are enqueued on this stream. It enqueues nothing itself, and so may be called while a stream is
- * being captured. Calls already enqueued on the old stream and calls on the new one must not run at the same time:
- * ordering the two streams is the caller's. RAFTER_INVALID_ARGUMENT on a CPU context. */
+/* CUDA: later calls are enqueued on this stream. The function itself enqueues nothing, so it may be called during a
+ * capture. Work on the old stream and work on the new one must not run at the same time: the caller orders the two
+ * streams. RAFTER_INVALID_ARGUMENT on a CPU context. */
 RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void *stream);
 
-/* The sentence of the last call on this context that failed; "" if none has. Valid until the next call. For NULL: why
- * the calling thread's last rafter_context_create failed. */
+/* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL: why the calling
+ * thread's last rafter_context_create failed. */
 RAFTER_API const char *rafter_last_error(const rafter_context *context);
 
-/* The most scratch memory, in bytes, that calls on this context have held at one time since the last reset. */
+/* The most scratch memory, in bytes, that a call on this context has held since the last reset. */
 RAFTER_API size_t rafter_peak_workspace(const rafter_context *context);
 RAFTER_API void rafter_reset_peak_workspace(rafter_context *context);
 
@@ -145,7 +145,7 @@ typedef enum rafter_dtype {
     RAFTER_U8 = 5
 } rafter_dtype;
 
-/* A row-major, compact CPU tensor over memory you own; `shape` must outlive it. A convenience: any DLTensor will do. */
+/* A row-major, compact CPU tensor over your memory. `shape` must outlive it. A convenience: any DLTensor works. */
 RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
 
 typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;
@@ -158,8 +158,8 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
  *
  * All tensors have x's shape and dtype.
  * Forward:  y from x. In place (y is x: same data and strides) is allowed.
- * Backward: dx from dy and what the kind needs: x for relu, sigmoid and silu; y (the forward's result) for softmax;
- *           nothing more for none. dx may be dy (in place).
+ * Backward: dx from dy, and x for relu, sigmoid and silu, or y (the forward's result) for softmax. dx may be dy (in
+ *           place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. relu's derivative at 0 is 0.
  * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where
  * element i (row-major order) of x is above 0, or NaN. Forward writes it; backward, when it is given, reads it instead
@@ -233,11 +233,11 @@ RAFTER_API rafter_status rafter_logsumexp_workspace(rafter_context *context, con
  * With u = logit_scale * softcap(z), softcap(z) = cap * tanh(z / cap), r = logsumexp(u), s = label_smoothing, and class
  * weights w (all 1 when not given), a row with label y has
  *     row_loss = row_weight * ( w_y (1-s) (r - u_y)  +  s/V * sum_v w_v (r - u_v)  +  z_loss * r^2 ).
- * Rows whose label is ignore_index have row_loss 0 and gradient 0, and count nowhere.
+ * Rows whose label is ignore_index have row_loss 0 and gradient 0, and are not counted.
  *     sum:  loss = sum of row_loss
- *     mean: loss = sum of row_loss / denominator, where denominator is, unless given, the sum of w_y over the rows that
- * are not ignored (their number without class weights): PyTorch's mean. Row weights do not enter it, so that they may
- *           be advantages that sum to zero.
+ *     mean: loss = sum of row_loss / denominator. Unless given, the denominator is the sum of w_y over the rows that
+ *           are not ignored (without class weights: their number), as in PyTorch. Row weights are not part of it, so
+ *           that they may be advantages that sum to zero.
  *     none: loss = row_loss, shaped as the labels
  */
 
@@ -267,16 +267,17 @@ typedef struct rafter_loss_options {
  *     a.dlogits = &dz;                               // a.dlogits = &z: over the logits
  *     rafter_cross_entropy_backward(ctx, &a);
  *
- * Forward: any of loss, row_loss, lse, logprob, entropy, argmax, whichever are not NULL. If dlogits is given too, the
- * same pass writes it (one read and one write of the logits in all), for the upstream gradient dloss. Backward: dlogits
- * from logits, target, dloss, and lse if given (else it is computed again). dlogits has the dtype of the logits and may
- * be the logits (in place: same data and strides). dloss is fp32, shaped as loss (one element for mean and sum); NULL
- * means 1. Per-row outputs are fp32 (argmax int64 or int32), shaped as target. For ignored rows they are 0, argmax -1.
+ * Forward: those of loss, row_loss, lse, logprob, entropy and argmax that are not NULL. If dlogits is given too, the
+ * same pass writes it, for the upstream gradient dloss: one read and one write of the logits in all.
+ * Backward: dlogits from logits, target, dloss, and lse if given (else lse is computed again). dlogits has the dtype of
+ * the logits and may be the logits (in place: same data and strides). dloss is fp32, shaped as loss (one element for
+ * mean and sum); NULL means 1.
+ * Per-row outputs are fp32 (argmax: int64 or int32), shaped as target. For ignored rows they are 0, and argmax is -1.
  *     logprob = u_y - r, never above 0;  entropy = -sum p log p;  argmax: the first index of the largest logit.
  * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
- * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, naming the row, before anything is
- * written; on CUDA that row's outputs are NaN, and so is its gradient, and rafter_bad_labels() tells.
- * Columns of padding in a wider row stride are neither read nor written.
+ * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, which names the row, before anything
+ * is written. On CUDA the row's outputs and gradient are NaN, and rafter_bad_labels() reports it.
+ * If rows have a larger stride than V, the padding is neither read nor written.
  */
 
 typedef struct rafter_cross_entropy_args {
@@ -301,10 +302,9 @@ RAFTER_API rafter_status rafter_cross_entropy_backward(rafter_context *context, 
 RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                                         rafter_direction direction, size_t *bytes);
 
-/* Whether a loss on this context has met a label out of range since this was last asked: *found becomes 1 or 0, and it
- * is forgotten. On CUDA this waits for all that is enqueued on the context's stream, so it is for now and then, not for
- * every call; while the stream is being captured it is RAFTER_UNSUPPORTED. On the CPU, where such a call fails, it is
- * 0. */
+/* *found: 1 if a loss on this context has seen a label out of range since the last call of this function, else 0. On
+ * CUDA this waits for all work on the context's stream, so do not call it in every step; during a capture it returns
+ * RAFTER_UNSUPPORTED. On the CPU, where a bad label fails the call, *found is always 0. */
 RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
 /* ------------------------------------------------------------------------------------------------------------------
@@ -314,22 +314,24 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  *                                           .dx = &dx, .dweight = &dw};
  *     rafter_linear_cross_entropy_forward(ctx, &a);  // loss and gradients: three matrix products
  *
- * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias share a dtype.
- * Forward: the outputs of cross_entropy, and those of dx, dweight, dbias that are not NULL, for the upstream gradient
- * dloss. Backward: dx, dweight, dbias for dloss, from the inputs and lse if given; logits are computed again. dx,
- * dweight, dbias have their input's dtype or fp32; they are accumulated in fp32 (see accumulate). Ignored rows cost no
- * matrix work on a CPU, nor on Hopper GPUs for 16-bit inputs and most options; elsewhere they are multiplied as zeros.
- * A logit is never rounded below fp32 before the softmax. accumulate_into_dweight: add to what dweight (then fp32: a
- * "main gradient") holds, instead of overwriting it. budget: the most workspace, in bytes, the call may take; 0: what
- * runs fastest. Results depend on it only by fp32 rounding. A budget under what the smallest chunk needs is
- * RAFTER_WORKSPACE_TOO_SMALL, and the sentence says what is.
+ * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias have one dtype.
+ * Forward: the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for the upstream gradient
+ * dloss.
+ * Backward: dx, dweight and dbias for dloss, from the inputs and lse if given. Logits are computed again.
+ * dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32 (see accumulate).
+ * Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit inputs and most options; elsewhere they are
+ * multiplied as zeros. A logit is never rounded below fp32 before the softmax.
+ * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of overwriting it.
+ * budget: the most bytes of workspace that the call may take; 0: whatever is fastest. Results depend on it only by fp32
+ * rounding. RAFTER_WORKSPACE_TOO_SMALL if the budget is under what the smallest chunk needs; the message says how much
+ * that is.
  */
 
 typedef enum rafter_lce_mode {
     RAFTER_LCE_AUTO = 0,
     RAFTER_LCE_FAST = 1, /* gradients beside the loss, over chunks of rows: 3 matrix products */
-    RAFTER_LCE_COMPACT =
-        2 /* statistics first, then gradients over slices of the vocabulary: 4 products, least memory */
+    /* statistics first, then gradients over slices of the vocabulary: 4 matrix products, least memory */
+    RAFTER_LCE_COMPACT = 2
 } rafter_lce_mode;
 
 typedef enum rafter_lce_accumulate {
@@ -379,7 +381,7 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_workspace(rafter_context *c
  *
  * x[B, N, H, D] (or [B, N, D], then H = 1 and y has no head dimension either), y[B, N, H, 2D] of x's dtype.
  * theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset + n, or positions[n] or
- * positions[b, n] when given. The angle is that of the exact product: position 10^6 is as accurate as position 1.
+ * positions[b, n] if given. The angle is the exact product, reduced: position 10^6 is as accurate as position 1.
  * f is any act; softmax runs over the feature dimension D or over the sequence dimension N, see softmax_over.
  * Backward: dx (x's dtype) and, when not NULL, dtheta (theta's shape; fp32 or theta's dtype), from x, theta and dy.
  */
@@ -419,11 +421,18 @@ RAFTER_API rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, c
  * What runs here
  */
 
-/* Op number `index` (0, 1, ...): its name, and the kernel variant that serves it in this context. 0 past the end. */
-RAFTER_API int rafter_describe_op(const rafter_context *context, int index, const char **op, const char **variant);
+/* Op number `index` (0, 1, ...); NULL past the end. */
+RAFTER_API const char *rafter_op_name(int index);
 
-/* CPU variant number `index` that this library has for `op` and this machine can run; NULL past the end. */
-RAFTER_API const char *rafter_op_variant(const char *op, int index);
+/* Variant number `index` of `op` for the context's kind of device, in order of preference. *reason is NULL if the device
+ * can run it, else why not. Returns 0 past the end, 1 otherwise. */
+RAFTER_API int rafter_describe_variant(const rafter_context *context, const char *op, int index, const char **variant,
+                                       const char **reason);
+
+/* The variants that the last call on this context considered (also a rafter_<op>_workspace call), in order of preference.
+ * *reason is NULL for the one that was taken, the last; else why it was passed over. Returns 0 past the end. */
+RAFTER_API int rafter_considered_variant(const rafter_context *context, int index, const char **variant,
+                                         const char **reason);
 
 /* "avx2 fma f16c avx512f ...": what was found on this CPU. */
 RAFTER_API const char *rafter_cpu_features(void);

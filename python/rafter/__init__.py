@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rafter: fused training operations for language models, as PyTorch functions and modules. See docs/pytorch.md."""
+"""Rafter: fused training operations for language models, as PyTorch functions and modules. See
+docs/pytorch.md."""
 from . import nn
-from .functional import (LogProbs, LossOutput, act, cross_entropy, linear_cross_entropy, linear_logprobs, logsumexp, lrpe_cosine,
-                         relu, sigmoid, silu, softmax)
+from .functional import (LogProbs, LossOutput, act, cross_entropy, linear_cross_entropy, linear_logprobs, logsumexp,
+                         lrpe_cosine, relu, sigmoid, silu, softmax)
 from .huggingface import patch, unpatch
 
 __all__ = ["LogProbs", "LossOutput", "act", "cross_entropy", "linear_cross_entropy", "linear_logprobs", "logsumexp",

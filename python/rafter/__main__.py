@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m rafter info: what runs here."""
+"""python -m rafter info: prints which kernels run on this machine."""
 import glob
 import os
 import sys
@@ -23,13 +23,14 @@ def info():
 
 def cuda(folder):
     if not torch.cuda.is_available():
-        carried = glob.glob(os.path.join(folder, "librafter_cuda.so*"))
-        return f"PyTorch sees no GPU; {'librafter_cuda is in the package' if carried else 'the package has no librafter_cuda'}"
+        included = glob.glob(os.path.join(folder, "librafter_cuda.so*"))
+        return "PyTorch sees no GPU; " + ("librafter_cuda is in the package" if included else
+                                          "the package has no librafter_cuda")
     try:
         torch.ops.rafter._act(torch.zeros(1, device="cuda"), 1)
     except RuntimeError as error:
         return f"not usable: {str(error).splitlines()[0]}"
-    return f"{torch.cuda.get_device_name()}, by librafter_cuda"
+    return f"{torch.cuda.get_device_name()}, with librafter_cuda"
 
 
 def main():

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dispatcher's side of Rafter: loads the library of ops and gives each its fake kernel and its gradient.
+"""Loads the library of ops and registers a fake kernel and a gradient for each.
 
-Every differentiable op has two ways in, which share one gradient:
+Every differentiable op has two entry points that share one gradient formula:
 
-- `torch.ops.rafter.NAME`, with its autograd formula registered with the dispatcher: for torch.compile, tensor subclasses,
-  function transforms, and whoever calls the op directly.
-- `Op.eager`, a torch.autograd.Function over `torch.ops.rafter._NAME`, the same kernel below autograd: for plain tensors, because
-  the dispatcher's Python autograd kernel costs some 15 microseconds a call and this some 3 (docs/pytorch.md has the figures).
+- `torch.ops.rafter.NAME`, with its autograd formula registered with the dispatcher: for
+  torch.compile, tensor subclasses, function transforms, and direct calls of the op.
+- `Op.eager`, a torch.autograd.Function around `torch.ops.rafter._NAME`, the same kernel below
+  autograd: for plain tensors. The dispatcher's Python autograd kernel costs about 15 microseconds
+  per call, this path about 3 (figures in docs/pytorch.md).
 """
 import functools
 import os
@@ -14,9 +15,13 @@ import os
 import torch
 from torch.autograd import Function
 
+from . import _compat
+
 torch.ops.load_library(os.path.join(os.path.dirname(os.path.abspath(__file__)), "librafter_torch.so"))
 _library = torch.library.Library("rafter", "FRAGMENT")
-NAMES: list[str] = []  # of all ops, for the tests
+NAMES: list[str] = []  # all ops; the tests check that each has samples
+
+direct = _compat.apply_of
 
 
 def public(name):
@@ -25,34 +30,27 @@ def public(name):
 
 @functools.cache
 def below_autograd(name):
-    """The kernel that autograd does not see, straight from the dispatcher: OpOverload.__call__ would look for tensor subclasses
-    first, and a caller of this has done that."""
-    return functools.partial(torch._C._dispatch_call_boxed, public("_" + name)._handle)
-
-
-def direct(function):
-    """Function.apply without its Python part, which is for function transforms; those come in by the dispatcher."""
-    return super(Function, function).apply
+    """The op's kernel, invisible to autograd. The caller has checked that no argument is a tensor
+    subclass."""
+    return _compat.kernel_of(public("_" + name))
 
 
 def define(name, schema, function):
-    """An op whose kernel is Python, for all devices, under both names."""
+    """Defines an op whose kernel is Python, on all devices, under both names."""
     for each in (name, "_" + name):
         _library.define(each + schema)
         _library.impl(each, function, "CompositeExplicitAutograd")
 
 
-_TWICE = "rafter: the gradient of a gradient is not implemented"
+_NO_DOUBLE_BACKWARD = "rafter: double backward (the gradient of a gradient) is not implemented"
 
 
 def _refuse(ctx, *grads):
-    raise RuntimeError(_TWICE)
+    raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
-def once(backward):
-    """A backward whose gradients, where create_graph asks for a graph of them, raise when they are differentiated in turn. (What
-    torch.autograd.function.once_differentiable does, except that it trusts upstream gradients that require none: a term would be
-    missing silently.)"""
+def no_double_backward(backward):
+    """A backward whose results, under create_graph, raise an error when they are differentiated."""
 
     @functools.wraps(backward)
     def guarded(ctx, *grads):
@@ -60,46 +58,47 @@ def once(backward):
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        tie = torch._C._functions.DelayedError(_TWICE.encode(), 1)
-        return tuple(None if r is None else tie(r.detach().requires_grad_()) for r in results)
+        raising = _compat.delayed_error(_NO_DOUBLE_BACKWARD)
+        return tuple(None if r is None else raising(r.detach().requires_grad_()) for r in results)
 
     return guarded
 
 
 def declare(name, fake, differentiable=False):
-    """Registers the fake kernel of an op under both its names, and lets the one with the underscore pass autograd by. An op
-    that is part of a gradient refuses to be differentiated itself."""
+    """Registers the fake kernel of an op under both names, and makes the one with the underscore
+    invisible to autograd. An op that computes a gradient refuses to be differentiated itself."""
     NAMES.append(name)
     for each in (name, "_" + name):
         torch.library.register_fake("rafter::" + each, fake)
     _library.impl("_" + name, torch.library.fallthrough_kernel, "Autograd")
-    if not differentiable and not public(name)._schema.is_mutable:
+    if not differentiable and not _compat.is_mutable(public(name)):
         torch.library.register_autograd("rafter::" + name, _refuse)
 
 
 class Op:
     """An op with a gradient for its first `inputs` arguments.
 
-    fake(*args): the results' shapes and dtypes. save(ctx, args, results): keeps what backward needs.
-    backward(op, ctx, *grads): the gradients, by way of op("NAME_backward").
-    forward(raw): makes the eager path's forward(ctx, *inputs, rest), where the general one is too slow for a small op or returns
-    more than it should.
+    fake(*args): returns empty results with the right shapes and dtypes.
+    save(ctx, args, results): saves what backward needs.
+    backward(op, ctx, *grads): computes the gradients with op("NAME_backward").
+    forward(raw): makes a forward(ctx, *inputs, rest) for the eager path, for ops where the general
+    one is too slow or returns more than it should.
     """
 
     def __init__(self, name, inputs, fake, save, backward, forward=None):
         declare(name, fake, differentiable=True)
         self.op = public(name)
         self.raw = raw = below_autograd(name)
-        others = (None,) * (len(self.op._schema.arguments) - inputs)
+        no_gradients = (None,) * (len(_compat.argument_names(self.op)) - inputs)
 
-        @once
+        @no_double_backward
         def formula(ctx, *grads):
-            return (*backward(public, ctx, *grads), *others)
+            return (*backward(public, ctx, *grads), *no_gradients)
 
-        def keep(ctx, inputs, output):
+        def setup_context(ctx, inputs, output):
             save(ctx, inputs, output)
 
-        torch.library.register_autograd("rafter::" + name, formula, setup_context=keep)
+        torch.library.register_autograd("rafter::" + name, formula, setup_context=setup_context)
 
         def general(ctx, *args):
             args = args[:-1] + args[-1]
@@ -107,11 +106,12 @@ class Op:
             save(ctx, args, results)
             return results
 
-        @once
+        @no_double_backward
         def eager_backward(ctx, *grads):
             return (*backward(below_autograd, ctx, *grads), None)
 
-        # The arguments after the first `inputs` come as one tuple: a Function looks at each of its arguments. The class's name
-        # is the one that grad_fn shows.
-        members = {"forward": staticmethod(forward(raw) if forward else general), "backward": staticmethod(eager_backward)}
+        # The arguments after the first `inputs` are passed as one tuple, because a Function
+        # inspects each of its arguments. grad_fn shows the name of the class.
+        members = {"forward": staticmethod(forward(raw) if forward else general),
+                   "backward": staticmethod(eager_backward)}
         self.eager = direct(type(name, (Function,), members))

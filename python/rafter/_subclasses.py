@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls by way of the dispatcher, which torch.compile, function transforms and tensor subclasses understand; and DTensor."""
+"""Calls through the dispatcher, for torch.compile, function transforms and tensor subclasses,
+including DTensor."""
 import sys
 
 from torch import Tensor
 
+from . import _compat
 
-def _placed(args):
-    """The DTensors among args. Their module is looked up, not imported: it is slow to load, and without it there are none."""
+
+def _dtensors(args):
+    """The DTensors among args. Looks the module up instead of importing it: the import is slow, and
+    without it there are no DTensors."""
     module = sys.modules.get("torch.distributed.tensor")
     return [a for a in args if isinstance(a, module.DTensor)] if module else []
 
 
 def call(op, *args):
-    """op(*args). Replicated DTensors are computed with as the tensors they are, on every rank; sharded ones are refused."""
-    placed = _placed(args)
-    if not placed:
+    """op(*args). Replicated DTensors are computed locally on every rank; sharded ones are
+    refused."""
+    dtensors = _dtensors(args)
+    if not dtensors:
         return op(*args)
-    name = op._schema.name.replace("::", ".")
-    for tensor in placed:
+    for tensor in dtensors:
         if not all(p.is_replicate() for p in tensor.placements):
             raise NotImplementedError(
-                f"{name} got a DTensor with placements {tuple(tensor.placements)}, and works on replicated ones only. Use "
-                "tensor.redistribute(placements=[Replicate()]) or tensor.full_tensor(); for data-parallel rows, call it on "
-                "tensor.to_local() and reduce the loss yourself")
-    first = placed[0]
-    results = op(*(a.to_local() if any(a is p for p in placed) else a for a in args))
+                f"{_compat.op_name(op)} got a DTensor with placements {tuple(tensor.placements)}, but supports only "
+                "replicated ones. Use tensor.redistribute(placements=[Replicate()]) or tensor.full_tensor(); for "
+                "data-parallel rows, call it on tensor.to_local() and reduce the loss yourself")
+    first = dtensors[0]
+    results = op(*(a.to_local() if any(a is d for d in dtensors) else a for a in args))
 
-    def lift(result):
+    def to_dtensor(result):
         return type(first).from_local(result, first.device_mesh, first.placements, run_check=False)
 
-    return lift(results) if isinstance(results, Tensor) else tuple(map(lift, results))
+    return to_dtensor(results) if isinstance(results, Tensor) else tuple(map(to_dtensor, results))

@@ -1,33 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of Rafter. They take what torch.nn.functional's take, in the same places; everything more is by keyword."""
+"""The functions of Rafter. They take the same arguments as those of torch.nn.functional, in the
+same order; everything else is a keyword argument."""
 from typing import NamedTuple, Optional, Protocol, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _formulas, _subclasses
+from . import _compat, _formulas, _subclasses
+from ._options import (ACCUMULATE, ACTS, ARGMAX, BASIC, BASIC_LINEAR, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB,
+                       LRPE_ALGORITHMS, LSE_ALGORITHMS, MEAN, MODES, NONE, REDUCTIONS, RELU, ROW_LOSS, SIGMOID, SILU,
+                       SOFTMAX, STATISTICS, LinearOptions, LossOptions, flatten, pick)
 
-# Names for what every call looks up.
+# Module-level names: an attribute lookup in every call would cost host time.
 _compiling = torch.compiler.is_dynamo_compiling
-_transforming = torch._C._are_functorch_transforms_active
+_transforming = _compat.functorch_active
 _grad_enabled = torch.is_grad_enabled
-_any_autocast = torch._C._is_any_autocast_enabled
+_any_autocast = _compat.any_autocast_enabled
 _f32 = torch.float32
 _act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
-_REDUCTIONS = {"mean": 0, "sum": 1, "none": 2}
-_ACTS = {"none": 0, "relu": 1, "sigmoid": 2, "silu": 3, "softmax": 4}
-_MODES = {"auto": 0, "fast": 1, "compact": 2}
-_ACCUMULATE = {"float32": 0, "native": 1}
-_LSE_ALGORITHMS = {"auto": 0, "parallel": 1, "recurrence": 2}
-_LRPE_ALGORITHMS = {"auto": 0, "sp": 1, "bp": 2}
-_EXTRAS = {"row_loss": 1, "logprob": 2, "entropy": 4, "argmax": 8, "lse": 0}
+_EXTRAS = {"row_loss": ROW_LOSS, "logprob": LOGPROB, "entropy": ENTROPY, "argmax": ARGMAX, "lse": 0}
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns when extras are asked for; those that are not are None. Only `loss` carries a gradient."""
+    """The result of a loss with extras. Those that were not requested are None. Only `loss` has a
+    gradient."""
 
     loss: Tensor
     row_loss: Optional[Tensor] = None
@@ -38,24 +37,18 @@ class LossOutput(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """What linear_logprobs returns. Both carry gradients; entropy is None unless it is asked for."""
+    """The result of linear_logprobs. Both have gradients; entropy is None unless requested."""
 
     logprob: Tensor
     entropy: Optional[Tensor] = None
-
-
-def _pick(table, name, given):
-    try:
-        return table[given]
-    except (KeyError, TypeError):
-        raise ValueError(f"{name} is {given!r}, wanted one of {', '.join(map(repr, table))}") from None
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def _plain(*tensors):
-    """Whether the eager path serves: tensors that are no subclasses, or None, outside torch.compile and function transforms."""
+    """Whether the eager path can run: no tensor is a subclass instance, and neither torch.compile
+    nor a function transform is active. None counts as plain."""
     if _compiling() or _transforming():
         return False
     for tensor in tensors:
@@ -72,12 +65,14 @@ class _Elementwise(Protocol):
 
 
 def _elementwise(kind: int, name: str, doc: str) -> _Elementwise:
-    """An activation. There is the least to compute here, and so the least between the caller and the op: one frame of Python."""
+    """Makes an activation function. Host time dominates small activations, so only one Python frame
+    lies between the caller and the op."""
     eager = _formulas.act_eager[kind, 0]
 
     def function(input: Tensor) -> Tensor:
         cls = type(input)
-        if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():  # not _plain, without the call
+        # not _plain(input), inlined
+        if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():
             return _subclasses.call(_formulas.act.op, input, kind)
         if input.requires_grad and _grad_enabled():
             return eager(input)
@@ -88,31 +83,38 @@ def _elementwise(kind: int, name: str, doc: str) -> _Elementwise:
     return function
 
 
-relu = _elementwise(1, "relu", "max(input, 0), as torch.nn.functional.relu; the derivative at 0 is 0.")
-sigmoid = _elementwise(2, "sigmoid", "1 / (1 + exp(-input)), as torch.sigmoid.")
-silu = _elementwise(3, "silu", "input * sigmoid(input), as torch.nn.functional.silu.")
+relu = _elementwise(RELU, "relu", "max(input, 0), like torch.nn.functional.relu; the derivative at 0 is 0.")
+sigmoid = _elementwise(SIGMOID, "sigmoid", "1 / (1 + exp(-input)), like torch.sigmoid.")
+silu = _elementwise(SILU, "silu", "input * sigmoid(input), like torch.nn.functional.silu.")
 
 
 def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> Tensor:
-    """As torch.nn.functional.softmax: over any dimension, without a transposing copy. `dtype` casts the input first."""
+    """Like torch.nn.functional.softmax: over any dimension, without a transposing copy. `dtype`
+    casts the input first."""
     if dtype is not None and dtype is not input.dtype:
         input = input.to(dtype)
     cls = type(input)
     if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():
-        return _subclasses.call(_formulas.act.op, input, 4, dim)
+        return _subclasses.call(_formulas.act.op, input, SOFTMAX, dim)
     if input.requires_grad and _grad_enabled():
-        return _act_eager[4, dim](input)
-    return _act_raw(input, 4, dim)
+        return _act_eager[SOFTMAX, dim](input)
+    return _act_raw(input, SOFTMAX, dim)
 
 
 def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
-    """The activation named: "none" (hands the input back), "relu", "sigmoid", "silu", or "softmax" over `dim`."""
-    number = _pick(_ACTS, "kind", kind)
+    """The activation called `kind`: "none" (returns the input itself), "relu", "sigmoid", "silu",
+    or "softmax" over `dim`."""
+    number = pick(ACTS, "kind", kind)
     if number == 0:
         return input
-    if (dim is None) == (number == 4):
-        raise ValueError(f"dim is {dim!r} with kind {kind!r}: softmax wants one, the others none")
-    return softmax(input, dim) if dim is not None else (relu, sigmoid, silu)[number - 1](input)
+    _check_dim(dim, number, "kind", kind)
+    return softmax(input, dim) if dim is not None else {RELU: relu, SIGMOID: sigmoid, SILU: silu}[number](input)
+
+
+def _check_dim(dim, number, name, given):
+    """Softmax needs a dim, and no other activation takes one."""
+    if (dim is None) == (number == SOFTMAX):
+        raise ValueError(f"dim is {dim!r} with {name} {given!r}: softmax needs a dim, the others take none")
 
 
 # ---- logsumexp
@@ -120,11 +122,12 @@ def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
 
 def logsumexp(input: Tensor, dim: int, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None,
               algorithm: str = "auto") -> Tensor:
-    """log(sum(exp(input))) over one dimension, as torch.logsumexp.
+    """log(sum(exp(input))) over one dimension, like torch.logsumexp.
 
-    The result has the input's dtype, or `dtype`; fp32 costs nothing more. Inside it is fp32, and the gradient starts from that.
+    The result has `dtype`, or the dtype of the input. It is computed in fp32, so
+    dtype=torch.float32 costs nothing extra. The gradient is computed from the fp32 value.
     """
-    number = _pick(_LSE_ALGORITHMS, "algorithm", algorithm)
+    number = pick(LSE_ALGORITHMS, "algorithm", algorithm)
     if type(dim) is not int:
         dim = _one_dim(dim)
     if not _plain(input):
@@ -144,17 +147,17 @@ def _one_dim(dim):
     raise ValueError(f"dim is {dim!r}, wanted one dimension")
 
 
-# ---- what the losses share
+# ---- shared by the losses
 
 
-def _float32(name, tensor, device):
-    """Class weights, row weights and denominators are constants, in fp32."""
+def _constant(name, tensor, device):
+    """A class weight, row weight or denominator in fp32. None of them gets a gradient."""
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
         return torch.full((), float(tensor), dtype=_f32, device=device)
     if tensor.requires_grad:
-        raise ValueError(f"{name} requires a gradient, and has none here; pass {name}.detach()")
+        raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
     return tensor if tensor.dtype is _f32 else tensor.to(_f32)
 
 
@@ -162,111 +165,134 @@ def _labels(target):
     if target.dtype is torch.int64 or target.dtype is torch.int32:
         return target
     if target.is_floating_point():
-        raise ValueError(f"target has dtype {target.dtype}, wanted class indices (int32 or int64): class probabilities are not "
-                         "supported, use torch.nn.functional.cross_entropy")
+        raise ValueError(f"target has dtype {target.dtype}, wanted class indices (int32 or int64): class probabilities "
+                         "are not supported, use torch.nn.functional.cross_entropy")
     return target.long()
 
 
-_DEFAULTS = (None, None, None, -100, 0, False, 0.0, 0.0, 0.0, 0.0)  # as in the schemas: what equals them is left out
-
-
-def _options(input, weight, row_weight, denominator, ignore_index, reduction, zero_if_all_ignored, label_smoothing, z_loss,
-             softcap, logit_scale):
-    """The ten options as the ops take them."""
-    number = _pick(_REDUCTIONS, "reduction", reduction)
-    if weight is not None or row_weight is not None or denominator is not None:
-        weight = _float32("weight", weight, input.device)
-        row_weight = _float32("row_weight", row_weight, input.device)
-        denominator = _float32("denominator", denominator, input.device)
-        if denominator is not None and number != 0:
+def _loss_options(input, *, weight=None, row_weight=None, denominator=None, ignore_index=-100, reduction="mean",
+                  zero_if_all_ignored=False, label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=None):
+    """Checks the user's options and converts them to the values that the ops take. All defaults
+    give BASIC itself."""
+    number = pick(REDUCTIONS, "reduction", reduction)
+    if weight is None and row_weight is None and denominator is None:
+        changed = number or zero_if_all_ignored or label_smoothing or z_loss or softcap
+        if not changed and ignore_index == -100 and logit_scale is None:
+            return BASIC
+    else:
+        weight = _constant("weight", weight, input.device)
+        row_weight = _constant("row_weight", row_weight, input.device)
+        denominator = _constant("denominator", denominator, input.device)
+        if denominator is not None and number != MEAN:
             raise ValueError(f'denominator is given with reduction={reduction!r}, wanted reduction="mean"')
-    if logit_scale == 0:  # which is the ops' word for none
-        raise ValueError("logit_scale is 0, wanted another number, or None for 1")
-    return (weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing, z_loss, softcap or 0.0,
-            logit_scale or 0.0)
+    if logit_scale == 0:  # the ops read 0 as "no scale"
+        raise ValueError("logit_scale is 0, wanted a nonzero number, or None for 1")
+    return LossOptions(weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing,
+                       z_loss, softcap or 0.0, logit_scale or 0.0)
 
 
-def _which(extras):
+def _linear_options(mode, accumulate, budget):
+    number, accumulate = pick(MODES, "mode", mode), pick(ACCUMULATE, "accumulate", accumulate)
+    return LinearOptions(number, accumulate, budget) if number or accumulate or budget else BASIC_LINEAR
+
+
+def _parse_extras(extras):
+    """The ops' `which` bits, and whether lse was requested."""
     if isinstance(extras, str):
         extras = (extras,)
-    return sum(_pick(_EXTRAS, "an entry of extras", name) for name in set(extras)), "lse" in extras
+    return sum(pick(_EXTRAS, "an entry of extras", name) for name in set(extras)), "lse" in extras
 
 
-def _named(which, wants_lse, loss, lse, row_loss, logprob, entropy, argmax):
-    pick = [t if which >> bit & 1 else None for bit, t in enumerate((row_loss, logprob, entropy, argmax))]
-    return LossOutput(loss, pick[0], lse if wants_lse else None, *pick[1:])
+def _loss_output(which, wants_lse, loss, lse, *statistics):
+    row_loss, logprob, entropy, argmax = (t if which & bit else None for bit, t in zip(STATISTICS, statistics))
+    return LossOutput(loss, row_loss, lse if wants_lse else None, logprob, entropy, argmax)
 
 
 # ---- cross_entropy
 
 
-@overload  # an empty tuple is a sequence too: the first one's
+@overload  # an empty tuple is a sequence too, so the overloads overlap; the first one wins
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,  # type: ignore[overload-overlap]
                   ignore_index: int = ..., reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
-                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
-                  denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., dim: int = ...,
-                  extras: Tuple[()] = ..., inplace_backward: bool = ...) -> Tensor: ...
+                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                  row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
+                  zero_if_all_ignored: bool = ..., dim: int = ..., extras: Tuple[()] = ...,
+                  inplace_backward: bool = ...) -> Tensor: ...
 
 
 @overload
-def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ..., ignore_index: int = ..., reduction: str = ...,
-                  label_smoothing: float = ..., *, z_loss: float = ..., softcap: Optional[float] = ...,
-                  logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
-                  denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., dim: int = ...,
-                  extras: Union[str, Sequence[str]], inplace_backward: bool = ...) -> LossOutput: ...
+def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ..., ignore_index: int = ...,
+                  reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
+                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                  row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
+                  zero_if_all_ignored: bool = ..., dim: int = ..., extras: Union[str, Sequence[str]],
+                  inplace_backward: bool = ...) -> LossOutput: ...
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, ignore_index: int = -100,
                   reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
-                  softcap: Optional[float] = None, logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None,
-                  denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False, dim: int = 1,
-                  extras: Union[str, Sequence[str]] = (), inplace_backward: bool = False):
-    """Cross entropy of logits against class indices, as torch.nn.functional.cross_entropy; the loss is always fp32.
+                  softcap: Optional[float] = None, logit_scale: Optional[float] = None,
+                  row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
+                  zero_if_all_ignored: bool = False, dim: int = 1, extras: Union[str, Sequence[str]] = (),
+                  inplace_backward: bool = False):
+    """Cross entropy of logits and class indices, like torch.nn.functional.cross_entropy; the loss
+    is always fp32.
 
-    Classes are in dimension 1, or 0 of a vector, as in PyTorch; `dim=-1` takes [batch, time, vocabulary] as it is.
-    logit_scale: 1 / temperature. softcap: logits become cap * tanh(logits / cap). z_loss: adds z_loss * logsumexp^2.
-    row_weight: fp32, shaped as target. denominator: what "mean" divides by, a number or a tensor on the device.
-    zero_if_all_ignored: 0 instead of NaN. extras: any of "row_loss", "lse", "logprob", "entropy", "argmax"; then a LossOutput
-    comes back. inplace_backward: backward writes the gradient over the logits (not under torch.compile, which has its own way).
+    dim: the class dimension. 1, or 0 for a vector, as in PyTorch; dim=-1 takes [batch, time,
+        vocabulary] directly.
+    logit_scale: 1 / temperature.
+    softcap: logits become softcap * tanh(logits / softcap).
+    z_loss: adds z_loss * logsumexp^2 to the loss of each row.
+    row_weight: fp32, same shape as target.
+    denominator: what "mean" divides by; a number or a tensor on the device.
+    zero_if_all_ignored: the mean over no rows is 0 instead of NaN.
+    extras: any of "row_loss", "lse", "logprob", "entropy", "argmax"; the result is then a
+        LossOutput.
+    inplace_backward: backward overwrites the logits with their gradient. It has no effect under
+        torch.compile.
     """
     if input.dim() != 2:
         if input.dim() == 0:
-            raise ValueError("input has no dimensions, wanted that of the classes at least")
+            raise ValueError("input has no dimensions, wanted at least the class dimension")
         input = input.movedim(dim if input.dim() > 1 else 0, -1)
     elif dim != 1 and dim != -1:
         input = input.movedim(dim, -1)
     target = _labels(target)
-    options = _options(input, weight, row_weight, denominator, ignore_index, reduction, zero_if_all_ignored, label_smoothing,
-                       z_loss, softcap, logit_scale)
+    options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
+                            ignore_index=ignore_index, reduction=reduction, zero_if_all_ignored=zero_if_all_ignored,
+                            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale)
+    plain = _plain(input, target, options.weight, options.row_weight, options.denominator)
     if extras:
-        return _cross_entropy_stats(input, target, options, *_which(extras))
-    rest = (target,) if options == _DEFAULTS else (target, *options)
-    if not _plain(input, *rest[:4]):
-        return _subclasses.call(_formulas.cross_entropy.op, input, *rest)[0]
+        return _cross_entropy_stats(input, target, options, plain, *_parse_extras(extras))
+    if not plain:
+        return _subclasses.call(_formulas.cross_entropy.op, input, target, *flatten(options))[0]
     if input.requires_grad and _grad_enabled():
-        return _formulas.cross_entropy_inplace(input, rest) if inplace_backward else _ce_eager(input, rest)
-    return _ce_raw(input, *rest)[0]
+        eager = _formulas.cross_entropy_inplace if inplace_backward else _ce_eager
+        return eager(input, (target, options))
+    return _ce_raw(input, target, *flatten(options))[0]
 
 
-def _cross_entropy_stats(input, target, options, which, wants_lse):
-    op, rest = _formulas.cross_entropy_stats, (target, which, *options)
-    if not _plain(input, target, *options[:3]):
+def _cross_entropy_stats(input, target, options, plain, which, wants_lse):
+    op, rest = _formulas.cross_entropy_stats, (target, which, *flatten(options))
+    if not plain:
         results = _subclasses.call(op.op, input, *rest)
     elif input.requires_grad and _grad_enabled():
         results = op.eager(input, rest)
     else:
         results = op.raw(input, *rest)
-    return _named(which, wants_lse, *results)
+    return _loss_output(which, wants_lse, *results)
 
 
 # ---- linear_cross_entropy
 
 
 def _same_dtype(input, linear_weight, linear_bias):
-    """One dtype for all three: autocast's where it is on, as torch.nn.functional.linear has it, else what they promote to."""
+    """Casts all three to one dtype: autocast's if it is on, as torch.nn.functional.linear does,
+    otherwise the dtype they promote to."""
     given = input.dtype
     same = linear_weight.dtype is given and (linear_bias is None or linear_bias.dtype is given)
-    if same and not _any_autocast():  # the rule; what follows would say the same, in twice the time
+    # The common case. The checks below give the same result, in twice the time.
+    if same and not _any_autocast():
         return input, linear_weight, linear_bias
     device = input.device.type
     if torch.is_autocast_enabled(device) and given.is_floating_point and given is not torch.float64:
@@ -281,20 +307,21 @@ def _same_dtype(input, linear_weight, linear_bias):
 
 
 def _needs(input, linear_weight, linear_bias):
-    """Which gradients are wanted, as the ops take it."""
+    """The gradients that will be needed, as bits of the ops' `grads`."""
     if not _grad_enabled():
         return 0
-    of_bias = linear_bias is not None and linear_bias.requires_grad
-    return input.requires_grad * _formulas.DX | linear_weight.requires_grad * _formulas.DWEIGHT | of_bias * _formulas.DBIAS
+    bias = linear_bias is not None and linear_bias.requires_grad
+    return input.requires_grad * DX | linear_weight.requires_grad * DWEIGHT | bias * DBIAS
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *,  # type: ignore[overload-overlap]
                          linear_bias: Optional[Tensor] = ..., weight: Optional[Tensor] = ..., reduction: str = ...,
-                         ignore_index: Optional[int] = ..., label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
-                         logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
-                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., mode: str = ...,
-                         accumulate: str = ..., budget: int = ..., main_grad: bool = ..., extras: Tuple[()] = ...) -> Tensor: ...
+                         ignore_index: Optional[int] = ..., label_smoothing: float = ..., z_loss: float = ...,
+                         softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                         row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
+                         zero_if_all_ignored: bool = ..., mode: str = ..., accumulate: str = ..., budget: int = ...,
+                         main_grad: bool = ..., extras: Tuple[()] = ...) -> Tensor: ...
 
 
 @overload
@@ -302,8 +329,8 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                          weight: Optional[Tensor] = ..., reduction: str = ..., ignore_index: Optional[int] = ...,
                          label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
                          logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
-                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ..., mode: str = ...,
-                         accumulate: str = ..., budget: int = ..., main_grad: bool = ...,
+                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
+                         mode: str = ..., accumulate: str = ..., budget: int = ..., main_grad: bool = ...,
                          extras: Union[str, Sequence[str]]) -> LossOutput: ...
 
 
@@ -311,68 +338,75 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                          weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: Optional[int] = None,
                          label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: Optional[float] = None,
                          logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None,
-                         denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False, mode: str = "auto",
-                         accumulate: str = "float32", budget: int = 0, main_grad: bool = False,
+                         denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False,
+                         mode: str = "auto", accumulate: str = "float32", budget: int = 0, main_grad: bool = False,
                          extras: Union[str, Sequence[str]] = ()):
-    """cross_entropy(input @ linear_weight.T + linear_bias, target) without ever holding the logits.
+    """cross_entropy(input @ linear_weight.T + linear_bias, target) without ever storing the logits.
 
-    input [..., D], linear_weight [V, D], linear_bias [V], target [...]: as torch.nn.functional.linear_cross_entropy, with the
-    further options of cross_entropy. Gradients are computed beside the loss, in forward, for those that require one.
+    input [..., D], linear_weight [V, D], linear_bias [V], target [...]: like
+    torch.nn.functional.linear_cross_entropy, with the additional options of cross_entropy. Forward
+    also computes the gradients of the tensors that require one.
 
-    mode="compact": nothing but the loss in forward, and gradients over slices of the vocabulary in backward: one more matrix
-    product, and no gradient is held between the two. accumulate="native": see docs/linear_cross_entropy.md. budget: the most
-    workspace in bytes; 0: what runs fastest. main_grad: add dW to linear_weight.main_grad (fp32) in backward, instead of giving
-    the weight a gradient.
+    mode="compact": forward computes only the loss, and backward computes the gradients over slices
+    of the vocabulary. This costs one more matrix product, and no gradient is stored between the
+    two. accumulate="native": see docs/linear_cross_entropy.md. budget: workspace limit in bytes; 0
+    means whatever runs fastest. main_grad: backward adds dW to linear_weight.main_grad (fp32), and
+    the weight itself gets no gradient.
     """
-    mode, accumulate = _pick(_MODES, "mode", mode), _pick(_ACCUMULATE, "accumulate", accumulate)
+    linear = _linear_options(mode, accumulate, budget)
     into = _main_grad(linear_weight) if main_grad else None
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
-    options = _options(input, weight, row_weight, denominator, -100 if ignore_index is None else ignore_index, reduction,
-                       zero_if_all_ignored, label_smoothing, z_loss, softcap, logit_scale)
+    options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
+                            ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
+                            zero_if_all_ignored=zero_if_all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
+                            softcap=softcap, logit_scale=logit_scale)
     needs = _needs(input, linear_weight, linear_bias)
-    # In fp16 a gradient for an upstream gradient of 1 may underflow, which a scaled loss is there to prevent: not in forward then.
-    in_backward = mode == _formulas.COMPACT or options[4] == _formulas.NONE or into is not None or input.dtype is torch.float16
-    early = 0 if in_backward else needs
-    which, wants_lse = _which(extras) if extras else (0, False)
-    rest = (target, early, which) if extras else (target, early)
-    choices = (mode, accumulate, budget)
-    if options != _DEFAULTS or choices != (0, 0, 0):
-        rest += options + choices
+    # Gradients for an upstream gradient of 1 may underflow in fp16. Loss scaling prevents that, but
+    # only if they are computed in backward.
+    in_backward = (linear.mode == COMPACT or options.reduction == NONE or into is not None
+                   or input.dtype is torch.float16)
+    which, wants_lse = _parse_extras(extras) if extras else (None, False)
+    call = (target, 0 if in_backward else needs, which, options, linear)
     op = _formulas.linear_cross_entropy_stats if extras else _formulas.linear_cross_entropy
-    if not _plain(input, linear_weight, linear_bias, target, *options[:3]):
+    if not _plain(input, linear_weight, linear_bias, target, options.weight, options.row_weight, options.denominator):
         if into is not None:
-            raise RuntimeError("main_grad=True is for plain tensors outside torch.compile; leave it off here")
-        results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
+            raise RuntimeError("main_grad=True works only on plain tensors outside torch.compile")
+        results = _subclasses.call(op.op, input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
     elif needs:
-        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, bool(extras), rest))
-        return _named(which, wants_lse, *results) if extras else results
+        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, call))
+        return _loss_output(which, wants_lse, *results) if extras else results
     else:
-        results = op.raw(input, linear_weight, linear_bias, *rest)
-    return _named(which, wants_lse, *results[:2], *results[5:]) if extras else results[0]
+        results = op.raw(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
+    if not extras:
+        return results[0]
+    loss, lse, _, _, _, *statistics = results
+    return _loss_output(which, wants_lse, loss, lse, *statistics)
 
 
 def _main_grad(weight):
     into = getattr(weight, "main_grad", None)
     if not isinstance(into, Tensor) or into.dtype is not _f32 or into.shape != weight.shape:
-        raise ValueError("main_grad=True wants linear_weight.main_grad, an fp32 tensor of the weight's shape")
+        raise ValueError("main_grad=True needs linear_weight.main_grad, an fp32 tensor of the weight's shape")
     return into
 
 
 def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
-                    temperature: float = 1.0, softcap: Optional[float] = None, ignore_index: int = -100, entropy: bool = False,
-                    mode: str = "auto", budget: int = 0) -> LogProbs:
-    """Log-probability of each target under softmax(logits / temperature), never above 0, and on request the entropy.
+                    temperature: float = 1.0, softcap: Optional[float] = None, ignore_index: int = -100,
+                    entropy: bool = False, mode: str = "auto", budget: int = 0) -> LogProbs:
+    """Log-probability of each target under softmax(logits / temperature), never above 0, and the
+    entropy if requested.
 
-    For reinforcement learning: both carry gradients. logits = input @ linear_weight.T + linear_bias are never held. Ignored
-    targets have 0 in both.
+    For reinforcement learning: both have gradients. logits = input @ linear_weight.T + linear_bias
+    are never stored. Both are 0 for ignored targets.
     """
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, wanted a positive number")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
-    options = _options(input, None, None, None, ignore_index, "none", False, 0.0, 0.0, softcap, 1.0 / temperature)
-    rest = (target, entropy, *options, _pick(_MODES, "mode", mode), 0, budget)
+    options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
+                            logit_scale=1.0 / temperature)
+    rest = (target, entropy, *flatten(options, _linear_options(mode, "float32", budget)))
     op = _formulas.linear_logprobs
     if not _plain(input, linear_weight, linear_bias, target):
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
@@ -388,17 +422,18 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
 
 def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Optional[Tensor] = None, act: str = "none",
                 dim: Optional[int] = None, algorithm: str = "auto") -> Tensor:
-    """LRPE-cosine positional encoding: [f(x) cos(Theta), f(x) sin(Theta)] with Theta = position * theta.
+    """LRPE-cosine positional encoding: [f(x) cos(Theta), f(x) sin(Theta)] with Theta = position *
+    theta.
 
-    input [B, N, H, D] or [B, N, D]; theta [H, D], [H, 1] or [1, D]. Positions are offset + n, or `positions` [N] or [B, N].
-    f is `act`; softmax is over the features (dim=-1) or the sequence (dim=1).
+    input [B, N, H, D] or [B, N, D]; theta [H, D], [H, 1] or [1, D]. The position of token n is
+    offset + n, or comes from `positions` [N] or [B, N]. f is `act`; softmax runs over the features
+    (dim=-1) or the sequence (dim=1).
     """
-    kind = _pick(_ACTS, "act", act)
-    if (dim is None) == (kind == 4):
-        raise ValueError(f"dim is {dim!r} with act {act!r}: softmax wants one, the others none")
+    kind = pick(ACTS, "act", act)
+    _check_dim(dim, kind, "act", act)
     if dim not in (None, 1, -1, input.dim() - 1):
         raise ValueError(f"dim is {dim}, wanted -1 (the features) or 1 (the sequence)")
-    rest = (positions, offset, kind, int(dim == 1), _pick(_LRPE_ALGORITHMS, "algorithm", algorithm))
+    rest = (positions, offset, kind, int(dim == 1), pick(LRPE_ALGORITHMS, "algorithm", algorithm))
     op = _formulas.lrpe_cosine
     if not _plain(input, theta, positions):
         return _subclasses.call(op.op, input, theta, *rest)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules over the functions. Options that are the same for every call are given to the constructor; tensors of a batch to forward."""
+"""The functions as modules. The constructor takes the options that stay the same for every call;
+forward takes the tensors of the batch."""
 from typing import Any, Optional
 
 import torch
@@ -9,7 +10,7 @@ from . import functional
 
 
 class CrossEntropyLoss(torch.nn.Module):
-    """rafter.cross_entropy as a module, in the place of torch.nn.CrossEntropyLoss."""
+    """rafter.cross_entropy as a module; replaces torch.nn.CrossEntropyLoss."""
 
     weight: Optional[Tensor]
 
@@ -20,7 +21,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **options)
 
     def forward(self, input: Tensor, target: Tensor, **batch: Any):
-        """batch: row_weight, denominator, or any other keyword of rafter.cross_entropy."""
+        """batch: row_weight, denominator or any other keyword argument of rafter.cross_entropy."""
         return functional.cross_entropy(input, target, self.weight, **{**self.options, **batch})
 
     def extra_repr(self) -> str:
@@ -28,8 +29,9 @@ class CrossEntropyLoss(torch.nn.Module):
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """The last layer of a classifier and its loss in one, in the place of torch.nn.LinearCrossEntropyLoss: `linear` holds the
-    layer's weight [num_classes, in_features] and bias."""
+    """The last layer of a classifier together with its loss; replaces
+    torch.nn.LinearCrossEntropyLoss. `linear` holds the layer's weight [num_classes, in_features]
+    and bias."""
 
     weight: Optional[Tensor]
 
@@ -41,16 +43,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         self.options = options
 
     def forward(self, input: Tensor, target: Tensor, **batch: Any):
-        """batch: row_weight, denominator, or any other keyword of rafter.linear_cross_entropy."""
-        return functional.linear_cross_entropy(input, self.linear.weight, target, linear_bias=self.linear.bias, weight=self.weight,
-                                               **{**self.options, **batch})
+        """batch: row_weight, denominator or any other keyword argument of
+        rafter.linear_cross_entropy."""
+        return functional.linear_cross_entropy(input, self.linear.weight, target, linear_bias=self.linear.bias,
+                                               weight=self.weight, **{**self.options, **batch})
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
 class LRPECosine(torch.nn.Module):
-    """rafter.lrpe_cosine with its angles: theta[h, d] = base ** (-d / features), the same for every head, learned on request."""
+    """rafter.lrpe_cosine with its angles: theta[h, d] = base ** (-d / features), the same for every
+    head. With learned=True theta is a parameter."""
 
     theta: Tensor
 

@@ -10,8 +10,8 @@ namespace rafter {
 
 namespace {
 
-[[noreturn]] void fail(const char *op, const std::string &sentence) {
-    throw std::runtime_error(std::string("rafter.") + op + ": " + sentence);
+[[noreturn]] void fail(const char *op, const std::string &message) {
+    throw std::runtime_error(std::string("rafter.") + op + ": " + message);
 }
 
 struct Destroy {
@@ -32,11 +32,11 @@ rafter_context *cpu_context(const char *op) {
         rafter_context_options options = {};
         options.size = sizeof options;
         options.threads = static_cast<int32_t>(wanted);
-        rafter_context *made = nullptr;
-        const rafter_status status = rafter_context_create(&made, &options);
+        rafter_context *created = nullptr;
+        const rafter_status status = rafter_context_create(&created, &options);
         if (status != RAFTER_OK)
             fail(op, rafter_last_error(nullptr));
-        context.reset(made);
+        context.reset(created);
         threads = wanted;
     }
     return context.get();
@@ -44,34 +44,34 @@ rafter_context *cpu_context(const char *op) {
 
 /* ---- CUDA ------------------------------------------------------------------------------------ */
 
-/* A context and what it needs. Scratch memory comes from PyTorch's caching allocator, which knows about streams and
- * graph capture. */
-struct Lane {
+/* One context with its scratch memory, which comes from PyTorch's caching allocator: that one knows
+ * about streams and graph capture. */
+struct PooledContext {
     Device device;
     void *stream = nullptr;
-    bool bound = false; /* to its stream, for good */
+    bool bound = false; /* belongs to `stream`, permanently */
     std::mutex busy;
     Context context;
-    AtenTensorHandle scratch = nullptr; /* of the call under way */
+    AtenTensorHandle scratch = nullptr; /* of the current call */
 };
 
-void *lane_allocate(void *user, size_t bytes) {
-    Lane *lane = static_cast<Lane *>(user);
-    const int64_t size = static_cast<int64_t>(bytes), step = 1;
+void *allocate_scratch(void *user, size_t bytes) {
+    PooledContext *pooled = static_cast<PooledContext *>(user);
+    const int64_t size = static_cast<int64_t>(bytes), stride = 1;
     void *memory = nullptr;
-    if (aoti_torch_empty_strided(1, &size, &step, torch_dtype(RAFTER_U8), lane->device.type, lane->device.index,
-                                 &lane->scratch) != AOTI_TORCH_SUCCESS)
+    if (aoti_torch_empty_strided(1, &size, &stride, torch_dtype(RAFTER_U8), pooled->device.type, pooled->device.index,
+                                 &pooled->scratch) != AOTI_TORCH_SUCCESS)
         return nullptr;
-    aoti_torch_get_data_ptr(lane->scratch, &memory);
+    aoti_torch_get_data_ptr(pooled->scratch, &memory);
     return memory;
 }
 
-void lane_release(void *user, void *, size_t) {
-    aoti_torch_delete_tensor_object(static_cast<Lane *>(user)->scratch);
+void release_scratch(void *user, void *, size_t) {
+    aoti_torch_delete_tensor_object(static_cast<PooledContext *>(user)->scratch);
 }
 
-/* A function of PyTorch's CUDA library or of the CUDA runtime that it is linked with. Where PyTorch was built without
- * CUDA there is none, which is why they are not called by name. */
+/* A function of PyTorch's CUDA library, or of the CUDA runtime it is linked with; NULL if PyTorch
+ * was built without CUDA. Looked up at run time so that one binary serves both kinds of PyTorch. */
 template <class Function> Function *cuda_function(const char *name) {
     void *library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     return reinterpret_cast<Function *>(library ? dlsym(library, name) : nullptr);
@@ -81,96 +81,98 @@ void *current_stream(const char *op, Device device) {
     static auto *const getter = cuda_function<AOTITorchError(int32_t, void **)>("aoti_torch_get_current_cuda_stream");
     void *stream = nullptr;
     if (!getter || getter(device.index, &stream) != AOTI_TORCH_SUCCESS)
-        fail(op, "PyTorch's current CUDA stream is not to be had");
+        fail(op, "cannot get PyTorch's current CUDA stream");
     return stream;
 }
 
-/* Also where it cannot be told, as on the default stream while another is being captured: then nothing may be allocated
- * either. */
+/* Also true when the query fails, as it does on the default stream while another stream is being
+ * captured: allocation is forbidden then too. */
 bool is_capturing(void *stream) {
     static auto *const getter = cuda_function<int(void *, int *)>("cudaStreamIsCapturing");
-    static auto *const forget_error = cuda_function<int()>("cudaGetLastError");
+    static auto *const clear_error = cuda_function<int()>("cudaGetLastError");
     int status = 0;
-    if (!getter || !forget_error)
+    if (!getter || !clear_error)
         return false;
     if (getter(stream, &status) == 0)
         return status != 0;
-    forget_error(); /* it is not for PyTorch's next check to find */
+    clear_error(); /* otherwise PyTorch's next error check would find it */
     return true;
 }
 
-/* Making a context allocates, which a stream that is being captured does not allow; and a graph is captured on a stream
- * of its own, that nothing ran on before. So every device has a few contexts to spare, and a stream that is first seen
- * in a capture takes one of those. Lanes are never freed: streams are few, and PyTorch takes them from a pool. */
-class Lanes {
+/* Creating a context allocates memory, which a stream under capture does not allow; and a graph is
+ * usually captured on a stream that has not run anything before. So the pool keeps a few unbound
+ * contexts per device, and a stream first seen during a capture takes one of those. Contexts are
+ * never freed: streams are few, because PyTorch takes them from a pool. */
+class ContextPool {
   public:
-    Lane &find(const char *op, Device device, void *stream) {
+    PooledContext &find(const char *op, Device device, void *stream) {
         const std::lock_guard<std::mutex> lock(mutex_);
-        Lane *found = nullptr, *spare = nullptr;
-        int spares = 0;
-        for (Lane &lane : lanes_) {
-            if (!(lane.device == device))
+        PooledContext *found = nullptr, *unbound = nullptr;
+        int unbound_count = 0;
+        for (PooledContext &pooled : contexts_) {
+            if (!(pooled.device == device))
                 continue;
-            if (!lane.bound)
-                spare = &lane, spares++;
-            else if (lane.stream == stream)
-                found = &lane;
+            if (!pooled.bound)
+                unbound = &pooled, unbound_count++;
+            else if (pooled.stream == stream)
+                found = &pooled;
         }
-        if (found && spares == SPARES)
+        if (found && unbound_count == SPARE_CONTEXTS)
             return *found;
         if (!is_capturing(stream)) {
-            for (; spares < SPARES + (found ? 0 : 1); spares++)
-                spare = &add(op, device, stream);
+            for (; unbound_count < SPARE_CONTEXTS + (found ? 0 : 1); unbound_count++)
+                unbound = &add(op, device, stream);
         }
         if (found)
             return *found;
-        if (!spare)
-            fail(op, "the first call on this device is inside a graph capture; make one before it");
-        rafter_context_set_stream(spare->context.get(), stream);
-        spare->stream = stream;
-        spare->bound = true;
-        return *spare;
+        if (!unbound)
+            fail(op, "the first call on this device is inside a graph capture; make one call before capturing");
+        rafter_context_set_stream(unbound->context.get(), stream);
+        unbound->stream = stream;
+        unbound->bound = true;
+        return *unbound;
     }
 
   private:
-    enum { SPARES = 3 };
+    enum { SPARE_CONTEXTS = 3 }; /* unbound contexts per device */
 
-    Lane &add(const char *op, Device device, void *stream) {
-        Lane &lane = lanes_.emplace_back();
+    PooledContext &add(const char *op, Device device, void *stream) {
+        PooledContext &pooled = contexts_.emplace_back();
         rafter_context_options options = {};
         options.size = sizeof options;
         options.device = {kDLCUDA, device.index};
         options.stream = stream;
-        options.allocate = lane_allocate;
-        options.release = lane_release;
-        options.user = &lane;
-        rafter_context *made = nullptr;
-        const rafter_status status = rafter_context_create(&made, &options);
+        options.allocate = allocate_scratch;
+        options.release = release_scratch;
+        options.user = &pooled;
+        rafter_context *created = nullptr;
+        const rafter_status status = rafter_context_create(&created, &options);
         if (status != RAFTER_OK) {
-            lanes_.pop_back();
+            contexts_.pop_back();
             fail(op, rafter_last_error(nullptr));
         }
-        lane.device = device;
-        lane.context.reset(made);
-        return lane;
+        pooled.device = device;
+        pooled.context.reset(created);
+        return pooled;
     }
 
     std::mutex mutex_;
-    std::deque<Lane> lanes_; /* their addresses stay */
+    std::deque<PooledContext> contexts_; /* a deque: the addresses of its elements are kept */
 };
 
-Lanes &lanes() {
-    static Lanes *const all = new Lanes; /* not destroyed: at exit the CUDA runtime is gone before us */
-    return *all;
+ContextPool &context_pool() {
+    /* Never destroyed: at exit the CUDA runtime is already gone. */
+    static ContextPool *const pool = new ContextPool;
+    return *pool;
 }
 
 } // namespace
 
 Session::Session(const char *op, Device device) : op_(op) {
     if (device.cuda()) {
-        Lane &lane = lanes().find(op, device, current_stream(op, device));
-        held_ = std::unique_lock<std::mutex>(lane.busy);
-        context_ = lane.context.get();
+        PooledContext &pooled = context_pool().find(op, device, current_stream(op, device));
+        lock_ = std::unique_lock<std::mutex>(pooled.busy);
+        context_ = pooled.context.get();
     } else {
         context_ = cpu_context(op);
     }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Which rafter_context serves a call: on the CPU one per thread, on CUDA one per device and stream. */
+/* Finds the rafter_context for a call: one per CPU thread, one per CUDA device and stream. */
 #ifndef RAFTER_PYTHON_CONTEXTS_H
 #define RAFTER_PYTHON_CONTEXTS_H
 
@@ -9,8 +9,8 @@
 
 namespace rafter {
 
-/* A context for PyTorch's current stream on `device`, with as many threads as PyTorch would use, held until the end of
- * the scope. `op` is for the error sentence. */
+/* Holds a context for PyTorch's current stream on `device`, with as many threads as PyTorch would
+ * use, until the end of the scope. `op` names the op in error messages. */
 class Session {
   public:
     Session(const char *op, Device device);
@@ -18,13 +18,13 @@ class Session {
     operator rafter_context *() const {
         return context_;
     }
-    /* Throws the library's sentence unless the status is RAFTER_OK. */
+    /* Throws the library's error message unless the status is RAFTER_OK. */
     void operator()(rafter_status status) const;
 
   private:
     const char *op_;
     rafter_context *context_;
-    std::unique_lock<std::mutex> held_; /* CUDA only: backward runs on another thread than forward */
+    std::unique_lock<std::mutex> lock_; /* CUDA only: backward runs on another thread */
 };
 
 } // namespace rafter

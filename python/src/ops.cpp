@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rafter's ops for PyTorch's dispatcher. Every op is registered twice, under its name and under its name with a leading
- * underscore: the first gets an autograd formula (in _ops.py), the second is what lies below autograd, for the eager
- * path, which brings its own. Shapes are the C API's; what PyTorch's users expect beyond that is the Python side's.
+ * Rafter's ops for PyTorch's dispatcher. Every op is registered twice, with and without a leading
+ * underscore. The plain name gets an autograd formula (in _ops.py); the name with the underscore is
+ * the kernel below autograd, for the eager path, which has a torch.autograd.Function of its own.
+ * Shapes follow the C API; the Python side handles whatever else PyTorch users expect.
  */
 #include "contexts.h"
 #include "tensor.h"
@@ -17,14 +18,14 @@ int32_t f32() {
     return rafter::torch_dtype(RAFTER_F32);
 }
 
-/* A struct of arguments with everything at its default. */
-template <class Args> Args blank() {
+/* An argument struct with every field at its default. */
+template <class Args> Args default_args() {
     Args args = {};
     args.size = sizeof args;
     return args;
 }
 
-/* The library's function, in a context for where the call's tensors are. */
+/* Calls the library's function, in a context for the device of the call's tensors. */
 template <class Args>
 void run(const char *op, const Call &call, rafter_status (*function)(rafter_context *, const Args *),
          const Args &args) {
@@ -32,7 +33,8 @@ void run(const char *op, const Call &call, rafter_status (*function)(rafter_cont
     session(function(session, &args));
 }
 
-/* What the dispatcher calls: a body that takes its arguments from the call and gives it results. */
+/* The function that the dispatcher calls. The body takes its arguments from the Call and returns
+ * its results through it. */
 typedef void Kernel(StableIValue *stack, uint64_t arguments, uint64_t results);
 
 template <void body(Call &)> void kernel(StableIValue *stack, uint64_t, uint64_t) {
@@ -43,7 +45,7 @@ template <void body(Call &)> void kernel(StableIValue *stack, uint64_t, uint64_t
 /* ---- act ------------------------------------------------------------------------------------- */
 
 rafter_act_args act_args(Call &call) {
-    rafter_act_args args = blank<rafter_act_args>();
+    rafter_act_args args = default_args<rafter_act_args>();
     args.kind = static_cast<rafter_act_kind>(call.integer());
     args.dim = static_cast<int32_t>(call.integer());
     return args;
@@ -56,7 +58,7 @@ void act(Call &call) {
     args.x = x.dl();
     args.y = y.dl();
     run("act", call, rafter_act_forward, args);
-    call.give(y);
+    call.return_tensors(y);
 }
 
 void act_backward(Call &call) {
@@ -67,20 +69,20 @@ void act_backward(Call &call) {
     args.dy = dy.dl();
     args.dx = dx.dl();
     run("act", call, rafter_act_backward, args);
-    call.give(dx);
+    call.return_tensors(dx);
 }
 
 /* ---- logsumexp ------------------------------------------------------------------------------- */
 
 void logsumexp(Call &call) {
     const Tensor x = call.tensor();
-    rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
+    rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     const bool keepdim = call.flag();
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
-    int64_t shape[Tensor::MOST_DIMS];
+    int64_t shape[Tensor::MAX_DIMS];
     int dims = 0;
-    for (int d = 0; d < x.dims(); d++) { /* a dim out of range drops nothing, and the library refuses it */
+    for (int d = 0; d < x.dims(); d++) { /* an out-of-range dim removes nothing; the library refuses it */
         const bool reduced = d == (args.dim < 0 ? args.dim + x.dims() : args.dim);
         if (!reduced || keepdim)
             shape[dims++] = reduced ? 1 : x.shape()[d];
@@ -89,12 +91,12 @@ void logsumexp(Call &call) {
     args.x = x.dl();
     args.lse = lse.dl();
     run("logsumexp", call, rafter_logsumexp_forward, args);
-    call.give(lse);
+    call.return_tensors(lse);
 }
 
 void logsumexp_backward(Call &call) {
     const Tensor dlse = call.tensor(), x = call.tensor(), lse = call.tensor();
-    rafter_logsumexp_args args = blank<rafter_logsumexp_args>();
+    rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
     args.dim = static_cast<int32_t>(call.integer());
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
     Tensor dx = x.empty_like();
@@ -103,25 +105,26 @@ void logsumexp_backward(Call &call) {
     args.dlse = dlse.dl();
     args.dx = dx.dl();
     run("logsumexp", call, rafter_logsumexp_backward, args);
-    call.give(dx);
+    call.return_tensors(dx);
 }
 
-/* ---- what the two losses share --------------------------------------------------------------- */
+/* ---- shared by the two losses ---------------------------------------------------------------- */
 
-/* Last in every schema, with defaults: reading an argument from Python costs time, filling in a default hardly any. */
-#define OPTIONS                                                                                                        \
+/* Last in every schema, in the order of LossOptions (_options.py). They have defaults because
+ * converting an argument from Python takes time, and filling in a default takes almost none. */
+#define LOSS_OPTIONS                                                                                                   \
     "Tensor? weight=None, Tensor? row_weight=None, Tensor? denominator=None, int ignore_index=-100, int reduction=0, " \
     "bool zero_if_all_ignored=False, float label_smoothing=0., float z_loss=0., float softcap=0., float "              \
     "logit_scale=0."
 
-struct Options {
+struct LossOptions {
     Tensor weight, row_weight, denominator;
     int64_t ignore_index;
     rafter_loss_options c;
 
-    explicit Options(Call &call)
+    explicit LossOptions(Call &call)
         : weight(call.optional_tensor()), row_weight(call.optional_tensor()), denominator(call.optional_tensor()),
-          ignore_index(call.integer()), c(blank<rafter_loss_options>()) {
+          ignore_index(call.integer()), c(default_args<rafter_loss_options>()) {
         c.ignore_index = &ignore_index;
         c.reduction = static_cast<rafter_reduction>(call.integer());
         c.zero_if_all_ignored = call.flag();
@@ -135,15 +138,16 @@ struct Options {
     }
 };
 
-/* Bits of `which`, in the order of the results. */
+/* Bits of `which`, in the order of the results. _options.py has the same. */
 enum { ROW_LOSS = 1, LOGPROB = 2, ENTROPY = 4, ARGMAX = 8 };
 
-/* The results of a loss: loss and lse always, the others when a call has them in its schema. */
+/* The results of a loss: always loss and lse; the others only with `stats`, for schemas that have
+ * them. */
 struct Outputs {
     Tensor loss, lse, row_loss, logprob, entropy, argmax;
 
     template <class Args>
-    Outputs(Args &args, const Tensor &target, const Options &options, rafter::Device device, bool stats,
+    Outputs(Args &args, const Tensor &target, const LossOptions &options, rafter::Device device, bool stats,
             int64_t which) {
         const int dims = options.c.reduction == RAFTER_NONE ? target.dims() : 0;
         const auto row = [&](rafter_dtype dtype, bool wanted) {
@@ -171,23 +175,23 @@ struct Outputs {
 template <bool stats> void cross_entropy(Call &call) {
     const Tensor logits = call.tensor(), target = call.tensor();
     const int64_t which = stats ? call.integer() : 0;
-    const Options options(call);
-    rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
+    const LossOptions options(call);
+    rafter_cross_entropy_args args = default_args<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
     Outputs out(args, target, options, call.device(), stats, which);
     run("cross_entropy", call, rafter_cross_entropy_forward, args);
     if constexpr (stats)
-        call.give(out.loss, out.lse, out.row_loss, out.logprob, out.entropy, out.argmax);
+        call.return_tensors(out.loss, out.lse, out.row_loss, out.logprob, out.entropy, out.argmax);
     else
-        call.give(out.loss, out.lse);
+        call.return_tensors(out.loss, out.lse);
 }
 
 template <bool in_place> void cross_entropy_backward(Call &call) {
     const Tensor dloss = call.tensor(), logits = call.tensor(), target = call.tensor(), lse = call.tensor();
-    const Options options(call);
-    rafter_cross_entropy_args args = blank<rafter_cross_entropy_args>();
+    const LossOptions options(call);
+    rafter_cross_entropy_args args = default_args<rafter_cross_entropy_args>();
     args.options = &options.c;
     args.logits = logits.dl();
     args.target = target.dl();
@@ -197,16 +201,16 @@ template <bool in_place> void cross_entropy_backward(Call &call) {
     args.dlogits = in_place ? logits.dl() : dlogits.dl();
     run("cross_entropy", call, rafter_cross_entropy_backward, args);
     if constexpr (!in_place)
-        call.give(dlogits);
+        call.return_tensors(dlogits);
 }
 
 /* ---- linear_cross_entropy -------------------------------------------------------------------- */
 
-#define LINEAR "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
+#define LINEAR_INPUTS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
 #define GRADIENTS "Tensor dinput, Tensor dweight, Tensor dbias"
-#define CHOICES "int lce_mode=0, int accumulate=0, int budget=0"
+#define LINEAR_OPTIONS "int lce_mode=0, int accumulate=0, int budget=0"
 
-/* Bits of `grads`, in the order of the results. */
+/* Bits of `grads`, in the order of the results. _options.py has the same. */
 enum { DX = 1, DWEIGHT = 2, DBIAS = 4 };
 
 struct LinearInputs {
@@ -217,8 +221,8 @@ struct LinearInputs {
     }
 };
 
-rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in, const Options &options) {
-    rafter_linear_cross_entropy_args args = blank<rafter_linear_cross_entropy_args>();
+rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in, const LossOptions &options) {
+    rafter_linear_cross_entropy_args args = default_args<rafter_linear_cross_entropy_args>();
     args.options = &options.c;
     args.x = in.x.dl();
     args.weight = in.weight.dl();
@@ -235,7 +239,7 @@ struct LinearGradients {
 
     LinearGradients(rafter_linear_cross_entropy_args &args, const LinearInputs &in, int64_t grads)
         : dx(in.x.empty_like(grads & DX)), dweight(in.weight.empty_like(grads & DWEIGHT)),
-          dbias(in.bias.has() ? in.bias.empty_like(grads & DBIAS) : in.x.empty_like(false)) {
+          dbias(in.bias.present() ? in.bias.empty_like(grads & DBIAS) : in.x.empty_like(false)) {
         args.dx = dx.dl();
         args.dweight = dweight.dl();
         args.dbias = dbias.dl();
@@ -245,16 +249,16 @@ struct LinearGradients {
 template <bool stats> void linear_cross_entropy(Call &call) {
     const LinearInputs in(call);
     const int64_t grads = call.integer(), which = stats ? call.integer() : 0;
-    const Options options(call);
+    const LossOptions options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
     Outputs out(args, in.target, options, call.device(), stats, which);
     LinearGradients gradients(args, in, grads);
     run("linear_cross_entropy", call, rafter_linear_cross_entropy_forward, args);
     if constexpr (stats)
-        call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias, out.row_loss, out.logprob,
-                  out.entropy, out.argmax);
+        call.return_tensors(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias, out.row_loss,
+                            out.logprob, out.entropy, out.argmax);
     else
-        call.give(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias);
+        call.return_tensors(out.loss, out.lse, gradients.dx, gradients.dweight, gradients.dbias);
 }
 
 template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
@@ -263,7 +267,7 @@ template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
     const Tensor lse = call.tensor();
     const Tensor main_grad = into_main_grad ? call.tensor() : Tensor();
     const int64_t grads = call.integer();
-    const Options options(call);
+    const LossOptions options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
     LinearGradients gradients(args, in, into_main_grad ? grads & ~DWEIGHT : grads);
     args.dloss = dloss.dl();
@@ -274,21 +278,21 @@ template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
     }
     run("linear_cross_entropy", call, rafter_linear_cross_entropy_backward, args);
     if constexpr (into_main_grad)
-        call.give(gradients.dx, gradients.dbias);
+        call.return_tensors(gradients.dx, gradients.dbias);
     else
-        call.give(gradients.dx, gradients.dweight, gradients.dbias);
+        call.return_tensors(gradients.dx, gradients.dweight, gradients.dbias);
 }
 
-/* Per-row log-probability and entropy: linear_cross_entropy without a reduction, for the statistics alone. */
+/* Per-row log-probability and entropy: the statistics of linear_cross_entropy, without the loss. */
 void linear_logprobs(Call &call) {
     const LinearInputs in(call);
     const bool wants_entropy = call.flag();
-    const Options options(call);
+    const LossOptions options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
     Outputs out(args, in.target, options, call.device(), true, LOGPROB | (wants_entropy ? ENTROPY : 0));
     args.loss = nullptr;
     run("linear_logprobs", call, rafter_linear_cross_entropy_forward, args);
-    call.give(out.logprob, out.entropy, out.lse);
+    call.return_tensors(out.logprob, out.entropy, out.lse);
 }
 
 /* ---- lrpe_cosine ----------------------------------------------------------------------------- */
@@ -296,13 +300,13 @@ void linear_logprobs(Call &call) {
 #define LRPE                                                                                                           \
     "Tensor x, Tensor theta, Tensor? positions=None, int offset=0, int act=0, int softmax_over=0, int algorithm=0"
 
-struct Lrpe {
+struct LrpeCall {
     Tensor x, theta, positions;
     rafter_lrpe_cosine_args c;
 
-    explicit Lrpe(Call &call)
+    explicit LrpeCall(Call &call)
         : x(call.tensor()), theta(call.tensor()), positions(call.optional_tensor()),
-          c(blank<rafter_lrpe_cosine_args>()) {
+          c(default_args<rafter_lrpe_cosine_args>()) {
         c.offset = call.integer();
         c.act = static_cast<rafter_act_kind>(call.integer());
         c.softmax_over = static_cast<rafter_softmax_over>(call.integer());
@@ -314,78 +318,86 @@ struct Lrpe {
 };
 
 void lrpe_cosine(Call &call) {
-    Lrpe lrpe(call);
-    int64_t shape[Tensor::MOST_DIMS];
+    LrpeCall lrpe(call);
+    int64_t shape[Tensor::MAX_DIMS];
     for (int d = 0; d < lrpe.x.dims(); d++)
         shape[d] = lrpe.x.shape()[d] * (d + 1 == lrpe.x.dims() ? 2 : 1);
     Tensor y = Tensor::empty(shape, lrpe.x.dims(), lrpe.x.dtype(), call.device());
     lrpe.c.y = y.dl();
     run("lrpe_cosine", call, rafter_lrpe_cosine_forward, lrpe.c);
-    call.give(y);
+    call.return_tensors(y);
 }
 
 void lrpe_cosine_backward(Call &call) {
     const Tensor dy = call.tensor();
     const bool wants_dtheta = call.flag();
-    Lrpe lrpe(call);
+    LrpeCall lrpe(call);
     Tensor dx = lrpe.x.empty_like(), dtheta = lrpe.theta.empty_like(wants_dtheta);
     lrpe.c.dy = dy.dl();
     lrpe.c.dx = dx.dl();
     lrpe.c.dtheta = dtheta.dl();
     run("lrpe_cosine", call, rafter_lrpe_cosine_backward, lrpe.c);
-    call.give(dx, dtheta);
+    call.return_tensors(dx, dtheta);
 }
 
-/* ---- what runs here: lines of "name value" --------------------------------------------------- */
+/* ---- info and registration ------------------------------------------------------------------- */
+
+/* Lines of "name value": version, CPU features, threads, and the kernel variant of each op. */
 
 void info(StableIValue *stack, uint64_t, uint64_t) {
     const rafter::Device cpu = {aoti_torch_device_type_cpu(), 0};
     Session run("info", cpu);
     std::string text = std::string("version ") + rafter_version() + "\ncpu " + rafter_cpu_features() + "\nthreads " +
                        std::to_string(rafter_context_threads(run)) + "\n";
-    const char *op, *variant;
-    for (int i = 0; rafter_describe_op(run, i, &op, &variant); i++)
-        text += std::string("kernels:") + op + " " + variant + "\n";
+    const char *op, *variant, *reason;
+    for (int i = 0; (op = rafter_op_name(i)); i++)
+        for (int v = 0; rafter_describe_variant(run, op, v, &variant, &reason); v++)
+            if (!reason) { /* the first one that this CPU runs */
+                text += std::string("kernels:") + op + " " + variant + "\n";
+                break;
+            }
     stack[0] = torch::stable::detail::from(text);
 }
 
-struct Registered {
+struct OpEntry {
     const char *name, *schema;
     Kernel *kernel;
 };
 
-const Registered ops[] = {
+const OpEntry ops[] = {
     {"act", "(Tensor x, int kind, int dim=0) -> Tensor", kernel<act>},
     {"act_backward", "(Tensor dy, Tensor saved, int kind, int dim=0) -> Tensor", kernel<act_backward>},
     {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", kernel<logsumexp>},
     {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
      kernel<logsumexp_backward>},
-    {"cross_entropy", "(Tensor input, Tensor target, " OPTIONS ") -> (Tensor loss, Tensor lse)",
+    {"cross_entropy", "(Tensor input, Tensor target, " LOSS_OPTIONS ") -> (Tensor loss, Tensor lse)",
      kernel<cross_entropy<false>>},
     {"cross_entropy_stats",
-     "(Tensor input, Tensor target, int which, " OPTIONS ") -> (Tensor loss, Tensor lse, Tensor row_loss, "
+     "(Tensor input, Tensor target, int which, " LOSS_OPTIONS ") -> (Tensor loss, Tensor lse, Tensor row_loss, "
      "Tensor logprob, Tensor entropy, Tensor argmax)",
      kernel<cross_entropy<true>>},
-    {"cross_entropy_backward", "(Tensor dloss, Tensor input, Tensor target, Tensor lse, " OPTIONS ") -> Tensor",
+    {"cross_entropy_backward", "(Tensor dloss, Tensor input, Tensor target, Tensor lse, " LOSS_OPTIONS ") -> Tensor",
      kernel<cross_entropy_backward<false>>},
-    {"cross_entropy_backward_", "(Tensor dloss, Tensor(a!) input, Tensor target, Tensor lse, " OPTIONS ") -> ()",
+    {"cross_entropy_backward_", "(Tensor dloss, Tensor(a!) input, Tensor target, Tensor lse, " LOSS_OPTIONS ") -> ()",
      kernel<cross_entropy_backward<true>>},
     {"linear_cross_entropy",
-     "(" LINEAR ", int grads, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS ")",
+     "(" LINEAR_INPUTS ", int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS ") -> (Tensor loss, Tensor lse, " GRADIENTS ")",
      kernel<linear_cross_entropy<false>>},
     {"linear_cross_entropy_stats",
-     "(" LINEAR ", int grads, int which, " OPTIONS ", " CHOICES ") -> (Tensor loss, Tensor lse, " GRADIENTS
-     ", Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
+     "(" LINEAR_INPUTS ", int grads, int which, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> (Tensor loss, Tensor lse, " GRADIENTS ", Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
      kernel<linear_cross_entropy<true>>},
     {"linear_cross_entropy_backward",
-     "(Tensor dloss, " LINEAR ", Tensor lse, int grads, " OPTIONS ", " CHOICES ") -> (" GRADIENTS ")",
+     "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS ") -> (" GRADIENTS
+     ")",
      kernel<linear_cross_entropy_backward<false>>},
     {"linear_cross_entropy_backward_main_grad",
-     "(Tensor dloss, " LINEAR ", Tensor lse, Tensor(a!) main_grad, int grads, " OPTIONS ", " CHOICES
+     "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, Tensor(a!) main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> (Tensor dinput, Tensor dbias)",
      kernel<linear_cross_entropy_backward<true>>},
     {"linear_logprobs",
-     "(" LINEAR ", bool wants_entropy, " OPTIONS ", " CHOICES ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
+     "(" LINEAR_INPUTS ", bool wants_entropy, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
      kernel<linear_logprobs>},
     {"lrpe_cosine", "(" LRPE ") -> Tensor", kernel<lrpe_cosine>},
     {"lrpe_cosine_backward", "(Tensor dy, bool wants_dtheta, " LRPE ") -> (Tensor dx, Tensor dtheta)",
@@ -393,7 +405,7 @@ const Registered ops[] = {
 };
 
 void implement(torch::stable::detail::StableLibrary &library) {
-    for (const Registered &op : ops) {
+    for (const OpEntry &op : ops) {
         library.impl(op.name, op.kernel);
         library.impl((std::string("_") + op.name).c_str(), op.kernel);
     }
@@ -402,7 +414,7 @@ void implement(torch::stable::detail::StableLibrary &library) {
 } // namespace
 
 STABLE_TORCH_LIBRARY(rafter, library) {
-    for (const Registered &op : ops) {
+    for (const OpEntry &op : ops) {
         library.def((std::string(op.name) + op.schema).c_str());
         library.def((std::string("_") + op.name + op.schema).c_str());
     }

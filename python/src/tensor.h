@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * PyTorch tensors as DLTensors, and the boxed calling convention of the LibTorch stable ABI. Everything goes through
- * the C shim (aoti_torch_*, torch_*), so one binary serves PyTorch 2.10 and later. torch::stable::Tensor would do too;
- * it costs a shared_ptr per argument and a trip through the dispatcher per output, which is what a small call is made
- * of.
+ * PyTorch tensors as DLTensors, and the boxed calling convention of the LibTorch stable ABI.
+ * Everything goes through the C shim (aoti_torch_*, torch_*), so one binary serves PyTorch 2.10 and
+ * later. torch::stable::Tensor would work too, but costs a shared_ptr per argument and a dispatcher
+ * call per output; in a small call these dominate.
  */
 #ifndef RAFTER_PYTHON_TENSOR_H
 #define RAFTER_PYTHON_TENSOR_H
@@ -21,14 +21,14 @@
 
 namespace rafter {
 
-/* Throws what PyTorch turns into a RuntimeError. */
+/* PyTorch turns the exception into a RuntimeError. */
 inline void check_shim(AOTITorchError error, const char *what) {
     if (error != AOTI_TORCH_SUCCESS)
         throw std::runtime_error(std::string("rafter: PyTorch failed in ") + what);
 }
 
 struct Device {
-    int32_t type, index; /* as the shim counts them */
+    int32_t type, index; /* the shim's numbers */
     bool cuda() const {
         return type == aoti_torch_device_type_cuda();
     }
@@ -40,7 +40,7 @@ struct Device {
     }
 };
 
-/* PyTorch's number of each of Rafter's dtypes, in the order of rafter_dtype. */
+/* PyTorch's number for a dtype of Rafter; the table is in the order of rafter_dtype. */
 inline int32_t torch_dtype(rafter_dtype dtype) {
     static const int32_t numbers[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_bfloat16(),
                                       aoti_torch_dtype_float16(), aoti_torch_dtype_int32(),
@@ -48,7 +48,8 @@ inline int32_t torch_dtype(rafter_dtype dtype) {
     return numbers[dtype];
 }
 
-/* For any other dtype: one that no op takes, so that the library refuses it by name. */
+/* Any other dtype becomes one that no op supports, so that the library refuses it with its own
+ * message. */
 inline DLDataType dl_dtype(int32_t number) {
     if (number == torch_dtype(RAFTER_F32))
         return {kDLFloat, 32, 1};
@@ -65,10 +66,10 @@ inline DLDataType dl_dtype(int32_t number) {
     return {0xff, static_cast<uint8_t>(8 * aoti_torch_dtype_element_size(number)), 1};
 }
 
-/* Owns a tensor, or nothing. */
+/* Owns a tensor, or is empty. */
 class Tensor {
   public:
-    enum { MOST_DIMS = 64 }; /* as many as PyTorch has */
+    enum { MAX_DIMS = 64 }; /* PyTorch's limit */
 
     Tensor() = default;
     explicit Tensor(AtenTensorHandle handle) : handle_(handle) {
@@ -98,34 +99,34 @@ class Tensor {
             aoti_torch_delete_tensor_object(handle_);
     }
 
-    /* A compact new tensor. One that is not wanted has no elements, and its dl() is NULL: an op's schema has a fixed
-     * number of results. */
+    /* A new contiguous tensor. A schema has a fixed number of results, so a result that is not
+     * wanted is a tensor without elements, and its dl() is NULL. */
     static Tensor empty(const int64_t *shape, int dims, int32_t dtype, Device device, bool wanted = true) {
-        int64_t strides[MOST_DIMS], none = 0;
+        int64_t strides[MAX_DIMS], zero = 0;
         if (!wanted)
-            shape = &none, dims = 1;
-        int64_t step = 1;
+            shape = &zero, dims = 1;
+        int64_t stride = 1;
         for (int d = dims - 1; d >= 0; d--) {
-            strides[d] = step;
-            step *= shape[d] > 1 ? shape[d] : 1;
+            strides[d] = stride;
+            stride *= shape[d] > 1 ? shape[d] : 1;
         }
         AtenTensorHandle handle = nullptr;
         check_shim(aoti_torch_empty_strided(dims, shape, strides, dtype, device.type, device.index, &handle), "empty");
-        Tensor made(handle);
-        made.wanted_ = wanted;
-        return made;
+        Tensor tensor(handle);
+        tensor.wanted_ = wanted;
+        return tensor;
     }
 
-    /* A new tensor of this one's shape, laid out as torch.empty_like lays it out. */
+    /* A new tensor with this one's shape and the strides that torch.empty_like would give it. */
     Tensor empty_like(bool wanted = true) const {
-        if (!wanted || compact())
+        if (!wanted || contiguous())
             return empty(dl_.shape, dl_.ndim, dtype_, device_, wanted);
-        StableIValue stack[6] = {torch::stable::detail::from(share())}; /* and five options: None */
+        StableIValue stack[6] = {torch::stable::detail::from(new_handle())}; /* others: None */
         check_shim(torch_call_dispatcher("aten::empty_like", "", stack, TORCH_ABI_VERSION), "empty_like");
         return Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
     }
 
-    bool has() const {
+    bool present() const {
         return handle_ != nullptr;
     }
     const DLTensor *dl() const {
@@ -148,16 +149,16 @@ class Tensor {
     }
 
   private:
-    bool compact() const {
-        int64_t step = 1;
+    bool contiguous() const {
+        int64_t stride = 1;
         for (int d = dl_.ndim - 1; d >= 0; d--) {
-            if (dl_.shape[d] != 1 && dl_.strides[d] != step)
+            if (dl_.shape[d] != 1 && dl_.strides[d] != stride)
                 return false;
-            step *= dl_.shape[d];
+            stride *= dl_.shape[d];
         }
         return true;
     }
-    AtenTensorHandle share() const {
+    AtenTensorHandle new_handle() const {
         AtenTensorHandle copy = nullptr;
         check_shim(aoti_torch_new_tensor_handle(handle_, &copy), "new_tensor_handle");
         return copy;
@@ -170,7 +171,8 @@ class Tensor {
     bool wanted_ = true;
 };
 
-/* One boxed call: takes the arguments in the order of the schema, all of them, then puts the results in their place. */
+/* One boxed call. It owns the arguments on the stack: take all of them, in the order of the schema,
+ * then return the results, which replace them. */
 class Call {
   public:
     explicit Call(StableIValue *stack) : stack_(stack) {
@@ -193,16 +195,17 @@ class Call {
         return take<bool>();
     }
 
-    /* Where the first tensor is. Throws if another one is elsewhere; not earlier, so that all arguments are owned. */
+    /* The device of the first tensor. Throws if another tensor is on a different one. Taking an
+     * argument does not throw that: the arguments left on the stack would leak. */
     Device device() const {
-        if (!stray_.empty())
-            throw std::runtime_error(stray_);
+        if (!device_error_.empty())
+            throw std::runtime_error(device_error_);
         return device_;
     }
 
-    template <class... Results> void give(Results &&...results) {
-        int at = 0;
-        ((stack_[at++] = torch::stable::detail::from(results.release())), ...);
+    template <class... Results> void return_tensors(Results &&...results) {
+        int i = 0;
+        ((stack_[i++] = torch::stable::detail::from(results.release())), ...);
     }
 
   private:
@@ -210,19 +213,19 @@ class Call {
         return torch::stable::detail::to<T>(stack_[taken_++]);
     }
     Tensor same_device(Tensor tensor) {
-        if (!placed_)
-            device_ = tensor.device(), placed_ = true;
+        if (!has_device_)
+            device_ = tensor.device(), has_device_ = true;
         else if (!(tensor.device() == device_))
-            stray_ = "rafter: argument " + std::to_string(taken_) + " is on " + tensor.device().name() +
-                     ", wanted the first tensor's device, " + device_.name();
+            device_error_ = "rafter: argument " + std::to_string(taken_) + " is on " + tensor.device().name() +
+                            ", wanted the first tensor's device, " + device_.name();
         return tensor;
     }
 
     StableIValue *stack_;
     int taken_ = 0;
-    bool placed_ = false;
+    bool has_device_ = false;
     Device device_ = {};
-    std::string stray_;
+    std::string device_error_;
 };
 
 } // namespace rafter

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 
 #include "core/backend.h"
+#include "core/variants.h"
 
 #define STRING_(x) #x
 #define STRING(x) STRING_(x)
@@ -33,17 +34,18 @@ const char *rafter_status_name(rafter_status status) {
 
 enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT, HUGE_PAGE = 2 << 20 };
 
-/* Bytes to ask for. Large blocks are whole pages of the large kind. */
-static size_t rounded(size_t bytes) {
+/* The size to allocate: a multiple of the alignment, for large blocks of the huge page. 0 if it overflows. */
+static size_t block_size(size_t bytes) {
     const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
     return bytes > SIZE_MAX - alignment ? 0 : (bytes + alignment - 1) / alignment * alignment;
 }
 
-/* A large block that a call gives back stays with the context for the next ones that it is large enough for, which is
- * the rule where shapes repeat: fresh pages can take more than half of the time of linear_cross_entropy. */
+/* The context keeps the last large block that a call released. Training repeats its shapes, so the
+ * next call usually fits into it; faulting in fresh pages can take over half of the time of
+ * linear_cross_entropy. */
 static void *default_allocate(void *user, size_t bytes) {
     rafter_context *const context = user;
-    const size_t size = rounded(bytes);
+    const size_t size = block_size(bytes);
     void *memory = context->spare;
     if (memory && size >= 2 * HUGE_PAGE && size <= context->spare_bytes) {
         context->lent = memory;
@@ -59,26 +61,26 @@ static void *default_allocate(void *user, size_t bytes) {
     memory = aligned_alloc(HUGE_PAGE, size);
 #if defined(MADV_HUGEPAGE)
     if (memory)
-        madvise(memory, size, MADV_HUGEPAGE); /* a wish: faults are costly */
+        madvise(memory, size, MADV_HUGEPAGE); /* only a hint: fewer page faults */
 #endif
     return memory;
 }
 
 static void default_release(void *user, void *memory, size_t bytes) {
     rafter_context *const context = user;
-    const size_t size = rounded(bytes);
+    const size_t size = block_size(bytes);
     if (size < 2 * HUGE_PAGE || context->spare) {
         free(memory);
         return;
     }
-    if (memory != context->lent) /* else spare_bytes is its size still, and may be more than was asked for */
+    if (memory != context->lent) /* a lent block keeps spare_bytes, which may be more than this call used */
         context->spare_bytes = size;
     context->lent = NULL;
     context->spare = memory;
 }
 
-/* Loads librafter_cuda (from beside this library, or wherever the loader looks) and lets it adopt the context. It stays
- * loaded: the CUDA runtime does not survive being unloaded. */
+/* Loads librafter_cuda, which the loader finds beside this library or in its search path, and opens the
+ * device. The library is never unloaded: the CUDA runtime does not survive that. */
 static rafter_status open_device(rafter_context *context) {
     const rafter_status no = RAFTER_UNSUPPORTED;
     if (context->device.device_type != kDLCUDA)
@@ -119,7 +121,7 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     context->allocate = o.allocate;
     context->release = o.release;
     context->user = o.user;
-    if (!o.allocate && context->device.device_type == kDLCPU) { /* another device brings its own */
+    if (!o.allocate && context->device.device_type == kDLCPU) { /* the CUDA backend sets its own */
         context->allocate = default_allocate;
         context->release = default_release;
         context->user = context;
@@ -128,14 +130,13 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     const char *variant = getenv("RAFTER_VARIANT");
     if (!variant || !*variant)
         variant = o.variant;
-    context->isa = variant ? rafter_isa_named(variant) : rafter_cpu_isa();
-    if (context->isa > rafter_cpu_isa()) /* unknown names are past the last level */
+    if (!rafter_allow_variant(context, variant && *variant ? variant : NULL))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "variant is '%s', wanted one that this machine can run",
                            variant);
     return context->device.device_type == kDLCPU ? RAFTER_OK : open_device(context);
 }
 
-/* The sentence of the thread's last context that could not be made. */
+/* Why this thread's last rafter_context_create failed. */
 static _Thread_local char creation_error[sizeof((rafter_context *)NULL)->error];
 
 rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options) {

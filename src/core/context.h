@@ -16,24 +16,36 @@ extern "C" {
 struct rafter_cuda;
 struct rafter_cuda_state;
 
+/* A variant that the last call considered, and why it was passed over. */
+enum { RAFTER_MOST_CONSIDERED = 16 };
+struct rafter_considered {
+    const char *variant, *reason; /* reason: NULL for the variant that was taken */
+};
+
 struct rafter_context {
     DLDevice device;
     const struct rafter_cuda *cuda;       /* NULL on the CPU */
     struct rafter_cuda_state *cuda_state; /* the backend's own */
     void *stream;
     int threads;
-    enum rafter_isa isa; /* kernels above this level are not used */
+    enum rafter_isa isa;    /* CPU kernels above this level are not used */
+    const char *forced;     /* the CUDA variant to use in ops that have it; NULL: none */
+    int compute_capability; /* of a CUDA device: 90 for 9.0 */
+    struct rafter_considered considered[RAFTER_MOST_CONSIDERED]; /* by the last call */
+    int considered_count;
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
-    size_t held, peak;  /* scratch bytes, now and at most */
-    void *spare, *lent; /* the CPU's own allocator: a large block for the next call that it is enough for; out at one */
+    size_t held, peak; /* scratch bytes: now, and the most since the last reset */
+    /* The default CPU allocator keeps one large block for later calls: `spare` while no call uses it,
+     * `lent` while one does. */
+    void *spare, *lent;
     size_t spare_bytes;
-    bool allow_self_overlap; /* bench only: outputs with stride 0, so that a whole op runs on data that stays in L1 */
+    bool allow_self_overlap; /* bench only: outputs with stride 0, so that all data of an op stays in L1 */
     char error[512];
 };
 
-/* Records the sentence and returns the status, so that a check reads `return rafter_fail(...)`. */
+/* Records the message and returns the status, so that a check reads `return rafter_fail(...)`. */
 rafter_status rafter_fail(rafter_context *context, rafter_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
@@ -45,9 +57,9 @@ rafter_status rafter_fail(rafter_context *context, rafter_status status, const c
             return status_;                                                                                            \
     } while (0)
 
-/* Copies a caller's struct (whose first member is its size) into `copy`, of the size that this library knows: what an
- * older caller lacks is zero; what a newer caller has beyond it must be zero. Clears the last error. `name` is the
- * struct's. */
+/* Copies a caller's struct, whose first member is its size, into `copy`, which has the size that this
+ * library knows. Members that an older caller lacks become zero; members that only a newer caller has must
+ * be zero. Clears the last error. `name`: of the struct, for messages. */
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size);
 
 enum { RAFTER_SCRATCH_ALIGNMENT = 64 };
@@ -56,10 +68,10 @@ enum { RAFTER_SCRATCH_ALIGNMENT = 64 };
 struct rafter_scratch {
     char *memory;
     size_t bytes;
-    void *owned; /* what the allocator gave, NULL when the caller's workspace serves */
+    void *owned; /* from the allocator; NULL if the caller's workspace is used */
 };
 
-/* The size to report from rafter_<op>_workspace() for `bytes` of scratch: room to align is included. */
+/* The size to report from rafter_<op>_workspace() for `bytes` of scratch: includes room to align. */
 size_t rafter_scratch_request(size_t bytes);
 
 /* Takes `bytes` from the caller's workspace if there is one, else from the allocator. Zero bytes succeed with no

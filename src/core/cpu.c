@@ -15,7 +15,7 @@ static enum rafter_isa found_isa;
 static char found_features[256];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Linux hands out the 8 KiB of tile state only to processes that ask (arch_prctl(2)). */
+/* Linux grants the 8 KiB of tile state only to processes that ask for it (arch_prctl(2)). */
 static bool amx_granted(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
@@ -76,7 +76,7 @@ const char *rafter_cpu_features(void) {
     return found_features;
 }
 
-/* The kernel's word first: in virtual machines on AMD glibc makes ten times too much of it. */
+/* Asks Linux first: on AMD virtual machines glibc reports ten times too much. */
 static int64_t last_level_cache(void) {
     long kibibytes = 0;
     FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Apart from the rest of the context because the CUDA backend, a library of its own, carries a copy. */
+/* In a file of its own because librafter_cuda carries a copy of it. */
 #include "core/context.h"
 
 #include <stdarg.h>

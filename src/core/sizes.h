@@ -1,24 +1,38 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arithmetic of sizes, for cutting work. */
+/* Integer helpers for sizes. CUDA code has min and max from CUDA itself, and takes the rest from here. */
 #ifndef RAFTER_CORE_SIZES_H
 #define RAFTER_CORE_SIZES_H
 
 #include <stdint.h>
 
-static inline int64_t at_least(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
+#ifdef __CUDACC__
 
-static inline int64_t at_most(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static inline int64_t ceil_div(int64_t a, int64_t b) {
+template <typename A> __host__ __device__ constexpr A ceil_div(A a, A b) {
     return (a + b - 1) / b;
 }
 
-static inline int64_t round_up(int64_t a, int64_t multiple) {
+template <typename A> __host__ __device__ constexpr A round_up(A a, A multiple) {
     return ceil_div(a, multiple) * multiple;
 }
+
+#else
+
+static inline __attribute__((always_inline)) int64_t min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline __attribute__((always_inline)) int64_t max64(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+static inline __attribute__((always_inline)) int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+static inline __attribute__((always_inline)) int64_t round_up(int64_t a, int64_t multiple) {
+    return ceil_div(a, multiple) * multiple;
+}
+
+#endif
 
 #endif

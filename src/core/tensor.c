@@ -42,7 +42,7 @@ static struct text shape_text(int ndim, const int64_t *shape) {
     return text;
 }
 
-/* A dtype that is none of the library's. */
+/* A dtype that the library does not have. */
 static struct text foreign_text(DLDataType dtype) {
     static const char *const kinds[] = {[kDLInt] = "int", [kDLUInt] = "uint", [kDLFloat] = "fp"};
     struct text text = {""};
@@ -134,11 +134,46 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
     return RAFTER_OK;
 }
 
-static int64_t span_of(const rafter_view *view) {
+int64_t rafter_span_bytes(const rafter_view *view) {
+    if (view->numel == 0)
+        return 0;
     int64_t last = 0;
     for (int d = 0; d < view->ndim; d++)
         last += (view->shape[d] - 1) * view->stride[d];
-    return last + 1;
+    return (last + 1) * rafter_dtype_bytes(view->dtype);
+}
+
+static void swap_dims(rafter_view *const views[], int count, int a, int b) {
+    for (int v = 0; v < count; v++) {
+        rafter_view *const view = views[v];
+        const int64_t shape = view->shape[a], stride = view->stride[a];
+        view->shape[a] = view->shape[b];
+        view->stride[a] = view->stride[b];
+        view->shape[b] = shape;
+        view->stride[b] = stride;
+    }
+}
+
+void rafter_move_dim_last(rafter_view *const views[], int count, int dim) {
+    for (int d = dim; d + 1 < views[0]->ndim; d++)
+        swap_dims(views, count, d, d + 1);
+}
+
+/* Whether a dimension of stride a belongs outside one of stride b. */
+static bool is_outside(int64_t a, int64_t b) {
+    return b != 0 && (a == 0 || a > b);
+}
+
+void rafter_order_by_stride(rafter_view *const views[], int count, const rafter_view *leader, int dims) {
+    int64_t stride[RAFTER_VIEW_DIMS];
+    memcpy(stride, leader->stride, sizeof stride);
+    for (int placed = 1; placed < dims; placed++)
+        for (int d = placed; d > 0 && is_outside(stride[d], stride[d - 1]); d--) {
+            const int64_t outer = stride[d];
+            stride[d] = stride[d - 1];
+            stride[d - 1] = outer;
+            swap_dims(views, count, d - 1, d);
+        }
 }
 
 rafter_status rafter_take_output(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
@@ -146,7 +181,7 @@ rafter_status rafter_take_output(rafter_context *context, const char *name, cons
     RAFTER_TRY(rafter_take_tensor(context, name, tensor, dtypes, view));
     if (view->numel == 0 || context->allow_self_overlap)
         return RAFTER_OK;
-    /* From the smallest stride up, each must step over everything that the smaller ones reach. */
+    /* From the smallest stride up, each stride must step over everything that the smaller ones reach. */
     bool used[RAFTER_MAX_DIMS] = {false};
     for (int64_t reach = 1;;) {
         int next = -1;
@@ -177,7 +212,7 @@ rafter_status rafter_want_same_shape(rafter_context *context, const char *name, 
                                      const char *other_name, const rafter_view *other) {
     if (view->ndim == other->ndim && memcmp(view->shape, other->shape, (size_t)view->ndim * sizeof *view->shape) == 0)
         return RAFTER_OK;
-    return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has shape %s, wanted that of %s, %s", name,
+    return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has shape %s, wanted the shape of %s, %s", name,
                        shape_text(view->ndim, view->shape).s, other_name, shape_text(other->ndim, other->shape).s);
 }
 
@@ -185,7 +220,7 @@ rafter_status rafter_want_same_dtype(rafter_context *context, const char *name, 
                                      const char *other_name, const rafter_view *other) {
     if (view->dtype == other->dtype)
         return RAFTER_OK;
-    return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has dtype %s, wanted that of %s, %s", name,
+    return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s has dtype %s, wanted the dtype of %s, %s", name,
                        rafter_dtype_name(view->dtype), other_name, rafter_dtype_name(other->dtype));
 }
 
@@ -198,8 +233,7 @@ bool rafter_same_memory(const rafter_view *a, const rafter_view *b) {
     return true;
 }
 
-/* A view as rows of equally spaced bytes: `width` bytes used out of every `pitch`. False where it is not of that form.
- */
+/* A view as equally spaced rows: `width` bytes used out of every `pitch`. False if it has another form. */
 static bool as_rows(const rafter_view *view, int64_t *pitch, int64_t *width) {
     rafter_view copy = *view;
     rafter_view *const views[] = {&copy};
@@ -217,8 +251,8 @@ rafter_status rafter_want_disjoint(rafter_context *context, const char *output_n
     if (output->numel == 0 || other->numel == 0)
         return RAFTER_OK;
     const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)other->data;
-    const uintptr_t a_end = a + (uintptr_t)(span_of(output) * rafter_dtype_bytes(output->dtype));
-    const uintptr_t b_end = b + (uintptr_t)(span_of(other) * rafter_dtype_bytes(other->dtype));
+    const uintptr_t a_end = a + (uintptr_t)rafter_span_bytes(output);
+    const uintptr_t b_end = b + (uintptr_t)rafter_span_bytes(other);
     if (a_end <= b || b_end <= a)
         return RAFTER_OK;
     int64_t pitch_a, width_a, pitch_b, width_b;

@@ -12,10 +12,8 @@
 extern "C" {
 #endif
 
-enum {
-    RAFTER_MAX_DIMS = 16,
-    RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2
-}; /* of a caller's tensor; of a view, which may gain two */
+/* Most dimensions of a caller's tensor, and of a view, which may gain two. */
+enum { RAFTER_MAX_DIMS = 16, RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2 };
 
 /* A tensor that has passed the checks: byte offset applied, strides filled in. */
 typedef struct rafter_view {
@@ -37,7 +35,7 @@ static inline int64_t rafter_dtype_bytes(rafter_dtype dtype) {
 }
 const char *rafter_dtype_name(rafter_dtype dtype);
 
-/* Checks that `tensor` is there, on the context's device, of one of `dtypes`, with sane sizes and strides. */
+/* Checks that `tensor` is given, is on the context's device, has one of `dtypes`, and valid sizes and strides. */
 rafter_status rafter_take_tensor(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
 
@@ -45,15 +43,15 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
 rafter_status rafter_take_output(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
 
-/* "name has shape [2, 3], wanted [2, 4]" unless the shape is the one given. */
+/* Fails with "name has shape [2, 3], wanted [2, 4]" unless the view has this shape. */
 rafter_status rafter_want_shape(rafter_context *context, const char *name, const rafter_view *view, int ndim,
                                 const int64_t *shape);
 
-/* The same, the wanted shape being another tensor's: "y has shape [2, 3], wanted that of x, [2, 4]". */
+/* The same with another tensor's shape: "y has shape [2, 3], wanted the shape of x, [2, 4]". */
 rafter_status rafter_want_same_shape(rafter_context *context, const char *name, const rafter_view *view,
                                      const char *other_name, const rafter_view *other);
 
-/* "name has dtype bf16, wanted that of x, fp32". */
+/* Fails with "y has dtype bf16, wanted the dtype of x, fp32" unless they are the same. */
 rafter_status rafter_want_same_dtype(rafter_context *context, const char *name, const rafter_view *view,
                                      const char *other_name, const rafter_view *other);
 
@@ -67,10 +65,20 @@ bool rafter_same_memory(const rafter_view *a, const rafter_view *b);
 /* Resolves a dimension given as -ndim .. ndim-1. A zero-dimensional tensor takes 0 and -1, as in PyTorch. */
 rafter_status rafter_take_dim(rafter_context *context, int32_t given, int ndim, int *dim);
 
-/* Merges the dimensions [from, to) of all views (of one shape there) as far as every view can walk them as one,
- * dropping those of size 1. Returns how many dimensions of the range remain (at least one, of size 1 if need be);
- * dimensions from `to` on move up behind them. */
+/* Merges the dimensions [from, to) of all views, which have one shape there, where every view allows it,
+ * and drops those of size 1. Returns how many dimensions of the range remain: at least one, of size 1 if
+ * need be. The dimensions from `to` on move up behind them. */
 int rafter_collapse(rafter_view *const views[], int count, int from, int to);
+
+/* Moves dimension `dim` behind all others, which keep their order. */
+void rafter_move_dim_last(rafter_view *const views[], int count, int dim);
+
+/* Sorts the first `dims` dimensions of all views into the order of `leader`'s memory, outermost first. A stride of 0
+ * repeats everything inside it, and counts as outermost. `leader` may be one of the views. */
+void rafter_order_by_stride(rafter_view *const views[], int count, const rafter_view *leader, int dims);
+
+/* Bytes from the first element to the end of the last one; 0 if the view is empty. */
+int64_t rafter_span_bytes(const rafter_view *view);
 
 /* Offset in elements of the `index`-th combination (row-major) of dimensions [from, to). */
 static inline int64_t rafter_offset(const rafter_view *view, int from, int to, int64_t index) {

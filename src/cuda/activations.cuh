@@ -1,9 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The elementwise activations and their gradients, good enough to be rounded to T. Infinities and NaN come out as in
- * PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients of silu at both infinities.
+ * The elementwise activations and their gradients, accurate enough to be rounded to T. Infinities
+ * and NaN give the results of PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients
+ * of silu at both infinities.
  *
- * `kind` is a constant where a kernel is specialised for it, and then nothing is left of the switches.
+ * In kernels that are specialised for a kind, `kind` is a compile-time constant, and the compiler
+ * removes the branches.
  */
 #ifndef RAFTER_CUDA_ACTIVATIONS_CUH
 #define RAFTER_CUDA_ACTIVATIONS_CUH
@@ -11,7 +13,8 @@
 #include "cuda/vocabulary.cuh"
 #include "rafter/rafter.h"
 
-/* With e = e^-|x| and r = 1 / (1 + e), sigmoid(|x|) is r and sigmoid(-|x|) is e r: neither overflows nor cancels. */
+/* With e = e^-|x| and r = 1 / (1 + e): sigmoid(|x|) = r and sigmoid(-|x|) = e r. Neither overflows
+ * or cancels. */
 template <typename T> struct Logistic {
     float e, r;
     DEVICE explicit Logistic(float x) : e(exp_as<T>(-fabsf(x))), r(reciprocal_fast(1.0f + e)) {
@@ -22,18 +25,19 @@ template <typename T> DEVICE float act_forward(rafter_act_kind kind, float x) {
     if (kind == RAFTER_ACT_NONE)
         return x;
     if (kind == RAFTER_ACT_RELU)
-        return x <= 0.0f ? 0.0f : x; /* NaN stays */
+        return x <= 0.0f ? 0.0f : x; /* NaN stays NaN */
     const Logistic<T> s(x);
     const float sigmoid = x < 0.0f ? s.e * s.r : s.r;
     return kind == RAFTER_ACT_SIGMOID ? sigmoid : x * sigmoid;
 }
 
-/* df/dx: what the upstream gradient is multiplied by, but for relu. */
+/* df/dx of sigmoid or silu. */
 template <typename T> DEVICE float act_slope(rafter_act_kind kind, float x) {
     const Logistic<T> s(x);
     if (kind == RAFTER_ACT_SIGMOID)
         return s.e * s.r * s.r;
-    /* sigmoid (1 + x (1 - sigmoid)). It crosses 0 near x = -1.28, where 1 + x and the sum with e are exact. */
+    /* sigmoid (1 + x (1 - sigmoid)). It has a root near x = -1.28, where 1 + x and its sum with e
+     * are exact. */
     return s.r * s.r * (x < 0.0f ? s.e * (1.0f + x + s.e) : fmaf(x, s.e, 1.0f + s.e));
 }
 
@@ -41,7 +45,7 @@ template <typename T> DEVICE float act_backward(rafter_act_kind kind, float x, f
     if (kind == RAFTER_ACT_NONE)
         return dy;
     if (kind == RAFTER_ACT_RELU)
-        return x <= 0.0f ? 0.0f : dy; /* 0 whatever dy is; NaN lets dy through */
+        return x <= 0.0f ? 0.0f : dy; /* 0 whatever dy is. NaN passes dy on */
     return dy * act_slope<T>(kind, x);
 }
 

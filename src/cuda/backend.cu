@@ -9,31 +9,33 @@
 #include <string.h>
 
 extern "C" {
-#define RAFTER_OP(name) rafter_status rafter_cuda_##name(rafter_context *context, const struct name##_call *call);
+#define RAFTER_OP(name) extern const struct rafter_variant rafter_cuda_rows_##name[];
 #include "ops/ops.inc"
 #undef RAFTER_OP
 }
 
 /* ---- scratch memory -------------------------------------------------------------------------- */
 
-/* A block that has become too small, but that a graph may still use. */
-struct Retired {
+/* A block that became too small, but that a captured graph may still use. */
+struct RetiredBlock {
     void *block;
-    Retired *next;
+    RetiredBlock *next;
 };
 
 bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
-    cudaGetLastError(); /* the default stream, while another is being captured: nothing can be enqueued there either */
+    /* The default stream cannot be asked while another stream is being captured. Nothing can be enqueued
+     * on it then either. */
+    cudaGetLastError();
     return true;
 }
 
-/* Lets go of the block once the work that is enqueued has used it. */
+/* Frees the block after the work that is already enqueued. A block that a graph was captured with is kept. */
 static bool drop_block(rafter_cuda_state *state) {
     if (state->block && state->block_captured) {
-        Retired *retired = static_cast<Retired *>(malloc(sizeof *retired));
+        RetiredBlock *retired = static_cast<RetiredBlock *>(malloc(sizeof *retired));
         if (!retired)
             return false;
         *retired = {state->block, state->retired};
@@ -47,9 +49,9 @@ static bool drop_block(rafter_cuda_state *state) {
     return true;
 }
 
-/* One block at a time is enough: a context serves one call at a time and all its work is in the order of one stream.
- * It only grows, and not while the stream is being captured: then a caller gives a workspace, or has made the same call
- * once before. */
+/* One block is enough: a context serves one call at a time, and all its work is in the order of one
+ * stream. The block only grows, and never while the stream is being captured: then the caller gives a
+ * workspace, or has made the same call once before. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
@@ -59,7 +61,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
         if (capturing || !drop_block(state))
             return NULL;
         if (cudaMallocAsync(&state->block, bytes, state->stream) != cudaSuccess) {
-            cudaGetLastError(); /* reported as out of memory; do not leave it for the next launch */
+            cudaGetLastError(); /* reported as out of memory: clear it, or the next launch reports it again */
             state->block = NULL;
             return NULL;
         }
@@ -98,11 +100,11 @@ static void close_context(rafter_context *context) {
     if (!state)
         return;
     {
-        OnDevice current(context);
+        CurrentDevice current(context);
         rafter_cuda_close_products(state);
         state->block_captured = false; /* graphs may not outlive the context */
         drop_block(state);
-        while (Retired *retired = state->retired) {
+        while (RetiredBlock *retired = state->retired) {
             state->retired = retired->next;
             cudaFreeAsync(retired->block, state->stream);
             free(retired);
@@ -114,7 +116,7 @@ static void close_context(rafter_context *context) {
     context->cuda_state = NULL;
 }
 
-/* The scratch block stays where it is: whoever sets a stream has ordered it after the old one. */
+/* The scratch block is kept: the caller has ordered the new stream after the old one. */
 static void set_stream(rafter_context *context) {
     context->cuda_state->stream = static_cast<cudaStream_t>(context->stream);
 }
@@ -136,7 +138,7 @@ static rafter_status open_context(rafter_context *context) {
     state->device = context->device.device_id;
     state->stream = static_cast<cudaStream_t>(context->stream);
     context->cuda_state = state;
-    OnDevice current(context);
+    CurrentDevice current(context);
     int major = 0, minor = 0, l2 = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->device);
@@ -144,7 +146,7 @@ static rafter_status open_context(rafter_context *context) {
     cudaDeviceGetAttribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount, state->device);
     cudaDeviceGetAttribute(&state->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, state->device);
     cudaDeviceGetAttribute(&state->cooperative, cudaDevAttrCooperativeLaunch, state->device);
-    state->compute_capability = 10 * major + minor;
+    state->compute_capability = context->compute_capability = 10 * major + minor;
     state->l2_bytes = l2;
 
     void *flag = NULL, *flag_on_device = NULL;
@@ -165,7 +167,7 @@ static rafter_status open_context(rafter_context *context) {
     if (error == cudaSuccess)
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
-        error = cudaDeviceSynchronize(); /* the counters are zero before any stream's first call */
+        error = cudaDeviceSynchronize(); /* the counters must be zero before the first call of any stream */
     state->bad_labels = static_cast<int *>(flag);
     state->bad_labels_on_device = static_cast<int *>(flag_on_device);
     if (error != cudaSuccess) {
@@ -189,155 +191,27 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
     rafter_cuda_state *state = context->cuda_state;
     if (rafter_cuda_capturing(state))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
-    OnDevice current(context);
+    CurrentDevice current(context);
     RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));
     *found = *state->bad_labels != 0;
     *state->bad_labels = 0;
     return RAFTER_OK;
 }
 
-/* ---- for tests and the bench ----------------------------------------------------------------- */
+/* ---- running a call -------------------------------------------------------------------------- */
 
-static void facts(const rafter_context *context, struct rafter_cuda_facts *out) {
-    cudaDeviceProp properties;
-    memset(out, 0, sizeof *out);
-    if (cudaGetDeviceProperties(&properties, context->cuda_state->device) != cudaSuccess)
-        return;
-    snprintf(out->name, sizeof out->name, "%s", properties.name);
-    out->compute_capability = 10 * properties.major + properties.minor;
-    out->multiprocessors = properties.multiProcessorCount;
-    out->l2_bytes = properties.l2CacheSize;
-    out->memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
-    cudaDriverGetVersion(&out->driver);
-    cudaRuntimeGetVersion(&out->runtime);
-}
-
-static void *plain_allocate(size_t bytes) {
-    void *memory = NULL;
-    if (cudaMalloc(&memory, bytes ? bytes : 1) != cudaSuccess) {
-        cudaGetLastError();
-        return NULL;
-    }
-    return memory;
-}
-
-static void plain_release(void *memory) {
-    cudaFree(memory);
-}
-
-static int64_t pool_bytes(const rafter_context *context) {
-    cudaMemPool_t pool = NULL;
-    uint64_t bytes = 0;
-    if (cudaDeviceGetDefaultMemPool(&pool, context->cuda_state->device) != cudaSuccess ||
-        cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &bytes) != cudaSuccess)
-        return 0;
-    return static_cast<int64_t>(bytes);
-}
-
-static bool copy(void *to, const void *from, size_t bytes) {
-    /* From pageable memory the first returns early, and other streams do not wait for it. */
-    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess && cudaStreamSynchronize(NULL) == cudaSuccess;
-}
-
-static bool fill(const rafter_context *context, void *memory, int value, size_t bytes) {
-    return cudaMemsetAsync(memory, value, bytes, context->cuda_state->stream) == cudaSuccess;
-}
-
-static bool move(const rafter_context *context, void *to, const void *from, size_t bytes) {
-    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, context->cuda_state->stream) == cudaSuccess;
-}
-
-template <typename T>
-static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i < count)
-        to[i] = from[index[i]];
-}
-
-template <typename T>
-static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
-                          int64_t count) {
-    const int threads = 256;
-    gather_elements<<<static_cast<unsigned>((count + threads - 1) / threads), threads, 0,
-                      context->cuda_state->stream>>>(static_cast<T *>(to), static_cast<const T *>(from), index, count);
-}
-
-static bool gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
-                   int element) {
-    switch (count > 0 ? element : 0) {
-    case 0: return true;
-    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
-    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
-    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
-    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
-    default: return false;
-    }
-    return cudaGetLastError() == cudaSuccess;
-}
-
-static bool synchronize(const rafter_context *context) {
-    return cudaStreamSynchronize(context->cuda_state->stream) == cudaSuccess;
-}
-
-static void *new_stream(bool urgent) {
-    cudaStream_t stream = NULL;
-    int lowest = 0, highest = 0;
-    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
-    const int priority = urgent ? highest : lowest;
-    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
-}
-
-static void forget_stream(void *stream) {
-    cudaStreamDestroy(static_cast<cudaStream_t>(stream));
-}
-
-static __global__ void nothing() {
-}
-
-static void launch_nothing(const rafter_context *context) {
-    nothing<<<1, 32, 0, context->cuda_state->stream>>>();
-}
-
-static void *new_event(void) {
-    cudaEvent_t event = NULL;
-    return cudaEventCreate(&event) == cudaSuccess ? event : NULL;
-}
-
-static void record(const rafter_context *context, void *event) {
-    cudaEventRecord(static_cast<cudaEvent_t>(event), context->cuda_state->stream);
-}
-
-static float elapsed(void *from, void *to) {
-    float milliseconds = -1;
-    cudaEventSynchronize(static_cast<cudaEvent_t>(to));
-    cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to));
-    return milliseconds;
-}
-
-static void forget(void *event) {
-    cudaEventDestroy(static_cast<cudaEvent_t>(event));
-}
-
-static bool capture_begin(const rafter_context *context) {
-    return cudaStreamBeginCapture(context->cuda_state->stream, cudaStreamCaptureModeGlobal) == cudaSuccess;
-}
-
-static void *capture_end(const rafter_context *context) {
-    cudaGraph_t graph = NULL;
-    cudaGraphExec_t executable = NULL;
-    if (cudaStreamEndCapture(context->cuda_state->stream, &graph) == cudaSuccess && graph)
-        cudaGraphInstantiate(&executable, graph, 0);
-    if (graph)
-        cudaGraphDestroy(graph);
-    return executable;
-}
-
-static bool replay(const rafter_context *context, void *graph) {
-    return cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), context->cuda_state->stream) == cudaSuccess;
-}
-
-static void forget_graph(void *graph) {
-    cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+/* The workspace is released as soon as the kernels are enqueued: whatever uses it next comes later in
+ * the same stream. */
+static rafter_status run(rafter_context *context, const char *op, const struct rafter_call *call,
+                         const struct rafter_plan *plan) {
+    CurrentDevice current(context);
+    struct rafter_scratch scratch;
+    RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, plan->workspace_bytes, &scratch));
+    const rafter_status status = plan->variant->functions->run(context, call, plan->own.storage, NULL, scratch.memory);
+    rafter_scratch_release(context, &scratch);
+    if (status != RAFTER_OK)
+        return status;
+    return rafter_cuda_check(context, op, cudaGetLastError());
 }
 
 extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *rafter_cuda_backend(void) {
@@ -346,29 +220,10 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.open = open_context;
     table.close = close_context;
     table.set_stream = set_stream;
-#define RAFTER_OP(name) table.name = rafter_cuda_##name;
+    table.run = run;
+    table.bad_labels = bad_labels;
+#define RAFTER_OP(name) table.rows[RAFTER_OP_INDEX_##name] = rafter_cuda_rows_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP
-    table.bad_labels = bad_labels;
-    table.facts = facts;
-    table.allocate = plain_allocate;
-    table.release = plain_release;
-    table.pool_bytes = pool_bytes;
-    table.copy = copy;
-    table.fill = fill;
-    table.move = move;
-    table.gather = gather;
-    table.synchronize = synchronize;
-    table.stream = new_stream;
-    table.forget_stream = forget_stream;
-    table.launch_nothing = launch_nothing;
-    table.event = new_event;
-    table.record = record;
-    table.elapsed = elapsed;
-    table.forget = forget;
-    table.capture_begin = capture_begin;
-    table.capture_end = capture_end;
-    table.replay = replay;
-    table.forget_graph = forget_graph;
     return &table;
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The few functions of cuBLASLt that products.cu calls, declared here so that neither its headers nor the library need
- * be there to build: it is loaded when the first matrix product is wanted. The numbers are cuBLASLt's ABI, the same in
- * its versions 12 and 13.
+ * The few functions of cuBLASLt that products.cu calls. They are declared here so that neither its
+ * headers nor the library are needed to build: the library is loaded at the first matrix product.
+ * The numbers are cuBLASLt's ABI, the same in versions 12 and 13.
  */
 #ifndef RAFTER_CUDA_CUBLASLT_H
 #define RAFTER_CUDA_CUBLASLT_H
@@ -32,7 +32,7 @@ struct LtCandidate {
 };
 
 enum { LT_COMPUTE_F32 = 68 };
-enum LtOperationAttribute { LT_POINTER_MODE = 2, LT_TURN_A = 3, LT_TURN_B = 4 }; /* each an int32 */
+enum LtOperationAttribute { LT_POINTER_MODE = 2, LT_TRANSPOSE_A = 3, LT_TRANSPOSE_B = 4 }; /* each an int32 */
 enum { LT_SCALARS_ON_HOST = 0, LT_SCALARS_ON_DEVICE = 1 };
 enum LtPreferenceAttribute {
     LT_MOST_WORKSPACE = 1,     /* uint64: bytes */
@@ -40,7 +40,7 @@ enum LtPreferenceAttribute {
     LT_ALIGNMENT_A = 5,        /* uint32: bytes; B, C and D follow */
     LT_ALIGNMENT_D = 8
 };
-enum { LT_REDUCE_IN_F32 = 2 }; /* parts of a sum lie in the workspace and are added up in a fixed order */
+enum { LT_REDUCE_IN_F32 = 2 }; /* parts of a sum are stored in the workspace and added in a fixed order */
 enum LtAlgorithmAttribute {
     LT_ID,
     LT_TILE,
@@ -53,7 +53,7 @@ enum LtAlgorithmAttribute {
     LT_CLUSTER
 };
 
-enum { LT_COOPERATIVE = 4 }; /* of LT_CUSTOM, in the kernels of Hopper: from here on */
+enum { LT_COOPERATIVE = 4 }; /* Hopper kernels with LT_CUSTOM from here on are cooperative: see built_in_choice */
 
 struct LtFunctions {
     LtStatus (*cublasLtCreate)(LtHandle *handle);
@@ -74,10 +74,10 @@ struct LtFunctions {
                                                LtCandidate *found, int *count);
     LtStatus (*cublasLtMatmulAlgoConfigGetAttribute)(const LtAlgorithm *algorithm, LtAlgorithmAttribute attribute,
                                                      void *value, size_t bytes, size_t *written);
-    LtStatus (*cublasLtMatmul)(LtHandle handle, LtOperation operation, const void *alpha, const void *a, LtLayout a_at,
-                               const void *b, LtLayout b_at, const void *beta, const void *c, LtLayout c_at, void *d,
-                               LtLayout d_at, const LtAlgorithm *algorithm, void *workspace, size_t workspace_bytes,
-                               cudaStream_t stream);
+    LtStatus (*cublasLtMatmul)(LtHandle handle, LtOperation operation, const void *alpha, const void *a,
+                               LtLayout a_layout, const void *b, LtLayout b_layout, const void *beta, const void *c,
+                               LtLayout c_layout, void *d, LtLayout d_layout, const LtAlgorithm *algorithm,
+                               void *workspace, size_t workspace_bytes, cudaStream_t stream);
 };
 
 #endif

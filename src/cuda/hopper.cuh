@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Hopper's asynchronous machinery, one function per instruction: barriers in shared memory, bulk tensor copies into it,
- * warpgroup matrix products out of it. Only for code behind __CUDA_ARCH_FEAT_SM90_ALL.
+ * Hopper's asynchronous instructions, one function each: barriers in shared memory, bulk tensor
+ * copies into it, warpgroup matrix products out of it. Only for code inside #ifdef
+ * __CUDA_ARCH_FEAT_SM90_ALL.
  */
 #ifndef RAFTER_CUDA_HOPPER_CUH
 #define RAFTER_CUDA_HOPPER_CUH
@@ -27,7 +28,7 @@ DEVICE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-/* All threads of a warpgroup; `number` is from 1 to 15, one for each group of the block. */
+/* All threads of a warpgroup. `number`: 1 to 15, a different one for each group of the block. */
 DEVICE void group_sync(int number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
@@ -38,12 +39,12 @@ DEVICE void barrier_init(uint64_t *barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-/* So that the cluster's other blocks, and the copy engine, see barriers as initialised. */
+/* Makes initialised barriers visible to the cluster's other blocks and to the copy engine. */
 DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Arrives, and announces bytes that copies will bring. */
+/* Arrives, and announces the bytes that copies will write. */
 DEVICE void barrier_expect(uint64_t *barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -53,13 +54,14 @@ DEVICE void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* Arrives at the barrier of the same place in block `rank` of the cluster. Orders what this thread has done within its
- * own block only: a release to the cluster would be a fence of the whole device, hundreds of cycles, and what the copy
- * engine may overwrite afterwards has been read when products_wait returns. */
+/* Arrives at the barrier at the same address in block `rank` of the cluster. Orders this thread's
+ * accesses within its own block only: a release to the cluster is a fence of the whole device and
+ * costs hundreds of cycles. None is needed: when products_wait returns, the operands have been
+ * read, and the copy engine may overwrite them. */
 DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) {
-    asm volatile("{\n\t.reg .b32 there;\n\t"
-                 "mapa.shared::cluster.u32 there, %0, %1;\n\t"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(barrier),
+    asm volatile("{\n\t.reg .b32 remote;\n\t"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n\t}" ::"r"(barrier),
                  "r"(rank)
                  : "memory");
 }
@@ -78,12 +80,12 @@ DEVICE void barrier_wait(uint64_t *barrier, unsigned parity) {
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* Has the map itself fetched, before the first copy needs it. */
+/* Prefetches the map itself, before the first copy needs it. */
 DEVICE void prefetch_map(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* A box of a matrix, whose first element is (row, column), into this block's shared memory. */
+/* Copies the box of a matrix that begins at (row, column) into this block's shared memory. */
 DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -92,7 +94,7 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint
         : "memory");
 }
 
-/* The same of a tensor of five dimensions. */
+/* The same for a tensor of five dimensions. */
 DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, const int (&outer)[3], uint64_t *barrier) {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(shared_address(to)),
@@ -101,14 +103,15 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, cons
                  : "memory");
 }
 
-/* Has L2 fetch it. */
+/* Prefetches a box into L2. */
 DEVICE void prefetch_box(const CUtensorMap *map, int column, int row, const int (&outer)[3]) {
     asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(column),
                  "r"(row), "r"(outer[0]), "r"(outer[1]), "r"(outer[2])
                  : "memory");
 }
 
-/* Into the same place of all blocks of the cluster that are set in `mask`, ringing each one's barrier. */
+/* Copies a box to the same address in all blocks of the cluster that are set in `mask`, and signals
+ * each one's barrier. */
 DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier,
                             unsigned short mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -117,36 +120,38 @@ DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int ro
                  : "memory");
 }
 
-/* Shared memory that this thread has written, to be read by the copy engine. */
+/* Makes shared memory that this thread has written visible to the copy engine. */
 DEVICE void shared_written() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* A box of a matrix out of shared memory, as a group of its own. */
+/* Stores a box from shared memory, as a group of its own. */
 DEVICE void store_box(const CUtensorMap *map, int column, int row, const void *from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n\t"
                  "cp.async.bulk.commit_group;" ::"l"(map),
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
-/* Adds it, in the tensor's dtype, to what is there. */
+/* Adds a box from shared memory to the tensor, in the tensor's dtype. */
 DEVICE void add_box(const CUtensorMap *map, int column, int row, const void *from) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n\t"
                  "cp.async.bulk.commit_group;" ::"l"(map),
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
-/* Until all but this thread's last N boxes have been read, and may be written again. */
+/* Waits until all but this thread's last N stored boxes have been read: shared
+ * memory may be reused. */
 template <int N> DEVICE void stores_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
-/* Until all of this thread's boxes are in memory. */
+/* Waits until all of this thread's stored boxes are in memory. */
 DEVICE void stores_wait_all() {
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Four matrices of 8 x 8 elements of 2 bytes, the first 8 lanes giving the addresses of the first one's rows, the next
- * 8 the second one's, and so on; u[k] is what lane l has of matrix k: row l / 4, columns 2 (l % 4) and the next. */
+/* Stores four matrices of 8 x 8 elements of 2 bytes. The first 8 lanes pass the addresses of the
+ * first matrix's rows, the next 8 those of the second, and so on. u[k]: lane l's elements of matrix
+ * k, row l / 4, columns 2 (l % 4) and the next. */
 DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                  "r"(u[0]), "r"(u[1]), "r"(u[2]), "r"(u[3])
@@ -155,17 +160,20 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* Rows of 128 bytes, swizzled as the copy engine does it: what wgmma calls a descriptor, less its upper half, which is
- * the same for all. The reduced dimension runs along the rows; or, TURNED, across them, and what is multiplied with it
- * continues, after the rows' 64 elements of 2 bytes, `chunk` bytes further on. */
-template <bool TURNED> DEVICE unsigned operand_of(unsigned shared, int chunk) {
-    /* Above these 18 bits, addresses of a cluster's blocks differ. */
-    return (shared & 0x3ffff) >> 4 | (TURNED ? chunk >> 4 : 1) << 16;
+/* The lower half of wgmma's operand descriptor, for rows of 128 bytes in the copy engine's swizzle;
+ * the upper half is the same for all operands. The reduced dimension runs along the rows; or,
+ * TRANSPOSED, across them: then a row holds 64 elements of 2 bytes of the other dimension, and the
+ * next 64 are `chunk` bytes further. */
+template <bool TRANSPOSED> DEVICE unsigned operand_of(unsigned shared, int chunk) {
+    /* 18 bits: the bits above differ between the blocks of a cluster. */
+    return (shared & 0x3ffff) >> 4 | (TRANSPOSED ? chunk >> 4 : 1) << 16;
 }
-constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62; /* eight rows; swizzled */
-/* What is added to it so many bytes further on; and 16 elements of the reduced dimension further on. */
+constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1)
+                                                              << 62; /* stride of eight rows; 128-byte swizzle */
+/* Increments of the descriptor: for an offset in bytes; for 16 elements of the
+ * reduced dimension. */
 template <int BYTES> constexpr unsigned OPERAND_BYTES = BYTES >> 4;
-template <bool TURNED> constexpr unsigned OPERAND_STEP = OPERAND_BYTES<TURNED ? 16 * 128 : 16 * 2>;
+template <bool TRANSPOSED> constexpr unsigned OPERAND_STEP = OPERAND_BYTES<TRANSPOSED ? 16 * 128 : 16 * 2>;
 
 DEVICE void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -173,7 +181,7 @@ DEVICE void products_begin() {
 DEVICE void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* Until at most N groups are under way. */
+/* Waits until at most N groups are in flight. */
 template <int N> DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -195,11 +203,12 @@ template <int N> DEVICE void products_wait() {
                  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "   \
                  "%128, %129, p, 1, 1, %131, %132;\n\t}"                                                               \
                  : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
-                 : "l"(a), "l"(b), "r"(add), "n"(A_TURNED), "n"(B_TURNED))
+                 : "l"(a), "l"(b), "r"(add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
 
-/* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp w holds, for j < 32, i < 2
- * and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c) as d[4 j + 2 i + c]. */
-template <typename T, bool A_TURNED, bool B_TURNED>
+/* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp
+ * w holds, for j < 32, i < 2 and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c)
+ * as d[4 j + 2 i + c]. */
+template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
 DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, int add) {
     const uint64_t a = OPERANDS | a_low, b = OPERANDS | b_low;
     if constexpr (__is_same(T, bf16))

@@ -1,18 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the ops' host code shares: a template chosen by dtype, a launch, how wide an access may be, walks over
- * dimensions. */
+/* Host helpers of the CUDA ops: dispatch on dtype, kernel launch, alignment of views, index
+ * walks. */
 #ifndef RAFTER_CUDA_LAUNCH_CUH
 #define RAFTER_CUDA_LAUNCH_CUH
 
+#include "core/sizes.h"
 #include "core/tensor.h"
 #include "cuda/backend.cuh"
 #include "cuda/vocabulary.cuh"
 
-template <typename A> __host__ __device__ constexpr A ceil_div(A a, A b) {
-    return (a + b - 1) / b;
-}
-
-/* Division of numbers below 2^31 by one that is known before a kernel starts: two instructions instead of twenty. */
+/* Division of numbers below 2^31 by a divisor that the host knows: two instructions instead of
+ * twenty. */
 struct Divisor {
     unsigned number, multiplier;
     int shift;
@@ -22,7 +20,7 @@ struct Divisor {
     explicit Divisor(int64_t divisor) : number(static_cast<unsigned>(divisor)), multiplier(0), shift(0) {
         while (shift < 31 && static_cast<int64_t>(1) << shift < divisor)
             shift++;
-        /* Above 2^(31 + shift) / divisor by at most 1, which is not seen for dividends below 2^31. */
+        /* At most 1 above 2^(31 + shift) / divisor: no effect on dividends below 2^31. */
         multiplier =
             static_cast<unsigned>((static_cast<uint64_t>(1) << (31 + shift)) / static_cast<uint64_t>(divisor) + 1);
     }
@@ -31,7 +29,7 @@ struct Divisor {
     }
 };
 
-/* f(zero), with a zero of the type that stores `dtype`. */
+/* Calls f(zero), where zero has the type that stores `dtype`. */
 template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
     switch (dtype) {
     case RAFTER_F32: return f(float());
@@ -40,7 +38,7 @@ template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
     }
 }
 
-/* A grid that is too large is one that the runtime refuses, not one that wraps around. */
+/* A grid that is too large becomes 0, which the runtime refuses, instead of wrapping around. */
 static inline unsigned grid_of(int64_t blocks) {
     return blocks <= INT32_MAX ? static_cast<unsigned>(blocks) : 0;
 }
@@ -48,14 +46,17 @@ static inline unsigned grid_of(int64_t blocks) {
 struct Launch {
     int64_t blocks;
     int threads;
-    size_t shared = 0;     /* dynamic shared memory, in bytes */
-    int cluster = 1;       /* blocks of a cluster */
-    bool overlaps = false; /* may start before the kernel before it has ended: see wait_for_previous_kernel */
-    bool together = false; /* starts when all of its blocks can run at the same time; fails if they never can */
+    size_t shared = 0; /* dynamic shared memory, in bytes */
+    int cluster = 1;   /* blocks per cluster */
+    /* Programmatic dependent launch: the kernel may start before the previous one has ended. It
+     * calls wait_for_previous_kernel before it reads that kernel's results. */
+    bool overlaps = false;
+    bool cooperative = false; /* all blocks run at the same time; the launch fails if they cannot */
 };
 
-/* Lets the kernel take all the shared memory that a block can have. The state remembers the kernels that may, each in
- * the first place from its own on that was free: asking every time would cost the host more than the launch. */
+/* Raises the kernel's limit of dynamic shared memory to all that a block can have. A hash table in
+ * the device state remembers the kernels: setting the attribute every time would cost the host more
+ * than the launch. */
 static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
     const void **known = NULL;
     for (int i = 0; i < RAFTER_CUDA_ALLOWED && !(known && !*known); i++) {
@@ -67,7 +68,8 @@ static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
         return;
     *known = kernel;
-    const int own = ceil_div(static_cast<int>(attributes.sharedSizeBytes), 128) * 128; /* the dynamic part is aligned */
+    const int own =
+        ceil_div(static_cast<int>(attributes.sharedSizeBytes), 128) * 128; /* the dynamic part begins aligned */
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state->shared_bytes - own);
     cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }
@@ -93,18 +95,18 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;
     }
-    if (how.together) {
-        cudaLaunchAttribute *const together = &attributes[config.numAttrs++];
-        together->id = cudaLaunchAttributeCooperative;
-        together->val.cooperative = 1;
+    if (how.cooperative) {
+        cudaLaunchAttribute *const cooperative = &attributes[config.numAttrs++];
+        cooperative->id = cudaLaunchAttributeCooperative;
+        cooperative->val.cooperative = 1;
     }
-    if (how.shared > 16 << 10) /* with what is static, 48 KB are there without asking */
+    if (how.shared > 16 << 10) /* up to 48 KB in all, static and dynamic, need no attribute */
         allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));
     cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
 }
 
-/* Whether 16-byte accesses may be used all along the last of `dims` dimensions of a view. */
-static inline bool is_wide(const rafter_view &view, int dims) {
+/* Whether 16-byte accesses can be used along all of the last of the first `dims` dimensions. */
+static inline bool allows_wide_access(const rafter_view &view, int dims) {
     const int64_t wide = 16 / rafter_dtype_bytes(view.dtype);
     bool all = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (int d = 0; d < dims; d++)
@@ -112,10 +114,10 @@ static inline bool is_wide(const rafter_view &view, int dims) {
     return all && view.shape[dims - 1] % wide == 0;
 }
 
-/* Whether packs along the last dimension of `a` are packs of `b` too, which has the same rows: in each of them the two
- * are equally far from an aligned address. Dimensions before the last may have been merged in one of them alone; then
- * their steps cannot be compared, and must all be whole packs. */
-static inline bool packs_alike(const rafter_view &a, const rafter_view &b) {
+/* Whether each row of `a` has the same offset from a 16-byte boundary as the same row of `b`, so
+ * that the packs of one are packs of the other. If the leading dimensions were merged in only one
+ * of the views, their strides cannot be compared, and must all be whole packs. */
+static inline bool same_alignment(const rafter_view &a, const rafter_view &b) {
     const int64_t bytes = rafter_dtype_bytes(a.dtype);
     bool alike = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
     bool comparable = a.ndim == b.ndim;
@@ -128,19 +130,20 @@ static inline bool packs_alike(const rafter_view &a, const rafter_view &b) {
     return alike;
 }
 
-/* The least of `least`, 2 * least, ... that is not below `a`, or the first that is not below `most`. */
+/* The first of least, 2 * least, 4 * least, ... that is at least `a` or at least `most`. */
 static inline int power_at_least(int64_t a, int least, int most) {
     while (least < a && least < most)
         least *= 2;
     return least;
 }
 
-/* Where the items of up to three tensors of one shape lie: their dimensions [from, to), in row-major order. */
+/* Offsets of the items of up to three tensors of one shape, in row-major order of some of their
+ * dimensions. */
 struct Walk {
     int dims;
     int64_t size[RAFTER_VIEW_DIMS], stride[3][RAFTER_VIEW_DIMS];
 
-    /* Offsets, in elements, of item `index`. */
+    /* The offsets of item `index`, in elements. */
     DEVICE void offsets(int64_t index, int64_t (&at)[3]) const {
         at[0] = at[1] = at[2] = 0;
 #pragma unroll 1
@@ -155,6 +158,7 @@ struct Walk {
     }
 };
 
+/* Over dimensions [from, to). A view may be NULL. */
 static inline Walk walk_over(const rafter_view *const views[3], int from, int to) {
     Walk walk = {};
     walk.dims = to - from;

@@ -6,11 +6,12 @@
 #include "core/tensor.h"
 #include "cuda/backend.cuh"
 
-/* Every matrix lies in rows: element (i, j) is at i * stride + j. Rows begin at multiples of 16 bytes. */
+/* All matrices are row-major: element (i, j) is at i * stride + j. Rows begin at
+ * multiples of 16 bytes. */
 struct Operand {
     const void *data;
     int64_t stride;
-    bool turned; /* the transpose of what is meant lies there */
+    bool transposed; /* `data` holds the operand's transpose */
 };
 
 /* c[m, n] = alpha * a[m, k] b[k, n] + beta * c. Sums are fp32 in a fixed order. */
@@ -25,17 +26,18 @@ struct Product {
     bool add;           /* beta is 1, else 0 and c is not read */
 };
 
-/* Workspace that lets cuBLASLt choose among all its algorithms; with less it has fewer, with none it has some. */
+/* With this much workspace cuBLASLt can choose among all of its algorithms; with less it has fewer,
+ * with none it still has some. */
 enum { PRODUCT_BYTES = 16 << 20 };
 
-/* Loads cuBLASLt if that has not been done; else, the sentence says what is missing. */
+/* Loads cuBLASLt unless it is loaded already. On failure the error says what is missing. */
 rafter_status rafter_cuda_open_products(rafter_context *context);
 void rafter_cuda_close_products(rafter_cuda_state *state);
 
-/* Enqueues the product. The algorithm for a shape is found once and kept in the context: one of those that cuBLASLt
- * proposes, by the shape alone; or, where the environment variable RAFTER_TUNE is 1, the fastest of those that it
- * proposes, measured at the first product of that shape outside of a capture, which waits for the device and leaves the
- * result in place of all the trials'. */
+/* Enqueues the product. The algorithm for a shape is chosen once and kept in the context: one of
+ * cuBLASLt's proposals, by the shape alone. If the environment variable RAFTER_TUNE is 1, it is the
+ * fastest of the proposals, measured at the first product of that shape outside of a capture. That
+ * product waits for the device; after the trials its result is the correct one. */
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &product, void *workspace,
                                    size_t workspace_bytes);
 

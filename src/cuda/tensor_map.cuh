@@ -1,25 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tensor maps: what Hopper's copy engine knows about a tensor in global memory, made on the host. */
+/* Tensor maps: descriptions of tensors in global memory for Hopper's copy engine, made on the
+ * host. */
 #ifndef RAFTER_CUDA_TENSOR_MAP_CUH
 #define RAFTER_CUDA_TENSOR_MAP_CUH
-
-#include <stdlib.h>
-#include <string.h>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include "core/tensor.h"
 
-/* With RAFTER_FUSED=0 in the environment, what is measured and tested is what other devices do. */
-static inline bool hopper_allowed() {
-    const char *fused = getenv("RAFTER_FUSED");
-    return !fused || strcmp(fused, "0") != 0;
-}
-
-/* `dims` dimensions, innermost first; its elements are neighbours, and stride[d], in elements, leads along dimension
- * d + 1. Copies bring boxes of box[0] x box[1] x 1 x ... elements; what lies outside of the tensor reads as 0. False
- * where the driver cannot make such a map. */
+/* `dims` dimensions, innermost first. The innermost one is contiguous; stride[d], in elements, is
+ * that of dimension d + 1. Copies take boxes of box[0] x box[1] x 1 x ... elements; elements
+ * outside of the tensor read as 0. Returns false if the driver cannot make the map. */
 static inline bool make_tensor_map(CUtensorMap *map, rafter_dtype dtype, const void *data, int dims,
                                    const int64_t *size, const int64_t *stride, const int (&box)[2],
                                    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The device-side vocabulary: conversions, wide loads and stores, reductions. What src/simd/simd.h is to CPU kernels.
+ * The device-side vocabulary: conversions, wide loads and stores, asynchronous copies, reductions.
+ * The counterpart of src/simd/simd.h.
  *
- * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in float. A `Pack` is what
- * one thread moves at a time: 16 bytes where addresses allow.
+ * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in
+ * float. A `Pack` is what one thread moves in one access: 16 bytes where addresses allow.
  */
 #ifndef RAFTER_CUDA_VOCABULARY_CUH
 #define RAFTER_CUDA_VOCABULARY_CUH
@@ -47,7 +48,7 @@ template <> DEVICE fp16 from_float<fp16>(float a) {
 
 /* ---- packs ----------------------------------------------------------------------------------- */
 
-/* N neighbouring elements, loaded and stored as one access; N * sizeof(T) is 2, 4, 8 or 16. */
+/* N adjacent elements, loaded and stored in one access; N * sizeof(T) is 2, 4, 8 or 16. */
 template <typename T, int N> struct alignas(N * sizeof(T)) Pack { T v[N]; };
 
 template <int BYTES> struct Word;
@@ -56,24 +57,25 @@ template <> struct Word<4> { typedef unsigned int type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-/* Data that this kernel reads once. A plain load on purpose: on an H200 a copying kernel that marks its loads as
- * streaming (ld.cs, or L1::no_allocate) takes 4 to 5 % longer, and one that marks its stores 1 % more:
- * docs/perf/README.md. */
+/* For data that this kernel reads once. A plain load on purpose: on an H200 a copy kernel takes 4
+ * to 5 % longer with streaming loads (ld.cs or L1::no_allocate), and another 1 % with streaming
+ * stores: docs/perf/README.md. */
 template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* Data that will be read again, or that this kernel overwrites later: kept in L2, past L1. */
+/* For data that will be read again, or that this kernel overwrites later: cached in L2, not in
+ * L1. */
 template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W w = __ldcg(reinterpret_cast<const W *>(p));
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* Data that nobody on this chip reads soon. 16 bytes are one access, whatever the code around it: left to itself, the
- * compiler has been seen to store the parts of a pack one by one, at four times the traffic to L2. */
+/* For data that no kernel reads soon. 16 bytes are always one store: left to itself, the compiler
+ * has stored the parts of a pack one by one, with four times the traffic to L2. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W &w = reinterpret_cast<const W &>(a);
@@ -84,7 +86,7 @@ template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
         *reinterpret_cast<W *>(p) = w;
 }
 
-/* A number that is asked for here, and not where it is needed. */
+/* A load that is issued here: the compiler cannot move it to the first use. */
 DEVICE int64_t load_now(const int64_t *p) {
     int64_t value;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
@@ -101,13 +103,13 @@ DEVICE float load_now(const float *p) {
     return value;
 }
 
-/* Policies of L2 for data that another block reads soon, and for data that it need not hold on to. */
-DEVICE uint64_t l2_keep() {
+/* L2 cache policies: keep data that another block reads soon; drop data that nobody reads again. */
+DEVICE uint64_t l2_evict_last() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
-DEVICE uint64_t l2_pass_on() {
+DEVICE uint64_t l2_evict_first() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
@@ -124,11 +126,11 @@ template <typename T, int N> DEVICE void store_with(T *p, const Pack<T, N> &a, u
     }
 }
 
-/* Elements per 16-byte access. */
+/* Elements per pack of 16 bytes. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 
-/* All elements of a pack as floats: one instruction each, where element by element the odd ones of a bf16 pack take
- * two. */
+/* All elements of a pack as floats, with one instruction each. Converted one at a time, the odd
+ * elements of a bf16 pack would take two. */
 template <typename T, int N> DEVICE void unpack(const Pack<T, N> &pack, float (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -172,7 +174,7 @@ template <typename T> struct Pair;
 template <> struct Pair<bf16> { typedef __nv_bfloat162 type; };
 template <> struct Pair<fp16> { typedef __half2 type; };
 
-/* The larger of two packs, element by element, NaN skipped. The 16-bit types go two at a time. */
+/* The elementwise maximum of two packs, NaN skipped. 16-bit types are compared two at a time. */
 template <typename T, int N> DEVICE Pack<T, N> max_of(const Pack<T, N> &a, const Pack<T, N> &b) {
     Pack<T, N> top;
     if constexpr (NARROW<T> && N % 2 == 0) {
@@ -197,50 +199,50 @@ template <typename T, int N> DEVICE Pack<T, N> all_of(float value) {
     return pack;
 }
 
-/* A pack, or where it is not there, one full of `value`. */
-template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool there, const T *p, float value) {
+/* A pack, or one full of `value` if `present` is false. */
+template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool present, const T *p, float value) {
     typedef typename Word<N * sizeof(T)>::type W;
     const Pack<T, N> instead = all_of<T, N>(value);
     W w = reinterpret_cast<const W &>(instead);
-    if (there)
+    if (present)
         w = *reinterpret_cast<const W *>(p);
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
 /* ---- functions ------------------------------------------------------------------------------- */
 
-/* 2^x by the special-function unit: 2 units in the last place; -inf -> 0, NaN -> NaN. Flushes nothing: subnormal
- * results are kept by scaling where it matters. */
+/* 2^x by the special-function unit, to 2 units in the last place; -inf -> 0, NaN -> NaN. Subnormal
+ * results are flushed to 0; callers that need them scale the argument. */
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/* e^x, good enough to be rounded to T, for x <= 80: subnormal results are kept where T has any of the range of float.
- */
+/* e^x for x <= 80, accurate enough to be rounded to T. Subnormal results are kept if T can store
+ * them. */
 template <typename T> DEVICE float exp_as(float x);
 template <> DEVICE float exp_as<float>(float x) {
     return expf(x);
 }
 template <> DEVICE float exp_as<bf16>(float x) {
-    const float root = exp2_fast(x * (LOG2E / 2)); /* the product rounds to subnormals; the unit flushes them */
+    const float root = exp2_fast(x * (LOG2E / 2)); /* the unit flushes subnormals; the product does not */
     return root * root;
 }
 template <> DEVICE float exp_as<fp16>(float x) {
     return exp2_fast(x * LOG2E);
 }
 
-/* 1 / x by the special-function unit: 1 unit in the last place, for x in [2^-126, 2^126]. */
+/* 1 / x by the special-function unit, to 1 unit in the last place, for x in [2^-126, 2^126]. */
 DEVICE float reciprocal_fast(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-/* ---- copies into shared memory that run on while the thread does ----------------------------- */
+/* ---- asynchronous copies into shared memory (cp.async) --------------------------------------- */
 
-/* Copies one pack from global to shared memory; without waiting where it is 4 bytes or more. */
+/* Copies one pack from global to shared memory: asynchronously if it is 4 bytes or more. */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from) {
     constexpr int BYTES = N * (int)sizeof(T);
     const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
@@ -252,7 +254,7 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         *to = *reinterpret_cast<const Pack<T, N> *>(from);
 }
 
-/* The same for data whose place in L2 is decided by a policy (above). */
+/* The same with an L2 cache policy (above). */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from, uint64_t policy) {
     if constexpr (N * sizeof(T) == 16)
         asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
@@ -263,17 +265,17 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         copy_async(to, from);
 }
 
-/* Ends a group of copies. */
+/* Ends a group of copies: cp.async.commit_group. */
 DEVICE void copy_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits for all of this thread's groups but the last N. */
+/* Waits until at most the last N groups of this thread are in flight. */
 template <int N> DEVICE void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* The same for a number known at run time; it may wait for more than asked where that is above 7. */
+/* The same with N known at run time. Above 7 it waits until 7 are in flight. */
 DEVICE void copy_wait_all_but(int groups) {
     switch (groups) {
     case 0: copy_wait<0>(); break;
@@ -289,8 +291,8 @@ DEVICE void copy_wait_all_but(int groups) {
 
 /* ---- words that blocks wait on --------------------------------------------------------------- */
 
-/* A word that is written once, and that says by itself whether it has been: until then it is EMPTY. No number is: the
- * only NaN that could be mistaken for it is stored as another. */
+/* A word that holds EMPTY until its one write, so that readers see whether it was written. No float
+ * looks like EMPTY: the one NaN with these bits is stored as another NaN. */
 constexpr unsigned EMPTY = 0xffffffffu;
 
 DEVICE void store_flagged(unsigned *p, float value) {
@@ -304,7 +306,8 @@ DEVICE unsigned load_relaxed(const unsigned *p) {
     return value;
 }
 
-/* A block that has waited for all its threads and then adds here lets whoever sees it read what they have written. */
+/* After a block barrier, one thread of the block adds with release; a thread that sees the sum with
+ * acquire then sees everything the block has written. */
 DEVICE void add_release(unsigned *p, unsigned value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -314,32 +317,34 @@ DEVICE unsigned load_acquire(const unsigned *p) {
     return value;
 }
 
-/* ---- kernels that follow each other ---------------------------------------------------------- */
+/* ---- programmatic dependent launch ----------------------------------------------------------- */
 
-/* Lets a kernel that was launched to overlap with this one start when all blocks of this one have come here or ended.
- */
+/* Lets the next kernel, if it was launched with Launch::overlaps, start when all blocks of this
+ * kernel have called this or ended. */
 DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* In a kernel that was launched to overlap with the one before it: waits until that one has ended. All before it is
- * long done: it did not overlap with what came before it, or has waited for that too. */
+/* In a kernel launched with Launch::overlaps: waits until the previous kernel has ended. Everything
+ * before that one has ended too: it did not overlap with its predecessor, or it has waited as
+ * well. */
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* What is loaded behind this is asked for behind what is loaded before it. A value that all threads have in common, the
- * compiler would else put first: it moves such values to uniform registers, and to do so waits for them then and there.
- * Where the kernel overlaps with the one before it, this waits for that one too. */
-DEVICE void loads_so_far_first() {
+/* Issues all loads above this call before any load below it. Otherwise the compiler moves a load
+ * whose value is the same in all threads to the front: it puts the value into a uniform register,
+ * and waits for it there. In a kernel launched with Launch::overlaps this also waits for the
+ * previous kernel. */
+DEVICE void issue_loads_first() {
     wait_for_previous_kernel();
 }
 
-/* ---- reductions over a warp, a block: always in the same order ------------------------------- */
+/* ---- reductions over a warp, always in the same order ---------------------------------------- */
 
 DEVICE float warp_max(float a) {
 #pragma unroll

@@ -1,53 +1,53 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The columns of a row's logits on CUDA, for both losses: statistics that merge, and the gradient at a column. What
- * follows from a whole row's statistics is loss.cuh's.
+ * Loops over the columns of a row of logits, for both losses: statistics that can be merged, and
+ * the gradient at a column. loss.cuh has the formulas for whole rows.
  */
 #ifndef RAFTER_OPS_COLUMNS_CUH
 #define RAFTER_OPS_COLUMNS_CUH
 
 #include "ops/loss.cuh"
 
-/* What a kernel does for every column. PLAIN: the statistics of the softmax. SMOOTH: the sum of logits too, for the
- * loss. FULL: softcap, class weights under label smoothing, entropy, argmax, as the call says. Gradients are all the
- * same but for FULL. */
+/* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
+ * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and
+ * argmax, as the call says. Gradients distinguish only FULL from the others. */
 enum Options { PLAIN, SMOOTH, FULL };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
-/* Of some columns, in units of v (see RowFigures). */
-template <int OPTIONS> struct alignas(16) Gathered {
+/* Statistics of some columns of a row, in terms of v (see WholeRowStats). */
+template <int OPTIONS> struct alignas(16) LossStats {
     RowStats s;
-    float weighted; /* sum of w v; SMOOTH: of v */
+    float weighted; /* sum of v */
 };
-template <> struct Gathered<PLAIN> { RowStats s; };
-template <> struct alignas(16) Gathered<FULL> {
+template <> struct LossStats<PLAIN> { RowStats s; };
+template <> struct alignas(16) LossStats<FULL> {
     RowStats s;
-    float weighted;
-    float z_label; /* the label's logit in the part that has it, 0 in the others */
-    float moment;  /* sum of (v - max) e^(scale (v - max)) */
-    float best;    /* the largest logit, or NaN, and its first column; -1: none yet */
-    int64_t argmax;
+    float weighted; /* sum of w v */
+    float z_label;  /* the label's logit if it is one of these columns, else 0 */
+    float moment;   /* sum of (v - max) e^(scale (v - max)) */
+    float best;     /* the largest logit, or NaN */
+    int64_t argmax; /* its first column; -1: none yet */
 };
 
-template <int OPTIONS> DEVICE Gathered<OPTIONS> none() {
-    Gathered<OPTIONS> g = {};
+template <int OPTIONS> DEVICE LossStats<OPTIONS> no_columns() {
+    LossStats<OPTIONS> g = {};
     g.s = no_elements();
     if constexpr (OPTIONS == FULL)
         g.argmax = -1;
     return g;
 }
 
-/* Makes `max`, of this and other columns, what the exponentials are relative to. */
-template <int OPTIONS> DEVICE void rebase(Gathered<OPTIONS> &g, float max, float scale) {
+/* Makes the exponentials relative to `max`, the maximum of these and other columns. */
+template <int OPTIONS> DEVICE void rebase(LossStats<OPTIONS> &g, float max, float scale) {
     const float shift = g.s.max - pivot_at(max), shrink = expf(shift * scale);
     if constexpr (OPTIONS == FULL)
         g.moment = g.s.sum == 0.0f ? 0.0f : (g.moment + shift * g.s.sum) * shrink;
     g.s = {max, g.s.sum * shrink};
 }
 
-/* NaN counts as larger than all; of equals, the first column wins. */
-DEVICE void keep_best(Gathered<FULL> &g, float best, int64_t argmax) {
+/* NaN is larger than everything; among equals the first column wins. */
+DEVICE void update_argmax(LossStats<FULL> &g, float best, int64_t argmax) {
     const bool larger = best > g.best || (best != best && g.best == g.best);
     const bool same = best == g.best || (best != best && g.best != g.best);
     if (argmax >= 0 && (g.argmax < 0 || larger || (same && argmax < g.argmax))) {
@@ -56,7 +56,7 @@ DEVICE void keep_best(Gathered<FULL> &g, float best, int64_t argmax) {
     }
 }
 
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathered<OPTIONS> b, float scale) {
+template <int OPTIONS> DEVICE LossStats<OPTIONS> merge(LossStats<OPTIONS> a, LossStats<OPTIONS> b, float scale) {
     const float max = fmaxf(a.s.max, b.s.max);
     rebase(a, max, scale);
     rebase(b, max, scale);
@@ -66,12 +66,12 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge(Gathered<OPTIONS> a, Gathe
     if constexpr (OPTIONS == FULL) {
         a.z_label += b.z_label;
         a.moment += b.moment;
-        keep_best(a, b.best, b.argmax);
+        update_argmax(a, b.best, b.argmax);
     }
     return a;
 }
 
-template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, float scale) {
+template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g, float scale) {
     rebase(g, warp_max(g.s.max), scale);
     g.s.sum = warp_sum(g.s.sum);
     if constexpr (OPTIONS != PLAIN)
@@ -81,15 +81,26 @@ template <int OPTIONS> DEVICE Gathered<OPTIONS> merge_warp(Gathered<OPTIONS> g, 
         g.moment = warp_sum(g.moment);
 #pragma unroll
         for (int step = WARP / 2; step > 0; step /= 2)
-            keep_best(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
+            update_argmax(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
     }
     return g;
 }
 
-/* Adds logits, of which column_of(k, j) says where they belong, or -1: those are -inf and count nowhere. The
- * exponentials are as good as rounding to T asks for. */
+/* Merges a block of at most 32 whole warps; every thread gets the result. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_block_for_all(LossStats<OPTIONS> g, float scale) {
+    __shared__ LossStats<OPTIONS> warp_stats[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    g = merge_warp(g, scale);
+    if (lane == 0)
+        warp_stats[warp] = g;
+    __syncthreads();
+    return merge_warp(lane < blockDim.x / WARP ? warp_stats[lane] : no_columns<OPTIONS>(), scale);
+}
+
+/* Adds logits. column_of(k, j) is the column of v[k][j], or -1 if there is none; v[k][j] is -inf
+ * then and has no effect. Exponentials are accurate enough to be rounded to T. */
 template <typename T, int COUNT, int N, typename F>
-DEVICE void add_full(Gathered<FULL> &g, float (&v)[COUNT][N], F column_of, const Loss &loss) {
+DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, const Loss &loss) {
     float max = g.s.max;
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
@@ -97,7 +108,7 @@ DEVICE void add_full(Gathered<FULL> &g, float (&v)[COUNT][N], F column_of, const
         for (int j = 0; j < N; j++) {
             const int64_t column = column_of(k, j);
             if (column >= 0 && loss.argmax.data)
-                keep_best(g, v[k][j], column);
+                update_argmax(g, v[k][j], column);
             if (column >= 0 && loss.softcap != 0.0f)
                 v[k][j] = capped(v[k][j], loss.softcap);
             if (column >= 0 && loss.weighted)
@@ -112,12 +123,12 @@ DEVICE void add_full(Gathered<FULL> &g, float (&v)[COUNT][N], F column_of, const
         for (int j = 0; j < N; j++) {
             const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
             g.s.sum += e;
-            g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* e is 0 long before the bound, which keeps -inf out */
+            g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* the bound keeps -inf out; e is 0 long before it */
         }
 }
 
-template <int OPTIONS> DEVICE RowFigures figures_of(const Gathered<OPTIONS> &g, float z, const Loss &loss) {
-    RowFigures f = {};
+template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTIONS> &g, float z, const Loss &loss) {
+    WholeRowStats f = {};
     f.max = g.s.max;
     f.sum = g.s.max == INFINITY ? NAN : g.s.sum;
     f.target = loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
@@ -182,20 +193,20 @@ DEVICE Totals warp_sum(const Totals &a) {
     return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
 }
 
-/* Of all threads of the block; every thread gets it. */
+/* The sum over all threads of the block; every thread gets it. */
 template <typename A> DEVICE A block_sum(A a) {
-    __shared__ A of_warp[WARP];
+    __shared__ A warp_sums[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     a = warp_sum(a);
-    __syncthreads(); /* the last one's readers are done */
+    __syncthreads(); /* all threads have read the previous sum */
     if (lane == 0)
-        of_warp[warp] = a;
+        warp_sums[warp] = a;
     __syncthreads();
-    return warp_sum(lane < blockDim.x / WARP ? of_warp[lane] : A{});
+    return warp_sum(lane < blockDim.x / WARP ? warp_sums[lane] : A{});
 }
 
-/* f(row) for the rows that are not ignored, of every step-th in [first, end). Labels of several are asked for before
- * the first is looked at: left to itself, the compiler waits for each of them. */
+/* Calls f(row) for the rows first, first + step, ... below `end` that are not ignored. Loads 8
+ * labels before it looks at the first: left to itself, the compiler waits for each load. */
 template <typename Load, typename F>
 DEVICE void for_counted_rows(Load load, int64_t first, int64_t end, int64_t step, int64_t ignore_index, F f) {
     constexpr int AT_ONCE = 8;
@@ -226,7 +237,7 @@ DEVICE int64_t count_labels(const Loss &loss, int64_t first, int64_t end, int64_
     return counted;
 }
 
-/* One thread's share of the labels. */
+/* The totals of one thread's share of the rows, without the loss. */
 DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     Totals totals = {};
     if (!loss.class_weight) {
@@ -242,7 +253,7 @@ DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     return totals;
 }
 
-/* Of all labels, by one block: every thread gets it. For as many rows as an int can count. */
+/* The totals of all rows, computed by one block; every thread gets them. At most INT_MAX rows. */
 DEVICE Totals count_in_block(const Loss &loss) {
     if (loss.class_weight)
         return block_sum(count(loss, threadIdx.x, blockDim.x));

@@ -41,7 +41,7 @@ static rafter_status check_options(rafter_context *context, const rafter_loss_op
     return RAFTER_OK;
 }
 
-/* The tensors of a loss, by name, for checks of all of them. */
+/* A tensor of the loss, for checks over all of them. */
 struct named {
     const char *name;
     const rafter_view *view;
@@ -66,13 +66,12 @@ static void list_tensors(const struct rafter_loss *loss, struct named list[TENSO
     memcpy(list, all, sizeof all);
 }
 
-/* Takes a tensor that may be missing. */
+/* Takes an optional tensor. */
 static rafter_status take(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
                           unsigned dtypes, rafter_view *view) {
     if (!tensor)
         return RAFTER_OK;
-    return output ? rafter_take_output(context, name, tensor, dtypes, view)
-                  : rafter_take_tensor(context, name, tensor, dtypes, view);
+    return (output ? rafter_take_output : rafter_take_tensor)(context, name, tensor, dtypes, view);
 }
 
 static rafter_status take_scalar(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
@@ -178,7 +177,7 @@ static float get(const rafter_view *view, int64_t row) {
     return value;
 }
 
-/* Writes one element of an output that may not have been asked for. */
+/* Writes one element of an optional output. */
 static void put(const rafter_view *view, int64_t row, double value) {
     const float rounded = (float)value;
     if (rafter_loss_has(view))
@@ -250,7 +249,8 @@ struct rafter_row_stats rafter_row_merge(const struct rafter_row_stats *a, const
     m.sum = m.moment = 0.0;
     const struct rafter_row_stats *const parts[] = {a, b};
     for (int i = 0; i < 2; i++) {
-        /* A part of all -inf has nothing to shrink. Otherwise an infinite shift comes with a NaN in one of the sums. */
+        /* A part of all -inf has a sum of 0, and needs no shift. In other parts an infinite shift
+         * comes with a NaN in one of the sums. */
         const double shift = parts[i]->max == m.max || parts[i]->sum == 0.0 ? 0.0 : parts[i]->max - m.max;
         const double shrink = shift == 0.0 ? 1.0 : exp(shift);
         m.sum += parts[i]->sum * shrink;
@@ -267,8 +267,8 @@ double rafter_row_lse(const struct rafter_row_stats *stats) {
     return stats->max + log(stats->sum);
 }
 
-/* A sum of terms that are at least 0 may come out below it by rounding; NaN stays. */
-static double at_least_zero(double value) {
+/* Rounding may push a sum of non-negative terms below 0. NaN stays NaN. */
+static double non_negative(double value) {
     return value < 0.0 ? 0.0 : value;
 }
 
@@ -283,7 +283,7 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
     if (label >= 0) {
         const double s = (double)loss->smoothing, log_sum = log(stats->sum);
         lse = stats->max + log_sum;
-        nll = at_least_zero((stats->max - stats->target) + log_sum); /* r - u_y; r itself may swallow the logarithm */
+        nll = non_negative((stats->max - stats->target) + log_sum); /* r - u_y; r itself may lose the logarithm */
         value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
         if (s != 0.0)
             value += s / (double)loss->classes *
@@ -291,7 +291,7 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
         if (loss->z_loss != 0.0f)
             value += (double)loss->z_loss * lse * lse;
         value *= (double)row_weight(loss, row);
-        entropy = at_least_zero(log_sum - stats->moment / stats->sum);
+        entropy = non_negative(log_sum - stats->moment / stats->sum);
         argmax = stats->argmax;
     }
     if (loss->reduction == RAFTER_NONE)
@@ -317,7 +317,8 @@ void rafter_loss_write(const struct rafter_loss *loss, double sum) {
     put(&loss->loss, 0, nothing ? 0.0 : sum / loss->mean_denominator);
 }
 
-/* The coefficients for p = share * e^(u - pivot), with r itself for the derivative of z_loss * r^2. */
+/* The coefficients if the softmax is share * e^(u - pivot). lse: r, for the derivative of z_loss *
+ * r^2. */
 static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64_t row, int64_t label, double pivot,
                                            double share, double lse) {
     const double dloss = rafter_loss_has(&loss->dloss) ? (double)get(&loss->dloss, row) : 1.0;

@@ -59,7 +59,7 @@ const struct loss_case loss_cases[LOSS_CASES] = {
 
 int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const int64_t *rows, int64_t classes) {
     static const int64_t label_zero = 0;
-    p->loss_options = (rafter_loss_options){.size = sizeof p->loss_options,
+    p->options.loss = (rafter_loss_options){.size = sizeof p->options.loss,
                                             .reduction = c->reduction,
                                             .zero_if_all_ignored = c->zero_if_all_ignored,
                                             .ignore_index = c->ignored == LABEL_ZERO_IGNORED ? &label_zero : NULL,
@@ -67,6 +67,7 @@ int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const
                                             .z_loss = c->z_loss,
                                             .softcap = c->softcap,
                                             .logit_scale = c->scale};
+    p->options.backward_without_lse = c->without_lse;
     problem_tensor *t = problem_add(p, "target", PROBLEM_INPUT, c->narrow ? RAFTER_I32 : RAFTER_I64, ndim, rows);
     const int64_t count = t->numel;
     t->fill = c->ignored == ALL_IGNORED ? PROBLEM_COUNT : PROBLEM_LABELS;
@@ -79,7 +80,7 @@ int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const
         t->fill = PROBLEM_UNIFORM;
         t->shift = 0.5;
     }
-    if (c->row_weight) /* advantages: of either sign */
+    if (c->row_weight) /* advantages, of either sign */
         problem_add(p, "row_weight", PROBLEM_INPUT, RAFTER_F32, ndim, rows);
     if (c->denominator) {
         t = problem_add(p, "denominator", PROBLEM_INPUT, RAFTER_F32, 0, NULL);
@@ -101,17 +102,29 @@ int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const
 }
 
 rafter_loss_options loss_case_options(const problem *p) {
-    rafter_loss_options options = p->loss_options;
+    rafter_loss_options options = p->options.loss;
     options.class_weight = problem_dl(p, "class_weight");
     options.row_weight = problem_dl(p, "row_weight");
     options.denominator = problem_dl(p, "denominator");
     return options;
 }
 
+struct loss_case loss_case_request(const struct problem_request *r) {
+    const rafter_loss_options *const o = &r->options.loss;
+    return (struct loss_case){.name = problem_reduction_names[o->reduction],
+                              .smoothing = o->label_smoothing,
+                              .z_loss = o->z_loss,
+                              .softcap = o->softcap,
+                              .scale = o->logit_scale,
+                              .reduction = o->reduction,
+                              .class_weight = r->class_weight,
+                              .extras = r->extras};
+}
+
 void loss_case_label(problem *p, const char *name, rafter_dtype dtype, int ndim, const int64_t *shape,
-                     const char *behind) {
+                     const char *suffix) {
     int used = snprintf(p->label, sizeof p->label, "%s %s [", name, problem_dtype_name(dtype));
     for (int d = 0; d < ndim; d++)
         used += snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape[d]);
-    snprintf(p->label + used, sizeof p->label - (size_t)used, "]%s", behind);
+    snprintf(p->label + used, sizeof p->label - (size_t)used, "]%s", suffix);
 }

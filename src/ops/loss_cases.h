@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the cases of the two losses have in common: the options of a loss, one table of them, and the tensors that they
- * ask for. */
+/* Shared by the cases of the two losses: a table of options, and the tensors that the options
+ * need. */
 #ifndef RAFTER_OPS_LOSS_CASES_H
 #define RAFTER_OPS_LOSS_CASES_H
 
@@ -22,18 +22,21 @@ struct loss_case {
 enum { LOSS_CASES = 26 };
 extern const struct loss_case loss_cases[LOSS_CASES];
 
-/* The values of p's denominator. */
+/* The value of the `denominator` tensor. */
 #define LOSS_CASE_DENOMINATOR 7.0
 
-/* The options, and the tensors that every loss has: target and those that options name, then all results but gradients.
- * Rows are of the shape [ndim]. Returns their number. */
+/* Sets the options and declares the tensors that both losses have: target, the options' tensors,
+ * and all results but gradients. `rows` is the shape of target. Returns the number of rows. */
 int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const int64_t *rows, int64_t classes);
 
-/* The problem's options, with their tensors. */
+/* The problem's options as an argument of the call, with their tensors. */
 rafter_loss_options loss_case_options(const problem *p);
 
-/* "<name> <dtype> [2, 3" and what comes behind the shape. */
+/* The case of `rafter info`. */
+struct loss_case loss_case_request(const struct problem_request *request);
+
+/* The label "<name> <dtype> [2, 3]<suffix>". */
 void loss_case_label(problem *p, const char *name, rafter_dtype dtype, int ndim, const int64_t *shape,
-                     const char *behind);
+                     const char *suffix);
 
 #endif

@@ -1,8 +1,7 @@
-/* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax statistics of rows: the running maximum and the sum of exponentials relative to it, in one pass over memory.
- * Shared by every op that normalises. Two halves of a row merge into the whole, so that rows can be split over blocks,
- * threads or ranks.
+ * Softmax statistics of rows: the running maximum and the sum of exponentials relative to it, in
+ * one pass over memory. Shared by every op that normalises. The statistics of two parts of a row
+ * can be merged, so a row can be split over blocks, threads or ranks.
  */
 #ifndef RAFTER_SIMD_SOFTMAX_H
 #define RAFTER_SIMD_SOFTMAX_H
@@ -11,13 +10,14 @@
 
 #include "simd/simd.h"
 
-/* sum = sum of e^(x - max); an empty row is {-INFINITY, 0}. A NaN anywhere makes the sum NaN; the maximum skips it. */
+/* sum = sum of e^(x - max). An empty row has {-INFINITY, 0}. A NaN anywhere makes the sum NaN; the
+ * maximum ignores it. */
 struct v_stats {
     float max, sum;
 };
 
-/* What to subtract from x before the exponential: the maximum, or 0 for a row of all -inf, whose exponentials are then
- * 0. */
+/* The exp pivot, which is subtracted from x before the exponential: the maximum, or 0 for a row
+ * that is all -inf, so that its exponentials are 0 and not NaN. */
 V_INLINE float v_pivot(float max) {
     return max == -INFINITY ? 0.0f : max;
 }
@@ -41,10 +41,11 @@ V_INLINE float v_stats_lse(struct v_stats s) {
     return (float)((double)s.max + log((double)s.sum));
 }
 
-/* The same lane by lane, to 2e-8 and one rounding, for max with sum in [2^-100, 2^100]; infinite maxima stay, a sum
- * that is NaN gives NaN. */
+/* The same lane by lane, with an error of 2e-8 and one rounding, for sums in [2^-100, 2^100]. An
+ * infinite max is returned as it is; a NaN sum gives NaN. */
 V_INLINE vf v_lse(vf max, vf sum) {
-    /* sum = 2^k m, m in [sqrt(1/2), sqrt(2)); log m = f + f^2 p(f) with f = m - 1, minimax, absolute error 7e-9. */
+    /* sum = 2^k m with m in [sqrt(1/2), sqrt(2)). log m = f + f^2 p(f) with f = m - 1; p is a
+     * minimax polynomial of absolute error 7e-9. */
     const vi k = (vi)((vu)sum - 0x3f3504f3u) >> 23;
     const vf f = (vf)((vu)sum - ((vu)k << 23)) - v_set(1.0f), whole = __builtin_convertvector(k, vf);
     vf p = v_fma(v_set(0.0873361751f), f, v_set(-0.144418672f));
@@ -55,23 +56,27 @@ V_INLINE vf v_lse(vf max, vf sum) {
     p = v_fma(p, f, v_set(0.333342254f));
     p = v_fma(p, f, v_set(-0.499999821f));
     const vf log_m = v_fma(f * f, p, f);
-    /* k ln(2) in two parts, the first exact; what is lost when that is added to max joins the second. */
+    /* k ln(2) is added in two parts. The first is exact; the rounding error of adding it to max
+     * goes into the second. */
     const vf high = whole * v_set(0.693145751953125f), low = v_fma(whole, v_set(1.42860682030941723212e-6f), log_m);
-    const vf near = max + high, taken = near - max, lost = (max - (near - taken)) + (high - taken);
+    const vf rough = max + high, added = rough - max, lost = (max - (rough - added)) + (high - added);
     const vf magnitude = (vf)((vi)max & 0x7fffffff);
-    return v_select(magnitude == v_set(INFINITY), max, near + (lost + low)) + (sum - sum);
+    return v_select(magnitude == v_set(INFINITY), max, rough + (lost + low)) + (sum - sum);
 }
 
 /* ---- sums of exponentials -------------------------------------------------------------------- */
 
 /*
- * Terms of a sum are taken relative to a base near the largest x: e^x / 2^log2, log2 a whole number. In steps of
- * 1/V_STEPS, x log2(e) - log2 = (k + r) / V_STEPS,   k whole, |r| <= 1/2: k modulo V_STEPS picks a power of two from a
- * table in registers, the rest of k goes straight into the exponent bits, and a short polynomial gives 2^(r / V_STEPS).
- * Adding `magic`, 1.5 * 2^23 less log2 * V_STEPS, rounds to k and leaves it in the low bits, so that the base costs
- * nothing per term. Terms under 2^-125 count as 2^-125. Relative error of a term: 5.3e-8 from the polynomial
- * (AVX2 2.5e-8, portable 9.2e-8) and two roundings. That of log2(e), |x| * 1.3e-8, all terms have in common; it leaves
- * when the sum is divided by one of them.
+ * The terms of a sum are scaled by a power of two near the largest one: a term is e^x / 2^log2,
+ * with log2 an integer. In steps of 1 / V_STEPS, x log2(e) - log2 = (k + r) / V_STEPS with k an
+ * integer and |r| <= 1/2. k modulo V_STEPS selects a power of two from a table in registers; the
+ * rest of k is added to the exponent bits; a short polynomial gives 2^(r / V_STEPS). Adding
+ * `magic`, which is 1.5 * 2^23 - log2 * V_STEPS, rounds to k and leaves k in the low bits, so the
+ * scaling costs nothing per term. Terms under 2^-125 count as 2^-125.
+ *
+ * Relative error of a term: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8) and two
+ * roundings. The error of log2(e), |x| * 1.3e-8, is common to all terms and cancels when the sum is
+ * divided by one of them.
  */
 #if V_LANES == 16
 enum { V_STEPS = 32, V_STEP_SHIFT = 18 };
@@ -83,17 +88,17 @@ enum { V_STEPS = 1, V_STEP_SHIFT = 23 };
 
 struct v_base {
     vf magic, low, shift;
-    float pivot; /* the x whose term is 1; -INFINITY: nothing but -inf so far */
-    float limit; /* the largest x that may be summed: terms above would overflow or lose accuracy */
+    float pivot; /* the x whose term is 1; -INFINITY: all x so far were -inf */
+    float limit; /* the largest x allowed: terms above it would overflow or lose accuracy */
     bool near;   /* shift is 0 */
 };
 
-/* The base for terms of which the largest is about e^max. Far from zero x log2(e) rounds too coarsely, and without FMA
- * it does anywhere: then the pivot is subtracted from every x first (and without FMA may not be far below the largest).
- */
+/* The base for terms whose largest is about e^max. Far from zero (without FMA everywhere)
+ * x log2(e) rounds too coarsely: then the pivot is subtracted from every x first. Without FMA the
+ * pivot must also be close to the largest x. */
 V_INLINE struct v_base v_base_at(float max) {
     const float magic = 0x1.8p23f, ln2 = 0.69314718055994530942f, deepest = -125.0f * ln2;
-#if V_LANES > 4
+#if V_FMA
     const float highest = 64.0f * ln2;
     if (max > -0x1p15f && max < 0x1p15f) {
         const float log2 = (float)(int)(max * V_LOG2E), pivot = log2 * ln2;
@@ -106,16 +111,16 @@ V_INLINE struct v_base v_base_at(float max) {
     return (struct v_base){v_set(magic), v_set(deepest), v_set(v_pivot(max)), max, max + highest, false};
 }
 
-/* A base per lane, for lanes that belong to different rows: each term is relative to its own pivot, subtracted first.
- */
+/* A base with one pivot per lane, for lanes that belong to different rows. The pivot is subtracted
+ * from every x first. */
 V_INLINE struct v_base v_base_per_lane(vf pivot) {
     struct v_base base = v_base_at(-INFINITY);
     base.shift = pivot;
     return base;
 }
 
-/* The bits of 2^(j / V_STEPS), j = k modulo V_STEPS, less j << V_STEP_SHIFT, which comes back with k << V_STEP_SHIFT.
- */
+/* The bits of 2^(j / V_STEPS) minus j << V_STEP_SHIFT, where j = k modulo V_STEPS. Adding
+ * k << V_STEP_SHIFT restores j << V_STEP_SHIFT and adds the rest of k to the exponent. */
 V_INLINE vu v_step_bits(vf k) {
 #if V_LANES == 16
     static const int32_t table[32] = {
@@ -134,7 +139,7 @@ V_INLINE vu v_step_bits(vf k) {
 #endif
 }
 
-/* sum + e^(x - base.pivot); `near` is base.near as a compile-time constant. NaN stays NaN. */
+/* sum + e^(x - base.pivot). `near` is base.near as a compile-time constant. NaN stays NaN. */
 V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
     const vf d = v_max(base->low, near ? x : x - base->shift), scale = v_set(V_STEPS * V_LOG2E);
     const vf k = v_fma(d, scale, base->magic);
@@ -151,18 +156,18 @@ V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
     return v_fma(p, (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT)), sum);
 }
 
-/* A sum of sums, by Kahan's method: what a rounding takes away is given back with the next sum. */
-struct v_total {
+/* A compensated (Kahan) sum: the rounding error of one addition is corrected in the next. */
+struct v_kahan {
     vf sum, lost;
 };
 
-V_INLINE void v_total_add(struct v_total *total, vf a) {
+V_INLINE void v_kahan_add(struct v_kahan *total, vf a) {
     const vf more = a - total->lost, sum = total->sum + more;
     total->lost = (sum - total->sum) - more;
     total->sum = sum;
 }
 
-V_INLINE void v_total_scale(struct v_total *total, vf factor) {
+V_INLINE void v_kahan_scale(struct v_kahan *total, vf factor) {
     total->sum *= factor;
     total->lost *= factor;
 }
@@ -176,45 +181,45 @@ V_INLINE float v_term(float x, const struct v_base *base) {
 /* ---- exponentials of a row ------------------------------------------------------------------- */
 
 /*
- * add + scale * e^(x - pivot), for x not above the pivot by more than 80, pivot and scale the same for many x: what a
- * softmax and the gradients of its kind are made of. The same steps as above; the scale is in the polynomial's
- * coefficients, so that it costs nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8,
- * portable 9.2e-8), three roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125 count as 0.
- * NaN stays NaN, and +inf becomes it.
+ * add + scale * e^(x - pivot), where pivot and scale are the same for many x: the form of softmax
+ * and of its gradients. x may exceed the pivot by at most 80. The exponential is computed in the
+ * steps described above; the scale is folded into the coefficients of the polynomial, so it costs
+ * nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable
+ * 9.2e-8), three roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125
+ * count as 0. NaN stays NaN, and +inf gives NaN.
  */
-struct v_curve {
+struct v_scaled_exp {
     vf pivot, scale, c1, c2, c3;
 };
 
-V_INLINE struct v_curve v_curve_of(float pivot, float scale) {
+V_INLINE struct v_scaled_exp v_scaled_exp_of(float pivot, float scale) {
 #if V_LANES == 16
-    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0216611661f * scale), v_set(0.0002345961839f * scale),
-                            v_set(0.0f)};
+    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.0216611661f * scale),
+                                 v_set(0.0002345961839f * scale), v_set(0.0f)};
 #elif V_LANES == 8
-    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.08664340526f * scale), v_set(0.003754025558f * scale),
-                            v_set(0.0001083910611f * scale)};
+    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.08664340526f * scale),
+                                 v_set(0.003754025558f * scale), v_set(0.0001083910611f * scale)};
 #else
-    return (struct v_curve){v_set(pivot), v_set(scale), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
+    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
 #endif
 }
 
-V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
-    const vf d = x - curve->pivot, low = v_set(-125.0f * 0.69314718055994530942f), step = v_set(V_STEPS * V_LOG2E);
+V_INLINE vf v_scaled_exp(vf x, const struct v_scaled_exp *e, vf add) {
+    const vf d = x - e->pivot, low = v_set(-125.0f * 0.69314718055994530942f), step = v_set(V_STEPS * V_LOG2E);
     const vf magic = v_set(0x1.8p23f);
 #if V_LANES == 16
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)d, (__m512)low, _CMP_NLT_UQ);
     const vf k = v_fma(d, step, magic), r = v_fma(d, step, magic - k);
-    const vf p = v_fma(v_fma(curve->c2, r, curve->c1), r, curve->scale);
+    const vf p = v_fma(v_fma(e->c2, r, e->c1), r, e->scale);
     const vf power = (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
     const vf bounded = v_max(low, d);
     const vf k = v_fma(bounded, step, magic), r = v_fma(bounded, step, magic - k);
 #if V_LANES == 8
-    const vf p = v_fma(v_fma(v_fma(curve->c3, r, curve->c2), r, curve->c1), r, curve->scale);
+    const vf p = v_fma(v_fma(v_fma(e->c3, r, e->c2), r, e->c1), r, e->scale);
 #else
-    const vf p =
-        curve->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+    const vf p = e->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
 #endif
     const vu power = (v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
@@ -223,7 +228,7 @@ V_INLINE vf v_curve_at(vf x, const struct v_curve *curve, vf add) {
 
 /* ---- maxima ---------------------------------------------------------------------------------- */
 
-/* The largest of n elements, NaN skipped; -INFINITY of none. */
+/* The largest of n elements. NaN is ignored; the result is -INFINITY if nothing remains. */
 V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
     const char *p = x;
     vf max = v_set(-INFINITY);
@@ -232,43 +237,33 @@ V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
     return v_hmax(n ? v_max(v_load_part(dtype, p, n, -INFINITY), max) : max);
 }
 
-/* Running maxima of pairs (see v_load_pair), lane by lane. Of 16-bit floats they are taken from the bits, 2 V_LANES at
- * a time: among encodings with the sign bit clear the largest integer is the largest float, among the others the
- * smallest unsigned integer is. A NaN may hide a maximum; it is then NaN. */
+/* Running maxima of pairs (see v_load_pair), lane by lane. With AVX2 and AVX-512, maxima of 16-bit
+ * floats are computed on their bits, 2 V_LANES at a time: among encodings with the sign bit clear
+ * the largest integer is the largest float; among the others the smallest unsigned integer is. A
+ * NaN may hide a maximum; the result is then NaN. */
 struct v_peak {
     vf value[2];
-#if V_LANES == 16
-    __m512i positive, negative;
-#elif V_LANES == 8
-    __m256i positive, negative;
+#if V_LANES > 4
+    v16 positive, negative;
 #endif
 };
 
-V_INLINE struct v_peak v_peak_of_none(void) {
+V_INLINE struct v_peak v_peak_empty(void) {
     struct v_peak peak = {.value = {v_set(-INFINITY), v_set(-INFINITY)}};
-#if V_LANES == 16
-    peak.positive = _mm512_set1_epi16(-0x8000), peak.negative = _mm512_set1_epi16(-1);
-#elif V_LANES == 8
-    peak.positive = _mm256_set1_epi16(-0x8000), peak.negative = _mm256_set1_epi16(-1);
+#if V_LANES > 4
+    peak.positive = v_set_16(-0x8000), peak.negative = v_set_16(-1);
 #endif
     return peak;
 }
 
-/* Takes in the pair at p, which a and b hold. */
+/* Adds the pair at p, which a and b hold. */
 V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf b) {
     (void)dtype, (void)p;
-#if V_LANES == 16
+#if V_LANES > 4
     if (dtype != RAFTER_F32) {
-        const __m512i bits = _mm512_loadu_si512(p);
-        peak->positive = _mm512_max_epi16(peak->positive, bits);
-        peak->negative = _mm512_min_epu16(peak->negative, bits);
-        return;
-    }
-#elif V_LANES == 8
-    if (dtype != RAFTER_F32) {
-        const __m256i bits = _mm256_loadu_si256(p);
-        peak->positive = _mm256_max_epi16(peak->positive, bits);
-        peak->negative = _mm256_min_epu16(peak->negative, bits);
+        const v16 bits = v_load_16(p);
+        peak->positive = v_max_i16(peak->positive, bits);
+        peak->negative = v_min_u16(peak->negative, bits);
         return;
     }
 #endif
@@ -276,46 +271,31 @@ V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf
     peak->value[1] = v_max(b, peak->value[1]);
 }
 
-/* The maxima lane by lane, in the order of the pairs. */
+/* The maxima lane by lane, in the order of a pair. */
 V_INLINE void v_peak_pair(int dtype, const struct v_peak *peak, vf *a, vf *b) {
     *a = peak->value[0];
     *b = peak->value[1];
     (void)dtype;
-#if V_LANES == 16
+#if V_LANES > 4
     if (dtype != RAFTER_F32) {
-        const __m512i bits =
-            _mm512_mask_mov_epi16(peak->positive, _mm512_movepi16_mask(peak->positive), peak->negative);
-        v_load_pair(dtype, &bits, a, b);
-    }
-#elif V_LANES == 8
-    if (dtype != RAFTER_F32) {
-        const __m256i all_negative = _mm256_srai_epi16(peak->positive, 15);
-        const __m256i bits = _mm256_blendv_epi8(peak->positive, peak->negative, all_negative);
+        const v16 bits = v_select_negative_16(peak->positive, peak->negative, peak->positive);
         v_load_pair(dtype, &bits, a, b);
     }
 #endif
 }
 
-/* The largest of all. */
+/* The largest of all lanes. */
 V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
     const float value = v_hmax(v_max(peak->value[0], peak->value[1]));
     (void)dtype;
 #if V_LANES > 4
     if (dtype != RAFTER_F32) {
-#if V_LANES == 16
-        const __m256i positive =
-            _mm256_max_epi16(_mm512_castsi512_si256(peak->positive), _mm512_extracti64x4_epi64(peak->positive, 1));
-        const __m256i negative =
-            _mm256_min_epu16(_mm512_castsi512_si256(peak->negative), _mm512_extracti64x4_epi64(peak->negative, 1));
-#else
-        const __m256i positive = peak->positive, negative = peak->negative;
-#endif
-        const __m128i most = _mm_max_epi16(_mm256_castsi256_si128(positive), _mm256_extracti128_si256(positive, 1));
-        const __m128i least = _mm_min_epu16(_mm256_castsi256_si128(negative), _mm256_extracti128_si256(negative, 1));
-        /* One instruction finds the smallest of eight unsigned; complemented, the largest signed. */
+        const __m128i positive = v_fold_max_i16(peak->positive), negative = v_fold_min_u16(peak->negative);
+        /* One instruction finds the smallest of eight unsigned integers; with the bits flipped, the
+         * largest signed. */
         const __m128i flip = _mm_set1_epi16(0x7fff);
-        const int largest = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(most, flip)), 0) ^ 0x7fff;
-        const uint16_t bits = (uint16_t)(largest & 0x8000 ? _mm_extract_epi16(_mm_minpos_epu16(least), 0) : largest);
+        const int largest = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(positive, flip)), 0) ^ 0x7fff;
+        const uint16_t bits = (uint16_t)(largest & 0x8000 ? _mm_extract_epi16(_mm_minpos_epu16(negative), 0) : largest);
         const float top = v_get(dtype, &bits);
         return value > top ? value : top;
     }
@@ -325,19 +305,20 @@ V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
 
 /* ---- statistics of a row --------------------------------------------------------------------- */
 
-/* Elements that are summed before their maximum is looked at, and those that are looked at beforehand, for a first
- * guess. */
-#if V_LANES > 4
+/* V_STATS_BLOCK elements are summed before their maximum is checked against the base. The first
+ * base is guessed from the maximum of V_STATS_GUESS elements: without FMA, where the pivot must be
+ * close to the largest x, from a whole block. */
+#if V_FMA
 enum { V_STATS_BLOCK = 1024, V_STATS_GUESS = V_LANES };
 #else
 enum { V_STATS_BLOCK = 1024, V_STATS_GUESS = V_STATS_BLOCK };
 #endif
 
-/* The sum of n terms, and the largest x among them in *top (NaN: a NaN hides it). */
+/* The sum of n terms. *top is the largest x; it may be NaN if any x is. */
 V_INLINE vf v_sum_block(int dtype, const char *p, int64_t n, const struct v_base *base, bool near, float *top) {
     const int64_t step = V_LANES * v_bytes(dtype);
-    vf s0 = v_set(0.0f), s1 = s0, s2 = s0, s3 = s0; /* four sums: the adds of one would wait for each other */
-    struct v_peak peak = v_peak_of_none();
+    vf s0 = v_set(0.0f), s1 = s0, s2 = s0, s3 = s0; /* four independent sums hide the latency of the adds */
+    struct v_peak peak = v_peak_empty();
     for (; n >= 4 * V_LANES; n -= 4 * V_LANES, p += 4 * step) {
         vf a, b, c, d;
         v_load_pair(dtype, p, &a, &b);
@@ -358,7 +339,7 @@ V_INLINE vf v_sum_block(int dtype, const char *p, int64_t n, const struct v_base
     return (s0 + s1) + (s2 + s3);
 }
 
-/* Folds n compact elements into running statistics. */
+/* Adds n contiguous elements to running statistics. */
 V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct v_stats so_far) {
     if (n <= 0)
         return so_far;
@@ -367,7 +348,7 @@ V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct 
     if (max == -INFINITY)
         max = v_max_row(dtype, p, n < V_STATS_GUESS ? n : V_STATS_GUESS);
     struct v_base base = v_base_at(max);
-    struct v_total total = {v_set(0.0f), v_set(0.0f)};
+    struct v_kahan total = {v_set(0.0f), v_set(0.0f)};
     total.sum[0] = so_far.max == -INFINITY ? so_far.sum : so_far.sum * v_term(so_far.max, &base);
     while (n > 0) {
         const int64_t block = n < V_STATS_BLOCK ? n : V_STATS_BLOCK;
@@ -378,22 +359,22 @@ V_INLINE struct v_stats v_stats_row(int dtype, const void *x, int64_t n, struct 
                             : v_sum_block(dtype, p, block, &base, false, &top);
             if (top <= base.limit)
                 break;
-            /* Too large for this base, or hidden by a NaN. Rows almost never get here: the base has room for 44 more.
-             */
+            /* An element is too large for this base, or a NaN hides the maximum. This is rare: the
+             * limit is 44 above the pivot. */
             top = v_max_row(dtype, p, block);
             if (!(top > base.limit))
                 break;
             const struct v_base higher = v_base_at(top);
-            v_total_scale(&total, v_set(v_exp_from_scalar(base.pivot, higher.pivot)));
+            v_kahan_scale(&total, v_set(v_exp_from_scalar(base.pivot, higher.pivot)));
             base = higher;
         }
-        v_total_add(&total, sum);
+        v_kahan_add(&total, sum);
         max = top > max ? top : max;
         p += block * v_bytes(dtype);
         n -= block;
     }
     const float sum = v_sum(total.sum);
-    /* All -inf: nothing was summed but terms of 2^-125 (or a NaN). */
+    /* If all x are -inf, the sum holds only terms of 2^-125 (or NaN). */
     return (struct v_stats){max, max > -INFINITY ? sum / v_term(max, &base) : sum == sum ? 0.0f : sum};
 }
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bad arguments get the status and the sentence that they get on the CPU. */
+/* Bad arguments get the same status and message as on the CPU. */
 #include <string.h>
 
 #include "parts.h"
 
-/* A valid call of every op. Bad ones are refused before any data is looked at, so that the tensors can be said to be
- * anywhere: the sentences must be the same, and addresses in them too. */
+/* A valid call of every op. Bad calls are refused before any data is read, so host memory can pass
+ * as device memory, and the messages must be equal, including addresses. */
 enum { B = 2, N = 3, H = 2, D = 8, V = 11 };
 
 static struct calls {
@@ -135,10 +135,10 @@ static const struct bad_call {
 
 static void test_bad_calls(rafter_context *here, rafter_context *there) {
     for (size_t i = 0; i < sizeof bad_calls / sizeof *bad_calls; i++) {
-        reset_calls(here->device);
+        reset_calls(context_device(here));
         bad_calls[i].spoil();
         const rafter_status on_cpu = bad_calls[i].call(here);
-        reset_calls(there->device);
+        reset_calls(context_device(there));
         bad_calls[i].spoil();
         const rafter_status on_gpu = bad_calls[i].call(there);
         expect(on_cpu != RAFTER_OK, "bad call %zu passes", i);
@@ -152,7 +152,7 @@ static void refused(rafter_status status, rafter_context *context, const char *w
            words, rafter_status_name(status), rafter_last_error(context));
 }
 
-/* Tensors on another device than the context's, all of them or one among others. */
+/* All tensors, or one of them, on another device than the context's. */
 static void test_wrong_devices(rafter_context *here, rafter_context *there) {
     const DLDevice host = {kDLCPU, 0}, gpu = {kDLCUDA, 0};
     reset_calls(host);
@@ -172,7 +172,7 @@ static void test_wrong_devices(rafter_context *here, rafter_context *there) {
     refused(call_logsumexp(there), there, "x is on device 5, wanted the context's, 0");
 
     reset_calls(gpu);
-    c.y_t.byte_offset = 2; /* the CPU takes it, a GPU would fault */
+    c.y_t.byte_offset = 2; /* valid on the CPU; a GPU would fault */
     refused(call_act(there), there, "y begins at ");
 
     rafter_context_options options = {.size = sizeof options, .device = {kDLCUDA, 1000}};
@@ -182,9 +182,9 @@ static void test_wrong_devices(rafter_context *here, rafter_context *there) {
            "a context on GPU 1000: '%s'", rafter_last_error(NULL));
 }
 
-/* Tensors of no elements have no data to be looked at. */
+/* Tensors without elements may have no data. */
 static void test_empty(rafter_context *there) {
-    reset_calls(there->device);
+    reset_calls(context_device(there));
     c.shape_x[0] = c.shape_y[0] = c.shape_lse[0] = c.shape_rows[0] = c.shape_logits[0] = 0;
     c.x_t.data = c.y_t.data = c.wide_t.data = c.lse_t.data = c.logits_t.data = c.dlogits_t.data = c.target_t.data =
         NULL;
@@ -193,7 +193,7 @@ static void test_empty(rafter_context *there) {
     expect(call_logsumexp(there) == RAFTER_OK, "logsumexp of nothing: %s", rafter_last_error(there));
     expect(call_cross_entropy(there) == RAFTER_OK, "cross_entropy of nothing: %s", rafter_last_error(there));
     expect(call_lrpe(there) == RAFTER_OK, "lrpe_cosine of nothing: %s", rafter_last_error(there));
-    expect(cuda->synchronize(there), "the device failed");
+    expect(gpu_synchronize(there), "the device failed");
 }
 
 void test_arguments(void) {

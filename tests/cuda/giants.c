@@ -1,23 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* More rows, and longer ones, than 32 bits count. Made and looked at where they are: the host may not have the memory.
- */
+/* More rows, and longer rows, than 32 bits can count. The data is created and sampled on the
+ * device: the host may not have the memory. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "parts.h"
 
-enum { PATTERN = 0x3f };                                  /* of every byte of an input: 0.746 in bf16 and in fp32 */
+enum { PATTERN = 0x3f };                                  /* every byte of an input: 0.746 in bf16 and in fp32 */
 static const double pattern = 0x1.7e7e7ep-1;              /* 0x3f3f3f3f */
-static const int64_t giant_rows = ((int64_t)1 << 31) + 7; /* in blocks of 256 and packs of 8: never a whole number */
+static const int64_t giant_rows = ((int64_t)1 << 31) + 7; /* not a multiple of blocks of 256 or packs of 8 */
 
 static rafter_context *giant;
 
-/* Device memory of n elements, every byte of it `byte`. */
+/* Device memory of n elements, filled with `byte`. */
 static void *giant_memory(rafter_dtype dtype, int64_t n, int byte) {
     const size_t bytes = (size_t)n * (dtype == RAFTER_F32 || dtype == RAFTER_I32 ? 4 : 2);
-    void *memory = cuda->allocate(bytes);
-    expect(memory && cuda->fill(giant, memory, byte, bytes), "no memory for %lld elements", (long long)n);
+    void *memory = gpu_allocate(bytes);
+    expect(memory && gpu_fill(giant, memory, byte, bytes), "no memory for %lld elements", (long long)n);
     return memory;
 }
 
@@ -26,11 +26,12 @@ static DLTensor giant_tensor(rafter_dtype dtype, int ndim, int64_t *shape, int b
     for (int d = 0; d < ndim; d++)
         n *= shape[d];
     DLTensor t = rafter_tensor(giant_memory(dtype, n, byte), dtype, ndim, shape);
-    t.device = giant->device;
+    t.device = context_device(giant);
     return t;
 }
 
-/* Elements at both ends, around powers of two, and in between, of a tensor where every `period`-th is alike. */
+/* Compares elements at both ends, around powers of two and in between, of a tensor that repeats
+ * with `period`. */
 static void expect_giant(const char *name, const DLTensor *t, int64_t n, int64_t period, int64_t phase, double want) {
     const int64_t two = (int64_t)1 << 31;
     const int64_t near[] = {0, 1, 255, n / 3, n / 2, two - 1, two, two + 1, 2 * two - 1, 2 * two, n - period};
@@ -41,7 +42,7 @@ static void expect_giant(const char *name, const DLTensor *t, int64_t n, int64_t
         float got;
         if (at >= n)
             continue;
-        cuda->copy(bytes + 4 - size, (const char *)t->data + (size_t)at * size, size); /* a bf16 is the high half */
+        gpu_copy(bytes + 4 - size, (const char *)t->data + (size_t)at * size, size); /* a bf16 is the high half */
         memcpy(&got, bytes, sizeof got);
         expect(fabs(got - want) <= 0x1p-8 * fabs(want), "%s[%lld] is %g, wanted %g", name, (long long)at, got, want);
     }
@@ -49,14 +50,14 @@ static void expect_giant(const char *name, const DLTensor *t, int64_t n, int64_t
 
 static void ran(rafter_status status, const char *what) {
     expect(status == RAFTER_OK, "%s: %s", what, rafter_last_error(giant));
-    expect(cuda->synchronize(giant), "%s: the device failed", what);
+    expect(gpu_synchronize(giant), "%s: the device failed", what);
 }
 
 static void test_giant_rows(void) {
     int64_t pairs[2] = {giant_rows, 2}, rows[1] = {giant_rows};
     const int64_t n = 2 * giant_rows;
     DLTensor x = giant_tensor(RAFTER_BF16, 2, pairs, PATTERN), out = giant_tensor(RAFTER_BF16, 2, pairs, 0xff);
-    DLTensor of_row = giant_tensor(RAFTER_F32, 1, rows, 0xff), upstream = giant_tensor(RAFTER_F32, 1, rows, PATTERN);
+    DLTensor row_value = giant_tensor(RAFTER_F32, 1, rows, 0xff), upstream = giant_tensor(RAFTER_F32, 1, rows, PATTERN);
     DLTensor labels = giant_tensor(RAFTER_I32, 1, rows, 0);
 
     const rafter_act_args softmax = {.size = sizeof softmax, .kind = RAFTER_ACT_SOFTMAX, .dim = 1, .x = &x, .y = &out};
@@ -67,9 +68,9 @@ static void test_giant_rows(void) {
     expect_giant("y", &out, n, 1, 0, pattern / (1 + exp(-pattern)));
 
     const rafter_logsumexp_args lse = {
-        .size = sizeof lse, .dim = 1, .x = &x, .lse = &of_row, .dlse = &upstream, .dx = &out};
+        .size = sizeof lse, .dim = 1, .x = &x, .lse = &row_value, .dlse = &upstream, .dx = &out};
     ran(rafter_logsumexp_forward(giant, &lse), "logsumexp of 2^31 rows");
-    expect_giant("lse", &of_row, giant_rows, 1, 0, pattern + log(2));
+    expect_giant("lse", &row_value, giant_rows, 1, 0, pattern + log(2));
     ran(rafter_logsumexp_backward(giant, &lse), "backward of 2^31 rows");
     expect_giant("dx", &out, n, 1, 0, pattern / 2);
 
@@ -78,11 +79,11 @@ static void test_giant_rows(void) {
                                             .options = &options,
                                             .logits = &x,
                                             .target = &labels,
-                                            .row_loss = &of_row,
+                                            .row_loss = &row_value,
                                             .dloss = &upstream,
                                             .dlogits = &out};
     ran(rafter_cross_entropy_forward(giant, &loss), "cross_entropy of 2^31 rows");
-    expect_giant("row_loss", &of_row, giant_rows, 1, 0, log(2));
+    expect_giant("row_loss", &row_value, giant_rows, 1, 0, log(2));
     expect_giant("dlogits", &out, n, 2, 0, -pattern / 2);
     expect_giant("dlogits", &out, n, 2, 1, pattern / 2);
 
@@ -96,11 +97,11 @@ static void test_giant_rows(void) {
     ran(rafter_lrpe_cosine_forward(giant, &encode), "lrpe_cosine of 2^31 tokens");
     expect_giant("y", &out, n, 2, 0, pattern);
     expect_giant("y", &out, n, 2, 1, 0);
-    const DLTensor *const all[] = {&x, &out, &of_row, &upstream, &labels, &theta};
+    const DLTensor *const all[] = {&x, &out, &row_value, &upstream, &labels, &theta};
     release_all(all, sizeof all / sizeof *all);
 }
 
-/* One line of so many elements, alone and beside another. */
+/* One line of that many elements, alone and beside another. */
 static void test_giant_lines(void) {
     for (int64_t lines = 1; lines <= 2; lines++) {
         int64_t shape[2] = {giant_rows, lines}, one[1] = {lines}, shape_x[4] = {1, giant_rows, 1, lines},
@@ -132,28 +133,28 @@ static void test_giant_lines(void) {
     }
 }
 
-/* Rows of a pack each: more threads than 32 bits count. */
+/* Rows of one pack each: more threads than 32 bits can count. */
 static void test_giant_packs(void) {
     int64_t shape[2] = {((int64_t)1 << 27) + 7, 8};
     DLTensor x = giant_tensor(RAFTER_BF16, 2, shape, PATTERN), sums = giant_tensor(RAFTER_F32, 1, shape, 0xff);
     const rafter_logsumexp_args lse = {.size = sizeof lse, .dim = 1, .x = &x, .lse = &sums};
     ran(rafter_logsumexp_forward(giant, &lse), "logsumexp of 2^27 rows");
     expect_giant("lse", &sums, shape[0], 1, 0, pattern + log(8));
-    cuda->release(x.data);
-    cuda->release(sums.data);
+    gpu_release(x.data);
+    gpu_release(sums.data);
 }
 
 void test_giants(void) {
     const int64_t least = (int64_t)64 << 30;
-    struct rafter_cuda_facts facts;
+    struct gpu_facts facts;
     giant = open_context();
-    cuda->facts(giant, &facts);
+    gpu_describe(giant, &facts);
     if (facts.memory_bytes >= least) {
         test_giant_rows();
         test_giant_lines();
         test_giant_packs();
     } else {
-        printf("this GPU has less than 64 GiB: more than 2^31 rows were left out\n");
+        printf("this GPU has less than 64 GiB: more than 2^31 rows are not tested\n");
     }
     close_context(giant);
 }

@@ -1,48 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Calls that are captured into graphs: what they may allocate, and replays with other data against the oracle. */
+/* Calls that are captured into graphs: what they may allocate, and replays with other data against
+ * the oracle. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "parts.h"
 
-/* Copies what `from` holds on the host to where `to`, a problem of the same shape, lies on the device. */
+/* Copies the host data of `from` to the device memory of `to`, a problem of the same shape. */
 static void upload(const problem *from, const problem *to) {
     for (int i = 0; i < from->tensors; i++)
         if (!from->tensor[i].in_place_of && from->tensor[i].memory_bytes > 0)
-            cuda->copy(to->tensor[i].tensor.data, from->tensor[i].memory, from->tensor[i].memory_bytes);
+            gpu_copy(to->tensor[i].tensor.data, from->tensor[i].memory, from->tensor[i].memory_bytes);
 }
 
 static void download(const problem *from, const problem *to) {
     for (int i = 0; i < from->tensors; i++)
         if (!from->tensor[i].in_place_of && from->tensor[i].memory_bytes > 0)
-            cuda->copy(to->tensor[i].memory, from->tensor[i].tensor.data, from->tensor[i].memory_bytes);
+            gpu_copy(to->tensor[i].memory, from->tensor[i].tensor.data, from->tensor[i].memory_bytes);
 }
 
-static bool is_one_call(const problem *p, enum problem_mode mode) {
-    return mode != PROBLEM_BOTH || p->op->algorithm_modes[p->algorithm] == 1u << PROBLEM_BOTH;
-}
-
-/* The graph of one call of p, which is on the device. A call gets a workspace, of the size it asks for; of two calls
- * the first has been made before, so that the context has one. */
+/* Captures a call of p, which is on the device. One call gets a workspace of the size it asks for.
+ * Two calls are made once before the capture, so that the context has the memory. */
 static void *capture(problem *p, rafter_context *context, enum problem_mode mode, rafter_status *status) {
     size_t bytes = 0;
-    if (is_one_call(p, mode)) {
-        p->ask = &bytes;
-        *status = p->op->call(p, context, mode);
-        p->ask = NULL;
-        p->workspace = bytes ? cuda->allocate(bytes) : NULL;
+    if (problem_is_one_call(p, mode)) {
+        *status = problem_ask(p, context, mode, &bytes);
+        p->workspace = bytes ? gpu_allocate(bytes) : NULL;
         p->workspace_bytes = bytes;
     } else {
         *status = p->op->call(p, context, mode);
     }
-    if (*status != RAFTER_OK || !cuda->capture_begin(context))
+    if (*status != RAFTER_OK || !gpu_capture_begin(context))
         return NULL;
     *status = p->op->call(p, context, mode);
-    return cuda->capture_end(context);
+    return gpu_capture_end(context);
 }
 
-/* The graph, replayed on the data of q, against the oracle. */
+/* Replays the graph on the data of q and compares with the oracle. */
 static void replay(const problem *p, problem *q, rafter_context *context, enum problem_mode mode, void *graph) {
     const char *const name = problem_mode_names[mode];
     if (mode == PROBLEM_BACKWARD) {
@@ -50,11 +45,12 @@ static void replay(const problem *p, problem *q, rafter_context *context, enum p
         problem_store_outputs(q);
         problem_solve(q, PROBLEM_BACKWARD);
     }
-    cuda->synchronize(context);               /* with the call that was made before the capture */
-    for (int round = 0; round < 2; round++) { /* the second finds what the first has left: counters, scratch memory */
+    gpu_synchronize(context); /* wait for the call before the capture */
+    for (int round = 0; round < 2;
+         round++) { /* the second round starts from the counters and scratch memory of the first */
         problem_poison(q, mode);
         upload(q, p);
-        const bool ran = cuda->replay(context, graph) && cuda->synchronize(context);
+        const bool ran = gpu_replay(context, graph) && gpu_synchronize(context);
         expect(ran, "%s %s %s: the graph did not run", q->op->op, q->label, name);
         if (!ran)
             return;
@@ -82,12 +78,12 @@ static void test_graph(const struct op_cases *op, int64_t index, int algorithm, 
                problem_mode_names[mode]);
         if (graph) {
             replay(&p, &q, context, mode, graph);
-            cuda->forget_graph(graph);
+            gpu_release_graph(graph);
         }
         if (p.workspace)
-            cuda->release(p.workspace);
+            gpu_release(p.workspace);
     }
-    problem_leave_device(&p, context);
+    problem_leave_device(&p);
     close_context(context);
     problem_free(&p);
     problem_free(&q);
@@ -103,7 +99,7 @@ void test_graphs(const struct op_cases *op, int64_t every) {
 
 /* ---- scratch memory and captures ------------------------------------------------------------- */
 
-/* Columns in two parts each: more scratch memory than a context always has. */
+/* Columns in two parts each: more scratch memory than the context's own block. */
 enum { LENGTH = 128, COLUMNS = 100000, MORE_COLUMNS = 400000 };
 
 struct sums {
@@ -122,10 +118,10 @@ static void set_sums(struct sums *s, float *x, float *lse, int64_t columns) {
         .size = sizeof s->args, .algorithm = RAFTER_LOGSUMEXP_PARALLEL, .dim = 0, .x = &s->x, .lse = &s->lse};
 }
 
-/* Of zeros, every one is the logarithm of their number. */
+/* Of zeros, every lse is the logarithm of their number. */
 static bool are_right(const float *lse, int64_t columns) {
     float *const host = malloc(sizeof(float) * (size_t)columns);
-    bool good = host && cuda->copy(host, lse, sizeof(float) * (size_t)columns);
+    bool good = host && gpu_copy(host, lse, sizeof(float) * (size_t)columns);
     for (int64_t i = 0; i < columns && good; i++)
         good = fabs(host[i] - log(LENGTH)) < 1e-5;
     free(host);
@@ -135,9 +131,8 @@ static bool are_right(const float *lse, int64_t columns) {
 void test_scratch_in_captures(void) {
     rafter_context *context = open_context();
     const size_t x_bytes = sizeof(float) * LENGTH * MORE_COLUMNS, lse_bytes = sizeof(float) * MORE_COLUMNS;
-    float *const x = cuda->allocate(x_bytes), *const few = cuda->allocate(lse_bytes),
-                 *const many = cuda->allocate(lse_bytes);
-    cuda->fill(context, x, 0, x_bytes);
+    float *const x = gpu_allocate(x_bytes), *const few = gpu_allocate(lse_bytes), *const many = gpu_allocate(lse_bytes);
+    gpu_fill(context, x, 0, x_bytes);
     struct sums s, more;
     set_sums(&s, x, few, COLUMNS);
     set_sums(&more, x, many, MORE_COLUMNS);
@@ -148,8 +143,8 @@ void test_scratch_in_captures(void) {
                wanted_more > wanted,
            "%zu and %zu bytes of workspace: this test needs other problems", wanted, wanted_more);
 
-    /* Nothing is allocated during a capture, and the capture is none the worse for it. */
-    expect(cuda->capture_begin(context), "no capture");
+    /* Nothing is allocated during a capture, and a refused call does not break the capture. */
+    expect(gpu_capture_begin(context), "no capture");
     rafter_status status = rafter_logsumexp_forward(context, &s.args);
     expect(status == RAFTER_OUT_OF_MEMORY && strstr(rafter_last_error(context), "captured"),
            "a call that must allocate in a capture: %s (%s)", rafter_status_name(status), rafter_last_error(context));
@@ -157,30 +152,31 @@ void test_scratch_in_captures(void) {
     status = rafter_bad_labels(context, &found);
     expect(status == RAFTER_UNSUPPORTED && strstr(rafter_last_error(context), "captured"),
            "rafter_bad_labels in a capture: %s (%s)", rafter_status_name(status), rafter_last_error(context));
-    void *graph = cuda->capture_end(context);
+    void *graph = gpu_capture_end(context);
     expect(graph != NULL, "a call that was refused broke the capture");
     if (graph)
-        cuda->forget_graph(graph);
+        gpu_release_graph(graph);
 
-    /* After one call there is memory. The graph keeps it, whatever the context does later. */
+    /* After one call the context has the memory. The graph keeps it, whatever the context does
+     * later. */
     expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
-    expect(cuda->capture_begin(context), "no capture");
+    expect(gpu_capture_begin(context), "no capture");
     expect(rafter_logsumexp_forward(context, &s.args) == RAFTER_OK, "%s", rafter_last_error(context));
-    graph = cuda->capture_end(context);
+    graph = gpu_capture_end(context);
     expect(graph != NULL, "no graph");
     for (int round = 0; round < 3 && graph; round++) {
-        cuda->fill(context, few, 0xff, lse_bytes);
-        cuda->fill(context, many, 0xff, lse_bytes);
+        gpu_fill(context, few, 0xff, lse_bytes);
+        gpu_fill(context, many, 0xff, lse_bytes);
         expect(rafter_logsumexp_forward(context, &more.args) == RAFTER_OK, "%s", rafter_last_error(context));
-        expect(cuda->replay(context, graph), "no replay");
-        expect(cuda->synchronize(context), "the device failed");
+        expect(gpu_replay(context, graph), "no replay");
+        expect(gpu_synchronize(context), "the device failed");
         expect(are_right(few, COLUMNS), "the graph's results are wrong once the context's memory has grown");
         expect(are_right(many, MORE_COLUMNS), "a call between replays is wrong");
     }
     if (graph)
-        cuda->forget_graph(graph);
-    cuda->release(x);
-    cuda->release(few);
-    cuda->release(many);
+        gpu_release_graph(graph);
+    gpu_release(x);
+    gpu_release(few);
+    gpu_release(many);
     close_context(context);
 }

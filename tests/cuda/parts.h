@@ -1,33 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the parts of test_cuda share. */
+/* Shared by the parts of test_cuda. */
 #ifndef RAFTER_TESTS_CUDA_PARTS_H
 #define RAFTER_TESTS_CUDA_PARTS_H
 
-#include "core/backend.h"
+#include "harness/context.h"
+#include "harness/gpu.h"
 #include "harness/problem.h"
 
-/* The backend's table. */
-extern const struct rafter_cuda *cuda;
-
-/* Counts a check; prints the sentence, printf-like, where it failed. */
+/* Counts a check, and prints the message, printf-like, if it failed. */
 void expect(bool good, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* A context on this stream, or on one of its own, which takes no heed of the default one. */
+/* A context on this stream; the same, forced to a variant; and a context on a new stream that does
+ * not synchronise with the default stream. Exit with 77 if there is no GPU. */
 rafter_context *open_on(void *stream);
+rafter_context *open_variant(void *stream, const char *variant);
 rafter_context *open_context(void);
-/* With its stream. */
+/* Releases the context and its stream. */
 void close_context(rafter_context *context);
 
-/* A tensor in device memory of its own: `bytes` of `from`, or, if that is NULL, of which every bit is set. */
+/* A tensor in new device memory: a copy of `from`, or, if that is NULL, with every bit set. */
 DLTensor on_device(rafter_context *context, const void *from, rafter_dtype dtype, int ndim, int64_t *shape,
                    size_t bytes);
 void release_all(const DLTensor *const *tensors, size_t count);
 
-/* One problem in `every`. */
+/* Takes one problem in `every`. */
 void test_graphs(const struct op_cases *op, int64_t every);
 void test_scratch_in_captures(void);
 void test_two_streams(const struct op_cases *a, const struct op_cases *b);
-void test_meetings(void);
+void test_waiting_blocks(void);
 void test_long_products(void);
 void test_giants(void);
 void test_tiles(void);

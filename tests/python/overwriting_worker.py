@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bench's worker with two columns of cross_entropy that write their gradient over the logits, as some kernels do in backward:
-`pt` is marked as one that does, `fla` is not."""
+"""The bench's worker with two cross_entropy columns whose backward overwrites the logits with their
+gradient, as some kernels do: `pt` is marked as overwriting, `fla` is not."""
 import os
 import runpy
 import sys
@@ -9,7 +9,7 @@ import torch
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench", "worker")
 sys.path.insert(0, FOLDER)
-import peers  # noqa: E402: it lies in the folder above
+import peers  # noqa: E402: from FOLDER
 
 
 class Overwriting(torch.autograd.Function):

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests share: devices, inputs of awkward layouts, references in fp64, comparison."""
+"""Shared by the tests: devices, inputs in awkward layouts, fp64 references, comparison."""
 import functools
 import os
 
 import pytest
 import torch
+# Private, like Tensor._version in version() below; PyTorch has no public equivalent of the three.
+# Only the tests use them. Checked with PyTorch 2.13 (CPU).
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 
 import rafter
 
-DEVICES = [d for d in os.environ.get("RAFTER_TEST_DEVICES", "cpu cuda").split() if d == "cpu" or torch.cuda.is_available()]
+DEVICES = [d for d in os.environ.get("RAFTER_TEST_DEVICES", "cpu cuda").split()
+           if d == "cpu" or torch.cuda.is_available()]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -21,7 +26,7 @@ def parametrize(name, values):
 
 @functools.cache
 def refusal(op, device):
-    """Why this build does not do the op there, or None. The library's sentence, as a user would see it."""
+    """Why this build cannot run the op on the device (the library's error message), or None."""
     x = torch.zeros(2, 4, device=device)
     try:
         if op == "linear_cross_entropy":
@@ -38,7 +43,12 @@ def skip_unless(op, device):
         pytest.skip(refusal(op, device))
 
 
-# ---- layouts: the same values, elsewhere in memory
+def version(tensor):
+    """Autograd's count of in-place writes to the tensor."""
+    return tensor._version
+
+
+# ---- layouts: the same values with other strides
 
 
 def contiguous(x):
@@ -46,19 +56,19 @@ def contiguous(x):
 
 
 def padded(x):
-    """Rows of a wider buffer."""
+    """Rows of a wider buffer, with NaN between them."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 3), float("nan"), device=x.device).to(x.dtype)
     wide[..., :-3] = x
     return wide[..., :-3]
 
 
 def transposed(x):
-    """The last two dimensions swapped in memory."""
+    """Column-major in the last two dimensions."""
     return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x.clone()
 
 
 def every_other(x):
-    """Stride 2 in the last dimension."""
+    """Stride 2 in the last dimension, with NaN in the gaps."""
     wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"), device=x.device).to(x.dtype)
     wide[..., ::2] = x
     return wide[..., ::2]
@@ -68,17 +78,19 @@ LAYOUTS = [contiguous, padded, transposed, every_other]
 
 # ---- comparison
 
-# One rounding to the dtype is a relative error of half of this; sums and a few operations in fp32 stay well within it.
+# Twice the relative error of one rounding to the dtype. The fp32 sums and operations before that
+# rounding stay well within the rest.
 _RTOL = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 _ATOL = {torch.float32: 2e-6, torch.bfloat16: 1e-5, torch.float16: 1e-5}
 
 
 def close(actual, expected, dtype=None, scale=1.0, atol=0.0):
-    """Asserts that actual is the fp64 `expected` within the rounding of `dtype` (of `actual` unless given)."""
+    """Asserts that actual equals the fp64 `expected` within the rounding error of `dtype`, by
+    default the dtype of actual."""
     dtype = dtype or actual.dtype
     rtol, atol = _RTOL[dtype] * scale, max(_ATOL[dtype] * scale, atol)
-    torch.testing.assert_close(actual.detach().double().cpu(), expected.detach().double().cpu(), rtol=rtol, atol=atol, equal_nan=True,
-                               check_stride=False)
+    torch.testing.assert_close(actual.detach().double().cpu(), expected.detach().double().cpu(), rtol=rtol, atol=atol,
+                               equal_nan=True, check_stride=False)
 
 
 def leaf(x):
@@ -86,7 +98,8 @@ def leaf(x):
 
 
 def gradients(function, tensors, upstream):
-    """The function's first result, and the gradients of its tensors for an upstream gradient (a tensor, or made by one)."""
+    """The function's result, and the gradients of its tensors for an upstream gradient: a tensor,
+    or a function of the result."""
     out = function(*tensors)
     up = upstream(out) if callable(upstream) else upstream
     return out, torch.autograd.grad(out, tensors, up.to(out.dtype), allow_unused=True)
@@ -97,39 +110,42 @@ def ones(out):
 
 
 def uneven(out):
-    """Another gradient for every element, the same for every dtype."""
+    """An upstream gradient that differs from element to element; its values are exact in every
+    dtype."""
     return (torch.arange(out.numel(), device=out.device) % 7 - 2.5).reshape(out.shape).to(out.dtype)
 
 
-# ---- the losses, written out in fp64
+# ---- the losses in fp64
 
 
-def loss_reference(logits, target, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
-                   softcap=None, logit_scale=None, row_weight=None, denominator=None, zero_if_all_ignored=False):
-    """Of logits [..., V]: the formula of rafter.h."""
+def loss_reference(logits, target, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0,
+                   z_loss=0.0, softcap=None, logit_scale=None, row_weight=None, denominator=None,
+                   zero_if_all_ignored=False):
+    """The formula of rafter.h, for logits [..., V]."""
     u = logits.double()
     if softcap:
         u = softcap * torch.tanh(u / softcap)
     u = u * (logit_scale or 1.0)
     classes = u.shape[-1]
     w = torch.ones(classes, dtype=torch.float64, device=u.device) if weight is None else weight.double()
-    kept = target != ignore_index
-    y = torch.where(kept, target, 0).long()
+    active = target != ignore_index
+    y = torch.where(active, target, 0).long()
     r = torch.logsumexp(u, -1)
     wy = w[y]
     rows = wy * (1 - label_smoothing) * (r - u.gather(-1, y.unsqueeze(-1)).squeeze(-1))
     rows = rows + label_smoothing / classes * (w * (r.unsqueeze(-1) - u)).sum(-1) + z_loss * r * r
     if row_weight is not None:
         rows = rows * row_weight.double()
-    rows = torch.where(kept, rows, 0.0)
+    rows = torch.where(active, rows, 0.0)
     if reduction == "none":
         return rows
     if reduction == "sum":
         return rows.sum()
-    count = torch.where(kept, wy, 0.0).sum() if denominator is None else torch.as_tensor(denominator, dtype=torch.float64).to(u.device)
-    if zero_if_all_ignored and denominator is None and not bool(kept.any()):
+    if denominator is not None:
+        return rows.sum() / torch.as_tensor(denominator, dtype=torch.float64).to(u.device)
+    if zero_if_all_ignored and not bool(active.any()):
         return rows.sum()
-    return rows.sum() / count
+    return rows.sum() / torch.where(active, wy, 0.0).sum()
 
 
 def labels(shape, classes, device, ignored=True, ignore_index=-100, seed=3):
@@ -142,5 +158,3 @@ def labels(shape, classes, device, ignored=True, ignore_index=-100, seed=3):
 def normal(*shape, device="cpu", dtype=torch.float32, seed=0, scale=1.0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return x.to(device=device, dtype=dtype)
-
-

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations and softmax against torch's, forward and backward."""
+"""Activations and softmax against PyTorch's, forward and backward."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,21 +26,22 @@ def test_pointwise(device, dtype, pair, shape):
 
 @on_devices
 @in_dtypes
-@parametrize("shape_dim", [((7,), 0), ((3, 17), -1), ((3, 17), 0), ((2, 5, 9), 1), ((2, 5, 9), -3), ((4, 1000), -1), ((4, 0), 0)])
+@parametrize("shape_dim", [((7,), 0), ((3, 17), -1), ((3, 17), 0), ((2, 5, 9), 1), ((2, 5, 9), -3), ((4, 1000), -1),
+                           ((4, 0), 0)])
 def test_softmax(device, dtype, shape_dim):
     shape, dim = shape_dim
     x = leaf(normal(*shape, device=device, dtype=dtype, scale=4.0))
     ours, (dx,) = gradients(lambda x: rafter.softmax(x, dim), [x], uneven)
     close(ours, F.softmax(x.double(), dim))
-    y, dy = ours.detach().double(), uneven(ours).double()  # backward starts from the rounded y, as PyTorch's does
+    y, dy = ours.detach().double(), uneven(ours).double()  # backward uses the rounded y, as in PyTorch
     close(dx, y * (dy - (y * dy).sum(dim, keepdim=True)))
 
 
 @on_devices
-def test_relu_keeps_its_result_and_nothing_else(device):
+def test_relu_saves_only_its_result(device):
     y = rafter.relu(leaf(normal(5, 7, device=device)))
-    (kept,) = y.grad_fn.saved_tensors
-    assert kept.data_ptr() == y.data_ptr()
+    (saved,) = y.grad_fn.saved_tensors
+    assert saved.data_ptr() == y.data_ptr()
 
 
 @on_devices
@@ -49,9 +50,11 @@ def test_layouts(device, layout):
     x = layout(normal(6, 9, device=device)).requires_grad_()
     for function, other in (*POINTWISE, (lambda x: rafter.softmax(x, 0), lambda x: F.softmax(x, 0)),
                             (lambda x: rafter.softmax(x, 1), lambda x: F.softmax(x, 1))):
-        for upstream in (uneven, lambda out: torch.ones((), device=device).expand(out.shape), lambda out: layout(uneven(out))):
+        for upstream in (uneven, lambda out: torch.ones((), device=device).expand(out.shape),
+                         lambda out: layout(uneven(out))):
             ours, (dx,) = gradients(function, [x], upstream)
-            theirs, (expected,) = gradients(lambda x: other(x.double()), [x], lambda out: upstream(out.float()).double())
+            theirs, (expected,) = gradients(lambda x: other(x.double()), [x],
+                                            lambda out: upstream(out.float()).double())
             close(ours, theirs)
             close(dx, expected)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd expects of any op: second backwards, frozen inputs, no second derivatives, versions, hooks, checkpoints."""
+"""What autograd expects of every op: a second backward, frozen inputs, refusal of second
+derivatives, version counters, checkpoints, threads."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from support import labels, leaf, normal, on_devices, parametrize, skip_unless
 
 
 def problems(device):
-    """Name, function of one tensor, and that tensor."""
+    """By name: a function of one tensor, and that tensor."""
     y = labels((6,), 9, device)
     w = normal(9, 8, device=device, seed=1)
     theta = normal(2, 8, device=device, seed=2)
@@ -17,8 +18,10 @@ def problems(device):
         "cross_entropy": (lambda x: rafter.cross_entropy(x, y, reduction="none"), normal(6, 9, device=device)),
         "cross_entropy mean": (lambda x: rafter.cross_entropy(x, y), normal(6, 9, device=device)),
         "linear_cross_entropy": (lambda x: rafter.linear_cross_entropy(x, w, y), normal(6, 8, device=device)),
-        "linear_cross_entropy none": (lambda x: rafter.linear_cross_entropy(x, w, y, reduction="none"), normal(6, 8, device=device)),
-        "linear_cross_entropy compact": (lambda x: rafter.linear_cross_entropy(x, w, y, mode="compact"), normal(6, 8, device=device)),
+        "linear_cross_entropy none": (lambda x: rafter.linear_cross_entropy(x, w, y, reduction="none"),
+                                      normal(6, 8, device=device)),
+        "linear_cross_entropy compact": (lambda x: rafter.linear_cross_entropy(x, w, y, mode="compact"),
+                                         normal(6, 8, device=device)),
         "linear_logprobs": (lambda x: sum(rafter.linear_logprobs(x, w, y, entropy=True)), normal(6, 8, device=device)),
         "logsumexp": (lambda x: rafter.logsumexp(x, 0), normal(6, 9, device=device)),
         "softmax": (lambda x: rafter.softmax(x, 0), normal(6, 9, device=device)),
@@ -41,7 +44,7 @@ def problem(name, device):
 
 @on_devices
 @parametrize("name", NAMES)
-def test_a_second_backward_gives_the_same(device, name):
+def test_a_second_backward_gives_the_same_result(device, name):
     function, x = problem(name, device)
     out = function(x)
     up = normal(*out.shape, device=device, seed=7)
@@ -68,7 +71,7 @@ def test_a_second_derivative_is_refused(device, name):
 
 @parametrize("name", NAMES)
 def test_a_second_derivative_is_refused_by_the_registered_ops_too(name):
-    """By way of a subclass of Tensor, which takes the dispatcher's path."""
+    """A subclass of Tensor takes the dispatcher path."""
     function, x = problem(name, "cpu")
 
     class Sub(torch.Tensor):
@@ -78,14 +81,15 @@ def test_a_second_derivative_is_refused_by_the_registered_ops_too(name):
     out = function(sub)
     (dx,) = torch.autograd.grad(out.sum() * 2, sub, create_graph=True)
     plain = leaf(x)
-    torch.testing.assert_close(dx.as_subclass(torch.Tensor), torch.autograd.grad(function(plain).sum() * 2, plain)[0])
+    (expected,) = torch.autograd.grad(function(plain).sum() * 2, plain)
+    torch.testing.assert_close(dx.as_subclass(torch.Tensor), expected)
     with pytest.raises(RuntimeError, match="gradient of a gradient"):
         (dx * dx).sum().backward()
 
 
 @on_devices
 @parametrize("name", NAMES)
-def test_nothing_is_kept_without_gradients(device, name):
+def test_nothing_is_saved_without_gradients(device, name):
     function, x = problem(name, device)
     with torch.no_grad():
         assert function(x).grad_fn is None
@@ -98,14 +102,15 @@ def test_nothing_is_kept_without_gradients(device, name):
 @on_devices
 @parametrize("name", NAMES)
 def test_changed_inputs_are_noticed(device, name):
-    """Backward reads what forward read; if that has been written over since, autograd says so."""
+    """Backward reads the tensors that forward read; if one was modified in between, autograd
+    reports it."""
     function, x = problem(name, device)
     if name in ("linear_cross_entropy", "relu", "softmax"):
-        return  # their gradient does not need x any more: it was computed in forward, or starts from the result
-    moved = x * 1.0
-    out = function(moved).sum()
+        return  # backward does not read x: it uses the result, or the gradient from forward
+    changed = x * 1.0
+    out = function(changed).sum()
     with torch.no_grad():
-        moved.add_(1.0)
+        changed.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
 
@@ -113,7 +118,7 @@ def test_changed_inputs_are_noticed(device, name):
 @on_devices
 @parametrize("name", NAMES)
 def test_inside_a_graph(device, name):
-    """Between other operations, under a checkpoint, with the input used twice."""
+    """Between other operations, under a checkpoint, and with the input used twice."""
     from torch.utils.checkpoint import checkpoint
     function, x = problem(name, device)
 
@@ -127,14 +132,16 @@ def test_inside_a_graph(device, name):
 
 @parametrize("name", NAMES)
 def test_gradcheck(name):
-    """The library computes in fp32, so that finite differences are coarse; errors of a formula are coarser."""
+    """The library computes in fp32, so finite differences are coarse; a wrong formula is further
+    off."""
     function, x = problem(name, "cpu")
-    assert torch.autograd.gradcheck(function, leaf(x * 0.5), eps=1e-2, atol=2e-2, rtol=2e-2, fast_mode=False, nondet_tol=1e-6)
+    assert torch.autograd.gradcheck(function, leaf(x * 0.5), eps=1e-2, atol=2e-2, rtol=2e-2, fast_mode=False,
+                                    nondet_tol=1e-6)
 
 
 @on_devices
-def test_no_work_for_a_graph_that_is_not_used(device):
-    """lse and the other statistics carry no gradient; the loss's does not depend on their being there."""
+def test_statistics_have_no_gradient(device):
+    """lse and the other statistics add nothing to the gradient of the loss."""
     x, y = leaf(normal(6, 9, device=device)), labels((6,), 9, device)
     out = rafter.cross_entropy(x, y, extras=("lse", "entropy"))
     (dx,) = torch.autograd.grad(out.loss + out.lse.sum() + out.entropy.sum(), x)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 
 import rafter
-from support import (LAYOUTS, close, gradients, in_dtypes, labels, leaf, loss_reference, normal, on_devices, ones, parametrize,
-                     uneven)
+from support import (LAYOUTS, close, gradients, in_dtypes, labels, leaf, loss_reference, normal, on_devices, ones,
+                     parametrize, uneven, version)
 
-# Shapes as PyTorch's own tests have them: a vector, a batch, images with classes in dimension 1; and one row, one class, odd widths.
+# The shapes of PyTorch's own tests (a vector, a batch, images with classes in dimension 1), and one
+# row, one class, odd widths.
 SHAPES = [(5,), (7, 5), (1, 1), (3, 257), (65, 33), (2, 6, 4), (2, 6, 3, 4)]
 
 
@@ -108,15 +109,15 @@ def test_denominator_on_the_device(device):
 def test_extras_come_by_name(device):
     x, y = leaf(normal(8, 5, device=device)), labels((8,), 5, device)
     out = rafter.cross_entropy(x, y, extras=("lse", "logprob", "entropy", "argmax", "row_loss"))
-    kept = y != -100
+    active = y != -100
     p = torch.log_softmax(x.double(), -1)
     zero = torch.zeros((), dtype=torch.float64, device=device)
     close(out.loss, reference(x, y))
-    close(out.lse, torch.where(kept, torch.logsumexp(x.double(), -1), zero))
-    close(out.logprob, torch.where(kept, p.gather(1, y.clamp(min=0)[:, None])[:, 0], zero))
-    close(out.entropy, torch.where(kept, -(p.exp() * p).sum(-1), zero))
+    close(out.lse, torch.where(active, torch.logsumexp(x.double(), -1), zero))
+    close(out.logprob, torch.where(active, p.gather(1, y.clamp(min=0)[:, None])[:, 0], zero))
+    close(out.entropy, torch.where(active, -(p.exp() * p).sum(-1), zero))
     close(out.row_loss, loss_reference(x, y, reduction="none"))
-    assert torch.equal(out.argmax, torch.where(kept, x.argmax(-1), -1))
+    assert torch.equal(out.argmax, torch.where(active, x.argmax(-1), -1))
     assert out.loss.requires_grad and not any(t.requires_grad for t in out[1:])
     only = rafter.cross_entropy(x, y, extras="entropy")
     assert only._fields == out._fields and only.lse is None and only.argmax is None
@@ -154,7 +155,7 @@ def test_infinite_logits(device):
     x = leaf(x)
     ours, (dx,) = gradients(lambda x: rafter.cross_entropy(x, y, reduction="none"), [x], ones)
     theirs, (expected,) = gradients(lambda x: reference(x, y, reduction="none"), [x], ones)
-    expected[1] = 0  # PyTorch has NaN there; a row of -inf has no direction to go
+    expected[1] = 0  # PyTorch gives NaN for a row of -inf; Rafter gives 0
     close(ours, theirs)
     close(dx, expected)
 
@@ -167,7 +168,8 @@ def test_a_label_out_of_range_names_its_row():
 def test_a_label_out_of_range_poisons_on_cuda():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    loss = rafter.cross_entropy(torch.randn(3, 5, device="cuda"), torch.tensor([0, 9, 1], device="cuda"), reduction="none")
+    x, y = torch.randn(3, 5, device="cuda"), torch.tensor([0, 9, 1], device="cuda")
+    loss = rafter.cross_entropy(x, y, reduction="none")
     assert loss.isnan().tolist() == [False, True, False]
 
 
@@ -197,11 +199,11 @@ def test_in_place_backward(device):
     x = leaf(values)
     logits = x * 1.0
     loss = rafter.cross_entropy(logits, y, inplace_backward=True)
-    version = logits._version
+    before = version(logits)
     loss.backward(retain_graph=True)
     (expected,) = torch.autograd.grad(reference(x, y), x)
     close(x.grad, expected)
-    close(logits, expected)  # they hold the gradient now
-    assert logits._version > version
+    close(logits, expected)  # the gradient has overwritten them
+    assert version(logits) > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -1,44 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registered ops: torch.library.opcheck for each, fake tensors, torch.compile, autocast, CUDA graphs."""
+"""The registered ops: torch.library.opcheck, fake tensors, torch.compile, export, autocast, CUDA
+graphs."""
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rafter
-from rafter import _ops
-from support import labels, leaf, normal, on_devices, parametrize, refusal, skip_unless
+from rafter import _compat, _ops
+from rafter._options import BASIC, BASIC_LINEAR, NONE, LinearOptions, LossOptions, flatten, unflatten
+from support import FakeTensorMode, labels, leaf, normal, on_devices, parametrize, refusal, skip_unless
 
-OPTIONS = (None, None, None, -100, 0, False, 0.1, 1e-3, 5.0, 0.7)
+OPTIONS = LossOptions(label_smoothing=0.1, z_loss=1e-3, softcap=5.0, logit_scale=0.7)
 
 
 def samples(device):
-    """Arguments for every op, by name: several sets where options change the results."""
+    """By op name: argument lists, several where options change the results."""
     z, y, w = normal(6, 9, device=device), labels((6,), 9, device), normal(9, 8, device=device)
     x, b, one = normal(6, 8, device=device), normal(9, device=device), torch.ones((), device=device)
     lse, rows = torch.logsumexp(z, -1), normal(6, device=device)
     wide = torch.logsumexp(x @ w.t(), -1)
     cube, theta = normal(2, 3, 2, 8, device=device), normal(2, 8, device=device)
     weights = (b.abs(), rows.abs(), one)
-    no_sum = OPTIONS[:4] + (2,) + OPTIONS[5:]
+    options, per_row = flatten(OPTIONS), flatten(OPTIONS._replace(reduction=NONE))
     return {
         "act": [(z, 1), (z, 3), (z, 4, 0), (z.t(), 4, -1), (z[:, ::2], 2)],
         "act_backward": [(z, z, 3), (z, z.softmax(0), 4, 0)],
         "logsumexp": [(z, 1), (cube, 1, True, 1), (z.t(), 0)],
         "logsumexp_backward": [(lse, z, lse, 1), (lse, z, lse, 1, 2)],
-        "cross_entropy": [(z, y), (z, y, *OPTIONS), (z, y, *no_sum), (z, y, *weights)],
-        "cross_entropy_stats": [(z, y, 0), (z, y, 15, *OPTIONS), (z, y, 5, *no_sum)],
-        "cross_entropy_backward": [(one, z, y, lse), (one, z, y, lse, *weights), (rows, z, y, lse, *no_sum)],
-        "cross_entropy_backward_": [(one, z, y, lse), (rows, z, y, lse, *no_sum)],
-        "linear_cross_entropy": [(x, w, None, y, 0), (x, w, b, y, 7), (x, w, b, y, 2, *OPTIONS, 1, 0, 0), (x, w, b, y, 0, *no_sum)],
-        "linear_cross_entropy_stats": [(x, w, None, y, 3, 15), (x, w, b, y, 0, 6, *no_sum)],
-        "linear_cross_entropy_backward": [(one, x, w, None, y, wide, 3), (rows, x, w, b, y, wide, 5, *no_sum)],
+        "cross_entropy": [(z, y), (z, y, *options), (z, y, *per_row), (z, y, *weights)],
+        "cross_entropy_stats": [(z, y, 0), (z, y, 15, *options), (z, y, 5, *per_row)],
+        "cross_entropy_backward": [(one, z, y, lse), (one, z, y, lse, *weights), (rows, z, y, lse, *per_row)],
+        "cross_entropy_backward_": [(one, z, y, lse), (rows, z, y, lse, *per_row)],
+        "linear_cross_entropy": [(x, w, None, y, 0), (x, w, b, y, 7), (x, w, b, y, 2, *options, 1, 0, 0),
+                                 (x, w, b, y, 0, *per_row)],
+        "linear_cross_entropy_stats": [(x, w, None, y, 3, 15), (x, w, b, y, 0, 6, *per_row)],
+        "linear_cross_entropy_backward": [(one, x, w, None, y, wide, 3), (rows, x, w, b, y, wide, 5, *per_row)],
         "linear_cross_entropy_backward_main_grad": [(one, x, w, None, y, wide, torch.zeros_like(w), 3)],
-        "linear_logprobs": [(x, w, None, y, False, *no_sum), (x, w, b, y, True, *no_sum)],
+        "linear_logprobs": [(x, w, None, y, False, *per_row), (x, w, b, y, True, *per_row)],
         "linear_logprobs_backward": [(rows, rows, x, w, b, y, rows.abs(), -100, 0.0, 1.0, 7),
                                      (None, rows, x, w, None, y, rows.abs(), -100, 2.0, 1.0, 2)],
-        "lrpe_cosine": [(cube, theta), (cube, theta[:1], torch.arange(3, device=device), 0, 3), (cube, theta, None, 5, 4, 1, 2)],
-        "lrpe_cosine_backward": [(torch.cat([cube, cube], -1), False, cube, theta), (torch.cat([cube, cube], -1), True, cube, theta)],
+        "lrpe_cosine": [(cube, theta), (cube, theta[:1], torch.arange(3, device=device), 0, 3),
+                        (cube, theta, None, 5, 4, 1, 2)],
+        "lrpe_cosine_backward": [(torch.cat([cube, cube], -1), False, cube, theta),
+                                 (torch.cat([cube, cube], -1), True, cube, theta)],
     }
 
 
@@ -46,11 +50,28 @@ def test_every_op_has_samples():
     assert sorted(samples("cpu")) == sorted(_ops.NAMES)
 
 
+def test_options_match_the_schemas():
+    """LossOptions has the order and the defaults of the schemas in ops.cpp."""
+    linear = ("lce_mode", "accumulate", "budget")
+    for name in ("cross_entropy", "cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"):
+        assert tuple(_compat.argument_names(_ops.public(name)))[-10:] == LossOptions._fields
+    for name in ("", "_stats", "_backward", "_backward_main_grad"):
+        names = tuple(_compat.argument_names(_ops.public("linear_cross_entropy" + name)))
+        assert names[-13:] == LossOptions._fields + linear
+    assert tuple(_compat.argument_names(_ops.public("linear_logprobs")))[-13:] == LossOptions._fields + linear
+    z, y = normal(6, 9), labels((6,), 9, "cpu")
+    op = torch.ops.rafter.cross_entropy
+    for actual, expected in zip(op(z, y, *LossOptions()), op(z, y)):
+        assert torch.equal(actual, expected)
+    assert flatten(BASIC) == flatten(BASIC, BASIC_LINEAR) == ()
+    assert unflatten(flatten(OPTIONS, LinearOptions(mode=2))) == (OPTIONS, LinearOptions(mode=2))
+
+
 def with_gradients(op, args):
-    """The arguments with requires_grad on those that the op has a gradient for."""
+    """The arguments, with requires_grad set on those that the op has a gradient for."""
     wanted = {"x", "input", "theta", "linear_weight", "linear_bias"}
-    names = [a.name for a in op._schema.arguments]
-    return tuple(leaf(a) if isinstance(a, torch.Tensor) and name in wanted else a for name, a in zip(names, args))
+    return tuple(leaf(a) if isinstance(a, torch.Tensor) and name in wanted else a
+                 for name, a in zip(_compat.argument_names(op), args))
 
 
 @on_devices
@@ -60,8 +81,9 @@ def test_opcheck(device, name):
         skip_unless("linear_cross_entropy", device)
     op = getattr(torch.ops.rafter, name).default
     below = getattr(torch.ops.rafter, "_" + name).default
-    # Gradients' own ops are checked without gradients of their own: those are refused (test_autograd).
-    differentiable = not (name.endswith("backward") or op._schema.is_mutable)
+    # The backward ops refuse to be differentiated (test_autograd), so they are checked without
+    # gradients.
+    differentiable = not (name.endswith("backward") or _compat.is_mutable(op))
     for args in samples(device)[name]:
         torch.library.opcheck(op, with_gradients(op, args) if differentiable else args)
         torch.library.opcheck(below, args)
@@ -70,7 +92,7 @@ def test_opcheck(device, name):
 @on_devices
 @parametrize("name", list(samples("cpu")))
 def test_fake_kernels(device, name):
-    """The fake result has the shape, strides, dtype and device of the real one. For all samples, and with no data."""
+    """The fake result has the shape, strides, dtype and device of the real one."""
     if name.startswith("linear"):
         skip_unless("linear_cross_entropy", device)
     op = getattr(torch.ops.rafter, name).default
@@ -115,7 +137,7 @@ def model(device):
 @on_devices
 @parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_without_graph_breaks(device, backend):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     step = model(device)
     x, w = leaf(normal(6, 8, device=device)), leaf(normal(9, 8, device=device, seed=1))
     expected = step(x, w)
@@ -131,10 +153,11 @@ def test_compile_without_graph_breaks(device, backend):
 
 @on_devices
 def test_compiled_gradients_keep_the_upstream_gradient_exact(device):
-    """bf16 gradients are scaled by an fp32 number, not by that number in bf16."""
+    """bf16 gradients are scaled by the fp32 upstream gradient, not by its bf16 rounding."""
     skip_unless("linear_cross_entropy", device)
-    torch._dynamo.reset()
-    x, w, y = leaf(normal(6, 8, device=device, dtype=torch.bfloat16)), normal(9, 8, device=device).bfloat16(), labels((6,), 9, device)
+    torch.compiler.reset()
+    x, w = leaf(normal(6, 8, device=device, dtype=torch.bfloat16)), normal(9, 8, device=device).bfloat16()
+    y = labels((6,), 9, device)
     function = lambda x: rafter.linear_cross_entropy(x, w, y) / 3  # noqa: E731
     (expected,) = torch.autograd.grad(function(x), x)
     (actual,) = torch.autograd.grad(torch.compile(function, fullgraph=True, backend="aot_eager")(x), x)
@@ -143,9 +166,9 @@ def test_compiled_gradients_keep_the_upstream_gradient_exact(device):
 
 @on_devices
 def test_compile_with_dynamic_shapes(device):
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, y: rafter.cross_entropy(rafter.silu(x), y, reduction="none").sum(), fullgraph=True,
-                             backend="aot_eager", dynamic=True)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, y: rafter.cross_entropy(rafter.silu(x), y, reduction="none").sum(),
+                             fullgraph=True, backend="aot_eager", dynamic=True)
     for rows, classes in ((4, 9), (7, 13), (5, 6)):
         x, y = leaf(normal(rows, classes, device=device)), labels((rows,), classes, device)
         (actual,) = torch.autograd.grad(compiled(x, y), x)
@@ -155,7 +178,7 @@ def test_compile_with_dynamic_shapes(device):
 
 @parametrize("strict", [False, True])
 def test_export(strict):
-    """As a program that calls the registered ops."""
+    """The exported program calls the registered ops."""
 
     class Model(torch.nn.Module):
         def __init__(self):
@@ -181,7 +204,7 @@ def test_autocast(device):
         assert rafter.silu(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_function_transforms_are_refused_or_right():
+def test_function_transforms_are_refused_or_correct():
     x, y = normal(6, 9), labels((6,), 9, "cpu")
     try:
         actual = torch.func.grad(lambda x: rafter.cross_entropy(x, y))(x)
@@ -191,7 +214,7 @@ def test_function_transforms_are_refused_or_right():
         torch.testing.assert_close(actual, torch.func.grad(lambda x: F.cross_entropy(x, y))(x))
 
 
-def test_tensors_of_two_devices():
+def test_tensors_on_two_devices():
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     with pytest.raises(RuntimeError, match="argument 2 is on the CPU, wanted the first tensor's device, cuda:0"):
@@ -199,7 +222,7 @@ def test_tensors_of_two_devices():
 
 
 def test_cuda_graphs():
-    """Forward and backward captured, then replayed with other data; the capture's own stream has not been seen before."""
+    """Forward and backward are captured on a new stream, then replayed with other data."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     step = model("cuda")
@@ -209,7 +232,7 @@ def test_cuda_graphs():
         loss = step(x, w)
         return (loss, *torch.autograd.grad(loss, [x, w]))
 
-    for _ in range(6):  # several streams before, as in a long program
+    for _ in range(6):  # several streams first, as in a long program
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             run()
@@ -230,7 +253,7 @@ def test_compile_reduce_overhead():
     """torch.compile's own CUDA graphs."""
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     step = model("cuda")
     compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
     for seed in range(4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Python of docs/pytorch.md, block after block, in one namespace, as a reader would."""
+"""Runs the Python blocks of docs/pytorch.md in order, in one namespace, as a reader would."""
 import os
 import re
 

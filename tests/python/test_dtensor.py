@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicated DTensors work; sharded ones are refused with the alternative named. One process is a mesh of one rank."""
+"""Replicated DTensors work; sharded ones are refused with an error that names the alternatives. The
+mesh has one rank: this process."""
 import os
 
 import pytest
@@ -30,16 +31,17 @@ def placed(x, placement):
 
 def test_replicated():
     z, x, w, y = normal(6, 9), normal(6, 8), normal(9, 8), labels((6,), 9, "cpu")
-    for function, tensors in ((lambda z: rafter.cross_entropy(z, y), [z]), (rafter.silu, [z]), (lambda z: rafter.softmax(z, 0), [z]),
-                              (lambda z: rafter.logsumexp(z, 1), [z]), (lambda x, w: rafter.linear_cross_entropy(x, w, y), [x, w])):
+    for function, tensors in ((lambda z: rafter.cross_entropy(z, y), [z]), (rafter.silu, [z]),
+                              (lambda z: rafter.softmax(z, 0), [z]), (lambda z: rafter.logsumexp(z, 1), [z]),
+                              (lambda x, w: rafter.linear_cross_entropy(x, w, y), [x, w])):
         plain = [t.clone().requires_grad_() for t in tensors]
-        there = [placed(t.clone(), Replicate()).requires_grad_() for t in tensors]
-        expected, out = function(*plain), function(*there)
+        replicated = [placed(t.clone(), Replicate()).requires_grad_() for t in tensors]
+        expected, out = function(*plain), function(*replicated)
         assert isinstance(out, DTensor)
         torch.testing.assert_close(out.to_local(), expected)
         expected.sum().backward()
         out.sum().backward()
-        for a, b in zip(there, plain):
+        for a, b in zip(replicated, plain):
             torch.testing.assert_close(a.grad.to_local(), b.grad)
 
 
@@ -47,11 +49,13 @@ def test_mixed_with_plain_tensors():
     """Any argument may be the DTensor."""
     z, x, w, y, b = normal(6, 9), normal(6, 8), normal(9, 8), labels((6,), 9, "cpu"), normal(9)
     q, theta = normal(2, 3, 2, 8), normal(2, 8)
-    for function, tensor in ((lambda t: rafter.cross_entropy(z, t), y), (lambda t: rafter.cross_entropy(z, y, t), b.abs()),
+    for function, tensor in ((lambda t: rafter.cross_entropy(z, t), y),
+                             (lambda t: rafter.cross_entropy(z, y, t), b.abs()),
                              (lambda t: rafter.cross_entropy(z, y, row_weight=t, extras="lse").loss, normal(6).abs()),
                              (lambda t: rafter.linear_cross_entropy(x, t, y), w),
                              (lambda t: rafter.linear_cross_entropy(x, w, y, linear_bias=t), b),
-                             (lambda t: rafter.linear_logprobs(x, w, t).logprob, y), (lambda t: rafter.lrpe_cosine(q, t), theta)):
+                             (lambda t: rafter.linear_logprobs(x, w, t).logprob, y),
+                             (lambda t: rafter.lrpe_cosine(q, t), theta)):
         out = function(placed(tensor, Replicate()))
         assert isinstance(out, DTensor)
         torch.testing.assert_close(out.to_local(), function(tensor))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rafter
-from support import on_devices, parametrize, skip_unless
+from support import TorchDispatchMode, on_devices, parametrize, skip_unless
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY = 97
@@ -22,11 +22,12 @@ def llama():
 
 def gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0))
 
 
 def gemma2():
-    """Softcaps its logits after the output layer."""
+    """A model that softcaps its logits after the output layer."""
     return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8))
@@ -64,7 +65,7 @@ def test_patched_model_agrees(device, make, more):
     for name in wanted:
         torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
 
-    model.eval()  # logits as ever, and the model's own loss
+    model.eval()  # logits as before, and the model's own loss
     torch.testing.assert_close(model(**batch(device)).logits, expected.logits)
     torch.testing.assert_close(model(**batch(device), **more).loss, expected.loss)
     model.train()
@@ -77,11 +78,12 @@ def test_patched_model_agrees(device, make, more):
     assert rafter.unpatch(model) is model
     again, gradients = step(model, **batch(device), **more)
     torch.testing.assert_close(again.logits, expected.logits)
-    assert not any(name in model.__dict__ or name in model.get_output_embeddings().__dict__ for name in ("forward", "_loss_function"))
+    for name in ("forward", "_loss_function"):
+        assert name not in model.__dict__ and name not in model.get_output_embeddings().__dict__
 
 
 def train(model, batches, more):
-    """Gradients of several batches, one after another into the same .grad."""
+    """The gradients of several batches, accumulated in .grad."""
     model.zero_grad()
     for inputs in batches:
         model(**inputs, **more).loss.backward()
@@ -91,7 +93,8 @@ def train(model, batches, more):
 @on_devices
 @parametrize("make", [llama, gpt2])
 def test_gradient_accumulation(device, make):
-    """Micro-batches of different numbers of tokens, divided by the number in all, as transformers' Trainer has it."""
+    """Micro-batches with different numbers of tokens, each divided by the total number, as the
+    Trainer of transformers does."""
     skip_unless("linear_cross_entropy", device)
     torch.manual_seed(0)
     model = make().to(device).train()
@@ -101,13 +104,14 @@ def test_gradient_accumulation(device, make):
     items = (whole["labels"][:, 1:] != -100).sum()
     wanted = train(model, [whole], {})
     rafter.patch(model)
-    for more in ({"num_items_in_batch": items}, {"num_items_in_batch": items.reshape(1)}, {"num_items_in_batch": items.item()}):
-        for name, gradient in train(model, batches, more).items():
+    for count in (items, items.reshape(1), items.item()):
+        for name, gradient in train(model, batches, {"num_items_in_batch": count}).items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_label_smoothing():
-    """As transformers' Trainer defines it, which takes the logits for that: the mean over classes in the place of the label."""
+    """Label smoothing as the Trainer of transformers defines it, which computes it from the
+    logits."""
     torch.manual_seed(0)
     model = llama().train()
     inputs = batch("cpu")
@@ -127,7 +131,7 @@ def test_labels_by_position():
 
 
 @parametrize("take", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_are_models_of_their_own(take):
+def test_copies_are_independent(take):
     torch.manual_seed(0)
     model = rafter.patch(llama().train())
     before, _ = step(model, **batch("cpu"))
@@ -141,11 +145,11 @@ def test_copies_are_models_of_their_own(take):
     torch.testing.assert_close(again.loss, before.loss)
     assert all(p.grad is None for p in model.parameters())
     assert rafter.unpatch(twin)(**batch("cpu")).logits is not None
-    assert model(**batch("cpu")).logits is None  # which is patched still
+    assert model(**batch("cpu")).logits is None  # still patched
 
 
 def test_compiled():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(0)
     model = llama().train()
     expected, wanted = step(model, **batch("cpu"))
@@ -160,8 +164,8 @@ def test_compiled():
 
 
 def test_logits_are_never_formed():
-    """With a vocabulary so wide that logits would be the largest tensor by far, none of their size is made."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    """With this vocabulary the logits would be the largest tensor by far; no tensor of that size
+    appears."""
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -173,7 +177,8 @@ def test_logits_are_never_formed():
                     largest = max(largest, t.numel())
             return out
 
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)).train()
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)).train()
     ids = torch.randint(0, 4096, (4, 32))
     for patched in (False, True):
         if patched:
@@ -189,14 +194,14 @@ def test_options_and_refusals():
     own, _ = step(model, **batch("cpu"))
     rafter.patch(model, z_loss=1e-2, mode="compact")
     assert step(model, **batch("cpu"))[0].loss > own.loss
-    with pytest.raises(RuntimeError, match="patched already"):
+    with pytest.raises(RuntimeError, match="already patched"):
         rafter.patch(model)
     rafter.unpatch(model)
     with pytest.raises(RuntimeError, match="not patched"):
         rafter.unpatch(model)
     with pytest.raises(TypeError, match="output layer"):
         rafter.patch(model.transformer)
-    with pytest.raises(TypeError, match="'zloss', wanted any of .*z_loss"):
+    with pytest.raises(TypeError, match="'zloss', wanted one of .*z_loss"):
         rafter.patch(model, zloss=1e-2)
     model.loss_function = lambda logits, labels, **_: logits.sum()
     with pytest.raises(TypeError, match="ForCausalLMLoss"):
@@ -204,7 +209,7 @@ def test_options_and_refusals():
 
 
 def test_the_model_inside_a_wrapper_is_the_one_to_patch():
-    """As PEFT wraps models: with methods of the one inside, and a forward of its own."""
+    """PEFT wraps models like this: some methods of the inner model, and a forward of its own."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, model):
@@ -226,7 +231,8 @@ def test_the_model_inside_a_wrapper_is_the_one_to_patch():
 
 
 def test_other_output_layers_are_refused():
-    """A layer that computes something else than a product with its weight, as quantized and adapted ones do."""
+    """Layers that compute more than a product with their weight, as quantized and adapted ones
+    do."""
 
     class Scaled(torch.nn.Linear):
         def forward(self, x):

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import rafter
-from support import (LAYOUTS, close, gradients, in_dtypes, labels, leaf, loss_reference, normal, on_devices, ones, parametrize,
-                     skip_unless, uneven)
+from rafter import _compat
+from support import (LAYOUTS, TorchDispatchMode, close, gradients, in_dtypes, labels, leaf, loss_reference, normal,
+                     on_devices, ones, parametrize, skip_unless, uneven, version)
 
 OP = "linear_cross_entropy"
 
@@ -23,8 +24,8 @@ def logits(x, w, b=None):
 
 
 def compare(ours, theirs, tensors, upstream):
-    """The gradient of the logits is rounded to the inputs' dtype before it is multiplied, as autograd would: so a gradient is
-    right within that rounding of its largest element."""
+    """The gradient of the logits is rounded to the dtype of the inputs before the matrix products,
+    as autograd would do, so the error of a gradient is relative to its largest element."""
     a, da = gradients(ours, tensors, upstream)
     b, db = gradients(theirs, tensors, upstream)
     close(a, b, scale=4)
@@ -43,12 +44,13 @@ def test_agrees_with_pytorch(device, dtype, bias, reduction):
     tensors = [x, w] + [b] * bias
     for options in (dict(), dict(label_smoothing=0.1), dict(weight=normal(65, device=device, seed=4).abs() + 0.1)):
         wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-        compare(lambda x, w, b=None: rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, **options),
+        compare(lambda x, w, b=None: rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction,
+                                                                 **options),
                 lambda x, w, b=None: F.cross_entropy(logits(x, w, b), y, reduction=reduction, **wide), tensors, uneven)
 
 
 @parametrize("reduction", ["mean", "sum", "none"])
-def test_agrees_with_pytorch_own(reduction):
+def test_agrees_with_pytorch_linear_cross_entropy(reduction):
     own = getattr(F, "linear_cross_entropy", None)
     if own is None:
         pytest.skip("this PyTorch has no linear_cross_entropy")
@@ -56,20 +58,22 @@ def test_agrees_with_pytorch_own(reduction):
     options = dict(linear_bias=b, reduction=reduction, label_smoothing=0.2, ignore_index=-100)
     ours, theirs = rafter.linear_cross_entropy(x, w, y, **options), own(x, w, y, **options)
     close(ours, theirs.double())
-    for actual, expected in zip(torch.autograd.grad(ours.sum(), [x, w, b]), torch.autograd.grad(theirs.sum(), [x, w, b])):
+    for actual, expected in zip(torch.autograd.grad(ours.sum(), [x, w, b]),
+                                torch.autograd.grad(theirs.sum(), [x, w, b])):
         close(actual, expected.double(), scale=4)
 
 
 @on_devices
 @parametrize("mode", ["auto", "fast", "compact"])
-@parametrize("options", [dict(z_loss=1e-2, softcap=3.0, logit_scale=0.8), dict(denominator=7.0), dict(accumulate="native"),
-                         dict(budget=1 << 24)])
+@parametrize("options", [dict(z_loss=1e-2, softcap=3.0, logit_scale=0.8), dict(denominator=7.0),
+                         dict(accumulate="native"), dict(budget=1 << 24)])
 def test_further_options(device, mode, options):
     skip_unless(OP, device)
     x, w, b, y = problem(device, torch.float32, bias=True)
     row_weight = normal(33, device=device, seed=6)
     formula = {k: v for k, v in options.items() if k not in ("accumulate", "budget")}
-    compare(lambda x, w, b: rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, row_weight=row_weight, **options),
+    compare(lambda x, w, b: rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, row_weight=row_weight,
+                                                        **options),
             lambda x, w, b: loss_reference(logits(x, w, b), y, row_weight=row_weight, **formula), [x, w, b], uneven)
 
 
@@ -79,7 +83,8 @@ def test_layouts(device, layout):
     skip_unless(OP, device)
     x, w, b, y = problem(device, torch.float32)
     x, w = layout(x.detach()).requires_grad_(), layout(w.detach()).requires_grad_()
-    compare(lambda x, w: rafter.linear_cross_entropy(x, w, y), lambda x, w: F.cross_entropy(logits(x, w), y), [x, w], ones)
+    compare(lambda x, w: rafter.linear_cross_entropy(x, w, y), lambda x, w: F.cross_entropy(logits(x, w), y), [x, w],
+            ones)
 
 
 @on_devices
@@ -107,14 +112,13 @@ def test_extras(device):
 
 
 def seen_by_dispatcher(function):
-    """The rafter ops that the function calls, by name and arguments."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    """The name and the arguments of each rafter op that the function calls."""
     calls = []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func.namespace == "rafter":
-                calls.append((func._opname.lstrip("_"), args))
+                calls.append((_compat.op_name(func).removeprefix("rafter.").lstrip("_"), args))
             return func(*args, **(kwargs or {}))
 
     with Watch():
@@ -126,14 +130,16 @@ def seen_by_dispatcher(function):
 def test_only_wanted_gradients_are_computed(device):
     skip_unless(OP, device)
     x, w, b, y = problem(device, torch.float32, bias=True)
-    for bits, needs in ((0, (False, False, False)), (1, (True, False, False)), (2, (False, True, False)), (7, (True, True, True))):
+    for bits, needs in ((0, (False, False, False)), (1, (True, False, False)), (2, (False, True, False)),
+                        (7, (True, True, True))):
         for tensor, wanted in zip((x, w, b), needs):
             tensor.requires_grad_(wanted)
         ((name, args),) = seen_by_dispatcher(lambda: rafter.linear_cross_entropy(x, w, y, linear_bias=b))
         assert (name, args[4]) == ("linear_cross_entropy", bits)
         if bits:
             loss = rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction="none")
-            ((name, args),) = [c for c in seen_by_dispatcher(lambda: loss.sum().backward()) if c[0].endswith("backward")]
+            calls = seen_by_dispatcher(lambda: loss.sum().backward())
+            ((name, args),) = [call for call in calls if call[0].endswith("backward")]
             assert args[6] == bits
             assert [t.grad is not None for t in (x, w, b)] == list(needs)
             x.grad = w.grad = b.grad = None
@@ -148,10 +154,10 @@ def test_main_grad(device, mode):
     skip_unless(OP, device)
     x, w, b, y = problem(device, torch.bfloat16, bias=True)
     w.main_grad = torch.full(w.shape, 0.25, dtype=torch.float32, device=device)
-    version = w.main_grad._version
+    before = version(w.main_grad)
     for _ in range(2):  # it accumulates
         (3 * rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, main_grad=True)).backward()
-    assert w.grad is None and w.main_grad._version > version
+    assert w.grad is None and version(w.main_grad) > before
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     dx, dw, db = torch.autograd.grad(F.cross_entropy(logits(*wide), y), wide)
     eps = torch.finfo(torch.bfloat16).eps
@@ -164,16 +170,18 @@ def test_main_grad(device, mode):
 
 @on_devices
 def test_scaled_losses_in_fp16(device):
-    """A gradient that would underflow in fp16 does not, when the loss is scaled: as torch.amp.GradScaler has it."""
+    """Loss scaling, as torch.amp.GradScaler does it, keeps fp16 gradients from underflowing."""
     skip_unless(OP, device)
     x, w, _, y = problem(device, torch.float16, rows=64)
     scale = 2.0**14
     loss = rafter.linear_cross_entropy(x, w, y, denominator=1e6)
     dx, dw = torch.autograd.grad(loss * scale, [x, w])
     wide = [t.detach().double().requires_grad_() for t in (x, w)]
-    for actual, expected in zip((dx, dw), torch.autograd.grad(loss_reference(logits(*wide), y, denominator=1e6) * scale, wide)):
+    reference = loss_reference(logits(*wide), y, denominator=1e6)
+    for actual, expected in zip((dx, dw), torch.autograd.grad(reference * scale, wide)):
         size = expected.abs().max()
-        close(actual.double() / size, expected / size, dtype=torch.float16, scale=2, atol=torch.finfo(torch.float16).eps)
+        close(actual.double() / size, expected / size, dtype=torch.float16, scale=2,
+              atol=torch.finfo(torch.float16).eps)
 
 
 @on_devices
@@ -224,8 +232,9 @@ def test_logprobs(device, dtype, options, parts):
         if "softcap" in options:
             u = options["softcap"] * torch.tanh(u / options["softcap"])
         p = torch.log_softmax(u / options.get("temperature", 1.0), -1)
-        kept = y != -100
-        return pick(torch.where(kept, p.gather(1, y.clamp(min=0)[:, None])[:, 0], 0.0), torch.where(kept, -(p.exp() * p).sum(-1), 0.0))
+        active = y != -100
+        return pick(torch.where(active, p.gather(1, y.clamp(min=0)[:, None])[:, 0], 0.0),
+                    torch.where(active, -(p.exp() * p).sum(-1), 0.0))
 
     def ours(x, w, b):
         out = rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=parts != "logprob", **options)
@@ -236,7 +245,7 @@ def test_logprobs(device, dtype, options, parts):
 
 
 def test_logprobs_in_slices():
-    """The entropy's gradient walks the rows in slices: more than one of them, with the last not full."""
+    """The entropy gradient runs over slices of rows; here several of them, the last one partial."""
     from rafter import _formulas
     x, w, _, y = problem("cpu", torch.float32, rows=33, classes=65)
     whole = torch.autograd.grad(rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum(), [x, w])

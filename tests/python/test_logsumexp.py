@@ -9,7 +9,8 @@ from support import LAYOUTS, close, gradients, in_dtypes, leaf, normal, on_devic
 
 @on_devices
 @in_dtypes
-@parametrize("shape_dim", [((7,), 0), ((3, 17), -1), ((3, 17), 0), ((2, 5, 9), 1), ((2, 5, 9), -3), ((2, 3000), -1), ((), 0)])
+@parametrize("shape_dim", [((7,), 0), ((3, 17), -1), ((3, 17), 0), ((2, 5, 9), 1), ((2, 5, 9), -3), ((2, 3000), -1),
+                           ((), 0)])
 @parametrize("keepdim", [False, True])
 @parametrize("algorithm", ["auto", "parallel", "recurrence"])
 def test_agrees_with_pytorch(device, dtype, shape_dim, keepdim, algorithm):
@@ -32,7 +33,8 @@ def test_layouts(device, layout, dim):
     x = layout(normal(3, 4, 5, device=device)).requires_grad_()
     for upstream in (uneven, lambda out: torch.ones((), device=device).expand(out.shape)):
         ours, (dx,) = gradients(lambda x: rafter.logsumexp(x, dim), [x], upstream)
-        theirs, (expected,) = gradients(lambda x: torch.logsumexp(x.double(), dim), [x], lambda out: upstream(out.float()).double())
+        theirs, (expected,) = gradients(lambda x: torch.logsumexp(x.double(), dim), [x],
+                                        lambda out: upstream(out.float()).double())
         close(ours, theirs)
         close(dx, expected)
 

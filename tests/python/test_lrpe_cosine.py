@@ -21,7 +21,8 @@ def reference(x, theta, offset=0, positions=None, act="none", dim=None):
 
 @on_devices
 @in_dtypes
-@parametrize("act", [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softmax", -1), ("softmax", 1)])
+@parametrize("act", [("none", None), ("relu", None), ("sigmoid", None), ("silu", None), ("softmax", -1),
+                     ("softmax", 1)])
 @parametrize("theta_shape", [(3, 8), (3, 1), (1, 8)])
 def test_formula(device, dtype, act, theta_shape):
     x = leaf(normal(2, 5, 3, 8, device=device, dtype=dtype))
@@ -47,7 +48,8 @@ def test_positions_and_three_dimensions(device):
 
 @on_devices
 def test_far_positions(device):
-    x, theta = torch.ones(1, 2, 1, 4, device=device), torch.rand(1, 4, generator=torch.Generator().manual_seed(0)).to(device)
+    x = torch.ones(1, 2, 1, 4, device=device)
+    theta = torch.rand(1, 4, generator=torch.Generator().manual_seed(0)).to(device)
     close(rafter.lrpe_cosine(x, theta, offset=10**6), reference(x, theta, offset=10**6))
 
 
@@ -63,7 +65,7 @@ def test_layouts(device, layout):
 
 def test_refusals():
     x, theta = torch.randn(2, 5, 3, 8), torch.rand(3, 8)
-    with pytest.raises(ValueError, match="softmax wants one"):
+    with pytest.raises(ValueError, match="softmax needs a dim"):
         rafter.lrpe_cosine(x, theta, act="softmax")
     with pytest.raises(ValueError, match="dim is 2"):
         rafter.lrpe_cosine(x, theta, act="softmax", dim=2)

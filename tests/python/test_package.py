@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package as it is installed: from a folder of its own, with `python -m rafter info`."""
+"""The installed package: its files are complete, and `python -m rafter info` works."""
 import os
 import shutil
 import subprocess
@@ -25,14 +25,15 @@ def test_info():
 
 
 def test_installed_files_are_enough():
-    """What `cmake --install --component python` puts in a folder, which is what a wheel carries."""
+    """`cmake --install --component python` installs the files that a wheel contains."""
     package = os.path.dirname(os.path.abspath(rafter.__file__))
     build = os.path.dirname(os.path.dirname(package))
     if not os.path.exists(os.path.join(build, "cmake_install.cmake")) or not shutil.which("cmake"):
         pytest.skip("not run from a build tree")
     import tempfile
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["cmake", "--install", build, "--component", "python", "--prefix", folder], check=True, capture_output=True)
+        subprocess.run(["cmake", "--install", build, "--component", "python", "--prefix", folder], check=True,
+                       capture_output=True)
         for name in os.listdir(package):
             if name.endswith(".py"):
                 shutil.copy(os.path.join(package, name), os.path.join(folder, "rafter", name))
@@ -42,12 +43,13 @@ def test_installed_files_are_enough():
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith(folder)
         if not torch.cuda.is_available():
-            says = "librafter_cuda is in the package" if os.path.exists(os.path.join(build, cuda)) else "no librafter_cuda"
-            assert says in run(folder, "-m", "rafter", "info").stdout
+            included = os.path.exists(os.path.join(build, cuda))
+            message = "librafter_cuda is in the package" if included else "no librafter_cuda"
+            assert message in run(folder, "-m", "rafter", "info").stdout
 
 
 def test_types_are_announced():
-    """To type checkers, which otherwise take no notice of a package's annotations."""
+    """Type checkers ignore the annotations of a package without py.typed."""
     assert os.path.exists(os.path.join(os.path.dirname(rafter.__file__), "py.typed"))
 
 

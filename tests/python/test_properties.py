@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hypothesis: any shape, layout, dtype and options, against fp64."""
+"""Random shapes, layouts, dtypes and options (hypothesis) against fp64 references."""
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,8 @@ options = st.fixed_dictionaries({
 
 
 @settings
-@hypothesis.given(rows=st.integers(0, 9), classes=st.integers(1, 70), dtype=dtypes, layout=layouts, seed=seeds, options=options,
-                  weighted=st.booleans(), by_row=st.booleans())
+@hypothesis.given(rows=st.integers(0, 9), classes=st.integers(1, 70), dtype=dtypes, layout=layouts, seed=seeds,
+                  options=options, weighted=st.booleans(), by_row=st.booleans())
 def test_cross_entropy(rows, classes, dtype, layout, seed, options, weighted, by_row):
     x = layout(normal(rows, classes, dtype=dtype, seed=seed, scale=3.0)).requires_grad_()
     y = labels((rows,), classes, "cpu", ignore_index=options["ignore_index"], seed=seed)
@@ -39,19 +39,19 @@ def test_cross_entropy(rows, classes, dtype, layout, seed, options, weighted, by
 
 
 @settings
-@hypothesis.given(rows=st.integers(1, 9), features=st.integers(1, 20), classes=st.integers(1, 70), layout=layouts, seed=seeds,
-                  options=options, mode=st.sampled_from(["auto", "fast", "compact"]), bias=st.booleans())
+@hypothesis.given(rows=st.integers(1, 9), features=st.integers(1, 20), classes=st.integers(1, 70), layout=layouts,
+                  seed=seeds, options=options, mode=st.sampled_from(["auto", "fast", "compact"]), bias=st.booleans())
 def test_linear_cross_entropy(rows, features, classes, layout, seed, options, mode, bias):
     x = layout(normal(rows, features, seed=seed)).requires_grad_()
     w = layout(normal(classes, features, seed=seed + 1)).requires_grad_()
     b = normal(classes, seed=seed + 2).requires_grad_()
     y = labels((rows,), classes, "cpu", ignore_index=options["ignore_index"], seed=seed)
     tensors = [x, w, b] if bias else [x, w]
-    ours, actual = gradients(lambda x, w, b=None: rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, **options), tensors,
-                             uneven)
+    ours, actual = gradients(
+        lambda x, w, b=None: rafter.linear_cross_entropy(x, w, y, linear_bias=b, mode=mode, **options), tensors, uneven)
     theirs, expected = gradients(
-        lambda x, w, b=None: loss_reference(F.linear(x.double(), w.double(), None if b is None else b.double()), y, **options),
-        tensors, uneven)
+        lambda x, w, b=None: loss_reference(F.linear(x.double(), w.double(), b if b is None else b.double()), y,
+                                            **options), tensors, uneven)
     close(ours, theirs, scale=8)
     for a, e in zip(actual, expected):
         size = 1 + e.abs().max().item()

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of this folder where pytest cannot be installed: parametrize, raises, skip and importorskip are all they use.
+"""Runs the tests of this folder without pytest. They use only parametrize, raises, skip and
+importorskip, and this script has its own versions of those.
 
     PYTHONPATH=build/python tests/python/without_pytest.py [MODULE...] [-k WORD]
 """
@@ -51,7 +52,7 @@ def parametrize(name, values, ids=None):
 
 
 def install():
-    """A module named pytest with what the tests use of it."""
+    """Installs a stand-in for the module pytest, with the parts that the tests use."""
     module = types.ModuleType("pytest")
     module.skip, module.raises, module.importorskip = skip, raises, importorskip
     module.mark = types.SimpleNamespace(parametrize=parametrize)
@@ -73,12 +74,13 @@ def cases(module):
 
 def main():
     install()
-    warnings.simplefilter("ignore")  # failures and skips are what counts here
+    warnings.simplefilter("ignore")  # only failures and skips matter here
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path.insert(0, folder)
     words = sys.argv[1:]
     only = words[words.index("-k") + 1] if "-k" in words else ""
-    names = [w for w in words if w not in ("-k", only)] or sorted(n[:-3] for n in os.listdir(folder) if n.startswith("test_"))
+    every = sorted(name[:-3] for name in os.listdir(folder) if name.startswith("test_"))
+    names = [w for w in words if w not in ("-k", only)] or every
     counts = {"passed": 0, "skipped": 0, "failed": 0}
     for name in names:
         start = time.time()
@@ -103,7 +105,8 @@ def main():
                 shown = ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in arguments.items())
                 print(f"FAILED {title}({shown})\n{traceback.format_exc(limit=-3)[-1200:]}", flush=True)
         done = ", ".join(f"{counts[k] - before[k]} {k}" for k in counts if counts[k] > before[k])
-        print(f"{name}: {done} in {time.time() - start:.1f} s", *(f"  skipped: {r}" for r in sorted(reasons)), sep="\n", flush=True)
+        print(f"{name}: {done} in {time.time() - start:.1f} s", *(f"  skipped: {r}" for r in sorted(reasons)),
+              sep="\n", flush=True)
     print(", ".join(f"{n} {k}" for k, n in counts.items()))
     sys.exit(counts["failed"] > 0)
 

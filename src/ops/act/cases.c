@@ -1,42 +1,41 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ops/act/cases.h"
-
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-static const char *const kind_names[] = {"none", "relu", "sigmoid", "silu", "softmax"};
+#include "core/sizes.h"
+#include "harness/oracle.h"
 
 enum variety {
     PLAIN,
     MASKED,           /* relu with its mask */
-    FORWARD_IN_PLACE, /* y is x; there is no backward, which would want x */
+    FORWARD_IN_PLACE, /* y is x; no backward, which would need x */
     BACKWARD_IN_PLACE /* dx is dy */
 };
 
-/* What normally distributed inputs are scaled with, and a bound on the size of what the harness then draws. */
+/* Scales of the normally distributed inputs, and bounds on their absolute values. */
 static const double x_scale = 3, dy_scale = 1;
 static const double x_size = 3.5 * 3, dy_size = 3.5 * 1;
 
-/* Error bounds of fp32 results; u is half a unit in the last place, relative. Results in 16 bits are held to them, or
- * to one unit in their own last place, whichever is more.
+/* Error bounds of fp32 results, with u half a unit in the last place, relative. 16-bit results are
+ * held to the larger of these bounds and one unit in their own last place.
  *
- * sigmoid, silu: exponential (4 u), 1 + e, reciprocal (2 u), and one or two products: 10 u. The exponential's error
- * counts in full, and |x| times less in the slope, which is bounded by 10 u too; but 1 + x s(-x) has a root near -1.28,
- * where its error, of the size of s, is absolute: 8 u for |dy| = 1. Where e is subnormal its error is absolute too,
- * times |x| < 104 in silu.
+ * sigmoid, silu: the exponential (4 u), 1 + e, the reciprocal (2 u) and one or two products give 10
+ * u. The slope is also within 10 u, except that 1 + x s(-x) has a root near -1.28: there the error
+ * is absolute, of the size of s, 8 u for |dy| = 1. Where e is subnormal its error is absolute too;
+ * silu multiplies it by |x| < 104.
  *
- * softmax over n: e^(x - m) has the error of the difference and of its product with log2(e), 3 u |x - m|, where |x - m|
- * is at most 2 |x|, and 6 u of its own; so have the terms of the sum, which adds n / 8 + 8 u (columns fold 8 rows at a
- * time); the reciprocal and the products make 4 u. Backward: the sum of y dy has n / 8 + 8 u of the sum of |y dy|,
- * which is |dy| at most. */
+ * softmax over n: e^(x - m) has an error of 3 u |x - m| from the difference and its product with
+ * log2(e), where |x - m| is at most 2 |x|, plus 6 u of its own. The terms of the sum have the same
+ * error, and the sum adds n / 8 + 8 u (columns fold 8 rows at a time). The reciprocal and the
+ * products add 4 u. Backward: the sum of y dy has an error of n / 8 + 8 u, relative to the sum of
+ * |y dy|, which is at most |dy|. */
 static const double u = 0x1p-24;
 
 static void set_bounds(problem *p, rafter_act_kind kind, int64_t length) {
     problem_tensor *y = problem_find(p, "y"), *dx = problem_find(p, "dx");
     if (kind == RAFTER_ACT_SOFTMAX) {
         y->relative = (2 * (3 * 2 * x_size + 6) + (double)length / 8 + 8 + 4) * u;
-        y->absolute = 0x1p-149; /* of subnormals */
+        y->absolute = 0x1p-149; /* for subnormals */
         if (dx) {
             dx->relative = 4 * u;
             dx->absolute = ((double)length / 8 + 8) * u * dy_size;
@@ -54,8 +53,8 @@ static void set_bounds(problem *p, rafter_act_kind kind, int64_t length) {
 static void declare(problem *p, rafter_act_kind kind, int dim, rafter_dtype dtype, enum variety variety, int ndim,
                     const int64_t *shape) {
     static const char *const variety_names[] = {"", " mask", " y=x", " dx=dy"};
-    struct act_row *row = (struct act_row *)p->row;
-    *row = (struct act_row){kind, dim};
+    p->options.act = kind;
+    p->options.dim = dim;
     problem_tensor *x = problem_add(p, "x", PROBLEM_INPUT, dtype, ndim, shape);
     x->scale = x_scale;
     x->special = true;
@@ -69,15 +68,15 @@ static void declare(problem *p, rafter_act_kind kind, int dim, rafter_dtype dtyp
             dx->in_place_of = "dy";
     }
     if (variety == MASKED) {
-        const int64_t bytes = (x->numel + 7) / 8;
+        const int64_t bytes = ceil_div(x->numel, 8);
         problem_add(p, "relu_mask", PROBLEM_OUTPUT, RAFTER_U8, 1, &bytes);
     }
     const int64_t length = kind == RAFTER_ACT_SOFTMAX && ndim > 0 ? shape[dim < 0 ? dim + ndim : dim] : 1;
     set_bounds(p, kind, length);
     p->finite_differences = dtype == RAFTER_F32 && kind != RAFTER_ACT_RELU && variety == PLAIN && x->numel < 200;
 
-    size_t used = (size_t)snprintf(p->label, sizeof p->label, "%s%s %s [", kind_names[kind], variety_names[variety],
-                                   problem_dtype_name(dtype));
+    size_t used = (size_t)snprintf(p->label, sizeof p->label, "%s%s %s [", problem_act_names[kind],
+                                   variety_names[variety], problem_dtype_name(dtype));
     for (int d = 0; d < ndim; d++)
         used += (size_t)snprintf(p->label + used, sizeof p->label - used, d ? ", %lld" : "%lld", (long long)shape[d]);
     snprintf(p->label + used, sizeof p->label - used, kind == RAFTER_ACT_SOFTMAX ? "] dim %d" : "]", dim);
@@ -90,7 +89,8 @@ struct shape {
     int64_t size[4];
 };
 
-/* The first dimension of 1 lets a masked problem, whose tensors must be contiguous, keep its shape in every layout. */
+/* A first dimension of 1 lets a masked problem, whose tensors must be contiguous, keep its shape in
+ * every layout. */
 static const struct shape shapes[] = {
     {0, {0}},     {1, {0}},          {1, {1}},       {3, {3, 0, 5}}, {2, {2, 2}},    {2, {2, 3}},     {2, {2, 7}},
     {2, {2, 8}},  {2, {2, 9}},       {2, {2, 15}},   {2, {2, 16}},   {2, {2, 17}},   {2, {2, 31}},    {2, {2, 32}},
@@ -148,8 +148,8 @@ static const struct {
     {1, {4, {2, 5, 3, 4}}},
     {-2, {4, {2, 3, 1, 5}}},
 };
-/* Lines so few and so long that they are cut into parts; and for GPUs, strips of one chunk and of
- * many. */
+/* Lines so few and so long that they are split into parts; for GPUs also column tiles of one chunk
+ * and of many chunks. */
 static const struct {
     rafter_dtype dtype;
     int dim;
@@ -257,14 +257,13 @@ static void make_bench(problem *p, const struct bench_row *row) {
     const int64_t batch = row->quick ? 4 : 12, heads = 12, features = 128;
     int64_t shape[] = {batch, heads, row->x, features};
     int ndim = 4;
-    if (row->resident &&
-        kind != RAFTER_ACT_SOFTMAX) { /* rows of 4 KiB: where they end does not matter to these kinds */
+    if (row->resident && kind != RAFTER_ACT_SOFTMAX) { /* elementwise kinds: rows of 4 KiB of any shape */
         shape[1] = row->dtype == RAFTER_F32 ? 1024 : 2048;
         shape[0] = batch * heads * row->x * features / shape[1];
         ndim = 2;
     }
     declare(p, kind, dim, row->dtype, kind == RAFTER_ACT_RELU ? MASKED : PLAIN, ndim, shape);
-    if (kind == RAFTER_ACT_NONE) { /* hands its input back */
+    if (kind == RAFTER_ACT_NONE) { /* returns its input */
         problem_find(p, "y")->in_place_of = "x";
         problem_find(p, "dx")->in_place_of = "dy";
     }
@@ -273,10 +272,23 @@ static void make_bench(problem *p, const struct bench_row *row) {
     if (kind == RAFTER_ACT_SOFTMAX)
         snprintf(dim_text, sizeof dim_text, "-dim_%d", dim);
     snprintf(p->title, sizeof p->title, "batch%d-head%d-dim%d-act_%s%s-%s", (int)batch, (int)heads, (int)features,
-             kind_names[kind], dim_text, problem_dtype_name(row->dtype));
+             problem_act_names[kind], dim_text, problem_dtype_name(row->dtype));
 }
 
-/* The mask costs forward something and saves backward much: a column of its own. */
+static const char *make_request(problem *p, const struct problem_request *r) {
+    const rafter_act_kind kind = r->options.act;
+    const int dims = r->ndim > 0 ? r->ndim : 1;
+    if (kind == RAFTER_ACT_SOFTMAX && (r->options.dim < -dims || r->options.dim >= dims))
+        return "wanted a dim of the shape";
+    declare(p, kind, r->options.dim, r->dtype, kind == RAFTER_ACT_RELU ? MASKED : PLAIN, r->ndim, r->shape);
+    if (r->in_place) {
+        problem_find(p, "y")->in_place_of = "x";
+        problem_find(p, "dx")->in_place_of = "dy";
+    }
+    return NULL;
+}
+
+/* The mask costs forward a little and saves backward a lot, so it has a column of its own. */
 static const char *const algorithms[] = {"rafter", "mask", NULL};
 enum { WITHOUT_MASK, WITH_MASK };
 
@@ -287,9 +299,9 @@ static bool adapt(problem *p) {
     return p->algorithm == WITHOUT_MASK || has_mask;
 }
 
-/* Of a relu that may have a mask: what is less, in forward without it and in backward with it. */
+/* For a relu that may have a mask, the smaller cost: forward without it, backward with it. */
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
-    const rafter_act_kind kind = ((const struct act_row *)p->row)->kind;
+    const rafter_act_kind kind = p->options.act;
     const problem_tensor *x = problem_find(p, "x"), *y = problem_find(p, "y"), *dx = problem_find(p, "dx");
     const bool masked = problem_find(p, "relu_mask") != NULL, none = kind == RAFTER_ACT_NONE;
     const double tensor = (double)x->numel * (x->dtype == RAFTER_F32 ? 4 : 2), mask = masked ? (double)x->numel / 8 : 0;
@@ -303,10 +315,9 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
 /* ---- the call -------------------------------------------------------------------------------- */
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
-    const struct act_row *row = (const struct act_row *)p->row;
     const rafter_act_args args = {.size = sizeof args,
-                                  .kind = row->kind,
-                                  .dim = row->dim,
+                                  .kind = p->options.act,
+                                  .dim = p->options.dim,
                                   .x = problem_dl(p, "x"),
                                   .y = problem_dl(p, "y"),
                                   .dy = problem_dl(p, "dy"),
@@ -337,6 +348,7 @@ const struct op_cases rafter_cases_act = {
     .tables = COUNT(tables),
     .table = tables,
     .make_bench = make_bench,
+    .make_request = make_request,
     .call = call,
     .cost = cost,
     .oracle = oracle_act,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What act's op.c asks of its kernels. */
+/* The interface between act's op.c and its CPU kernels. */
 #ifndef RAFTER_ACT_KERNELS_H
 #define RAFTER_ACT_KERNELS_H
 
@@ -8,45 +8,47 @@
 
 #include "rafter/rafter.h"
 
-/* The tensors of a call. Forward has x (ACT_IN) and y (ACT_OUT). Backward has dy, dx (ACT_OUT) and, where it reads more
- * than dy, x or softmax's y (ACT_IN). */
+/* The tensors of a call. Forward: x (ACT_IN) and y (ACT_OUT). Backward: dy, dx (ACT_OUT) and, if it
+ * reads more than dy, x or the y of softmax (ACT_IN). */
 enum { ACT_IN, ACT_DY, ACT_OUT, ACT_TENSORS };
 
-/* A block of rows x columns elements, cut out of every tensor of the call alike. */
+/* A block of rows x columns elements: the same part of every tensor of the call. */
 struct act_block {
     rafter_dtype dtype;
     rafter_act_kind kind;
-    bool stream; /* write past the caches; the output is aligned to its elements, and the caller ends with v_fence() */
+    bool stream; /* write past the caches. The output is aligned to its elements; the caller ends with v_fence() */
     int64_t rows, columns;
     char *data[ACT_TENSORS];
     int64_t row_stride[ACT_TENSORS], column_stride[ACT_TENSORS]; /* in elements */
-    uint8_t *mask; /* relu_mask at the first element, or NULL; with a mask the block is one compact row */
+    uint8_t *mask; /* relu_mask at the first element, or NULL. With a mask, the block is one contiguous row */
 };
 
 /* Softmax normalises lines, which are the rows or the columns of a block. */
 enum act_form { ACT_ROWS, ACT_COLUMNS, ACT_FORMS };
 
 enum {
-    /* Elements of a block for short_rows, each row with a margin. */
+    /* Most elements of a block for short_rows, with a margin after each row. */
     ACT_SHORT_MARGIN = 64,
     ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
-    /* Lines of any block. */
+    /* Most lines of a block. */
     ACT_MOST_LINES = 512,
-    /* Floats per line: forward the maximum and the sum of exponentials relative to it, backward the sum of y dy. A
-     * block's are an array over its lines of the first, then one of the second; parts of the same lines follow one
-     * another. */
+    /* Floats per line. Forward: the maximum, and the sum of exponentials relative to it. Backward:
+     * the sum of y dy. Those of a block are an array of the first over its lines, then an array of
+     * the second; parts of the same lines follow one another. */
     ACT_STATISTICS = 2
 };
 
 struct act_kernels {
     /* The elementwise kinds, by direction. */
     void (*map[2])(const struct act_block *block);
-    /* Softmax forward of rows with column stride 1 in one go. */
+    /* Softmax forward of rows with column stride 1, in one step. */
     void (*short_rows)(const struct act_block *block);
-    /* Softmax by form and direction, in two steps: statistics of the lines, then the result from them. */
+    /* Softmax by form and direction, in two steps: statistics of the lines, then the result from
+     * them. */
     void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);
     void (*apply[ACT_FORMS][2])(const struct act_block *block, const float *statistics);
-    /* By direction: the statistics of `parts` parts of the same lines into the first of them. */
+    /* Merges the statistics of `parts` parts of the same lines into those of the first part; by
+     * direction. */
     void (*merge[2])(float *statistics, int64_t lines, int64_t parts);
 };
 

@@ -1,33 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * act: checks, and how the work is cut on the CPU.
- *
- * There, every call becomes a grid of outer x rows x columns elements, the same for all of its tensors, and the grid is
- * cut into blocks of rows x columns, which kernels take one at a time. Elementwise kinds may be cut anywhere. Softmax's
- * lines are the grid's rows where their elements are adjacent in memory, and its columns where the lines are; they stay
- * whole unless there are too few to share out.
+ * act: checks, and the CPU plan. A call is brought into the form of a grid, outer x rows x columns
+ * elements, the same for all of its tensors. The grid is cut into blocks of rows x columns, and
+ * kernels take one block at a time. Elementwise kinds may be cut anywhere. The lines of softmax are
+ * the rows of the grid if their elements are adjacent in memory, and its columns if the lines are
+ * adjacent. They stay whole unless there are too few of them to keep all threads busy. All of that
+ * follows from shapes and strides alone, so that results do not depend on the number of threads.
  */
-#include "core/backend.h"
-#include "core/context.h"
 #include "core/sizes.h"
-#include "core/tensor.h"
 #include "core/threads.h"
-#include "core/variants.h"
 #include "ops/act/call.h"
 #include "ops/act/kernels.h"
 #include "simd/simd.h"
 
-#define RAFTER_VARIANT(isa) extern const struct act_kernels RAFTER_PASTE3(rafter_, act, isa);
-#include "variants.inc"
-#undef RAFTER_VARIANT
-
-static const struct rafter_variant variants[] = {
-#define RAFTER_VARIANT(isa) {RAFTER_ISA_##isa, &RAFTER_PASTE3(rafter_, act, isa)},
-#include "variants.inc"
-#undef RAFTER_VARIANT
+enum {
+    TASK = 1 << 16,     /* elements per task */
+    ROWS_BLOCK = 2048,  /* elements per block of rows, which is read twice and should stay in L1 */
+    LINE_BYTES = 64,    /* of a cache line */
+    FEW_BLOCKS = 8,     /* with fewer blocks than this, lines are split, */
+    ENOUGH_BLOCKS = 64, /* into parts that make about so many blocks */
+    PART_MULTIPLE = 64  /* elements: parts keep the alignment of the line */
 };
-
-const struct rafter_op rafter_op_act = {"act", sizeof variants / sizeof *variants, variants};
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 
@@ -41,8 +34,8 @@ static bool contiguous(const rafter_view *view) {
     return true;
 }
 
-/* The call's tensors, under the names that the caller knows them by; a name is NULL where the call has no such tensor.
- */
+/* A tensor of the call, with the name that the caller knows it by; NULL: the call has no such
+ * tensor. */
 struct named {
     const char *name;
     const DLTensor *tensor;
@@ -55,7 +48,7 @@ static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, 
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "relu_mask is given with kind %d, wanted it only with %d (relu)", (int)call->kind,
                            (int)RAFTER_ACT_RELU);
-    const bool forward = call->direction == RAFTER_FORWARD;
+    const bool forward = call->common.direction == RAFTER_FORWARD;
     rafter_view mask = {0};
     RAFTER_TRY((forward ? rafter_take_output : rafter_take_tensor)(context, "relu_mask", tensor, RAFTER_SET(RAFTER_U8),
                                                                    &mask));
@@ -69,7 +62,7 @@ static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, 
             continue;
         if (!contiguous(named[t].view))
             return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
-                               "%s is not contiguous, wanted it so with relu_mask, whose bits are in row-major order",
+                               "%s is not contiguous, which relu_mask requires: its bits are in row-major order",
                                named[t].name);
         if (forward)
             RAFTER_TRY(rafter_want_disjoint(context, "relu_mask", &mask, named[t].name, named[t].view));
@@ -80,27 +73,30 @@ static rafter_status take_mask(rafter_context *context, const DLTensor *tensor, 
     return RAFTER_OK;
 }
 
-static rafter_status take(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
-                          struct act_call *call) {
+static bool in_place(const struct act_call *call) {
+    return rafter_same_memory(&call->out, call->common.direction == RAFTER_FORWARD ? &call->in : &call->dy);
+}
+
+static rafter_status check(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
+                           struct act_call *call) {
     rafter_act_args a;
     RAFTER_TRY(rafter_take_args(context, "rafter_act_args", args, &a, sizeof a));
     if ((int)a.kind < RAFTER_ACT_NONE || a.kind > RAFTER_ACT_SOFTMAX)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "kind is %d, wanted 0 (none) to 4 (softmax)", (int)a.kind);
-    if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
-                           (int)direction);
+    RAFTER_TRY(rafter_check_direction(context, direction));
     *call = (struct act_call){
-        .direction = direction, .kind = a.kind, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
+        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
+        .kind = a.kind};
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
-    const bool dy_will_do = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
+    const bool needs_only_dy = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
     const struct named named[ACT_TENSORS] = {
-        [ACT_IN] = forward || !softmax ? (struct named){dy_will_do ? NULL : "x", a.x, &call->in}
+        [ACT_IN] = forward || !softmax ? (struct named){needs_only_dy ? NULL : "x", a.x, &call->in}
                                        : (struct named){"y", a.y, &call->in},
         [ACT_DY] = {forward ? NULL : "dy", a.dy, &call->dy},
         [ACT_OUT] = forward ? (struct named){"y", a.y, &call->out} : (struct named){"dx", a.dx, &call->out},
     };
-    const struct named *const first = &named[dy_will_do ? ACT_DY : ACT_IN];
+    const struct named *const first = &named[needs_only_dy ? ACT_DY : ACT_IN];
     for (int t = 0; t < ACT_TENSORS; t++) {
         if (!named[t].name)
             continue;
@@ -118,298 +114,248 @@ static rafter_status take(rafter_context *context, const rafter_act_args *args, 
         RAFTER_TRY(take_mask(context, a.relu_mask, named, call));
     if (softmax)
         RAFTER_TRY(rafter_take_dim(context, a.dim, call->out.ndim, &call->dim));
+    call->common.empty = call->out.numel == 0 || (a.kind == RAFTER_ACT_NONE && in_place(call));
     return RAFTER_OK;
 }
 
-static bool in_place(const struct act_call *call) {
-    return rafter_same_memory(&call->out, call->direction == RAFTER_FORWARD ? &call->in : &call->dy);
-}
+/* ---- plan ------------------------------------------------------------------------------------ */
 
-static bool needs_nothing(const struct act_call *call) {
-    return call->out.numel == 0 || (call->kind == RAFTER_ACT_NONE && in_place(call));
-}
-
-/* ---- the grid -------------------------------------------------------------------------------- */
-
-enum {
-    TASK = 1 << 16,     /* elements that are worth a task */
-    ROWS_PANEL = 2048,  /* elements of a block of rows, which is gone over twice and should stay in L1 */
-    LINE_BYTES = 64,    /* of a cache */
-    FEW_BLOCKS = 8,     /* with fewer, softmax's lines are cut into parts, */
-    ENOUGH_BLOCKS = 64, /* so that there are about so many */
-    PART_MULTIPLE = 64  /* elements, so that parts keep the alignment of the line */
-};
-
-/* The tensors as views of [outer ..., rows, columns], and how that is cut. */
-struct grid {
+/* The tensors as views of [outer ..., rows, columns], and how that grid is cut. */
+struct plan {
     rafter_view view[ACT_TENSORS];
-    rafter_view *used[ACT_TENSORS]; /* those that the call has */
-    int count;
-    int row, column; /* the two dimensions that blocks have; those before them are outer */
-
+    int row, column;        /* the two dimensions that blocks have; those before them are outer */
     bool softmax, is_short; /* is_short: rows for the short_rows kernel */
+    bool stream;            /* the output is written past the caches */
     enum act_form form;
-    bool stream;
-    int64_t rows, columns;             /* of a block; the last along a dimension may be smaller */
+    int64_t rows, columns;             /* of a block; the last block along a dimension may be smaller */
     int64_t row_blocks, column_blocks; /* per outer index */
-    int64_t blocks, per_task;
-    int64_t lines, parts; /* softmax: lines of a block, parts that each is cut into */
-    size_t statistics;    /* bytes that the parts' statistics take */
+    int64_t blocks, per_task;          /* blocks in all; blocks per task */
+    int64_t lines, parts;              /* softmax: lines of a block; parts of a line */
 };
 
-static void permute(struct grid *grid, const int order[], int ndim) {
-    for (int v = 0; v < grid->count; v++) {
-        rafter_view *const view = grid->used[v];
-        const rafter_view old = *view;
-        for (int d = 0; d < ndim; d++) {
-            view->shape[d] = old.shape[order[d]];
-            view->stride[d] = old.stride[order[d]];
-        }
-    }
-}
+/* The tensors that the call has. Their dimensions are reordered and merged alike. */
+struct used {
+    rafter_view *view[ACT_TENSORS];
+    int count;
+};
 
-/* The dimensions in the order of the output's memory, outermost first, so that transposed tensors are walked as if they
- * were not; `last` (-1: none) goes behind all others. */
-static void order_by_stride(struct grid *grid, int last) {
-    const rafter_view *const out = &grid->view[ACT_OUT];
-    int order[RAFTER_VIEW_DIMS], n = 0;
-    for (int d = 0; d < out->ndim; d++) {
-        if (d == last)
-            continue;
-        /* Stride 0 (size 1, or an output of the bench's) repeats what is inside: outermost. */
-        int at = n++;
-        for (; at > 0 && out->stride[order[at - 1]] != 0 &&
-               (out->stride[d] == 0 || out->stride[d] > out->stride[order[at - 1]]);
-             at--)
-            order[at] = order[at - 1];
-        order[at] = d;
-    }
-    if (last >= 0)
-        order[n] = last;
-    permute(grid, order, out->ndim);
-}
-
-static bool adjacent(const struct grid *grid, int dim) {
+static bool adjacent(const struct used *used, int dim) {
     bool all = true;
-    for (int v = 0; v < grid->count; v++)
-        all &= grid->used[v]->stride[dim] == 1 || grid->used[v]->shape[dim] == 1;
+    for (int v = 0; v < used->count; v++)
+        all &= used->view[v]->stride[dim] == 1 || used->view[v]->shape[dim] == 1;
     return all;
 }
 
-/* Brings the views into the form of the grid. */
-static void arrange(struct grid *grid, int dim) {
-    const rafter_view *const out = &grid->view[ACT_OUT];
-    if (!grid->softmax) {
-        order_by_stride(grid, -1);
-        if (rafter_collapse(grid->used, grid->count, 0, out->ndim) == 1)
-            rafter_collapse(grid->used, grid->count, 0, 0); /* one row */
+/* Brings the views into the form of the grid. Dimensions are in the order of the output's memory,
+ * so that a transposed tensor is walked like any other. */
+static void arrange(struct plan *plan, const struct used *used, int dim) {
+    const rafter_view *const out = &plan->view[ACT_OUT];
+    if (!plan->softmax) {
+        rafter_order_by_stride(used->view, used->count, out, out->ndim);
+        if (rafter_collapse(used->view, used->count, 0, out->ndim) == 1)
+            rafter_collapse(used->view, used->count, 0, 0); /* one row */
     } else {
         if (out->ndim == 0)
-            rafter_collapse(grid->used, grid->count, 0, 0); /* a scalar is a line of one element */
-        order_by_stride(grid, dim);
-        const int line = rafter_collapse(grid->used, grid->count, 0, out->ndim - 1);
-        grid->form = !adjacent(grid, line) && adjacent(grid, line - 1) ? ACT_COLUMNS : ACT_ROWS;
-        if (grid->form == ACT_COLUMNS) {
-            int order[RAFTER_VIEW_DIMS];
-            for (int d = 0; d < line - 1; d++)
-                order[d] = d;
-            order[line - 1] = line;
-            order[line] = line - 1;
-            permute(grid, order, line + 1);
-        }
+            rafter_collapse(used->view, used->count, 0, 0); /* a scalar is a line of one element */
+        rafter_move_dim_last(used->view, used->count, dim);
+        rafter_order_by_stride(used->view, used->count, out, out->ndim - 1);
+        const int line = rafter_collapse(used->view, used->count, 0, out->ndim - 1);
+        plan->form = !adjacent(used, line) && adjacent(used, line - 1) ? ACT_COLUMNS : ACT_ROWS;
+        if (plan->form == ACT_COLUMNS)
+            rafter_move_dim_last(used->view, used->count, line - 1);
     }
-    grid->row = out->ndim - 2;
-    grid->column = out->ndim - 1;
+    plan->row = out->ndim - 2;
+    plan->column = out->ndim - 1;
 }
 
-/* Columns of a block: all of them, for memory is read fastest straight on; if they are too many, equal shares of whole
- * cache lines. */
-static int64_t strip(int64_t columns, int64_t bytes) {
+/* Columns of a block of softmax over columns: all of them, because memory is read fastest in
+ * sequence. If they are too many, equal shares of whole cache lines. */
+static int64_t columns_per_block(int64_t columns, int64_t bytes) {
     const int64_t shares = ceil_div(columns, ACT_MOST_LINES);
-    return at_most(columns, round_up(ceil_div(columns, shares), LINE_BYTES / bytes));
+    return min64(columns, round_up(ceil_div(columns, shares), LINE_BYTES / bytes));
 }
 
-static void cut(struct grid *grid, bool forward) {
-    const rafter_view *const out = &grid->view[ACT_OUT];
-    const int64_t rows = out->shape[grid->row], columns = out->shape[grid->column];
-    const int64_t outer = rafter_extent(out, 0, grid->row), bytes = rafter_dtype_bytes(out->dtype);
-    const bool by_rows = grid->form == ACT_ROWS;
-    if (!grid->softmax) {
-        grid->columns = at_most(columns, TASK);
-        grid->rows = at_most(rows, at_least(TASK / columns, 1));
+/* Cuts the grid into blocks. Returns the bytes of workspace: the statistics of split lines. */
+static size_t cut(struct plan *plan, const struct used *used, bool forward) {
+    const rafter_view *const out = &plan->view[ACT_OUT];
+    const int64_t rows = out->shape[plan->row], columns = out->shape[plan->column];
+    const int64_t outer = rafter_extent(out, 0, plan->row), bytes = rafter_dtype_bytes(out->dtype);
+    const bool by_rows = plan->form == ACT_ROWS;
+    size_t statistics = 0;
+    if (!plan->softmax) {
+        plan->columns = min64(columns, TASK);
+        plan->rows = min64(rows, max64(TASK / columns, 1));
     } else if (by_rows) {
-        grid->columns = columns;
-        grid->rows = at_most(rows, at_least(ROWS_PANEL / (columns + ACT_SHORT_MARGIN), 1));
-        grid->is_short = forward && columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(grid, grid->column);
+        plan->columns = columns;
+        plan->rows = min64(rows, max64(ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
+        plan->is_short = forward && columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(used, plan->column);
     } else {
-        grid->columns = strip(columns, bytes);
-        grid->rows = rows;
+        plan->columns = columns_per_block(columns, bytes);
+        plan->rows = rows;
     }
-    grid->parts = 1;
-    grid->lines = by_rows ? grid->rows : grid->columns;
-    const int64_t units = outer * ceil_div(rows, grid->rows) * ceil_div(columns, grid->columns);
-    const int64_t parts = at_most(ceil_div(ENOUGH_BLOCKS, units), grid->rows * grid->columns / TASK);
-    if (grid->softmax && units < FEW_BLOCKS && parts > 1) {
-        int64_t *const length = by_rows ? &grid->columns : &grid->rows;
+    plan->parts = 1;
+    plan->lines = by_rows ? plan->rows : plan->columns;
+    const int64_t units = outer * ceil_div(rows, plan->rows) * ceil_div(columns, plan->columns);
+    const int64_t parts = min64(ceil_div(ENOUGH_BLOCKS, units), plan->rows * plan->columns / TASK);
+    if (plan->softmax && units < FEW_BLOCKS && parts > 1) {
+        int64_t *const length = by_rows ? &plan->columns : &plan->rows;
         const int64_t whole = *length;
         *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
-        grid->parts = ceil_div(whole, *length);
-        grid->statistics = (size_t)(units * grid->parts * ACT_STATISTICS * grid->lines) * sizeof(float);
+        plan->parts = ceil_div(whole, *length);
+        statistics = (size_t)(units * plan->parts * ACT_STATISTICS * plan->lines) * sizeof(float);
     }
-    grid->row_blocks = ceil_div(rows, grid->rows);
-    grid->column_blocks = ceil_div(columns, grid->columns);
-    grid->blocks = outer * grid->row_blocks * grid->column_blocks;
-    grid->per_task = at_least(TASK / (grid->rows * grid->columns), 1);
+    plan->row_blocks = ceil_div(rows, plan->rows);
+    plan->column_blocks = ceil_div(columns, plan->columns);
+    plan->blocks = outer * plan->row_blocks * plan->column_blocks;
+    plan->per_task = max64(TASK / (plan->rows * plan->columns), 1);
+    return statistics;
 }
 
-static void make_grid(const struct act_call *call, struct grid *grid) {
-    *grid = (struct grid){.view = {[ACT_IN] = call->in, [ACT_DY] = call->dy, [ACT_OUT] = call->out},
+static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
+    (void)context;
+    const struct act_call *const call = (const void *)common;
+    struct plan *const plan = storage;
+    *plan = (struct plan){.view = {[ACT_IN] = call->in, [ACT_DY] = call->dy, [ACT_OUT] = call->out},
                           .softmax = call->kind == RAFTER_ACT_SOFTMAX};
+    struct used used = {.count = 0};
     for (int t = 0; t < ACT_TENSORS; t++)
-        if (grid->view[t].data)
-            grid->used[grid->count++] = &grid->view[t];
-    arrange(grid, call->dim);
-    cut(grid, call->direction == RAFTER_FORWARD);
+        if (plan->view[t].data)
+            used.view[used.count++] = &plan->view[t];
+    arrange(plan, &used, call->dim);
+    const size_t statistics = cut(plan, &used, common->direction == RAFTER_FORWARD);
 
-    const rafter_view *const out = &grid->view[ACT_OUT];
-    int64_t span = 1; /* not the number of elements: the bench writes the same few again and again */
-    for (int d = 0; d < out->ndim; d++)
-        span += (out->shape[d] - 1) * out->stride[d];
-    /* In place the lines are in the cache already: writing them past it would gain nothing. */
-    const int64_t bytes = rafter_dtype_bytes(out->dtype);
-    grid->stream =
-        !in_place(call) && (uintptr_t)out->data % (uintptr_t)bytes == 0 && rafter_should_stream(span * bytes);
+    /* In place, the output's cache lines are already in the cache: streaming would gain nothing.
+     * The span counts, not the number of elements: the bench writes a few elements again and
+     * again. */
+    const rafter_view *const out = &plan->view[ACT_OUT];
+    plan->stream = !in_place(call) && (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
+                   rafter_should_stream(rafter_span_bytes(out));
+    return statistics;
 }
+_Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
 /* ---- running --------------------------------------------------------------------------------- */
 
 struct work {
     const struct act_call *call;
-    const struct grid *grid;
+    const struct plan *plan;
     const struct act_kernels *kernels;
-    float *statistics; /* of parts of lines, in units of ACT_STATISTICS * lines * parts */
-    bool merged;
+    float *statistics; /* of split lines, in units of ACT_STATISTICS * lines * parts */
+    bool merged;       /* the statistics of parts have been merged: this pass writes the results */
 };
 
+/* A unit is the lines of one block, if lines were whole. */
 static float *unit_statistics(const struct work *work, int64_t unit) {
-    return work->statistics + unit * work->grid->parts * ACT_STATISTICS * work->grid->lines;
+    return work->statistics + unit * work->plan->parts * ACT_STATISTICS * work->plan->lines;
 }
 
-static void run_block(const struct work *work, int64_t index) {
-    const struct grid *const grid = work->grid;
-    const rafter_view *const out = &grid->view[ACT_OUT];
-    const int64_t column = index % grid->column_blocks, rest = index / grid->column_blocks;
-    const int64_t row = rest % grid->row_blocks, outer = rest / grid->row_blocks;
+/* The block at `row` and `column`, counted in blocks, of the outer index. */
+static struct act_block block_at(const struct work *work, int64_t outer, int64_t row, int64_t column) {
+    const struct plan *const plan = work->plan;
+    const rafter_view *const out = &plan->view[ACT_OUT];
     struct act_block block = {
         .dtype = out->dtype,
         .kind = work->call->kind,
-        .stream = grid->stream,
-        .rows = at_most(grid->rows, out->shape[grid->row] - row * grid->rows),
-        .columns = at_most(grid->columns, out->shape[grid->column] - column * grid->columns),
+        .stream = plan->stream,
+        .rows = min64(plan->rows, out->shape[plan->row] - row * plan->rows),
+        .columns = min64(plan->columns, out->shape[plan->column] - column * plan->columns),
     };
     for (int t = 0; t < ACT_TENSORS; t++) {
-        const rafter_view *const view = &grid->view[t];
+        const rafter_view *const view = &plan->view[t];
         if (!view->data)
             continue;
-        block.row_stride[t] = view->stride[grid->row];
-        block.column_stride[t] = view->stride[grid->column];
+        block.row_stride[t] = view->stride[plan->row];
+        block.column_stride[t] = view->stride[plan->column];
         block.data[t] =
-            rafter_at(view, rafter_offset(view, 0, grid->row, outer) + row * grid->rows * block.row_stride[t] +
-                                column * grid->columns * block.column_stride[t]);
+            rafter_at(view, rafter_offset(view, 0, plan->row, outer) + row * plan->rows * block.row_stride[t] +
+                                column * plan->columns * block.column_stride[t]);
     }
-    if (work->call->mask) /* one compact row, cut at multiples of TASK */
-        block.mask = work->call->mask + column * grid->columns / 8;
+    if (work->call->mask) /* the grid is one contiguous row, cut at multiples of TASK */
+        block.mask = work->call->mask + column * plan->columns / 8;
+    return block;
+}
 
+/* Block number `index`: blocks along the columns follow one another, then along the rows, then
+ * outer indices. */
+static void run_block(const struct work *work, int64_t index) {
+    const struct plan *const plan = work->plan;
     const struct act_kernels *const kernels = work->kernels;
-    const rafter_direction direction = work->call->direction;
-    if (!grid->softmax) {
+    const rafter_direction direction = work->call->common.direction;
+    const int64_t column = index % plan->column_blocks, rest = index / plan->column_blocks;
+    const int64_t row = rest % plan->row_blocks, outer = rest / plan->row_blocks;
+    const struct act_block block = block_at(work, outer, row, column);
+    if (!plan->softmax) {
         kernels->map[direction](&block);
-    } else if (grid->is_short) {
+    } else if (plan->is_short) {
         kernels->short_rows(&block);
-    } else if (grid->parts == 1) {
+    } else if (plan->parts == 1) {
         float statistics[ACT_STATISTICS * ACT_MOST_LINES];
-        kernels->statistics[grid->form][direction](&block, statistics);
-        kernels->apply[grid->form][direction](&block, statistics);
+        kernels->statistics[plan->form][direction](&block, statistics);
+        kernels->apply[plan->form][direction](&block, statistics);
     } else {
-        const bool by_rows = grid->form == ACT_ROWS;
-        const int64_t unit = by_rows ? outer * grid->row_blocks + row : outer * grid->column_blocks + column;
+        const bool by_rows = plan->form == ACT_ROWS;
+        const int64_t unit = by_rows ? outer * plan->row_blocks + row : outer * plan->column_blocks + column;
+        const int64_t part = by_rows ? column : row, lines = by_rows ? block.rows : block.columns;
         float *const statistics = unit_statistics(work, unit);
         if (work->merged)
-            kernels->apply[grid->form][direction](&block, statistics);
+            kernels->apply[plan->form][direction](&block, statistics);
         else
-            kernels->statistics[grid->form][direction](&block, statistics + (by_rows ? column : row) * ACT_STATISTICS *
-                                                                                (by_rows ? block.rows : block.columns));
+            kernels->statistics[plan->form][direction](&block, statistics + part * ACT_STATISTICS * lines);
     }
 }
 
-/* Merges the statistics of the parts of one unit: of the lines that one block of whole lines would have. */
+/* Merges the statistics of the parts of one unit. */
 static void merge_task(void *arg, int64_t unit) {
     const struct work *const work = arg;
-    const struct grid *const grid = work->grid;
-    const int dim = grid->form == ACT_ROWS ? grid->row : grid->column;
-    const int64_t per_outer = grid->form == ACT_ROWS ? grid->row_blocks : grid->column_blocks;
-    const int64_t lines = at_most(grid->lines, grid->view[ACT_OUT].shape[dim] - unit % per_outer * grid->lines);
-    work->kernels->merge[work->call->direction](unit_statistics(work, unit), lines, grid->parts);
+    const struct plan *const plan = work->plan;
+    const int dim = plan->form == ACT_ROWS ? plan->row : plan->column;
+    const int64_t per_outer = plan->form == ACT_ROWS ? plan->row_blocks : plan->column_blocks;
+    const int64_t lines = min64(plan->lines, plan->view[ACT_OUT].shape[dim] - unit % per_outer * plan->lines);
+    work->kernels->merge[work->call->common.direction](unit_statistics(work, unit), lines, plan->parts);
 }
 
 static void run_task(void *arg, int64_t task) {
     const struct work *const work = arg;
-    const int64_t first = task * work->grid->per_task, end = at_most(first + work->grid->per_task, work->grid->blocks);
+    const int64_t first = task * work->plan->per_task, end = min64(first + work->plan->per_task, work->plan->blocks);
     for (int64_t b = first; b < end; b++)
         run_block(work, b);
-    v_fence(); /* once for all blocks: it waits until what they have streamed is out */
+    v_fence(); /* once for all blocks: it waits until their streamed stores are done */
 }
 
-static rafter_status run(rafter_context *context, const rafter_act_args *args, rafter_direction direction) {
-    struct act_call call;
-    RAFTER_TRY(take(context, args, direction, &call));
-    if (needs_nothing(&call))
-        return RAFTER_OK;
-    if (context->cuda)
-        return context->cuda->act(context, &call);
-
-    struct grid grid;
-    make_grid(&call, &grid);
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, grid.statistics, &scratch));
-    struct work work = {.call = &call,
-                        .grid = &grid,
-                        .kernels = rafter_pick(context, &rafter_op_act)->kernels,
-                        .statistics = (float *)(void *)scratch.memory};
-    const int64_t tasks = ceil_div(grid.blocks, grid.per_task);
+static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan_storage,
+                         const void *kernels, char *workspace) {
+    const struct plan *const plan = plan_storage;
+    struct work work = {
+        .call = (const void *)call, .plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
+    const int64_t tasks = ceil_div(plan->blocks, plan->per_task);
     rafter_parallel(context, tasks, run_task, &work);
-    if (grid.parts > 1) { /* that was their statistics */
-        rafter_parallel(context, grid.blocks / grid.parts, merge_task, &work);
+    if (plan->parts > 1) { /* so far only statistics */
+        rafter_parallel(context, plan->blocks / plan->parts, merge_task, &work);
         work.merged = true;
         rafter_parallel(context, tasks, run_task, &work);
     }
-    rafter_scratch_release(context, &scratch);
     return RAFTER_OK;
 }
 
+const struct rafter_variant_functions rafter_act_on_cpu = {NULL, make_plan, run};
+
+/* ---- entry points ---------------------------------------------------------------------------- */
+
 rafter_status rafter_act_forward(rafter_context *context, const rafter_act_args *args) {
-    return run(context, args, RAFTER_FORWARD);
+    struct act_call call;
+    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
+    return rafter_run(context, &rafter_op_act, &call.common);
 }
 
 rafter_status rafter_act_backward(rafter_context *context, const rafter_act_args *args) {
-    return run(context, args, RAFTER_BACKWARD);
+    struct act_call call;
+    RAFTER_TRY(check(context, args, RAFTER_BACKWARD, &call));
+    return rafter_run(context, &rafter_op_act, &call.common);
 }
 
 rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
                                    size_t *bytes) {
     struct act_call call;
-    RAFTER_TRY(take(context, args, direction, &call));
-    if (!bytes)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    *bytes = 0;
-    if (needs_nothing(&call))
-        return RAFTER_OK;
-    if (context->cuda) {
-        call.ask = bytes;
-        return context->cuda->act(context, &call);
-    }
-    struct grid grid;
-    make_grid(&call, &grid);
-    *bytes = rafter_scratch_request(grid.statistics);
-    return RAFTER_OK;
+    RAFTER_TRY(check(context, args, direction, &call));
+    return rafter_ask_workspace(context, &rafter_op_act, &call.common, bytes);
 }

@@ -3,20 +3,19 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "harness/problem.h"
+#include "harness/oracle.h"
 #include "ops/loss_cases.h"
-#include "oracle/oracle.h"
 
-/* ---- what is tested -------------------------------------------------------------------------- */
+/* ---- test cases ------------------------------------------------------------------------------ */
 
 struct options {
     struct loss_case loss;
-    bool in_place; /* dlogits over the logits */
+    bool in_place; /* dlogits is logits */
 };
 
 static const struct options plain = {{.name = "plain", .extras = true}, false};
 
-/* Beside those of every loss. */
+/* In addition to loss_cases. */
 static const struct options option_sets[] = {
     {{.name = "in place", .extras = true, .ignored = SOME_IGNORED}, true},
     {{.name = "in place, no lse", .without_lse = true, .smoothing = 0.1f}, true},
@@ -42,7 +41,8 @@ struct shape {
     int64_t size[4];
 };
 
-/* Each with the plain options. Past 16384 columns a row is cut into chunks; past 2048 into pieces for some options. */
+/* Each with the plain options. Rows of more than 16384 columns are split into chunks, for some
+ * options rows of more than 2048. */
 static const struct shape shapes[] = {
     {2, {1, 1}},    {2, {3, 1}},     {2, {2, 2}},        {2, {3, 3}},    {2, {3, 7}},     {2, {3, 8}},
     {2, {3, 9}},    {2, {2, 15}},    {2, {2, 16}},       {2, {2, 17}},   {2, {2, 31}},    {2, {2, 32}},
@@ -51,10 +51,10 @@ static const struct shape shapes[] = {
     {1, {300}},     {3, {2, 3, 33}}, {4, {2, 1, 3, 17}}, {2, {300, 3}},  {2, {1, 40000}}, {2, {2, 16385}},
 };
 
-/* Each with every set of options; the first by finite differences too. */
+/* Each with every set of options; the first is also checked by finite differences. */
 static const struct shape option_shapes[] = {{2, {4, 9}}, {3, {2, 5, 37}}, {2, {2, 2051}}};
 
-/* And few sets on long rows, which take all the paths at once. */
+/* A few sets of options on long rows, which take all code paths at once. */
 static const struct {
     const char *options;
     struct shape shape;
@@ -64,7 +64,7 @@ static const struct {
     {"in place, no lse", {2, {1, 20000}}},
 };
 
-/* In one dtype only. */
+/* In one dtype each. */
 static const struct single {
     rafter_dtype dtype;
     struct options options;
@@ -72,17 +72,17 @@ static const struct single {
     int64_t sample; /* not 0: large */
     bool for_cuda;
 } singles[] = {
-    /* labels of no classes can only be ignored */
+    /* no classes: every label must be ignored */
     {RAFTER_F32, {{.name = "no classes", .ignored = ALL_IGNORED, .extras = true}, false}, {2, {2, 0}}, 0, false},
-    /* rows of more than one chunk, so many that each is one thread's */
+    /* rows of more than one chunk, so many that each row is handled by one thread */
     {RAFTER_BF16,
      {{.name = "many long rows", .ignored = SOME_IGNORED, .dloss = true}, false},
      {2, {66, 16390}},
      0,
      false},
     {RAFTER_BF16, {{.name = "past 2^31", .reduction = RAFTER_SUM}, false}, {2, {16500, 131072}}, 1031, false},
-    /* rows that fit on no chip, in clusters of several sizes, and unlike in their alignment; so many rows that blocks
-     * take several each; so many labels that they are counted by a kernel of its own */
+    /* rows larger than shared memory, for clusters of several sizes, with different alignments; so
+     * many rows that a block takes several; so many labels that a separate kernel counts them */
     {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {1, 1 << 20}}, 0, true},
     {RAFTER_F32, {{.name = "long", .smoothing = 0.1f}, false}, {2, {3, 151939}}, 0, true},
     {RAFTER_BF16, {{.name = "long", .without_lse = true}, true}, {2, {5, 131072}}, 0, true},
@@ -92,34 +92,44 @@ static const struct single {
      0,
      true},
     {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {500, 2051}}, 0, true},
-    /* as many as it takes to hold rows on chip, of every shape: three blocks to an SM, two, one, one of more threads */
-    {RAFTER_BF16, {{.name = "held", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {70, 8200}}, 0, true},
+    /* enough rows to keep them in shared memory, in every block shape: three blocks per SM, two,
+     * one, and one with more threads */
+    {RAFTER_BF16,
+     {{.name = "in shared memory", .ignored = SOME_IGNORED, .dloss = true}, false},
+     {2, {70, 8200}},
+     0,
+     true},
     {RAFTER_F16,
-     {{.name = "held", .without_lse = true, .z_loss = 0.005f, .scale = 0.5f}, true},
+     {{.name = "in shared memory", .without_lse = true, .z_loss = 0.005f, .scale = 0.5f}, true},
      {2, {70, 50001}},
      0,
      true},
-    {RAFTER_F32, {{.name = "held", .smoothing = 0.1f, .row_weight = true}, false}, {2, {70, 40000}}, 0, true},
-    {RAFTER_F32, {{.name = "held", .ignored = SOME_IGNORED}, false}, {2, {70, 70001}}, 0, true},
+    {RAFTER_F32,
+     {{.name = "in shared memory", .smoothing = 0.1f, .row_weight = true}, false},
+     {2, {70, 40000}},
+     0,
+     true},
+    {RAFTER_F32, {{.name = "in shared memory", .ignored = SOME_IGNORED}, false}, {2, {70, 70001}}, 0, true},
     {RAFTER_F32, {{.name = "many"}, false}, {2, {2100, 300}}, 0, true},
-    /* usual calls, whose rows are made of whole packs: in a warp's registers, in a block, in parts; from lse or not */
-    {RAFTER_BF16, {{.name = "usual", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {2100, 1024}}, 0, true},
-    {RAFTER_F16, {{.name = "usual", .reduction = RAFTER_SUM, .narrow = true}, true}, {2, {301, 1000}}, 0, true},
-    {RAFTER_F32, {{.name = "usual", .ignored = SOME_IGNORED, .narrow = true}, false}, {2, {301, 1000}}, 0, true},
-    {RAFTER_BF16, {{.name = "usual", .without_lse = true, .ignored = SOME_IGNORED}, true}, {2, {9, 2048}}, 0, true},
+    /* basic calls whose rows are whole packs: in the registers of a warp, in a block, in parts;
+     * with lse and without */
+    {RAFTER_BF16, {{.name = "basic", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {2100, 1024}}, 0, true},
+    {RAFTER_F16, {{.name = "basic", .reduction = RAFTER_SUM, .narrow = true}, true}, {2, {301, 1000}}, 0, true},
+    {RAFTER_F32, {{.name = "basic", .ignored = SOME_IGNORED, .narrow = true}, false}, {2, {301, 1000}}, 0, true},
+    {RAFTER_BF16, {{.name = "basic", .without_lse = true, .ignored = SOME_IGNORED}, true}, {2, {9, 2048}}, 0, true},
     {RAFTER_BF16,
-     {{.name = "usual", .ignored = ALL_IGNORED, .zero_if_all_ignored = true}, false},
+     {{.name = "basic", .ignored = ALL_IGNORED, .zero_if_all_ignored = true}, false},
      {2, {9, 8}},
      0,
      true},
-    {RAFTER_BF16, {{.name = "usual", .denominator = true, .ignored = SOME_IGNORED}, true}, {2, {301, 4104}}, 0, true},
-    {RAFTER_F16, {{.name = "usual", .without_lse = true, .ignored = SOME_IGNORED}, false}, {2, {70, 8200}}, 0, true},
+    {RAFTER_BF16, {{.name = "basic", .denominator = true, .ignored = SOME_IGNORED}, true}, {2, {301, 4104}}, 0, true},
+    {RAFTER_F16, {{.name = "basic", .without_lse = true, .ignored = SOME_IGNORED}, false}, {2, {70, 8200}}, 0, true},
     {RAFTER_F32,
-     {{.name = "usual", .ignored = ALL_IGNORED, .zero_if_all_ignored = true}, false},
+     {{.name = "basic", .ignored = ALL_IGNORED, .zero_if_all_ignored = true}, false},
      {2, {301, 4100}},
      0,
      true},
-    {RAFTER_F32, {{.name = "usual", .ignored = SOME_IGNORED}, false}, {2, {1024, 8200}}, 0, true},
+    {RAFTER_F32, {{.name = "basic", .ignored = SOME_IGNORED}, false}, {2, {1024, 8200}}, 0, true},
     {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {70001, 5}}, 0, true},
     {RAFTER_BF16, {{.name = "many", .smoothing = 0.1f, .class_weight = true}, false}, {2, {70001, 17}}, 0, true},
 };
@@ -140,42 +150,37 @@ static struct options option_set(int64_t i) {
 
 /* ---- one problem ----------------------------------------------------------------------------- */
 
-/* What a problem keeps in p->row. */
-struct row {
-    bool without_lse;
-};
-
 /*
  * Bounds. Everything before the last rounding is fp32 with unit e = 2^-24, or fp64.
  *
- * sum: S = sum of e^(u - max) has the relative error
- *     E = e (8 + 3 ln V + min(V, 16384) / 16):
- * a term is good to 4 units (v_add_exp); the roundings of (u - max) log2(e), 2 e |u - max| log2(e) each, weigh in with
- * p, and the mean of |u - max| over p is at most ln V; a lane adds up at most 1/16 of a chunk (4 lanes x 4 sums,
- * portable), and chunks are merged in fp64. Where u is computed (scale, softcap: tanh to 2 units, 3 roundings), u
- * itself is off by 6 e |u|. So lse, logprob and every r - u_v are off by at most E + 12 e max|u|, before their own
- * rounding.
+ * Sum: S = sum of e^(u - max) has the relative error
+ *     E = e (8 + 3 ln V + min(V, 16384) / 16).
+ * A term is accurate to 4 units (v_add_exp). The roundings of (u - max) log2(e), 2 e |u - max|
+ * log2(e) each, are weighted by p, and the mean of |u - max| over p is at most ln V. A lane adds at
+ * most 1/16 of a chunk (4 lanes x 4 sums, portable), and chunks are merged in fp64. Where u is
+ * computed (scale, softcap: tanh to 2 units, 3 roundings), u itself is off by 6 e |u|. So lse,
+ * logprob and every r - u_v are off by at most E + 12 e max|u|, before their own rounding.
  *
- * Gradient: p is off by a relative E + e (8 + 3 max|u - max|) + 12 e max|u| (v_curve_at), where exponentials beyond 104
- * are 0; by another 2^-18 where it comes from lse. The terms of a gradient may cancel, so that the same error, times
- * their size, is absolute.
+ * Gradient: p has a relative error of E + e (8 + 3 max|u - max|) + 12 e max|u| (v_curve_at), where
+ * exponents below -104 give 0, plus 2^-18 where it comes from lse. The terms of a gradient may
+ * cancel, so that the same error, times their size, is also allowed as an absolute error.
  */
 static void set_bounds(problem *p, const struct loss_case *o, int64_t rows, int64_t classes) {
     const double e = 0x1p-24, huge = p->values != PROBLEM_HUGE                        ? 0
                                      : problem_find(p, "logits")->dtype == RAFTER_F16 ? 6e4
                                                                                       : 1e30;
     const double scale = o->scale != 0 ? o->scale : 1, largest_z = fmax(huge, 11);
-    const double largest = scale * (o->softcap != 0 ? fmin(o->softcap, largest_z) : largest_z); /* of |u| */
+    const double largest = scale * (o->softcap != 0 ? fmin(o->softcap, largest_z) : largest_z); /* bound on |u| */
     const double log_classes = log(fmax(2, (double)classes));
     const double sum = e * (8 + 3 * log_classes + fmin((double)classes, 16384) / 16);
     const double computed = o->scale != 0 || o->softcap != 0 ? 12 * e * largest : 0;
     const double statistic = sum + computed;
     const double weight = o->class_weight ? 1.5 : 1, row_weight = o->row_weight ? 4 : 1, lse = largest + log_classes;
-    /* sum(w u) is made of fp32 sums of 2048 */
+    /* sum(w u) consists of fp32 sums of 2048 terms */
     const double smoothing = o->smoothing != 0 ? o->smoothing * weight * largest * e * (4 + 2048 / 16) : 0;
     const double row_loss = row_weight * (weight * statistic + smoothing + 2 * o->z_loss * lse * statistic);
 
-    double upstream = row_weight * (o->dloss ? 4 : 1) * scale, share = 1; /* of a row in the loss */
+    double upstream = row_weight * (o->dloss ? 4 : 1) * scale, share = 1; /* the factor of a row in the loss */
     if (o->reduction == RAFTER_MEAN && o->denominator)
         share = 1 / LOSS_CASE_DENOMINATOR;
     else if (o->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
@@ -208,7 +213,6 @@ static void set_bounds(problem *p, const struct loss_case *o, int64_t rows, int6
 static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
     const int rows_ndim = shape->ndim - 1;
     const int64_t classes = shape->size[rows_ndim];
-    *(struct row *)p->row = (struct row){.without_lse = o->loss.without_lse};
     problem_tensor *t = problem_add(p, "logits", PROBLEM_INPUT, dtype, shape->ndim, shape->size);
     t->scale = 3;
     t->special = true;
@@ -253,6 +257,9 @@ static void make(problem *p, int64_t index) {
     p->for_cuda = single->for_cuda;
 }
 
+/* The second algorithm: dlogits in the same pass as the loss. */
+enum { ONE_PASS = 1 };
+
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     const rafter_loss_options options = loss_case_options(p);
     rafter_cross_entropy_args args = {.size = sizeof args,
@@ -268,7 +275,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                       .dloss = problem_dl(p, "dloss"),
                                       .workspace = p->workspace,
                                       .workspace_bytes = p->workspace_bytes};
-    const bool one_pass = p->algorithm == 1;
+    const bool one_pass = p->algorithm == ONE_PASS;
     if (mode != PROBLEM_BACKWARD) {
         args.dlogits = mode == PROBLEM_BOTH && one_pass ? problem_dl(p, "dlogits") : NULL;
         if (p->ask)
@@ -278,7 +285,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
             return status;
     }
     args.dlogits = problem_dl(p, "dlogits");
-    if (((const struct row *)p->row)->without_lse)
+    if (p->options.backward_without_lse)
         args.lse = NULL;
     return p->ask ? rafter_cross_entropy_workspace(context, &args, RAFTER_BACKWARD, p->ask)
                   : rafter_cross_entropy_backward(context, &args);
@@ -299,13 +306,23 @@ static void make_bench(problem *p, const struct bench_row *row) {
     snprintf(p->title, sizeof p->title, "batch%lld-%s-ls0.0-mean", (long long)batch, problem_dtype_name(row->dtype));
 }
 
+static const char *make_request(problem *p, const struct problem_request *r) {
+    enum { MOST = sizeof((struct shape *)0)->size / sizeof(int64_t) };
+    if (r->ndim < 1 || r->ndim > MOST)
+        return "wanted the shape of the logits, of 1 to 4 dimensions";
+    struct shape shape = {.ndim = r->ndim};
+    memcpy(shape.size, r->shape, sizeof shape.size);
+    build(p, r->dtype, &(struct options){loss_case_request(r), r->in_place}, &shape);
+    return NULL;
+}
+
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     *bytes = *flops = 0;
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
         if (t->role == PROBLEM_INPUT || (t->role == PROBLEM_GRADIENT && mode != PROBLEM_FORWARD) ||
             t->role == PROBLEM_OUTPUT || (t->role == PROBLEM_UPSTREAM && mode != PROBLEM_FORWARD))
-            *bytes += (double)t->numel * t->tensor.dtype.bits / 8;
+            *bytes += (double)(t->numel * problem_dtype_bytes(t->dtype));
     }
 }
 
@@ -316,11 +333,13 @@ const struct op_cases rafter_cases_cross_entropy = {
     .prefix = "cross_entropy",
     .algorithms = algorithms,
     .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BOTH},
+    .one_call = 1u << ONE_PASS,
     .count = count,
     .make = make,
     .tables = 1,
     .table = &table,
     .make_bench = make_bench,
+    .make_request = make_request,
     .call = call,
     .cost = cost,
     .oracle = oracle_cross_entropy,

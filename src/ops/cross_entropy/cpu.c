@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* cross_entropy on the CPU: statistics and gradient of some columns of one row. */
 #include "ops/cross_entropy/kernels.h"
 
 #include "core/variants.h"
@@ -6,14 +7,15 @@
 
 enum { PIECE = CROSS_ENTROPY_PIECE };
 
-/* How u comes from a logit: it is the logit, or a multiple of it, or that of a capped one. */
+/* u is the logit itself, the scaled logit, or the scaled and capped logit. */
 enum { PLAIN, SCALED, CAPPED };
 
 static inline int kind_of(const struct cross_entropy_row *row) {
     return row->softcap != 0.0f ? CAPPED : row->scale != 1.0f ? SCALED : PLAIN;
 }
 
-/* tanh x to 3 units in the last place or so, and its derivative, which does not cancel where tanh x is near 1. */
+/* tanh x to about 3 units in the last place, and its derivative, without cancellation where tanh x
+ * is near 1. */
 struct tanh {
     vf value, slope;
 };
@@ -30,18 +32,18 @@ V_INLINE struct tanh tanh_of(vf x) {
     return (struct tanh){v_select(magnitude < v_set(0.625f), v_fma(x * s, p, x), large), (twice + twice) * share};
 }
 
-/* What makes u of z, in registers. */
+/* The constants of u(z), in registers. */
 struct transform {
     vf inverse_cap, cap, scale;
 };
 
 static inline struct transform transform_of(const struct cross_entropy_row *row) {
-    /* Under a cap whose inverse is past the range of floats, every logit but 0 is at the cap. */
+    /* If 1 / softcap overflows, every logit but 0 is at the cap. */
     const float inverse = row->softcap < 1e-38f ? 1e38f : 1.0f / row->softcap;
     return (struct transform){v_set(inverse), v_set(row->softcap), v_set(row->scale)};
 }
 
-/* u, and in *slope du/dz but for the scale. */
+/* u. *slope is du/dz without the factor scale. */
 V_INLINE vf to_u(int kind, vf z, struct transform t, vf *slope) {
     *slope = v_set(1.0f);
     if (kind == PLAIN)
@@ -76,7 +78,8 @@ V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *ro
         v_store_part(RAFTER_F32, u, to_u(kind, v_load_part(dtype, z, n, 0.0f), t, &slope), n);
 }
 
-/* Sum of w u (of u, if weight is NULL), fp32 within blocks, so that its error does not grow with n. */
+/* Sum of w u (of u if weight is NULL). Blocks are summed in fp32 and added in fp64, so the error
+ * does not grow with n. */
 V_INLINE double weighted_sum(int dtype, const char *u, const float *weight, int64_t n) {
     double total = 0.0;
     while (n > 0) {
@@ -104,26 +107,26 @@ V_INLINE double weighted_sum(int dtype, const char *u, const float *weight, int6
     return total;
 }
 
-/* sum + (u - max) e^(u - max); the bound keeps -inf, whose exponential is 0, out of the product. */
-V_INLINE vf add_moment(vf sum, vf u, const struct v_curve *curve) {
-    return v_fma(v_max(v_set(-1e4f), u - curve->pivot), v_curve_at(u, curve, v_set(0.0f)), sum);
+/* sum + (u - max) e^(u - max). The bound avoids -inf * 0 where u is -inf. */
+V_INLINE vf add_moment(vf sum, vf u, const struct v_scaled_exp *e) {
+    return v_fma(v_max(v_set(-1e4f), u - e->pivot), v_scaled_exp(u, e, v_set(0.0f)), sum);
 }
 
 /* Sum of (u - max) e^(u - max). */
 V_INLINE double moment(int dtype, const char *u, int64_t n, float max) {
-    const struct v_curve curve = v_curve_of(v_pivot(max), 1.0f);
+    const struct v_scaled_exp e = v_scaled_exp_of(v_pivot(max), 1.0f);
     vf a, b, s0 = v_set(0.0f), s1 = s0;
     for (; n >= 2 * V_LANES; n -= 2 * V_LANES, u += 2 * V_LANES * v_bytes(dtype)) {
         v_load_pair(dtype, u, &a, &b);
-        s0 = add_moment(s0, a, &curve);
-        s1 = add_moment(s1, b, &curve);
+        s0 = add_moment(s0, a, &e);
+        s1 = add_moment(s1, b, &e);
     }
     for (; n > 0; n -= V_LANES, u += V_LANES * v_bytes(dtype))
-        s0 = add_moment(s0, v_load_part(dtype, u, n < V_LANES ? n : V_LANES, -INFINITY), &curve);
+        s0 = add_moment(s0, v_load_part(dtype, u, n < V_LANES ? n : V_LANES, -INFINITY), &e);
     return (double)v_sum(s0 + s1);
 }
 
-/* The first index of `value`, or of a NaN if value is NaN; -1 if there is none. */
+/* The first index of `value`, or of a NaN if value is NaN. -1 if there is none. */
 V_INLINE int64_t index_of(int dtype, const char *z, int64_t n, float value) {
     const vf wanted = v_set(value);
     const bool nan = value != value;
@@ -139,7 +142,7 @@ V_INLINE int64_t index_of(int dtype, const char *z, int64_t n, float value) {
     return -1;
 }
 
-/* The largest logit and its first index; a NaN counts as larger than all. */
+/* The largest logit and its first index. NaN is larger than everything. */
 V_INLINE void best_of(int dtype, const char *z, int64_t first, int64_t n, bool may_be_nan,
                       struct rafter_row_stats *stats) {
     const int64_t nan = may_be_nan ? index_of(dtype, z, n, NAN) : -1;
@@ -165,7 +168,7 @@ V_INLINE void stats_of_u(int dtype, const struct cross_entropy_row *row, const c
     }
 }
 
-/* One copy for the buffers of all dtypes. */
+/* Compiled once for all dtypes: the buffer is fp32. */
 static __attribute__((noinline)) void stats_of_buffer(const struct cross_entropy_row *row, const float *u,
                                                       int64_t first, int64_t n, struct rafter_row_stats *stats) {
     stats_of_u(RAFTER_F32, row, (const char *)u, first, n, stats);
@@ -203,14 +206,14 @@ static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n,
 
 struct coefficients {
     struct transform u;
-    struct v_curve p;
+    struct v_scaled_exp p;
     vf spread;
 };
 
-/* Without the target's own term. */
+/* dz without the extra term of the target. */
 V_INLINE vf gradient_of(int kind, vf z, vf spread, const struct coefficients *c) {
     vf slope;
-    const vf u = to_u(kind, z, c->u, &slope), d = v_curve_at(u, &c->p, -spread);
+    const vf u = to_u(kind, z, c->u, &slope), d = v_scaled_exp(u, &c->p, -spread);
     return kind == CAPPED ? d * slope : d;
 }
 
@@ -224,7 +227,7 @@ V_INLINE vf zero(const vf in[], const void *env) {
     return v_set(0.0f);
 }
 
-V_INLINE vf same(const vf in[], const void *env) {
+V_INLINE vf identity(const vf in[], const void *env) {
     (void)env;
     return in[0];
 }
@@ -234,7 +237,7 @@ V_INLINE void gradient_of_piece(int dtype, int kind, const struct coefficients *
     const int64_t step = V_LANES * v_bytes(dtype);
     vf a, b, spread_a = c->spread, spread_b = c->spread;
     for (; n >= 2 * V_LANES; n -= 2 * V_LANES, z += 2 * step, out += 2 * step) {
-        if (weight) { /* which keeps its order */
+        if (weight) { /* weights are in the order of memory, so no pairs */
             a = v_load(dtype, z), spread_a = c->spread * v_load(RAFTER_F32, weight);
             b = v_load(dtype, z + step), spread_b = c->spread * v_load(RAFTER_F32, weight + V_LANES);
             weight += 2 * V_LANES;
@@ -257,7 +260,7 @@ V_INLINE void gradient_of_piece(int dtype, int kind, const struct coefficients *
     }
 }
 
-/* The gradient at the target, in fp64: its terms nearly cancel where the model is sure and right. */
+/* dz at the target, in fp64: its terms nearly cancel where the model is confident and right. */
 V_INLINE float target_gradient(int dtype, const struct cross_entropy_row *row, const struct rafter_row_gradient *g) {
     float slope, weight = 1.0f;
     const float u = target_u(dtype, row, &slope);
@@ -267,7 +270,7 @@ V_INLINE float target_gradient(int dtype, const struct cross_entropy_row *row, c
     return (float)(d * (double)slope);
 }
 
-/* At most PIECE columns, through buffers: any stride and any option. */
+/* At most PIECE columns, through buffers: for any stride and any option. */
 V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                                 const struct coefficients *c, float at_target) {
     char gathered[PIECE * sizeof(float)], made[PIECE * sizeof(float)];
@@ -289,12 +292,12 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
     if (row->label >= first && row->label - first < n)
         v_put(dtype, out + (row->label - first) * v_bytes(dtype), at_target);
     if (row->dz_stride == 1 && row->stream)
-        v_map(dtype, 1, (const void *const[]){made}, dz, n, true, same, NULL);
+        v_map(dtype, 1, (const void *const[]){made}, dz, n, true, identity, NULL);
     else if (row->dz_stride != 1)
         v_scatter(dtype, made, dz, row->dz_stride, n);
 }
 
-/* Any number of columns that need no buffer. */
+/* Any number of columns, without buffers. */
 V_INLINE void direct_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t end,
                               const struct coefficients *c, char *dz, bool stream) {
     v_map(dtype, 1, (const void *const[]){row->z + first * v_bytes(dtype)}, dz, end - first, stream, plain_gradient, c);
@@ -315,12 +318,13 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
         zero_gradient(dtype, row, first, n);
         return;
     }
-    /* A curve's scale does not show where its exponential is 0; a row that is NaN shall be so all over. */
+    /* Where the exponential is 0, a NaN scale has no effect. Through the spread the whole row
+     * becomes NaN. */
     const float spread = g->p != g->p ? NAN : (float)g->spread;
-    const struct coefficients c = {transform_of(row), v_curve_of(g->pivot, (float)g->p), v_set(spread)};
+    const struct coefficients c = {transform_of(row), v_scaled_exp_of(g->pivot, (float)g->p), v_set(spread)};
     const int64_t end = first + n, bytes = v_bytes(dtype);
     const bool has_target = row->label >= first && row->label < end;
-    const float at_target = has_target ? target_gradient(dtype, row, g) : 0.0f; /* before z is overwritten, if it is */
+    const float at_target = has_target ? target_gradient(dtype, row, g) : 0.0f; /* dz may overwrite z */
     if (cross_entropy_gradient_buffered(row)) {
         buffered_gradient(dtype, row, first, n, &c, at_target);
     } else if (!has_target || !row->stream) {
@@ -328,17 +332,17 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
         if (has_target)
             v_put(dtype, row->dz + row->label * bytes, at_target);
     } else {
-        /* The lines around the target are made apart: to patch them in memory would fetch back what was just streamed.
-         */
-        char lines[128];
-        const int64_t width = (int64_t)sizeof lines / bytes;
-        const int64_t into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % sizeof lines) / bytes;
+        /* The 128 bytes around the target are computed in a buffer and then streamed. Patching them
+         * in memory would read back the cache lines that were just streamed. */
+        char around[128];
+        const int64_t width = (int64_t)sizeof around / bytes;
+        const int64_t into = (int64_t)((uintptr_t)(row->dz + row->label * bytes) % sizeof around) / bytes;
         const int64_t from = row->label - first < into ? first : row->label - into;
         const int64_t to = end - row->label < width - into ? end : row->label - into + width;
         direct_gradient(dtype, row, first, from, &c, row->dz + first * bytes, true);
-        direct_gradient(dtype, row, from, to, &c, lines, false);
-        v_put(dtype, lines + (row->label - from) * bytes, at_target);
-        v_map(dtype, 1, (const void *const[]){lines}, row->dz + from * bytes, to - from, true, same, NULL);
+        direct_gradient(dtype, row, from, to, &c, around, false);
+        v_put(dtype, around + (row->label - from) * bytes, at_target);
+        v_map(dtype, 1, (const void *const[]){around}, row->dz + from * bytes, to - from, true, identity, NULL);
         direct_gradient(dtype, row, to, end, &c, row->dz + to * bytes, true);
     }
 }

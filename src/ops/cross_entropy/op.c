@@ -1,61 +1,46 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ops/cross_entropy/kernels.h"
-
+/*
+ * cross_entropy: checks, and the CPU plan. A task is some whole rows or, if rows are few and long,
+ * one chunk of the columns of one row.
+ */
 #include <math.h>
 
-#include "core/backend.h"
+#include "core/sizes.h"
 #include "core/threads.h"
-#include "core/variants.h"
-
-#define RAFTER_VARIANT(isa) extern const struct cross_entropy_kernels RAFTER_PASTE3(rafter_, cross_entropy, isa);
-#include "variants.inc"
-#undef RAFTER_VARIANT
-
-static const struct rafter_variant variants[] = {
-#define RAFTER_VARIANT(isa) {RAFTER_ISA_##isa, &RAFTER_PASTE3(rafter_, cross_entropy, isa)},
-#include "variants.inc"
-#undef RAFTER_VARIANT
-};
-
-const struct rafter_op rafter_op_cross_entropy = {"cross_entropy", sizeof variants / sizeof *variants, variants};
+#include "ops/cross_entropy/call.h"
+#include "ops/cross_entropy/kernels.h"
 
 enum {
-    /* A row's statistics are always merged from those of chunks of so many columns, whether one thread takes the whole
-     * row or each chunk is a task: so a row's bits depend neither on the threads nor on how many rows there are beside
-     * it. */
+    /* A row's statistics are always merged from those of chunks of this many columns, whether a
+     * task is whole rows or one chunk. So a row's bits depend neither on the number of threads nor
+     * on the number of rows. */
     CHUNK = 16384,
-    FEW_ROWS = 64,          /* below this, chunks are tasks */
+    FEW_ROWS = 64,          /* with fewer rows than this, a task is one chunk */
     MOST_TASKS = 1024,      /* of whole rows */
-    LEAST_ELEMENTS = 65536, /* in a task of whole rows */
+    LEAST_ELEMENTS = 65536, /* per task of whole rows */
 };
 
-/* A call on the CPU: how it is cut, and what its tasks share. */
-struct work {
-    const struct cross_entropy_call *call;
-    const struct cross_entropy_kernels *kernels;
-    struct cross_entropy_row row; /* all but what differs from row to row */
-    bool split;                   /* tasks are chunks of columns, else several rows */
-    int64_t chunks, rows_per_task, tasks;
-    struct rafter_row_stats *stats; /* split: per row and chunk */
-    double *sums;                   /* not split, forward: of the row losses of each task */
-};
+/* ---- checks ---------------------------------------------------------------------------------- */
 
-static rafter_status take(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction,
-                          struct cross_entropy_call *call) {
+static rafter_status check(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction,
+                           struct cross_entropy_call *call) {
     rafter_cross_entropy_args a;
     RAFTER_TRY(rafter_take_args(context, "rafter_cross_entropy_args", args, &a, sizeof a));
-    *call = (struct cross_entropy_call){.workspace = a.workspace, .workspace_bytes = a.workspace_bytes};
+    RAFTER_TRY(rafter_check_direction(context, direction));
+    *call = (struct cross_entropy_call){
+        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes}};
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;
     RAFTER_TRY(rafter_take_tensor(context, "logits", a.logits, RAFTER_FLOATS, logits));
     if (logits->ndim == 0)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
-                           "logits has 0 dimensions, wanted at least that of the classes");
+                           "logits has 0 dimensions, wanted at least one, for the classes");
     const struct rafter_loss_args loss_args = {a.options, a.target,  a.loss,   a.row_loss, a.lse,
                                                a.logprob, a.entropy, a.argmax, a.dloss};
     const int row_dims = logits->ndim - 1;
+    struct rafter_loss *const loss = &call->loss;
     RAFTER_TRY(rafter_loss_take(context, &loss_args, direction, "logits without its last dimension", row_dims,
-                                logits->shape, logits->shape[row_dims], &call->loss));
-    RAFTER_TRY(rafter_loss_want_disjoint(context, &call->loss, "logits", logits, false));
+                                logits->shape, logits->shape[row_dims], loss));
+    RAFTER_TRY(rafter_loss_want_disjoint(context, loss, "logits", logits, false));
     call->gradient = a.dlogits || direction == RAFTER_BACKWARD;
     if (call->gradient) {
         RAFTER_TRY(rafter_take_output(context, "dlogits", a.dlogits, RAFTER_FLOATS, dlogits));
@@ -63,26 +48,36 @@ static rafter_status take(rafter_context *context, const rafter_cross_entropy_ar
         RAFTER_TRY(rafter_want_same_shape(context, "dlogits", dlogits, "logits", logits));
         if (!rafter_same_memory(dlogits, logits))
             RAFTER_TRY(rafter_want_disjoint(context, "dlogits", dlogits, "logits", logits));
-        RAFTER_TRY(rafter_loss_want_disjoint(context, &call->loss, "dlogits", dlogits, true));
+        RAFTER_TRY(rafter_loss_want_disjoint(context, loss, "dlogits", dlogits, true));
         rafter_collapse(&dlogits, 1, 0, row_dims);
     }
     rafter_collapse(&logits, 1, 0, row_dims);
+    /* No rows: only a sum or a mean is left to write. No classes: backward writes nothing, but the
+     * CPU still has labels to check. */
+    const bool reduces = rafter_loss_has(&loss->loss) && loss->reduction != RAFTER_NONE;
+    call->common.empty =
+        loss->rows == 0 ? !reduces : context->cuda && direction == RAFTER_BACKWARD && loss->classes == 0;
     return RAFTER_OK;
 }
 
-/* Bytes from a tensor's first element to past its last. */
-static int64_t span_bytes(const rafter_view *view) {
-    return view->numel ? (rafter_offset(view, 0, view->ndim, view->numel - 1) + 1) * rafter_dtype_bytes(view->dtype)
-                       : 0;
-}
+/* ---- plan ------------------------------------------------------------------------------------ */
 
-/* Decides what follows from the arguments but not from data. Returns the bytes of scratch memory. */
-static size_t plan(const rafter_context *context, const struct cross_entropy_call *call, struct work *work) {
-    const struct rafter_loss *loss = &call->loss;
+struct plan {
+    struct cross_entropy_row row; /* what all rows share */
+    bool split;                   /* a task is one chunk; else rows_per_task rows */
+    int64_t chunks, rows_per_task, tasks;
+};
+
+/* Returns the bytes of workspace: the statistics of chunks, or the loss of each task. */
+static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
+    (void)context;
+    const struct cross_entropy_call *const call = (const void *)common;
+    const struct rafter_loss *const loss = &call->loss;
+    struct plan *const plan = storage;
     const int64_t rows = loss->rows, classes = loss->classes;
-    const bool forward = loss->direction == RAFTER_FORWARD, in_place = call->logits.data == call->dlogits.data;
-    *work = (struct work){.call = call, .kernels = rafter_pick(context, &rafter_op_cross_entropy)->kernels};
-    work->row = (struct cross_entropy_row){
+    const bool forward = common->direction == RAFTER_FORWARD, in_place = call->logits.data == call->dlogits.data;
+    *plan = (struct plan){.chunks = ceil_div(classes, CHUNK)};
+    plan->row = (struct cross_entropy_row){
         .dtype = call->logits.dtype,
         .z_stride = classes > 1 ? call->logits.stride[call->logits.ndim - 1] : 1,
         .dz_stride = classes > 1 && call->gradient ? call->dlogits.stride[call->dlogits.ndim - 1] : 1,
@@ -93,26 +88,33 @@ static size_t plan(const rafter_context *context, const struct cross_entropy_cal
         .weighted = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
-        .stream = call->gradient && !in_place && rafter_should_stream(span_bytes(&call->dlogits)),
+        .stream = call->gradient && !in_place && rafter_should_stream(rafter_span_bytes(&call->dlogits)),
     };
-
-    work->chunks = (classes + CHUNK - 1) / CHUNK;
-    work->split = rows < FEW_ROWS && work->chunks > 1;
-    if (work->split) {
-        work->tasks = rows * work->chunks;
-        return (size_t)work->tasks * sizeof *work->stats;
+    plan->split = rows < FEW_ROWS && plan->chunks > 1;
+    if (plan->split) {
+        plan->tasks = rows * plan->chunks;
+        return (size_t)plan->tasks * sizeof(struct rafter_row_stats);
     }
-    const int64_t for_count = (rows + MOST_TASKS - 1) / MOST_TASKS, for_size = LEAST_ELEMENTS / (classes + 1) + 1;
-    work->rows_per_task = for_count > for_size ? for_count : for_size;
-    work->tasks = (rows + work->rows_per_task - 1) / work->rows_per_task;
-    return forward ? (size_t)work->tasks * sizeof *work->sums : 0;
+    plan->rows_per_task = max64(ceil_div(rows, MOST_TASKS), LEAST_ELEMENTS / (classes + 1) + 1);
+    plan->tasks = ceil_div(rows, plan->rows_per_task);
+    return forward ? (size_t)plan->tasks * sizeof(double) : 0;
 }
+_Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
 /* ---- one row --------------------------------------------------------------------------------- */
 
+/* A planned call, as its tasks see it. */
+struct work {
+    const struct cross_entropy_call *call;
+    const struct plan *plan;
+    const struct cross_entropy_kernels *kernels;
+    struct rafter_row_stats *stats; /* split: ordered by row, then chunk */
+    double *sums;                   /* not split, forward: the sum of the row losses of each task */
+};
+
 static struct cross_entropy_row row_at(const struct work *work, int64_t index, int64_t label) {
-    const rafter_view *logits = &work->call->logits, *dlogits = &work->call->dlogits;
-    struct cross_entropy_row row = work->row;
+    const rafter_view *const logits = &work->call->logits, *const dlogits = &work->call->dlogits;
+    struct cross_entropy_row row = work->plan->row;
     row.label = label;
     row.z = rafter_at(logits, rafter_offset(logits, 0, logits->ndim - 1, index));
     if (work->call->gradient)
@@ -121,12 +123,12 @@ static struct cross_entropy_row row_at(const struct work *work, int64_t index, i
 }
 
 static int64_t chunk_end(const struct work *work, int64_t chunk) {
-    return chunk + 1 < work->chunks ? (chunk + 1) * CHUNK : work->call->loss.classes;
+    return min64((chunk + 1) * CHUNK, work->call->loss.classes);
 }
 
-/* Where the next call of a kernel ends: a piece further where it needs its buffers. */
+/* Where the next call of a kernel ends: after one piece if the kernel uses its buffers. */
 static int64_t piece_end(bool buffered, int64_t first, int64_t end) {
-    return buffered && end - first > CROSS_ENTROPY_PIECE ? first + CROSS_ENTROPY_PIECE : end;
+    return buffered ? min64(first + CROSS_ENTROPY_PIECE, end) : end;
 }
 
 static void chunk_stats(const struct work *work, const struct cross_entropy_row *row, int64_t chunk,
@@ -150,19 +152,20 @@ static void columns_gradient(const struct work *work, const struct cross_entropy
     }
 }
 
-/* Whether backward can start from the lse it was given. A float that is too large carries an error that would show in
- * the gradient: at 1e30, a tie of two looks like no tie. The bounds keep it to 2^-13, 2^-16 and 2^-18 of p; for the
- * 16-bit dtypes that is a sixteenth of their own rounding. NaN and the infinities are past the bounds too. */
-static bool lse_serves(const struct cross_entropy_call *call, int64_t index) {
+/* Whether backward can use the given lse. The rounding error of a large float would show in the
+ * gradient: at 1e30, a tie of two looks like no tie. The bounds keep the error to 2^-13 (bf16),
+ * 2^-16 (fp16) and 2^-18 (fp32) of p; for the 16-bit dtypes that is a sixteenth of their own
+ * rounding. NaN and infinities are outside the bounds too. */
+static bool lse_is_accurate(const struct cross_entropy_call *call, int64_t index) {
     const rafter_dtype dtype = call->logits.dtype;
     const float bound = dtype == RAFTER_BF16 ? 0x1p11f : dtype == RAFTER_F16 ? 0x1p8f : 0x1p6f;
-    return call->loss.direction == RAFTER_BACKWARD && rafter_loss_has(&call->loss.lse) &&
+    return call->common.direction == RAFTER_BACKWARD && rafter_loss_has(&call->loss.lse) &&
            fabsf(rafter_loss_given_lse(&call->loss, index)) <= bound;
 }
 
-/* Ignored rows need no statistics, nor does backward from an lse. */
+/* Ignored rows need no statistics, nor does backward from an accurate lse. */
 static bool needs_stats(const struct cross_entropy_call *call, int64_t index, int64_t label) {
-    return label >= 0 && !lse_serves(call, index);
+    return label >= 0 && !lse_is_accurate(call, index);
 }
 
 static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *call, int64_t index, int64_t label,
@@ -175,19 +178,19 @@ static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *
 /* ---- tasks of whole rows --------------------------------------------------------------------- */
 
 static double whole_row(const struct work *work, int64_t index) {
-    const struct cross_entropy_call *call = work->call;
+    const struct cross_entropy_call *const call = work->call;
     const int64_t label = rafter_loss_label(&call->loss, index);
     const struct cross_entropy_row row = row_at(work, index, label);
     struct rafter_row_stats stats = rafter_row_empty, part;
     if (needs_stats(call, index, label))
-        for (int64_t chunk = 0; chunk < work->chunks; chunk++) {
+        for (int64_t chunk = 0; chunk < work->plan->chunks; chunk++) {
             chunk_stats(work, &row, chunk, &part);
             stats = chunk == 0 ? part : rafter_row_merge(&stats, &part);
         }
     double loss = 0.0;
-    if (call->loss.direction == RAFTER_FORWARD)
+    if (call->common.direction == RAFTER_FORWARD)
         loss = rafter_loss_write_row(&call->loss, index, label, &stats);
-    if (call->gradient) { /* the row is still in the second-level cache */
+    if (call->gradient) { /* the row is still in the L2 cache */
         const struct rafter_row_gradient gradient = row_gradient(call, index, label, &stats);
         columns_gradient(work, &row, 0, call->loss.classes, &gradient);
     }
@@ -195,22 +198,22 @@ static double whole_row(const struct work *work, int64_t index) {
 }
 
 static void rows_task(void *arg, int64_t task) {
-    const struct work *work = arg;
-    const int64_t from = task * work->rows_per_task, rows = work->call->loss.rows;
-    const int64_t to = rows - from < work->rows_per_task ? rows : from + work->rows_per_task;
+    const struct work *const work = arg;
+    const int64_t from = task * work->plan->rows_per_task, rows = work->call->loss.rows;
+    const int64_t to = min64(from + work->plan->rows_per_task, rows);
     double sum = 0.0;
     for (int64_t index = from; index < to; index++)
         sum += whole_row(work, index);
     if (work->sums)
         work->sums[task] = sum;
-    if (work->row.stream)
+    if (work->plan->row.stream)
         work->kernels->fence();
 }
 
 static double run_rows(const rafter_context *context, struct work *work) {
     double sum = 0.0;
-    rafter_parallel(context, work->tasks, rows_task, work);
-    for (int64_t task = 0; work->sums && task < work->tasks; task++)
+    rafter_parallel(context, work->plan->tasks, rows_task, work);
+    for (int64_t task = 0; work->sums && task < work->plan->tasks; task++)
         sum += work->sums[task];
     return sum;
 }
@@ -218,86 +221,86 @@ static double run_rows(const rafter_context *context, struct work *work) {
 /* ---- tasks of chunks of columns -------------------------------------------------------------- */
 
 static void stats_task(void *arg, int64_t task) {
-    const struct work *work = arg;
-    const int64_t index = task / work->chunks, label = rafter_loss_label(&work->call->loss, index);
+    const struct work *const work = arg;
+    const int64_t index = task / work->plan->chunks, label = rafter_loss_label(&work->call->loss, index);
     if (needs_stats(work->call, index, label)) {
         const struct cross_entropy_row row = row_at(work, index, label);
-        chunk_stats(work, &row, task % work->chunks, &work->stats[task]);
+        chunk_stats(work, &row, task % work->plan->chunks, &work->stats[task]);
     }
 }
 
 static void gradient_task(void *arg, int64_t task) {
-    const struct work *work = arg;
-    const int64_t index = task / work->chunks, chunk = task % work->chunks;
+    const struct work *const work = arg;
+    const int64_t index = task / work->plan->chunks, chunk = task % work->plan->chunks;
     const int64_t label = rafter_loss_label(&work->call->loss, index);
     const struct cross_entropy_row row = row_at(work, index, label);
     const struct rafter_row_gradient gradient =
-        row_gradient(work->call, index, label, &work->stats[index * work->chunks]);
+        row_gradient(work->call, index, label, &work->stats[index * work->plan->chunks]);
     columns_gradient(work, &row, chunk * CHUNK, chunk_end(work, chunk), &gradient);
     if (row.stream)
         work->kernels->fence();
 }
 
 static double run_split(const rafter_context *context, struct work *work) {
-    const struct cross_entropy_call *call = work->call;
+    const struct cross_entropy_call *const call = work->call;
     double sum = 0.0;
-    rafter_parallel(context, work->tasks, stats_task, work);
+    rafter_parallel(context, work->plan->tasks, stats_task, work);
     for (int64_t index = 0; index < call->loss.rows; index++) {
         const int64_t label = rafter_loss_label(&call->loss, index);
-        struct rafter_row_stats *stats = &work->stats[index * work->chunks]; /* the first becomes that of the row */
-        for (int64_t chunk = 1; needs_stats(call, index, label) && chunk < work->chunks; chunk++)
+        struct rafter_row_stats *const stats =
+            &work->stats[index * work->plan->chunks]; /* the first becomes the whole row's */
+        for (int64_t chunk = 1; needs_stats(call, index, label) && chunk < work->plan->chunks; chunk++)
             *stats = rafter_row_merge(stats, &stats[chunk]);
-        if (call->loss.direction == RAFTER_FORWARD)
+        if (call->common.direction == RAFTER_FORWARD)
             sum += rafter_loss_write_row(&call->loss, index, label, stats);
     }
     if (call->gradient)
-        rafter_parallel(context, work->tasks, gradient_task, work);
+        rafter_parallel(context, work->plan->tasks, gradient_task, work);
     return sum;
 }
 
-/* ---- entry points ---------------------------------------------------------------------------- */
+/* ---- running --------------------------------------------------------------------------------- */
 
-static rafter_status run(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction) {
-    struct cross_entropy_call call;
-    struct work work;
-    struct rafter_scratch scratch;
-    RAFTER_TRY(take(context, args, direction, &call));
-    if (context->cuda)
-        return context->cuda->cross_entropy(context, &call);
-    RAFTER_TRY(rafter_loss_read(context, &call.loss));
-    const size_t bytes = plan(context, &call, &work);
-    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, bytes, &scratch));
-    if (work.split)
-        work.stats = (struct rafter_row_stats *)scratch.memory;
-    else
-        work.sums = (double *)scratch.memory;
-    const double sum = work.split ? run_split(context, &work) : run_rows(context, &work);
-    if (direction == RAFTER_FORWARD)
-        rafter_loss_write(&call.loss, sum);
-    rafter_scratch_release(context, &scratch);
+static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan_storage,
+                         const void *kernels, char *workspace) {
+    const struct cross_entropy_call *const call = (const void *)common;
+    const struct plan *const plan = plan_storage;
+    const bool forward = common->direction == RAFTER_FORWARD;
+    struct work work = {.call = call, .plan = plan, .kernels = kernels};
+    if (plan->split)
+        work.stats = (struct rafter_row_stats *)(void *)workspace;
+    else if (forward)
+        work.sums = (double *)(void *)workspace;
+    const double sum = plan->split ? run_split(context, &work) : run_rows(context, &work);
+    if (forward)
+        rafter_loss_write(&call->loss, sum);
     return RAFTER_OK;
 }
 
+const struct rafter_variant_functions rafter_cross_entropy_on_cpu = {NULL, make_plan, run};
+
+/* ---- entry points ---------------------------------------------------------------------------- */
+
+static rafter_status check_and_run(rafter_context *context, const rafter_cross_entropy_args *args,
+                                   rafter_direction direction) {
+    struct cross_entropy_call call;
+    RAFTER_TRY(check(context, args, direction, &call));
+    if (!context->cuda)
+        RAFTER_TRY(rafter_loss_read(context, &call.loss));
+    return rafter_run(context, &rafter_op_cross_entropy, &call.common);
+}
+
 rafter_status rafter_cross_entropy_forward(rafter_context *context, const rafter_cross_entropy_args *args) {
-    return run(context, args, RAFTER_FORWARD);
+    return check_and_run(context, args, RAFTER_FORWARD);
 }
 
 rafter_status rafter_cross_entropy_backward(rafter_context *context, const rafter_cross_entropy_args *args) {
-    return run(context, args, RAFTER_BACKWARD);
+    return check_and_run(context, args, RAFTER_BACKWARD);
 }
 
 rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                              rafter_direction direction, size_t *bytes) {
     struct cross_entropy_call call;
-    struct work work;
-    RAFTER_TRY(take(context, args, direction, &call));
-    if (!bytes)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    if (context->cuda) {
-        *bytes = 0;
-        call.ask = bytes;
-        return context->cuda->cross_entropy(context, &call);
-    }
-    *bytes = rafter_scratch_request(plan(context, &call, &work));
-    return RAFTER_OK;
+    RAFTER_TRY(check(context, args, direction, &call));
+    return rafter_ask_workspace(context, &rafter_op_cross_entropy, &call.common, bytes);
 }

@@ -3,44 +3,48 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "harness/problem.h"
+#include "harness/oracle.h"
 #include "ops/loss_cases.h"
-#include "oracle/oracle.h"
 
-/* ---- what is tested -------------------------------------------------------------------------- */
-
-enum budget { DEFAULT_BUDGET, SMALLEST_BUDGET, SMALL_BUDGET, BUDGETS }; /* none; the least that works; twice that */
+/* ---- test cases ------------------------------------------------------------------------------ */
 
 struct options {
     struct loss_case loss;
-    enum budget budget;
+    enum problem_budget budget;
     bool bias;
-    bool no_dx, no_dweight; /* not wanted; dbias is wanted where there is a bias, unless */
-    bool no_dbias;
-    bool main_gradient; /* dweight is fp32 and is added to */
-    bool f32_gradients; /* all gradients are fp32 */
-    bool native;        /* accumulate */
+    bool no_dx, no_dweight, no_dbias; /* gradients that are not requested; dbias needs a bias */
+    bool main_gradient;               /* dweight is fp32 and is added to */
+    bool f32_gradients;               /* all gradients are fp32 */
+    bool native;                      /* accumulate */
 };
 
 static const struct options plain = {.loss = {.name = "plain", .extras = true, .ignored = SOME_IGNORED}};
 
-/* Beside those of every loss. */
+/* In addition to loss_cases. */
 static const struct options option_sets[] = {
     {{.name = "bias", .extras = true, .ignored = SOME_IGNORED}, .bias = true},
     {{.name = "bias, dx only", .without_lse = true}, .bias = true, .no_dweight = true, .no_dbias = true},
     {{.name = "bias, dweight only"}, .bias = true, .no_dx = true, .no_dbias = true},
-    {{.name = "bias, dbias only"}, .bias = true, .no_dx = true, .no_dweight = true, .budget = SMALL_BUDGET},
-    {{.name = "dx only", .dloss = true}, .no_dweight = true, .budget = SMALLEST_BUDGET},
-    {{.name = "dweight only", .ignored = SOME_IGNORED, .without_lse = true}, .no_dx = true, .budget = SMALLEST_BUDGET},
-    {{.name = "fp32 gradients"}, .f32_gradients = true, .bias = true, .budget = SMALLEST_BUDGET},
+    {{.name = "bias, dbias only"}, .bias = true, .no_dx = true, .no_dweight = true, .budget = PROBLEM_SMALL_BUDGET},
+    {{.name = "dx only", .dloss = true}, .no_dweight = true, .budget = PROBLEM_SMALLEST_BUDGET},
+    {{.name = "dweight only", .ignored = SOME_IGNORED, .without_lse = true},
+     .no_dx = true,
+     .budget = PROBLEM_SMALLEST_BUDGET},
+    {{.name = "fp32 gradients"}, .f32_gradients = true, .bias = true, .budget = PROBLEM_SMALLEST_BUDGET},
     {{.name = "main gradient", .dloss = true, .ignored = SOME_IGNORED}, .main_gradient = true},
     {{.name = "main gradient, small budget", .reduction = RAFTER_SUM},
      .main_gradient = true,
-     .budget = SMALLEST_BUDGET},
+     .budget = PROBLEM_SMALLEST_BUDGET},
     {{.name = "native"}, .native = true, .bias = true},
-    {{.name = "native, small budget", .without_lse = true}, .native = true, .bias = true, .budget = SMALLEST_BUDGET},
-    {{.name = "smallest budget", .ignored = SOME_IGNORED, .extras = true}, .budget = SMALLEST_BUDGET, .bias = true},
-    {{.name = "small budget", .reduction = RAFTER_SUM, .extras = true, .without_lse = true}, .budget = SMALL_BUDGET},
+    {{.name = "native, small budget", .without_lse = true},
+     .native = true,
+     .bias = true,
+     .budget = PROBLEM_SMALLEST_BUDGET},
+    {{.name = "smallest budget", .ignored = SOME_IGNORED, .extras = true},
+     .budget = PROBLEM_SMALLEST_BUDGET,
+     .bias = true},
+    {{.name = "small budget", .reduction = RAFTER_SUM, .extras = true, .without_lse = true},
+     .budget = PROBLEM_SMALL_BUDGET},
 };
 
 /* x, and V. */
@@ -49,7 +53,8 @@ struct shape {
     int64_t x[4], classes;
 };
 
-/* Each with the plain options: around vectors, panels, blocks and the steps of every micro-kernel. */
+/* Each with the plain options: sizes around vectors, panels, blocks and the steps of every
+ * micro-kernel. */
 static const struct shape shapes[] = {
     {2, {1, 1}, 1},      {2, {1, 3}, 1},     {2, {3, 5}, 7},      {2, {2, 1}, 9},         {2, {5, 0}, 4},
     {2, {0, 6}, 5},      {2, {17, 33}, 65},  {2, {31, 15}, 16},   {2, {32, 32}, 32},      {2, {33, 31}, 33},
@@ -57,10 +62,10 @@ static const struct shape shapes[] = {
     {2, {300, 24}, 193}, {1, {9}, 30},       {3, {2, 3, 9}, 11},  {4, {2, 1, 3, 17}, 40},
 };
 
-/* Each with every set of options; the first by finite differences too. */
+/* Each with every set of options; the first is also checked by finite differences. */
 static const struct shape option_shapes[] = {{2, {5, 4}, 6}, {3, {3, 13, 21}, 67}};
 
-/* Where all rows, all classes or K take more than one block, and with a budget more than one group and slice. */
+/* Rows, classes or K take more than one block, and with a budget more than one group and slice. */
 static const struct {
     const char *options;
     struct shape shape;
@@ -81,21 +86,15 @@ enum {
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
-/* The options of every loss meet those of this one in turn. */
+/* The options of loss_cases are combined with the options of this op in turn. */
 static struct options option_set(int64_t i) {
     if (i >= LOSS_CASES)
         return option_sets[i - LOSS_CASES];
-    return (struct options){loss_cases[i], .budget = (enum budget)(i % BUDGETS), .bias = i % 2 == 0,
+    return (struct options){loss_cases[i], .budget = (enum problem_budget)(i % PROBLEM_BUDGETS), .bias = i % 2 == 0,
                             .main_gradient = i % 4 == 3};
 }
 
 /* ---- one problem ----------------------------------------------------------------------------- */
-
-/* What a problem keeps in p->row. */
-struct row {
-    enum budget budget;
-    bool without_lse, main_gradient, native;
-};
 
 /* The algorithms: the values of rafter_lce_mode, and fast with native accumulation. */
 enum { NATIVE_ALGORITHM = 3 };
@@ -105,25 +104,31 @@ static bool is_native(const problem *p, const struct options *o) {
 }
 
 /*
- * Bounds. Products are accumulated in fp32 with unit e = 2^-24; x is normal, W too with deviation 2 / sqrt(D), so that
- * logits before bias, scale and softcap have deviation 2 and stay under 16. The harness draws nothing past 3.5
- * deviations.
+ * Bounds. Products are accumulated in fp32 with unit e = 2^-24. x is normal, and so is W, with
+ * standard deviation 2 / sqrt(D), so that logits before bias, scale and softcap have standard
+ * deviation 2 and stay under 16. The harness draws no value beyond 3.5 standard deviations.
  *
- * Logits: D roundings of a sum of size 8 at most, 4 on the way, each of deviation 0.6 e; four deviations of their sum,
- * and the rounding of a bias, softcap and scale, give Z = scale * e * (8 + 9 sqrt(D) + max|z|, with a bias) + 12 e
- * max|u|, with softcap or scale. Statistics: the sum of exponentials is off by a relative S = e (8 + 3 ln V + 192 / 4):
- * blocks of 192 classes are summed in order, and those of a slice in order again, in fp32, few enough to fall under the
- * same term. lse, logprob and row losses are off by S + 2 Z. Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from
- * lse) + 3 e max|u - max|, relative to its terms, which add up to at most 2 in a row; and, where bf16 (or, on CUDA,
- * fp16) is multiplied as such, every element is rounded to it: another relative 2^-9 (2^-12) of each, independent.
- * Hence, with `most` the largest |W| or |x| and `upstream` what a row's gradient is scaled by, dx: (G + 2^-9) * 2 *
- * upstream * most dW: G * H * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most, and a relative 2^-8 where terms
- * are alike, where H bounds the sum over rows of |p - onehot|: that of labels that hit one class and of p, 4 + 4 N / V,
- * or N where rows are alike;
- * and products in fp32 add e (8 + 4 sqrt(K)) of the sum; or e (8 + K), where all rows are alike and their roundings
- * too, if they are summed in order. dbias sums dz before it is rounded. accumulate native rounds the partial sums of
- * every chunk: another half unit of the gradient's dtype, relative to its largest partial sum, for each chunk; which is
- * that of the result where all rows are alike.
+ * Logits: D roundings of a sum that is at most 8, and 4 along the way, each with standard deviation
+ * 0.6 e. Four standard deviations of their sum, and the roundings of bias, softcap and scale, give
+ *     Z = scale * e * (8 + 9 sqrt(D) + max|z| (with a bias)) + 12 e max|u| (with softcap or scale).
+ *
+ * Statistics: the sum of exponentials has the relative error S = e (8 + 3 ln V + 192 / 4). Blocks
+ * of 192 classes are summed in order, and the blocks of a slice in order again, in fp32; they are
+ * few enough for the same term. lse, logprob and row losses are off by S + 2 Z.
+ *
+ * Gradients: dz is off by G = S + 2 Z + 2 e |lse| (p from lse) + 3 e max|u - max|, relative to its
+ * terms, whose sum over a row is at most 2. Where bf16 operands (on CUDA also fp16) are multiplied
+ * as such, every element of dz is rounded to that dtype: another independent relative error of 2^-9
+ * (2^-12) each. So, with `most` the largest |W| or |x| and `upstream` the factor of a row's
+ * gradient,
+ *     dx: (G + 2^-9) * 2 * upstream * most
+ *     dW: G * H * upstream * most + 2^-9 * 4 * sqrt(H) * upstream * most,
+ * and a relative 2^-8 where terms are alike. H bounds the sum over rows of |p - onehot|: labels of
+ * one class, and p, give 4 + 4 N / V, or N where all rows are alike. Products in fp32 add e (8 + 4
+ * sqrt(K)) of the sum, or e (8 + K) where all rows, and so their roundings, are alike and summed in
+ * order. dbias sums dz before it is rounded. Native accumulation rounds the partial sums after
+ * every chunk: another half unit of the gradient's dtype per chunk, relative to the largest partial
+ * sum, which is the result where all rows are alike.
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
@@ -131,7 +136,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
     const double e = 0x1p-24, n = fmax(1, (double)rows), v = fmax(2, (double)classes), d = fmax(1, (double)depth);
     const double huge = p->values == PROBLEM_HUGE && o->bias ? dtype == RAFTER_F16 ? 6e4 : 1e30 : 0;
     const double scale = loss->scale != 0 ? loss->scale : 1, largest_z = fmax(huge, 16);
-    const double largest = scale * (loss->softcap != 0 ? fmin(loss->softcap, largest_z) : largest_z); /* of |u| */
+    const double largest = scale * (loss->softcap != 0 ? fmin(loss->softcap, largest_z) : largest_z); /* bound on |u| */
     const double logit = scale * e * (8 + 9 * sqrt(d) + (o->bias ? largest_z : 0)) +
                          (loss->scale != 0 || loss->softcap != 0 ? 12 * e * largest : 0);
     const double sum = e * (8 + 3 * log(v) + 192 / 4);
@@ -141,7 +146,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
     const double row_loss =
         row_weight * (weight * statistic + smoothing + 2 * loss->z_loss * lse * statistic + e * lse);
 
-    double share = 1; /* of a row in the loss */
+    double share = 1; /* the factor of a row in the loss */
     if (loss->reduction == RAFTER_MEAN && loss->denominator)
         share = 1 / LOSS_CASE_DENOMINATOR;
     else if (loss->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
@@ -153,13 +158,13 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
     const double dz = fmin(1, statistic + 2 * e * lse + 3 * e * fmin(104, 2 * largest)),
                  rounding = narrow ? unit / 2 : 0;
-    const double tiny = dtype == RAFTER_F16 ? 0x1p-25 : 0; /* half the least number there is */
+    const double tiny = dtype == RAFTER_F16 ? 0x1p-25 : 0; /* half the smallest subnormal */
     const double most_w = 7 / sqrt(d), most_x = 3.5;
-    /* Of huge logits that tie, lse does not tell how many: then every p of a row may be off by 1. Where rows are alike,
-     * all have one label. */
+    /* If huge logits tie, lse does not tell how many do: every p of a row may be off by 1. If rows
+     * are alike, all have the same label. */
     const double hits = huge != 0 || p->layout == PROBLEM_EXPANDED ? n : fmin(n, 4 + 4 * n / v);
     const double sums_v = e * (8 + 4 * sqrt(v)), sums_n = e * (8 + (p->layout == PROBLEM_EXPANDED ? n : 4 * sqrt(n)));
-    /* Chunks are of 32 rows or classes at least. */
+    /* Chunks have at least 32 rows or classes. */
     const double native = !is_native(p, o) || o->f32_gradients ? 0 : unit * (1 + fmax(n, v) / 32);
 
     const struct {
@@ -190,10 +195,11 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
 static void build(problem *p, rafter_dtype dtype, const struct options *o, const struct shape *shape) {
     const int rows_ndim = shape->ndim - 1;
     const int64_t depth = shape->x[rows_ndim], classes = shape->classes;
-    *(struct row *)p->row = (struct row){o->budget, o->loss.without_lse, o->main_gradient, is_native(p, o)};
+    p->options.budget = o->budget;
+    p->options.native = is_native(p, o);
 
     problem_tensor *t = problem_add(p, "x", PROBLEM_INPUT, dtype, shape->ndim, shape->x);
-    t->special = p->values != PROBLEM_HUGE; /* products of huge numbers are not known to any useful accuracy */
+    t->special = p->values != PROBLEM_HUGE; /* products of huge numbers have no useful accuracy */
     t = problem_add(p, "weight", PROBLEM_INPUT, dtype, 2, (const int64_t[]){classes, depth});
     t->scale = 2 / sqrt(depth > 0 ? (double)depth : 1);
     if (o->bias) {
@@ -213,9 +219,9 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
         problem_add(p, "dbias", PROBLEM_GRADIENT, gradient, 1, &classes);
     set_bounds(p, o, dtype, rows, depth, classes);
 
-    char behind[32];
-    snprintf(behind, sizeof behind, " x %lld classes", (long long)classes);
-    loss_case_label(p, o->loss.name, dtype, shape->ndim, shape->x, behind);
+    char suffix[32];
+    snprintf(suffix, sizeof suffix, " x %lld classes", (long long)classes);
+    loss_case_label(p, o->loss.name, dtype, shape->ndim, shape->x, suffix);
 }
 
 static int64_t count(void) {
@@ -245,7 +251,7 @@ static void make(problem *p, int64_t index) {
         build(p, dtype, &o, &large_shapes[i].shape);
         return;
     }
-    if (index == count() - 2) { /* labels of no classes can only be ignored */
+    if (index == count() - 2) { /* no classes: every label must be ignored */
         build(p, RAFTER_F32, &(struct options){{.name = "no classes", .ignored = ALL_IGNORED}, .bias = true},
               &(struct shape){2, {2, 3}, 0});
         return;
@@ -255,31 +261,35 @@ static void make(problem *p, int64_t index) {
     p->sample = 1031;
 }
 
-/* The smallest budget that works. */
-static size_t smallest_budget(rafter_context *context, rafter_linear_cross_entropy_args args,
+static rafter_status try_budget(rafter_context *context, rafter_linear_cross_entropy_args args,
+                                rafter_direction direction, size_t budget) {
+    size_t bytes;
+    args.budget = budget;
+    return rafter_linear_cross_entropy_workspace(context, &args, direction, &bytes);
+}
+
+/* The smallest budget that works; 0 if the call fails for another reason. */
+static size_t smallest_budget(rafter_context *context, const rafter_linear_cross_entropy_args *args,
                               rafter_direction direction) {
     size_t low = 0, high = 1; /* low does not work */
     for (;; low = high, high *= 2) {
-        size_t bytes;
-        args.budget = high;
-        if (rafter_linear_cross_entropy_workspace(context, &args, direction, &bytes) == RAFTER_OK)
+        const rafter_status status = try_budget(context, *args, direction, high);
+        if (status == RAFTER_OK)
             break;
+        if (status != RAFTER_WORKSPACE_TOO_SMALL)
+            return 0;
     }
     while (high - low > 1) {
-        size_t bytes;
-        args.budget = low + (high - low) / 2;
-        if (rafter_linear_cross_entropy_workspace(context, &args, direction, &bytes) == RAFTER_OK)
-            high = args.budget;
-        else
-            low = args.budget;
+        const size_t middle = low + (high - low) / 2;
+        *(try_budget(context, *args, direction, middle) == RAFTER_OK ? &high : &low) = middle;
     }
     return high;
 }
 
-static rafter_status call_one(rafter_context *context, rafter_linear_cross_entropy_args *args, enum budget budget,
-                              rafter_direction direction, size_t *ask) {
-    if (budget != DEFAULT_BUDGET)
-        args->budget = smallest_budget(context, *args, direction) * (budget == SMALL_BUDGET ? 2 : 1);
+static rafter_status call_one(rafter_context *context, rafter_linear_cross_entropy_args *args,
+                              enum problem_budget budget, rafter_direction direction, size_t *ask) {
+    if (budget != PROBLEM_NO_BUDGET)
+        args->budget = smallest_budget(context, args, direction) * (budget == PROBLEM_SMALL_BUDGET ? 2 : 1);
     if (ask)
         return rafter_linear_cross_entropy_workspace(context, args, direction, ask);
     rafter_reset_peak_workspace(context);
@@ -291,13 +301,12 @@ static rafter_status call_one(rafter_context *context, rafter_linear_cross_entro
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
-    const struct row *row = (const struct row *)p->row;
     const rafter_loss_options options = loss_case_options(p);
     rafter_linear_cross_entropy_args args = {
         .size = sizeof args,
         .options = &options,
         .mode = p->algorithm == NATIVE_ALGORITHM ? RAFTER_LCE_FAST : (rafter_lce_mode)p->algorithm,
-        .accumulate = row->native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
+        .accumulate = p->options.native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
         .x = problem_dl(p, "x"),
         .weight = problem_dl(p, "weight"),
         .bias = problem_dl(p, "bias"),
@@ -316,11 +325,11 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
         args.dx = problem_dl(p, "dx");
         args.dweight = problem_dl(p, "dweight");
         args.dbias = problem_dl(p, "dbias");
-        args.accumulate_into_dweight = row->main_gradient && args.dweight;
+        args.accumulate_into_dweight = args.dweight && problem_find(p, "dweight")->accumulates;
     }
-    if (mode == PROBLEM_BACKWARD && row->without_lse)
+    if (mode == PROBLEM_BACKWARD && p->options.backward_without_lse)
         args.lse = NULL;
-    return call_one(context, &args, row->budget, problem_direction(mode), p->ask);
+    return call_one(context, &args, p->options.budget, problem_direction(mode), p->ask);
 }
 
 /* ---- bench ----------------------------------------------------------------------------------- */
@@ -331,8 +340,9 @@ static const int64_t seeds_depth[] = {512, 1024, 2048, 4096, 8192, 0};
 static const int64_t quick_classes[] = {1024, 4096, 16384, 32768, 0};
 static const int64_t middle_classes[] = {1024, 32768, 0}, none[] = {0};
 
-/* Sweeps of the vocabulary, as in the seeds and of a size where packing and softmax are small beside the products; of
- * the batch and of the hidden size, with the vocabulary that published figures are for. */
+/* Sweeps over the vocabulary: the seeds', and one of a size where packing and softmax are small
+ * beside the products. Sweeps over the batch and over the hidden size, with the vocabulary of
+ * published figures. */
 enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH };
 static const struct bench_table tables[] = {
     [BY_CLASSES] = {"v", 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
@@ -343,12 +353,11 @@ static const struct bench_table tables[] = {
 
 static const struct options benched = {.loss = {.name = "bench"}};
 
-/* A row of the bench is made for all algorithms; those of the tests know theirs when they are made. */
+/* A bench row is made once for all algorithms; a test problem is made for its own. */
 static bool adapt(problem *p) {
-    struct row *row = (struct row *)p->row;
-    if (p->algorithm == NATIVE_ALGORITHM && !row->native) {
+    if (p->algorithm == NATIVE_ALGORITHM && !p->options.native) {
         const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight");
-        row->native = true;
+        p->options.native = true;
         set_bounds(p, &benched, x->dtype, x->shape[0], x->shape[1], weight->shape[0]);
     }
     return true;
@@ -364,7 +373,8 @@ static void make_bench(problem *p, const struct bench_row *row) {
     else if (row->table == BY_DEPTH)
         n = 4096, d = row->x, v = 128256;
     build(p, row->dtype, &benched, &(struct shape){2, {n, d}, v});
-    /* Logits of deviation 1, as a model's are at first: larger ones make dz almost all zeros, and the chip cooler. */
+    /* Logits of standard deviation 1, as in an untrained model: with larger ones dz is almost all
+     * zeros, and the chip runs cooler. */
     problem_find(p, "weight")->scale = 1 / sqrt((double)d);
     p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
     if (row->table == BY_ROWS)
@@ -373,6 +383,18 @@ static void make_bench(problem *p, const struct bench_row *row) {
         snprintf(p->title, sizeof p->title, "batch%lld-vocab%lld-%s", n, v, dtype);
     else
         snprintf(p->title, sizeof p->title, "batch%lld-dim%lld-%s", n, d, dtype);
+}
+
+static const char *make_request(problem *p, const struct problem_request *r) {
+    enum { MOST = sizeof((struct shape *)0)->x / sizeof(int64_t) };
+    if (r->ndim < 1 || r->ndim > MOST)
+        return "wanted the shape of x, of 1 to 4 dimensions";
+    if (r->classes <= 0)
+        return "wanted the number of classes (--classes)";
+    struct shape shape = {.ndim = r->ndim, .classes = r->classes};
+    memcpy(shape.x, r->shape, sizeof shape.x);
+    build(p, r->dtype, &(struct options){.loss = loss_case_request(r), .bias = r->bias}, &shape);
+    return NULL;
 }
 
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
@@ -386,7 +408,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
         const bool gradient = t->role == PROBLEM_GRADIENT || t->role == PROBLEM_UPSTREAM;
         if (gradient && mode == PROBLEM_FORWARD)
             continue;
-        *bytes += (double)t->numel * t->tensor.dtype.bits / 8;
+        *bytes += (double)(t->numel * problem_dtype_bytes(t->dtype));
         if (t->role == PROBLEM_GRADIENT && t->ndim > 1) /* dx and dweight: a product each */
             *flops += product;
     }
@@ -401,11 +423,13 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
     .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
                         1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
                         1u << PROBLEM_BOTH},
+    .one_call = 0xf,
     .count = count,
     .make = make,
     .tables = sizeof tables / sizeof *tables,
     .table = tables,
     .make_bench = make_bench,
+    .make_request = make_request,
     .adapt = adapt,
     .call = call,
     .cost = cost,

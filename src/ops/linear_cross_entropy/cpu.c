@@ -1,9 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* linear_cross_entropy on the CPU: packing, products, logits with their statistics, and dz. Formats
+ * are in kernels.h. */
+#include "core/sizes.h"
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/micro.h"
 #include "simd/softmax.h"
 
-/* Whether inputs of this dtype are multiplied as bf16 pairs, else they are widened to fp32 when packed. */
+/* Whether inputs of this dtype are multiplied as bf16 pairs. If not, packing widens them to
+ * fp32. */
 V_INLINE bool is_pairs(int dtype) {
     return LCE_PAIRS && dtype == RAFTER_BF16;
 }
@@ -12,21 +16,17 @@ V_INLINE struct lce_format format_of(bool pairs) {
     return pairs ? (struct lce_format)PAIR_FORMAT : (struct lce_format)F32_FORMAT;
 }
 
-V_INLINE int64_t least(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
 /* ---- packing --------------------------------------------------------------------------------- */
 
-/* Columns [column, column + n) of a row, gathered into the buffer where they do not lie side by side. */
+/* Columns [column, column + n) of a row, gathered into the buffer if they are not contiguous. */
 V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n,
                               char *buffer) {
     const char *p = m->row ? m->row[row] : m->data + row * m->row_stride * v_bytes(dtype);
     return v_gather(dtype, p + column * m->column_stride * v_bytes(dtype), m->column_stride, n, buffer);
 }
 
-/* The part of a row that lies in one K block, as a row of a left operand: widened unless pairs, zeros up to `padded`.
- */
+/* The part of a row in one K block, as a row of a left operand: widened unless pairs are used, with
+ * zeros up to `padded`. */
 V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, int64_t padded,
                        char *out) {
     char buffer[LCE_DEPTH_BYTES];
@@ -45,11 +45,11 @@ V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64
 
 V_INLINE void pack_left_as(int dtype, const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
     const struct lce_format f = format_of(is_pairs(dtype));
-    const int64_t depth = lce_depth(&f), rows = lce_round_up(m->rows, f.rows);
+    const int64_t depth = lce_depth(&f), rows = round_up(m->rows, f.rows);
     for (int64_t row = from; row < to; row++)
         for (int64_t k = 0; k < m->columns; k += depth) {
-            const int64_t n = least(depth, m->columns - k);
-            pack_row(dtype, m, row, k, n, lce_round_up(n, f.step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
+            const int64_t n = min64(depth, m->columns - k);
+            pack_row(dtype, m, row, k, n, round_up(n, f.step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
         }
     if (to == m->rows)
         for (int64_t k = 0; k < m->columns; k += depth)
@@ -60,11 +60,12 @@ static void pack_left(const struct lce_matrix *m, char *left, int64_t from, int6
     V_FOR_DTYPE(m->dtype, d, pack_left_as(d, m, left, from, to));
 }
 
-/* A few panels at a time: enough for whole lines of the source, and few enough for the lines that are written to differ
- * in their place in L1. */
+/* Panels packed at a time: enough to read whole cache lines of the source, and few enough that the
+ * lines written fall into different sets of L1. */
 enum { PANELS = 4 };
 
-/* One vector of a right panel's row, or of a pair of rows: n numbers and then zeros. A row of zeros is NULL. */
+/* One vector of a row (with pairs: of two rows) of a right panel: n elements, then zeros. NULL
+ * stands for a row of zeros. */
 V_INLINE vf right_vector(int dtype, const char *even, const char *odd, int64_t n) {
     if (n <= 0)
         return v_set(0.0f);
@@ -75,15 +76,15 @@ V_INLINE vf right_vector(int dtype, const char *even, const char *odd, int64_t n
 
 V_INLINE void pack_right_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
     const struct lce_format f = format_of(is_pairs(dtype));
-    const int64_t depth = lce_depth(&f), k_padded = lce_round_up(m->rows, f.step), bytes = v_bytes(dtype);
-    const int64_t panels = lce_blocks(m->columns, f.columns), block = from / depth * depth;
-    const int64_t panel_bytes = least(depth, k_padded - block) * f.columns * f.element;
+    const int64_t depth = lce_depth(&f), k_padded = round_up(m->rows, f.step), bytes = v_bytes(dtype);
+    const int64_t panels = ceil_div(m->columns, f.columns), block = from / depth * depth;
+    const int64_t panel_bytes = min64(depth, k_padded - block) * f.columns * f.element;
     char *const base = right + block * panels * f.columns * f.element;
     char buffer[2][PANELS * F32_COLUMNS * 4];
     if (to == m->rows)
         to = k_padded;
     for (int64_t j = 0; j < panels; j += PANELS) {
-        const int64_t column = j * f.columns, n = least(PANELS * f.columns, m->columns - column);
+        const int64_t column = j * f.columns, n = min64(PANELS * f.columns, m->columns - column);
         for (int64_t k = from; k < to; k += is_pairs(dtype) ? 2 : 1) {
             const char *even = k < m->rows ? row_part(dtype, m, k, column, n, buffer[0]) : NULL;
             const char *odd =
@@ -94,7 +95,7 @@ V_INLINE void pack_right_as(int dtype, const struct lce_matrix *m, char *right, 
                     const int64_t at = (i + c) * bytes;
                     v_store(
                         RAFTER_F32, out + c * 4,
-                        right_vector(dtype, even ? even + at : NULL, odd ? odd + at : NULL, least(V_LANES, n - i - c)));
+                        right_vector(dtype, even ? even + at : NULL, odd ? odd + at : NULL, min64(V_LANES, n - i - c)));
                 }
         }
     }
@@ -106,12 +107,12 @@ static void pack_right(const struct lce_matrix *m, char *right, int64_t from, in
 
 V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, char *right, int64_t from, int64_t to) {
     const struct lce_format f = format_of(is_pairs(dtype));
-    const int64_t depth = lce_depth(&f), k_padded = lce_round_up(m->columns, f.step);
-    const int64_t columns = lce_round_up(m->rows, f.columns), row_bytes = f.columns * 4;
+    const int64_t depth = lce_depth(&f), k_padded = round_up(m->columns, f.step);
+    const int64_t columns = round_up(m->rows, f.columns), row_bytes = f.columns * 4;
     char stage[V_LANES * LCE_DEPTH_BYTES] __attribute__((aligned(64)));
     for (int64_t k = 0; k < m->columns; k += depth) {
-        const int64_t in_block = least(depth, k_padded - k), n = least(depth, m->columns - k);
-        const int64_t units = in_block * f.element / 4; /* numbers or pairs: 4 bytes either way */
+        const int64_t in_block = min64(depth, k_padded - k), n = min64(depth, m->columns - k);
+        const int64_t units = in_block * f.element / 4; /* fp32 numbers or bf16 pairs: 4 bytes each */
         for (int64_t c = from * f.columns; c < to * f.columns; c += V_LANES) {
             for (int64_t i = 0; i < V_LANES; i++)
                 if (c + i < m->rows)
@@ -143,22 +144,22 @@ static void pack_right_transposed(const struct lce_matrix *m, char *right, int64
 
 V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
     const struct lce_format f = format_of(pairs);
-    const int64_t depth = lce_depth(&f), inner = pairs ? PAIR_DEPTH : depth, k_padded = lce_round_up(job->k, f.step);
-    const int64_t rows = lce_round_up(job->m, f.rows), columns = lce_round_up(job->n, f.columns);
+    const int64_t depth = lce_depth(&f), inner = pairs ? PAIR_DEPTH : depth, k_padded = round_up(job->k, f.step);
+    const int64_t rows = round_up(job->m, f.rows), columns = round_up(job->n, f.columns);
     const int64_t first_row = row_block * LCE_ROWS, first_column = column_block * LCE_COLUMNS;
-    const int64_t m = least(LCE_ROWS, rows - first_row), n = least(LCE_COLUMNS, columns - first_column);
+    const int64_t m = min64(LCE_ROWS, rows - first_row), n = min64(LCE_COLUMNS, columns - first_column);
     const int64_t stride = lce_out_stride(&f, job->n, column_block);
     float *const out = job->out + lce_out_at(&f, job->m, job->n, first_row, column_block);
     if (pairs)
         begin_pairs();
-    for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* once for no K too: the result is zero then */
-        const int64_t block = k / depth * depth, in_block = least(depth, k_padded - block);
+    for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* also once if K is 0: the result is then zero */
+        const int64_t block = k / depth * depth, in_block = min64(depth, k_padded - block);
         const char *left = job->left + (k / depth * rows + first_row) * LCE_DEPTH_BYTES + (k - block) * f.element;
         const char *right =
             job->right + (block * columns + first_column * in_block + (k - block) * f.columns) * f.element;
         for (int64_t i = 0; i < m; i += f.rows)
             for (int64_t j = 0; j < n; j += f.columns)
-                (pairs ? micro_pairs : micro_f32)(least(inner, k_padded - k), left + i * LCE_DEPTH_BYTES,
+                (pairs ? micro_pairs : micro_f32)(min64(inner, k_padded - k), left + i * LCE_DEPTH_BYTES,
                                                   right + j * in_block * f.element, out + i * stride + j, stride,
                                                   job->accumulate || k > 0);
     }
@@ -175,7 +176,7 @@ static void product(rafter_dtype dtype, const struct lce_product *job, int64_t r
 
 /* ---- logits and their statistics ------------------------------------------------------------- */
 
-/* Where the label of each row lies among the classes of a block, -1 where it does not. */
+/* The index of each row's label among the classes of a block; -1 if the block does not have it. */
 V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, int64_t classes,
                            int32_t place[LCE_COLUMNS]) {
     for (int64_t i = 0; i < rows; i++) {
@@ -187,11 +188,12 @@ V_INLINE void place_labels(const int64_t *label, int64_t rows, int64_t first, in
 }
 
 static inline float *stat_at(const struct lce_logits *job, int64_t class_block, enum lce_stat stat, int64_t row) {
-    return job->stats + (class_block * LCE_STATS + stat) * lce_round_up(job->product.n, LCE_COLUMNS) + row;
+    return job->stats + (class_block * LCE_STATS + stat) * round_up(job->product.n, LCE_COLUMNS) + row;
 }
 
-/* Two vectors of rows, through all classes of a block: twice, and the second time they come from L1. */
-enum { STRIP = 2 };
+/* Vectors of rows processed at a time, over all classes of a block. There are two passes; the
+ * second reads from L1. */
+enum { ROW_VECTORS = 2 };
 
 V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, float *block, int64_t stride,
                         int64_t classes, int64_t row_block, int64_t column_block) {
@@ -199,17 +201,17 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
     const vf inverse_cap = v_set(capped ? 1.0f / job->softcap : 1.0f),
              scale = v_set(capped ? job->scale * job->softcap : job->scale);
     const vf low = v_set(-INFINITY);
-    for (int64_t r = 0; r < stride; r += STRIP * V_LANES) {
-        vf max[STRIP], sum[STRIP], moment[STRIP], weighted[STRIP], best[STRIP];
-        vi argmax[STRIP];
-        for (int s = 0; s < STRIP; s++) {
+    for (int64_t r = 0; r < stride; r += ROW_VECTORS * V_LANES) {
+        vf max[ROW_VECTORS], sum[ROW_VECTORS], moment[ROW_VECTORS], weighted[ROW_VECTORS], best[ROW_VECTORS];
+        vi argmax[ROW_VECTORS];
+        for (int s = 0; s < ROW_VECTORS; s++) {
             max[s] = low;
             sum[s] = moment[s] = weighted[s] = v_set(0.0f);
             best[s] = v_load(RAFTER_F32, block + r + s * V_LANES) + v_set(bias[0]);
             argmax[s] = (vi){0};
         }
         for (int64_t v = 0; v < classes; v++)
-            for (int s = 0; s < STRIP; s++) {
+            for (int s = 0; s < ROW_VECTORS; s++) {
                 float *p = block + v * stride + r + s * V_LANES;
                 const vf z = v_load(RAFTER_F32, p) + v_set(bias[v]);
                 const vf u = (capped ? v_tanh(z * inverse_cap) : z) * scale;
@@ -224,18 +226,18 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
             }
         if (!job->stats)
             continue;
-        vf pivot[STRIP];
-        for (int s = 0; s < STRIP; s++)
+        vf pivot[ROW_VECTORS];
+        for (int s = 0; s < ROW_VECTORS; s++)
             pivot[s] = v_select(max[s] == low, v_set(0.0f), max[s]);
         for (int64_t v = 0; v < classes; v++)
-            for (int s = 0; s < STRIP; s++) {
+            for (int s = 0; s < ROW_VECTORS; s++) {
                 const vf u = v_load(RAFTER_F32, block + v * stride + r + s * V_LANES);
                 const vf e = v_exp_from(u, pivot[s]);
                 sum[s] += e;
-                if (all) /* bounded: -inf would meet e = 0 */
+                if (all) /* the bound avoids -inf * 0 */
                     moment[s] = v_fma(e, v_max(u - pivot[s], v_set(-200.0f)), moment[s]);
             }
-        for (int s = 0; s < STRIP; s++) {
+        for (int s = 0; s < ROW_VECTORS; s++) {
             const int64_t row = column_block * LCE_COLUMNS + r + s * V_LANES;
             v_store(RAFTER_F32, stat_at(job, row_block, LCE_MAX, row), max[s]);
             v_store(RAFTER_F32, stat_at(job, row_block, LCE_SUM, row), sum[s]);
@@ -255,8 +257,8 @@ static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row
     const struct lce_format f = format_of(is_pairs((int)dtype));
     product(dtype, p, row_block, column_block);
 
-    const int64_t first = row_block * LCE_ROWS, classes = least(LCE_ROWS, p->m - first);
-    const int64_t first_row = column_block * LCE_COLUMNS, rows = least(LCE_COLUMNS, p->n - first_row);
+    const int64_t first = row_block * LCE_ROWS, classes = min64(LCE_ROWS, p->m - first);
+    const int64_t first_row = column_block * LCE_COLUMNS, rows = min64(LCE_COLUMNS, p->n - first_row);
     const int64_t stride = lce_out_stride(&f, p->n, column_block);
     float *const block = p->out + lce_out_at(&f, p->m, p->n, first, column_block);
     if (job->softcap != 0.0f) {
@@ -280,8 +282,8 @@ static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row
 }
 
 static void fold(const struct lce_logits *job, int64_t column_block) {
-    const int64_t first_row = column_block * LCE_COLUMNS, rows = least(LCE_COLUMNS, job->product.n - first_row);
-    const int64_t blocks = lce_blocks(job->product.m, LCE_ROWS);
+    const int64_t first_row = column_block * LCE_COLUMNS, rows = min64(LCE_COLUMNS, job->product.n - first_row);
+    const int64_t blocks = ceil_div(job->product.m, LCE_ROWS);
     const vf low = v_set(-INFINITY), zero = v_set(0.0f);
 #define STAT(block, stat) v_load(RAFTER_F32, stat_at(job, block, stat, row))
     for (int64_t row = first_row; row < first_row + rows; row += V_LANES) {
@@ -296,7 +298,7 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
             const vf pivot = v_select(larger == low, zero, larger);
             const vf shrink = v_exp_from(max, pivot), shrink_other = v_exp_from(other, pivot);
             if (job->more) {
-                /* Where a block has shrunk to nothing, its shift may be infinite. */
+                /* If a block is scaled to 0, its shift may be infinite. */
                 const vf shift = v_select(shrink == zero, zero, max - pivot);
                 const vf shift_other = v_select(shrink_other == zero, zero, other - pivot);
                 moment = v_fma(shift, sum, moment) * shrink +
@@ -324,13 +326,13 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
 
 /* ---- gradient of the logits ------------------------------------------------------------------ */
 
-/* What is constant along a vector of rows. */
+/* Per-row constants of one vector of rows. */
 struct row_vectors {
     vf pivot, p, target, spread;
-    vi label, inside;
+    vi label, valid;
 };
 
-/* dz of the class numbered `place` in its block. */
+/* dz of class `place` of the block. */
 V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight, int32_t place, vf inverse_cap) {
     vf dz = row->p * v_exp_from(u, row->pivot) - row->spread * v_set(weight);
     dz = v_select(row->label == place, dz - row->target, dz);
@@ -338,15 +340,15 @@ V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight
         const vf t = u * inverse_cap;
         dz *= v_fma(-t, t, v_set(1.0f));
     }
-    return v_select(row->inside, dz, v_set(0.0f));
+    return v_select(row->valid, dz, v_set(0.0f));
 }
 
 V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *job, int64_t row_block,
                           int64_t column_block) {
     const struct lce_format f = format_of(pairs);
-    const int group = pairs ? 2 * V_LANES : V_LANES; /* classes that fill one vector of a left operand's row */
+    const int group = pairs ? 2 * V_LANES : V_LANES; /* classes in one vector of a row of a left operand */
     const int64_t depth = lce_depth(&f), first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
-    const int64_t classes = least(LCE_ROWS, job->m - first_class), rows = least(LCE_COLUMNS, job->n - first_row);
+    const int64_t classes = min64(LCE_ROWS, job->m - first_class), rows = min64(LCE_COLUMNS, job->n - first_row);
     const int64_t stride = lce_out_stride(&f, job->n, column_block);
     const float *const block = job->u + lce_out_at(&f, job->m, job->n, first_class, column_block);
     const float *const weight = job->weight + first_class;
@@ -357,13 +359,14 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
     int32_t place[LCE_COLUMNS];
     place_labels(job->label + first_row, rows, job->first_class + first_class, classes, place);
 
-    /* Both blocks lie within one K block of their operand, since LCE_COLUMNS and the groups divide its depth. */
-    const int64_t by_class_at = (first_row / depth * lce_round_up(job->m, f.rows) + first_class) * LCE_DEPTH_BYTES +
-                                first_row % depth * f.element;
+    /* Both outputs of this block fall into one K block of their operand: LCE_COLUMNS and the groups
+     * divide its depth. */
+    const int64_t by_class_at =
+        (first_row / depth * round_up(job->m, f.rows) + first_class) * LCE_DEPTH_BYTES + first_row % depth * f.element;
     for (int64_t v = 0; v < classes; v += group) {
         const int64_t k = first_class + v;
         const int64_t by_row_at =
-            (k / depth * lce_round_up(job->n, f.rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f.element;
+            (k / depth * round_up(job->n, f.rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f.element;
         vf sum[2 * V_LANES];
         for (int i = 0; i < group; i++)
             sum[i] = v_set(0.0f);
@@ -372,7 +375,7 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
             struct row_vectors here = {v_load(RAFTER_F32, job->pivot + row),  v_load(RAFTER_F32, job->p + row),
                                        v_load(RAFTER_F32, job->target + row), v_load(RAFTER_F32, job->spread + row),
                                        (vi)v_load(RAFTER_F32, place + r),     lane < (int32_t)(rows - r)};
-            vf unit[V_LANES]; /* numbers, or pairs of those of neighbouring classes */
+            vf unit[V_LANES]; /* fp32 numbers, or bf16 pairs of adjacent classes */
             vh even = (vh){0};
             for (int i = 0; i < group; i++) {
                 vf dz = v_set(0.0f);
@@ -402,7 +405,7 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
                     v_store(RAFTER_F32, job->by_row + by_row_at + (r + i) * LCE_DEPTH_BYTES, unit[i]);
             }
         }
-        const int64_t written = lce_round_up(rows, V_LANES), padded = lce_round_up(rows, f.step);
+        const int64_t written = round_up(rows, V_LANES), padded = round_up(rows, f.step);
         for (int64_t i = 0; i < group && v + i < classes; i++) {
             if (job->by_class && padded > written)
                 memset(job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + written * f.element, 0,
@@ -430,7 +433,7 @@ static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t
 V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination,
                        int64_t stride) {
     for (int64_t i = 0; i < n; i += V_LANES) {
-        const int64_t here = least(V_LANES, n - i);
+        const int64_t here = min64(V_LANES, n - i);
         char *const p = destination + i * stride * v_bytes(dtype);
         char buffer[V_LANES * 4];
         vf value = v_load_part(RAFTER_F32, source + i, here, 0.0f) * v_set(scale);
@@ -474,8 +477,8 @@ static double peak(rafter_dtype dtype, int64_t iterations, char *scratch) {
     return 2.0 * (double)(f.rows * f.columns * k) * (double)iterations;
 }
 
-extern const struct lce_kernels RAFTER_KERNELS(linear_cross_entropy);
-const struct lce_kernels RAFTER_KERNELS(linear_cross_entropy) = {
+extern const struct linear_cross_entropy_kernels RAFTER_KERNELS(linear_cross_entropy);
+const struct linear_cross_entropy_kernels RAFTER_KERNELS(linear_cross_entropy) = {
     .format = {[RAFTER_F32] = F32_FORMAT, [RAFTER_BF16] = PAIR_FORMAT, [RAFTER_F16] = F32_FORMAT},
     .pack_left = pack_left,
     .pack_right = pack_right,

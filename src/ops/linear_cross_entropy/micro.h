@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see kernels.h), with the
- * whole micro-tile in registers. What differs between ISA levels is here: fp32 everywhere, in the vector vocabulary,
- * and bf16 pairs where the level multiplies them itself (LCE_PAIRS): by dot products of AVX-512, or by AMX tiles.
+ * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see
+ * kernels.h), with the whole micro-tile in registers. Everything that depends on the ISA level is
+ * here. All levels have fp32, written in the vector vocabulary. Levels that multiply bf16 pairs in
+ * hardware (LCE_PAIRS) have a second one: with AVX-512 dot products or with AMX tiles.
  */
 #ifndef RAFTER_LCE_MICRO_H
 #define RAFTER_LCE_MICRO_H
@@ -12,7 +13,7 @@
 
 /* ---- fp32 ------------------------------------------------------------------------------------ */
 
-/* All but two or three vector registers hold sums. */
+/* The sums fill all but a few of the vector registers. */
 enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES };
 #define F32_FORMAT                                                                                                     \
     { 4, F32_ROWS, F32_COLUMNS, 1 }
@@ -52,8 +53,9 @@ static void micro_f32(int64_t k, const char *left, const char *right, float *out
 
 #if defined(__AMX_BF16__)
 
-/* 2 x 2 tiles of 16 x 16 sums; a step multiplies two tiles of 16 rows x 32 k by two of 32 k x 16 columns. K blocks are
- * halved so that a left panel of 16 KiB stays in L1 while right panels pass by. */
+/* 2 x 2 tiles of 16 x 16 sums. A step multiplies two tiles of 16 rows x 32 k by two of 32 k x 16
+ * columns. K blocks are halved, so that a left panel (16 KiB) stays in L1 while the right panels
+ * stream through. */
 #define LCE_PAIRS 1
 enum { PAIR_ROWS = 32, PAIR_COLUMNS = 32, PAIR_STEP = 32, PAIR_DEPTH = 256 };
 
@@ -64,7 +66,8 @@ static const struct {
 } tile_config __attribute__((aligned(64))) = {
     .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
-/* Tiles are state of the thread: a task sets them up, and gives them back so that nobody has to save them. */
+/* Tiles are thread state. A task configures them, and releases them so that a context switch need
+ * not save them. */
 V_INLINE void begin_pairs(void) {
     _tile_loadconfig(&tile_config);
 }
@@ -76,7 +79,7 @@ V_INLINE void end_pairs(void) {
 static void micro_pairs(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
     const int64_t out_bytes = stride * (int64_t)sizeof(float);
     float *const below = out + 16 * stride;
-    /* The tile intrinsics do not tell the compiler what they read. */
+    /* The tile intrinsics do not tell the compiler which memory they read. */
     __asm__ volatile("" ::: "memory");
     if (accumulate) {
         _tile_loadd(0, out, out_bytes);
@@ -168,7 +171,7 @@ V_INLINE void end_pairs(void) {
     { 2, PAIR_ROWS, PAIR_COLUMNS, PAIR_STEP }
 #endif
 
-/* V_LANES numbers as bf16. */
+/* V_LANES floats, rounded to bf16. */
 V_INLINE vh round_halves(vf a) {
 #if LCE_PAIRS
     return (vh)_mm512_cvtneps_pbh((__m512)a);
@@ -177,7 +180,7 @@ V_INLINE vh round_halves(vf a) {
 #endif
 }
 
-/* Up to V_LANES bf16 numbers, and then zeros; all zeros from NULL. */
+/* Up to V_LANES bf16 elements, then zeros. NULL gives zeros. */
 V_INLINE vh load_halves(const char *p, int64_t n) {
     vh h = {0};
     if (p && n == V_LANES)
@@ -187,14 +190,15 @@ V_INLINE vh load_halves(const char *p, int64_t n) {
     return h;
 }
 
-/* Pairs: the first of each in the low half. */
+/* bf16 pairs: the even element in the low half, the odd one in the high half. */
 V_INLINE vf join_pairs(vh even, vh odd) {
     return (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
 }
 
 /* ---- transposition --------------------------------------------------------------------------- */
 
-/* Transposes V_LANES vectors: exchanges bit by bit of the row's number with that of the lane's. */
+/* Transposes V_LANES vectors: each EXCHANGE_ swaps one bit of the row index with the same bit of
+ * the lane index. */
 #define LOW_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) - (bit) : (lane))
 #define HIGH_(lane, bit) ((lane) & (bit) ? V_LANES + (lane) : (lane) + (bit))
 #define LANES4_(f, l, bit) f(l, bit), f(l + 1, bit), f(l + 2, bit), f(l + 3, bit)

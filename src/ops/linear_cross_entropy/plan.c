@@ -6,35 +6,36 @@
 
 enum { MIB = 1 << 20 };
 
-/* The workspace without a budget, beside the fp32 sums of dW or dx that may have to be kept. */
+/* The workspace without a budget, beyond fp32 sums of all of dW or dx. */
 static const size_t comfortable_fast = (size_t)1024 * MIB, comfortable_compact = (size_t)256 * MIB;
 
-/* With fewer rows in a group, packing W again for each of them costs more than compact's fourth product. */
+/* With fewer rows in a group, packing W for each group costs more than compact's fourth product. */
 enum { FAST_ROWS = 256 };
 
-/* What a step takes should stay in the last-level cache from one product to the next. */
+/* A step's operands should stay in the last-level cache from one product to the next. */
 enum { SLICE_BYTES = 32 * MIB };
 
-/* What else costs time, in elements that could have been moved in it: so many multiplications of a product; starting
- * and ending the tasks of a step; and threads that wait for the last task: about so many tasks' time, on some 16
- * threads. */
+/* Other costs, in elements that could be moved in the same time: multiplications of a product per
+ * element; starting and ending the tasks of a step; and threads that wait for the last task, about
+ * this many tasks' time on some 16 threads. */
 enum { PRODUCT_RATE = 64, STEP_COST = 1 << 18, IDLE_TASKS = 8 };
 
-/* Groups and slices come in multiples of this. */
+/* Groups and slices are multiples of this. */
 enum { UNIT = 32 };
 
 /* ---- layout ---------------------------------------------------------------------------------- */
 
-size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, char *memory, struct lce_buffers *b) {
+static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     const struct lce_format *f = &q->format;
+    struct lce_layout *const to = &plan->layout;
     const int64_t n = q->rows, padded = n + LCE_COLUMNS, d = q->depth, group = plan->group, slice = plan->slice;
-    const int64_t groups = lce_blocks(n, group), slices = lce_blocks(q->classes, slice);
+    const int64_t groups = ceil_div(n, group), slices = ceil_div(q->classes, slice);
     const bool gradients = q->dx || q->dweight || q->dbias;
-    size_t used = 0;
+    int64_t used = 0;
 #define PLACE(buffer, wanted, bytes_)                                                                                  \
     do {                                                                                                               \
-        b->buffer = memory && (wanted) ? (void *)(memory + used) : NULL;                                               \
-        used += (wanted) ? (size_t)lce_round_up(bytes_, 64) : 0;                                                       \
+        to->buffer = (wanted) ? used : -1;                                                                             \
+        used += (wanted) ? round_up(bytes_, RAFTER_SCRATCH_ALIGNMENT) : 0;                                             \
     } while (0)
     PLACE(row, true, n * 8);
     PLACE(x_row, true, n * 8);
@@ -51,32 +52,30 @@ size_t lce_lay_out(const struct lce_problem *q, const struct lce_plan *plan, cha
     PLACE(x_dweight, q->dweight, lce_right_bytes(f, group, d));
     PLACE(w_logits, true, lce_left_bytes(f, slice, d));
     PLACE(w_dx, q->dx, lce_right_bytes(f, slice, d));
-    PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_keeps_logits(q, plan) ? slices : 1));
-    PLACE(block_stats, q->stats, lce_blocks(slice, LCE_ROWS) * LCE_STATS * lce_round_up(group, LCE_COLUMNS) * 4);
+    PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_stores_logits(q, plan) ? slices : 1));
+    PLACE(block_stats, q->stats, ceil_div(slice, LCE_ROWS) * LCE_STATS * round_up(group, LCE_COLUMNS) * 4);
     PLACE(dz_by_row, q->dx, lce_left_bytes(f, group, slice));
     PLACE(dz_by_class, q->dweight, lce_left_bytes(f, slice, group));
-    PLACE(dx, q->dx, lce_out_bytes(f, group, d) * (lce_keeps_dx(q, plan) ? groups : 1));
-    PLACE(dweight, q->dweight, lce_out_bytes(f, slice, d) * (lce_keeps_dweight(q, plan) ? slices : 1));
-    PLACE(block_dbias, q->dbias, lce_blocks(group, LCE_COLUMNS) * slice * 4);
+    PLACE(dx, q->dx, lce_out_bytes(f, group, d) * (lce_stores_all_dx(q, plan) ? groups : 1));
+    PLACE(dweight, q->dweight, lce_out_bytes(f, slice, d) * (lce_stores_all_dweight(q, plan) ? slices : 1));
+    PLACE(block_dbias, q->dbias, ceil_div(group, LCE_COLUMNS) * slice * 4);
     PLACE(dbias, q->dbias, q->classes * 4);
 #undef PLACE
-    return used;
+    plan->bytes = (size_t)used;
 }
 
 /* ---- choice ---------------------------------------------------------------------------------- */
 
-/* Elements that are packed, read or written beside the products. */
+/* Elements that are packed, read or written besides the products. */
 static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {
     const double w = (double)q->classes * (double)q->depth, x = (double)q->rows * (double)q->depth;
     const double logits = (double)q->rows * (double)q->classes;
-    const double groups = (double)lce_blocks(q->rows, plan->group),
-                 slices = (double)lce_blocks(q->classes, plan->slice);
+    const double groups = (double)ceil_div(q->rows, plan->group), slices = (double)ceil_div(q->classes, plan->slice);
     const double w_packs = 1 + q->dx, x_packs = 1 + q->dweight;
-    double moved =
-        slices * x * 4 * q->dx; /* the sums of dx, read and written: each fp32 number is worth two of W or x */
+    double moved = slices * x * 4 * q->dx; /* sums of dx, read and written; an fp32 number counts as two of W or x */
     if (plan->fast) {
         moved += groups * w * w_packs + x * x_packs;
-        moved += q->dweight ? groups * w * (groups > 1 ? 3 : 1) : 0; /* dW grows in memory, in fp32 */
+        moved += q->dweight ? groups * w * (groups > 1 ? 3 : 1) : 0; /* fp32 sums of dW in memory */
     } else {
         moved += w * (w_packs + q->stats + q->dweight);
         moved += groups > 1 ? slices * x * (x_packs + q->stats) : x * x_packs;
@@ -84,18 +83,19 @@ static double overhead(const struct lce_problem *q, const struct lce_plan *plan)
             moved += groups * w * w_packs + (q->dweight ? logits * (double)q->depth / PRODUCT_RATE : 0);
     }
     moved += groups * slices * STEP_COST;
-    const double tasks = (double)(lce_blocks(plan->group, LCE_COLUMNS) * lce_blocks(plan->slice, LCE_ROWS));
+    const double tasks = (double)(ceil_div(plan->group, LCE_COLUMNS) * ceil_div(plan->slice, LCE_ROWS));
     moved += logits * (double)q->depth / PRODUCT_RATE * IDLE_TASKS / tasks;
     const int64_t per_class = 2 * (q->format.element + 2) * (q->depth + plan->group);
     if (plan->slice * per_class > SLICE_BYTES)
-        moved += 3 * logits * (double)q->depth / LCE_COLUMNS; /* left operands come from memory for each column block */
+        moved += 3 * logits * (double)q->depth / LCE_COLUMNS; /* each column block reads left operands from memory */
     return moved;
 }
 
-/* One of `count` parts of `total`: a multiple of UNIT, or of `block` when that makes little difference. */
+/* One of `count` parts of `total`: a multiple of UNIT, or of `block` if that makes
+ * little difference. */
 static int64_t part(int64_t total, int64_t count, int64_t block) {
-    const int64_t even = lce_blocks(total, count);
-    return lce_round_up(even > 1 ? even : 1, even >= 4 * block ? block : UNIT);
+    const int64_t even = ceil_div(total, count);
+    return round_up(max64(even, 1), even >= 4 * block ? block : UNIT);
 }
 
 static int64_t more(int64_t count) {
@@ -112,8 +112,7 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
         plan.slice = INT64_MAX;
         for (int64_t slices = 1; plan.slice > UNIT; slices = more(slices)) {
             plan.slice = part(q->classes, slices, LCE_ROWS);
-            struct lce_buffers unused;
-            plan.bytes = lce_lay_out(q, &plan, NULL, &unused);
+            lay_out(q, &plan);
             const double cost = plan.bytes <= limit ? overhead(q, &plan) : INFINITY;
             if (cost < least || (least == INFINITY && plan.bytes < best->bytes)) {
                 *best = plan;
@@ -125,42 +124,40 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
 }
 
 /* fp32 sums of a whole gradient. */
-static size_t kept_bytes(const struct lce_problem *q, int64_t rows) {
+static size_t sums_bytes(const struct lce_problem *q, int64_t rows) {
     return (size_t)lce_out_bytes(&q->format, rows, q->depth);
 }
 
-bool lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {
+void lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {
     const bool gradients = q->dx || q->dweight || q->dbias;
-    const bool may_split = q->dx && q->keeps_dx;
+    const bool may_split = q->dx && q->sums_dx;
     struct lce_plan fast, compact, split;
     bool fast_fits = false, compact_fits = false, split_fits = false;
     fast.bytes = compact.bytes = split.bytes = SIZE_MAX;
 
     if (gradients && (mode == RAFTER_LCE_FAST || (mode == RAFTER_LCE_AUTO && q->stats))) {
-        const size_t kept = q->dweight && q->keeps_dweight ? kept_bytes(q, q->classes) : 0;
-        fast_fits = search(q, true, false, budget ? budget : comfortable_fast + kept, &fast);
+        const size_t sums = q->dweight && q->sums_dweight ? sums_bytes(q, q->classes) : 0;
+        fast_fits = search(q, true, false, budget ? budget : comfortable_fast + sums, &fast);
         if (fast_fits && (mode == RAFTER_LCE_FAST || fast.group >= FAST_ROWS || fast.group >= q->rows)) {
             *plan = fast;
-            return true;
+            return;
         }
     }
     if (!gradients || mode != RAFTER_LCE_FAST) {
-        const size_t kept = may_split ? kept_bytes(q, q->rows) : 0;
-        compact_fits = search(q, false, false, budget ? budget : comfortable_compact + kept, &compact);
+        const size_t sums = may_split ? sums_bytes(q, q->rows) : 0;
+        compact_fits = search(q, false, false, budget ? budget : comfortable_compact + sums, &compact);
         if (!compact_fits && may_split)
             split_fits = search(q, false, true, budget ? budget : comfortable_compact, &split);
     }
-    if (compact_fits)
+    if (compact_fits) {
         *plan = compact;
-    else if (fast_fits)
+    } else if (fast_fits) {
         *plan = fast;
-    else if (split_fits)
+    } else if (split_fits) {
         *plan = split;
-    else {
+    } else {
         *plan = fast.bytes < compact.bytes ? fast : compact;
         if (split.bytes < plan->bytes)
             *plan = split;
-        return budget == 0;
     }
-    return true;
 }

@@ -1,18 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * How a call is cut: rows into groups, the vocabulary into slices, and what of it the workspace holds. Decided by
- * shapes, wanted results and the byte budget alone, never by data or threads.
+ * How a call is cut on the CPU: rows into groups, classes into slices, and what the workspace
+ * holds. Plans follow from shapes, wanted results and the budget alone, never from data or threads.
  *
- * A step takes one group and one slice: it forms their logits and, from these, statistics of the rows or the gradient
- * dz; and then from dz a part of the group's dx (the sum over classes) and of the slice's dW (the sum over rows).
+ * A step takes one group and one slice. It forms their logits and from these either statistics of
+ * the rows or the gradient dz; and from dz a part of the group's dx (a sum over classes) and of the
+ * slice's dW (a sum over rows).
  *
- * fast      for each group: statistics from all slices, whose logits are kept; then the gradients from all slices.
- *           dx of a group is complete at its end. dW grows from group to group.
- * compact   for each slice, all groups: statistics. Then again, for each slice, all groups: logits, gradients.
- *           dW of a slice is complete at its end. dx grows from slice to slice.
- * A gradient that grows is kept in the workspace, all of it in fp32; or, if the caller's tensor is fp32 or accumulate
- * is native, in the caller's tensor. When compact cannot keep dx it goes over the logits twice (`split`): for dW as
- * above, and then group by group for dx.
+ * fast      for each group: statistics from all slices, whose logits are stored; then the
+ * gradients from all slices.
+ *           dx of a group is complete at the end of the group. dW is summed from group to group.
+ * compact   for each slice, all groups: statistics. Then again for each slice, all groups: logits,
+ * gradients. dW of a
+ *           slice is complete at the end of the slice. dx is summed from slice to slice.
+ *
+ * A gradient that is summed over several steps is kept in the workspace, all of it in fp32; or, if
+ * the caller's tensor is fp32 or accumulate is native, in the caller's tensor. If the budget has no
+ * space for such sums of dx, compact forms the logits once more (`split`): for dW as above, and
+ * then group by group for dx.
  */
 #ifndef RAFTER_LCE_PLAN_H
 #define RAFTER_LCE_PLAN_H
@@ -23,56 +28,67 @@
 struct lce_problem {
     struct lce_format format;
     int64_t rows, classes, depth; /* N, V, D */
-    bool stats;                   /* to be found, not given by the caller's lse */
+    bool stats;                   /* to be computed, not given by the caller's lse */
     bool dx, dweight, dbias;      /* wanted */
-    bool keeps_dx, keeps_dweight; /* in the workspace, should they grow */
+    bool sums_dx, sums_dweight;   /* partial sums must be in the workspace, not in the caller's tensor */
+};
+
+/* The buffers of the workspace. Arrays over rows cover all rows that are not ignored, in
+ * their order, and can be read LCE_COLUMNS elements past the end. Operands and products
+ * are as in kernels.h. */
+#define LCE_BUFFERS(X)                                                                                                 \
+    X(int64_t, row)        /* its index among all rows */                                                              \
+    X(const char *, x_row) /* where it begins in x */                                                                  \
+    X(int64_t, label)                                                                                                  \
+    X(struct rafter_row_stats, stats) /* so far */                                                                     \
+    X(float, target_logit)                                                                                             \
+    X(float, pivot) /* coefficients of the row's gradient: see struct lce_gradient */                                  \
+    X(float, p)                                                                                                        \
+    X(float, target)                                                                                                   \
+    X(float, spread)                                                                                                   \
+    X(float, bias) /* of the slice's classes */                                                                        \
+    X(float, weight)                                                                                                   \
+    X(char, x_logits) /* the group's rows of x as operands */                                                          \
+    X(char, x_dweight)                                                                                                 \
+    X(char, w_logits) /* the slice's rows of W as operands */                                                          \
+    X(char, w_dx)                                                                                                      \
+    X(float, logits) /* of the group and slice; fast stores those of all slices */                                     \
+    X(float, block_stats)                                                                                              \
+    X(char, dz_by_row)                                                                                                 \
+    X(char, dz_by_class)                                                                                               \
+    X(float, dx)          /* of the group, or of all groups */                                                         \
+    X(float, dweight)     /* of the slice, or of all slices */                                                         \
+    X(float, block_dbias) /* of the slice, by blocks of rows */                                                        \
+    X(float, dbias)       /* of all classes */
+
+/* Offsets in bytes; -1: the plan needs no such buffer. */
+struct lce_layout {
+#define X(type, name) int64_t name;
+    LCE_BUFFERS(X)
+#undef X
 };
 
 struct lce_plan {
     bool fast;
     bool split;
     int64_t group, slice; /* rows, classes of a step */
-    size_t bytes;         /* of the workspace */
+    struct lce_layout layout;
+    size_t bytes; /* of the workspace */
 };
 
-/* The plan with the least overhead within `budget` bytes (0: see docs). If there is none, its bytes are the least that
- * would do, and false is returned. */
-bool lce_make_plan(const struct lce_problem *problem, rafter_lce_mode mode, size_t budget, struct lce_plan *plan);
+/* The plan with the least overhead within `budget` bytes (0: see docs/linear_cross_entropy.md). If
+ * there is none, the plan that takes the least bytes. */
+void lce_make_plan(const struct lce_problem *problem, rafter_lce_mode mode, size_t budget, struct lce_plan *plan);
 
-/* The workspace. Arrays over rows cover all rows that are not ignored, in their order, and can be read LCE_COLUMNS
- * elements past the end. Operands and products are as in kernels.h. What the plan does not need is NULL. */
-struct lce_buffers {
-    int64_t *row;       /* its number among all rows */
-    const char **x_row; /* where it begins in x */
-    int64_t *label;
-    struct rafter_row_stats *stats; /* so far */
-    float *target_logit;
-    float *pivot, *p, *target, *spread; /* coefficients of the row's gradient: see struct lce_gradient */
-
-    float *bias, *weight;       /* of the slice's classes */
-    char *x_logits, *x_dweight; /* the group's rows of x as operands */
-    char *w_logits, *w_dx;      /* the slice's rows of W as operands */
-    float *logits;              /* of the group and slice; fast keeps those of all slices */
-    float *block_stats;
-    char *dz_by_row, *dz_by_class;
-    float *dx;          /* of the group, or of all groups if kept */
-    float *dweight;     /* of the slice, or of all slices if kept */
-    float *block_dbias; /* of the slice, by blocks of rows */
-    float *dbias;       /* of all classes */
-};
-
-/* Places the buffers at `memory` and returns their bytes. */
-size_t lce_lay_out(const struct lce_problem *problem, const struct lce_plan *plan, char *memory, struct lce_buffers *b);
-
-/* Whether the plan keeps the logits of all slices, all of dx, all of dW. */
-static inline bool lce_keeps_logits(const struct lce_problem *problem, const struct lce_plan *plan) {
+/* Whether the workspace holds the logits of all slices, sums of all of dx, sums of all of dW. */
+static inline bool lce_stores_logits(const struct lce_problem *problem, const struct lce_plan *plan) {
     return plan->fast && problem->stats;
 }
-static inline bool lce_keeps_dx(const struct lce_problem *problem, const struct lce_plan *plan) {
-    return problem->dx && problem->keeps_dx && !plan->fast && !plan->split && plan->slice < problem->classes;
+static inline bool lce_stores_all_dx(const struct lce_problem *problem, const struct lce_plan *plan) {
+    return problem->dx && problem->sums_dx && !plan->fast && !plan->split && plan->slice < problem->classes;
 }
-static inline bool lce_keeps_dweight(const struct lce_problem *problem, const struct lce_plan *plan) {
-    return problem->dweight && problem->keeps_dweight && plan->fast && plan->group < problem->rows;
+static inline bool lce_stores_all_dweight(const struct lce_problem *problem, const struct lce_plan *plan) {
+    return problem->dweight && problem->sums_dweight && plan->fast && plan->group < problem->rows;
 }
 
 #endif

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <math.h>
 #include <stdio.h>
+#include <string.h>
 
-#include "harness/problem.h"
-#include "oracle/oracle.h"
+#include "harness/oracle.h"
 
-/* ---- what is tested -------------------------------------------------------------------------- */
+/* ---- test cases ------------------------------------------------------------------------------ */
 
 struct shape {
     int ndim, dim;
     int64_t size[4];
 };
 
-/* Around vector widths, and around the 1024 elements that are summed at a time: lines along the last dimension, lines
- * along the first, and vectors across lines. */
+/* Around vector widths, and around the 1024 elements that are summed at a time. Each size is the
+ * length of rows, the length of columns, and the number of columns. */
 static const int64_t sizes[] = {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 1023, 1024, 1025};
 
 static const struct shape shapes[] = {
@@ -35,13 +35,13 @@ static const struct shape shapes[] = {
     {1, -1, {5000}},
     {0, 0, {0}},
     {0, -1, {0}},
-    /* nothing to sum, no sums */
+    /* empty lines, no lines */
     {2, 1, {3, 0}},
     {3, 1, {2, 0, 5}},
     {2, 0, {3, 0}},
     {1, 0, {0}},
     {3, 2, {0, 3, 4}},
-    /* several blocks of lines, and lines long enough to be cut into parts */
+    /* several blocks of lines, and lines long enough to be split into parts */
     {2, 1, {2100, 5}},
     {2, 1, {50, 49}},
     {2, 0, {5, 2100}},
@@ -53,13 +53,13 @@ static const struct shape shapes[] = {
     {3, 1, {2, 1025, 9}},
 };
 
-/* For GPUs: rows and columns that several blocks take, and so many of them that blocks take several. */
+/* For GPUs: lines that several blocks share, and so many lines that a block takes several. */
 static const struct shape cuda_shapes[] = {
     {2, 1, {1, 1 << 20}}, {2, 1, {2, 400001}}, {2, 0, {70001, 8}}, {2, 0, {1 << 20, 1}},
     {2, 1, {70001, 9}},   {2, 1, {2100, 300}}, {2, 1, {70001, 1}}, {3, 1, {3, 1500, 136}},
 };
 
-/* Everything that may be chosen; algorithms are the harness's. */
+/* All options but the algorithm, which the harness chooses. */
 struct options {
     bool keep;   /* lse and dlse have the dimension as 1 */
     bool narrow; /* lse in x's dtype, else fp32 */
@@ -85,23 +85,19 @@ static struct options options_of(int64_t set) {
 
 /* ---- one problem ----------------------------------------------------------------------------- */
 
-/* What a problem keeps in p->row. */
-struct row {
-    int dim; /* in [0, ndim): the oracle reads it */
-    int given;
-};
-
 /*
  * Bounds. With e = 2^-24, the sum of e^(x - max) has the relative error
- *     E = e (14 + ln n):
- * a term and the one that the sum is divided by are good to 3 units each. The roundings of x - max and of its product
- * with log2(e), where there is no FMA to spare them, are e |x - max| each; they weigh in with e^(x - max), whose mean
- * of |x - max| is at most ln n, and half of them cancel. Within a block of 1024 elements at most 64 additions follow
- * one another (4 lanes x 4 sums), whose roundings add up like a random walk; sums of blocks are added without loss. lse
- * is off by E, and by its own rounding.
+ *     E = e (14 + ln n).
+ * A term, and the one that the sum is divided by, are accurate to 3 units each. The roundings of x
+ * - max and of its product with log2(e) (without an FMA) are e |x - max| each. They are weighted by
+ * e^(x - max); the weighted mean of |x - max| is at most ln n, and half of the roundings cancel. In
+ * a block of 1024 elements at most 64 additions follow one another (4 lanes x 4 sums), and their
+ * roundings grow like a random walk; sums of blocks are added without loss. lse is off by E and by
+ * its own rounding.
  *
- * The gradient's exponential is good to 3 units, x - lse and its product with log2(e) add e |x - lse| each, the product
- * with dlse and the last rounding 2 e. Where it underflows, a unit of the smallest is all that there is.
+ * The gradient's exponential is accurate to 3 units; x - lse and its product with log2(e) add e |x
+ * - lse| each; the product with dlse and the last rounding add 2 e. Where it underflows, the error
+ * is a few units of the smallest subnormal.
  */
 static void set_bounds(problem *p, int64_t n) {
     const double e = 0x1p-24, length = fmax(1, (double)n), largest = 3.5 * problem_find(p, "x")->scale;
@@ -115,7 +111,7 @@ static void set_bounds(problem *p, int64_t n) {
 
 static void build(problem *p, rafter_dtype dtype, const struct shape *shape, struct options o) {
     const int ndim = shape->ndim, dims = ndim > 0 ? ndim : 1, dim = shape->dim < 0 ? shape->dim + dims : shape->dim;
-    *(struct row *)p->row = (struct row){.dim = ndim > 0 ? dim : -1, .given = shape->dim};
+    p->options.dim = shape->dim;
     int64_t reduced[4], n = ndim > 0 ? shape->size[dim] : 1;
     int left = 0;
     for (int d = 0; d < ndim; d++)
@@ -176,7 +172,7 @@ static void make(problem *p, int64_t index) {
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     const rafter_logsumexp_args args = {.size = sizeof args,
                                         .algorithm = (rafter_logsumexp_algorithm)p->algorithm,
-                                        .dim = ((const struct row *)p->row)->given,
+                                        .dim = p->options.dim,
                                         .x = problem_dl(p, "x"),
                                         .lse = problem_dl(p, "lse"),
                                         .dlse = problem_dl(p, "dlse"),
@@ -209,12 +205,25 @@ static void make_bench(problem *p, const struct bench_row *row) {
              problem_dtype_name(row->dtype));
 }
 
+static const char *make_request(problem *p, const struct problem_request *r) {
+    enum { MOST = sizeof((struct shape *)0)->size / sizeof(int64_t) };
+    if (r->ndim > MOST)
+        return "wanted a shape of at most 4 dimensions";
+    const int dims = r->ndim > 0 ? r->ndim : 1;
+    if (r->options.dim < -dims || r->options.dim >= dims)
+        return "wanted a dim of the shape";
+    struct shape shape = {.ndim = r->ndim, .dim = r->options.dim};
+    memcpy(shape.size, r->shape, sizeof shape.size);
+    build(p, r->dtype, &shape, (struct options){.in_place = r->in_place});
+    return NULL;
+}
+
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     *bytes = *flops = 0;
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
         if (mode != PROBLEM_FORWARD || t->role == PROBLEM_INPUT || t->role == PROBLEM_OUTPUT)
-            *bytes += (double)t->numel * (t->dtype == RAFTER_F32 ? 4 : 2);
+            *bytes += (double)(t->numel * problem_dtype_bytes(t->dtype));
     }
 }
 
@@ -224,7 +233,7 @@ const struct op_cases rafter_cases_logsumexp = {
     .op = "logsumexp",
     .prefix = "logsumexp",
     .algorithms = algorithms,
-    /* Backward has nothing to choose. */
+    /* Backward has one algorithm. */
     .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
                         1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_FORWARD | 1u << PROBLEM_BOTH},
     .count = count,
@@ -232,6 +241,7 @@ const struct op_cases rafter_cases_logsumexp = {
     .tables = 1,
     .table = &table,
     .make_bench = make_bench,
+    .make_request = make_request,
     .call = call,
     .cost = cost,
     .oracle = oracle_logsumexp,

@@ -1,26 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp on the CPU. Statistics are a pivot near the maximum and the sum of exponentials relative to it: rows take
- * theirs from v_stats_row; columns keep a pivot per lane, which moves at most once per block of rows, so that an
- * element costs one exponential.
+ * logsumexp on the CPU. The statistics of a line are a pivot near the maximum and the sum of
+ * exponentials relative to it. Rows use v_stats_row. Columns keep one pivot per lane, which moves
+ * at most once per block of rows, so an element costs one exponential.
  */
 #include "ops/logsumexp/kernels.h"
 
 #include <math.h>
 
+#include "core/sizes.h"
 #include "core/variants.h"
 #include "simd/softmax.h"
 
 enum {
-    BUFFER = 512, /* elements gathered at a time, where lines in rows form are not adjacent in memory */
-    SHORT = 48    /* elements of a row at most that are not worth vectors along it */
+    BUFFER = 512, /* elements gathered at a time where the elements of a row are not contiguous */
+    SHORT = 48    /* rows up to this length are processed as columns */
 };
 
-static int64_t smaller(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-/* What is subtracted from x: v_pivot, lane by lane. */
+/* v_pivot, lane by lane. */
 V_INLINE vf pivot_of(vf max) {
     return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
 }
@@ -36,21 +33,21 @@ V_INLINE bool line_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
     return false;
 }
 
-/* Columns are taken UNIT at a time, in two vectors: whole units as pairs (see v_load_pair), the last few columns one
- * vector after the other. */
+/* Columns are processed in units of UNIT, two vectors: whole units as pairs (see v_load_pair), the
+ * last few columns as two vectors in the order of memory. */
 enum {
     UNIT = 2 * V_LANES,
-    ROWS = 16 /* of a block whose maxima are found before its exponentials are taken, from L1 */
+    ROWS = 16 /* of a block: its maxima are computed first, then its exponentials, which read x from L1 */
 };
 
 V_INLINE void load_few(int dtype, const char *p, int64_t columns, vf a[2]) {
-    const int64_t first = smaller(columns, V_LANES);
+    const int64_t first = min64(columns, V_LANES);
     a[0] = v_load_part(dtype, p, first, -INFINITY);
     a[1] = v_load_part(dtype, p + first * v_bytes(dtype), columns - first, -INFINITY);
 }
 
 V_INLINE void store_few(int dtype, char *p, int64_t columns, const vf a[2]) {
-    const int64_t first = smaller(columns, V_LANES);
+    const int64_t first = min64(columns, V_LANES);
     v_store_part(dtype, p, a[0], first);
     v_store_part(dtype, p + first * v_bytes(dtype), a[1], columns - first);
 }
@@ -62,9 +59,10 @@ V_INLINE void load_unit(int dtype, const char *p, int64_t columns, vf a[2]) {
         load_few(dtype, p, columns, a);
 }
 
-/* The largest of `rows` rows of a unit. Where a NaN hides it, it may be anything: that column's sum is NaN anyway. */
+/* Column maxima over `rows` rows of a unit. With a NaN in a column its maximum is undefined; its
+ * sum is NaN anyway. */
 V_INLINE void unit_maxima(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, vf max[2]) {
-    struct v_peak peak = v_peak_of_none();
+    struct v_peak peak = v_peak_empty();
     for (int64_t r = 0; r < rows; r++, x += pitch) {
         vf a[2];
         load_unit(dtype, x, columns, a);
@@ -85,24 +83,25 @@ V_INLINE void unit_maxima(int dtype, const char *x, int64_t pitch, int64_t rows,
 /* The running statistics of a unit's columns. */
 struct unit {
     vf pivot[2];
-    struct v_total sum[2];
+    struct v_kahan sum[2];
 };
 
-/* Folds `rows` more rows into them. */
+/* Adds `rows` rows. */
 V_INLINE void fold_rows(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, struct unit *u) {
     vf max[2];
     unit_maxima(dtype, x, pitch, rows, columns, max);
-    /* A pivot moves only when it must: x - pivot is as good as exact up to 1. */
+    /* A pivot moves only if the maximum exceeds it by more than 1: up to there x - pivot is
+     * accurate enough. */
     if (v_bits((max[0] > u->pivot[0] + v_set(1.0f)) | (max[1] > u->pivot[1] + v_set(1.0f))))
         for (int k = 0; k < 2; k++) {
             const vf before = u->pivot[k];
             u->pivot[k] = v_max(max[k], before);
-            v_total_scale(&u->sum[k], v_exp_from(before, pivot_of(u->pivot[k])));
+            v_kahan_scale(&u->sum[k], v_exp_from(before, pivot_of(u->pivot[k])));
         }
     const struct v_base base[2] = {v_base_per_lane(pivot_of(u->pivot[0])), v_base_per_lane(pivot_of(u->pivot[1]))};
     vf a[2], b[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
     int64_t r = 0;
-    for (; r + 2 <= rows; r += 2, x += 2 * pitch) { /* two sums a column: the adds of one would wait for each other */
+    for (; r + 2 <= rows; r += 2, x += 2 * pitch) { /* two sums per column hide the latency of the adds */
         load_unit(dtype, x, columns, a);
         load_unit(dtype, x + pitch, columns, b);
         for (int k = 0; k < 2; k++) {
@@ -116,28 +115,28 @@ V_INLINE void fold_rows(int dtype, const char *x, int64_t pitch, int64_t rows, i
             even[k] = v_add_exp(even[k], a[k], &base[k], false);
     }
     for (int k = 0; k < 2; k++)
-        v_total_add(&u->sum[k], even[k] + odd[k]);
+        v_kahan_add(&u->sum[k], even[k] + odd[k]);
 }
 
 V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t bytes = v_bytes(dtype), pitch = b->x_step * bytes;
-    const struct v_total nothing = {v_set(0.0f), v_set(0.0f)};
+    const struct v_kahan empty_sum = {v_set(0.0f), v_set(0.0f)};
     struct unit units[LOGSUMEXP_MOST_LINES / UNIT];
     for (int64_t c = 0; c < b->lines; c += UNIT)
-        units[c / UNIT] = (struct unit){{v_set(-INFINITY), v_set(-INFINITY)}, {nothing, nothing}};
+        units[c / UNIT] = (struct unit){{v_set(-INFINITY), v_set(-INFINITY)}, {empty_sum, empty_sum}};
     for (int64_t row = 0; row < b->length; row += ROWS)
         for (int64_t c = 0; c < b->lines; c += UNIT) {
             const char *const x = b->x + row * pitch + c * bytes;
-            const int64_t rows = smaller(b->length - row, ROWS), columns = smaller(b->lines - c, UNIT);
+            const int64_t rows = min64(b->length - row, ROWS), columns = min64(b->lines - c, UNIT);
             if (rows == ROWS && columns == UNIT)
                 fold_rows(dtype, x, pitch, ROWS, UNIT, &units[c / UNIT]);
             else
                 fold_rows(dtype, x, pitch, rows, columns, &units[c / UNIT]);
         }
     for (int64_t c = 0; c < b->lines; c += UNIT) {
-        const int64_t columns = smaller(b->lines - c, UNIT);
+        const int64_t columns = min64(b->lines - c, UNIT);
         vf *const pivot = units[c / UNIT].pivot, sum[2];
-        for (int k = 0; k < 2; k++) { /* where all is -inf, there are none but smallest terms, and NaN */
+        for (int k = 0; k < 2; k++) { /* if all x are -inf, the sum holds only terms of 2^-125, or NaN */
             const vf terms = units[c / UNIT].sum[k].sum;
             sum[k] = v_select(pivot[k] == v_set(-INFINITY), v_set(0.0f) * terms, terms);
         }
@@ -156,13 +155,13 @@ V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, floa
 /* ---- statistics of rows ---------------------------------------------------------------------- */
 
 V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
-    const int64_t bytes = v_bytes(dtype), most = b->x_step == 1 ? b->length : BUFFER;
+    const int64_t bytes = v_bytes(dtype), block = b->x_step == 1 ? b->length : BUFFER;
     char buffer[BUFFER * 4];
     for (int64_t line = 0; line < b->lines; line++) {
         const char *const x = b->x + line * b->x_line * bytes;
         struct v_stats s = {-INFINITY, 0.0f};
-        for (int64_t i = 0; i < b->length; i += most) {
-            const int64_t part = smaller(b->length - i, most);
+        for (int64_t i = 0; i < b->length; i += block) {
+            const int64_t part = min64(b->length - i, block);
             s = v_stats_row(dtype, v_gather(dtype, x + i * b->x_step * bytes, b->x_step, part, buffer), part, s);
         }
         if (s.max == INFINITY) /* inf - inf has made the sum NaN */
@@ -172,13 +171,13 @@ V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *
     }
 }
 
-/* Rows too short for vectors along them: as columns of a small buffer. */
+/* Rows too short for vectors along them: transposed to columns of a small buffer. */
 V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t bytes = v_bytes(dtype);
     char buffer[SHORT * UNIT * 4];
     for (int64_t line = 0; line < b->lines; line += UNIT) {
         const char *const x = b->x + line * b->x_line * bytes;
-        const int64_t lines = smaller(b->lines - line, UNIT);
+        const int64_t lines = min64(b->lines - line, UNIT);
         for (int64_t i = 0; i < b->length; i++)
             for (int64_t j = 0; j < lines; j++)
                 memcpy(buffer + (i * UNIT + j) * bytes, x + (j * b->x_line + i * b->x_step) * bytes, (size_t)bytes);
@@ -195,18 +194,19 @@ V_INLINE vf merged(const float *statistics, int64_t parts, int64_t lines, int64_
     vf pivot = v_set(-INFINITY);
     for (int64_t p = 0; p < parts; p++)
         pivot = v_max(v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f), pivot);
-    struct v_total sum = {v_set(0.0f), v_set(0.0f)};
+    struct v_kahan sum = {v_set(0.0f), v_set(0.0f)};
     for (int64_t p = 0; p < parts; p++) {
-        const vf its = v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f);
-        const vf share = v_select(its == pivot, v_set(1.0f), v_exp_from(its, pivot)); /* infinities are equal too */
-        v_total_add(&sum, share * v_load_part(RAFTER_F32, statistics + (p * 2 + 1) * lines, count, 1.0f));
+        const vf part_pivot = v_load_part(RAFTER_F32, statistics + p * 2 * lines, count, 0.0f);
+        const vf share =
+            v_select(part_pivot == pivot, v_set(1.0f), v_exp_from(part_pivot, pivot)); /* also if both are infinite */
+        v_kahan_add(&sum, share * v_load_part(RAFTER_F32, statistics + (p * 2 + 1) * lines, count, 1.0f));
     }
     return v_lse(pivot, sum.sum);
 }
 
 V_INLINE void finish_as(int dtype, const float *statistics, int64_t parts, int64_t lines, char *lse, int64_t lse_line) {
     for (int64_t line = 0; line < lines; line += V_LANES) {
-        const int64_t count = smaller(lines - line, V_LANES);
+        const int64_t count = min64(lines - line, V_LANES);
         const vf values = merged(statistics + line, parts, lines, count);
         char *const to = lse + line * lse_line * v_bytes(dtype);
         if (lse_line == 1) {
@@ -245,7 +245,7 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
             continue;
         }
         for (int64_t i = 0; i < b->length; i += BUFFER) {
-            const int64_t part = smaller(b->length - i, BUFFER);
+            const int64_t part = min64(b->length - i, BUFFER);
             const void *const in[] = {v_gather(dtype, x + i * b->x_step * bytes, b->x_step, part, gathered)};
             v_map(dtype, 1, in, result, part, false, gradient_of, &slope);
             v_scatter(dtype, result, dx + i * b->dx_step * bytes, b->dx_step, part);
@@ -255,11 +255,11 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* lse or dlse of the columns, as fp32, in the order in which the columns are loaded. */
-V_INLINE void take_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines,
+/* lse or dlse of the columns as fp32, in the order in which the columns are loaded. */
+V_INLINE void load_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines,
                            float *to) {
     for (int64_t c = 0; c < lines; c += UNIT) {
-        const int64_t columns = smaller(lines - c, UNIT);
+        const int64_t columns = min64(lines - c, UNIT);
         char buffer[UNIT * 4];
         vf a[2];
         V_FOR_DTYPE(from_dtype, type,
@@ -280,8 +280,8 @@ V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
     const int64_t bytes = v_bytes(dtype), x_pitch = b->x_step * bytes, dx_pitch = b->dx_step * bytes;
     const bool stream = b->stream && ((uintptr_t)b->dx | (uintptr_t)dx_pitch) % V_STREAM == 0;
     float pivot[LOGSUMEXP_MOST_LINES], scale[LOGSUMEXP_MOST_LINES];
-    take_columns(dtype, b->lse_dtype, b->lse, b->lse_line, b->lines, pivot);
-    take_columns(dtype, b->dlse_dtype, b->dlse, b->dlse_line, b->lines, scale);
+    load_columns(dtype, b->lse_dtype, b->lse, b->lse_line, b->lines, pivot);
+    load_columns(dtype, b->dlse_dtype, b->dlse, b->dlse_line, b->lines, scale);
     for (int64_t c = 0; c < b->lines; c += V_LANES)
         v_store(RAFTER_F32, pivot + c, pivot_of(v_load(RAFTER_F32, pivot + c)));
     const int64_t whole = b->lines / UNIT * UNIT, rest = b->lines - whole;

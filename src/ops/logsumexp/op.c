@@ -1,33 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp: checks, and how work is cut. Every call is brought into the form [outer ..., lines, length], the same for
- * all of its tensors: one lse per line. Blocks are some neighbouring lines, or parts of them; tasks are some blocks.
- * All of that follows from shapes and strides, so that results do not depend on the number of threads.
+ * logsumexp: checks, and the CPU plan. A call is brought into the form [outer ..., lines, length], the
+ * same for all of its tensors, with one lse per line. A block is some neighbouring lines, or parts of
+ * them; a task is some blocks. All of that follows from shapes and strides alone, so that results do not
+ * depend on the number of threads.
  */
-#include "core/backend.h"
 #include "core/sizes.h"
 #include "core/threads.h"
-#include "core/variants.h"
 #include "ops/logsumexp/call.h"
 #include "ops/logsumexp/kernels.h"
 
-#define RAFTER_VARIANT(isa) extern const struct logsumexp_kernels RAFTER_PASTE3(rafter_, logsumexp, isa);
-#include "variants.inc"
-#undef RAFTER_VARIANT
-
-static const struct rafter_variant variants[] = {
-#define RAFTER_VARIANT(isa) {RAFTER_ISA_##isa, &RAFTER_PASTE3(rafter_, logsumexp, isa)},
-#include "variants.inc"
-#undef RAFTER_VARIANT
-};
-
-const struct rafter_op rafter_op_logsumexp = {"logsumexp", sizeof variants / sizeof *variants, variants};
-
 enum {
-    TASK = 1 << 16,        /* elements that are worth a task */
-    ROW_PART = 1 << 14,    /* elements of a part of a line, in rows form ... */
-    COLUMN_PART = 1 << 10, /* ... and in columns form, where a part is of many lines */
-    FEW_BLOCKS = 64        /* of whole lines: fewer cannot keep many threads busy, and lines are cut into parts */
+    TASK = 1 << 16,        /* elements per task */
+    ROW_PART = 1 << 14,    /* elements per part of a split line, in rows form */
+    COLUMN_PART = 1 << 10, /* the same in columns form, where a part covers many lines */
+    FEW_BLOCKS = 64        /* with fewer blocks than this, lines are split to keep all threads busy */
 };
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -37,7 +24,7 @@ static void insert_dim(rafter_view *view, int dim) {
     rafter_collapse(&view, 1, dim, dim);
 }
 
-/* lse or dlse: x's shape with `dim` dropped or kept as 1; the view has it kept. */
+/* lse or dlse: the shape of x with `dim` dropped or of size 1. In the view it has size 1. */
 static rafter_status take_reduced(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
                                   const rafter_view *x, int dim, rafter_view *view) {
     const unsigned dtypes = RAFTER_SET(RAFTER_F32) | RAFTER_SET(x->dtype);
@@ -55,20 +42,17 @@ static rafter_status take_reduced(rafter_context *context, const char *name, con
     return RAFTER_OK;
 }
 
-static rafter_status take(rafter_context *context, const rafter_logsumexp_args *args, rafter_direction direction,
-                          struct logsumexp_call *call) {
+static rafter_status check(rafter_context *context, const rafter_logsumexp_args *args, rafter_direction direction,
+                           struct logsumexp_call *call) {
     rafter_logsumexp_args a;
     RAFTER_TRY(rafter_take_args(context, "rafter_logsumexp_args", args, &a, sizeof a));
-    if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
-                           (int)direction);
+    RAFTER_TRY(rafter_check_direction(context, direction));
     if ((int)a.algorithm < RAFTER_LOGSUMEXP_AUTO || a.algorithm > RAFTER_LOGSUMEXP_RECURRENCE)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "algorithm is %d, wanted 0 (auto), 1 (parallel) or 2 (recurrence)", (int)a.algorithm);
-    *call = (struct logsumexp_call){.direction = direction,
-                                    .algorithm = a.algorithm,
-                                    .workspace = a.workspace,
-                                    .workspace_bytes = a.workspace_bytes};
+    *call = (struct logsumexp_call){
+        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
+        .algorithm = a.algorithm};
     const bool backward = direction == RAFTER_BACKWARD;
     rafter_view *const x = &call->x, *const lse = &call->lse, *const dlse = &call->dlse, *const dx = &call->dx;
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
@@ -83,6 +67,7 @@ static rafter_status take(rafter_context *context, const rafter_logsumexp_args *
         insert_dim(dx, 0);
     }
     RAFTER_TRY(take_reduced(context, "lse", a.lse, !backward, x, call->dim, lse));
+    call->common.empty = backward ? dx->numel == 0 : lse->numel == 0;
     if (!backward)
         return rafter_want_disjoint(context, "lse", lse, "x", x);
     RAFTER_TRY(take_reduced(context, "dlse", a.dlse, false, x, call->dim, dlse));
@@ -98,49 +83,29 @@ static rafter_status take(rafter_context *context, const rafter_logsumexp_args *
 struct plan {
     enum logsumexp_form form;
     rafter_view x, lse, dlse, dx;
-    int line;                   /* the dimension of lines; that of length is the next */
-    int64_t lines, length;      /* of a block; the last one along a dimension may be smaller */
-    int64_t line_blocks, parts; /* per outer index, and of a line */
-    int64_t blocks, per_task;   /* a block is `lines` x `length` */
-    size_t statistics;          /* bytes of scratch */
-    bool stream;
+    int line;                   /* the dimension of the lines; the next one is the length */
+    int64_t lines, length;      /* of a block; the last block along a dimension may be smaller */
+    int64_t line_blocks, parts; /* blocks of lines per outer index; parts of a line */
+    int64_t blocks, per_task;   /* blocks in all; blocks per task */
+    bool stream;                /* dx is written past the caches */
 };
-
-/* Moves `dim` behind all other dimensions, and these into the order of `leader`'s memory, outermost first: transposed
- * tensors are walked as if they were not. */
-static void reorder(rafter_view *const views[], int count, const rafter_view *leader, int dim) {
-    int order[RAFTER_VIEW_DIMS] = {0}, n = 0;
-    for (int d = 0; d < leader->ndim; d++) {
-        if (d == dim)
-            continue;
-        int at = n++;
-        /* Stride 0 repeats all that is inside: outermost. */
-        for (; at > 0 && leader->stride[order[at - 1]] != 0 &&
-               (leader->stride[d] == 0 || leader->stride[order[at - 1]] < leader->stride[d]);
-             at--)
-            order[at] = order[at - 1];
-        order[at] = d;
-    }
-    order[n] = dim;
-    for (int v = 0; v < count; v++) {
-        const rafter_view old = *views[v];
-        for (int d = 0; d < old.ndim; d++) {
-            views[v]->shape[d] = old.shape[order[d]];
-            views[v]->stride[d] = old.stride[order[d]];
-        }
-    }
-}
 
 static bool adjacent(const rafter_view *view, int dim) {
     return view->stride[dim] == 1 || view->shape[dim] <= 1;
 }
 
-static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
-    const bool backward = call->direction == RAFTER_BACKWARD;
+/* Returns the bytes of workspace: the statistics of split lines. */
+static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
+    (void)context;
+    const struct logsumexp_call *const call = (const void *)common;
+    struct plan *const plan = storage;
+    const bool backward = common->direction == RAFTER_BACKWARD;
     *plan = (struct plan){.x = call->x, .lse = call->lse, .dlse = call->dlse, .dx = backward ? call->dx : call->x};
     rafter_view *const views[] = {&plan->x, &plan->lse, &plan->dx, &plan->dlse};
     const int count = backward ? 4 : 3;
-    reorder(views, count, &plan->dx, call->dim);
+    /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked like any other. */
+    rafter_move_dim_last(views, count, call->dim);
+    rafter_order_by_stride(views, count, &plan->dx, plan->dx.ndim - 1);
     const int length = rafter_collapse(views, count, 0, plan->x.ndim - 1), line = length - 1;
     const bool along = adjacent(&plan->x, length) && adjacent(&plan->dx, length);
     const bool across = adjacent(&plan->x, line) && adjacent(&plan->dx, line);
@@ -148,28 +113,25 @@ static void make_plan(const struct logsumexp_call *call, struct plan *plan) {
     plan->line = line;
 
     const int64_t outer = rafter_extent(&plan->x, 0, line);
-    const int64_t lines = plan->lse.shape[line], whole = at_least(plan->x.shape[length], 1);
+    const int64_t lines = plan->lse.shape[line], whole = max64(plan->x.shape[length], 1);
     const bool rows = plan->form == LOGSUMEXP_ROWS;
-    plan->lines =
-        at_most(lines, rows ? at_most(at_least(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
+    plan->lines = min64(lines, rows ? min64(max64(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
     plan->line_blocks = plan->lines ? ceil_div(lines, plan->lines) : 0;
 
     /* The gradient may be cut anywhere; a sum only where its parts are merged again. */
     const bool few = outer * plan->line_blocks < FEW_BLOCKS;
     const bool cut =
         backward || call->algorithm == RAFTER_LOGSUMEXP_PARALLEL || (call->algorithm == RAFTER_LOGSUMEXP_AUTO && few);
-    const int64_t part = backward ? at_least(TASK / at_least(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;
-    plan->length = cut ? at_most(whole, part) : whole;
+    const int64_t part = backward ? max64(TASK / max64(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;
+    plan->length = cut ? min64(whole, part) : whole;
     plan->parts = ceil_div(whole, plan->length);
     plan->blocks = outer * plan->line_blocks * plan->parts;
-    plan->per_task = at_least(TASK / at_least(plan->lines * plan->length, 1), 1);
-    if (!backward && plan->parts > 1)
-        plan->statistics = (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float);
-    if (backward) {
-        const int64_t span = rafter_offset(&plan->dx, 0, plan->dx.ndim, at_least(plan->dx.numel - 1, 0)) + 1;
-        plan->stream = plan->dx.data != plan->x.data && rafter_should_stream(span * rafter_dtype_bytes(plan->dx.dtype));
-    }
+    plan->per_task = max64(TASK / max64(plan->lines * plan->length, 1), 1);
+    if (backward)
+        plan->stream = plan->dx.data != plan->x.data && rafter_should_stream(rafter_span_bytes(&plan->dx));
+    return !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
 }
+_Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
 /* ---- running --------------------------------------------------------------------------------- */
 
@@ -192,8 +154,8 @@ static struct logsumexp_block block_at(const struct plan *plan, int64_t index) {
     const rafter_view *const x = &plan->x, *const dx = &plan->dx, *const lse = &plan->lse, *const dlse = &plan->dlse;
     struct logsumexp_block block = {
         .dtype = x->dtype,
-        .lines = at_most(plan->lines, lse->shape[l] - line),
-        .length = at_most(plan->length, x->shape[s] - from),
+        .lines = min64(plan->lines, lse->shape[l] - line),
+        .length = min64(plan->length, x->shape[s] - from),
         .x = rafter_at(x, offset_of(x, plan, outer, line) + from * x->stride[s]),
         .x_line = x->stride[l],
         .x_step = x->stride[s],
@@ -219,7 +181,7 @@ static void finish(const struct work *work, const struct logsumexp_block *block,
 }
 
 static int64_t task_end(const struct plan *plan, int64_t task, int64_t blocks) {
-    return at_most((task + 1) * plan->per_task, blocks);
+    return min64((task + 1) * plan->per_task, blocks);
 }
 
 static void lines_task(void *arg, int64_t task) {
@@ -262,62 +224,41 @@ static void gradient_task(void *arg, int64_t task) {
     }
 }
 
-static bool needs_nothing(const struct logsumexp_call *call) {
-    return call->direction == RAFTER_BACKWARD ? call->dx.numel == 0 : call->lse.numel == 0;
-}
-
-static rafter_status run(rafter_context *context, const rafter_logsumexp_args *args, rafter_direction direction) {
-    struct logsumexp_call call;
-    RAFTER_TRY(take(context, args, direction, &call));
-    const bool backward = direction == RAFTER_BACKWARD;
-    if (needs_nothing(&call))
-        return RAFTER_OK;
-    if (context->cuda)
-        return context->cuda->logsumexp(context, &call);
-
-    struct plan plan;
-    make_plan(&call, &plan);
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call.workspace, call.workspace_bytes, plan.statistics, &scratch));
-    struct work work = {.plan = &plan,
-                        .kernels = rafter_pick(context, &rafter_op_logsumexp)->kernels,
-                        .statistics = (float *)(void *)scratch.memory};
-    const int64_t tasks = ceil_div(plan.blocks, plan.per_task);
-    if (backward) {
+static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan_storage,
+                         const void *kernels, char *workspace) {
+    const struct plan *const plan = plan_storage;
+    struct work work = {.plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
+    const int64_t tasks = ceil_div(plan->blocks, plan->per_task);
+    if (call->direction == RAFTER_BACKWARD) {
         rafter_parallel(context, tasks, gradient_task, &work);
-    } else if (plan.parts == 1) {
+    } else if (plan->parts == 1) {
         rafter_parallel(context, tasks, lines_task, &work);
     } else {
         rafter_parallel(context, tasks, parts_task, &work);
-        rafter_parallel(context, ceil_div(plan.blocks / plan.parts, plan.per_task), merge_task, &work);
+        rafter_parallel(context, ceil_div(plan->blocks / plan->parts, plan->per_task), merge_task, &work);
     }
-    rafter_scratch_release(context, &scratch);
     return RAFTER_OK;
 }
 
+const struct rafter_variant_functions rafter_logsumexp_on_cpu = {NULL, make_plan, run};
+
+/* ---- entry points ---------------------------------------------------------------------------- */
+
 rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_logsumexp_args *args) {
-    return run(context, args, RAFTER_FORWARD);
+    struct logsumexp_call call;
+    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
+    return rafter_run(context, &rafter_op_logsumexp, &call.common);
 }
 
 rafter_status rafter_logsumexp_backward(rafter_context *context, const rafter_logsumexp_args *args) {
-    return run(context, args, RAFTER_BACKWARD);
+    struct logsumexp_call call;
+    RAFTER_TRY(check(context, args, RAFTER_BACKWARD, &call));
+    return rafter_run(context, &rafter_op_logsumexp, &call.common);
 }
 
 rafter_status rafter_logsumexp_workspace(rafter_context *context, const rafter_logsumexp_args *args,
                                          rafter_direction direction, size_t *bytes) {
     struct logsumexp_call call;
-    RAFTER_TRY(take(context, args, direction, &call));
-    if (!bytes)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    *bytes = 0;
-    if (needs_nothing(&call))
-        return RAFTER_OK;
-    if (context->cuda) {
-        call.ask = bytes;
-        return context->cuda->logsumexp(context, &call);
-    }
-    struct plan plan;
-    make_plan(&call, &plan);
-    *bytes = rafter_scratch_request(plan.statistics);
-    return RAFTER_OK;
+    RAFTER_TRY(check(context, args, direction, &call));
+    return rafter_ask_workspace(context, &rafter_op_logsumexp, &call.common, bytes);
 }

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "ops/lrpe_cosine/cases.h"
-
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "harness/oracle.h"
 
 /* ---- problems -------------------------------------------------------------------------------- */
 
@@ -20,10 +20,10 @@ struct lrpe_case {
     enum theta_shape theta;
     enum position_kind positions;
     rafter_dtype position_dtype;
-    int64_t offset; /* or the first of the positions */
+    int64_t offset; /* or the first position */
     enum dtheta_kind dtheta;
     bool only_dtheta;   /* no dx */
-    bool special_theta; /* special values in theta, too */
+    bool special_theta; /* special values in theta too */
     bool small_theta;   /* as in models: between 1e-4 and 1; else normal */
     bool for_cuda;
 };
@@ -60,7 +60,7 @@ enum { SIZES = sizeof sizes / sizeof *sizes };
     }
 
 static const struct lrpe_case more[] = {
-    /* sizes that are nothing */
+    /* empty sizes */
     {0, 3, 2, 4, .dtheta = DTHETA_FP32},
     {2, 0, 2, 4, .dtheta = DTHETA_FP32, .theta = THETA_H1},
     {2, 3, 2, 0, .dtheta = DTHETA_FP32, .theta = THETA_H1},
@@ -83,7 +83,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(1, 1024, 1, 2, .dtype = RAFTER_BF16),
     EACH_ACT(2, 1025, 0, 5, .dtheta = DTHETA_FP32),
     EACH_ACT(40, 3, 2, 20, .dtheta = DTHETA_FP32),
-    EACH_ACT(1, 600, 2, 40, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32), /* several pieces of the sequence */
+    EACH_ACT(1, 600, 2, 40, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32), /* the sequence in several parts */
     EACH_ACT(3, 40, 4, 80, .dtype = RAFTER_BF16),
     /* theta: shapes, dtypes */
     EACH_ACT(2, 6, 3, 10, .theta = THETA_H1, .dtheta = DTHETA_FP32),
@@ -98,7 +98,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(2, 4, 2, 33, .offset = -2),
     EACH_ACT(2, 4, 2, 33, .offset = 1000000, .small_theta = true),
     EACH_ACT(2, 4, 2, 33, .offset = 1000000),
-    EACH_ACT(2, 4, 2, 33, .offset = ((int64_t)1 << 29) - 2), /* across the bound of the vector code */
+    EACH_ACT(2, 4, 2, 33, .offset = ((int64_t)1 << 29) - 2), /* across the limit of the vector code */
     EACH_ACT(2, 4, 2, 33, .offset = -((int64_t)1 << 40), .dtheta = DTHETA_FP32),
     EACH_ACT(2, 4, 2, 33, .offset = ((int64_t)1 << 62) + 12345),
     EACH_ACT(1, 4, 1, 9, .offset = INT64_MAX - 3),
@@ -108,7 +108,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 7, 2, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32, .offset = 5, .dtheta = DTHETA_FP32),
     EACH_ACT(3, 7, 0, 20, .positions = POSITIONS_BN, .position_dtype = RAFTER_I64, .offset = (int64_t)1 << 40,
              .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32),
-    /* for GPUs: sequences of one chunk and of many, and walks in many chunks */
+    /* for GPUs: sequences of one chunk and of many chunks */
     EACH_ACT(1, 70001, 1, 8, .dtype = RAFTER_BF16, .small_theta = true, .for_cuda = true),
     EACH_ACT(3, 5000, 2, 64, .dtype = RAFTER_BF16, .small_theta = true, .dtheta = DTHETA_FP32, .for_cuda = true),
     EACH_ACT(5, 2100, 3, 40, .dtype = RAFTER_F16, .for_cuda = true),
@@ -125,16 +125,17 @@ static int64_t count(void) {
     return ACTS * DTYPES * SIZES + MORE;
 }
 
-/* The relative error of f(x) in fp32. Activations: a few units in the last place. Softmax: the exponent x - max is
- * rounded (inputs differ by less than 8), and a sum of L terms in at least four lanes is off by L / 4 roundings at the
- * worst. */
+/* The relative error of f(x) in fp32. Activations: a few units in the last place. Softmax: the
+ * exponent x - max is rounded (inputs differ by less than 8), and a sum of L terms in at least four
+ * lanes is off by at most L / 4 roundings. */
 static double relative_error(rafter_act_kind act, double length) {
     return act != RAFTER_ACT_SOFTMAX ? 6e-7 : 2e-6 + length / 4 * 0x1p-24;
 }
 
 static void declare(problem *p, const struct lrpe_case *c) {
-    const struct lrpe_row row = {c->act, c->over, c->positions == FROM_OFFSET ? c->offset : 0};
-    memcpy(p->row, &row, sizeof row);
+    p->options.act = c->act;
+    p->options.softmax_over = c->over;
+    p->options.offset = c->positions == FROM_OFFSET ? c->offset : 0;
     const int64_t heads = c->h ? c->h : 1;
     const int ndim = c->h ? 4 : 3;
     const int64_t four[] = {c->b, c->n, heads, c->d}, three[] = {c->b, c->n, c->d};
@@ -144,8 +145,8 @@ static void declare(problem *p, const struct lrpe_case *c) {
     const bool softmax = c->act == RAFTER_ACT_SOFTMAX;
     const double length = (double)(c->over == RAFTER_OVER_SEQUENCE ? c->n : c->d);
 
-    /* Sines and cosines add 1.5 units in the last place, the product half a one; 1e-8 at a zero of the sine or cosine.
-     */
+    /* Sines and cosines add 1.5 units in the last place, the product half a unit; 1e-8 near a zero
+     * of the sine or cosine. */
     const double of_f = relative_error(c->act, length), of_y = of_f + 3e-7;
     problem_add(p, "x", PROBLEM_INPUT, c->dtype, ndim, shape)->special = true;
     problem_tensor *theta = problem_add(p, "theta", PROBLEM_INPUT, c->theta_dtype, 2, theta_shape);
@@ -165,7 +166,8 @@ static void declare(problem *p, const struct lrpe_case *c) {
     y->absolute = 1e-8;
     problem_add(p, "dy", PROBLEM_UPSTREAM, c->dtype, ndim, twice);
 
-    /* |g| is below 5 (dy is below 3.5 in size) and g may cancel. The largest softmax of L ordinary values is 20 / L. */
+    /* |g| is below 5 (|dy| is below 3.5), and g may cancel. The largest softmax of L ordinary
+     * values is 20 / L. */
     const double peak = softmax ? fmin(1, 20 / fmax(length, 1)) : 1.1;
     if (!c->only_dtheta) {
         problem_tensor *dx = problem_add(p, "dx", PROBLEM_GRADIENT, c->dtype, ndim, shape);
@@ -175,7 +177,7 @@ static void declare(problem *p, const struct lrpe_case *c) {
     if (c->dtheta != NO_DTHETA) {
         const rafter_dtype dtype = c->dtheta == DTHETA_AS_THETA ? c->theta_dtype : RAFTER_F32;
         problem_tensor *dtheta = problem_add(p, "dtheta", PROBLEM_GRADIENT, dtype, 2, theta_shape);
-        /* A sum of position * f(x) * (two products), each to the error of f(x) and of y. */
+        /* A sum of position * f(x) * (two products), each with the errors of f(x) and of y. */
         const double terms = (double)c->b * (double)c->n * (c->theta == THETA_1D ? (double)heads : 1.0) *
                              (c->theta == THETA_H1 ? (double)c->d : 1.0);
         dtheta->relative = 1e-6;
@@ -217,13 +219,11 @@ static void make(problem *p, int64_t index) {
 /* ---- the call -------------------------------------------------------------------------------- */
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
-    struct lrpe_row row;
-    memcpy(&row, p->row, sizeof row);
     const rafter_lrpe_cosine_args args = {.size = sizeof args,
-                                          .act = row.act,
-                                          .softmax_over = row.over,
+                                          .act = p->options.act,
+                                          .softmax_over = p->options.softmax_over,
                                           .algorithm = (rafter_lrpe_algorithm)p->algorithm,
-                                          .offset = row.offset,
+                                          .offset = p->options.offset,
                                           .x = problem_dl(p, "x"),
                                           .theta = problem_dl(p, "theta"),
                                           .positions = problem_dl(p, "positions"),
@@ -245,20 +245,18 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
 
 static double bytes_of(const problem *p, const char *name) {
     const problem_tensor *t = problem_find(p, name);
-    return t ? (double)t->numel * t->tensor.dtype.bits / 8 : 0;
+    return t ? (double)(t->numel * problem_dtype_bytes(t->dtype)) : 0;
 }
 
-/* x is not read by the backward of `none` unless dtheta is wanted. */
+/* The backward of `none` reads x only for dtheta. */
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
-    struct lrpe_row row;
-    memcpy(&row, p->row, sizeof row);
     const double shared = bytes_of(p, "theta") + bytes_of(p, "positions");
     *bytes = *flops = 0;
     if (mode != PROBLEM_BACKWARD)
         *bytes += shared + bytes_of(p, "x") + bytes_of(p, "y");
     if (mode != PROBLEM_FORWARD) {
         *bytes += shared + bytes_of(p, "dy") + bytes_of(p, "dx") + bytes_of(p, "dtheta");
-        if (row.act != RAFTER_ACT_NONE || problem_find(p, "dtheta"))
+        if (p->options.act != RAFTER_ACT_NONE || problem_find(p, "dtheta"))
             *bytes += bytes_of(p, "x");
     }
 }
@@ -289,8 +287,25 @@ static void make_bench(problem *p, const struct bench_row *bench) {
     declare(p, &c);
     p->large = false;
     const int64_t lines = c.over == RAFTER_OVER_SEQUENCE ? c.b * c.h * c.d : c.b * c.n * c.h;
-    p->sample = lines / 200 | 1; /* odd: every head, every feature in turn */
+    p->sample = lines / 200 | 1; /* odd, so that all heads and features are sampled */
     snprintf(p->title, sizeof p->title, "batch12-head12-dim128-act_%s-%s", acts[act].name, problem_dtype_name(c.dtype));
+}
+
+static const char *make_request(problem *p, const struct problem_request *r) {
+    if (r->ndim < 3 || r->ndim > 4)
+        return "wanted the shape of x, BxNxHxD or BxNxD";
+    const struct lrpe_case c = {.b = r->shape[0],
+                                .n = r->shape[1],
+                                .h = r->ndim == 4 ? r->shape[2] : 0,
+                                .d = r->shape[r->ndim - 1],
+                                .act = r->options.act,
+                                .over = r->options.softmax_over,
+                                .dtype = r->dtype,
+                                .theta_dtype = r->dtype,
+                                .offset = r->options.offset,
+                                .dtheta = r->extras ? DTHETA_FP32 : NO_DTHETA};
+    declare(p, &c);
+    return NULL;
 }
 
 static const char *const algorithms[] = {"rafter", "sp", "bp", NULL};
@@ -305,6 +320,7 @@ const struct op_cases rafter_cases_lrpe_cosine = {
     .tables = sizeof tables / sizeof *tables,
     .table = tables,
     .make_bench = make_bench,
+    .make_request = make_request,
     .call = call,
     .cost = cost,
     .oracle = oracle_lrpe_cosine,

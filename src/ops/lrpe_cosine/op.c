@@ -1,28 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * lrpe_cosine: checks, and the CPU plan. A call is cut into boxes of batches, tokens, heads and
+ * features, one box per task. The cut follows from shapes alone, so that results do not depend on
+ * the number of threads.
+ */
 #include <stdio.h>
 #include <string.h>
 
-#include "core/backend.h"
 #include "core/sizes.h"
 #include "core/threads.h"
-#include "core/variants.h"
 #include "ops/lrpe_cosine/kernels.h"
-
-#define RAFTER_VARIANT(isa) extern const struct lrpe_kernels RAFTER_PASTE3(rafter_, lrpe_cosine, isa);
-#include "variants.inc"
-#undef RAFTER_VARIANT
-
-static const struct rafter_variant variants[] = {
-#define RAFTER_VARIANT(isa) {RAFTER_ISA_##isa, &RAFTER_PASTE3(rafter_, lrpe_cosine, isa)},
-#include "variants.inc"
-#undef RAFTER_VARIANT
-};
-
-const struct rafter_op rafter_op_lrpe_cosine = {"lrpe_cosine", sizeof variants / sizeof *variants, variants};
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 
-/* Gives a tensor without a head dimension one of size 1. */
+/* Inserts a head dimension of size 1 into a tensor that has none. */
 static void add_heads(rafter_view *view) {
     if (view->ndim == 4)
         return;
@@ -60,7 +51,7 @@ static rafter_status check_theta(rafter_context *context, const rafter_view *the
                        (long long)theta->shape[0], (long long)theta->shape[1], (long long)x[2], (long long)x[3]);
 }
 
-/* positions [N] or [B, N] as [B, N]. */
+/* Checks positions, [N] or [B, N], and makes them [B, N], with stride 0 for [N]. */
 static rafter_status check_positions(rafter_context *context, rafter_view *positions, const int64_t *x) {
     const int ndim = positions->ndim;
     if (!((ndim == 1 && positions->shape[0] == x[1]) ||
@@ -95,19 +86,58 @@ static rafter_status check_output(rafter_context *context, const char *name, con
     return RAFTER_OK;
 }
 
+/* y, in forward. `shape` is x's with twice the features. */
+static rafter_status check_y(rafter_context *context, const rafter_lrpe_cosine_args *args, const int64_t *shape,
+                             struct lrpe_cosine_call *call) {
+    RAFTER_TRY(check_output(context, "y", args->y, call, shape, &call->y));
+    RAFTER_TRY(rafter_want_disjoint(context, "y", &call->y, "theta", &call->theta));
+    return rafter_want_disjoint(context, "y", &call->y, "positions", &call->positions);
+}
+
+/* dy, and dx and dtheta as far as they are given, in backward. `shape` is dy's. */
+static rafter_status check_gradients(rafter_context *context, const rafter_lrpe_cosine_args *args, const int64_t *shape,
+                                     struct lrpe_cosine_call *call) {
+    const rafter_view *const x = &call->x, *const inputs[] = {&call->theta, &call->positions, &call->dy};
+    static const char *const input_names[] = {"theta", "positions", "dy"};
+    RAFTER_TRY(rafter_take_tensor(context, "dy", args->dy, RAFTER_FLOATS, &call->dy));
+    RAFTER_TRY(rafter_want_shape(context, "dy", &call->dy, x->ndim, shape));
+    RAFTER_TRY(rafter_want_same_dtype(context, "dy", &call->dy, "x", x));
+    if (!args->dx && !args->dtheta)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "dx and dtheta are both NULL, wanted at least one of them");
+    if (args->dx) {
+        RAFTER_TRY(check_output(context, "dx", args->dx, call, x->shape, &call->dx));
+        for (int i = 0; i < 3; i++)
+            RAFTER_TRY(rafter_want_disjoint(context, "dx", &call->dx, input_names[i], inputs[i]));
+    }
+    if (!args->dtheta)
+        return RAFTER_OK;
+    rafter_view *const dtheta = &call->dtheta;
+    RAFTER_TRY(rafter_take_output(context, "dtheta", args->dtheta, RAFTER_FLOATS, dtheta));
+    RAFTER_TRY(rafter_want_same_shape(context, "dtheta", dtheta, "theta", &call->theta));
+    if (dtheta->dtype != RAFTER_F32)
+        RAFTER_TRY(rafter_want_same_dtype(context, "dtheta", dtheta, "theta", &call->theta));
+    RAFTER_TRY(rafter_want_disjoint(context, "dtheta", dtheta, "x", x));
+    for (int i = 0; i < 3; i++)
+        RAFTER_TRY(rafter_want_disjoint(context, "dtheta", dtheta, input_names[i], inputs[i]));
+    return args->dx ? rafter_want_disjoint(context, "dtheta", dtheta, "dx", &call->dx) : RAFTER_OK;
+}
+
 static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_args *args, rafter_direction direction,
                            struct lrpe_cosine_call *call) {
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
-    RAFTER_TRY(check_options(context, args));
-    *call = (struct lrpe_cosine_call){.direction = direction,
-                                      .act = args->act,
-                                      .softmax_over = args->softmax_over,
-                                      .algorithm = args->algorithm,
-                                      .offset = args->offset,
-                                      .workspace = args->workspace,
-                                      .workspace_bytes = args->workspace_bytes};
-    RAFTER_TRY(rafter_take_tensor(context, "x", args->x, RAFTER_FLOATS, &call->x));
-    rafter_view *const x = &call->x, *const theta = &call->theta, *const positions = &call->positions;
+    rafter_lrpe_cosine_args a;
+    RAFTER_TRY(rafter_take_args(context, "rafter_lrpe_cosine_args", args, &a, sizeof a));
+    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(check_options(context, &a));
+    *call = (struct lrpe_cosine_call){
+        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
+        .act = a.act,
+        .softmax_over = a.softmax_over,
+        .algorithm = a.algorithm,
+        .offset = a.offset};
+    rafter_view *const x = &call->x;
+    RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
     if (x->ndim != 3 && x->ndim != 4)
         return rafter_fail(context, bad, "x has %d dimensions, wanted 4, [B, N, H, D], or 3, [B, N, D]", x->ndim);
     const int last = x->ndim - 1;
@@ -118,128 +148,89 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
                            (long long)x->shape[last], last);
     const int64_t four[] = {x->shape[0], x->shape[1], last == 3 ? x->shape[2] : 1, x->shape[last]};
 
-    RAFTER_TRY(rafter_take_tensor(context, "theta", args->theta, RAFTER_FLOATS, theta));
-    RAFTER_TRY(check_theta(context, theta, four));
-    if (args->positions) {
-        RAFTER_TRY(rafter_take_tensor(context, "positions", args->positions, RAFTER_INTS, positions));
-        RAFTER_TRY(check_positions(context, positions, four));
+    RAFTER_TRY(rafter_take_tensor(context, "theta", a.theta, RAFTER_FLOATS, &call->theta));
+    RAFTER_TRY(check_theta(context, &call->theta, four));
+    if (a.positions) {
+        RAFTER_TRY(rafter_take_tensor(context, "positions", a.positions, RAFTER_INTS, &call->positions));
+        RAFTER_TRY(check_positions(context, &call->positions, four));
     } else {
         int64_t position;
-        if (four[1] > 0 && __builtin_add_overflow(args->offset, four[1] - 1, &position))
+        if (four[1] > 0 && __builtin_add_overflow(a.offset, four[1] - 1, &position))
             return rafter_fail(context, bad, "offset is %lld: the positions of %lld tokens from there on pass 63 bits",
-                               (long long)args->offset, (long long)four[1]);
+                               (long long)a.offset, (long long)four[1]);
     }
-
-    rafter_view *const inputs[] = {theta, positions, &call->dy};
-    static const char *const input_names[] = {"theta", "positions", "dy"};
-    if (direction == RAFTER_FORWARD) {
-        RAFTER_TRY(check_output(context, "y", args->y, call, doubled, &call->y));
-        for (int i = 0; i < 2; i++)
-            RAFTER_TRY(rafter_want_disjoint(context, "y", &call->y, input_names[i], inputs[i]));
-    } else {
-        RAFTER_TRY(rafter_take_tensor(context, "dy", args->dy, RAFTER_FLOATS, &call->dy));
-        RAFTER_TRY(rafter_want_shape(context, "dy", &call->dy, x->ndim, doubled));
-        RAFTER_TRY(rafter_want_same_dtype(context, "dy", &call->dy, "x", x));
-        if (!args->dx && !args->dtheta)
-            return rafter_fail(context, bad, "dx and dtheta are both NULL, wanted at least one of them");
-        if (args->dx) {
-            RAFTER_TRY(check_output(context, "dx", args->dx, call, x->shape, &call->dx));
-            for (int i = 0; i < 3; i++)
-                RAFTER_TRY(rafter_want_disjoint(context, "dx", &call->dx, input_names[i], inputs[i]));
-        }
-        if (args->dtheta) {
-            rafter_view *const dtheta = &call->dtheta;
-            RAFTER_TRY(rafter_take_output(context, "dtheta", args->dtheta, RAFTER_FLOATS, dtheta));
-            RAFTER_TRY(rafter_want_same_shape(context, "dtheta", dtheta, "theta", theta));
-            if (dtheta->dtype != RAFTER_F32)
-                RAFTER_TRY(rafter_want_same_dtype(context, "dtheta", dtheta, "theta", theta));
-            RAFTER_TRY(rafter_want_disjoint(context, "dtheta", dtheta, "x", x));
-            for (int i = 0; i < 3; i++)
-                RAFTER_TRY(rafter_want_disjoint(context, "dtheta", dtheta, input_names[i], inputs[i]));
-            if (args->dx)
-                RAFTER_TRY(rafter_want_disjoint(context, "dtheta", dtheta, "dx", &call->dx));
-        }
-    }
+    RAFTER_TRY((direction == RAFTER_FORWARD ? check_y : check_gradients)(context, &a, doubled, call));
     add_heads(x);
     add_heads(&call->y);
     add_heads(&call->dy);
     add_heads(&call->dx);
+    /* dtheta of an empty x is a sum over nothing: zeros are still written. */
+    call->common.empty = x->numel == 0 && call->dtheta.numel == 0;
     return RAFTER_OK;
 }
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
-/* The two algorithms differ in how a call is cut into boxes: sp cuts the sequence; bp leaves it whole and cuts
- * features, so that what the softmax over the sequence reads twice is still in a cache. By shape alone: results must
- * not depend on threads. */
+/* How a call is cut into boxes: `step` elements of each dimension per box, `count` boxes along
+ * it. sp cuts the sequence. bp leaves the sequence whole and cuts the features, so that the
+ * second read of a softmax over the sequence is served by a cache. */
 struct cut {
     int64_t b_step, n_step, h_step, d_step;
     int64_t b_count, n_count, h_count, d_count;
 };
 
 struct plan {
-    const struct lrpe_cosine_call *call;
-    const struct lrpe_kernels *kernels;
     enum lrpe_f f;
     struct cut cut;
-    bool bp, stream;
-    int64_t parts;     /* of column statistics, one per piece of the sequence */
-    int64_t part_step; /* floats from one to the next */
-    struct lrpe_statistics statistics;
-    double *dtheta;             /* [pieces of the sequence and the batch][H, padded D] */
-    size_t dtheta_bytes, array; /* sizes of the scratch memory: of dtheta; of pivot, of scale and of dot, in floats */
+    bool bp, stream;     /* stream: the output is written past the caches */
+    int64_t part_step;   /* floats between the column statistics of pieces of the sequence */
+    size_t dtheta_bytes; /* workspace for the parts of dtheta */
+    size_t array;        /* workspace for pivot, for scale and for dot: floats of each */
 };
 
 enum {
-    TASKS = 64,               /* as many as keep a large machine's threads busy */
-    TASK_ELEMENTS = 1 << 18,  /* of x: what a task should take */
-    LEAST_ELEMENTS = 1 << 15, /* less is not worth a task */
+    TASKS = 64,               /* enough to keep the threads of a large machine busy */
+    TASK_ELEMENTS = 1 << 18,  /* elements of x per task */
+    LEAST_ELEMENTS = 1 << 15, /* fewer elements of x are not worth a task */
     MOST_PARTS = 32,          /* pieces of the sequence where each costs workspace */
-    BP_COLUMNS = 128,         /* features of a block */
-    BP_BATCHES = 16,          /* batches that share its angles, at most */
-    BP_BLOCKS = 8,            /* fewer are not worth the choice */
-    BP_BYTES = 5 << 20        /* what a thread may hope to find again in its share of the caches */
+    BP_COLUMNS = 128,         /* features per box of bp */
+    BP_BATCHES = 16,          /* most batches per box of bp: they share its angles */
+    BP_BLOCKS = 8,            /* auto takes sp if bp would have fewer boxes */
+    BP_BYTES = 5 << 20        /* auto takes sp if a box of bp is larger than a thread's share of cache */
 };
 
-static int64_t least(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t most(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-/* Cuts `size` into at most `pieces` equal steps. */
+/* The step that cuts `size` into at most `pieces` equal pieces. */
 static int64_t step_for(int64_t size, int64_t pieces) {
-    return ceil_div(size, most(1, least(pieces, size)));
+    return ceil_div(size, max64(1, min64(pieces, size)));
 }
 
-/* Whether the softmax over the sequence had better be done in blocks of features: where what it reads twice of a block
- * stays in a cache, and there are blocks enough to share out. Else memory is read best in the order in which it lies.
- */
+/* What auto takes for a softmax over the sequence: bp if the inputs of a box stay in a cache for
+ * the second read and there are enough boxes to share out; else sp, which reads memory in its
+ * own order. */
 static bool suits_bp(const struct lrpe_cosine_call *call) {
-    const int64_t *shape = call->x.shape, batches = least(shape[0], BP_BATCHES);
-    const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; there are twice as many of dy */
-    const int64_t bytes = elements * rafter_dtype_bytes(call->x.dtype) * (call->direction == RAFTER_FORWARD ? 1 : 3);
-    return bytes <= BP_BYTES && ceil_div(shape[2] * shape[3], BP_COLUMNS) * ceil_div(shape[0], BP_BATCHES) >= BP_BLOCKS;
+    const int64_t *const shape = call->x.shape, batches = min64(shape[0], BP_BATCHES);
+    const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; dy has twice as many */
+    const int64_t inputs = call->common.direction == RAFTER_FORWARD ? 1 : 3;
+    const int64_t boxes = ceil_div(shape[2] * shape[3], BP_COLUMNS) * ceil_div(shape[0], BP_BATCHES);
+    return elements * inputs * rafter_dtype_bytes(call->x.dtype) <= BP_BYTES && boxes >= BP_BLOCKS;
 }
 
-static struct cut make_cut(const struct plan *plan) {
-    const struct lrpe_cosine_call *call = plan->call;
+static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, bool bp) {
     const int64_t batch = call->x.shape[0], length = call->x.shape[1], heads = call->x.shape[2],
                   features = call->x.shape[3];
     struct cut cut = {batch, length, heads, features, 1, 1, 1, 1};
-    if (plan->bp) {
-        if (plan->f != LRPE_FEATURE && features > BP_COLUMNS)
+    if (bp) {
+        if (f != LRPE_FEATURE && features > BP_COLUMNS)
             cut.d_step = BP_COLUMNS;
-        cut.h_step = cut.d_step < features ? 1 : least(heads, most(1, BP_COLUMNS / features));
-        cut.b_step = least(batch, BP_BATCHES);
+        cut.h_step = cut.d_step < features ? 1 : min64(heads, max64(1, BP_COLUMNS / features));
+        cut.b_step = min64(batch, BP_BATCHES);
     } else {
-        cut.n_step = least(length, ceil_div(most(16, TASK_ELEMENTS / (call->x.numel / length)), 16) * 16);
-        if (plan->f == LRPE_SEQUENCE || call->dtheta.data)
-            cut.n_step = least(length, most(cut.n_step, ceil_div(ceil_div(length, MOST_PARTS), 16) * 16));
-        /* A short sequence: cut heads too, and then the batch, which costs computing angles again. */
-        const int64_t tasks = least(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
+        cut.n_step = min64(length, round_up(max64(16, TASK_ELEMENTS / (call->x.numel / length)), 16));
+        if (f == LRPE_SEQUENCE || call->dtheta.data)
+            cut.n_step = min64(length, max64(cut.n_step, round_up(ceil_div(length, MOST_PARTS), 16)));
+        /* A short sequence: cut heads too, and then the batch, for which angles are computed
+         * again. */
+        const int64_t tasks = min64(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
         cut.h_step = step_for(heads, tasks / pieces);
         cut.b_step = step_for(batch, tasks / pieces / ceil_div(heads, cut.h_step));
     }
@@ -250,60 +241,38 @@ static struct cut make_cut(const struct plan *plan) {
     return cut;
 }
 
-static int64_t tasks_of(const struct cut *cut) {
-    return cut->b_count * cut->n_count * cut->h_count * cut->d_count;
+static enum lrpe_f kernel_f(const struct lrpe_cosine_call *call) {
+    if (call->act != RAFTER_ACT_SOFTMAX)
+        return (enum lrpe_f)call->act;
+    if (call->softmax_over == RAFTER_OVER_SEQUENCE)
+        return LRPE_SEQUENCE;
+    return call->x.shape[3] <= LRPE_COLUMNS ? LRPE_FEATURE : LRPE_FEATURE_WIDE;
 }
 
-/* Tasks that follow one another share tokens. */
-static struct lrpe_box box_of(const struct plan *plan, int64_t task) {
-    const struct cut *cut = &plan->cut;
-    const int64_t *shape = plan->call->x.shape;
-    struct lrpe_box box;
-    box.d = task % cut->d_count * cut->d_step, task /= cut->d_count;
-    box.h = task % cut->h_count * cut->h_step, task /= cut->h_count;
-    box.b = task % cut->b_count * cut->b_step, task /= cut->b_count;
-    box.n = task * cut->n_step;
-    box.b_end = least(box.b + cut->b_step, shape[0]);
-    box.n_end = least(box.n + cut->n_step, shape[1]);
-    box.h_end = least(box.h + cut->h_step, shape[2]);
-    box.d_end = least(box.d + cut->d_step, shape[3]);
-    return box;
-}
-
-/* Bytes from a tensor's first element to its last. */
-static int64_t span(const rafter_view *view) {
-    int64_t elements = 1;
-    for (int d = 0; d < view->ndim; d++)
-        elements += (view->shape[d] - 1) * view->stride[d];
-    return elements * rafter_dtype_bytes(view->dtype);
-}
-
-/* a * b, or a number that no allocator has. */
+/* a * b, or a size that no allocator can give. */
 static size_t times(size_t a, size_t b) {
     size_t product;
     return __builtin_mul_overflow(a, b, &product) ? SIZE_MAX / 4 : product;
 }
 
-/* Returns the bytes of scratch memory that the call takes. */
-static size_t make_plan(const rafter_context *context, const struct lrpe_cosine_call *call, struct plan *plan) {
-    *plan = (struct plan){.call = call, .kernels = rafter_pick(context, &rafter_op_lrpe_cosine)->kernels};
+/* The workspace holds the parts of dtheta, then the statistics of a softmax: pivot, scale and, in
+ * backward, dot. */
+static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
+    (void)context;
+    const struct lrpe_cosine_call *const call = (const void *)common;
+    struct plan *const plan = storage;
+    *plan = (struct plan){.f = kernel_f(call)};
     if (call->x.numel == 0)
         return 0;
-    const int64_t *shape = call->x.shape;
-    const bool softmax = call->act == RAFTER_ACT_SOFTMAX, sequence = call->softmax_over == RAFTER_OVER_SEQUENCE;
-    plan->f = !softmax                   ? (enum lrpe_f)call->act
-              : sequence                 ? LRPE_SEQUENCE
-              : shape[3] <= LRPE_COLUMNS ? LRPE_FEATURE
-                                         : LRPE_FEATURE_WIDE;
+    const int64_t *const shape = call->x.shape;
     plan->bp = call->algorithm == RAFTER_LRPE_AUTO ? plan->f == LRPE_SEQUENCE && suits_bp(call)
                                                    : call->algorithm == RAFTER_LRPE_BP;
-    const rafter_view *out = call->direction == RAFTER_FORWARD ? &call->y : &call->dx;
-    plan->stream = out->data && rafter_should_stream(span(out));
-    plan->cut = make_cut(plan);
+    const rafter_view *const out = common->direction == RAFTER_FORWARD ? &call->y : &call->dx;
+    plan->stream = out->data && rafter_should_stream(rafter_span_bytes(out));
+    plan->cut = make_cut(call, plan->f, plan->bp);
 
     const size_t columns = times((size_t)shape[0], times((size_t)shape[2], (size_t)lrpe_padded(shape[3])));
-    const size_t arrays = call->direction == RAFTER_FORWARD ? 2 : 3;
-    plan->parts = plan->cut.n_count;
+    const size_t arrays = common->direction == RAFTER_FORWARD ? 2 : 3;
     if (call->dtheta.data)
         plan->dtheta_bytes =
             times((size_t)(plan->cut.n_count * plan->cut.b_count), times(sizeof(double), columns / (size_t)shape[0]));
@@ -311,140 +280,152 @@ static size_t make_plan(const rafter_context *context, const struct lrpe_cosine_
     if (plan->f == LRPE_SEQUENCE) {
         plan->part_step = (int64_t)times(arrays, columns);
         plan->array = columns;
-        floats = times((size_t)plan->parts, times(arrays, columns));
+        floats = times((size_t)plan->cut.n_count, times(arrays, columns));
     } else if (plan->f == LRPE_FEATURE_WIDE) {
         plan->array = (size_t)(call->x.numel / shape[3]);
         floats = times(arrays, plan->array);
     }
     return plan->dtheta_bytes + times(sizeof(float), floats);
 }
+_Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
-static void place_scratch(struct plan *plan, char *memory) {
-    plan->dtheta = plan->dtheta_bytes ? (double *)memory : NULL;
+/* ---- running --------------------------------------------------------------------------------- */
+
+struct work {
+    const struct lrpe_cosine_call *call;
+    const struct plan *plan;
+    const struct lrpe_cosine_kernels *kernels;
+    struct lrpe_statistics statistics; /* of the first piece of the sequence */
+    double *dtheta;                    /* [pieces of sequence and batch][H, padded D], or NULL */
+};
+
+static struct work place(const struct lrpe_cosine_call *call, const struct plan *plan, const void *kernels,
+                         char *workspace) {
+    struct work work = {.call = call, .plan = plan, .kernels = kernels};
+    if (plan->dtheta_bytes)
+        work.dtheta = (double *)(void *)workspace;
     if (plan->array) {
-        float *const floats = (float *)(memory + plan->dtheta_bytes);
-        plan->statistics.pivot = floats;
-        plan->statistics.scale = floats + plan->array;
-        plan->statistics.dot = plan->call->direction == RAFTER_BACKWARD ? floats + 2 * plan->array : NULL;
+        float *const floats = (float *)(void *)(workspace + plan->dtheta_bytes);
+        work.statistics.pivot = floats;
+        work.statistics.scale = floats + plan->array;
+        work.statistics.dot = call->common.direction == RAFTER_BACKWARD ? floats + 2 * plan->array : NULL;
     }
+    return work;
 }
 
-/* ---- tasks ----------------------------------------------------------------------------------- */
-
-static void column_task(void *arg, int64_t task) {
-    const struct plan *plan = arg;
-    const struct lrpe_box box = box_of(plan, task);
-    const int64_t part = box.n / plan->cut.n_step * plan->part_step;
-    struct lrpe_statistics there = {plan->statistics.pivot + part, plan->statistics.scale + part, NULL};
-    if (plan->statistics.dot)
-        there.dot = plan->statistics.dot + part;
-    plan->kernels->columns(plan->call, &box, &there);
+/* The box of a task. Consecutive tasks share tokens. */
+static struct lrpe_box box_of(const struct work *work, int64_t task) {
+    const struct cut *const cut = &work->plan->cut;
+    const int64_t *const shape = work->call->x.shape;
+    struct lrpe_box box;
+    box.d = task % cut->d_count * cut->d_step, task /= cut->d_count;
+    box.h = task % cut->h_count * cut->h_step, task /= cut->h_count;
+    box.b = task % cut->b_count * cut->b_step, task /= cut->b_count;
+    box.n = task * cut->n_step;
+    box.b_end = min64(box.b + cut->b_step, shape[0]);
+    box.n_end = min64(box.n + cut->n_step, shape[1]);
+    box.h_end = min64(box.h + cut->h_step, shape[2]);
+    box.d_end = min64(box.d + cut->d_step, shape[3]);
+    return box;
 }
 
-/* One task per batch. */
+/* sp: the statistics of a box's columns over its piece of the sequence. */
+static void columns_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const struct lrpe_box box = box_of(work, task);
+    const int64_t part = box.n / work->plan->cut.n_step * work->plan->part_step;
+    struct lrpe_statistics statistics = {work->statistics.pivot + part, work->statistics.scale + part, NULL};
+    if (work->statistics.dot)
+        statistics.dot = work->statistics.dot + part;
+    work->kernels->columns(work->call, &box, &statistics);
+}
+
+/* sp: merges the pieces of the sequence. One task per batch. */
 static void merge_task(void *arg, int64_t task) {
-    const struct plan *plan = arg;
-    const int64_t *shape = plan->call->x.shape;
+    const struct work *const work = arg;
+    const int64_t *const shape = work->call->x.shape;
     const struct lrpe_box box = {.b = task, .b_end = task + 1, .h_end = shape[2], .d_end = shape[3]};
-    plan->kernels->merge(plan->call, &box, &plan->statistics, plan->parts, plan->part_step);
+    work->kernels->merge(work->call, &box, &work->statistics, work->plan->cut.n_count, work->plan->part_step);
 }
 
-static void row_task(void *arg, int64_t task) {
-    const struct plan *plan = arg;
-    struct lrpe_box box = box_of(plan, task);
+static void rows_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    struct lrpe_box box = box_of(work, task);
     if (box.d > 0)
-        return; /* where features are cut, the first piece does the whole row */
-    box.d_end = plan->call->x.shape[3];
-    plan->kernels->rows(plan->call, &box, &plan->statistics);
+        return; /* if features are cut, the first piece takes the whole row */
+    box.d_end = work->call->x.shape[3];
+    work->kernels->rows(work->call, &box, &work->statistics);
 }
 
-static void main_task(void *arg, int64_t task) {
-    const struct plan *plan = arg;
-    const struct lrpe_cosine_call *call = plan->call;
-    const struct lrpe_box box = box_of(plan, task);
+static void results_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const struct lrpe_cosine_call *const call = work->call;
+    const struct plan *const plan = work->plan;
+    const struct lrpe_box box = box_of(work, task);
     if (plan->f == LRPE_SEQUENCE && plan->bp) {
-        plan->kernels->columns(call, &box, &plan->statistics);
-        plan->kernels->merge(call, &box, &plan->statistics, 1, 0);
+        work->kernels->columns(call, &box, &work->statistics);
+        work->kernels->merge(call, &box, &work->statistics, 1, 0);
     }
-    if (call->direction == RAFTER_FORWARD) {
-        plan->kernels->forward(call, &box, plan->f, &plan->statistics, plan->stream);
+    if (call->common.direction == RAFTER_FORWARD) {
+        work->kernels->forward(call, &box, plan->f, &work->statistics, plan->stream);
         return;
     }
     double *part = NULL;
-    if (plan->dtheta) {
+    if (work->dtheta) {
         const int64_t pieces_before = box.n / plan->cut.n_step * plan->cut.b_count + box.b / plan->cut.b_step;
-        part = plan->dtheta + pieces_before * call->x.shape[2] * lrpe_padded(call->x.shape[3]);
+        part = work->dtheta + pieces_before * call->x.shape[2] * lrpe_padded(call->x.shape[3]);
     }
-    plan->kernels->backward(call, &box, plan->f, &plan->statistics, part, plan->stream);
+    work->kernels->backward(call, &box, plan->f, &work->statistics, part, plan->stream);
 }
 
-enum { DTHETA_STEP = 256 }; /* elements of dtheta in a task */
+enum { DTHETA_STEP = 256 }; /* elements of dtheta per task */
 
 static void dtheta_task(void *arg, int64_t task) {
-    const struct plan *plan = arg;
-    const struct lrpe_cosine_call *call = plan->call;
-    const int64_t parts = call->x.numel > 0 ? plan->cut.n_count * plan->cut.b_count : 0;
-    plan->kernels->dtheta(call, plan->dtheta, parts, task * DTHETA_STEP,
-                          least((task + 1) * DTHETA_STEP, call->dtheta.numel));
+    const struct work *const work = arg;
+    const struct lrpe_cosine_call *const call = work->call;
+    const int64_t parts = work->plan->cut.n_count * work->plan->cut.b_count; /* 0 if x is empty */
+    work->kernels->dtheta(call, work->dtheta, parts, task * DTHETA_STEP,
+                          min64((task + 1) * DTHETA_STEP, call->dtheta.numel));
 }
 
-static rafter_status run(rafter_context *context, const struct lrpe_cosine_call *call) {
-    struct plan plan;
-    struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, make_plan(context, call, &plan),
-                                   &scratch));
-    place_scratch(&plan, scratch.memory);
-    if (call->x.numel > 0) {
-        const int64_t tasks = tasks_of(&plan.cut);
-        if (plan.f == LRPE_SEQUENCE && !plan.bp) {
-            rafter_parallel(context, tasks, column_task, &plan);
-            rafter_parallel(context, call->x.shape[0], merge_task, &plan);
-        } else if (plan.f == LRPE_FEATURE_WIDE) {
-            rafter_parallel(context, tasks, row_task, &plan);
-        }
-        rafter_parallel(context, tasks, main_task, &plan);
+static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan_storage,
+                         const void *kernels, char *workspace) {
+    const struct lrpe_cosine_call *const call = (const void *)common;
+    const struct plan *const plan = plan_storage;
+    const struct cut *const cut = &plan->cut;
+    struct work work = place(call, plan, kernels, workspace);
+    const int64_t tasks = cut->b_count * cut->n_count * cut->h_count * cut->d_count;
+    if (plan->f == LRPE_SEQUENCE && !plan->bp) {
+        rafter_parallel(context, tasks, columns_task, &work);
+        rafter_parallel(context, tasks > 0 ? call->x.shape[0] : 0, merge_task, &work);
+    } else if (plan->f == LRPE_FEATURE_WIDE) {
+        rafter_parallel(context, tasks, rows_task, &work);
     }
+    rafter_parallel(context, tasks, results_task, &work);
     if (call->dtheta.data)
-        rafter_parallel(context, ceil_div(call->dtheta.numel, DTHETA_STEP), dtheta_task, &plan);
-    rafter_scratch_release(context, &scratch);
+        rafter_parallel(context, ceil_div(call->dtheta.numel, DTHETA_STEP), dtheta_task, &work);
     return RAFTER_OK;
 }
 
-/* ---- the API --------------------------------------------------------------------------------- */
+const struct rafter_variant_functions rafter_lrpe_cosine_on_cpu = {NULL, make_plan, run};
 
-static rafter_status call_op(rafter_context *context, const rafter_lrpe_cosine_args *args, rafter_direction direction) {
-    rafter_lrpe_cosine_args a;
-    struct lrpe_cosine_call call;
-    RAFTER_TRY(rafter_take_args(context, "rafter_lrpe_cosine_args", args, &a, sizeof a));
-    RAFTER_TRY(check(context, &a, direction, &call));
-    return context->cuda ? context->cuda->lrpe_cosine(context, &call) : run(context, &call);
-}
+/* ---- entry points ---------------------------------------------------------------------------- */
 
 rafter_status rafter_lrpe_cosine_forward(rafter_context *context, const rafter_lrpe_cosine_args *args) {
-    return call_op(context, args, RAFTER_FORWARD);
+    struct lrpe_cosine_call call;
+    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
+    return rafter_run(context, &rafter_op_lrpe_cosine, &call.common);
 }
 
 rafter_status rafter_lrpe_cosine_backward(rafter_context *context, const rafter_lrpe_cosine_args *args) {
-    return call_op(context, args, RAFTER_BACKWARD);
+    struct lrpe_cosine_call call;
+    RAFTER_TRY(check(context, args, RAFTER_BACKWARD, &call));
+    return rafter_run(context, &rafter_op_lrpe_cosine, &call.common);
 }
 
 rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, const rafter_lrpe_cosine_args *args,
                                            rafter_direction direction, size_t *bytes) {
-    rafter_lrpe_cosine_args a;
     struct lrpe_cosine_call call;
-    struct plan plan;
-    RAFTER_TRY(rafter_take_args(context, "rafter_lrpe_cosine_args", args, &a, sizeof a));
-    if (!bytes)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted where to put the size");
-    if (direction != RAFTER_FORWARD && direction != RAFTER_BACKWARD)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
-                           (int)direction);
-    RAFTER_TRY(check(context, &a, direction, &call));
-    if (context->cuda) {
-        *bytes = 0;
-        call.ask = bytes;
-        return context->cuda->lrpe_cosine(context, &call);
-    }
-    *bytes = rafter_scratch_request(make_plan(context, &call, &plan));
-    return RAFTER_OK;
+    RAFTER_TRY(check(context, args, direction, &call));
+    return rafter_ask_workspace(context, &rafter_op_lrpe_cosine, &call.common, bytes);
 }

@@ -1,0 +1,335 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Rows and their softmax statistics, for logsumexp and the losses.
+ *
+ * A row is reduced by 8 or 32 lanes of a warp, or by a block. Each thread keeps a running maximum
+ * and sum; they are merged by butterfly shuffles and through shared memory, always in the same
+ * order.
+ */
+#ifndef RAFTER_CUDA_ROW_STATISTICS_CUH
+#define RAFTER_CUDA_ROW_STATISTICS_CUH
+
+#include "core/tensor.h"
+#include "cuda/vocabulary.cuh"
+
+/* ---- rows of a tensor ------------------------------------------------------------------------ */
+
+/* Element i of an array of any of the three dtypes. */
+DEVICE float load_number(const void *data, rafter_dtype dtype, int64_t i) {
+    return dtype == RAFTER_F32    ? static_cast<const float *>(data)[i]
+           : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
+                                  : to_float(static_cast<const fp16 *>(data)[i]);
+}
+DEVICE void store_number(void *data, rafter_dtype dtype, int64_t i, float value) {
+    if (dtype == RAFTER_F32)
+        static_cast<float *>(data)[i] = value;
+    else if (dtype == RAFTER_BF16)
+        static_cast<bf16 *>(data)[i] = from_float<bf16>(value);
+    else
+        static_cast<fp16 *>(data)[i] = from_float<fp16>(value);
+}
+
+/* Rows in row-major order of the leading dimensions of a view, as a kernel argument. The members
+ * that most calls need come first. */
+struct Rows {
+    char *data;
+    int64_t step; /* stride of the first dimension, in most calls the only one */
+    rafter_dtype dtype;
+    int dims;
+    int64_t shape[RAFTER_VIEW_DIMS], stride[RAFTER_VIEW_DIMS];
+
+    /* The offset of a row's first element, in elements. */
+    DEVICE int64_t offset(int64_t row) const {
+        int64_t at = 0;
+#pragma unroll 1
+        for (int d = dims - 1; d > 0; d--) {
+            const int64_t outer = row / shape[d];
+            at += (row - outer * shape[d]) * stride[d];
+            row = outer;
+        }
+        return at + row * step;
+    }
+    template <typename T> DEVICE T *at(int64_t row) const {
+        return reinterpret_cast<T *>(data) + offset(row);
+    }
+
+    /* For tensors of one number per row. */
+    DEVICE float get(int64_t row) const {
+        return load_number(data, dtype, offset(row));
+    }
+    DEVICE void put(int64_t row, float value) const {
+        store_number(data, dtype, offset(row), value);
+    }
+    /* One number per row: whether row i is element i. */
+    bool contiguous() const {
+        return dims == 1 && (step == 1 || shape[0] == 1);
+    }
+    /* Whether every row, of `elements` adjacent elements, consists of whole, aligned packs of 16
+     * bytes. */
+    bool whole_packs(int64_t elements) const {
+        const int64_t bytes = rafter_dtype_bytes(dtype);
+        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && elements * bytes % 16 == 0 && dims == 1 &&
+               (step * bytes % 16 == 0 || shape[0] == 1);
+    }
+};
+
+/* The first `dims` dimensions of the view, merged where strides allow. */
+static inline Rows rows_of(const rafter_view &view, int dims) {
+    rafter_view rows = view, *only = &rows;
+    Rows out;
+    out.data = view.data;
+    out.dtype = view.dtype;
+    out.dims = rafter_collapse(&only, 1, 0, dims);
+    for (int d = 0; d < out.dims; d++) {
+        out.shape[d] = rows.shape[d];
+        out.stride[d] = rows.stride[d];
+    }
+    out.step = out.stride[0];
+    return out;
+}
+
+/* Adjacent elements: the body, whole aligned packs, and the edges, less than one pack at either
+ * end. */
+template <typename T> struct AlignedSpan {
+    T *body;
+    int64_t packs;
+    int head, edges; /* elements before the body; elements before and after it */
+
+    DEVICE AlignedSpan() {
+    }
+    DEVICE AlignedSpan(T *first, int64_t n) {
+        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
+        head = ragged == 0 ? 0 : WIDE<T> - ragged;
+        if (head > n)
+            head = static_cast<int>(n);
+        body = first + head;
+        packs = (n - head) / WIDE<T>;
+        edges = static_cast<int>(n - packs * WIDE<T>);
+    }
+    /* The offset of edge element e from the body. */
+    DEVICE int64_t edge(int e) const {
+        return e < head ? e - head : e - head + packs * WIDE<T>;
+    }
+};
+
+/* ---- maxima and exponentials ----------------------------------------------------------------- */
+
+template <typename T, int N, int COUNT> DEVICE Pack<T, N> max_of_each(const Pack<T, N> (&packs)[COUNT]) {
+    Pack<T, N> top = packs[0];
+#pragma unroll
+    for (int k = 1; k < COUNT; k++)
+        top = max_of(top, packs[k]);
+    return top;
+}
+
+/* The largest element, NaN skipped; -inf if all are NaN. */
+template <typename T, int N, int COUNT> DEVICE float max_of_all(const Pack<T, N> (&packs)[COUNT]) {
+    constexpr int KEPT = NARROW<T> && N % 2 == 0 ? 2 : 1; /* elements left to unpack */
+    Pack<T, KEPT> top = reinterpret_cast<const Pack<T, KEPT> &>(packs[0]);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < N; j += KEPT)
+            top = max_of(top, reinterpret_cast<const Pack<T, KEPT> &>(packs[k].v[j]));
+    float x[KEPT], all = -INFINITY;
+    unpack(top, x);
+#pragma unroll
+    for (int j = 0; j < KEPT; j++)
+        all = fmaxf(all, x[j]);
+    return all;
+}
+
+/* e^(scale * d) for sums over elements of type T: full precision for float, relative error of 2^-17
+ * or less for the 16-bit types. */
+template <typename T> DEVICE float exp_term(float d, float scale) {
+    if constexpr (NARROW<T>)
+        return exp2_fast(d * (scale * LOG2E));
+    else
+        return expf(d * scale);
+}
+
+/* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the
+ * exponent of c is added to the argument of the exponential, so that a large c is not multiplied by
+ * an exponential that was flushed to 0. 24 more powers of two are added too and divided out by the
+ * last product, which rounds to subnormals correctly. */
+template <typename T> struct ScaledExp {
+    float pivot, rate, shift, factor;
+
+    DEVICE ScaledExp() {
+    }
+    DEVICE ScaledExp(float c, float at, float scale) : pivot(at), rate(scale), shift(0.0f), factor(c) {
+        if constexpr (NARROW<T>) {
+            rate = scale * LOG2E;
+            const int biased = __float_as_int(c) >> 23 & 255;
+            if (biased != 0 && biased != 255) {
+                const int exponent = biased - 127, spare = exponent < 100 ? 24 : 0;
+                shift = static_cast<float>(exponent + spare);
+                factor = __int_as_float((__float_as_int(c) & 0x807fffff) | (127 - spare) << 23);
+            }
+        }
+    }
+    DEVICE float exp(float x) const {
+        if constexpr (NARROW<T>)
+            return exp2_fast(fmaf(x - pivot, rate, shift));
+        else
+            return expf((x - pivot) * rate);
+    }
+    DEVICE float of(float x) const {
+        return factor * exp(x);
+    }
+    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack) const {
+        float x[N];
+        unpack(pack, x);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[j] = of(x[j]);
+        return packed<T>(x);
+    }
+};
+
+/* ---- running statistics ---------------------------------------------------------------------- */
+
+/* `sum` is the sum of e^(scale * (x - pivot_at(max))). A NaN makes the sum NaN, and the maximum
+ * skips it; a +inf makes the sum +inf (or NaN). */
+struct alignas(8) RowStats {
+    float max, sum;
+};
+
+DEVICE RowStats no_elements() {
+    return {-INFINITY, 0.0f};
+}
+
+/* What is subtracted before the exponential. Never an infinity: inf - inf would be NaN. */
+DEVICE float pivot_at(float max) {
+    return fabsf(max) == INFINITY ? 0.0f : max;
+}
+
+template <typename T> DEVICE RowStats stats_of_one(T x, float scale) {
+    const float a = to_float(x);
+    return {a, exp_term<T>(a - pivot_at(a), scale)};
+}
+
+DEVICE RowStats merge(RowStats a, RowStats b, float scale) {
+    const float max = fmaxf(a.max, b.max), pivot = pivot_at(max);
+    return {max, a.sum * expf((a.max - pivot) * scale) + b.sum * expf((b.max - pivot) * scale)};
+}
+
+/* Merges groups of LANES adjacent lanes. All lanes of the warp take part; each gets its group's
+ * result. */
+template <int LANES> DEVICE RowStats merge_lanes(RowStats s, float scale) {
+    float max = s.max;
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    float sum = s.sum * expf((s.max - pivot_at(max)) * scale);
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(~0u, sum, step);
+    return {max, sum};
+}
+
+/* Loads statistics that another block has stored. */
+DEVICE RowStats load_stats(const RowStats *stored) {
+    const float2 both = __ldcg(reinterpret_cast<const float2 *>(stored));
+    return {both.x, both.y};
+}
+
+/* Merges a block of at most 32 whole warps; only warp 0 gets the result. */
+DEVICE RowStats merge_block(RowStats s, float scale) {
+    __shared__ RowStats warp_stats[WARP];
+    s = merge_lanes<WARP>(s, scale);
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (lane == 0)
+        warp_stats[warp] = s;
+    __syncthreads();
+    if (warp == 0)
+        s = merge_lanes<WARP>(lane < blockDim.x / WARP ? warp_stats[lane] : no_elements(), scale);
+    return s;
+}
+
+/* ---- rows in parts --------------------------------------------------------------------------- */
+
+/* Counts this block at `counter`. True in the last of `blocks` blocks, which then sees everything
+ * that all of them wrote before, and has reset the counter to 0. Called by all threads. */
+DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        __threadfence();
+        last = atomicAdd(counter, 1u) == blocks - 1;
+        if (last)
+            *counter = 0;
+        __threadfence();
+    }
+    __syncthreads();
+    return last;
+}
+
+/* ---- the inner loop -------------------------------------------------------------------------- */
+
+/* Packs that a thread loads before it uses the first one. */
+constexpr int IN_FLIGHT = 4;
+
+template <typename T, int N, int COUNT>
+DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale) {
+    const float max = fmaxf(s.max, max_of_all(packs)), pivot = pivot_at(max);
+    float sum[4] = {s.sum * exp_term<T>(s.max - pivot, scale), 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        float x[N];
+        unpack(packs[k], x);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
+    }
+    s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+/* The statistics of one thread's share of a row: every threads-th pack and edge element. */
+template <typename T> DEVICE RowStats stats_of(const AlignedSpan<const T> &row, int thread, int threads, float scale) {
+    constexpr int N = WIDE<T>;
+    RowStats s = no_elements();
+    for (int e = thread; e < row.edges; e += threads)
+        s = merge(s, stats_of_one(row.body[row.edge(e)], scale), scale);
+
+    Pack<T, N> packs[IN_FLIGHT];
+    const int64_t stride = int64_t(threads) * N;
+    const T *p = row.body + thread * N, *const end = row.body + row.packs * N;
+    for (; p + (IN_FLIGHT - 1) * stride < end; p += IN_FLIGHT * stride) {
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            packs[k] = load_once<T, N>(p + k * stride);
+        add_packs(s, packs, scale);
+    }
+    if (p < end) {
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            packs[k] = load_once_if<T, N>(p + k * stride < end, p + k * stride, -INFINITY);
+        add_packs(s, packs, scale);
+    }
+    return s;
+}
+
+/* The same for rows of whole packs, in two steps, so that other loads can be issued in between.
+ * Packs past the end of the row are full of -inf. */
+template <typename T, int COUNT>
+DEVICE void load_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int row_packs, int first, int step) {
+    constexpr int N = WIDE<T>;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        packs[k] = load_once_if<T, N>(first + k * step < row_packs, row + (first + k * step) * N, -INFINITY);
+}
+/* `packs` holds the first packs, loaded with load_packs. */
+template <typename T, int COUNT>
+DEVICE RowStats stats_of_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int row_packs, int thread, int threads) {
+    RowStats s = no_elements();
+    for (int i = thread; i < row_packs;) {
+        add_packs(s, packs, 1.0f);
+        i += COUNT * threads;
+        if (i < row_packs)
+            load_packs(packs, row, row_packs, i, threads);
+    }
+    return s;
+}
+
+#endif

@@ -1,0 +1,139 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Storing the results of a tile (tiles.cuh): through shared memory by the copy engine, or by the
+ * warp itself to rows at any address.
+ */
+#ifndef RAFTER_CUDA_TILE_RESULTS_CUH
+#define RAFTER_CUDA_TILE_RESULTS_CUH
+
+#include "cuda/tiles.cuh"
+
+namespace tiles {
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+template <typename T> DEVICE unsigned pair_of(float a, float b) {
+    const float both[2] = {a, b};
+    const Pack<T, 2> pack = packed<T>(both);
+    return reinterpret_cast<const unsigned &>(pack);
+}
+
+/* The first of this thread's two columns of d[4 j ...]. */
+DEVICE int column_of(int j) {
+    return 8 * j + 2 * (threadIdx.x & 3);
+}
+
+/* Packs part `part` of the results. */
+template <typename T> DEVICE void pack_part(Packed &packed, int part, const float (&e)[2 * PART_PAIRS]) {
+#pragma unroll
+    for (int k = 0; k < PART_PAIRS; k++)
+        packed.u[part * PART_PAIRS + k] = pair_of<T>(e[2 * k], e[2 * k + 1]);
+}
+
+/* Writes the warp's 16 rows of a packed part into a box of shared memory, swizzled. */
+DEVICE void stage_part(char *box, const Packed &packed, int part) {
+    const int lane = threadIdx.x % WARP, swizzled = (lane / 16 ^ lane % 8) * 16;
+#pragma unroll
+    for (int j = 0; j < CHUNK / 8; j += 2) {
+        const unsigned *const u = packed.u + part * PART_PAIRS + 2 * j;
+        store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), {u[0], u[1], u[2], u[3]});
+    }
+}
+/* The same for 32 columns of floats, in the order of the sums. */
+constexpr int FLOATS = 128 / sizeof(float);
+DEVICE void stage_part(char *box, const float (&e)[FLOATS / 2]) {
+    const int lane = threadIdx.x % WARP, row = lane / 4, pair = lane % 4;
+#pragma unroll
+    for (int j = 0; j < FLOATS / 8; j++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            *reinterpret_cast<float2 *>(box + (row + 8 * i) * 128 + ((2 * j + pair / 2) ^ row) * 16 + pair % 2 * 8) =
+                make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
+}
+
+/* Has the copy engine store a staged box at (row, column), or add it there if ADD. `row`: the
+ * warp's first, in lane 0 at least. The engine writes up to a multiple of 16 bytes: padding up to
+ * there must be unused. */
+template <bool ADD> DEVICE void send_box(const char *box, const CUtensorMap &out, int column, int row) {
+    shared_written();
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) {
+        if constexpr (ADD)
+            add_box(&out, column, row, box);
+        else
+            store_box(&out, column, row, box);
+    }
+}
+
+/* Stores a packed part, once an earlier one has left its box of `staging`. ADD: the
+ * sum is rounded again. */
+template <bool ADD> DEVICE void store_part(const Packed &packed, int part, char *staging, const CUtensorMap &out) {
+    char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;
+    if (threadIdx.x % WARP == 0)
+        stores_wait<PARTS_IN_FLIGHT - 1>();
+    __syncwarp();
+    stage_part(box, packed, part);
+    send_box<ADD>(box, out, packed.column + part * CHUNK, packed.row);
+}
+
+/* Steps of the ring to hold so that every part of a tile of floats has its own box, and none waits
+ * for another: a warp's boxes are in its staging and in the held steps. */
+constexpr int PARTS_OF_STEP = STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
+constexpr int HELD_FOR_FLOATS = (COLUMNS / FLOATS - PARTS_IN_FLIGHT + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
+
+template <bool ADD>
+DEVICE void store_floats(const float (&e)[FLOATS / 2], int part, char *staging, char *const *held,
+                         const CUtensorMap &out, int column, int row) {
+    const int warp = threadIdx.x / WARP - GROUP / WARP, behind = part - PARTS_IN_FLIGHT;
+    char *const box = behind < 0
+                          ? staging + part * PART_BYTES
+                          : held[behind / PARTS_OF_STEP] + (warp * PARTS_OF_STEP + behind % PARTS_OF_STEP) * PART_BYTES;
+    __syncwarp();
+    stage_part(box, e);
+    send_box<ADD>(box, out, column + part * FLOATS, row);
+}
+
+/* The warp itself stores a staged box, 16 bytes per lane at a time, to rows at any address: to[i]
+ * is where this thread's row i begins, NULL if there is none. `column`: the first of the part.
+ * Columns from `columns` on are not written. */
+template <typename U, bool ADD>
+DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t columns) {
+    constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
+    const int lane = threadIdx.x % WARP;
+    const int64_t at = column + lane % LANES * N;
+    __syncwarp();
+#pragma unroll
+    for (int first = 0; first < PART_ROWS; first += WARP / LANES) {
+        const int row = first + lane / LANES, holder = row % 8 * 4;
+        U *const low = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[0]), holder));
+        U *const high = reinterpret_cast<U *>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(to[1]), holder));
+        U *const destination = row < 8 ? low : high;
+        const Pack<U, N> pack = *reinterpret_cast<const Pack<U, N> *>(box + row * 128 + (lane % LANES ^ row % 8) * 16);
+        if (!ADD && destination && at + N <= columns)
+            store_once<U, N>(destination + at, pack);
+        else if (destination)
+            for (int i = 0; i < N && at + i < columns; i++)
+                destination[at + i] =
+                    ADD ? from_float<U>(to_float(destination[at + i]) + to_float(pack.v[i])) : pack.v[i];
+    }
+}
+/* No wait for the box: all lanes had read it two parts ago, and have synchronised since. */
+template <typename U, bool ADD>
+DEVICE void scatter_part(const Packed &packed, int part, char *staging, U *const (&to)[2], int64_t columns) {
+    char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;
+    stage_part(box, packed, part);
+    scatter_box<U, ADD>(box, to, packed.column + part * CHUNK, columns);
+}
+template <bool ADD>
+DEVICE void scatter_floats(const float (&e)[FLOATS / 2], int part, char *staging, float *const (&to)[2], int column,
+                           int64_t columns) {
+    char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;
+    stage_part(box, e);
+    scatter_box<float, ADD>(box, to, column + part * FLOATS, columns);
+}
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+} // namespace tiles
+
+#endif

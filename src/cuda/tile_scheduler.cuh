@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Which cluster sums which tile of a product, and when: the tile sizes, the scheduler, split tiles,
+ * the order of tiles and the lockstep of clusters. tiles.cuh does the work.
+ */
+#ifndef RAFTER_CUDA_TILE_SCHEDULER_CUH
+#define RAFTER_CUDA_TILE_SCHEDULER_CUH
+
+#include "cuda/hopper.cuh"
+
+namespace tiles {
+
+constexpr int ROWS = 128, COLUMNS = 256, DEPTH = 64; /* of a block's tile; elements of depth per step */
+constexpr int CLUSTER = 2, STEPS = 4;                /* blocks per cluster; steps in flight */
+constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* rows, count and threads of warpgroups */
+constexpr int THREADS = GROUP * (1 + GROUPS);
+
+/* Steps [first, first + steps) of a tile: what a cluster does at a time. */
+struct WorkItem {
+    int tile, first, steps;
+};
+
+/* Tiles are scheduled in waves, one tile per cluster. If the last wave would leave many clusters
+ * idle, its tiles are split where that is faster: each of `parts` parts of a tile's depth is a work
+ * item of its own and leaves its sums in memory. The part of a tile that finishes last adds up all
+ * parts, in their order. So no cluster waits, and sums do not depend on which part is last. */
+struct TileScheduler {
+    static constexpr int MOST_PARTS = 16, LEAST_GAIN = 8; /* LEAST_GAIN: in steps */
+    static_assert(MOST_PARTS < WARP, "one lane per number of parts");
+    int whole, rest, parts, steps; /* tiles that are not split; that are; parts of each; steps of a tile */
+    int64_t time;                  /* of the whole product, in steps */
+
+    /* `capacity`: parts that SplitSums can hold. Beyond their steps, parts cost memory traffic:
+     * each one stores its sums, and the last one of a tile reads them all, in all clusters at the
+     * same time, through L2. On the device, all lanes of a warp must call this. */
+    static __host__ __device__ TileScheduler of(int tiles, int steps, int clusters, int capacity) {
+        const int last = tiles % clusters, waves = tiles / clusters;
+        int64_t least = int64_t(last > 0 ? steps : 0) * WARP + 1; /* steps of the last wave, and parts */
+        const auto consider = [&](int n) {
+            const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
+            if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
+                least = int64_t(time) * WARP + n;
+        };
+        const int most = last == 0 ? 0 : MOST_PARTS < capacity / last ? MOST_PARTS : capacity / last;
+#ifdef __CUDA_ARCH__
+        const int n = threadIdx.x % WARP;
+        if (n > 1 && n <= most)
+            consider(n);
+        for (int other = WARP / 2; other > 0; other /= 2)
+            least = min(least, __shfl_xor_sync(~0u, least, other));
+#else
+        for (int n = 2; n <= most; n++)
+            consider(n);
+#endif
+        const int parts = static_cast<int>(least % WARP);
+        const int64_t time = int64_t(waves) * steps + least / WARP;
+        return parts > 1 ? TileScheduler{tiles - last, last, parts, steps, time}
+                         : TileScheduler{tiles, 0, 1, steps, time};
+    }
+    DEVICE int items() const {
+        return whole + rest * parts;
+    }
+    /* The part of its tile that a work item of a split tile is. Consecutive items are the same part
+     * of different tiles: they share operands, which are in L2. */
+    DEVICE int part_of(int item) const {
+        return (item - whole) / rest;
+    }
+    DEVICE WorkItem at(int item) const {
+        if (item < whole)
+            return {item, 0, steps};
+        const int part = part_of(item), first = part * steps / parts;
+        return {item - part * rest, first, (part + 1) * steps / parts - first};
+    }
+};
+
+/* Workspace of a product: the sums of parts of split tiles, and counters. */
+constexpr int64_t SPLIT_BYTES = int64_t(CLUSTER) * ROWS * COLUMNS * 4; /* of one part */
+struct SplitSums {
+    float *sums;
+    unsigned *counters; /* counters_of(clusters) of them; 0 before and after a kernel */
+    int capacity;       /* parts that fit into `sums` */
+};
+constexpr int LOCKSTEP_COUNTERS = 5; /* the first ones */
+constexpr int counters_of(int clusters) {
+    return LOCKSTEP_COUNTERS + clusters * CLUSTER * GROUPS;
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+/* Row and column of the first element of a cluster's tile. */
+struct TileOrigin {
+    int row, column;
+};
+
+/* The order of tiles: bands of BAND tiles of rows; in a band all columns, rows first; every other
+ * band from the last column to the first. So the tiles of one wave, which advance at about the same
+ * speed, share few operands, and most loads hit L2. */
+struct TileOrder {
+    static constexpr int BAND = 8;
+    int down, across; /* tiles of rows (of a cluster) and of columns */
+
+    DEVICE TileOrder(int64_t rows, int64_t columns)
+        : down(static_cast<int>((rows + CLUSTER * ROWS - 1) / (CLUSTER * ROWS))),
+          across(static_cast<int>((columns + COLUMNS - 1) / COLUMNS)) {
+    }
+    DEVICE int count() const {
+        return down * across;
+    }
+    DEVICE TileOrigin at(int tile) const {
+        const int band = tile / (BAND * across), inside = tile - band * BAND * across;
+        const int high = min(BAND, down - band * BAND), column = inside / high;
+        return {(band * BAND + inside - column * high) * CLUSTER * ROWS,
+                (band % 2 == 0 ? column : across - 1 - column) * COLUMNS};
+    }
+};
+
+/* Keeps the clusters of a long product in lockstep. Without it clusters drift apart; operands
+ * they share are evicted from L2 and read again: a product of 20 ms reads memory three times
+ * as often as it must. Every ROUND steps a cluster waits until all others have reached the
+ * round before its own.
+ *
+ * Correctness does not depend on it. If other clusters do not run (on a shared GPU), a cluster
+ * gives up waiting after MOST_POLLS, about 70 us. A cluster without further work counts for all of
+ * its remaining rounds at once, so a last wave waits for nobody. */
+class ClusterLockstep {
+    static constexpr int LONG = 2048, ROUND = 16; /* steps */
+    static constexpr unsigned SLOTS = LOCKSTEP_COUNTERS - 1;
+    static constexpr int MOST_POLLS = 100;
+    unsigned *const counters;        /* arrivals: round r in slot r % SLOTS; behind them, finished clusters */
+    const unsigned clusters, rounds; /* rounds: of one cluster, at most */
+    unsigned round = 0;
+    int step = 0;
+    bool waits = true;
+
+  public:
+    /* `steps`: of one cluster, at most. All of `cluster_count` clusters must take part. */
+    DEVICE ClusterLockstep(const SplitSums &split, int64_t steps, unsigned cluster_count)
+        : counters(steps >= LONG ? split.counters : NULL), clusters(cluster_count),
+          rounds(static_cast<unsigned>(steps / ROUND)) {
+    }
+    /* Before every step. */
+    DEVICE void before_step() {
+        if (!counters || ++step < ROUND)
+            return;
+        step = 0;
+        atomicAdd(counters + round % SLOTS, 1u);
+        if (waits && round > 0) {
+            const unsigned before = round - 1, all = (before / SLOTS + 1) * clusters;
+            int polls = 0;
+            while (load_relaxed(counters + before % SLOTS) < all && ++polls < MOST_POLLS)
+                ;
+            waits = polls < MOST_POLLS;
+        }
+        round++;
+    }
+    /* After the last step: from now on nobody waits for this cluster. */
+    DEVICE void leave() {
+        if (!counters)
+            return;
+        for (; round < rounds; round++)
+            atomicAdd(counters + round % SLOTS, 1u);
+        __threadfence();
+        if (atomicAdd(counters + SLOTS, 1u) == clusters - 1)
+            for (unsigned i = 0; i <= SLOTS; i++)
+                counters[i] = 0; /* for the next kernel */
+    }
+};
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+} // namespace tiles
+
+#endif

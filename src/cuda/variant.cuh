@@ -1,0 +1,50 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * A CUDA variant: the host side of one file src/ops/<op>/cuda/<name>.cu. The file defines a struct
+ *
+ *     struct PackedRows {
+ *         typedef logsumexp_call Call;     the op's checked call
+ *         struct Plan { ... };             whatever launch needs; plain data
+ *         static const char *why_not(const rafter_cuda_state &device, const Call &call);
+ *         static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
+ *         static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
+ *     };
+ *     RAFTER_CUDA_VARIANT(logsumexp, packed_rows, PackedRows)
+ *
+ * and the op's variants.inc gets the row CUDA(packed_rows, sm80). core/variants.h says what each
+ * function does. Launch errors are checked after launch returns.
+ */
+#ifndef RAFTER_CUDA_VARIANT_CUH
+#define RAFTER_CUDA_VARIANT_CUH
+
+#include "core/variants.h"
+#include "cuda/backend.cuh"
+
+template <class Variant> struct VariantFunctions {
+    typedef typename Variant::Call Call;
+    typedef typename Variant::Plan Plan;
+    static_assert(sizeof(Plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
+
+    static const Call &typed(const struct rafter_call *call) {
+        return *reinterpret_cast<const Call *>(call);
+    }
+    static const char *why_not(const rafter_context *context, const struct rafter_call *call) {
+        return Variant::why_not(*context->cuda_state, typed(call));
+    }
+    static size_t plan(const rafter_context *context, const struct rafter_call *call, void *plan) {
+        return Variant::plan(*context->cuda_state, typed(call), static_cast<Plan *>(plan));
+    }
+    static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan, const void *,
+                             char *workspace) {
+        return Variant::launch(context, typed(call), *static_cast<const Plan *>(plan), workspace);
+    }
+};
+
+#define RAFTER_CUDA_VARIANT(op, name, Variant)                                                                         \
+    extern "C" {                                                                                                       \
+    extern const struct rafter_variant_functions rafter_cuda_##op##_##name;                                            \
+    }                                                                                                                  \
+    const struct rafter_variant_functions rafter_cuda_##op##_##name = {                                                \
+        VariantFunctions<Variant>::why_not, VariantFunctions<Variant>::plan, VariantFunctions<Variant>::run};
+
+#endif

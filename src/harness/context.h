@@ -1,0 +1,18 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What tests and the bench need to know of a context and the public API does not tell. */
+#ifndef RAFTER_HARNESS_CONTEXT_H
+#define RAFTER_HARNESS_CONTEXT_H
+
+#include <stdbool.h>
+
+#include "rafter/rafter.h"
+
+bool context_on_gpu(const rafter_context *context);
+DLDevice context_device(const rafter_context *context);
+void *context_stream(const rafter_context *context);
+
+/* Allows outputs with stride 0, so that all data of a call stays in L1. The bench measures the rate
+ * of an op's own loops that way. */
+void context_allow_self_overlap(rafter_context *context);
+
+#endif

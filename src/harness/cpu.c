@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "harness/cpu.h"
+
+#include <string.h>
+
+#include "core/context.h"
+#include "core/threads.h"
+#include "ops/linear_cross_entropy/kernels.h"
+
+enum cpu_level cpu_level(void) {
+    const enum rafter_isa isa = rafter_cpu_isa();
+    return isa >= RAFTER_ISA_avx512 ? CPU_AVX512 : isa >= RAFTER_ISA_avx2 ? CPU_AVX2 : CPU_PORTABLE;
+}
+
+struct peak {
+    rafter_dtype dtype;
+    int64_t iterations;
+    const struct linear_cross_entropy_kernels *kernels;
+    char *memory;
+    double flops; /* of one thread */
+};
+
+static void peak_task(void *arg, int64_t task) {
+    struct peak *const peak = arg;
+    const double flops = peak->kernels->peak(peak->dtype, peak->iterations, peak->memory + task * LCE_PEAK_BYTES);
+    if (task == 0)
+        peak->flops = flops;
+}
+
+double cpu_matrix_flops(rafter_context *context, rafter_dtype dtype, int64_t iterations) {
+    struct peak peak = {dtype, iterations, lce_kernels_of(context), NULL, 0.0};
+    const size_t bytes = (size_t)context->threads * LCE_PEAK_BYTES;
+    struct rafter_scratch scratch;
+    if (rafter_scratch_take(context, NULL, 0, bytes, &scratch) != RAFTER_OK)
+        return 0.0;
+    memset(scratch.memory, 0, bytes);
+    peak.memory = scratch.memory;
+    rafter_parallel(context, context->threads, peak_task, &peak);
+    rafter_scratch_release(context, &scratch);
+    return peak.flops * context->threads;
+}

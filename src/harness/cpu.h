@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the bench asks of the library's CPU side. */
+#ifndef RAFTER_HARNESS_CPU_H
+#define RAFTER_HARNESS_CPU_H
+
+#include <stdint.h>
+
+#include "rafter/rafter.h"
+
+/* The ISA levels that the naive baselines and the memory streams are compiled for. */
+enum cpu_level { CPU_PORTABLE, CPU_AVX2, CPU_AVX512, CPU_LEVELS };
+
+/* The highest of them that this machine runs. */
+enum cpu_level cpu_level(void);
+
+/* Runs the innermost matrix loop of linear_cross_entropy `iterations` times on every thread of the
+ * context, on data in registers and L1. Returns the flops done by all threads; 0: no memory. */
+double cpu_matrix_flops(rafter_context *context, rafter_dtype dtype, int64_t iterations);
+
+#endif

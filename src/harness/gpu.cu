@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "harness/gpu.h"
+
+#include <cuda_runtime.h>
+
+#include <stdio.h>
+#include <string.h>
+
+#include "core/context.h"
+#include "core/sizes.h"
+
+static cudaStream_t stream_of(const rafter_context *context) {
+    return static_cast<cudaStream_t>(context->stream);
+}
+
+/* ---- the device ------------------------------------------------------------------------------ */
+
+void gpu_describe(const rafter_context *context, struct gpu_facts *facts) {
+    cudaDeviceProp properties;
+    memset(facts, 0, sizeof *facts);
+    if (cudaGetDeviceProperties(&properties, context->device.device_id) != cudaSuccess)
+        return;
+    snprintf(facts->name, sizeof facts->name, "%s", properties.name);
+    facts->compute_capability = 10 * properties.major + properties.minor;
+    facts->multiprocessors = properties.multiProcessorCount;
+    facts->l2_bytes = properties.l2CacheSize;
+    facts->memory_bytes = static_cast<int64_t>(properties.totalGlobalMem);
+    cudaDriverGetVersion(&facts->driver);
+    cudaRuntimeGetVersion(&facts->runtime);
+}
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+void *gpu_allocate(size_t bytes) {
+    void *memory = NULL;
+    if (cudaMalloc(&memory, bytes ? bytes : 1) != cudaSuccess) {
+        cudaGetLastError(); /* clear it, or a later launch reports it again */
+        return NULL;
+    }
+    return memory;
+}
+
+void gpu_release(void *memory) {
+    cudaFree(memory);
+}
+
+int64_t gpu_pool_bytes(const rafter_context *context) {
+    cudaMemPool_t pool = NULL;
+    uint64_t bytes = 0;
+    if (cudaDeviceGetDefaultMemPool(&pool, context->device.device_id) != cudaSuccess ||
+        cudaMemPoolGetAttribute(pool, cudaMemPoolAttrUsedMemCurrent, &bytes) != cudaSuccess)
+        return 0;
+    return static_cast<int64_t>(bytes);
+}
+
+bool gpu_copy(void *to, const void *from, size_t bytes) {
+    /* From pageable memory cudaMemcpy may return before the data has reached the device, and other
+     * streams do not wait for it. */
+    return cudaMemcpy(to, from, bytes, cudaMemcpyDefault) == cudaSuccess && cudaStreamSynchronize(NULL) == cudaSuccess;
+}
+
+bool gpu_fill(const rafter_context *context, void *memory, int value, size_t bytes) {
+    return cudaMemsetAsync(memory, value, bytes, stream_of(context)) == cudaSuccess;
+}
+
+bool gpu_move(const rafter_context *context, void *to, const void *from, size_t bytes) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(context)) == cudaSuccess;
+}
+
+template <typename T>
+static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (i < count)
+        to[i] = from[index[i]];
+}
+
+template <typename T>
+static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
+                          int64_t count) {
+    const int threads = 256;
+    const unsigned blocks = static_cast<unsigned>(ceil_div<int64_t>(count, threads));
+    gather_elements<<<blocks, threads, 0, stream_of(context)>>>(static_cast<T *>(to), static_cast<const T *>(from),
+                                                                index, count);
+}
+
+bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
+                int element) {
+    if (count <= 0)
+        return true;
+    switch (element) {
+    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
+    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
+    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
+    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    default: return false;
+    }
+    return cudaGetLastError() == cudaSuccess;
+}
+
+/* ---- streams and events ---------------------------------------------------------------------- */
+
+void *gpu_new_stream(bool high_priority) {
+    cudaStream_t stream = NULL;
+    int lowest = 0, highest = 0;
+    cudaDeviceGetStreamPriorityRange(&lowest, &highest);
+    const int priority = high_priority ? highest : lowest;
+    return cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority) == cudaSuccess ? stream : NULL;
+}
+
+void gpu_release_stream(void *stream) {
+    cudaStreamDestroy(static_cast<cudaStream_t>(stream));
+}
+
+bool gpu_synchronize(const rafter_context *context) {
+    return cudaStreamSynchronize(stream_of(context)) == cudaSuccess;
+}
+
+static __global__ void nothing() {
+}
+
+void gpu_launch_nothing(const rafter_context *context) {
+    nothing<<<1, 32, 0, stream_of(context)>>>();
+}
+
+void *gpu_new_event(void) {
+    cudaEvent_t event = NULL;
+    return cudaEventCreate(&event) == cudaSuccess ? event : NULL;
+}
+
+void gpu_release_event(void *event) {
+    cudaEventDestroy(static_cast<cudaEvent_t>(event));
+}
+
+void gpu_record(const rafter_context *context, void *event) {
+    cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(context));
+}
+
+float gpu_elapsed(void *from, void *to) {
+    float milliseconds = -1;
+    cudaEventSynchronize(static_cast<cudaEvent_t>(to));
+    cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(from), static_cast<cudaEvent_t>(to));
+    return milliseconds;
+}
+
+/* ---- graphs ---------------------------------------------------------------------------------- */
+
+bool gpu_capture_begin(const rafter_context *context) {
+    return cudaStreamBeginCapture(stream_of(context), cudaStreamCaptureModeGlobal) == cudaSuccess;
+}
+
+void *gpu_capture_end(const rafter_context *context) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t executable = NULL;
+    if (cudaStreamEndCapture(stream_of(context), &graph) == cudaSuccess && graph)
+        cudaGraphInstantiate(&executable, graph, 0);
+    if (graph)
+        cudaGraphDestroy(graph);
+    return executable;
+}
+
+bool gpu_replay(const rafter_context *context, void *graph) {
+    return cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), stream_of(context)) == cudaSuccess;
+}
+
+void gpu_release_graph(void *graph) {
+    cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+}

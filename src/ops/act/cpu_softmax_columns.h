@@ -1,0 +1,184 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Softmax along columns: the lines are adjacent, and their elements are one row apart. */
+#ifndef RAFTER_ACT_CPU_SOFTMAX_COLUMNS_H
+#define RAFTER_ACT_CPU_SOFTMAX_COLUMNS_H
+
+#include "ops/act/cpu_softmax.h"
+
+enum {
+    /* Rows summed in registers before they are added to the sums of the columns. A sum of n rows
+     * has FOLD + n / FOLD roundings. */
+    FOLD = 8,
+    /* Pairs of vectors across columns whose sums are in registers meanwhile. Each row is read
+     * contiguously for that long. */
+    PAIRS = 4,
+    /* Prefetch distance in rows. */
+    AHEAD = 16
+};
+
+/* Column maxima over the first `rows` rows. */
+V_INLINE void columns_max(int dtype, const struct act_block *b, int64_t rows, float *max) {
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
+    for (int64_t i = 0; i < n; i++)
+        max[i] = -INFINITY;
+    for (int64_t r = 0; r < rows; r++) {
+        const char *const x = row_at(dtype, b, ACT_IN, r);
+        int64_t i = 0;
+        for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+            vf x0, x1;
+            v_load_pair(dtype, x + i * bytes, &x0, &x1);
+            v_store(RAFTER_F32, max + i, v_max(x0, v_load(RAFTER_F32, max + i)));
+            v_store(RAFTER_F32, max + i + V_LANES, v_max(x1, v_load(RAFTER_F32, max + i + V_LANES)));
+        }
+        for (int64_t lanes; i < n; i += lanes) {
+            lanes = min64(n - i, V_LANES);
+            const vf a = load(dtype, x + i * bytes, lanes);
+            store(RAFTER_F32, max + i, v_max(a, load(RAFTER_F32, max + i, lanes)), lanes);
+        }
+    }
+}
+
+/* Forward adds e^(x - pivot), backward y dy; `by` is the pivot or dy. */
+V_INLINE vf add_term(bool is_forward, vf sum, vf in, vf by) {
+    return is_forward ? sum + v_exp_from(in, by) : v_fma(in, by, sum);
+}
+
+/* Adds `rows` rows to the sums of the columns in `pairs` pairs of vectors, from `column` on. */
+V_INLINE void fold_pairs(int dtype, bool is_forward, int pairs, const struct act_block *b, int64_t row, int rows,
+                         int64_t column, const float *pivot, float *sum) {
+    const int64_t bytes = v_bytes(dtype), step = 2 * V_LANES * bytes;
+    const int64_t in_pitch = b->row_stride[ACT_IN] * bytes, dy_pitch = is_forward ? 0 : b->row_stride[ACT_DY] * bytes;
+    const char *in = row_at(dtype, b, ACT_IN, row) + column * bytes;
+    const char *dy = is_forward ? NULL : row_at(dtype, b, ACT_DY, row) + column * bytes;
+    vf s[2 * PAIRS], by[2 * PAIRS];
+    for (int k = 0; k < 2 * pairs; k++) {
+        s[k] = v_set(0.0f);
+        by[k] = is_forward ? finite_pivot(v_load(RAFTER_F32, pivot + column + k * V_LANES)) : s[k];
+    }
+    for (int r = 0; r < rows; r++, in += in_pitch, dy += dy_pitch)
+        for (int k = 0; k < 2 * pairs; k += 2) {
+            vf in0, in1;
+            __builtin_prefetch(in + AHEAD * in_pitch + k / 2 * step);
+            v_load_pair(dtype, in + k / 2 * step, &in0, &in1);
+            if (!is_forward) {
+                __builtin_prefetch(dy + AHEAD * dy_pitch + k / 2 * step);
+                v_load_pair(dtype, dy + k / 2 * step, &by[k], &by[k + 1]);
+            }
+            s[k] = add_term(is_forward, s[k], in0, by[k]);
+            s[k + 1] = add_term(is_forward, s[k + 1], in1, by[k + 1]);
+        }
+    for (int k = 0; k < 2 * pairs; k++)
+        v_store(RAFTER_F32, sum + column + k * V_LANES, v_load(RAFTER_F32, sum + column + k * V_LANES) + s[k]);
+}
+
+V_INLINE void fold(int dtype, bool is_forward, const struct act_block *b, int64_t row, int rows, const float *pivot,
+                   float *sum) {
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
+    int64_t i = 0;
+    for (; i + PAIRS * 2 * V_LANES <= n; i += PAIRS * 2 * V_LANES)
+        fold_pairs(dtype, is_forward, PAIRS, b, row, rows, i, pivot, sum);
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES)
+        fold_pairs(dtype, is_forward, 1, b, row, rows, i, pivot, sum);
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = min64(n - i, V_LANES);
+        vf s = v_set(0.0f), by = is_forward ? finite_pivot(load(RAFTER_F32, pivot + i, lanes)) : s;
+        for (int r = 0; r < rows; r++) {
+            if (!is_forward)
+                by = load(dtype, row_at(dtype, b, ACT_DY, row + r) + i * bytes, lanes);
+            s = add_term(is_forward, s, load(dtype, row_at(dtype, b, ACT_IN, row + r) + i * bytes, lanes), by);
+        }
+        store(RAFTER_F32, sum + i, load(RAFTER_F32, sum + i, lanes) + s, lanes);
+    }
+}
+
+V_INLINE void columns_sum(int dtype, bool is_forward, const struct act_block *b, const float *pivot, float *sum) {
+    for (int64_t i = 0; i < b->columns; i++)
+        sum[i] = 0.0f;
+    int64_t r = 0;
+    for (; r + FOLD <= b->rows; r += FOLD)
+        fold(dtype, is_forward, b, r, FOLD, pivot, sum);
+    for (; r < b->rows; r++)
+        fold(dtype, is_forward, b, r, 1, pivot, sum);
+}
+
+V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, float *statistics) {
+    float *const pivot = statistics, *const sum = statistics + b->columns;
+    columns_max(dtype, b, guesses(dtype) ? 1 : b->rows, pivot);
+    columns_sum(dtype, true, b, pivot, sum);
+    bool failed = false;
+    for (int64_t i = 0; i < b->columns; i++)
+        failed |= guess_failed(sum[i]);
+    if (guesses(dtype) && failed) {
+        columns_max(dtype, b, b->rows, pivot);
+        columns_sum(dtype, true, b, pivot, sum);
+    }
+}
+
+V_INLINE void normalise_row(int dtype, const char *x, const float *pivot, const float *scale, int64_t n, char *y,
+                            bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf x0, x1;
+        v_load_pair(dtype, x + i * bytes, &x0, &x1);
+        x0 = v_exp_from(x0, v_load(RAFTER_F32, pivot + i)) * v_load(RAFTER_F32, scale + i);
+        x1 = v_exp_from(x1, v_load(RAFTER_F32, pivot + i + V_LANES)) * v_load(RAFTER_F32, scale + i + V_LANES);
+        store_pair(dtype, y + i * bytes, x0, x1, stream);
+    }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = min64(n - i, V_LANES);
+        const vf e = v_exp_from(load(dtype, x + i * bytes, lanes), load(RAFTER_F32, pivot + i, lanes));
+        store(dtype, y + i * bytes, e * load(RAFTER_F32, scale + i, lanes), lanes);
+    }
+}
+
+V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const float *statistics) {
+    float pivot[ACT_MOST_LINES], scale[ACT_MOST_LINES];
+    for (int64_t i = 0; i < b->columns; i++) {
+        pivot[i] = v_pivot(statistics[i]);
+        scale[i] = 1.0f / statistics[b->columns + i];
+    }
+    for (int64_t r = b->rows - 1; r >= 0; r--) { /* backwards: the rows read last may still be in L2 */
+        const char *const x = row_at(dtype, b, ACT_IN, r);
+        char *const y = row_at(dtype, b, ACT_OUT, r);
+        if (b->stream && (uintptr_t)y % V_STREAM == 0)
+            normalise_row(dtype, x, pivot, scale, b->columns, y, true);
+        else
+            normalise_row(dtype, x, pivot, scale, b->columns, y, false);
+    }
+}
+
+V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, float *sum) {
+    columns_sum(dtype, false, b, NULL, sum);
+}
+
+V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx,
+                          bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    int64_t i = 0;
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf y0, y1, dy0, dy1;
+        v_load_pair(dtype, y + i * bytes, &y0, &y1);
+        v_load_pair(dtype, dy + i * bytes, &dy0, &dy1);
+        store_pair(dtype, dx + i * bytes, y0 * (dy0 - v_load(RAFTER_F32, sum + i)),
+                   y1 * (dy1 - v_load(RAFTER_F32, sum + i + V_LANES)), stream);
+    }
+    for (int64_t lanes; i < n; i += lanes) {
+        lanes = min64(n - i, V_LANES);
+        const vf centred = load(dtype, dy + i * bytes, lanes) - load(RAFTER_F32, sum + i, lanes);
+        store(dtype, dx + i * bytes, load(dtype, y + i * bytes, lanes) * centred, lanes);
+    }
+}
+
+V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const float *sum) {
+    for (int64_t r = b->rows - 1; r >= 0; r--) { /* backwards, as in forward */
+        const char *const y = row_at(dtype, b, ACT_IN, r), *const dy = row_at(dtype, b, ACT_DY, r);
+        char *const dx = row_at(dtype, b, ACT_OUT, r);
+        if (b->stream && (uintptr_t)dx % V_STREAM == 0)
+            project_row(dtype, y, dy, sum, b->columns, dx, true);
+        else
+            project_row(dtype, y, dy, sum, b->columns, dx, false);
+    }
+}
+
+#endif

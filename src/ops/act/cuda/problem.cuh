@@ -1,0 +1,113 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the CUDA variants of act share: the tensors of a call, dimensions reordered and merged. */
+#ifndef RAFTER_ACT_CUDA_PROBLEM_CUH
+#define RAFTER_ACT_CUDA_PROBLEM_CUH
+
+#include <type_traits>
+
+#include "cuda/launch.cuh"
+#include "cuda/variant.cuh"
+#include "ops/act/call.h"
+
+namespace {
+
+enum { IN, DY, OUT, TENSORS }; /* the tensors of a call; the order of a Walk's offsets */
+
+constexpr int THREADS = 128; /* per block, a pack of 16 bytes each: docs/perf/README.md */
+
+/* Backward of `none`, and of relu with a mask, has no `in`: IN is dy then. */
+const rafter_view &input_of(const act_call &call) {
+    return call.in.data ? call.in : call.dy;
+}
+
+bool is_forward(const act_call &call) {
+    return call.common.direction == RAFTER_FORWARD;
+}
+
+bool is_softmax(const act_call &call) {
+    return call.kind == RAFTER_ACT_SOFTMAX;
+}
+
+/* The views of a call, whose dimensions are then reordered and merged in all of them alike. */
+struct Views {
+    rafter_view view[TENSORS];
+    const rafter_view *pointer[TENSORS]; /* NULL: the call has no such tensor */
+    rafter_view *used[TENSORS];          /* the tensors that the call has */
+    int count;
+
+    explicit Views(const act_call &call) : count(0) {
+        view[IN] = input_of(call);
+        view[DY] = call.dy;
+        view[OUT] = call.out;
+        for (int t = 0; t < TENSORS; t++) {
+            pointer[t] = t == DY && is_forward(call) ? NULL : &view[t];
+            if (pointer[t])
+                used[count++] = &view[t];
+        }
+    }
+    Views(const Views &) = delete; /* it points into itself */
+    Views &operator=(const Views &) = delete;
+
+    int ndim() const {
+        return view[OUT].ndim;
+    }
+    /* Whether 16-byte accesses can be used along the last dimension of all tensors. */
+    bool wide() const {
+        bool all = true;
+        for (int v = 0; v < count; v++)
+            all = all && allows_wide_access(*used[v], ndim());
+        return all;
+    }
+    bool contiguous(int dim) const {
+        bool all = true;
+        for (int v = 0; v < count; v++)
+            all = all && (used[v]->stride[dim] == 1 || used[v]->shape[dim] == 1);
+        return all;
+    }
+};
+
+/* Elementwise kinds: dimensions in the order of the output's memory, merged where strides allow. */
+struct ElementwiseViews : Views {
+    explicit ElementwiseViews(const act_call &call) : Views(call) {
+        rafter_order_by_stride(used, count, &view[OUT], ndim());
+        rafter_collapse(used, count, 0, ndim());
+    }
+    /* All tensors have the same layout without gaps. */
+    bool flat() const {
+        return ndim() == 1 && contiguous(0);
+    }
+};
+
+/* Softmax: whether the elements along `dim` are adjacent in all tensors. */
+bool dim_is_contiguous(const act_call &call) {
+    const rafter_view *const views[TENSORS] = {&call.in, is_forward(call) ? NULL : &call.dy, &call.out};
+    bool all = true;
+    for (const rafter_view *view : views)
+        all = all && (!view || view->ndim == 0 || view->stride[call.dim] == 1 || view->shape[call.dim] == 1);
+    return all;
+}
+
+/* Softmax: the tensors as [outer ..., dim] if dim is contiguous, else as [outer ..., dim, columns].
+ * The other dimensions are in the order of the output's memory, and merged where strides allow. */
+struct SoftmaxViews : Views {
+    explicit SoftmaxViews(const act_call &call) : Views(call) {
+        if (ndim() == 0) /* a scalar is a row of one element */
+            rafter_collapse(used, count, 0, 0);
+        else
+            rafter_move_dim_last(used, count, call.dim);
+        rafter_order_by_stride(used, count, &view[OUT], ndim() - 1);
+        const int dim = rafter_collapse(used, count, 0, ndim() - 1);
+        if (!contiguous(dim))
+            rafter_move_dim_last(used, count, dim - 1);
+    }
+    int64_t size(int dim) const {
+        return view[OUT].shape[dim];
+    }
+    int64_t numel() const {
+        return view[OUT].numel;
+    }
+};
+
+} // namespace
+
+#endif

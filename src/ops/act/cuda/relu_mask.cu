@@ -1,0 +1,122 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * relu with a mask of one bit per element, which forward writes and backward reads instead of x. A
+ * thread takes eight elements and their byte of the mask.
+ */
+#include "ops/act/cuda/problem.cuh"
+
+namespace {
+
+/* NaN counts as positive: it is passed on, and so is its gradient. */
+template <typename T> DEVICE bool passes(T x) {
+    return !(to_float(x) <= 0.0f);
+}
+
+/* One byte of the mask and its eight elements, of which the first `count` exist. Forward computes y
+ * and the byte from x; backward computes dx from dy and the byte. at(i, in_at, out_at) sets the
+ * offsets of element i. */
+template <typename T, bool FORWARD, typename F>
+DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
+    unsigned bits = FORWARD ? 0 : *byte;
+    for (int i = 0; i < 8 && i < count; i++) {
+        int64_t in_at, out_at;
+        at(i, in_at, out_at);
+        const T a = in[in_at];
+        if (FORWARD)
+            bits |= (unsigned)passes(a) << i;
+        out[out_at] = bits >> i & 1 ? a : from_float<T>(0.0f);
+    }
+    if (FORWARD)
+        *byte = (uint8_t)bits;
+}
+
+/* Contiguous tensors, aligned to 16 bytes. */
+template <typename T, bool FORWARD>
+__global__ void __launch_bounds__(THREADS) relu_aligned(const T *in, uint8_t *mask, T *out, int64_t n) {
+    constexpr int N = WIDE<T>, PARTS = 8 / N;
+    const int64_t bytes = n / 8, byte = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (byte < bytes) {
+        unsigned bits = FORWARD ? 0 : __ldcs(mask + byte);
+        Pack<T, N> a[PARTS];
+#pragma unroll
+        for (int p = 0; p < PARTS; p++)
+            a[p] = load_once<T, N>(in + byte * 8 + p * N);
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const int bit = p * N + j;
+                if (FORWARD)
+                    bits |= (unsigned)passes(a[p].v[j]) << bit;
+                a[p].v[j] = bits >> bit & 1 ? a[p].v[j] : from_float<T>(0.0f);
+            }
+            store_once(out + byte * 8 + p * N, a[p]);
+        }
+        if (FORWARD)
+            __stcs(mask + byte, (uint8_t)bits);
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0 && bytes * 8 < n)
+        relu_byte<T, FORWARD>(in, mask + bytes, out, n - bytes * 8,
+                              [&](int i, int64_t &in_at, int64_t &out_at) { in_at = out_at = bytes * 8 + i; });
+}
+
+/* Any alignment and strides. */
+template <typename T, bool FORWARD>
+__global__ void __launch_bounds__(THREADS)
+    relu_strided(const T *in, uint8_t *mask, T *out, const Walk walk, int64_t n) {
+    const int64_t byte = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    if (byte * 8 < n)
+        relu_byte<T, FORWARD>(in, mask + byte, out, n - byte * 8, [&](int i, int64_t &in_at, int64_t &out_at) {
+            int64_t at[3];
+            walk.offsets(byte * 8 + i, at);
+            in_at = at[IN];
+            out_at = at[OUT];
+        });
+}
+
+struct ReluMask {
+    typedef act_call Call;
+    struct Plan {
+        bool aligned; /* contiguous, and all packs are aligned */
+        Walk walk;    /* over elements, if not aligned */
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        return call.mask ? NULL : "no relu_mask is given";
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        rafter_view in = is_forward(call) ? call.in : call.dy, out = call.out;
+        rafter_view *const views[] = {&in, &out};
+        const int dims = rafter_collapse(views, 2, 0, out.ndim); /* stays in row-major order, like the bits */
+        plan->aligned = dims == 1 && in.stride[0] == 1 && out.stride[0] == 1 &&
+                        (reinterpret_cast<uintptr_t>(in.data) | reinterpret_cast<uintptr_t>(out.data)) % 16 == 0;
+        const rafter_view *const walked[TENSORS] = {&in, NULL, &out};
+        if (!plan->aligned)
+            plan->walk = walk_over(walked, 0, dims);
+        return 0;
+    }
+
+    template <typename T, bool FORWARD>
+    static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+        const T *const in = reinterpret_cast<const T *>(FORWARD ? call.in.data : call.dy.data);
+        T *const out = reinterpret_cast<T *>(call.out.data);
+        const int64_t n = call.out.numel, blocks = ceil_div(n, int64_t(8) * THREADS);
+        if (plan.aligned)
+            ::launch(context, {blocks, THREADS}, relu_aligned<T, FORWARD>, in, call.mask, out, n);
+        else
+            ::launch(context, {blocks, THREADS}, relu_strided<T, FORWARD>, in, call.mask, out, plan.walk, n);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        for_dtype(call.out.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            is_forward(call) ? launch_as<T, true>(context, call, plan) : launch_as<T, false>(context, call, plan);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(act, relu_mask, ReluMask)

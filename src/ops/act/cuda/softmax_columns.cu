@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Softmax over a strided dimension: panels of adjacent columns, one block per panel or many. */
+#include "ops/act/cuda/softmax_panels.cuh"
+
+namespace {
+
+struct Columns {
+    typedef act_call Call;
+    typedef PlannedPanels<true> Plan;
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(call) ? "dim is contiguous" : NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const SoftmaxViews views(call);
+        const ColumnPanels columns(call, views);
+        plan->tensors = columns.tensors;
+        plan->wide = columns.wide;
+        return plan->make(device, call, columns.panels, columns.rows);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        plan.launch(context, call, workspace);
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(act, softmax_columns, Columns)

@@ -1,0 +1,167 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Softmax over contiguous rows that fit in the registers of 8, 16 or 32 lanes.
+ *
+ * Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum
+ * starts from the lowest finite number, so that a row of all -inf is 0 / 0: NaN.
+ */
+#include <float.h>
+
+#include "ops/act/cuda/problem.cuh"
+
+namespace {
+
+template <typename T> struct RowArgs {
+    const T *in, *dy;
+    T *out;
+    Walk walk; /* over rows */
+    int64_t rows;
+    int packs; /* per row */
+};
+
+/* GROUP lanes per row, PACKS packs per lane. A thread loads AT_ONCE rows before it uses the
+ * first. */
+template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE>
+__global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
+    const int lane = threadIdx.x % GROUP;
+    const int64_t first = (int64_t)blockIdx.x * (THREADS / GROUP * AT_ONCE) + threadIdx.x / GROUP;
+    Pack<T, N> in[AT_ONCE][PACKS], dy[AT_ONCE][PACKS];
+    int64_t out_at[AT_ONCE];
+    bool has[AT_ONCE][PACKS];
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++) {
+        const int64_t row = first + r * (THREADS / GROUP);
+        int64_t at[3];
+        args.walk.offsets(row, at);
+        out_at[r] = at[OUT] + lane * N;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            has[r][p] = row < args.rows && p * GROUP + lane < args.packs;
+            if (has[r][p]) {
+                in[r][p] = load_once<T, N>(args.in + at[IN] + (p * GROUP + lane) * N);
+                if (!FORWARD)
+                    dy[r][p] = load_once<T, N>(args.dy + at[DY] + (p * GROUP + lane) * N);
+            } else {
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    in[r][p].v[j] = dy[r][p].v[j] = from_float<T>(FORWARD ? -INFINITY : 0.0f);
+            }
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++) {
+        float x[PACKS][N], d[PACKS][N], max = -FLT_MAX, sum = 0.0f;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            unpack(in[r][p], x[p]);
+            if (!FORWARD)
+                unpack(dy[r][p], d[p]);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (FORWARD)
+                    max = fmaxf(max, x[p][j]);
+                else
+                    sum = fmaf(x[p][j], d[p][j], sum);
+        }
+        if (FORWARD) {
+#pragma unroll
+            for (int step = GROUP / 2; step > 0; step /= 2)
+                max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+#pragma unroll
+            for (int p = 0; p < PACKS; p++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    sum += x[p][j] = exp_as<T>(x[p][j] - max);
+        }
+#pragma unroll
+        for (int step = GROUP / 2; step > 0; step /= 2)
+            sum += __shfl_xor_sync(~0u, sum, step);
+        const float scale = FORWARD ? 1.0f / sum : 0.0f;
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                x[p][j] = FORWARD ? x[p][j] * scale : x[p][j] * (d[p][j] - sum);
+            if (has[r][p])
+                store_once(args.out + out_at[r] + p * GROUP * N, packed<T, N>(x[p]));
+        }
+    }
+}
+
+struct RowInRegisters {
+    typedef act_call Call;
+    struct Plan {
+        Walk walk; /* over rows */
+        int64_t rows;
+        int packs; /* per row: of 16 bytes if wide, else of one element */
+        bool wide;
+    };
+
+    enum { MOST_PACKS = 128, MOST_ELEMENTS = 512 }; /* per row: wide, not wide */
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        if (!is_softmax(call))
+            return "kind is not softmax";
+        if (!dim_is_contiguous(call))
+            return "dim is strided";
+        const SoftmaxViews views(call);
+        const int64_t length = views.size(views.ndim() - 1), width = 16 / rafter_dtype_bytes(call.out.dtype);
+        if (views.wide())
+            return length <= MOST_PACKS * width ? NULL : "rows are longer than 128 packs of 16 bytes";
+        return length <= MOST_ELEMENTS ? NULL : "rows are longer than 512 elements, and not aligned packs";
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const SoftmaxViews views(call);
+        const int dim = views.ndim() - 1;
+        const int64_t length = views.size(dim);
+        plan->walk = walk_over(views.pointer, 0, dim);
+        plan->rows = views.numel() / length;
+        plan->wide = views.wide();
+        plan->packs = static_cast<int>(plan->wide ? length * rafter_dtype_bytes(call.out.dtype) / 16 : length);
+        return 0;
+    }
+
+    template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE>
+    static void launch_shape(rafter_context *context, const RowArgs<T> &args) {
+        ::launch(context, {ceil_div(args.rows, int64_t(THREADS / GROUP * AT_ONCE)), THREADS},
+                 softmax_rows<T, N, FORWARD, GROUP, PACKS, AT_ONCE>, args);
+    }
+
+    /* The shapes are measured: docs/perf/act.md. */
+    template <typename T, bool FORWARD>
+    static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+        const RowArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
+                                 reinterpret_cast<const T *>(call.dy.data),
+                                 reinterpret_cast<T *>(call.out.data),
+                                 plan.walk,
+                                 plan.rows,
+                                 plan.packs};
+        constexpr int N = WIDE<T>;
+        if (!plan.wide)
+            return plan.packs <= 32    ? launch_shape<T, 1, FORWARD, WARP, 1, 4>(context, args)
+                   : plan.packs <= 128 ? launch_shape<T, 1, FORWARD, WARP, 4, 2>(context, args)
+                                       : launch_shape<T, 1, FORWARD, WARP, 16, 1>(context, args);
+        if (plan.packs <= 8)
+            return launch_shape<T, N, FORWARD, 8, 1, 4>(context, args);
+        if (plan.packs <= 16)
+            return launch_shape < T, N, FORWARD, FORWARD ? 8 : 16, FORWARD ? 2 : 1, 1 > (context, args);
+        if (plan.packs <= 32)
+            return launch_shape<T, N, FORWARD, 8, 4, 1>(context, args);
+        if (plan.packs <= 64)
+            return launch_shape<T, N, FORWARD, WARP, 2, 2>(context, args);
+        return launch_shape<T, N, FORWARD, WARP, 4, 1>(context, args);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        for_dtype(call.out.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            is_forward(call) ? launch_as<T, true>(context, call, plan) : launch_as<T, false>(context, call, plan);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(act, softmax_row_in_registers, RowInRegisters)

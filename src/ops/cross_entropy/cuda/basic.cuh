@@ -1,0 +1,211 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The basic call: reduction mean or sum, no options beyond reduction and ignore_index, no outputs
+ * beyond loss, row_loss and lse, rows of whole aligned packs, and per-row tensors contiguous.
+ * Kernels for it take few parameters and have few instructions: both are cold when a kernel starts,
+ * and with short rows that is most of the time.
+ */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
+
+#include "ops/cross_entropy/cuda/problem.cuh"
+
+namespace {
+
+/* dz = c * e^(z - pivot), minus `target` at the label. A negative label: dz = c in every column. */
+struct alignas(16) BasicGradient {
+    float c, pivot, target;
+    int label;
+};
+
+/* Kernel arguments. The loss of a row and of all rows comes from loss.cuh. The gradient
+ * coefficients are written again here, for scale 1 and without weights and smoothing: the general
+ * ones take struct Loss, which means 3.5 KB of parameters instead of 136 bytes, and at least four
+ * times the instructions. */
+struct BasicArgs {
+    const char *z; /* logits */
+    char *dz;
+    int64_t z_step, dz_step; /* between rows, in bytes */
+    const void *labels;
+    float *lse;
+    int64_t ignore_index;
+    int rows, classes;
+    bool wide_labels;         /* int64, else int32 */
+    int *bad_labels;          /* set to 1 when a label is out of range */
+    double *losses;           /* one per row; basic_warp_per_row: loss and count of each block */
+    unsigned *counter;        /* of blocks that have ended; 0 between calls */
+    float *row_loss;          /* NULL: not wanted */
+    float *loss;              /* NULL: not wanted */
+    const float *dloss;       /* NULL: 1 */
+    const float *denominator; /* NULL: the number of labels that are not ignored */
+    bool mean, zero_if_all_ignored;
+
+    template <typename T> DEVICE const T *row_of_z(int row) const {
+        return reinterpret_cast<const T *>(z + row * z_step);
+    }
+    template <typename T> DEVICE T *row_of_dz(int row) const {
+        return reinterpret_cast<T *>(dz + row * dz_step);
+    }
+    /* Loading and checking are two functions, so that the load can be in flight during other
+     * work. */
+    DEVICE int64_t load_label(int row) const {
+        return wide_labels ? load_now(static_cast<const int64_t *>(labels) + row)
+                           : load_now(static_cast<const int *>(labels) + row);
+    }
+    DEVICE int class_of(int64_t label) const {
+        return label == ignore_index                     ? static_cast<int>(IGNORED)
+               : static_cast<uint64_t>(label) >= classes ? static_cast<int>(OUT_OF_RANGE)
+                                                         : static_cast<int>(label);
+    }
+    /* The number of labels that are not ignored. Called by all THREADS threads of a block. */
+    template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
+        constexpr int AT_ONCE = 16;
+        int counted = 0;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < rows; first += AT_ONCE * THREADS) {
+            L label[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                label[k] = all[min(first + k * THREADS, rows - 1)];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                counted += first + k * THREADS < rows && label[k] != ignore_index;
+        }
+        return block_sum(counted);
+    }
+    template <int THREADS> DEVICE int count() const {
+        return wide_labels ? count_in<THREADS>(static_cast<const int64_t *>(labels))
+                           : count_in<THREADS>(static_cast<const int *>(labels));
+    }
+    DEVICE double divisor(double counted) const {
+        return loss_divisor(mean, denominator, counted);
+    }
+    /* The factor of all gradients: dloss over the denominator. Called by all THREADS threads of a
+     * block. */
+    template <int THREADS> DEVICE double factor() const {
+        const float upstream = dloss ? *dloss : 1.0f;
+        return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
+    }
+
+    /* Writes the outputs of a row and returns its loss. Called by one thread. */
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
+        double value, log_sum_exp;
+        if (label >= 0) {
+            const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
+            value = negative_log_prob(s.max, z_label, log_sum, 1.0);
+            log_sum_exp = s.max + log_sum;
+        } else {
+            value = log_sum_exp = label == IGNORED ? 0.0 : NAN;
+            flag_bad_label(label);
+        }
+        if (lse)
+            lse[row] = static_cast<float>(log_sum_exp);
+        if (row_loss)
+            row_loss[row] = static_cast<float>(value);
+        return value;
+    }
+    /* Writes the loss of all rows. Called by one thread. */
+    DEVICE void write_loss(double sum, double counted) const {
+        if (loss)
+            *loss = reduced_loss(mean, zero_if_all_ignored, denominator, {sum, counted, counted});
+    }
+    DEVICE void flag_bad_label(int label) const {
+        if (label == OUT_OF_RANGE)
+            *static_cast<volatile int *>(bad_labels) = 1;
+    }
+
+    /* `factor`: see factor(). */
+    DEVICE BasicGradient gradient_of_skipped(int label) const {
+        return {label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, label};
+    }
+    DEVICE BasicGradient gradient_from_lse(int label, double factor, float given) const {
+        return {static_cast<float>(factor), given, static_cast<float>(factor), label};
+    }
+    DEVICE BasicGradient gradient_from_stats(int label, double factor, RowStats s) const {
+        const float sum = s.max == INFINITY ? NAN : s.sum;
+        if (sum == 0.0f)
+            return {0.0f, 0.0f, 0.0f, static_cast<int>(IGNORED)};
+        return {static_cast<float>(factor / static_cast<double>(sum)), s.max, static_cast<float>(factor), label};
+    }
+};
+
+/* Writes the gradient of packs first, first + step, ... of a row of `packs` packs. `mine`: this
+ * thread also writes the label's column, whose logit is z_label, once more. */
+template <typename T, int COUNT>
+DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first, int step, int packs,
+                        const BasicGradient &g, float z_label, bool mine) {
+    constexpr int N = WIDE<T>;
+    const ScaledExp<T> scaled_exp(g.c, g.pivot, 1.0f);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (first + k * step < packs)
+            store_once<T, N>(dz + (first + k * step) * N, g.label < 0 ? all_of<T, N>(g.c) : scaled_exp.of(pack[k]));
+    if (mine)
+        dz[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
+}
+
+/* ---- host ------------------------------------------------------------------------------------ */
+
+/* The views of a call are collapsed: contiguous ones have one dimension, and logits have two if
+ * their rows are evenly spaced. */
+inline bool contiguous_or_missing(const rafter_view &view) {
+    return !view.data || (view.ndim == 1 && (view.stride[0] == 1 || view.shape[0] == 1));
+}
+
+inline bool rows_of_packs(const rafter_view &view) {
+    const int64_t bytes = rafter_dtype_bytes(view.dtype);
+    return view.ndim == 2 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.shape[1] * bytes % 16 == 0 &&
+           (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
+}
+
+/* NULL if the call is basic, else the reason. */
+inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    if (l.reduction == RAFTER_NONE)
+        return "the reduction is none";
+    if (l.smoothing != 0.0f || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f || l.class_weight.data ||
+        l.row_weight.data)
+        return "the call has options beyond reduction and ignore_index";
+    if (l.logprob.data || l.entropy.data || l.argmax.data)
+        return "logprob, entropy or argmax is wanted";
+    if (p.strided)
+        return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+    if (!rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits)))
+        return "rows are not whole, aligned packs of 16 bytes";
+    if (!contiguous_or_missing(l.target) || !contiguous_or_missing(l.lse) || !contiguous_or_missing(l.row_loss))
+        return "target, lse or row_loss is strided";
+    if (p.rows == 0 || p.classes == 0)
+        return "there are no rows or no classes";
+    if (p.rows > 2 * SCANNED_ROWS)
+        return "there are more labels than one block should count";
+    return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
+}
+
+/* All but `losses`. */
+inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    const int64_t element = rafter_dtype_bytes(call.logits.dtype);
+    return {call.logits.data,
+            p.gradient ? call.dlogits.data : nullptr,
+            call.logits.stride[0] * element,
+            p.gradient ? call.dlogits.stride[0] * element : 0,
+            l.target.data,
+            reinterpret_cast<float *>(l.lse.data),
+            l.ignore_index,
+            static_cast<int>(p.rows),
+            static_cast<int>(p.classes),
+            l.target.dtype == RAFTER_I64,
+            device.bad_labels_on_device,
+            nullptr,
+            device.counters,
+            reinterpret_cast<float *>(l.row_loss.data),
+            reinterpret_cast<float *>(l.loss.data),
+            reinterpret_cast<const float *>(l.dloss.data),
+            reinterpret_cast<const float *>(l.denominator.data),
+            l.reduction == RAFTER_MEAN,
+            l.zero_if_all_ignored};
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,153 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Basic calls (basic.cuh) that need statistics and gradient: a block per row, which keeps the row
+ * in shared memory and registers and so reads it once. One block before computes the factor of all
+ * gradients, one block after adds up the loss.
+ */
+#include "ops/cross_entropy/cuda/basic_sum.cuh"
+#include "ops/cross_entropy/cuda/on_chip.cuh"
+
+namespace {
+
+/* One block. */
+__global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ BasicArgs u, double *factor) {
+    start_next_kernel();
+    const double value = u.factor<ONE_BLOCK>();
+    if (threadIdx.x == 0)
+        *factor = value;
+}
+
+/* The lean copy of on_chip in on_chip.cu. */
+template <typename T, class Shape>
+__global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ BasicArgs u,
+                                                                         const double *factor) {
+    extern __shared__ __align__(128) uint4 slot_memory[]; /* unaligned, copies cost 9 % of the call */
+    constexpr int N = WIDE<T>, THREADS = Shape::THREADS, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED,
+                  STEP = COPIED * THREADS;
+    const int thread = threadIdx.x, row = blockIdx.x, packs = u.classes / N;
+    const T *const z = u.row_of_z<T>(row);
+    T *const dz = u.row_of_dz<T>(row);
+    Pack<T, N> own[OWN];
+    load_packs(own, z, packs, thread, THREADS);
+    const int64_t loaded = u.load_label(row);
+
+    /* Pack i is in slots[i]. Each slot has one thread, which waits only for its own copies. */
+    Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * THREADS;
+    const int first = OWN * THREADS + thread;
+    /* Below this, all threads have whole groups: no bounds to check. */
+    const int whole = packs < OWN * THREADS ? 0 : packs - (packs - OWN * THREADS) % STEP;
+    int groups = 0;
+    const auto fetch = [&] {
+        int i = first;
+        for (; i < whole; i += STEP, groups++) {
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                copy_async<T, N>(slots + i + k * THREADS, z + (i + k * THREADS) * N);
+            copy_commit();
+        }
+        for (; i < packs; i += THREADS)
+            copy_async<T, N>(slots + i, z + i * N);
+        copy_commit();
+    };
+    if (Shape::PER_SM == 1) /* alone on its SM: no other block works while it waits for the label */
+        fetch();
+    start_next_kernel();
+    const int label = u.class_of(loaded);
+    if (Shape::PER_SM > 1 && label >= 0)
+        fetch();
+    const bool mine = label >= 0 && label / N % THREADS == thread;
+    const float z_label = mine || (label >= 0 && thread == 0) ? to_float(z[label]) : 0.0f;
+    RowStats s = no_elements();
+    if (label >= 0) {
+        add_packs(s, own, 1.0f);
+        Pack<T, N> pack[COPIED];
+        int i = first;
+        for (; i < whole; i += STEP) {
+            copy_wait_all_but(groups--);
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                pack[k] = slots[i + k * THREADS];
+            add_packs(s, pack, 1.0f);
+        }
+        copy_wait<0>();
+        if (i < packs) {
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                pack[k] = i + k * THREADS < packs ? slots[i + k * THREADS] : all_of<T, N>(-INFINITY);
+            add_packs(s, pack, 1.0f);
+        }
+        s = merge_block_for_all<PLAIN>({s}, 1.0f).s;
+    } else {
+        copy_wait<0>();
+    }
+    wait_for_previous_kernel();
+    const BasicGradient g = label < 0 ? u.gradient_of_skipped(label) : u.gradient_from_stats(label, __ldcg(factor), s);
+    if (g.label < 0) {
+        for (int i = thread; i < packs; i += THREADS)
+            store_once<T, N>(dz + i * N, all_of<T, N>(g.c));
+    } else {
+        const ScaledExp<T> scaled_exp(g.c, g.pivot, 1.0f);
+        int i = first;
+        for (; i < whole; i += STEP)
+#pragma unroll
+            for (int k = 0; k < COPIED; k++)
+                store_once<T, N>(dz + (i + k * THREADS) * N, scaled_exp.of(load_once<T, N>(slots[i + k * THREADS].v)));
+        for (; i < packs; i += THREADS)
+            store_once<T, N>(dz + i * N, scaled_exp.of(load_once<T, N>(slots[i].v)));
+        write_packs(dz, own, thread, THREADS, packs, g, z_label, mine);
+    }
+    if (thread == 0)
+        u.losses[row] = u.finish_row(row, label, s, z_label);
+}
+
+struct BasicOnChip {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        BasicArgs args;
+        Fit fit;
+    };
+
+    /* The order of the kernels in launch. */
+    static bool find(const rafter_cuda_state &device, const Problem &p, Fit *fit) {
+        return find_shape<SixPerSm, ThreePerSm, TwoPerSm, OnePerSm>(device, p.row_packs(), true, fit);
+    }
+
+    static const char *why_not(const rafter_cuda_state &device, const Call &call) {
+        const Problem p(call);
+        Fit fit;
+        if (const char *reason = why_not_on_chip(device, p))
+            return reason;
+        if (const char *reason = why_not_basic(p, call))
+            return reason;
+        return find(device, p, &fit) ? NULL : "a row does not fit into a block's registers and shared memory";
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->args = basic_args(device, p, call);
+        find(device, p, &plan->fit);
+        return (p.rows + 1) * sizeof(double); /* one loss per row, and the factor */
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        BasicArgs args = plan.args;
+        args.losses = at_offset<double>(workspace, 0);
+        double *const factor = args.losses + args.rows;
+        const Launch one = {1, ONE_BLOCK}, rows = {args.rows, plan.fit.threads, plan.fit.shared};
+        sequence.run(one, compute_factor, args, factor);
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            void (*const kernels[])(BasicArgs, const double *) = {on_chip<T, SixPerSm>, on_chip<T, ThreePerSm>,
+                                                                  on_chip<T, TwoPerSm>, on_chip<T, OnePerSm>};
+            sequence.run(rows, kernels[plan.fit.shape], args, factor);
+        });
+        if (args.loss)
+            sequence.run(one, sum_losses, args);
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, basic_on_chip, BasicOnChip)

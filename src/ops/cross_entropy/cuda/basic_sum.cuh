@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The last kernel of basic calls that write one loss per row to the workspace. */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
+
+#include "ops/cross_entropy/cuda/basic.cuh"
+
+namespace {
+
+constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
+
+/* Writes the loss of all rows. One block. */
+__global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const __grid_constant__ BasicArgs u) {
+    constexpr int AT_ONCE = 8;
+    const int counted = u.mean ? u.count<ONE_BLOCK>() : 0;
+    wait_for_previous_kernel();
+    double sum = 0.0;
+    for (int first = threadIdx.x; first < u.rows; first += AT_ONCE * ONE_BLOCK) {
+        double loss[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            loss[k] = __ldcg(&u.losses[min(first + k * ONE_BLOCK, u.rows - 1)]);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            sum += first + k * ONE_BLOCK < u.rows ? loss[k] : 0.0;
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        u.write_loss(sum, counted);
+}
+
+} // namespace
+
+#endif

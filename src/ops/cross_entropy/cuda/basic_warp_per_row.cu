@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
+ * row, for forward, backward and both.
+ */
+#include "ops/cross_entropy/cuda/basic.cuh"
+
+namespace {
+
+/* The threads of a block have written loss and count of the block's rows to `row_losses`. The last
+ * block to finish writes the loss of all rows. Called by all threads. */
+template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&row_losses)[ROWS]) {
+    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        double2 sum = row_losses[0];
+#pragma unroll
+        for (int i = 1; i < ROWS; i++)
+            sum = make_double2(sum.x + row_losses[i].x, sum.y + row_losses[i].y);
+        block_losses[blockIdx.x] = sum;
+    }
+    if (!block_arrives_last(u.counter, gridDim.x))
+        return;
+    double2 sum = {};
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+        const double2 more = __ldcg(&block_losses[i]);
+        sum = make_double2(sum.x + more.x, sum.y + more.y);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        u.write_loss(sum.x, sum.y);
+}
+
+/* PACKS: packs per lane. */
+template <typename T, int PACKS, bool FORWARD, bool GRADIENT>
+__global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ BasicArgs u) {
+    constexpr int N = WIDE<T>;
+    const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
+    const bool valid = own < u.rows;
+    const int row = valid ? own : u.rows - 1, packs = u.classes / N;
+    const T *const z = u.row_of_z<T>(row);
+    Pack<T, N> pack[PACKS];
+    load_packs(pack, z, packs, lane, WARP);
+    issue_loads_first();
+    const int64_t loaded = u.load_label(row);
+    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
+    const double factor = GRADIENT ? u.factor<ROW_THREADS>() : 0.0;
+    const int label = u.class_of(loaded);
+    const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
+    const bool from_lse = lse_is_accurate<T>(given);
+    RowStats s = no_elements();
+    if (__any_sync(~0u, label >= 0 && !from_lse)) {
+        add_packs(s, pack, 1.0f);
+        s = merge_lanes<WARP>(s, 1.0f);
+    }
+    if (GRADIENT) {
+        __syncwarp(); /* dz may overwrite z: all lanes have read their logits */
+        if (!FORWARD && lane == 0)
+            u.flag_bad_label(label);
+        const BasicGradient g = label < 0  ? u.gradient_of_skipped(label)
+                                : from_lse ? u.gradient_from_lse(label, factor, given)
+                                           : u.gradient_from_stats(label, factor, s);
+        const bool mine = valid && g.label >= 0 && g.label / N % WARP == lane;
+        write_packs(u.row_of_dz<T>(row), pack, lane, WARP, valid ? packs : 0, g, z_label, mine);
+    }
+    if (FORWARD) {
+        __shared__ double2 row_losses[ROW_THREADS / WARP];
+        if (lane == 0)
+            row_losses[threadIdx.x / WARP] =
+                valid ? make_double2(u.finish_row(row, label, s, z_label), label != IGNORED) : make_double2(0.0, 0.0);
+        if (u.loss)
+            add_up_rows(u, row_losses);
+    }
+}
+
+struct BasicWarpPerRow {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        BasicArgs args;
+        int64_t blocks;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.row_packs() > (p.gradient ? 8 : 4) * WARP)
+            return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
+        return why_not_basic(p, call);
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->args = basic_args(device, p, call);
+        plan->blocks = ceil_div<int64_t>(p.rows, ROW_THREADS / WARP);
+        return plan->args.loss ? plan->blocks * sizeof(double2) : 0;
+    }
+
+    template <typename T, int PACKS>
+    static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const BasicArgs &args) {
+        const Launch how = {plan.blocks, ROW_THREADS};
+        if (!args.dz)
+            sequence.run(how, warp_per_row<T, PACKS, true, false>, args);
+        else if (call.common.direction == RAFTER_FORWARD)
+            sequence.run(how, warp_per_row<T, PACKS, true, true>, args);
+        else
+            sequence.run(how, warp_per_row<T, PACKS, false, true>, args);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        BasicArgs args = plan.args;
+        args.losses = at_offset<double>(workspace, 0);
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (args.classes / WIDE<T> <= 4 * WARP)
+                launch_rows<T, 4>(sequence, call, plan, args);
+            else
+                launch_rows<T, 8>(sequence, call, plan, args);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, basic_warp_per_row, BasicWarpPerRow)

@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The kernel that turns the statistics of rows into outputs: of on_chip.cu and two_pass.cu. */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
+
+#include "ops/cross_entropy/cuda/general.cuh"
+
+namespace {
+
+/* What on_chip needs of a row besides its logits. */
+struct alignas(16) KnownTerms {
+    RowTerms terms;
+    float z_label;
+};
+
+/* A thread per row: merges the row's parts in order, writes its outputs and, if not NULL,
+ * coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
+ * which dz may have overwritten. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, unsigned parts,
+                                                      const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
+                                                      RowCoefficients *coefficients) {
+    start_next_kernel();
+    const Loss &loss = c.loss;
+    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
+    float z_label = label >= 0 && !known ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    wait_for_previous_kernel();
+    const double common = coefficients ? common_factor(c) : 0.0;
+    Totals totals = {};
+    if (row < loss.rows) {
+        RowGradient gradient = gradient_of_skipped(label);
+        if (label >= 0) {
+            LossStats<OPTIONS> g = part_stats[row * parts];
+            for (unsigned part = 1; part < parts; part++)
+                g = merge(g, part_stats[row * parts + part], loss.scale);
+            if (known)
+                z_label = known[row].z_label;
+            const WholeRowStats stats = whole_row_stats(g, z_label, loss);
+            if (coefficients)
+                gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
+            if (loss.forward)
+                write_row(loss, row, label, results_of(loss, row, label, stats), &totals);
+        } else {
+            write_skipped(loss, row, label, &totals);
+        }
+        if (coefficients)
+            coefficients[row] = {gradient, label};
+    }
+    if (loss.forward)
+        add_up(c, totals);
+}
+
+} // namespace
+
+#endif

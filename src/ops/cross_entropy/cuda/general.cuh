@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What the variants for calls with any options share. Kernels that touch every column know nothing
+ * about losses, weights and means: kernels with a thread per row compute those, in double.
+ */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_GENERAL_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_GENERAL_CUH
+
+#include "ops/cross_entropy/cuda/problem.cuh"
+
+#include <type_traits>
+
+namespace {
+
+/* Kernel arguments. */
+struct Args {
+    Loss loss;
+    Rows z, dz;              /* logits and their gradient */
+    int64_t z_step, dz_step; /* between columns; only the strided variant reads them */
+    bool gradient;           /* dz is wanted */
+    Totals *block_totals;    /* of each block, for add_up */
+    unsigned *counter;       /* 0 between kernels */
+};
+
+/* Packs that a thread loads before it uses the first one. */
+template <int OPTIONS> constexpr int AHEAD = OPTIONS == FULL ? IN_FLIGHT / 2 : IN_FLIGHT;
+
+/* Options for kernels of backward: gradients with label smoothing need no kernels of their own. */
+template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == FULL ? FULL : PLAIN;
+
+/* ---- statistics of columns ------------------------------------------------------------------- */
+
+/* Adds packs that begin at columns `column`, column + step, ... Only the first `valid` of them are
+ * part of the row; the others are full of -inf. */
+template <int OPTIONS, typename T, int N, int COUNT>
+DEVICE void add(LossStats<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step,
+                const Loss &loss) {
+    if constexpr (OPTIONS != FULL) {
+        add_packs(g.s, packs, loss.scale);
+        if constexpr (OPTIONS == SMOOTH) {
+            float sum[2] = {};
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) {
+                float x[N];
+                unpack(packs[k], x);
+                if (k < valid)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        sum[j % 2] += x[j];
+            }
+            g.weighted += sum[0] + sum[1];
+        }
+    } else {
+        float v[COUNT][N];
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            unpack(packs[k], v[k]);
+        add_columns<T>(
+            g, v, [&](int k, int j) { return k < valid ? column + k * step + j : -1; }, loss);
+    }
+}
+
+template <int OPTIONS, typename T> DEVICE void add_one(LossStats<OPTIONS> &g, T z, int64_t column, const Loss &loss) {
+    const Pack<T, 1> pack[1] = {{{z}}};
+    add(g, pack, 1, column, 1, loss);
+}
+
+/* Packs first, first + threads, ... of a row; packs past its end are full of -inf. */
+template <typename T, int COUNT> struct PackGroup {
+    Pack<T, WIDE<T>> packs[COUNT];
+
+    DEVICE void load(const AlignedSpan<const T> &row, int64_t first, int threads) {
+        constexpr int N = WIDE<T>;
+        const T *const p = row.body + first * N;
+        if (first + (COUNT - 1) * threads < row.packs)
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                packs[k] = load_once<T, N>(p + int64_t(k) * threads * N);
+        else
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                packs[k] = load_once_if<T, N>(first + k * threads < row.packs, p + int64_t(k) * threads * N, -INFINITY);
+    }
+    /* `origin`: the column at which the span begins. */
+    template <int OPTIONS>
+    DEVICE void add_to(LossStats<OPTIONS> &g, const AlignedSpan<const T> &row, int64_t origin, int64_t first,
+                       int threads, const Loss &loss) const {
+        int valid = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            valid += first + k * threads < row.packs;
+        add(g, packs, valid, origin + row.head + first * WIDE<T>, int64_t(threads) * WIDE<T>, loss);
+    }
+};
+
+template <int OPTIONS, typename T>
+DEVICE void add_edges(LossStats<OPTIONS> &g, const AlignedSpan<const T> &row, int64_t origin, int thread, int threads,
+                      const Loss &loss) {
+    for (int e = thread; e < row.edges; e += threads)
+        add_one(g, row.body[row.edge(e)], origin + row.head + row.edge(e), loss);
+}
+
+/* The statistics of one thread's share of a span, which begins at column `origin`. The thread's
+ * first group has been loaded. */
+template <int OPTIONS, typename T>
+DEVICE LossStats<OPTIONS> span_stats(const AlignedSpan<const T> &row, int64_t origin,
+                                     PackGroup<T, AHEAD<OPTIONS>> group, int thread, int threads, const Loss &loss) {
+    LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    for (int64_t i = thread; i < row.packs;) {
+        group.add_to(g, row, origin, i, threads, loss);
+        i += AHEAD<OPTIONS> * threads;
+        if (i < row.packs)
+            group.load(row, i, threads);
+    }
+    add_edges(g, row, origin, thread, threads, loss);
+    return g;
+}
+
+/* ---- gradient of columns --------------------------------------------------------------------- */
+
+/* What kernels that write the gradient of a row need besides its logits. */
+struct alignas(16) RowCoefficients {
+    RowGradient gradient;
+    int64_t label;
+};
+
+template <int OPTIONS, typename T> struct RowWriter {
+    const ColumnGradient<OPTIONS, T> columns;
+    const RowGradient &row;
+    const int64_t label;
+    const Loss &loss;
+
+    DEVICE RowWriter(const RowGradient &gradient, int64_t class_of_row, const Loss &call)
+        : columns(gradient, call), row(gradient), label(class_of_row), loss(call) {
+    }
+    /* The gradient of a pack that begins at `column`. */
+    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int64_t column) const {
+        if (row.constant)
+            return all_of<T, N>(row.p);
+        float d[N];
+        unpack(z, d);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            d[j] = columns.of(d[j], column + j, loss);
+        if (static_cast<uint64_t>(label - column) < N)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                d[j] = column + j == label ? row.at_label : d[j];
+        return packed<T>(d);
+    }
+    DEVICE T of_one(T z, int64_t column) const {
+        return of(Pack<T, 1>{{z}}, column).v[0];
+    }
+    DEVICE void write_edges(T *dz, const AlignedSpan<const T> &span, int thread, int threads) const {
+        for (int e = thread; e < span.edges; e += threads) {
+            const int64_t at = span.head + span.edge(e);
+            dz[at] = of_one(span.body[span.edge(e)], at);
+        }
+    }
+};
+
+/* ---- sums over rows -------------------------------------------------------------------------- */
+
+/* The factor that the gradients of all rows share. Called by all threads, after
+ * wait_for_previous_kernel. */
+DEVICE double common_factor(const Args &c) {
+    Totals totals = {};
+    if (c.loss.needs_totals())
+        totals = c.loss.prepared ? c.loss.prepared->totals : count_in_block(c.loss);
+    return common_upstream(c.loss, totals);
+}
+
+/* Adds up the rows of all threads of all blocks. The last block to finish writes the loss. Called
+ * by all threads. */
+DEVICE void add_up(const Args &c, const Totals &mine) {
+    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
+        return;
+    Totals all = block_sum(mine);
+    if (gridDim.x > 1) {
+        if (threadIdx.x == 0)
+            c.block_totals[blockIdx.x] = all;
+        if (!block_arrives_last(c.counter, gridDim.x))
+            return;
+        all = {};
+        for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+            all.loss += __ldcg(&c.block_totals[i].loss);
+            all.weight += __ldcg(&c.block_totals[i].weight);
+            all.counted += __ldcg(&c.block_totals[i].counted);
+        }
+        all = block_sum(all);
+    }
+    if (threadIdx.x == 0)
+        write_loss(c.loss, all);
+}
+
+/* ---- before the rows ------------------------------------------------------------------------- */
+
+constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
+
+/* Sums over all classes, and over labels if there are many. prepared[1 ...] get the sums of each
+ * block; the last block to finish adds them up into prepared[0]. */
+__global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Args c, Prepared *prepared) {
+    start_next_kernel();
+    const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
+                  step = gridDim.x * int64_t(PREPARE_THREADS);
+    double classes = 0.0;
+    for (int64_t v = first; v < c.loss.classes; v += step)
+        classes += c.loss.weight_of(v);
+    const Totals totals = c.loss.needs_totals() && c.gradient ? count(c.loss, first, step) : Totals{};
+    const Prepared mine = {block_sum(classes), block_sum(totals)};
+    if (threadIdx.x == 0)
+        prepared[1 + blockIdx.x] = mine;
+    if (!block_arrives_last(c.counter, gridDim.x) || threadIdx.x > 0)
+        return;
+    Prepared all = {};
+    for (unsigned i = 1; i <= gridDim.x; i++) {
+        all.class_weight_sum += __ldcg(&prepared[i].class_weight_sum);
+        all.totals.weight += __ldcg(&prepared[i].totals.weight);
+        all.totals.counted += __ldcg(&prepared[i].totals.counted);
+    }
+    prepared[0] = all;
+}
+
+/* ---- host ------------------------------------------------------------------------------------ */
+
+/* Calls f(std::integral_constant<int, OPTIONS>()). */
+template <typename F> auto for_options(Options options, F f) {
+    switch (options) {
+    case PLAIN: return f(std::integral_constant<int, PLAIN>());
+    case SMOOTH: return f(std::integral_constant<int, SMOOTH>());
+    default: return f(std::integral_constant<int, FULL>());
+    }
+}
+
+/* The part of a plan that all general variants share. */
+struct GeneralPlan {
+    Args args; /* without the workspace */
+    Options options;
+    bool prepares, reduces;        /* whether `prepare` runs; whether add_up writes the loss */
+    size_t prepared, block_totals; /* offsets in the workspace */
+
+    /* summing_blocks: blocks of the kernel that calls add_up. */
+    void fill(const rafter_cuda_state &device, const Problem &p, const cross_entropy_call &call, int64_t summing_blocks,
+              WorkspaceLayout *layout) {
+        args = {};
+        Loss &loss = args.loss;
+        loss = loss_of(device, &call.loss);
+        args.gradient = p.gradient;
+        args.z = rows_of(call.logits, call.logits.ndim - 1);
+        args.z_step = p.step(call.logits);
+        if (p.gradient) {
+            args.dz = rows_of(call.dlogits, call.dlogits.ndim - 1);
+            args.dz_step = p.step(call.dlogits);
+        }
+        args.counter = device.counters;
+        const bool weights = loss.weighted && loss.class_weight;
+        options = loss.softcap != 0.0f || weights || loss.entropy.data || loss.argmax.data ? FULL
+                  : loss.weighted && loss.forward                                          ? SMOOTH
+                                                                                           : PLAIN;
+        prepares = weights || (p.gradient && loss.needs_totals() && p.rows > SCANNED_ROWS);
+        reduces = loss.loss.data && loss.reduction != RAFTER_NONE;
+        block_totals = reduces ? layout->add(summing_blocks * int64_t(sizeof(Totals))) : 0;
+        prepared = prepares ? layout->add((1 + PREPARE_BLOCKS) * int64_t(sizeof(Prepared))) : 0;
+    }
+
+    /* Bytes of one LossStats. */
+    int64_t stats_bytes() const {
+        return for_options(options, [](auto o) { return int64_t(sizeof(LossStats<decltype(o)::value>)); });
+    }
+
+    /* Runs `prepare` if it is needed, and returns the arguments of the kernels after it. */
+    Args start(LaunchSequence &sequence, char *workspace) const {
+        Args complete = args;
+        complete.block_totals = reduces ? at_offset<Totals>(workspace, block_totals) : nullptr;
+        if (prepares) {
+            Prepared *const sums = at_offset<Prepared>(workspace, prepared);
+            sequence.run(Launch{PREPARE_BLOCKS, PREPARE_THREADS}, prepare, complete, sums);
+            complete.loss.prepared = sums;
+        }
+        return complete;
+    }
+};
+
+} // namespace
+
+#endif

@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What all CUDA variants of cross_entropy share on the host: facts about a call, workspace,
+ * launches. */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
+
+#include "cuda/launch.cuh"
+#include "cuda/variant.cuh"
+#include "ops/columns.cuh"
+#include "ops/cross_entropy/call.h"
+
+namespace {
+
+constexpr int ROW_THREADS = 256; /* per block, if a thread or a warp takes a row */
+
+/* Shape of the blocks that write gradients from coefficients: threads, and packs per thread. Chosen
+ * by the measurements in docs/perf/cross_entropy.md. */
+constexpr int GRADIENT_THREADS = 128, GRADIENT_PACKS = 2;
+
+/* With at most this many rows every block that needs the mean's denominator counts all labels
+ * itself. */
+constexpr int64_t SCANNED_ROWS = 1 << 13;
+
+/* Facts about a call that decide which variants serve it. Cheap to compute: every why_not does. */
+struct Problem {
+    int64_t rows, classes, row_bytes;
+    bool forward;
+    bool gradient;  /* dlogits is wanted, and is not empty */
+    bool lse_given; /* backward, with lse from forward */
+    bool strided;   /* rows are not contiguous, or dlogits is aligned otherwise than logits */
+
+    explicit Problem(const cross_entropy_call &call) {
+        const rafter_view &z = call.logits, &dz = call.dlogits;
+        rows = call.loss.rows;
+        classes = call.loss.classes;
+        row_bytes = classes * rafter_dtype_bytes(z.dtype);
+        forward = call.common.direction == RAFTER_FORWARD;
+        gradient = call.gradient && dz.numel > 0;
+        lse_given = !forward && call.loss.lse.data;
+        strided = step(z) != 1 || (gradient && (step(dz) != 1 || !same_alignment(z, dz)));
+    }
+    int64_t row_packs() const {
+        return row_bytes / 16;
+    }
+    /* The stride between columns. */
+    int64_t step(const rafter_view &view) const {
+        return classes > 1 ? view.stride[view.ndim - 1] : 1;
+    }
+    /* Blocks of a kernel with a thread per row. */
+    int64_t row_blocks() const {
+        return rows > 0 ? ceil_div<int64_t>(rows, ROW_THREADS) : 1;
+    }
+    /* Blocks per row that write the gradient from coefficients. */
+    int64_t gradient_parts() const {
+        return ceil_div<int64_t>(row_bytes, 16 * GRADIENT_THREADS * GRADIENT_PACKS);
+    }
+};
+
+/* How blocks share rows to compute statistics. Few long rows are split, so that all multiprocessors
+ * have work. By shape alone, never by the device: the same bits everywhere. */
+struct Split {
+    int64_t parts, part; /* parts per row; elements per part */
+    int threads;         /* per block */
+};
+
+inline Split split_rows(const Problem &p, rafter_dtype dtype) {
+    constexpr int MOST_THREADS = 512;
+    const int64_t element = rafter_dtype_bytes(dtype);
+    const int64_t parts = max(min(ceil_div<int64_t>(1024, p.rows), p.row_bytes / (16 << 10)), int64_t(1));
+    Split split;
+    split.part = round_up<int64_t>(ceil_div(p.classes, parts), 64); /* multiples of 64 keep the row's alignment */
+    split.parts = ceil_div(p.classes, split.part);
+    split.threads = power_at_least(split.part * element / (16 * IN_FLIGHT), 64, MOST_THREADS);
+    return split;
+}
+
+/* Arrays in the workspace, one after the other. */
+struct WorkspaceLayout {
+    size_t bytes = 0;
+
+    /* The offset of a new array. */
+    size_t add(int64_t array_bytes) {
+        const size_t offset = bytes;
+        bytes += static_cast<size_t>(round_up<int64_t>(array_bytes, 16));
+        return offset;
+    }
+};
+
+template <typename A> A *at_offset(char *workspace, size_t offset) {
+    return reinterpret_cast<A *>(workspace + offset);
+}
+
+/* Launches the kernels of one call in order. Each but the first may overlap with the end of the one
+ * before it: programmatic dependent launch. */
+struct LaunchSequence {
+    const rafter_context *context;
+    bool first = true;
+
+    template <typename... Wanted, typename... Given>
+    void run(Launch how, void (*kernel)(Wanted...), const Given &...given) {
+        how.overlaps = !first;
+        first = false;
+        launch(context, how, kernel, given...);
+    }
+};
+
+} // namespace
+
+#endif

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Serves every call: any strides and any options. One kernel for the whole call, a warp per row,
+ * which loads one column at a time.
+ */
+#include "ops/cross_entropy/cuda/warp_per_row.cuh"
+
+namespace {
+
+struct Strided {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        GeneralPlan general;
+        int64_t blocks;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &) {
+        return NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        WorkspaceLayout layout;
+        plan->blocks = warp_blocks(device, p);
+        plan->general.fill(device, p, call, plan->blocks, &layout);
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            sequence.run(Launch{plan.blocks, ROW_THREADS}, warp_per_row<T, FULL, true, true, true>, args);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, strided, Strided)

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Short contiguous rows, with any options: one kernel for the whole call, a warp per row. */
+#include "ops/cross_entropy/cuda/warp_per_row.cuh"
+
+namespace {
+
+struct WarpPerRow {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        GeneralPlan general;
+        int64_t blocks;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.strided)
+            return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+        const bool many_rows_read_once = p.rows >= 2048 && (!p.gradient || p.lse_given);
+        return p.row_bytes <= (many_rows_read_once ? 8192 : 2048) ? NULL : "rows are too long for a warp";
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        WorkspaceLayout layout;
+        plan->blocks = warp_blocks(device, p);
+        plan->general.fill(device, p, call, plan->blocks, &layout);
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
+        const Launch how = {plan.blocks, ROW_THREADS};
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_options(plan.general.options, [&](auto o) {
+                constexpr int OPTIONS = decltype(o)::value;
+                if (!args.gradient)
+                    sequence.run(how, warp_per_row<T, OPTIONS, true, false, false>, args);
+                else if (args.loss.forward)
+                    sequence.run(how, warp_per_row<T, OPTIONS, true, true, false>, args);
+                else
+                    sequence.run(how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, warp_per_row, WarpPerRow)

@@ -1,0 +1,522 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* linear_cross_entropy on the CPU: the steps of a plan (plan.h), and what they do with the
+ * kernels (kernels.h). */
+#include <string.h>
+
+#include "core/sizes.h"
+#include "core/threads.h"
+#include "ops/linear_cross_entropy/call.h"
+#include "ops/linear_cross_entropy/plan.h"
+
+/* ---- plan ------------------------------------------------------------------------------------ */
+
+struct plan {
+    struct lce_problem problem;
+    struct lce_plan plan;
+};
+_Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
+
+/* The first row that this context may use. Formats, and so plans, depend on it. */
+const struct linear_cross_entropy_kernels *lce_kernels_of(const rafter_context *context) {
+    const struct rafter_variant *row = rafter_op_linear_cross_entropy.cpu;
+    while (row->level > (int)context->isa)
+        row++;
+    return row->kernels;
+}
+
+/* Every row plans with the format of the first one that the context may use: none of the rows
+ * behind it is ever run. */
+static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
+    const struct linear_cross_entropy_call *const call = (const void *)common;
+    struct plan *const plan = storage;
+    plan->problem = (struct lce_problem){
+        .format = lce_kernels_of(context)->format[call->x.dtype],
+        .rows = call->loss.rows,
+        .classes = call->loss.classes,
+        .depth = call->x.shape[call->x.ndim - 1],
+        .stats = common->direction == RAFTER_FORWARD || !rafter_loss_has(&call->loss.lse),
+        .dx = call->dx.data != NULL,
+        .dweight = call->dweight.data != NULL,
+        .dbias = call->dbias.data != NULL,
+        .sums_dx = !call->native && call->dx.dtype != RAFTER_F32,
+        .sums_dweight = !call->native && call->dweight.dtype != RAFTER_F32,
+    };
+    const size_t alignment = rafter_scratch_request(1) - 1, given = common->budget;
+    const size_t budget = given > alignment ? given - alignment : given ? 1 : 0;
+    lce_make_plan(&plan->problem, call->mode, budget, &plan->plan);
+    return plan->plan.bytes;
+}
+
+/* ---- steps ----------------------------------------------------------------------------------- */
+
+struct buffers {
+#define X(type, name) type *name;
+    LCE_BUFFERS(X)
+#undef X
+};
+
+struct run {
+    rafter_context *context;
+    const struct linear_cross_entropy_call *call;
+    const struct linear_cross_entropy_kernels *kernels;
+    const struct lce_problem *problem;
+    const struct lce_plan *plan;
+    struct buffers b;
+    struct rafter_loss loss;     /* the call's, after rafter_loss_read */
+    struct rafter_loss unscaled; /* the same without the factors that all rows share, for coefficients */
+    float scale;                 /* those factors, applied when gradients are stored */
+    int64_t rows;                /* not ignored */
+    double loss_sum;             /* over the rows so far */
+    int64_t x_logits, x_dweight, w_logits, w_dx; /* the group or slice that is packed; -1: none yet */
+    int64_t vectors;                             /* the slice whose bias and class weights are loaded */
+};
+
+/* A group of rows and a slice of classes. */
+struct step {
+    struct run *run;
+    int64_t group, slice;
+    int64_t first_row, rows, first_class, classes;
+    int64_t w_chunks, x_panels; /* packing tasks; after these come chunks of x */
+    bool pack_w_logits, pack_w_dx;
+    bool fused; /* the gradient of each block is computed right after its logits */
+    struct lce_matrix x, w;
+    struct lce_logits logits;
+    struct lce_gradient gradient;
+    struct lce_product dx, dweight;
+    bool store_dx, add_dx, store_dweight, add_dweight;
+};
+
+static struct step step_at(struct run *run, int64_t group, int64_t slice) {
+    const struct linear_cross_entropy_call *c = run->call;
+    const struct buffers *b = &run->b;
+    const struct lce_plan *plan = run->plan;
+    const struct lce_format *f = &run->problem->format;
+    const int64_t depth = run->problem->depth;
+    struct step s = {.run = run, .group = group, .slice = slice};
+    s.first_row = group * plan->group;
+    s.rows = min64(plan->group, run->rows - s.first_row);
+    s.first_class = slice * plan->slice;
+    s.classes = min64(plan->slice, run->problem->classes - s.first_class);
+    s.x = (struct lce_matrix){.dtype = c->x.dtype,
+                              .rows = s.rows,
+                              .columns = depth,
+                              .column_stride = c->x.stride[c->x.ndim - 1],
+                              .row = b->x_row + s.first_row};
+    s.w = (struct lce_matrix){.dtype = c->x.dtype,
+                              .rows = s.classes,
+                              .columns = depth,
+                              .data = depth ? rafter_at(&c->weight, s.first_class * c->weight.stride[0]) : NULL,
+                              .row_stride = c->weight.stride[0],
+                              .column_stride = c->weight.stride[1]};
+    const int64_t part =
+        lce_stores_logits(run->problem, plan) ? lce_out_bytes(f, plan->slice, plan->group) / 4 * slice : 0;
+    s.logits = (struct lce_logits){.product = {.left = b->w_logits,
+                                               .right = b->x_logits,
+                                               .out = b->logits + part,
+                                               .m = s.classes,
+                                               .n = s.rows,
+                                               .k = depth},
+                                   .bias = b->bias,
+                                   .weight = b->weight,
+                                   .scale = run->loss.scale,
+                                   .softcap = run->loss.softcap,
+                                   .label = b->label + s.first_row,
+                                   .first_class = s.first_class};
+    return s;
+}
+
+/* Runs tasks on all threads, or on this one if the tasks together cost less than waking the
+ * threads: about a microsecond per 4096 elements. */
+static void run_tasks(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t),
+                      struct step *s) {
+    if (elements >= 1 << 16)
+        rafter_parallel(run->context, tasks, body, s);
+    else
+        for (int64_t task = 0; task < tasks; task++)
+            body(s, task);
+}
+
+/* ---- packing --------------------------------------------------------------------------------- */
+
+static void pack_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const struct linear_cross_entropy_kernels *k = s->run->kernels;
+    const struct buffers *b = &s->run->b;
+    if (task < s->w_chunks) {
+        const int64_t from = task * LCE_CHUNK, to = min64(from + LCE_CHUNK, s->classes);
+        if (s->pack_w_logits)
+            k->pack_left(&s->w, b->w_logits, from, to);
+        if (s->pack_w_dx)
+            k->pack_right(&s->w, b->w_dx, from, to);
+        return;
+    }
+    task -= s->w_chunks;
+    if (task < s->x_panels) {
+        k->pack_right_transposed(&s->x, b->x_logits, task, task + 1);
+        return;
+    }
+    task -= s->x_panels;
+    k->pack_right(&s->x, b->x_dweight, task * LCE_CHUNK, min64((task + 1) * LCE_CHUNK, s->rows));
+}
+
+/* Packs the operands of the step's products, unless they are packed already. */
+static void pack(struct step *s, bool logits, bool dx, bool dweight) {
+    struct run *run = s->run;
+    const struct linear_cross_entropy_call *c = run->call;
+    const rafter_view *bias = &c->bias, *weight = &run->loss.class_weight;
+    if (run->vectors != s->slice) {
+        if (bias->data)
+            run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0],
+                                s->classes, run->b.bias);
+        if (rafter_loss_has(weight))
+            run->kernels->widen(RAFTER_F32, rafter_at(weight, s->first_class * weight->stride[0]), weight->stride[0],
+                                s->classes, run->b.weight);
+        run->vectors = s->slice;
+    }
+    s->pack_w_logits = logits && run->w_logits != s->slice;
+    s->pack_w_dx = dx && run->w_dx != s->slice;
+    s->w_chunks = s->pack_w_logits || s->pack_w_dx ? ceil_div(s->classes, LCE_CHUNK) : 0;
+    s->x_panels = logits && run->x_logits != s->group ? ceil_div(s->rows, run->problem->format.columns) : 0;
+    const int64_t x_chunks = dweight && run->x_dweight != s->group ? ceil_div(s->rows, LCE_CHUNK) : 0;
+    const double elements =
+        (double)(s->w_chunks * LCE_CHUNK + s->x_panels * run->problem->format.columns + x_chunks * LCE_CHUNK) *
+        (double)run->problem->depth;
+    run_tasks(run, s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
+    run->x_logits = logits ? s->group : run->x_logits;
+    run->x_dweight = dweight ? s->group : run->x_dweight;
+    run->w_logits = logits ? s->slice : run->w_logits;
+    run->w_dx = dx ? s->slice : run->w_dx;
+}
+
+/* ---- statistics ------------------------------------------------------------------------------ */
+
+/* Consecutive tasks share rows of x. */
+static void logits_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const int64_t blocks = ceil_div(s->classes, LCE_ROWS);
+    s->run->kernels->logits(s->x.dtype, &s->logits, task % blocks, task / blocks);
+    if (s->fused)
+        s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
+}
+
+/* The cost of a product, as a number of elements whose packing takes as long. */
+static double work(const struct step *s) {
+    return (double)s->rows * (double)s->classes * (1.0 + (double)s->run->problem->depth / 32);
+}
+
+static int64_t logits_tasks(const struct step *s) {
+    return ceil_div(s->classes, LCE_ROWS) * ceil_div(s->rows, LCE_COLUMNS);
+}
+
+/* Merges statistics of one block of rows over the whole slice, and with those of the slices
+ * before. */
+static void fold_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const struct buffers *b = &s->run->b;
+    s->run->kernels->fold(&s->logits, task);
+
+    const int64_t padded = round_up(s->rows, LCE_COLUMNS);
+    const float *const block = b->block_stats;
+    for (int64_t i = task * LCE_COLUMNS; i < min64((task + 1) * LCE_COLUMNS, s->rows); i++) {
+        struct rafter_row_stats *const merged = &b->stats[s->first_row + i];
+        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i],
+                                        .sum = (double)block[LCE_SUM * padded + i]};
+        if (s->logits.more) {
+            int32_t argmax;
+            memcpy(&argmax, &block[LCE_ARGMAX * padded + i], sizeof argmax);
+            here.moment = (double)block[LCE_MOMENT * padded + i];
+            here.weighted = (double)block[LCE_WEIGHTED * padded + i];
+            here.best = (double)block[LCE_BEST * padded + i];
+            here.argmax = s->first_class + argmax;
+        }
+        *merged = rafter_row_merge(merged, &here);
+    }
+}
+
+static void statistics_step(struct run *run, int64_t group, int64_t slice) {
+    struct step s = step_at(run, group, slice);
+    const struct rafter_loss *loss = &run->loss;
+    pack(&s, true, false, false);
+    s.logits.stats = run->b.block_stats;
+    s.logits.target = run->b.target_logit + s.first_row;
+    s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax);
+    run_tasks(run, logits_tasks(&s), work(&s), logits_task, &s);
+    run_tasks(run, ceil_div(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
+}
+
+static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
+    run->b.pivot[i] = g.zero ? 0.0f : g.pivot;
+    run->b.p[i] = g.zero ? 0.0f : (float)g.p;
+    run->b.target[i] = g.zero ? 0.0f : (float)g.target;
+    run->b.spread[i] = g.zero ? 0.0f : (float)g.spread;
+}
+
+/* Results of the rows [from, to), whose statistics are complete, and the coefficients
+ * of their gradients. */
+static void finish_rows(struct run *run, int64_t from, int64_t to) {
+    const struct linear_cross_entropy_call *c = run->call;
+    for (int64_t i = from; i < to; i++) {
+        struct rafter_row_stats *const stats = &run->b.stats[i];
+        stats->target = (double)run->b.target_logit[i];
+        if (c->common.direction == RAFTER_FORWARD)
+            run->loss_sum += rafter_loss_write_row(&run->loss, run->b.row[i], run->b.label[i], stats);
+        if (run->b.pivot)
+            put_coefficients(run, i, rafter_loss_gradient(&run->unscaled, run->b.row[i], run->b.label[i], stats));
+    }
+}
+
+/* ---- gradients ------------------------------------------------------------------------------- */
+
+/* What a step does with its part of dx or dW. */
+struct partial_sum {
+    bool wanted;
+    bool accumulate; /* adds to the sums in the workspace */
+    int64_t part;    /* which part of these sums */
+    bool store, add; /* stores the sums into the caller's tensor, or adds them to it */
+};
+
+/* The part is summed over the inner loop, and complete at its end: step `inner` of `inners` adds to
+ * the sums, and the last one stores them. */
+static struct partial_sum sum_over_inner(bool wanted, int64_t inner, int64_t inners) {
+    return (struct partial_sum){.wanted = wanted, .accumulate = inner > 0, .store = inner == inners - 1};
+}
+
+/* The part is summed over the outer loop: in the workspace if that holds all parts, else in
+ * the caller's tensor. */
+static struct partial_sum sum_over_outer(bool wanted, bool in_workspace, int64_t outer, int64_t outers, int64_t inner) {
+    if (!in_workspace)
+        return (struct partial_sum){.wanted = wanted, .store = true, .add = outer > 0};
+    return (struct partial_sum){.wanted = wanted, .accumulate = outer > 0, .part = inner, .store = outer == outers - 1};
+}
+
+static void store_block(const struct step *s, const struct lce_product *job, int64_t row_block, int64_t column_block) {
+    const struct linear_cross_entropy_call *c = s->run->call;
+    const struct lce_format *f = &s->run->problem->format;
+    const bool is_dx = job == &s->dx;
+    const rafter_view *to = is_dx ? &c->dx : &c->dweight;
+    const int64_t column = column_block * LCE_COLUMNS, columns = min64(LCE_COLUMNS, job->n - column);
+    const int64_t column_stride = to->stride[to->ndim - 1];
+    const bool add = is_dx ? s->add_dx : s->add_dweight;
+    for (int64_t i = row_block * LCE_ROWS; i < min64((row_block + 1) * LCE_ROWS, job->m); i++) {
+        const int64_t row = is_dx ? s->run->b.row[s->first_row + i] : s->first_class + i;
+        const int64_t at = rafter_offset(to, 0, to->ndim - 1, row) + column * column_stride;
+        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns,
+                               s->run->scale, add, rafter_at(to, at), column_stride);
+    }
+}
+
+static int64_t product_tasks(const struct lce_product *job) {
+    return job->out ? ceil_div(job->m, LCE_ROWS) * ceil_div(job->n, LCE_COLUMNS) : 0;
+}
+
+/* Blocks of dx, then of dW. */
+static void product_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const bool is_dx = task < product_tasks(&s->dx);
+    const struct lce_product *job = is_dx ? &s->dx : &s->dweight;
+    task -= is_dx ? 0 : product_tasks(&s->dx);
+    const int64_t blocks = ceil_div(job->m, LCE_ROWS), row_block = task % blocks, column_block = task / blocks;
+    s->run->kernels->product(s->x.dtype, job, row_block, column_block);
+    if (is_dx ? s->store_dx : s->store_dweight)
+        store_block(s, job, row_block, column_block);
+}
+
+static void gradient_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const int64_t blocks = ceil_div(s->classes, LCE_ROWS);
+    s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
+}
+
+static void gradient_step(struct run *run, int64_t group, int64_t slice, struct partial_sum dx,
+                          struct partial_sum dweight, bool dbias) {
+    struct step s = step_at(run, group, slice);
+    const struct linear_cross_entropy_call *c = run->call;
+    const struct buffers *b = &run->b;
+    const struct lce_format *f = &run->problem->format;
+    const int64_t depth = run->problem->depth;
+    const bool stored_logits = lce_stores_logits(run->problem, run->plan);
+
+    s.gradient = (struct lce_gradient){.u = s.logits.product.out,
+                                       .m = s.classes,
+                                       .n = s.rows,
+                                       .weight = b->weight,
+                                       .cap = run->loss.scale * run->loss.softcap,
+                                       .label = s.logits.label,
+                                       .first_class = s.first_class,
+                                       .pivot = b->pivot + s.first_row,
+                                       .p = b->p + s.first_row,
+                                       .target = b->target + s.first_row,
+                                       .spread = b->spread + s.first_row,
+                                       .by_row = dx.wanted ? b->dz_by_row : NULL,
+                                       .by_class = dweight.wanted ? b->dz_by_class : NULL,
+                                       .sum = dbias ? b->block_dbias : NULL};
+    if (dx.wanted) {
+        float *const out = b->dx + lce_out_bytes(f, run->plan->group, depth) / 4 * dx.part;
+        s.dx = (struct lce_product){b->dz_by_row, b->w_dx, out, s.rows, depth, s.classes, dx.accumulate};
+    }
+    if (dweight.wanted) {
+        float *const out = b->dweight + lce_out_bytes(f, run->plan->slice, depth) / 4 * dweight.part;
+        s.dweight =
+            (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
+    }
+    s.store_dx = dx.store;
+    s.add_dx = dx.add;
+    s.store_dweight = dweight.store;
+    s.add_dweight = dweight.add || c->accumulate_into_dweight;
+
+    pack(&s, !stored_logits, dx.wanted, dweight.wanted);
+    s.fused = !stored_logits;
+    run_tasks(run, logits_tasks(&s), work(&s), stored_logits ? gradient_task : logits_task, &s);
+    run_tasks(run, product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
+    if (dbias)
+        for (int64_t block = 0; block < ceil_div(s.rows, LCE_COLUMNS); block++)
+            for (int64_t v = 0; v < s.classes; v++)
+                b->dbias[s.first_class + v] += b->block_dbias[block * s.classes + v];
+}
+
+/* ---- the call -------------------------------------------------------------------------------- */
+
+static void run_fast(struct run *run) {
+    const struct lce_problem *q = run->problem;
+    const bool in_workspace = lce_stores_all_dweight(q, run->plan);
+    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
+    for (int64_t group = 0; group < groups; group++) {
+        if (q->stats) {
+            for (int64_t slice = 0; slice < slices; slice++)
+                statistics_step(run, group, slice);
+            finish_rows(run, group * run->plan->group, min64((group + 1) * run->plan->group, run->rows));
+        }
+        for (int64_t slice = 0; slice < slices; slice++)
+            gradient_step(run, group, slice, sum_over_inner(q->dx, slice, slices),
+                          sum_over_outer(q->dweight, in_workspace, group, groups, slice), q->dbias);
+    }
+}
+
+static void run_compact(struct run *run) {
+    const struct lce_problem *q = run->problem;
+    const bool in_workspace = lce_stores_all_dx(q, run->plan), split = run->plan->split;
+    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
+    const struct partial_sum none = {.wanted = false};
+    if (q->stats) {
+        for (int64_t slice = 0; slice < slices; slice++)
+            for (int64_t group = 0; group < groups; group++)
+                statistics_step(run, group, slice);
+        finish_rows(run, 0, run->rows);
+    }
+    if ((q->dx && !split) || q->dweight || q->dbias)
+        for (int64_t slice = 0; slice < slices; slice++)
+            for (int64_t group = 0; group < groups; group++)
+                gradient_step(run, group, slice, sum_over_outer(q->dx && !split, in_workspace, slice, slices, group),
+                              sum_over_inner(q->dweight, group, groups), q->dbias);
+    if (q->dx && split)
+        for (int64_t group = 0; group < groups; group++)
+            for (int64_t slice = 0; slice < slices; slice++)
+                gradient_step(run, group, slice, sum_over_inner(true, slice, slices), none, false);
+}
+
+/* Lists the rows that are not ignored; writes the results of the others. */
+static void list_rows(struct run *run) {
+    const struct linear_cross_entropy_call *c = run->call;
+    for (int64_t row = 0; row < run->loss.rows; row++) {
+        const int64_t label = rafter_loss_label(&run->loss, row);
+        if (label >= 0) {
+            const int64_t i = run->rows++;
+            run->b.row[i] = row;
+            run->b.label[i] = label;
+            run->b.x_row[i] =
+                run->problem->depth ? rafter_at(&c->x, rafter_offset(&c->x, 0, c->x.ndim - 1, row)) : NULL;
+            if (run->b.stats)
+                run->b.stats[i] = rafter_row_empty;
+        } else if (c->common.direction == RAFTER_FORWARD) {
+            rafter_loss_write_row(&run->loss, row, label, NULL);
+        }
+    }
+}
+
+static const float zeros[LCE_COLUMNS];
+
+static void store_zeros(const struct run *run, const rafter_view *to, int64_t row) {
+    const int last = to->ndim - 1;
+    const int64_t at = rafter_offset(to, 0, last, row), stride = to->stride[last];
+    for (int64_t i = 0; i < to->shape[last]; i += LCE_COLUMNS)
+        run->kernels->store(to->dtype, zeros, min64(LCE_COLUMNS, to->shape[last] - i), 1.0f, false,
+                            rafter_at(to, at + i * stride), stride);
+}
+
+/* Gradients that no step has written: of ignored rows, and all gradients if every row is
+ * ignored; and dbias. */
+static void store_missing(const struct run *run) {
+    const struct linear_cross_entropy_call *c = run->call;
+    const struct lce_problem *q = run->problem;
+    if (q->dx)
+        for (int64_t row = 0, i = 0; row < q->rows; row++) {
+            if (i < run->rows && run->b.row[i] == row)
+                i++;
+            else
+                store_zeros(run, &c->dx, row);
+        }
+    if (q->dweight && run->rows == 0 && !c->accumulate_into_dweight)
+        for (int64_t v = 0; v < q->classes; v++)
+            store_zeros(run, &c->dweight, v);
+    if (q->dbias)
+        run->kernels->store(c->dbias.dtype, run->b.dbias, q->classes, run->scale, false, c->dbias.data,
+                            c->dbias.stride[0]);
+}
+
+/* Factors that all rows share could make small gradients underflow in bf16. So coefficients of rows
+ * are computed without them, and they are applied to the results. */
+static void separate_scale(struct run *run) {
+    const struct rafter_loss *const loss = &run->loss;
+    double scale = (double)loss->scale / loss->mean_denominator;
+    run->unscaled = *loss;
+    run->unscaled.scale = 1.0f;
+    run->unscaled.mean_denominator = 1.0;
+    if (loss->reduction != RAFTER_NONE && rafter_loss_has(&loss->dloss)) {
+        float dloss;
+        memcpy(&dloss, loss->dloss.data, sizeof dloss);
+        scale *= (double)dloss;
+        run->unscaled.dloss.data = NULL;
+    }
+    run->scale = run->rows > 0 ? (float)scale : 1.0f;
+}
+
+static rafter_status run_call(rafter_context *context, const struct rafter_call *common, const void *storage,
+                              const void *kernels, char *workspace) {
+    const struct linear_cross_entropy_call *const call = (const void *)common;
+    const struct plan *const plan = storage;
+    struct run run = {.context = context,
+                      .call = call,
+                      .kernels = kernels,
+                      .problem = &plan->problem,
+                      .plan = &plan->plan,
+                      .loss = call->loss};
+    run.x_logits = run.x_dweight = run.w_logits = run.w_dx = run.vectors = -1;
+#define X(type, name) run.b.name = plan->plan.layout.name < 0 ? NULL : (void *)(workspace + plan->plan.layout.name);
+    LCE_BUFFERS(X)
+#undef X
+    RAFTER_TRY(rafter_loss_read(context, &run.loss));
+    list_rows(&run);
+    separate_scale(&run);
+
+    for (int64_t v = 0; v < plan->plan.slice; v++) {
+        run.b.bias[v] = 0.0f;
+        run.b.weight[v] = 1.0f;
+    }
+    if (run.b.dbias)
+        memset(run.b.dbias, 0, (size_t)plan->problem.classes * sizeof *run.b.dbias);
+    if (!plan->problem.stats && run.b.pivot)
+        for (int64_t i = 0; i < run.rows; i++)
+            put_coefficients(&run, i,
+                             rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
+                                                           rafter_loss_given_lse(&run.loss, run.b.row[i])));
+    if (run.rows > 0 && plan->plan.fast)
+        run_fast(&run);
+    else if (run.rows > 0)
+        run_compact(&run);
+    store_missing(&run);
+    if (common->direction == RAFTER_FORWARD)
+        rafter_loss_write(&run.loss, run.loss_sum);
+    return RAFTER_OK;
+}
+
+const struct rafter_variant_functions rafter_linear_cross_entropy_on_cpu = {NULL, make_plan, run_call};

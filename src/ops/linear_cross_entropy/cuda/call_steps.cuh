@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The steps at the beginning and the end of every call: kernels/call_kernels.cu. */
+#ifndef RAFTER_LCE_CUDA_CALL_STEPS_CUH
+#define RAFTER_LCE_CUDA_CALL_STEPS_CUH
+
+#include "cuda/launch.cuh"
+#include "ops/linear_cross_entropy/cuda/active_rows.cuh"
+#include "ops/linear_cross_entropy/cuda/problem.cuh"
+
+namespace lce {
+
+constexpr int ROW_THREADS = 128; /* of a block that finishes rows */
+
+/* A call that is being enqueued. */
+struct Run {
+    rafter_context *context;
+    const linear_cross_entropy_call &call;
+    const Problem problem;
+    Loss loss;
+    float row_scale;        /* the kernels' dz is larger than the gradient by this factor: see row_scale_of */
+    Common *common;         /* on the device */
+    Totals *block_totals;   /* sums over rows, one per block that has finished rows */
+    int64_t blocks;         /* of block_totals so far */
+    RowGradient *gradients; /* coefficients of every row's gradient; NULL: no gradient is wanted */
+    const float *bias;      /* of all classes, fp32; NULL: none */
+    Operand weight;         /* [classes, depth]: the caller's, or a packed copy */
+
+    Run(rafter_context *for_context, const linear_cross_entropy_call &for_call);
+
+    const float *alpha() const {
+        return &common->alpha;
+    }
+};
+
+/* Buffers that every variant has. */
+struct CommonBuffers {
+    Buffer<Common> common;
+    Buffer<RowGradient> gradients;
+    Buffer<Totals> block_totals;
+    Buffer<float> bias;
+    Buffer<char> weight; /* packed copy of W, unless products can use the caller's */
+
+    /* Enough for the blocks of finish_rows or finish_tiles over all groups. */
+    static int64_t totals_of(int64_t rows, int64_t group) {
+        return rows / (ROW_THREADS / WARP) + ceil_div(rows, group) + 1;
+    }
+    void place(Layout *layout, const Problem &p, int64_t totals);
+    /* Sets the Run's pointers. */
+    void use(Run *run, char *workspace) const;
+};
+
+/* The copy of x's active rows: see ActiveRows. */
+struct CopyOfActive {
+    Rows x;
+    int64_t step; /* between a row's elements */
+    int columns;
+    /* Rows of x and of the copy begin at multiples of 16 bytes and are contiguous. Products can use
+     * x itself then if all rows are active, so nothing is copied in that case. */
+    bool wide;
+    uint16_t *to; /* NULL: no copy */
+    int64_t stride;
+};
+
+/* What the first kernel does for the Hopper variants, beyond sums over rows and classes. */
+struct ActiveRowsSetup {
+    bool drop_ignored;
+    int *order, *classes; /* of ActiveRows. NULL: no list */
+    unsigned *counters;   /* of tiles::SplitSums, to be cleared */
+    int counter_count;
+    Labels labels;
+    CopyOfActive copy;
+};
+
+/* The first kernel of a call: sums over labels and class weights, the list of active rows. Then the
+ * bias in fp32 and the packed W, where they are needed. */
+void begin_call(Run *run, const ActiveRowsSetup &setup, char *workspace, const CommonBuffers &buffers);
+/* The first kernel alone. */
+void prepare(Run *run, const ActiveRowsSetup &setup);
+
+/* Rows [first, first + rows) of x or W, with any strides, as rows that products can use. Ignored
+ * rows of x become zeros, so that their contents reach no sum. */
+void pack_rows(const Run &run, const rafter_view &view, int64_t first, int64_t rows, char *to);
+
+/* Results and gradient coefficients of rows, from `parts` statistics each, merged in their order,
+ * or (NULL) from the caller's lse. `order`: of ActiveRows, or NULL. */
+void finish_rows(Run *run, const int *order, int64_t first, int64_t rows, const LossStats<FULL> *stats, int parts);
+
+/* Rows [first, first + rows) of a gradient = alpha * sums, or 0 if `sums` is NULL;
+ * `add`: to what it holds. */
+void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout, bool add, int64_t first, int64_t rows,
+                const float *sums);
+void store_dbias(const Run &run, const float *sums);
+
+/* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
+ * active. */
+void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx);
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+/* A thread per item, in at most `most` blocks. */
+inline Launch thread_per_item(int64_t items, int threads, int64_t most = 1 << 20) {
+    return {max(int64_t(1), min(ceil_div<int64_t>(items, threads), most)), threads};
+}
+
+/* For a kernel that begins with wait_for_previous_kernel: it may start before the
+ * previous one ends. */
+inline Launch overlapping(int64_t blocks, int threads) {
+    Launch how = {blocks, threads};
+    how.overlaps = true;
+    return how;
+}
+
+} // namespace lce
+
+#endif

@@ -1,0 +1,40 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Compact with cuBLASLt: for each slice of classes, logits, group by group, and statistics. Then
+ * again for each slice: logits, dz of all rows, the slice's dW = dz^T x, and dx += dz W, summed
+ * from slice to slice.
+ */
+#ifndef RAFTER_LCE_CUDA_CUBLASLT_COMPACT_CUH
+#define RAFTER_LCE_CUDA_CUBLASLT_COMPACT_CUH
+
+#include "ops/linear_cross_entropy/cuda/cublaslt_steps.cuh"
+
+namespace lce {
+
+struct CublasLtCompact {
+    typedef linear_cross_entropy_call Call;
+
+    struct Plan {
+        int64_t group, slice; /* rows, classes of a tile of logits */
+        bool direct_dx;       /* the product writes into the caller's dx; else into fp32 sums in the workspace */
+        bool direct_dweight;
+        bool redo_nonfinite; /* ignored rows of x reach the sums of dW */
+        size_t product_bytes;
+        CommonBuffers common;
+        Buffer<LossStats<FULL>> stats;
+        Buffer<char> x, dz, products; /* dz: of all rows and a slice */
+        Buffer<float> z, dx, dweight, dbias;
+    };
+
+    static const char *why_not(const rafter_cuda_state &device, const Call &call);
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
+
+    static size_t make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan);
+    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    static size_t fit(const Problem &p, const Limits &limits, Plan *plan);
+};
+
+} // namespace lce
+
+#endif

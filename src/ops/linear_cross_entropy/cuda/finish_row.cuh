@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The end of a row, once its statistics are complete: its results, and the
+ * coefficients of its gradient. */
+#ifndef RAFTER_LCE_CUDA_FINISH_ROW_CUH
+#define RAFTER_LCE_CUDA_FINISH_ROW_CUH
+
+#include "ops/columns.cuh"
+
+namespace lce {
+
+/* `g`: the row's complete statistics, or NULL if the caller has given its lse. Writes the row's
+ * results, if this is forward, and returns the coefficients of its gradient if `wanted`. `label`:
+ * from Loss::class_of. Called by one thread. */
+DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const LossStats<FULL> *g, double row_scale,
+                              bool wanted, Totals *totals) {
+    RowGradient gradient = gradient_of_skipped(label);
+    if (label < 0) {
+        write_skipped(loss, row, label, totals);
+    } else if (!g) {
+        const float lse = loss.lse.get(row);
+        gradient = lse == -INFINITY ? gradient_of_skipped(IGNORED) /* every logit is -inf */
+                                    : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
+    } else {
+        const WholeRowStats stats = whole_row_stats(*g, g->z_label, loss);
+        if (wanted)
+            gradient = gradient_from_stats(loss, row_scale, row, label, g->z_label, stats);
+        if (loss.forward)
+            write_row(loss, row, label, results_of(loss, row, label, stats), totals);
+    }
+    return gradient;
+}
+
+DEVICE void add_block_totals(const Totals &mine, Totals *block_totals) {
+    const Totals totals = block_sum(mine);
+    if (threadIdx.x == 0)
+        block_totals[blockIdx.x] = totals;
+}
+
+} // namespace lce
+
+#endif

@@ -1,0 +1,118 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ops/linear_cross_entropy/cuda/hopper_compact.cuh"
+
+#include "cuda/variant.cuh"
+
+namespace lce {
+
+/* Without a budget. ALL_BYTES: of dz and split sums together. */
+static constexpr int64_t DZ_BYTES = 96 * MIB, ALL_BYTES = 122 * MIB, TILE_BYTES = 96 * MIB;
+
+const char *HopperCompact::why_not(const rafter_cuda_state &device, const Call &call) {
+    const Problem p(call);
+    const char *const reason = why_not_compact(p);
+    return reason ? reason : why_not_hopper(device, p);
+}
+
+/* ---- plan ------------------------------------------------------------------------------------ */
+
+size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters, int64_t group, int64_t slice,
+                           Plan *plan) {
+    *plan = {};
+    plan->group = group;
+    plan->slice = slice;
+    plan->setup.drop_ignored = limits.drop_ignored;
+    plan->setup.clusters = clusters;
+    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows);
+    plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes);
+    plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
+    /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
+    plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
+    plan->dweight_rows = rows_in_dweight(p, plan->direct_dweight);
+
+    const int64_t tile_bytes = p.statistics ? group * tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
+    const int64_t dz_bytes = p.dx || p.dweight ? p.rows * round_up(slice, int64_t(8)) * p.bytes() : 0;
+    Layout layout;
+    plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
+    layout.place(&plan->dz, tile_bytes > 0 || dz_bytes > 0, max(tile_bytes, dz_bytes));
+    layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
+    layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
+    return layout.bytes();
+}
+
+size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
+    const int64_t split_bytes =
+        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows) * tiles::SPLIT_BYTES : 0;
+    return fit_slices(
+        p, limits.budget, slice_for(p, min(DZ_BYTES, ALL_BYTES - split_bytes)),
+        p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,
+        [&](int64_t) { return tiles_across(p.classes) * int64_t(sizeof(RowStats)); },
+        [&](int64_t group, int64_t slice) { return make(p, limits, clusters, group, slice, plan); });
+}
+
+size_t HopperCompact::plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+    const Limits limits = limits_of(call);
+    return bytes_to_report(limits, fit(Problem(call), limits, clusters_of(device), plan));
+}
+
+/* ---- launch ---------------------------------------------------------------------------------- */
+
+/* The slice that begins at class v, and where its dz is stored. */
+static Dz slice_at(const HopperCompact::Plan &plan, const HopperRun &run, int64_t v, char *workspace_dz) {
+    const Problem &p = run.problem;
+    const int64_t left = p.classes - v;
+    const int64_t in_dweight = plan.dweight_rows * left / (plan.dweight_rows + p.rows) / TILE_CLASSES * TILE_CLASSES;
+    if (in_dweight <= plan.slice)
+        return {workspace_dz, round_up(plan.slice, int64_t(8)), v, min(left, plan.slice)};
+    return {run.call.dweight.data + (v + in_dweight) * p.depth * p.dweight_bytes, in_dweight, v, in_dweight};
+}
+
+rafter_status HopperCompact::launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    char *const base = align_workspace(workspace);
+    HopperRun run(context, call, plan.setup, {}, base);
+    const Problem &p = run.problem;
+    char *const workspace_dz = plan.dz.in(base);
+    RowStats *const stats = reinterpret_cast<RowStats *>(workspace_dz);
+    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base);
+    const Operand x = {run.x.data, run.x.stride, false};
+
+    for (int64_t first = 0; p.statistics && first < p.rows; first += plan.group) {
+        const int64_t rows = min(p.rows - first, plan.group);
+        RAFTER_TRY(multiply_logits(run, STATISTICS, statistics_task(run, first, rows, stats), {}));
+        finish_tiles(&run, first, rows, stats, {});
+    }
+    if (!p.statistics)
+        finish_rows(&run, run.active.order, 0, p.rows, NULL, 1);
+
+    if (plan.redo_nonfinite)
+        find_nonfinite(run, x);
+    for (int64_t v = 0; p.gradients() && v < p.classes;) {
+        const Dz dz = slice_at(plan, run, v, workspace_dz);
+        LogitTask task = {};
+        task.rows = p.rows;
+        task.first_class = v;
+        task.classes = dz.classes;
+        RAFTER_TRY(multiply_logits(run, GRADIENT, task, dz));
+        if (p.dweight) {
+            const GradientOut out =
+                plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, v) : into_sums(run, dweight);
+            RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, NULL, out, plan.direct_dweight && p.adds_dweight));
+            if (plan.redo_nonfinite)
+                redo_nonfinite(run, x, dz, out);
+            if (!plan.direct_dweight)
+                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight);
+        }
+        const DxInput input = {dz, {}, 0, p.rows, NULL};
+        if (p.dx)
+            RAFTER_TRY(plan.direct_dx ? hopper_dx(run, input) : hopper_dx_sums(run, input, dx, p.rows, v > 0));
+        v += dz.classes;
+    }
+    if (p.dx && !plan.direct_dx)
+        store_dx_rows(run, 0, p.rows, dx, NULL);
+    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
+    return RAFTER_OK;
+}
+
+} // namespace lce
+
+RAFTER_CUDA_VARIANT(linear_cross_entropy, hopper_compact, lce::HopperCompact)

@@ -1,0 +1,42 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Compact on Hopper: statistics of all rows, from a product that stores no logits. Then for each
+ * slice of classes: dz of all rows, again from a product that stores no logits; the slice's dW; and
+ * dx, summed from slice to slice.
+ *
+ * dz of a slice is stored in the rows of dW behind the slice's own, as long as that holds a larger
+ * slice than the workspace.
+ */
+#ifndef RAFTER_LCE_CUDA_HOPPER_COMPACT_CUH
+#define RAFTER_LCE_CUDA_HOPPER_COMPACT_CUH
+
+#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+
+namespace lce {
+
+struct HopperCompact {
+    typedef linear_cross_entropy_call Call;
+
+    struct Plan {
+        HopperSetup setup;
+        int64_t group, slice; /* rows whose statistics, classes whose dz is formed at a time */
+        int64_t dweight_rows; /* from rows_in_dweight */
+        bool direct_dx;       /* the product writes into the caller's dx; else into fp32 sums in the workspace */
+        bool direct_dweight;
+        bool redo_nonfinite; /* ignored rows of x reach the sums of dW */
+        Buffer<char> dz;     /* of all rows and a slice; before that, statistics of a group's tiles */
+        Buffer<float> dx, dweight;
+    };
+
+    static const char *why_not(const rafter_cuda_state &device, const Call &call);
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan);
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace);
+
+    static size_t make(const Problem &p, const Limits &limits, int clusters, int64_t group, int64_t slice, Plan *plan);
+    /* Plans within limits.budget, or if there is no budget, comfortably. */
+    static size_t fit(const Problem &p, const Limits &limits, int clusters, Plan *plan);
+};
+
+} // namespace lce
+
+#endif

@@ -1,0 +1,223 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "ops/linear_cross_entropy/cuda/hopper_fast.cuh"
+
+#include <math.h>
+
+#include "cuda/variant.cuh"
+
+namespace lce {
+
+const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &call) {
+    const Problem p(call);
+    const char *const reason = why_not_fast(p);
+    return reason ? reason : why_not_hopper_fast(device, p);
+}
+
+/* ---- plan ------------------------------------------------------------------------------------ */
+
+/* Exponentials are stored in dweight if they take at least this much, and only of so many classes
+ * that the products have a good size. */
+static constexpr int64_t LARGE_BYTES = 256 * MIB, LEAST_CLASSES = 8192;
+
+/* Rows f of a first group: dweight holds so many of its exponentials that the rest, f / (f +
+ * dweight_rows) of the classes, takes no more than a group of g rows. */
+static int64_t largest_first_group(int64_t g, int64_t dweight_rows) {
+    const double half = static_cast<double>(g) / 2;
+    return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(dweight_rows)));
+}
+
+/* How many of the last classes' exponentials fit into dW's rows of the classes before them. When
+ * those rows are written, these exponentials have been used. */
+static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows) {
+    const int64_t least_before = ceil_div(p.classes * first_group, first_group + dweight_rows) + 8; /* 8: padding */
+    return p.classes - round_up(least_before, int64_t(TILE_CLASSES));
+}
+
+/* Rows whose exponentials of all classes, with padding, fit into dweight. */
+static int64_t padded_rows_in_dweight(const Problem &p) {
+    return p.classes * p.depth * p.dweight_bytes / (round_up(p.classes, int64_t(8)) * p.bytes());
+}
+
+size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, int64_t group, bool use_dweight,
+                        Plan *plan) {
+    *plan = {};
+    plan->group = plan->first_group = group;
+    plan->setup.drop_ignored = limits.drop_ignored;
+    plan->setup.clusters = clusters;
+    /* If ignored rows are not dropped, their x would be multiplied by dz in sums
+     * over some of the rows. */
+    plan->converts = limits.drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth;
+    plan->direct_dx = p.dx_layout.direct;
+    const bool sums_dweight = p.dweight && group < p.rows && !p.sum_in_dweight;
+    plan->direct_dweight = p.dweight_layout.direct && !sums_dweight;
+    plan->exp_in_dweight = use_dweight && !plan->converts && sums_dweight && p.dweight_layout.direct &&
+                           p.dweight_layout.stride == p.depth && !p.adds_dweight && group <= padded_rows_in_dweight(p);
+
+    const int64_t dweight_rows = rows_in_dweight(p, plan->direct_dweight);
+    if (!plan->converts && dweight_rows > 0 && group * p.classes * p.bytes() >= LARGE_BYTES) {
+        const int64_t largest = largest_first_group(group, dweight_rows) / 256 * 256;
+        const int64_t first_group = largest >= p.rows || group >= p.rows ? p.rows : max(largest, group);
+        const int64_t classes = classes_that_fit(p, first_group, dweight_rows);
+        if (classes >= LEAST_CLASSES) {
+            plan->first_group = first_group;
+            plan->classes_in_dweight = classes;
+        }
+    }
+    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->first_group);
+
+    const int64_t first = plan->first_group;
+    const int64_t first_dz = first * round_up(p.classes - plan->classes_in_dweight, int64_t(8)),
+                  other_dz = first < p.rows ? group * round_up(p.classes, int64_t(8)) : 0;
+    const bool labels = !plan->converts && p.dweight;
+    Layout layout;
+    plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
+    layout.place(&plan->stats, true, first * tiles_across(p.classes) * int64_t(sizeof(RowStats)));
+    layout.place(&plan->sample, !plan->converts, p.rows * int64_t(sizeof(RowStats)));
+    layout.place(&plan->x_scaled, labels, first * p.depth_stride() * p.bytes());
+    layout.place(&plan->row_labels, labels, round_up(p.rows, int64_t(4)) * int64_t(sizeof(int)));
+    layout.place(&plan->class_rows, labels, p.classes * int64_t(sizeof(Labels::Class)));
+    layout.place(&plan->frequent_labels, labels, Labels::bytes_of_frequent(p.rows));
+    layout.place(&plan->dz, !plan->exp_in_dweight, max(first_dz, other_dz) * p.bytes());
+    layout.place(&plan->dx, p.dx && !plan->direct_dx, group * p.depth_stride() * 4);
+    layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, p.classes * p.depth_stride() * 4);
+    return layout.bytes();
+}
+
+size_t HopperFast::fit(const Problem &p, const Limits &limits, int clusters, bool good_only, Plan *plan) {
+    if (limits.budget)
+        return fit_groups(p, limits.budget, good_only,
+                          [&](int64_t group, bool shrunk) { return make(p, limits, clusters, group, shrunk, plan); });
+    /* Groups with exponentials of FAST_TILE_BYTES; or one group of all rows, which needs no fp32
+     * sums, if that takes no more; or groups as large as dweight can hold, if that is more. */
+    const int64_t most = FAST_TILE_BYTES / (2 * p.classes);
+    const size_t bytes = make(p, limits, clusters, even_part(p.rows, max(most, FAST_ROWS), 256), false, plan);
+    Plan other;
+    const size_t one_bytes = make(p, limits, clusters, p.rows, false, &other);
+    if (one_bytes <= bytes) {
+        *plan = other;
+        return one_bytes;
+    }
+    if (plan->converts || !p.dweight || plan->group >= p.rows || p.sum_in_dweight)
+        return bytes;
+    const size_t other_bytes =
+        make(p, limits, clusters, even_part(p.rows, padded_rows_in_dweight(p), 256), true, &other);
+    if (!other.exp_in_dweight || other.group < plan->group || other_bytes > bytes)
+        return bytes;
+    *plan = other;
+    return other_bytes;
+}
+
+size_t HopperFast::plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+    const Limits limits = limits_of(call);
+    return bytes_to_report(limits, fit(Problem(call), limits, clusters_of(device), true, plan));
+}
+
+/* ---- launch ---------------------------------------------------------------------------------- */
+
+namespace {
+
+/* A group of rows, and where its exponentials are: in one part, or two. */
+struct Group {
+    int64_t first, rows;
+    Dz dz, rest; /* rest.classes: 0 if there is one part */
+};
+
+Group group_at(const HopperFast::Plan &plan, const HopperRun &run, int64_t first, char *base) {
+    const bool is_first = first == 0;
+    const int64_t classes = run.problem.classes, in_dweight = is_first ? plan.classes_in_dweight : 0,
+                  before = classes - in_dweight;
+    char *const dweight = run.call.dweight.data;
+    return {first,
+            min(run.problem.rows - first, is_first ? plan.first_group : plan.group),
+            {plan.exp_in_dweight ? dweight : plan.dz.in(base), round_up(before, int64_t(8)), 0, before},
+            {dweight, round_up(in_dweight, int64_t(8)), before, in_dweight}};
+}
+
+rafter_status form_exponentials(const HopperRun &run, const Group &group, RowStats *stats, const RowStats *sample) {
+    LogitTask task = statistics_task(run, group.first, group.rows, stats);
+    task.sample = sample ? sample + group.first : NULL;
+    task.classes = group.dz.classes;
+    RAFTER_TRY(multiply_logits(run, EXPONENTIALS, task, group.dz));
+    if (group.rest.classes == 0)
+        return RAFTER_OK;
+    task.first_class = group.rest.first_class;
+    task.classes = group.rest.classes;
+    task.stats = stats + task.first_class / TILE_CLASSES;
+    return multiply_logits(run, EXPONENTIALS, task, group.rest);
+}
+
+/* dx of the group. `gradients`: as in DxInput. */
+rafter_status form_dx(const HopperRun &run, const HopperFast::Plan &plan, const Group &group, float *sums,
+                      const RowGradient *gradients) {
+    if (plan.direct_dx)
+        return hopper_dx(run, {group.dz, group.rest, group.first, group.rows, gradients});
+    const int64_t bytes = run.problem.bytes();
+    for (int64_t done = 0; done < group.rows; done += plan.group) {
+        const int64_t first = group.first + done, rows = min(group.rows - done, plan.group);
+        RAFTER_TRY(hopper_dx_sums(
+            run, {group.dz.from_row(done, bytes), group.rest.from_row(done, bytes), first, rows, gradients}, sums,
+            plan.group, false));
+        store_dx_rows(run, first, rows, sums, gradients);
+    }
+    return RAFTER_OK;
+}
+
+} // namespace
+
+rafter_status HopperFast::launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    char *const base = align_workspace(workspace);
+    const Labels labels = {plan.row_labels.in(base), plan.class_rows.in(base), plan.frequent_labels.in(base)};
+    HopperRun run(context, call, plan.setup, labels, base);
+    const Problem &p = run.problem;
+    RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);
+    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base);
+    const Matrix x_scaled = {plan.x_scaled.in(base), plan.first_group, p.dweight ? p.depth : 0, p.depth_stride()};
+    const auto dweight_from = [&](int64_t first_class) {
+        return plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, first_class)
+                                   : into_sums(run, dweight);
+    };
+    const bool adds_to_tensor = plan.direct_dweight && p.adds_dweight;
+
+    if (!plan.converts) { /* the largest of a row's first logits: the pivot of its exponentials */
+        LogitTask task = statistics_task(run, 0, p.rows, sample);
+        task.classes = min(p.classes, int64_t(TILE_CLASSES));
+        task.tiles = 1;
+        RAFTER_TRY(multiply_logits(run, STATISTICS, task, {}));
+    }
+    for (int64_t first = 0; first < p.rows;) {
+        const Group group = group_at(plan, run, first, base);
+        const bool add = first > 0 || adds_to_tensor;
+        RAFTER_TRY(form_exponentials(run, group, stats, sample));
+        if (plan.converts) {
+            finish_tiles(&run, first, group.rows, stats, group.dz);
+            /* dx is last: it may overwrite the copy of x, which dW is formed from. */
+            if (p.dweight)
+                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, NULL, dweight_from(0), add));
+            if (p.dx)
+                RAFTER_TRY(form_dx(run, plan, group, dx, NULL));
+        } else {
+            finish_tiles(&run, first, group.rows, stats, {});
+            adjust_exponentials(run, first, group.rows, stats, group.dz, group.rest, x_scaled);
+            /* dW is last: it may overwrite exponentials, which dx is formed from. Of dW, those
+             * classes are first whose exponentials are in dweight. */
+            if (p.dx)
+                RAFTER_TRY(form_dx(run, plan, group, dx, run.gradients));
+            if (p.dweight && group.rest.classes > 0)
+                RAFTER_TRY(hopper_dweight(run, group.rest, first, group.rows, &x_scaled,
+                                          dweight_from(group.rest.first_class), add));
+            if (p.dweight)
+                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, &x_scaled, dweight_from(0), add));
+        }
+        first += group.rows;
+    }
+    if (p.dweight && !plan.converts)
+        add_label_rows(run, dweight_from(0));
+    if (p.dweight && !plan.direct_dweight)
+        store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
+    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
+    return RAFTER_OK;
+}
+
+} // namespace lce
+
+RAFTER_CUDA_VARIANT(linear_cross_entropy, hopper_fast, lce::HopperFast)

@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The steps of the Hopper variants: our own products (cuda/tiles.cuh), of which the first one is
+ * fused with what follows it, so that no logit is ever stored; and the kernels between them.
+ * Products multiply active rows only; they read the number of these rows on the device.
+ */
+#ifndef RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
+#define RAFTER_LCE_CUDA_HOPPER_STEPS_CUH
+
+#include "cuda/tiles.cuh"
+#include "ops/linear_cross_entropy/cuda/call_steps.cuh"
+#include "ops/linear_cross_entropy/cuda/gradient_steps.cuh"
+
+namespace lce {
+
+/* ---- which calls ----------------------------------------------------------------------------- */
+
+constexpr int TILE_CLASSES = tiles::COLUMNS;
+
+/* With at most this many classes per element of depth, fast converts exponentials to dz in place:
+ * one pass over them, but none over x and dx. */
+constexpr int64_t MOST_CLASSES_PER_DEPTH = 2;
+
+inline int64_t tiles_across(int64_t classes) {
+    return ceil_div<int64_t>(classes, TILE_CLASSES);
+}
+
+inline int clusters_of(const rafter_cuda_state &device) {
+    return device.multiprocessors / tiles::CLUSTER;
+}
+
+/* Whether dW has so few tiles that most of the GPU is idle even if each tile is
+ * split into `parts`. */
+bool few_dweight_tiles(const Problem &p, int clusters, int parts);
+
+/* Whether this build has the kernels: without sm_90a their bodies are empty. */
+bool hopper_kernels_built();
+
+const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p);
+/* For fast, beyond the above: exponentials need bf16's range, and must save more than their passes
+ * over x and dx cost. If lse is given, dz needs no exponentials. */
+const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &p);
+
+/* ---- plans ----------------------------------------------------------------------------------- */
+
+/* Parts of split tiles to reserve memory for, if splitting makes one of the products, of `rows`
+ * rows and all classes, 2 % faster; else 0. */
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows);
+
+/* Rows whose dz of all classes fits into dW's own memory; 0 if dW must not be used for that. dW is
+ * free until the products write it, unless it is added to, has gaps, or is not written by
+ * products. */
+int64_t rows_in_dweight(const Problem &p, bool direct_dweight);
+
+/* What both Hopper plans hold. */
+struct HopperSetup {
+    bool drop_ignored;
+    /* x of active rows is copied into dx, which has a row for each. When dx of the k-th active row
+     * is written, only copies up to the k-th are lost, and those have been multiplied. */
+    bool copy_into_dx;
+    int clusters; /* that run at a time */
+    int split_capacity;
+    CommonBuffers common;
+    Buffer<int> order, classes; /* of ActiveRows */
+    Buffer<float> z_label;      /* the label's logit of every row */
+    Buffer<char> x;             /* copy of active rows' x, unless it is in dx */
+    Buffer<float> split_sums;
+    Buffer<unsigned> counters;
+
+    void place(Layout *layout, const Problem &p, int64_t totals);
+};
+
+/* A matrix in the inputs' dtype. */
+struct Matrix {
+    const void *data;
+    int64_t rows, columns, stride;
+};
+
+/* A Run of a Hopper variant. */
+struct HopperRun : Run {
+    ActiveRows active;
+    tiles::SplitSums split;
+    Matrix x, copy; /* x for products if all rows are active; else the copy of active rows */
+    Matrix w;
+    float *z_label;
+    Labels labels; /* of_row NULL: not wanted */
+
+    /* Sets the pointers, and enqueues the first kernels. */
+    HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
+              const Labels &for_labels, char *workspace);
+
+    /* x as other kernels read it. */
+    template <typename T> ActiveX<T> active_x() const {
+        return {active, static_cast<const T *>(x.data), x.stride, !problem.x.direct};
+    }
+};
+
+/* ---- logits: kernels/hopper_logits.cu -------------------------------------------------------- */
+
+/* Results of a product x W^T:
+ *
+ *     STATISTICS     maximum and sum of exponentials of each row over each tile of 256 classes
+ *     EXPONENTIALS   the same, relative to a pivot that is known beforehand, or to the tile's
+ *                    maximum; and the exponentials
+ *     GRADIENT       dz, from the rows' coefficients */
+enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
+
+struct LogitTask {
+    ActiveRows active;
+    tiles::SplitSums split;
+    int64_t first_row, rows, first_class, classes; /* of active rows, and of W */
+    int depth;
+    float scale;                  /* of logits */
+    const float *bias;            /* of all classes; NULL: none */
+    RowStats *stats;              /* [rows][tiles]; GRADIENT: not written */
+    int tiles;                    /* per row of `stats` */
+    float *z_label;               /* of all active rows */
+    const RowStats *sample;       /* EXPONENTIALS: statistics of the task's rows over some of their classes; or NULL */
+    const RowGradient *gradients; /* GRADIENT: of all active rows */
+    void *out;                    /* [rows][out_stride] in the inputs' dtype: exponentials or dz */
+    int64_t out_stride;           /* a multiple of 8 */
+};
+
+/* The task's rows, classes, stats and sample are set by the caller. `out`: for
+ * exponentials or dz. */
+rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out);
+
+/* A task for the statistics of all classes of active rows [first, first + rows). */
+LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, RowStats *stats);
+
+/* ---- gradients: kernels/hopper_gradients.cu -------------------------------------------------- */
+
+/* dW of dz's classes from active rows [first, first + rows), which are dz's. `scaled`: x_scaled
+ * instead of x; its last rows are dz's active ones. `add`: to what `out` holds. */
+rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,
+                             const GradientOut &out, bool add);
+
+/* dx of active rows [first, first + rows). dz is in one part, or in two: `dz` and then `rest`. */
+struct DxInput {
+    Dz dz, rest; /* rest.classes 0: none. Else dz.classes is a multiple of tiles::DEPTH */
+    int64_t first, rows;
+    const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
+};
+/* Complete, into the caller's dx. */
+rafter_status hopper_dx(const HopperRun &run, const DxInput &input);
+/* As sums, without the row factor and the label's part; `sums` has sums_rows rows.
+ * `add`: to what they are. */
+rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add);
+
+/* ---- rows: kernels/hopper_rows.cu ------------------------------------------------------------ */
+
+/* Results and coefficients of active rows [first, first + rows) from the statistics of their tiles.
+ * `to_dz`, if its data is not NULL: exponentials of these rows, to be converted to dz in place.
+ * Adds rows to run->labels if wanted. */
+void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const Dz &to_dz);
+
+/* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
+ * with another pivot to the row's, removes the label's element, and writes x_scaled = p * x: see
+ * "exponentials" in hopper_rows.cu. */
+void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
+                         const Dz &rest, const Matrix &x_scaled);
+
+/* Active rows' dx from its sums, and zeros for the other rows among [first, first + rows).
+ * `gradients`: as in DxInput. */
+void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients);
+
+/* ---- labels: kernels/label_rows.cu ----------------------------------------------------------- */
+
+/* dW[label] += at_label * x for all active rows. `out`: all of dW. */
+void add_label_rows(const HopperRun &run, const GradientOut &out);
+
+} // namespace lce
+
+#endif

@@ -1,0 +1,405 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Gradients of x and W on Hopper's tensor cores (cuda/tiles.cuh), for active rows only:
+ *
+ *     dx[rows, depth] = dz[rows, classes] W[classes, depth]
+ *     dW[classes, depth] = dz^T x
+ *
+ * dz, or exponentials in its place, are from hopper_logits.cu.
+ */
+#include <type_traits>
+
+#include "cuda/tile_results.cuh"
+#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+
+namespace lce {
+
+namespace {
+
+struct DweightTask {
+    ActiveRows active;
+    tiles::SplitSums split;
+    int64_t first_row, rows; /* dz's, among the active rows */
+    int64_t scaled; /* 0: x is the call's; else rows of x_scaled, of which the last ones are dz's active rows */
+    int64_t classes, depth;
+    const float *alpha; /* factor of the sums; NULL: 1 */
+    void *out;          /* dW of dz's classes */
+    int64_t out_stride;
+};
+
+struct DxTask {
+    ActiveRows active;
+    tiles::SplitSums split;
+    int64_t first_row, rows; /* dz's, among the active rows */
+    int64_t classes, depth;
+    int64_t in_front;    /* classes of the first part of dz: a multiple of tiles::DEPTH if there is a second part */
+    int64_t first_class; /* dz's, in W */
+    const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
+    const void *weight;           /* of all classes */
+    int64_t weight_stride;
+    const float *alpha; /* RESULTS only */
+    void *dx;           /* of all the call's rows */
+    int64_t dx_stride;
+};
+
+/* dx itself; or fp32 sums of active rows, written or added to. */
+enum DxEnd { RESULTS, SUMS, MORE_SUMS };
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
+struct NoRows {
+    int row;
+    template <typename Job> DEVICE void load(const Job &, int first) {
+        row = first;
+    }
+};
+
+/* dW is stored as U: T, or fp32. */
+template <typename T, typename U, bool ADD> struct DweightJob {
+    typedef NoRows Rows;
+    static constexpr bool PACKED = sizeof(U) == 2;
+    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
+    const CUtensorMap &dz, &x, &out;
+    const DweightTask &task;
+    const int dz_first, x_first, steps;
+    const float factor;
+    const tiles::TileOrder order;
+
+    DEVICE DweightJob(const CUtensorMap &dz_map, const CUtensorMap &x_map, const CUtensorMap &out_map,
+                      const DweightTask &t, int rows)
+        : dz(dz_map), x(x_map), out(out_map), task(t),
+          dz_first(static_cast<int>(rows > 0 ? 0 : task.rows)), /* no rows: start past the end, where loads return 0 */
+          x_first(task.scaled ? static_cast<int>(task.scaled) - rows : task.active.copied_at(task.first_row)),
+          steps(max(1, (rows + tiles::DEPTH - 1) / tiles::DEPTH)), factor(task.alpha ? *task.alpha : 1.0f),
+          order(ADD && rows == 0 ? 0 : task.classes, task.depth) {
+    }
+    DEVICE tiles::Source a(int) const {
+        return {&dz, 0, dz_first};
+    }
+    DEVICE tiles::Source b(int) const {
+        return {&x, 0, x_first};
+    }
+    DEVICE bool allows_wide_access() const {
+        return task.depth * sizeof(U) % 16 == 0;
+    }
+    /* Addresses of this thread's two rows of dW. */
+    DEVICE void rows_at(int row, U *(&to)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[i] = row + 8 * i < task.classes ? static_cast<U *>(task.out) + (row + 8 * i) * task.out_stride : NULL;
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &rows, char *staging,
+                       char *const *held, tiles::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+        U *to[2];
+        rows_at(rows.row, to);
+        packed.row = rows.row;
+        packed.column = origin.column;
+#pragma unroll
+        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            float e[COLUMNS / 2];
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 2; k++)
+                e[k] = factor * d[part * COLUMNS / 2 + k];
+            if constexpr (PACKED)
+                tiles::pack_part<U>(packed, part, e);
+            else if (allows_wide_access())
+                tiles::store_floats<ADD>(e, part, staging, held, out, origin.column, rows.row);
+            else
+                tiles::scatter_floats<ADD>(e, part, staging, to, origin.column, task.depth);
+        }
+    }
+
+    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+        if (allows_wide_access()) {
+            tiles::store_part<ADD>(packed, part, staging, out);
+        } else {
+            U *to[2];
+            rows_at(packed.row, to);
+            tiles::scatter_part<U, ADD>(packed, part, staging, to, task.depth);
+        }
+    }
+};
+
+/* What a thread needs to know about its two rows: loaded, but not used, before their
+ * sums are complete. */
+struct DxRows {
+    int row;
+    int call_row[2], label[2]; /* the call's row, or -1; its class */
+    float p[2], at_label[2];
+
+    template <typename Job> DEVICE void load(const Job &job, int first) {
+        const DxTask &task = job.task;
+        row = first;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int64_t k = task.first_row + first + 8 * i;
+            const bool valid = first + 8 * i < job.rows;
+            call_row[i] = valid ? task.active.order[k] : -1;
+            label[i] = valid ? task.active.classes[k] : 0;
+            p[i] = valid && task.gradients ? task.gradients[k].p : 1.0f;
+            at_label[i] = valid && task.gradients ? task.gradients[k].at_label : 0.0f;
+        }
+    }
+};
+
+template <typename T, typename U, int END> struct DxJob {
+    typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
+    static constexpr bool PACKED = sizeof(U) == 2;
+    static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
+    const CUtensorMap &dz, &dz_rest, &w, &out;
+    const DxTask &task;
+    const int rows, steps, in_front; /* steps: of all of dz; in_front: those of its first part */
+    const bool in_rows;              /* RESULTS: rows of dx are the active rows, and the copy engine can store them */
+    const float factor;              /* RESULTS */
+    const tiles::TileOrder order;
+
+    DEVICE DxJob(const CUtensorMap &dz_map, const CUtensorMap &rest_map, const CUtensorMap &w_map,
+                 const CUtensorMap &out_map, const DxTask &t)
+        : dz(dz_map), dz_rest(rest_map), w(w_map), out(out_map), task(t), rows(t.active.among(t.first_row, t.rows)),
+          steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
+          in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
+          in_rows(*t.active.count == t.active.all && t.depth * sizeof(U) % 16 == 0),
+          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth) {
+    }
+    DEVICE tiles::Source a(int k) const {
+        return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_rest, 0, -in_front * tiles::DEPTH};
+    }
+    DEVICE tiles::Source b(int) const {
+        return {&w, 0, static_cast<int>(task.first_class)};
+    }
+
+    /* Multiplies e W by p, and adds the part of the label's element of dz. */
+    template <int COUNT> DEVICE void add_label(float (&e)[COUNT], const Rows &loaded, int column) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            /* If at_label is 0, the row may have no valid label. */
+            const int64_t label = loaded.at_label[i] != 0.0f ? loaded.label[i] : -1;
+            const T *const from = static_cast<const T *>(task.weight) + label * task.weight_stride;
+            Pack<T, 2> label_weight[COUNT / 4];
+#pragma unroll
+            for (int j = 0; j < COUNT / 4; j++) {
+                const int64_t at = column + tiles::column_of(j);
+                label_weight[j] = {};
+                if (label >= 0 && at + 1 < task.depth)
+                    label_weight[j] = *reinterpret_cast<const Pack<T, 2> *>(from + at);
+                else if (label >= 0 && at < task.depth)
+                    label_weight[j].v[0] = from[at];
+            }
+#pragma unroll
+            for (int j = 0; j < COUNT / 4; j++) {
+                float two[2];
+                unpack(label_weight[j], two);
+#pragma unroll
+                for (int c = 0; c < 2; c++)
+                    e[4 * j + 2 * i + c] = fmaf(loaded.p[i], e[4 * j + 2 * i + c], loaded.at_label[i] * two[c]);
+            }
+        }
+    }
+
+    /* Addresses of dx of this thread's two rows. */
+    DEVICE void rows_at(const int (&call_row)[2], U *(&to)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            to[i] = call_row[i] >= 0 ? static_cast<U *>(task.dx) + call_row[i] * task.dx_stride : NULL;
+    }
+
+    DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &loaded, char *staging,
+                       char *const *held, tiles::Packed &packed) const {
+        constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
+        const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + loaded.row;
+        packed.row = row;
+        packed.column = origin.column;
+        if constexpr (END == RESULTS) {
+            packed.at[0] = loaded.call_row[0];
+            packed.at[1] = loaded.call_row[1];
+        }
+#pragma unroll
+        for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
+            float e[COLUMNS / 2];
+#pragma unroll
+            for (int k = 0; k < COLUMNS / 2; k++)
+                e[k] = d[part * COLUMNS / 2 + k];
+            if constexpr (END == RESULTS) {
+                if (task.gradients)
+                    add_label(e, loaded, origin.column + part * COLUMNS);
+#pragma unroll
+                for (int k = 0; k < COLUMNS / 2; k++)
+                    e[k] *= factor;
+            }
+            if constexpr (PACKED) {
+                tiles::pack_part<U>(packed, part, e);
+            } else if (END != RESULTS || in_rows) {
+                tiles::store_floats<END == MORE_SUMS>(e, part, staging, held, out, origin.column, row);
+            } else {
+                U *to[2];
+                rows_at(packed.at, to);
+                tiles::scatter_floats<false>(e, part, staging, to, origin.column, task.depth);
+            }
+        }
+    }
+
+    DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
+        if (in_rows) {
+            tiles::store_part<false>(packed, part, staging, out);
+        } else {
+            U *to[2];
+            rows_at(packed.at, to);
+            tiles::scatter_part<U, false>(packed, part, staging, to, task.depth);
+        }
+    }
+};
+
+#endif /* __CUDA_ARCH_FEAT_SM90_ALL */
+
+/* x: the call's, and the copy of its active rows; or x_scaled twice. */
+template <typename T, typename U, bool ADD>
+__global__ __launch_bounds__(tiles::THREADS, 1) void dweight_kernel(const __grid_constant__ CUtensorMap dz,
+                                                                    const __grid_constant__ CUtensorMap x,
+                                                                    const __grid_constant__ CUtensorMap copy,
+                                                                    const __grid_constant__ CUtensorMap out,
+                                                                    const __grid_constant__ DweightTask task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ tiles::Barriers barriers;
+    tiles::begin(barriers, dz, x, copy, out);
+    wait_for_previous_kernel();
+    const bool all = *task.active.count == task.active.all;
+    const int rows = task.active.among(task.first_row, task.rows);
+    tiles::multiply<T, true, true>(memory, barriers, DweightJob<T, U, ADD>(dz, all ? x : copy, out, task, rows),
+                                   task.split);
+#else
+    (void)dz, (void)x, (void)copy, (void)out, (void)task;
+#endif
+}
+
+template <typename T, typename U, int END>
+__global__ __launch_bounds__(tiles::THREADS, 1) void dx_kernel(const __grid_constant__ CUtensorMap dz,
+                                                               const __grid_constant__ CUtensorMap dz_rest,
+                                                               const __grid_constant__ CUtensorMap w,
+                                                               const __grid_constant__ CUtensorMap out,
+                                                               const __grid_constant__ DxTask task) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    extern __shared__ char memory[];
+    __shared__ tiles::Barriers barriers;
+    tiles::begin(barriers, dz, dz_rest, w, out);
+    wait_for_previous_kernel();
+    tiles::multiply<T, false, true>(memory, barriers, DxJob<T, U, END>(dz, dz_rest, w, out, task), task.split);
+#else
+    (void)dz, (void)dz_rest, (void)w, (void)out, (void)task;
+#endif
+}
+
+/* ---- launching ------------------------------------------------------------------------------- */
+
+/* Calls f(zero of T, zero of U): T is the inputs' dtype, U that or fp32. */
+template <typename F> void for_dtypes(rafter_dtype inputs, rafter_dtype out, F f) {
+    const auto with = [&](auto zero) {
+        if (out == RAFTER_F32)
+            f(zero, 0.0f);
+        else
+            f(zero, zero);
+    };
+    if (inputs == RAFTER_BF16)
+        with(bf16());
+    else
+        with(fp16());
+}
+
+rafter_status no_map(rafter_context *context) {
+    return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: the driver could not make a tensor map");
+}
+
+bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count) {
+    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count);
+}
+
+Matrix dz_matrix(const Dz &dz, int64_t rows) {
+    return {dz.data, rows, dz.classes, dz.stride};
+}
+
+/* `out`: dx of the call's rows up to the task's last one, for the case that all are active; or
+ * sums of the task's. */
+template <int END>
+rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype out_dtype, const Matrix &out) {
+    const rafter_dtype dtype = run.problem.dtype;
+    const Matrix dz = dz_matrix(in.dz, in.rows), rest = in.rest.classes > 0 ? dz_matrix(in.rest, in.rows) : dz;
+    DxTask task = {};
+    task.active = run.active;
+    task.split = run.split;
+    task.first_row = in.first;
+    task.rows = in.rows;
+    task.classes = in.dz.classes + in.rest.classes;
+    task.depth = run.problem.depth;
+    task.in_front = in.dz.classes;
+    task.first_class = in.dz.first_class;
+    task.gradients = in.gradients;
+    task.weight = run.w.data;
+    task.weight_stride = run.w.stride;
+    task.alpha = run.alpha();
+    task.dx = run.call.dx.data;
+    task.dx_stride = run.problem.dx_layout.stride;
+
+    CUtensorMap dz_map, rest_map, w_map, out_map = {};
+    if (!map_operand(&dz_map, dtype, dz, false, tiles::ROWS) ||
+        !map_operand(&rest_map, dtype, rest, false, tiles::ROWS) ||
+        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE) ||
+        !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS))
+        return no_map(run.context);
+    const Launch how = tiles::launch_for(run.context->cuda_state, task.rows, task.depth, task.split);
+    for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
+        typedef decltype(zero) T;
+        typedef decltype(out_zero) U;
+        if constexpr (END == RESULTS || sizeof(U) == 4)
+            launch(run.context, how, dx_kernel<T, U, END>, dz_map, rest_map, w_map, out_map, task);
+    });
+    return RAFTER_OK;
+}
+
+} // namespace
+
+rafter_status hopper_dx(const HopperRun &run, const DxInput &input) {
+    const rafter_view &dx = run.call.dx;
+    return launch_dx<RESULTS>(run, input, dx.dtype,
+                              {dx.data, input.first + input.rows, run.problem.depth, run.problem.dx_layout.stride});
+}
+
+rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add) {
+    const Matrix out = {sums, sums_rows, run.problem.depth, run.problem.depth_stride()};
+    return add ? launch_dx<MORE_SUMS>(run, input, RAFTER_F32, out) : launch_dx<SUMS>(run, input, RAFTER_F32, out);
+}
+
+rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,
+                             const GradientOut &out, bool add) {
+    const rafter_dtype dtype = run.problem.dtype;
+    const Matrix &x = scaled ? *scaled : run.x, &copy = scaled ? *scaled : run.copy;
+    DweightTask task = {};
+    task.active = run.active;
+    task.split = run.split;
+    task.first_row = first;
+    task.rows = rows;
+    task.scaled = scaled ? scaled->rows : 0;
+    task.classes = dz.classes;
+    task.depth = run.problem.depth;
+    task.alpha = out.alpha;
+    task.out = out.data;
+    task.out_stride = out.stride;
+
+    CUtensorMap dz_map, x_map, copy_map, out_map;
+    if (!map_operand(&dz_map, dtype, dz_matrix(dz, rows), true, tiles::ROWS) ||
+        !map_operand(&x_map, dtype, x, true, tiles::SHARE) ||
+        !map_operand(&copy_map, dtype, copy, true, tiles::SHARE) ||
+        !tiles::map_matrix(&out_map, out.dtype, out.data, dz.classes, run.problem.depth, out.stride, tiles::PART_ROWS))
+        return no_map(run.context);
+    const Launch how = tiles::launch_for(run.context->cuda_state, task.classes, task.depth, task.split);
+    for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
+        typedef decltype(zero) T;
+        typedef decltype(out_zero) U;
+        launch(run.context, how, add ? dweight_kernel<T, U, true> : dweight_kernel<T, U, false>, dz_map, x_map,
+               copy_map, out_map, task);
+    });
+    return RAFTER_OK;
+}
+
+} // namespace lce

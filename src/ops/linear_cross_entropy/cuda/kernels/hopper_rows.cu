@@ -1,0 +1,280 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Kernels between the Hopper products: see hopper_steps.cuh. */
+#include <type_traits>
+
+#include "ops/linear_cross_entropy/cuda/finish_row.cuh"
+#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+
+namespace lce {
+
+namespace {
+
+constexpr int ROW_BLOCKS = 6; /* of finish_tiles_kernel, that fit on a multiprocessor */
+
+/* ---- the end of rows ------------------------------------------------------------------------- */
+
+/* Converts a row's exponentials, each tile's relative to its own maximum, to dz in place, by a
+ * warp: a pack per lane from each of TILES tiles at a time. The first ones are loaded before the
+ * row's gradient is known. */
+template <typename T> struct RowConversion {
+    static constexpr int N = WIDE<T>, TILES = 4;
+    static_assert(TILE_CLASSES == WARP * N, "one pack per lane");
+    T *row;
+    const RowStats *stats;
+    Pack<T, N> pack[TILES];
+    float max[TILES];
+
+    static DEVICE int64_t at(int64_t first, int k) {
+        return first + k * TILE_CLASSES + threadIdx.x % WARP * N;
+    }
+    DEVICE void load(int64_t first, int64_t classes) {
+#pragma unroll
+        for (int k = 0; k < TILES; k++)
+            if (at(first, k) < classes) {
+                pack[k] = load_once<T, N>(row + at(first, k));
+                max[k] = stats[first / TILE_CLASSES + k].max;
+            }
+    }
+    DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
+        for (int64_t first = 0; first < loss.classes; first += TILES * TILE_CLASSES) {
+            if (first > 0)
+                load(first, loss.classes);
+#pragma unroll
+            for (int k = 0; k < TILES; k++) {
+                const int64_t v = at(first, k);
+                if (v >= loss.classes)
+                    continue;
+                /* If the tile is all -inf, there is nothing to rescale, and the pivot may be
+                 * any distance away. */
+                const float factor =
+                    gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
+                float all[N];
+                unpack(pack[k], all);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
+                store_once<T, N>(row + v, packed<T>(all));
+            }
+        }
+    }
+};
+
+/* The value of lane `from`. */
+DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
+    return {__shfl_sync(~0u, gradient.constant, from) != 0,
+            __shfl_sync(~0u, gradient.pivot, from),
+            __shfl_sync(~0u, gradient.p, from),
+            __shfl_sync(~0u, gradient.spread, from),
+            __shfl_sync(~0u, gradient.at_label, from),
+            __shfl_sync(~0u, gradient.target, from)};
+}
+
+/* A warp per `each` rows, one lane per row, if rows have few tiles; or all lanes for one row.
+ * The tiles are those of active rows. If `exponentials` is not NULL, these rows' exponentials
+ * are converted to dz. */
+template <typename T>
+__global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
+    const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
+    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients,
+    const __grid_constant__ Labels labels, T *exponentials, int64_t stride, Totals *block_totals) {
+    wait_for_previous_kernel();
+    const int lane = threadIdx.x % WARP;
+    const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
+    const int count = active.among(first + begin, min(int64_t(each), rows - begin)); /* active rows come first */
+    const bool own = lane < each && index < rows;
+    const int64_t row = own ? active.order[first + index] : 0;
+    const int label = own ? active.classes[first + index] : 0;
+    RowConversion<T> conversion;
+    const auto begin_conversion = [&](int64_t i) {
+        conversion.row = exponentials + i * stride;
+        conversion.stats = stats + i * tiles;
+        conversion.load(0, loss.classes);
+    };
+    if (exponentials && count > 0)
+        begin_conversion(begin);
+    LossStats<FULL> g = no_columns<FULL>();
+    if (lane < count)
+        g.z_label = z_label[first + index];
+    if (each > 1) {
+        for (int tile = 0; tile < tiles && lane < count; tile++)
+            g.s = merge(g.s, stats[index * tiles + tile], loss.scale);
+    } else if (count > 0) {
+        for (int tile = lane; tile < tiles; tile += WARP)
+            g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
+        g.s = merge_lanes<WARP>(g.s, loss.scale);
+    }
+    Totals totals = {};
+    RowGradient gradient = gradient_of_skipped(IGNORED);
+    if (own) {
+        gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
+        if (gradients)
+            gradients[first + index] = gradient;
+        if (labels.of_row)
+            labels.add(static_cast<int>(first + index), gradient.at_label != 0.0f ? label : -1);
+    }
+    for (int i = 0; i < count && exponentials; i++) {
+        if (i > 0)
+            begin_conversion(begin + i);
+        conversion.finish(from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
+    }
+    add_block_totals(totals, block_totals);
+}
+
+/* ---- exponentials ---------------------------------------------------------------------------- */
+
+/* dz of a row is p * e at all classes but the label's. There it is at_label, in most rows the
+ * largest element. In dx neither p nor at_label is rounded to the inputs' dtype: dx = p * (e W) +
+ * at_label * W[label]. dW = e^T x_scaled, with x_scaled = p * x, and at_label * x is added to the
+ * label's row of dW. */
+
+constexpr int LABEL_THREADS = 256;
+
+/* e of a group's rows, in two parts: the classes below `split`, and the others. */
+template <typename T> struct Exponentials {
+    T *low, *high;
+    int64_t low_stride, high_stride, split;
+
+    DEVICE T *at(int64_t row, int64_t v) const {
+        return v < split ? low + row * low_stride + v : high + row * high_stride + (v - split);
+    }
+};
+
+/* Rescales tiles whose pivot is not the row's (which happens if logits are further apart than
+ * bf16's range), zeroes the label's e, and writes x_scaled: the last of its x_rows rows are the
+ * group's. A block per row. */
+template <typename T>
+__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
+                                                        const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                        const __grid_constant__ Exponentials<T> e,
+                                                        const __grid_constant__ ActiveX<T> x, int64_t depth,
+                                                        T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
+    wait_for_previous_kernel();
+    const int64_t index = blockIdx.x;
+    const int count = x.active.among(first, rows);
+    if (index >= count)
+        return;
+    const RowGradient gradient = gradients[first + index];
+    constexpr int N = WIDE<T>;
+    if (!gradient.constant) {
+        bool apart = false;
+        for (int tile = threadIdx.x; tile < tiles; tile += LABEL_THREADS)
+            apart |= stats[index * tiles + tile].max != gradient.pivot;
+        static_assert(TILE_CLASSES % N == 0, "a pack is in one tile");
+        const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
+        for (int64_t v = threadIdx.x * N; v < end; v += LABEL_THREADS * N) { /* padding up to a multiple of N too */
+            const float pivot = stats[index * tiles + v / TILE_CLASSES].max;
+            if (pivot == gradient.pivot)
+                continue;
+            const float factor = expf((pivot - gradient.pivot) * loss.scale);
+            float all[N];
+            load_floats(all, e.at(index, v));
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[j] *= factor;
+            store_once<T, N>(e.at(index, v), packed<T>(all));
+        }
+        __syncthreads();
+        if (threadIdx.x == 0)
+            *e.at(index, loss.load_label(x.active.order[first + index])) = from_float<T>(0.0f);
+    }
+    const T *const from = x.at(first + index);
+    T *const to = x_scaled + (x_rows - count + index) * scaled_stride;
+    for_elements<N>(depth, [&](int64_t i, auto n) {
+        float all[n.value];
+        load_floats(all, from + i);
+#pragma unroll
+        for (int j = 0; j < n.value; j++)
+            all[j] = gradient.constant ? gradient.p : gradient.p * all[j];
+        store_once<T, n.value>(to + i, packed<T>(all));
+    });
+}
+
+/* dx of active rows from `first` on, from their sums of dz W or, if there are gradients, of e W;
+ * zeros for the other rows of the grid. A block per row. `wide`: rows of all matrices begin at
+ * multiples of 16 bytes and are contiguous. */
+template <typename T, typename U>
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
+                                                          const __grid_constant__ ActiveRows active, int64_t first,
+                                                          const __grid_constant__ Rows dx, int64_t step, bool wide,
+                                                          int64_t columns, const float *sums, int64_t stride,
+                                                          const float *alpha, const RowGradient *gradients,
+                                                          const T *weight, int64_t weight_stride) {
+    wait_for_previous_kernel();
+    const int64_t k = first + blockIdx.x, row = active.order[k];
+    const bool is_active = k < *active.count;
+    const float p = gradients && is_active ? gradients[k].p : 1.0f,
+                at_label = gradients && is_active ? gradients[k].at_label : 0.0f;
+    U *const to = dx.at<U>(row);
+    const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
+    const auto store_some = [&](int64_t i, auto n) {
+        float sum[n.value] = {}, label_weight[n.value] = {};
+        if (is_active)
+            load_floats(sum, sums + blockIdx.x * stride + i);
+        if (w)
+            load_floats(label_weight, w + i);
+#pragma unroll
+        for (int j = 0; j < n.value; j++)
+            sum[j] = is_active ? *alpha * fmaf(p, sum[j], at_label * label_weight[j]) : 0.0f;
+        store_once<U, n.value>(to + i * step, packed<U>(sum));
+    };
+    if (wide)
+        for_elements<4>(columns, store_some);
+    else
+        for_elements<1>(columns, store_some);
+}
+
+/* ---- host side ------------------------------------------------------------------------------- */
+
+/* Rows per warp of finish_tiles_kernel: if they have few tiles, so many that all warps
+ * run at the same time. */
+int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
+    constexpr int FEW = 8;
+    const int64_t warps = run.context->cuda_state->multiprocessors * ROW_BLOCKS * (ROW_THREADS / WARP);
+    const int64_t each = tiles <= FEW ? ceil_div(rows, warps) : 1;
+    return static_cast<int>(min(each, int64_t(WARP)));
+}
+
+} // namespace
+
+void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const Dz &to_dz) {
+    const int64_t tiles = tiles_across(run->problem.classes);
+    const int each = rows_per_warp(*run, rows, tiles);
+    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
+    launch(run->context, overlapping(blocks, ROW_THREADS), finish_tiles_kernel<bf16>, run->loss, run->active, first,
+           rows, each, stats, static_cast<int>(tiles), static_cast<const float *>(run->z_label),
+           static_cast<double>(run->row_scale), run->gradients, run->labels, reinterpret_cast<bf16 *>(to_dz.data),
+           to_dz.stride, run->block_totals + run->blocks);
+    run->blocks += blocks;
+}
+
+void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
+                         const Dz &rest, const Matrix &x_scaled) {
+    const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.data), reinterpret_cast<bf16 *>(rest.data), dz.stride,
+                                  rest.stride, dz.classes};
+    launch(run.context, overlapping(rows, LABEL_THREADS), adjust<bf16>, run.loss, first, rows, stats,
+           static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
+           run.active_x<bf16>(), x_scaled.columns, static_cast<bf16 *>(const_cast<void *>(x_scaled.data)),
+           x_scaled.rows, x_scaled.stride);
+}
+
+void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients) {
+    const Problem &p = run.problem;
+    const rafter_view &dx = run.call.dx;
+    const int last = dx.ndim - 1;
+    const auto launch_with = [&](auto zero, auto dx_zero) {
+        typedef decltype(zero) T;
+        launch(run.context, overlapping(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, run.active,
+               first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct, p.depth, sums,
+               p.depth_stride(), run.alpha(), gradients, static_cast<const T *>(run.w.data), run.w.stride);
+    };
+    if (p.dtype == RAFTER_BF16 && dx.dtype == RAFTER_F32)
+        launch_with(bf16(), 0.0f);
+    else if (p.dtype == RAFTER_BF16)
+        launch_with(bf16(), bf16());
+    else if (dx.dtype == RAFTER_F32)
+        launch_with(fp16(), 0.0f);
+    else
+        launch_with(fp16(), fp16());
+}
+
+} // namespace lce

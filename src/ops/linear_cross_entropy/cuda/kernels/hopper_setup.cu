@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Host code that both Hopper variants share: see hopper_steps.cuh. */
+#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+
+namespace lce {
+
+/* ---- which calls ----------------------------------------------------------------------------- */
+
+static int64_t cluster_tiles(int64_t rows, int64_t columns) {
+    return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
+}
+
+bool few_dweight_tiles(const Problem &p, int clusters, int parts) {
+    const double flops =
+        2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
+    return p.dweight && flops > 1e10 && 2 * parts * cluster_tiles(p.classes, p.depth) < clusters;
+}
+
+const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
+    if (p.rows == 0 || p.classes == 0 || p.depth == 0)
+        return "there are no rows, no classes, or no elements in a row";
+    if (p.dtype == RAFTER_F32)
+        return "inputs are fp32";
+    if (p.dbias)
+        return "dbias is wanted";
+    if (p.all_statistics)
+        return "softcap, label smoothing, entropy or argmax needs more than the softmax's statistics";
+    if (p.rows > INT32_MAX)
+        return "it counts rows in 31 bits";
+    if (device.compute_capability != 90 || clusters_of(device) == 0 || !hopper_kernels_built())
+        return "this build or device does not have Hopper's kernels";
+    if (few_dweight_tiles(p, clusters_of(device), tiles::TileScheduler::MOST_PARTS))
+        return "dweight has too few tiles to occupy the GPU";
+    return NULL;
+}
+
+const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &p) {
+    if (const char *reason = why_not_hopper(device, p))
+        return reason;
+    if (p.dtype != RAFTER_BF16)
+        return "exponentials need bf16's range";
+    if (!p.statistics)
+        return "lse is given";
+    if (few_dweight_tiles(p, clusters_of(device), 1) && p.classes > MOST_CLASSES_PER_DEPTH * p.depth)
+        return "dweight has few tiles: the passes over x and dx would cost more than exponentials save";
+    return NULL;
+}
+
+/* ---- plans ----------------------------------------------------------------------------------- */
+
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows) {
+    const int capacity = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
+    const auto gains = [&](int64_t down, int64_t across, int64_t depth) {
+        const int tiles = static_cast<int>(cluster_tiles(down, across)),
+                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
+        const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
+        return whole - tiles::TileScheduler::of(tiles, steps, clusters, capacity).time > whole / 50;
+    };
+    const bool any = gains(rows, p.classes, p.depth) || (p.dx && gains(rows, p.depth, p.classes)) ||
+                     (p.dweight && gains(p.classes, p.depth, rows));
+    return any ? capacity : 0;
+}
+
+int64_t rows_in_dweight(const Problem &p, bool direct_dweight) {
+    const bool is_free = p.dweight && direct_dweight && p.dweight_layout.stride == p.depth && !p.adds_dweight;
+    return is_free ? p.depth * p.dweight_bytes / p.bytes() : 0;
+}
+
+void HopperSetup::place(Layout *layout, const Problem &p, int64_t totals) {
+    copy_into_dx = drop_ignored && p.x.direct && p.dx && p.dx_layout.direct;
+    const bool copies = !p.x.direct || (drop_ignored && !copy_into_dx);
+    common.place(layout, p, totals);
+    layout->place(&order, true, p.rows * int64_t(sizeof(int)));
+    layout->place(&classes, true, p.rows * int64_t(sizeof(int)));
+    layout->place(&z_label, true, p.rows * 4);
+    layout->place(&x, copies, p.rows * p.depth_stride() * p.bytes());
+    layout->place(&split_sums, split_capacity > 0, split_capacity * tiles::SPLIT_BYTES);
+    layout->place(&counters, true, tiles::counters_of(clusters) * int64_t(sizeof(unsigned)));
+}
+
+/* ---- running --------------------------------------------------------------------------------- */
+
+/* The copy of active rows that the first kernel makes. */
+static CopyOfActive copy_of(const HopperRun &run) {
+    const rafter_view &x = run.call.x;
+    const int last = x.ndim - 1;
+    CopyOfActive copy = {};
+    if (run.copy.data == x.data)
+        return copy;
+    copy.x = rows_of(x, last);
+    copy.step = x.stride[last];
+    copy.columns = static_cast<int>(run.problem.depth);
+    copy.wide = run.problem.x.direct;
+    copy.to = static_cast<uint16_t *>(const_cast<void *>(run.copy.data));
+    copy.stride = run.copy.stride;
+    return copy;
+}
+
+HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
+                     const Labels &for_labels, char *workspace)
+    : Run(for_context, for_call), labels(for_labels) {
+    const Problem &p = problem;
+    int *const order = setup.order.in(workspace), *const classes = setup.classes.in(workspace);
+    unsigned *const counters = setup.counters.in(workspace);
+    const Matrix packed = {setup.x.in(workspace), p.rows, p.depth, p.depth_stride()};
+    setup.common.use(this, workspace);
+    active = {order, &common->active, classes, p.rows};
+    split = {setup.split_sums.in(workspace), counters, setup.split_capacity};
+    x = p.x.direct ? Matrix{call.x.data, p.rows, p.depth, p.x.stride} : packed;
+    copy = packed.data ? packed : x;
+    if (setup.copy_into_dx)
+        copy = {call.dx.data, p.rows, p.depth, p.dx_layout.stride * p.dx_bytes / p.bytes()};
+    w = {weight.data, p.classes, p.depth, weight.stride};
+    z_label = setup.z_label.in(workspace);
+    begin_call(
+        this,
+        {setup.drop_ignored, order, classes, counters, tiles::counters_of(setup.clusters), labels, copy_of(*this)},
+        workspace, setup.common);
+}
+
+} // namespace lce

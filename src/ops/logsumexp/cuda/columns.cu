@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * logsumexp over a dimension that is not the innermost, or with any strides. Threads lie along the other
+ * dimensions and walk down dim: a thread takes a pack of 16 bytes of adjacent columns if the layout has
+ * them, else one column. If there are few columns, dim is split over blocks; the last block to finish
+ * merges the statistics of all parts, in the order of the parts.
+ */
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+constexpr int THREADS = 256; /* per block */
+constexpr int STEPS = 8;     /* loads down a column that a thread issues before it uses the first, in forward */
+
+/* Statistics of a thread's N adjacent columns, one pack per step down dim. */
+template <typename T, int N> struct ColumnStats {
+    float max[N], sum[N];
+
+    template <int COUNT> DEVICE void add(const Pack<T, N> (&packs)[COUNT]) {
+        float x[COUNT][N], top[N];
+        unpack(max_of_each(packs), top);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            unpack(packs[k], x[k]);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float before = max[j];
+            max[j] = fmaxf(before, top[j]);
+            const float pivot = pivot_at(max[j]);
+            sum[j] *= exp_term<T>(before - pivot, 1.0f);
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                sum[j] += exp_term<T>(x[k][j] - pivot, 1.0f);
+        }
+    }
+};
+
+template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(const __grid_constant__ Forward f) {
+    __shared__ RowStats of_thread[THREADS * N];
+    const int64_t task = f.parts == 1 ? blockIdx.x : blockIdx.x / f.parts, part = blockIdx.x - task * f.parts;
+    const int64_t tile = (f.first + task) * blockDim.x * N, column = tile + threadIdx.x * N;
+    const int64_t from = part * f.part, to = f.n - from < f.part ? f.n : from + f.part;
+
+    ColumnStats<T, N> s;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        s.max[j] = -INFINITY, s.sum[j] = 0.0f;
+    if (column < f.rows) {
+        const T *x = f.x.at<const T>(column);
+        for (int64_t i = from + threadIdx.y; i < to; i += STEPS * blockDim.y) {
+            Pack<T, N> packs[STEPS];
+#pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                packs[k] = load_once_if<T, N>(i + k * blockDim.y < to, x + (i + k * blockDim.y) * f.step, -INFINITY);
+            s.add(packs);
+        }
+    }
+    /* [threadIdx.y][j][threadIdx.x]: adjacent threads write adjacent words. */
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        of_thread[(threadIdx.y * N + j) * blockDim.x + threadIdx.x] = {s.max[j], s.sum[j]};
+    __syncthreads();
+
+    const int width = N * blockDim.x, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    RowStats *stored = f.stored + task * f.parts * width;
+    for (int c = thread; c < width; c += THREADS) {
+        RowStats all = no_elements();
+        for (int y = 0; y < blockDim.y; y++)
+            all = merge(all, of_thread[(y * N + c % N) * blockDim.x + c / N], 1.0f);
+        if (f.parts > 1)
+            stored[part * width + c] = all;
+        else if (tile + c < f.rows)
+            f.lse.put(tile + c, lse_of(all));
+    }
+    if (f.parts == 1 || !block_arrives_last(f.counters + task, static_cast<unsigned>(f.parts)))
+        return;
+    for (int c = thread; c < width && tile + c < f.rows; c += THREADS) {
+        RowStats all = no_elements();
+        for (int64_t p = 0; p < f.parts; p++)
+            all = merge(all, load_stats(stored + p * width + c), 1.0f);
+        f.lse.put(tile + c, lse_of(all));
+    }
+}
+
+template <typename T, int N>
+__global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
+    const int64_t tile = b.parts == 1 ? blockIdx.x : blockIdx.x / b.parts, part = blockIdx.x - tile * b.parts;
+    const int64_t column = (tile * blockDim.x + threadIdx.x) * N;
+    const int64_t from = part * b.part, to = b.n - from < b.part ? b.n : from + b.part;
+    if (column >= b.rows)
+        return;
+    const T *x = b.x.at<const T>(column);
+    T *dx = b.dx.at<T>(column);
+    ScaledExp<T> gradient[N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        gradient[j] = b.gradient<T>(column + j);
+    for (int64_t i = from + threadIdx.y; i < to; i += IN_FLIGHT * blockDim.y) {
+        Pack<T, N> packs[IN_FLIGHT];
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            if (i + k * blockDim.y < to)
+                packs[k] = load_once<T, N>(x + (i + k * blockDim.y) * b.step);
+#pragma unroll
+        for (int k = 0; k < IN_FLIGHT; k++)
+            if (i + k * blockDim.y < to) {
+                float y[N];
+                unpack(packs[k], y);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    y[j] = gradient[j].of(y[j]);
+                store_once<T, N>(dx + (i + k * blockDim.y) * b.dstep, packed<T>(y));
+            }
+    }
+}
+
+/* Whether every step down dim has whole, aligned packs of 16 bytes along the innermost row dimension. */
+bool packed_columns(const rafter_view &x) {
+    const int64_t width = 16 / rafter_dtype_bytes(x.dtype);
+    const int last = x.ndim - 2;
+    bool packed = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[last] == 1 && x.shape[last] % width == 0;
+    for (int d = 0; d < x.ndim; d++)
+        packed &= d == last || x.stride[d] % width == 0;
+    return packed;
+}
+
+struct Columns {
+    typedef logsumexp_call Call;
+    struct Plan {
+        Split split;
+        int width;     /* adjacent columns per thread */
+        int across;    /* threads of a block along the columns; the others follow each other down dim */
+        int64_t tiles; /* of width * across columns */
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &) {
+        return NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const bool packed = packed_columns(p.x) && (!p.backward || packed_columns(p.dx));
+        plan->width = packed ? int(16 / rafter_dtype_bytes(p.x.dtype)) : 1;
+        plan->across = power_at_least(p.rows / plan->width, 1, WARP);
+        plan->tiles = ceil_div<int64_t>(p.rows, int64_t(plan->width) * plan->across);
+        const int down = THREADS / plan->across;
+        if (p.backward) {
+            plan->split.part = 4 * IN_FLIGHT * down;
+            plan->split.parts = ceil_div<int64_t>(p.n, plan->split.part);
+            return 0;
+        }
+        plan->split = split_dim(plan->tiles, p.n, 4 * STEPS * down, call.algorithm);
+        const int64_t columns = int64_t(plan->width) * plan->across;
+        return plan->split.parts > 1
+                   ? tasks_at_a_time(plan->tiles, plan->split) * plan->split.parts * columns * sizeof(RowStats)
+                   : 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Problem p(call);
+        const cudaStream_t stream = context->cuda_state->stream;
+        const dim3 threads(plan.across, THREADS / plan.across);
+        for_dtype(p.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (p.backward) {
+                const Backward b = backward_of(call, p, plan.split);
+                const unsigned grid = grid_of(plan.tiles * plan.split.parts);
+                if (plan.width == 1)
+                    column_gradients<T, 1><<<grid, threads, 0, stream>>>(b);
+                else
+                    column_gradients<T, WIDE<T>><<<grid, threads, 0, stream>>>(b);
+                return;
+            }
+            launch_tasks(context, call, p, plan.split, plan.tiles, workspace, [&](const Forward &f, int64_t tiles) {
+                const unsigned grid = grid_of(tiles * plan.split.parts);
+                if (plan.width == 1)
+                    columns<T, 1><<<grid, threads, 0, stream>>>(f);
+                else
+                    columns<T, WIDE<T>><<<grid, threads, 0, stream>>>(f);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, columns, Columns)

@@ -1,0 +1,163 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * logsumexp of contiguous rows that are whole 16-byte packs and are not split: a warp or a block per row
+ * in forward, several short blocks per row in backward. The kernels take few parameters on purpose:
+ * parameters and instructions are cold when a kernel starts.
+ */
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+constexpr int WARP_ROW_THREADS = 128; /* per block, a warp per row */
+constexpr int MOST_THREADS = 512;     /* per block, a block per row */
+constexpr int GRADIENT_THREADS = 64;  /* per block of backward */
+
+struct PackedArgs {
+    const char *x;
+    char *dx;
+    int64_t step, dstep; /* between rows, in bytes */
+    void *lse;
+    const void *dlse;
+    rafter_dtype lse_dtype, dlse_dtype;
+    int rows, packs; /* packs: per row */
+    Divisor parts;   /* backward: divides by the blocks of a row */
+
+    template <typename T> DEVICE const T *row(int i) const {
+        return reinterpret_cast<const T *>(x + i * step);
+    }
+};
+
+/* Rows of up to 32 * IN_FLIGHT packs. */
+template <typename T>
+__global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_constant__ PackedArgs p) {
+    const int row = blockIdx.x * (WARP_ROW_THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    if (row >= p.rows)
+        return;
+    Pack<T, WIDE<T>> packs[IN_FLIGHT];
+    load_packs(packs, p.row<T>(row), p.packs, lane, WARP);
+    RowStats s = no_elements();
+    add_packs(s, packs, 1.0f);
+    s = merge_lanes<WARP>(s, 1.0f);
+    if (lane == 0)
+        store_number(p.lse, p.lse_dtype, row, lse_of(s));
+}
+
+/* A thread loads COUNT packs at a time. */
+template <typename T, int COUNT>
+__global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ PackedArgs p) {
+    const T *const x = p.row<T>(blockIdx.x);
+    Pack<T, WIDE<T>> packs[COUNT];
+    load_packs(packs, x, p.packs, threadIdx.x, blockDim.x);
+    const RowStats s = merge_block(stats_of_packs(packs, x, p.packs, threadIdx.x, blockDim.x), 1.0f);
+    if (threadIdx.x == 0)
+        store_number(p.lse, p.lse_dtype, blockIdx.x, lse_of(s));
+}
+
+/* A block takes a part of one row. */
+template <typename T, int COUNT>
+__global__ __launch_bounds__(GRADIENT_THREADS,
+                             1024 / GRADIENT_THREADS) void gradients(const __grid_constant__ PackedArgs p) {
+    constexpr int N = WIDE<T>;
+    const int row = static_cast<int>(p.parts.quotient(blockIdx.x)), part = blockIdx.x - row * p.parts.number;
+    const int first = part * (GRADIENT_THREADS * COUNT) + threadIdx.x;
+    const T *const x = p.row<T>(row);
+    T *const dx = reinterpret_cast<T *>(p.dx + row * p.dstep);
+    Pack<T, N> packs[COUNT];
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (first + k * GRADIENT_THREADS < p.packs)
+            packs[k] = load_once<T, N>(x + (first + k * GRADIENT_THREADS) * N);
+    issue_loads_first();
+    const ScaledExp<T> gradient =
+        gradient_of_row<T>(load_number(p.lse, p.lse_dtype, row), load_number(p.dlse, p.dlse_dtype, row));
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        if (first + k * GRADIENT_THREADS < p.packs)
+            store_once<T, N>(dx + (first + k * GRADIENT_THREADS) * N, gradient.of(packs[k]));
+}
+
+struct PackedRows {
+    typedef logsumexp_call Call;
+    struct Plan {
+        PackedArgs args;
+        rafter_dtype dtype;
+        bool backward;
+    };
+
+    /* Backward: packs that a thread takes, and blocks per row. */
+    static int packs_per_thread(int64_t packs) {
+        return packs <= 2 * GRADIENT_THREADS ? 2 : 4;
+    }
+    static int64_t blocks_per_row(int64_t packs) {
+        return ceil_div<int64_t>(packs, GRADIENT_THREADS * packs_per_thread(packs));
+    }
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (!p.contiguous)
+            return "rows are not contiguous";
+        if (!p.backward && split_rows(p, call.algorithm).parts > 1)
+            return "rows are few and long, or algorithm is parallel: they are split";
+        const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
+        if (!packs)
+            return "rows are not whole, aligned packs of 16 bytes";
+        if (!reduced_rows(call.lse, call).contiguous() || (p.backward && !reduced_rows(call.dlse, call).contiguous()))
+            return "lse or dlse is strided";
+        const int64_t row_packs = p.row_bytes() / 16;
+        if (p.rows > INT32_MAX || p.n > 1 << 30 || (p.backward && p.rows * blocks_per_row(row_packs) > INT32_MAX))
+            return "it counts rows and blocks in 31 bits";
+        return NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const int64_t bytes = rafter_dtype_bytes(p.x.dtype);
+        const Rows x = p.x_rows(), lse = reduced_rows(call.lse, call);
+        const int packs = static_cast<int>(p.row_bytes() / 16);
+        plan->dtype = p.x.dtype;
+        plan->backward = p.backward;
+        plan->args = {x.data,    nullptr,   x.step * bytes,           0,     lse.data, nullptr,
+                      lse.dtype, lse.dtype, static_cast<int>(p.rows), packs, Divisor()};
+        if (p.backward) {
+            const Rows dx = p.dx_rows(), dlse = reduced_rows(call.dlse, call);
+            plan->args.dx = dx.data;
+            plan->args.dstep = dx.step * bytes;
+            plan->args.dlse = dlse.data;
+            plan->args.dlse_dtype = dlse.dtype;
+            plan->args.parts = Divisor(blocks_per_row(packs));
+        }
+        return 0;
+    }
+
+    template <typename T> static void forward(const PackedArgs &args, cudaStream_t stream) {
+        if (args.packs <= WARP * IN_FLIGHT)
+            warp_per_row<T>
+                <<<grid_of(ceil_div<int64_t>(args.rows, WARP_ROW_THREADS / WARP)), WARP_ROW_THREADS, 0, stream>>>(args);
+        else if (args.packs <= 2 * 128)
+            block_per_row<T, 2><<<grid_of(args.rows), 128, 0, stream>>>(args);
+        else
+            block_per_row<T, 4>
+                <<<grid_of(args.rows), power_at_least(args.packs / 4, 128, MOST_THREADS), 0, stream>>>(args);
+    }
+
+    template <typename T> static void backward(const PackedArgs &args, cudaStream_t stream) {
+        const unsigned grid = grid_of(int64_t(args.rows) * args.parts.number);
+        if (packs_per_thread(args.packs) == 2)
+            gradients<T, 2><<<grid, GRADIENT_THREADS, 0, stream>>>(args);
+        else
+            gradients<T, 4><<<grid, GRADIENT_THREADS, 0, stream>>>(args);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &, const Plan &plan, char *) {
+        const cudaStream_t stream = context->cuda_state->stream;
+        for_dtype(plan.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            plan.backward ? backward<T>(plan.args, stream) : forward<T>(plan.args, stream);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, packed_rows, PackedRows)

@@ -1,0 +1,126 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The walk over a box in tiles, and the sines and cosines of a tile. */
+#ifndef RAFTER_LRPE_COSINE_CPU_TILES_H
+#define RAFTER_LRPE_COSINE_CPU_TILES_H
+
+#include "core/sizes.h"
+#include "ops/lrpe_cosine/cpu_pairs.h"
+#include "ops/lrpe_cosine/kernels.h"
+#include "simd/sincos.h"
+
+enum {
+    TILE_CELLS = LRPE_COLUMNS, /* angles of a tile; their sines and cosines (16 KiB) stay in L1 */
+    TILE_ROWS = 16             /* most tokens of a tile */
+};
+
+struct tile {
+    int64_t max_columns;
+    bool angles;                             /* whether sines and cosines are needed */
+    int64_t n, rows;                         /* tokens */
+    int64_t h, heads;                        /* more than one only if the tile has all features of the box */
+    int64_t d, width;                        /* features of each head */
+    int64_t pitch;                           /* width rounded up to whole pairs */
+    double largest;                          /* see v_sincos_row */
+    _Alignas(64) double theta[LRPE_COLUMNS]; /* [heads][pitch] */
+    _Alignas(64) float sine[TILE_CELLS], cosine[TILE_CELLS]; /* [rows][heads][pitch] */
+};
+
+/* A pair of theta, in the pair order of x's dtype, which may differ from theta's. */
+V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int64_t step, int64_t count) {
+    char buffer[PAIR * 4];
+    v_store2(dtype, buffer, v_set(0.0f), v_set(0.0f));
+    const char *contiguous = v_gather(dtype, p, step, count, buffer);
+    if (contiguous != buffer && count < PAIR)
+        contiguous = memcpy(buffer, p, (size_t)(count * v_bytes(dtype)));
+    const struct pair v = {v_load(dtype, contiguous), v_load(dtype, contiguous + V_LANES * v_bytes(dtype))};
+    if (x_dtype != RAFTER_BF16)
+        return v;
+    return (struct pair){(vf)v_even_words((vi)v.a, (vi)v.b), (vf)v_odd_words((vi)v.a, (vi)v.b)};
+}
+
+static void load_theta(const struct lrpe_cosine_call *call, struct tile *t) {
+    const rafter_view *theta = &call->theta;
+    const int64_t head_step = theta->stride[0], step = theta->stride[1]; /* 0 where theta is broadcast */
+    vf largest = v_set(0.0f);
+    for (int64_t h = 0; h < t->heads; h++)
+        for (int64_t i = 0; i < t->pitch; i += PAIR) {
+            const char *from = rafter_at(theta, (t->h + h) * head_step + (t->d + i) * step);
+            const int64_t count = min64(t->width - i, PAIR);
+            struct pair v = pair_set(0.0f);
+            V_FOR_DTYPE(theta->dtype, dtype, v = load_theta_pair(dtype, call->x.dtype, from, step, count));
+            const vf vectors[] = {v.a, v.b};
+            for (int k = 0; k < 2; k++) {
+                vd low, high;
+                v_to_d(vectors[k], &low, &high);
+                double *const to = t->theta + h * t->pitch + i + k * V_LANES;
+                v_store_d(to, low);
+                v_store_d(to + V_LANES / 2, high);
+                const vf magnitude = (vf)((vi)vectors[k] & INT32_MAX);
+                largest = v_max(v_select(magnitude <= v_set(INFINITY), magnitude, v_set(INFINITY)), largest);
+            }
+        }
+    t->largest = (double)v_hmax(largest);
+}
+
+/* Before the first tile of a box. */
+static void start_tiles(struct tile *t, int64_t max_columns, bool angles) {
+    t->max_columns = max_columns;
+    t->angles = angles;
+    t->rows = 0;
+}
+
+/* Advances to the next tile: features first, then heads, then tokens. Returns false past the last
+ * one. */
+static bool next_tile(const struct lrpe_cosine_call *call, const struct lrpe_box *box, struct tile *t) {
+    const int64_t last_h = t->rows ? t->h : -1, last_d = t->d;
+    if (t->rows == 0) {
+        t->n = box->n, t->h = box->h, t->d = box->d;
+    } else if ((t->d += t->width) == box->d_end) {
+        t->d = box->d;
+        if ((t->h += t->heads) == box->h_end) {
+            t->h = box->h;
+            t->n += t->rows;
+        }
+    }
+    if (t->n == box->n_end)
+        return false;
+    const int64_t max_width = min64(box->d_end - box->d, t->max_columns), max_pitch = round_up(max_width, PAIR);
+    const int64_t max_heads =
+        max_width < box->d_end - box->d ? 1 : min64(box->h_end - box->h, t->max_columns / max_pitch);
+    t->rows = min64(box->n_end - t->n, min64(TILE_ROWS, TILE_CELLS / (max_heads * max_pitch)));
+    t->heads = min64(box->h_end - t->h, max_heads);
+    t->width = min64(box->d_end - t->d, max_width);
+    t->pitch = round_up(t->width, PAIR);
+    if (t->angles && (t->h != last_h || t->d != last_d))
+        load_theta(call, t);
+    return true;
+}
+
+static int64_t position_of(const struct lrpe_cosine_call *call, int64_t b, int64_t n) {
+    const rafter_view *positions = &call->positions;
+    if (!positions->data)
+        return call->offset + n;
+    const char *at = rafter_at(positions, b * positions->stride[0] + n * positions->stride[1]);
+    if (positions->dtype == RAFTER_I64) {
+        int64_t position;
+        memcpy(&position, at, sizeof position);
+        return position;
+    }
+    int32_t position;
+    memcpy(&position, at, sizeof position);
+    return position;
+}
+
+/* Computes the sines and cosines of the tile for batch b, unless they are the same as those of the
+ * batch before. */
+static void load_angles(const struct lrpe_cosine_call *call, const struct lrpe_box *box, struct tile *t, int64_t b) {
+    const bool differ = call->positions.data && call->positions.stride[0] != 0;
+    if (!t->angles || (b > box->b && !differ))
+        return;
+    const int64_t columns = t->heads * t->pitch;
+    for (int64_t r = 0; r < t->rows; r++)
+        v_sincos_row(t->theta, t->largest, position_of(call, b, t->n + r), columns, t->sine + r * columns,
+                     t->cosine + r * columns);
+}
+
+#endif

@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * What the CUDA variants of lrpe_cosine share: a call as kernels take it, and how it is cut into
+ * blocks.
+ *
+ * sp cuts the sequence into many short pieces; in bp a block walks all of it. Auto is sp.
+ */
+#ifndef RAFTER_LRPE_COSINE_CUDA_PROBLEM_CUH
+#define RAFTER_LRPE_COSINE_CUDA_PROBLEM_CUH
+
+#include <type_traits>
+
+#include "cuda/launch.cuh"
+#include "cuda/sincos.cuh"
+#include "cuda/variant.cuh"
+#include "ops/lrpe_cosine/call.h"
+
+namespace {
+
+constexpr int THREADS_LOG2 = 8, THREADS = 1 << THREADS_LOG2; /* per block */
+
+/* ---- a call, as kernels take it -------------------------------------------------------------- */
+
+struct Strides {
+    int64_t b, n, h, d;
+};
+
+DEVICE float number_at(const void *data, rafter_dtype dtype, int64_t i) {
+    return dtype == RAFTER_F32    ? static_cast<const float *>(data)[i]
+           : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
+                                  : to_float(static_cast<const fp16 *>(data)[i]);
+}
+
+template <typename T> struct Arguments {
+    const T *x, *dy;
+    T *out;                     /* y or dx; NULL if only dtheta is wanted */
+    Strides x_stride, y_stride; /* y_stride: of y or dy */
+    Strides dx_stride;
+    int64_t batch, length, heads, features;
+
+    const void *theta;
+    rafter_dtype theta_dtype;
+    int64_t theta_h, theta_d; /* strides of theta */
+    const void *positions;    /* NULL: offset + n */
+    bool positions_are_64_bit;
+    int64_t positions_b, positions_n, offset; /* strides of positions; the first position */
+
+    DEVICE float theta_at(int64_t h, int64_t d) const {
+        return number_at(theta, theta_dtype, h * theta_h + d * theta_d);
+    }
+    DEVICE int64_t position(int64_t b, int64_t n) const {
+        if (!positions)
+            return offset + n;
+        const int64_t i = b * positions_b + n * positions_n;
+        return positions_are_64_bit ? static_cast<const int64_t *>(positions)[i]
+                                    : static_cast<const int *>(positions)[i];
+    }
+    /* Index in an array [B, N, H] of a number per row. */
+    DEVICE int64_t row(int64_t b, int64_t n, int64_t h) const {
+        return (b * length + n) * heads + h;
+    }
+    /* Index in an array [B, H, D] of a number per column. */
+    DEVICE int64_t column(int64_t b, int64_t h, int64_t d) const {
+        return (b * heads + h) * features + d;
+    }
+};
+
+Strides strides_of(const rafter_view &view) {
+    return {view.stride[0], view.stride[1], view.stride[2], view.stride[3]};
+}
+
+template <typename T> Arguments<T> arguments(const lrpe_cosine_call &call) {
+    const bool forward = call.common.direction == RAFTER_FORWARD;
+    Arguments<T> a = {};
+    a.x = reinterpret_cast<const T *>(call.x.data);
+    a.dy = reinterpret_cast<const T *>(call.dy.data);
+    a.out = reinterpret_cast<T *>(forward ? call.y.data : call.dx.data);
+    a.x_stride = strides_of(call.x);
+    a.y_stride = strides_of(forward ? call.y : call.dy);
+    a.dx_stride = strides_of(call.dx);
+    a.batch = call.x.shape[0];
+    a.length = call.x.shape[1];
+    a.heads = call.x.shape[2];
+    a.features = call.x.shape[3];
+    a.theta = call.theta.data;
+    a.theta_dtype = call.theta.dtype;
+    a.theta_h = call.theta.stride[0];
+    a.theta_d = call.theta.stride[1];
+    a.positions = call.positions.data;
+    a.positions_are_64_bit = call.positions.dtype == RAFTER_I64;
+    a.positions_b = call.positions.stride[0];
+    a.positions_n = call.positions.stride[1];
+    a.offset = call.offset;
+    return a;
+}
+
+/* Elements per pack: 16 bytes of them if all tensors allow such accesses, else 1. */
+int pack_width(const lrpe_cosine_call &call) {
+    const int width = 16 / rafter_dtype_bytes(call.x.dtype);
+    const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
+    bool wide = call.x.shape[3] % width == 0; /* each half of y and dy must begin with a pack */
+    for (const rafter_view *view : views)
+        wide = wide && (!view->data || allows_wide_access(*view, 4));
+    return wide ? width : 1;
+}
+
+/* f(zero of the storage type, elements per pack, whether it is forward), the last two as
+ * constants. */
+template <typename F> void for_types(const lrpe_cosine_call &call, int width, F f) {
+    for_dtype(call.x.dtype, [&](auto zero) {
+        const auto with_width = [&](auto n) {
+            if (call.common.direction == RAFTER_FORWARD)
+                f(zero, n, std::true_type());
+            else
+                f(zero, n, std::false_type());
+        };
+        if (width > 1)
+            with_width(std::integral_constant<int, WIDE<decltype(zero)>>());
+        else
+            with_width(std::integral_constant<int, 1>());
+    });
+}
+
+/* ---- how a call is cut into blocks ----------------------------------------------------------- */
+
+/* f in kernels: a kind of act, or how a softmax gets its statistics. */
+enum {
+    LANE_SOFTMAX = RAFTER_ACT_SOFTMAX, /* over features; the lanes that hold a row compute them */
+    ROW_STATISTICS,                    /* over features; from memory */
+    COLUMN_STATISTICS,                 /* over the sequence; from memory */
+    RUNTIME_F = -1                     /* as a template argument: f is Tiling::f */
+};
+
+/* A block takes a tile of `width` packs side by side, `tokens` tokens and `sequences` sequences.
+ * A head gets `lanes` threads of a row; the last ones may be idle. A tile holds a part of a
+ * head, or several whole heads. */
+struct Tiling {
+    int width_log2, lanes; /* lanes: a multiple of the width, or a power of two below it */
+    int lanes_log2, heads; /* in a tile: log2 of a head's threads; heads */
+    int f, sequences;
+    Divisor tiles, tiles_per_head, token_chunks;
+    int64_t sequence_chunks, tokens;
+    /* Statistics of a softmax: a maximum, or a number near it; 1 / sum; in backward the sum of p g.
+     * ROW_STATISTICS: [B, N, H, these]. COLUMN_STATISTICS: [these, B, H, D]. */
+    float *statistics;
+    double *moments; /* [chunk, H, D]: sums of position f(x) dTheta over the chunk */
+
+    __host__ __device__ int width() const {
+        return 1 << width_log2;
+    }
+    struct Place {
+        int64_t h, pack; /* pack of the head */
+    };
+    /* What thread `column` of a row of a tile has. */
+    DEVICE Place place(unsigned tile, int column) const {
+        const unsigned head = tiles_per_head.quotient(tile);
+        return {(int64_t)head * heads + (column >> lanes_log2),
+                (int64_t)(tile - head * tiles_per_head.number) * width() + (column & ((1 << lanes_log2) - 1))};
+    }
+    int64_t chunks() const {
+        return token_chunks.number * sequence_chunks;
+    }
+    int64_t blocks() const {
+        return (int64_t)tiles.number * token_chunks.number * sequence_chunks;
+    }
+};
+
+/* Bytes of the moments [chunks, H, D] of dtheta, rounded up so that what follows is aligned. */
+size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
+    return round_up((size_t)(chunks * call.x.shape[2] * call.x.shape[3]) * sizeof(double), (size_t)256);
+}
+
+/* Tiles of at most `most` packs side by side. */
+void plan_tiles(Tiling *tiling, int64_t heads, int64_t packs, int most) {
+    tiling->lanes = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, (int64_t)WARP);
+    const int64_t side_by_side = heads * tiling->lanes;
+    const int width = power_at_least(side_by_side, 1, most);
+    while (tiling->width() < width)
+        tiling->width_log2++;
+    while (1 << tiling->lanes_log2 < min(tiling->lanes, width))
+        tiling->lanes_log2++;
+    tiling->heads = tiling->lanes < width ? width / tiling->lanes : 1;
+    tiling->tiles = Divisor(ceil_div(side_by_side, (int64_t)width));
+    tiling->tiles_per_head = Divisor(tiling->lanes > width ? tiling->lanes / width : 1);
+}
+
+} // namespace
+
+#endif

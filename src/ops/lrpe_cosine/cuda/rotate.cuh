@@ -1,0 +1,460 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The kernel that writes y, or dx and the moments of dtheta: every variant ends with it. A thread
+ * owns one pack of features. It computes the angles of a token once and uses them for all sequences
+ * of its block. Every input is read once and every output written once.
+ */
+#ifndef RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
+#define RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
+
+#include "cuda/activations.cuh"
+#include "cuda/line_statistics.cuh"
+#include "ops/lrpe_cosine/cuda/problem.cuh"
+
+namespace {
+
+/* ---- a softmax within the lanes of a warp ---------------------------------------------------- */
+
+/* Sums, and maxima, over groups of `lanes` lanes, a power of two, for COUNT rows at once. All
+ * five butterfly steps are made: one that would leave the group adds nothing, or compares a lane
+ * with itself. A branch around it would cost more. */
+template <int COUNT> DEVICE void sum_in_lanes(float (&x)[COUNT], int lanes) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float other = __shfl_xor_sync(~0u, x[i], step);
+            if (step < lanes)
+                x[i] += other;
+        }
+}
+DEVICE float lane_sum(float (&x)[1], int lanes) {
+    sum_in_lanes(x, lanes);
+    return x[0];
+}
+template <int COUNT> DEVICE void max_in_lanes(float (&x)[COUNT], int lanes) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], step & (lanes - 1)));
+}
+
+/* Replaces x by e^(x - max) and returns its sum, over rows that `lanes` lanes hold, COUNT rows
+ * at once. */
+template <typename T, int COUNT, int N>
+DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int lanes) {
+    float max[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        max[i] = -FLT_MAX;
+        sum[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            max[i] = fmaxf(max[i], x[i][j]);
+    }
+    max_in_lanes(max, lanes);
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[i] += x[i][j] = exp_as<T>(x[i][j] - max[i]);
+    sum_in_lanes(sum, lanes);
+}
+
+/* ---- loading --------------------------------------------------------------------------------- */
+
+/* The fastest by measurement: SEQUENCES are worked on side by side; STAGES groups of them are
+ * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
+ * 2 bytes: such packs have no stages, and those of several sequences are loaded together. */
+template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Pipeline {
+    static_assert(N * WARP <= THREADS, "one entry of the table of angles per thread");
+    static constexpr bool ASYNC = sizeof(Pack<T, N>) >= 4;
+    static constexpr int INPUTS = FORWARD ? 1 : 3;
+    static constexpr int SEQUENCES = !ASYNC ? 4 : FORWARD ? 2 : 1;
+    static constexpr int STAGES = ASYNC ? 4 : 0;
+    static constexpr int BLOCKS_PER_SM = FORWARD || F == COLUMN_STATISTICS ? 3 : DTHETA ? 2 : 4;
+    typedef Pack<T, N> Stage[SEQUENCES][INPUTS][THREADS]; /* threads use their own packs only */
+};
+
+/* The part of the call that a block, and a thread of it, works on. */
+template <typename T, int N> struct RotatePlace {
+    unsigned chunk, tile;
+    int64_t first_token, end_token; /* of the block */
+    int64_t first_b;
+    int sequences;
+    int64_t h, d; /* the thread's head and first feature */
+    bool active;  /* whether they exist */
+
+    DEVICE RotatePlace(const Arguments<T> &a, const Tiling &tiling, int column) {
+        chunk = tiling.tiles.quotient(blockIdx.x);
+        tile = blockIdx.x - chunk * tiling.tiles.number;
+        const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
+        first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
+        end_token = first_token + tiling.tokens < a.length ? first_token + tiling.tokens : a.length;
+        first_b = (int64_t)sequence_chunk * tiling.sequences;
+        const int64_t left = a.batch - first_b;
+        sequences = left < tiling.sequences ? (int)left : tiling.sequences;
+        const Tiling::Place place = tiling.place(tile, column);
+        h = place.h;
+        d = place.pack * N;
+        active = h < a.heads && d < a.features;
+    }
+    /* If N > 1, features are adjacent in memory. */
+    DEVICE static int64_t feature(int64_t i, const Strides &stride) {
+        return N > 1 ? i : i * stride.d;
+    }
+    DEVICE int64_t offset(int64_t n, const Strides &stride) const {
+        return first_b * stride.b + n * stride.n + h * stride.h + feature(d, stride);
+    }
+};
+
+/* A pack of x (input 0) or dy that adds nothing to any sum. */
+template <typename T, int N> DEVICE Pack<T, N> neutral_pack(bool softmax, int input) {
+    return all_of<T, N>(softmax && input == 0 ? -INFINITY : 0.0f);
+}
+
+/* The packs that a thread works on, in order: groups of SEQUENCES sequences of a token, then
+ * those of the thread's next token. */
+template <typename T, int N, bool FORWARD, class Pipeline> struct Inputs {
+    static constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES, STAGES = Pipeline::STAGES;
+    const Arguments<T> &a;
+    typename Pipeline::Stage *const stages;
+    const bool softmax, reads_x;
+    const T *x, *dy;         /* addresses of the next group to load */
+    int64_t half;            /* from a cosine of dy to its sine */
+    int sequences, last;     /* last: the first sequence of the last group */
+    int64_t x_back, dy_back; /* from the last group of a token to the next token's first */
+    int tokens_left, group;  /* group: the first sequence of the next group */
+
+    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N> &place, int64_t half, int row, int step_log2,
+                  char *stages, bool softmax, bool reads_x)
+        : a(a), stages(reinterpret_cast<typename Pipeline::Stage *>(stages)), softmax(softmax), reads_x(reads_x),
+          half(half), sequences(place.sequences) {
+        const int step = 1 << step_log2;
+        const int64_t first_n = place.first_token + row;
+        x = a.x + place.offset(first_n, a.x_stride);
+        dy = a.dy + place.offset(first_n, a.y_stride);
+        last = (sequences - 1) / SEQUENCES * SEQUENCES;
+        x_back = step * a.x_stride.n - last * a.x_stride.b;
+        dy_back = step * a.y_stride.n - last * a.y_stride.b;
+        tokens_left =
+            place.active && first_n < place.end_token ? (int)((place.end_token - first_n + step - 1) >> step_log2) : 0;
+        group = 0;
+    }
+    /* Calls take(sequence in the group, input, address, valid) for each pack of the next group. */
+    template <class F> DEVICE void next(F take) {
+#pragma unroll
+        for (int k = 0; k < SEQUENCES; k++) {
+            const bool valid = tokens_left > 0 && (k == 0 || group + k < sequences);
+            if (reads_x)
+                take(k, 0, x + k * a.x_stride.b, valid);
+            if constexpr (!FORWARD) {
+                take(k, 1, dy + k * a.y_stride.b, valid);
+                take(k, 2, dy + k * a.y_stride.b + half, valid);
+            }
+        }
+        const bool was_last = group == last;
+        x += was_last ? x_back : SEQUENCES * a.x_stride.b;
+        dy += was_last ? dy_back : SEQUENCES * a.y_stride.b;
+        tokens_left -= was_last;
+        group = was_last ? 0 : group + SEQUENCES;
+    }
+    /* Starts to load the next group. */
+    DEVICE void request(int to) {
+        next([&](int k, int input, const T *from, bool valid) {
+            if (valid)
+                copy_async(&stages[to][k][input][threadIdx.x], from);
+        });
+        copy_commit();
+    }
+    /* Starts to load the first groups. Lanes past the last feature (`idle`) get packs that do
+     * not change the row's softmax. A thread without a token computes on whatever is in its
+     * stages, and stores nothing. */
+    DEVICE void start(bool idle) {
+        if constexpr (Pipeline::ASYNC) {
+#pragma unroll 1
+            for (int i = 0; i < STAGES; i++)
+                request(i);
+            if (idle)
+                for (int i = 0; i < STAGES * SEQUENCES * INPUTS; i++)
+                    reinterpret_cast<Pack<T, N> *>(stages)[i * THREADS + threadIdx.x] =
+                        neutral_pack<T, N>(softmax, i % INPUTS);
+        }
+    }
+    /* The packs of the current group. */
+    DEVICE void take(int stage, Pack<T, N> (&packs)[SEQUENCES][INPUTS]) {
+        if constexpr (Pipeline::ASYNC) {
+            copy_wait<STAGES - 1>();
+#pragma unroll
+            for (int i = 0; i < SEQUENCES * INPUTS; i++)
+                packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
+        } else {
+            next([&](int k, int input, const T *from, bool valid) {
+                packs[k][input] = valid ? load_once<T, N>(from) : neutral_pack<T, N>(softmax, input);
+            });
+        }
+    }
+    /* Call this when the group of `stage` has been used. Starts to load another one into it.
+     * Returns the stage of the next group. */
+    DEVICE int refill(int stage) {
+        if constexpr (Pipeline::ASYNC)
+            request(stage);
+        return stage + 1 == STAGES ? 0 : stage + 1;
+    }
+};
+
+/* ---- one pack -------------------------------------------------------------------------------- */
+
+/* A thread works on v: x, or for a softmax p / scale. scale is 1 unless lanes normalise the row. */
+
+/* x of a group. */
+template <typename T, int N, int SEQUENCES, int INPUTS>
+DEVICE void unpack_x(const Pack<T, N> (&packs)[SEQUENCES][INPUTS], float (&x)[SEQUENCES][N]) {
+#pragma unroll
+    for (int k = 0; k < SEQUENCES; k++)
+        unpack(packs[k][0], x[k]);
+}
+
+/* dy of one sequence: the halves of cosines and of sines. */
+template <typename T, int N> DEVICE void unpack_dy(const Pack<T, N> (&packs)[3], float (&c)[N], float (&s)[N]) {
+    unpack(packs[1], c);
+    unpack(packs[2], s);
+}
+
+/* Replaces x by its softmax over features, from the statistics of the row. Returns the sum of p
+ * g; 0 in forward. */
+template <typename T, bool FORWARD, int N>
+DEVICE float softmax_of_row(float (&v)[N], const Tiling &tiling, int64_t row) {
+    const float *const statistics = tiling.statistics + row * (FORWARD ? 2 : 3);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        v[j] = exp_as<T>(v[j] - statistics[0]) * statistics[1];
+    return FORWARD ? 0.0f : statistics[2];
+}
+
+/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b. */
+template <int SEQUENCES, int COUNT, int N>
+DEVICE void read_column_statistics(const float *from, int64_t row_columns, int64_t columns, bool has_token, int b,
+                                   int sequences, float (&statistics)[SEQUENCES][COUNT][N]) {
+#pragma unroll
+    for (int k = 0; k < SEQUENCES; k++)
+        if (has_token && (SEQUENCES == 1 || b + k < sequences))
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                read_numbers(from + k * row_columns + i * columns, statistics[k][i]);
+}
+
+/* Replaces x by its softmax over the sequence, from the statistics of the pack's columns. */
+template <typename T, int N, int COUNT>
+DEVICE void softmax_of_columns(float (&v)[N], const float (&statistics)[COUNT][N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        v[j] = exp_as<T>(v[j] - statistics[0][j]) * statistics[1][j];
+}
+
+/* f(x). */
+template <typename T> DEVICE float activate(int f, float v, float scale) {
+    return f >= LANE_SOFTMAX ? v * scale : act_forward<T>((rafter_act_kind)f, v);
+}
+
+/* y: f(x) cos, f(x) sin. */
+template <typename T, int N>
+DEVICE void y_of(int f, const float (&v)[N], float scale, const float (&cosine)[N], const float (&sine)[N],
+                 float (&c)[N], float (&s)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const float value = activate<T>(f, v[j], scale);
+        c[j] = value * cosine[j];
+        s[j] = value * sine[j];
+    }
+}
+
+/* Replaces g, the gradient of f(x), by the gradient of x. `dot` is the sum of p g of the row,
+ * column_dot the sums of the columns. */
+template <typename T, int N>
+DEVICE void input_gradient(int f, bool reads_x, const float (&v)[N], float scale, float dot,
+                           const float (&column_dot)[N], float (&g)[N]) {
+    const float shift = dot * scale;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        g[j] = f == COLUMN_STATISTICS ? v[j] * (g[j] - column_dot[j])
+               : f >= LANE_SOFTMAX    ? v[j] * fmaf(g[j], scale, -shift)
+               : reads_x              ? act_backward<T>((rafter_act_kind)f, v[j], g[j])
+                                      : g[j];
+}
+
+/* Sums the moments of a block's threads, in `shared`, and stores them. Threads `width` apart
+ * have the same features. */
+template <typename T, int N>
+DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N> &place, int width,
+                          int step, const double (&moment)[N], double *shared) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        shared[threadIdx.x * N + j] = moment[j];
+    __syncthreads();
+    for (int i = threadIdx.x; i < width * N; i += THREADS) {
+        double sum = 0.0;
+        for (int r = 0; r < step; r++)
+            sum += shared[r * width * N + i];
+        const Tiling::Place at = tiling.place(place.tile, i / N);
+        const int64_t d = at.pack * N + i % N;
+        if (at.h < a.heads && d < a.features)
+            tiling.moments[(place.chunk * a.heads + at.h) * a.features + d] = sum;
+    }
+}
+
+/* ---- the kernel ------------------------------------------------------------------------------ */
+
+template <typename T, int N, bool FORWARD, int F, bool DTHETA>
+__global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::BLOCKS_PER_SM)
+    rotate(const Arguments<T> a, const Tiling tiling) {
+    typedef Pipeline<T, N, FORWARD, F, DTHETA> Pipeline;
+    constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
+    extern __shared__ __align__(128) char dynamic[];
+    __shared__ AngleStep angle_steps[N * WARP]; /* [element of a pack][pack] */
+    __shared__ double moments[DTHETA ? THREADS * N : 1];
+    const int f = F == RUNTIME_F ? tiling.f : F, width = tiling.width(), column = threadIdx.x & (width - 1);
+    const int row = threadIdx.x >> tiling.width_log2, step_log2 = THREADS_LOG2 - tiling.width_log2,
+              step = 1 << step_log2;
+    const bool softmax = f >= LANE_SOFTMAX, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
+
+    const RotatePlace<T, N> place(a, tiling, column);
+    const int64_t half = place.feature(a.features, a.y_stride); /* from cosines to sines */
+
+    /* Loaded first: the table of angles waits for it, and everything else for the table. */
+    const float theta = place.active && row < N ? a.theta_at(place.h, place.d + row) : 0.0f;
+
+    Inputs<T, N, FORWARD, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
+    inputs.start(f == LANE_SOFTMAX && !place.active);
+
+    if (row < N)
+        angle_steps[row * width + column] = angle_step(theta);
+    __syncthreads();
+    if (f == COLUMN_STATISTICS)
+        wait_for_previous_kernel(); /* for the statistics; other inputs are older */
+
+    const Strides &out_stride = FORWARD ? a.y_stride : a.dx_stride;
+    const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
+    double moment[DTHETA ? N : 1] = {};
+    int stage = 0; /* holds the packs that are worked on */
+    for (int64_t first = place.first_token; first < place.end_token; first += step) {
+        const int64_t n = first + row;
+        const bool has_token = place.active && n < place.end_token;
+        const int64_t token = has_token ? a.position(place.first_b, n) : 0;
+        float cosine[N], sine[N], angle_gradient[DTHETA ? N : 1] = {};
+        sincos_of(angle_steps + column, width, position_of(token), sine, cosine);
+
+        T *out = a.out + place.offset(n, out_stride);
+        const float *column_statistics = tiling.statistics + a.column(place.first_b, place.h, place.d);
+#pragma unroll 1
+        for (int b = 0; b < place.sequences; b += SEQUENCES) {
+            Pack<T, N> packs[SEQUENCES][INPUTS];
+            float given[SEQUENCES][FORWARD ? 2 : 3][N]; /* COLUMN_STATISTICS */
+            if (f == COLUMN_STATISTICS)
+                read_column_statistics(column_statistics, row_columns, columns, has_token, b, place.sequences, given);
+            column_statistics += SEQUENCES * row_columns;
+            inputs.take(stage, packs);
+            /* x; then for a softmax p / scale, with the sum of p g in dot */
+            float v[SEQUENCES][N], sum[SEQUENCES], dot[SEQUENCES] = {};
+            if (reads_x)
+                unpack_x(packs, v);
+            if (f == LANE_SOFTMAX)
+                exponentials_in_lanes<T>(v, sum, tiling.lanes);
+#pragma unroll
+            for (int k = 0; k < SEQUENCES; k++) {
+                const bool valid = has_token && (SEQUENCES == 1 || b + k < place.sequences);
+                const float scale = f == LANE_SOFTMAX ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
+                if (f == ROW_STATISTICS && valid)
+                    dot[k] = softmax_of_row<T, FORWARD>(v[k], tiling, a.row(place.first_b + b + k, n, place.h));
+                if (f == COLUMN_STATISTICS)
+                    softmax_of_columns<T>(v[k], given[k]);
+                if constexpr (FORWARD) {
+                    float c[N], s[N];
+                    y_of<T>(f, v[k], scale, cosine, sine, c, s);
+                    if (valid) {
+                        store_once(out, packed<T, N>(c));
+                        store_once(out + half, packed<T, N>(s));
+                    }
+                } else {
+                    float c[N], s[N], g[N], sums[1] = {};
+                    unpack_dy(packs[k], c, s);
+#pragma unroll
+                    for (int j = 0; j < N; j++) {
+                        g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
+                        if constexpr (DTHETA)
+                            if (const float value = activate<T>(f, v[k][j], scale); valid)
+                                angle_gradient[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
+                        if (f == LANE_SOFTMAX)
+                            sums[0] = fmaf(v[k][j], g[j], sums[0]);
+                    }
+                    if (f == LANE_SOFTMAX)
+                        dot[k] = lane_sum(sums, tiling.lanes) * scale;
+                    input_gradient<T>(f, reads_x, v[k], scale, dot[k], given[k][2], g);
+                    if (valid && (!DTHETA || a.out))
+                        store_once(out, packed<T, N>(g));
+                }
+                out += out_stride.b;
+            }
+            stage = inputs.refill(stage);
+        }
+        if constexpr (DTHETA)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                moment[j] += (double)token * (double)angle_gradient[j];
+    }
+
+    if constexpr (DTHETA)
+        store_moments(a, tiling, place, width, step, moment, moments);
+}
+
+/* ---- planning and launching ------------------------------------------------------------------ */
+
+/* Tiles and chunks of `rotate`, `n` elements per pack. */
+Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n, int f) {
+    Tiling tiling = {};
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
+                  packs = call.x.shape[3] / n;
+    tiling.f = f;
+    const bool bp = call.algorithm == RAFTER_LRPE_BP,
+               own_positions = call.positions.data && call.positions.stride[0] != 0;
+
+    /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
+    const int least = f == LANE_SOFTMAX ? power_at_least(packs, 1, WARP) : 1;
+    plan_tiles(&tiling, heads, packs, bp ? max(least, 8) : WARP);
+    const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
+    if (bp) {
+        tiling.tokens = length;
+        tiling.sequences = 1;
+    } else {
+        /* Many steps per block save tables, moments of dtheta and loads of column statistics;
+         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. */
+        const int64_t most = f == COLUMN_STATISTICS ? (call.common.direction == RAFTER_FORWARD ? 1 : 2)
+                             : call.dtheta.data     ? INT64_MAX / step
+                                                    : 1;
+        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 8;
+        const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
+        tiling.tokens = step * max(min(steps, most), int64_t(1));
+        /* Few blocks: cut the batch too, into one wave of blocks and not a little more than one. */
+        const int64_t blocks = tiles * ceil_div(length, tiling.tokens);
+        const int64_t wave = (int64_t)device.multiprocessors * 3;
+        const int64_t pieces = blocks < wave ? wave / blocks : 1;
+        const int64_t sequences = own_positions ? 1 : ceil_div(batch, min(pieces, batch));
+        tiling.sequences = (int)min(sequences, int64_t(4096));
+    }
+    tiling.token_chunks = Divisor(ceil_div(length, tiling.tokens));
+    tiling.sequence_chunks = ceil_div(batch, (int64_t)tiling.sequences);
+    return tiling;
+}
+
+template <int F, bool DTHETA, typename T, int N, bool FORWARD>
+void launch_rotate(const rafter_context *context, const Arguments<T> &a, const Tiling &tiling) {
+    typedef Pipeline<T, N, FORWARD, F, DTHETA> Pipeline;
+    const size_t stages = Pipeline::STAGES * sizeof(typename Pipeline::Stage);
+    launch(context, {tiling.blocks(), THREADS, stages, 1, tiling.f == COLUMN_STATISTICS},
+           rotate<T, N, FORWARD, F, DTHETA>, a, tiling);
+}
+
+} // namespace
+
+#endif

@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * lrpe_cosine with a softmax over the sequence: `column_statistics` reads the inputs once, `rotate`
+ * reads them again. Long sequences are cut into parts, whose statistics `merge_statistics` merges.
+ * The kernels overlap (programmatic dependent launch).
+ */
+#include "cuda/line_statistics.cuh"
+#include "ops/lrpe_cosine/cuda/dtheta.cuh"
+#include "ops/lrpe_cosine/cuda/rotate.cuh"
+
+namespace {
+
+/* ---- statistics of columns ------------------------------------------------------------------- */
+
+/* A block walks down the columns of some adjacent packs of one sequence, over its part of the
+ * tokens. The sums of a column are those of e^x, in backward e^x g, and for dtheta e^x position
+ * dTheta. */
+template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
+    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, BLOCKS_PER_SM = FORWARD ? 4 : 2;
+    static constexpr int THREADS = ::THREADS, LINES = N, MOST_LINES = WARP * N, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
+    static constexpr bool HAS_MAX = true;
+    typedef Statistics<1, HAS_MAX, SUMS> One;
+    typedef Pack<T, N> Stage[INPUTS][THREADS]; /* threads use their own packs only */
+    static constexpr size_t STAGED = STAGES * sizeof(Stage), GROUPS = sizeof(GroupStatistics<Columns>),
+                            BYTES = STAGED > GROUPS ? STAGED : GROUPS; /* of dynamic shared memory */
+};
+
+/* Converts the statistics of a whole column to those that `rotate` reads, and to the moment of
+ * dtheta. */
+template <bool DTHETA, int SUMS>
+DEVICE void store_column(const Tiling &tiling, const Statistics<1, true, SUMS> &all, int64_t column, int64_t columns) {
+    const float scale = 1.0f / all.sum[0][0];
+    tiling.statistics[column] = all.max[0];
+    tiling.statistics[columns + column] = scale;
+    if constexpr (SUMS > 1)
+        tiling.statistics[2 * columns + column] = all.sum[1][0] * scale;
+    if constexpr (DTHETA)
+        tiling.moments[column] = (double)(all.sum[2][0] * scale);
+}
+
+/* Stores the statistics of a column's part, `columns` apart. */
+template <int SUMS>
+DEVICE void store_part(float *parts, int64_t part, int64_t column, int64_t columns, Statistics<1, true, SUMS> all) {
+#pragma unroll
+    for (int k = 0; k < 1 + SUMS; k++)
+        parts[(part * (1 + SUMS) + k) * columns + column] = all.value(k, 0);
+}
+
+/* Forward: loads a pack of each of COUNT tokens from token `first` on, of which `end` exist. */
+template <typename T, int N, int COUNT>
+DEVICE void load_tokens(const T *x, int64_t stride, int first, int end, Pack<T, N> (&packs)[COUNT]) {
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        packs[k] = load_once_if<T, N>(first + k < end, x + k * stride, -INFINITY);
+}
+
+/* Forward: adds a pack of each of COUNT tokens. */
+template <typename T, int N, int COUNT>
+DEVICE void add_tokens(Statistics<N, true, 1> &mine, const Pack<T, N> (&packs)[COUNT]) {
+    Pack<T, N> top = packs[0];
+#pragma unroll
+    for (int k = 1; k < COUNT; k++)
+        top = max_of(top, packs[k]);
+    cover<false, N>(mine, 0, top);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        float v[N];
+        unpack(packs[k], v);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            mine.sum[0][j] += exp2_fast((v[j] - mine.max[j]) * LOG2E);
+    }
+}
+
+/* Backward: the thread's packs in a stage. */
+template <typename T, int N, int INPUTS>
+DEVICE void read_stage(const Pack<T, N> (&stage)[INPUTS][THREADS], Pack<T, N> (&packs)[INPUTS]) {
+#pragma unroll
+    for (int k = 0; k < INPUTS; k++)
+        packs[k] = stage[k][threadIdx.x];
+}
+
+/* Backward: raises the maxima only if x, in v and in `pack`, exceeds one by more than 16: e^16 L
+ * is far from overflowing. Rescaling the sums for every token would take six more instructions
+ * per element. */
+template <typename T, int N, int SUMS>
+DEVICE void cover_loosely(Statistics<N, true, SUMS> &mine, const float (&v)[N], const Pack<T, N> &pack) {
+    float above = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        above = fmaxf(above, v[j] - mine.max[j]);
+    if (above > 16.0f)
+        cover<false, N>(mine, 0, pack);
+}
+
+/* Backward: adds a token with x in v and dy in c and s. */
+template <bool DTHETA, int N, int SUMS>
+DEVICE void add_token(Statistics<N, true, SUMS> &mine, const float (&v)[N], const float (&c)[N], const float (&s)[N],
+                      const float (&cosine)[N], const float (&sine)[N], float position) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const float e = exp2_fast((v[j] - mine.max[j]) * LOG2E);
+        mine.sum[0][j] += e;
+        mine.sum[1][j] = fmaf(e, fmaf(c[j], cosine[j], s[j] * sine[j]), mine.sum[1][j]);
+        if constexpr (DTHETA)
+            mine.sum[2][j] = fmaf(e, position * (s[j] * cosine[j] - c[j] * sine[j]), mine.sum[2][j]);
+    }
+}
+
+template <int N>
+DEVICE void approximate_angles(const AngleStep *steps, int stride, int64_t position, float (&sine)[N],
+                               float (&cosine)[N]) {
+    const Position at = position_of(position);
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        sincos_approximate(steps[j * stride], at, &sine[j], &cosine[j]);
+}
+
+/* Rotates the angles of a pack by those whose sines and cosines are given. */
+template <int N>
+DEVICE void advance_angles(const float (&s)[N], const float (&c)[N], float (&sine)[N], float (&cosine)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const float before = cosine[j];
+        cosine[j] = fmaf(before, c[j], -sine[j] * s[j]);
+        sine[j] = fmaf(sine[j], c[j], before * s[j]);
+    }
+}
+
+constexpr int REFRESH = 64; /* tokens of a thread from one computation of INCREMENTAL angles to the next */
+
+/* The part of the call that a block, and a thread of it, works on. */
+template <typename T, int N> struct ColumnsPlace {
+    unsigned tile;
+    int64_t b, part; /* batch entry; part of the sequence */
+    int64_t h, d;    /* the thread's head and first feature */
+    int64_t first;   /* the thread's first token */
+    bool active;     /* whether the head and the feature exist */
+    int count;       /* the thread's tokens, `step` apart */
+
+    DEVICE ColumnsPlace(const Arguments<T> &a, const Tiling &tiling, const Divisor &batch, int column, int row,
+                        int step_log2) {
+        const int step = 1 << step_log2;
+        const unsigned chunk = tiling.tiles.quotient(blockIdx.x);
+        tile = blockIdx.x - chunk * tiling.tiles.number;
+        /* From the last tokens to the first, which are still in L2 when `rotate` begins with
+         * them. */
+        const unsigned from_last = batch.quotient(chunk);
+        b = chunk - from_last * batch.number;
+        part = tiling.token_chunks.number - 1 - from_last;
+        const Tiling::Place place = tiling.place(tile, column);
+        h = place.h;
+        d = place.pack * N;
+        first = part * tiling.tokens + row;
+        const int64_t end = (part + 1) * tiling.tokens < a.length ? (part + 1) * tiling.tokens : a.length;
+        active = h < a.heads && d < a.features;
+        count = active && first < end ? (int)((end - first + step - 1) >> step_log2) : 0;
+    }
+    DEVICE int64_t offset(const Strides &stride) const {
+        return b * stride.b + first * stride.n + h * stride.h + d * stride.d;
+    }
+};
+
+/* parts [part, statistic, column]: NULL if there is one part. INCREMENTAL: a thread rotates the
+ * angles of a token to get those of its next one, and computes them afresh every REFRESH tokens. The
+ * error does not show in 16-bit results. Positions must be offset + n, and below 2^32 in size. */
+template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
+__global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
+    column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
+    typedef Columns<T, N, FORWARD, DTHETA> Columns;
+    constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS;
+    extern __shared__ __align__(128) char dynamic[];
+    typename Columns::Stage *const stages = reinterpret_cast<typename Columns::Stage *>(dynamic);
+    auto &groups = *reinterpret_cast<GroupStatistics<Columns> *>(dynamic); /* after the loop */
+    __shared__ AngleStep angle_steps[FORWARD ? 1 : N * WARP];              /* [element of a pack][pack] */
+    /* Of the angle from a thread's token to its next, [pack][element]. */
+    __shared__ __align__(16) float cosines[INCREMENTAL ? N * WARP : 1], sines[INCREMENTAL ? N * WARP : 1];
+    const int width = tiling.width(), column = threadIdx.x & (width - 1), row = threadIdx.x >> tiling.width_log2;
+    const int step_log2 = THREADS_LOG2 - tiling.width_log2, step = 1 << step_log2;
+
+    const ColumnsPlace<T, N> place(a, tiling, batch, column, row, step_log2);
+    const int count = place.count;
+    const T *x = a.x + place.offset(a.x_stride);
+    Statistics<N, true, Columns::SUMS> mine;
+    mine.clear();
+    start_next_kernel();
+    if constexpr (FORWARD) {
+        constexpr int AT_A_TIME = 8;
+        const int64_t apart = step * a.x_stride.n;
+        for (int i = 0; i < count; i += AT_A_TIME, x += AT_A_TIME * apart) {
+            Pack<T, N> packs[AT_A_TIME];
+            load_tokens(x, apart, i, count, packs);
+            add_tokens(mine, packs);
+        }
+    } else {
+        const T *dy = a.dy + place.offset(a.y_stride);
+        const int64_t half = a.features * a.y_stride.d; /* from a cosine of dy to its sine */
+        const float theta =
+            row < N && place.active ? a.theta_at(place.h, place.d + row) : 0.0f; /* everything waits for it */
+        int left = count, stage = 0;
+        const auto request = [&] {
+            if (left-- > 0) {
+                copy_async(&stages[stage][0][threadIdx.x], x);
+                copy_async(&stages[stage][1][threadIdx.x], dy);
+                copy_async(&stages[stage][2][threadIdx.x], dy + half);
+            }
+            copy_commit();
+            x += step * a.x_stride.n;
+            dy += step * a.y_stride.n;
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+        };
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++)
+            request();
+
+        if (row < N) {
+            const AngleStep one = angle_steps[row * width + column] = angle_step(theta);
+            if constexpr (INCREMENTAL)
+                sincos_at<false>(one, position_of(step), &sines[column * N + row], &cosines[column * N + row]);
+        }
+        __syncthreads();
+
+        const auto token = [&](int i) { return a.position(place.b, place.first + (int64_t)i * step); };
+        float cosine[N], sine[N];
+#pragma unroll 1
+        for (int i = 0; i < count; i++) {
+            copy_wait<STAGES - 1>();
+            Pack<T, N> packs[INPUTS];
+            read_stage(stages[stage], packs);
+            float v[N], c[N], s[N];
+            unpack(packs[0], v);
+            cover_loosely(mine, v, packs[0]);
+
+            if constexpr (!INCREMENTAL)
+                sincos_of(angle_steps + column, width, position_of(token(i)), sine, cosine);
+            else if (i % REFRESH == 0)
+                approximate_angles(angle_steps + column, width, a.offset + place.first + (int64_t)i * step, sine,
+                                   cosine);
+            else {
+                read_numbers(cosines + column * N, c);
+                read_numbers(sines + column * N, s);
+                advance_angles(s, c, sine, cosine);
+            }
+            const float position = DTHETA ? (float)token(i) : 0.0f;
+            unpack_dy(packs, c, s);
+            add_token<DTHETA>(mine, v, c, s, cosine, sine, position);
+            request(); /* all that was in the stage has been used */
+        }
+    }
+    __syncthreads();
+    combine_warp<Columns>(mine, (int)threadIdx.x, tiling.width_log2, groups);
+    __syncthreads();
+    const int lines = width * N;
+    if (threadIdx.x < lines) {
+        typename Columns::One all = combine_groups(groups, tiling.width_log2, lines, (int)threadIdx.x);
+        const Tiling::Place at = tiling.place(place.tile, threadIdx.x / N);
+        const int64_t at_d = at.pack * N + threadIdx.x % N, columns = a.batch * a.heads * a.features;
+        if (at.h < a.heads && at_d < a.features) {
+            const int64_t index = a.column(place.b, at.h, at_d);
+            if (parts) {
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    parts[(place.part * COUNT + k) * columns + index] = all.value(k, 0);
+            } else
+                store_column<DTHETA>(tiling, all, index, columns);
+        }
+    }
+}
+
+template <int SUMS, bool DTHETA>
+__global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling, const float *parts, int64_t columns) {
+    const int64_t column = (int64_t)blockIdx.x * THREADS + threadIdx.x;
+    start_next_kernel();
+    wait_for_previous_kernel();
+    if (column >= columns)
+        return;
+    constexpr int AT_A_TIME = 16;
+    Statistics<1, true, SUMS> all, one[AT_A_TIME];
+    all.clear();
+    for (int64_t part = 0; part < tiling.token_chunks.number; part += AT_A_TIME) {
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; i++) {
+            one[i].clear();
+            if (part + i < tiling.token_chunks.number)
+#pragma unroll
+                for (int k = 0; k < 1 + SUMS; k++)
+                    one[i].value(k, 0) = parts[((part + i) * (1 + SUMS) + k) * columns + column];
+        }
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; i++)
+            all.add(0, one[i], 0);
+    }
+    store_column<DTHETA>(tiling, all, column, columns);
+}
+
+/* ---- the variant ----------------------------------------------------------------------------- */
+
+/* All tokens per block if they are few or bp asks for it; else enough blocks for the device,
+ * with at least 8 tokens per thread. */
+Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n) {
+    constexpr int NARROW_TILE = 8; /* packs: 128 bytes */
+    Tiling tiling = {};
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1];
+    const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
+    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3] / n, one_part ? NARROW_TILE : WARP);
+    const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
+    const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), most = length / (step * 8);
+    const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
+    tiling.tokens = round_up(ceil_div(length, parts), step);
+    tiling.token_chunks = Divisor(ceil_div(length, tiling.tokens));
+    tiling.sequence_chunks = batch;
+    return tiling;
+}
+
+struct SequenceSoftmax {
+    typedef lrpe_cosine_call Call;
+    struct Plan {
+        int width; /* elements per pack */
+        Tiling columns, rotate;
+        int64_t count, parts;           /* columns; parts of the sequence */
+        size_t statistics_at, parts_at; /* bytes into the workspace, after dtheta's moments */
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        if (call.x.numel == 0)
+            return "x is empty";
+        return call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_SEQUENCE
+                   ? NULL
+                   : "act is not a softmax over the sequence";
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const bool forward = call.common.direction == RAFTER_FORWARD;
+        plan->width = pack_width(call);
+        plan->columns = plan_columns(device, call, plan->width);
+        plan->rotate = plan_rotate(device, call, plan->width, COLUMN_STATISTICS);
+        plan->count = call.x.shape[0] * call.x.shape[2] * call.x.shape[3];
+        plan->parts = plan->columns.token_chunks.number;
+        plan->statistics_at = call.dtheta.data ? moments_bytes(call, call.x.shape[0]) : 0;
+        const size_t statistics = (size_t)plan->count * (forward ? 2 : 3) * sizeof(float);
+        plan->parts_at = plan->statistics_at + round_up(statistics, (size_t)256);
+        const int64_t numbers = forward ? 2 : call.dtheta.data ? 4 : 3; /* of a part, per column */
+        return plan->parts_at + (plan->parts > 1 ? (size_t)(plan->parts * plan->count * numbers) * sizeof(float) : 0);
+    }
+
+    /* Whether the angles of a token may be computed from those of the token before it. */
+    static bool incremental(const Call &call) {
+        const int64_t limit = (int64_t)1 << 32;
+        return !call.positions.data && call.offset > -limit && call.offset < limit - call.x.shape[1];
+    }
+
+    template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
+    static void launch_columns(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        typedef Columns<T, N, FORWARD, DTHETA> Columns;
+        const Arguments<T> a = arguments<T>(call);
+        Tiling columns = plan.columns, tiling = plan.rotate;
+        columns.moments = reinterpret_cast<double *>(workspace);
+        columns.statistics = tiling.statistics = reinterpret_cast<float *>(workspace + plan.statistics_at);
+        float *const parts = plan.parts > 1 ? reinterpret_cast<float *>(workspace + plan.parts_at) : NULL;
+        ::launch(context, {columns.blocks(), THREADS, Columns::BYTES},
+                 column_statistics<T, N, FORWARD, DTHETA, INCREMENTAL>, a, columns, Divisor(a.batch), parts);
+        if (parts)
+            ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS, 0, 1, true},
+                     merge_statistics<Columns::SUMS, DTHETA>, columns, parts, plan.count);
+        if (a.out)
+            launch_rotate<N == 1 ? (int)RUNTIME_F : (int)COLUMN_STATISTICS, false, T, N, FORWARD>(context, a, tiling);
+        if (DTHETA)
+            launch_sum_moments(context, call, columns.moments, a.batch);
+    }
+
+    template <typename T, int N>
+    static void launch_backward(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const bool dtheta = call.dtheta.data != NULL;
+        if constexpr (NARROW<T> && N > 1)
+            if (incremental(call))
+                return dtheta ? launch_columns<T, N, false, true, true>(context, call, plan, workspace)
+                              : launch_columns<T, N, false, false, true>(context, call, plan, workspace);
+        return dtheta ? launch_columns<T, N, false, true, false>(context, call, plan, workspace)
+                      : launch_columns<T, N, false, false, false>(context, call, plan, workspace);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        for_types(call, plan.width, [&](auto zero, auto n, auto forward) {
+            typedef decltype(zero) T;
+            if constexpr (forward)
+                launch_columns<T, n, true, false, false>(context, call, plan, workspace);
+            else
+                launch_backward<T, n>(context, call, plan, workspace);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(lrpe_cosine, sequence_softmax, SequenceSoftmax)
