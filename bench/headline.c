@@ -1,15 +1,55 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* `rafter headline REPORT.json`: the largest row of every table as Markdown, with forward and
- * backward side by side. */
+/* `rafter headline REPORT.json`: one line per op for README.md, from the largest row of a table. */
 #include <string.h>
 
 #include "report.h"
 #include "verbs.h"
 
-/* "0.265 (98 %) | pt 0.391" */
-static void write_half(const struct table *t, const struct row *row, FILE *to) {
-    const char *name = "";
-    const struct cell *ours = row ? row_ours(t, row) : NULL, *peer = row ? row_best_peer(t, row, &name) : NULL;
+/* A line: in plain words, and the titles of its tables. `both`: forward and backward are one call. */
+static const struct line {
+    const char *text, *forward, *backward, *both;
+} lines[] = {
+    {"Cross entropy, 4096 rows of %lld classes", "cross_entropy-speed-fwd-batch4096-bf16-ls0.0-mean",
+     "cross_entropy-speed-bwd-batch4096-bf16-ls0.0-mean", NULL},
+    {"Linear cross entropy, 12288 tokens, D = 4096, %lld classes", NULL, NULL,
+     "lce-speed-fwd+bwd-batch12288-dim4096-bf16"},
+    {"logsumexp, 4096 rows of %lld", "logsumexp-speed-fwd-batch4-dim1024-bf16",
+     "logsumexp-speed-bwd-batch4-dim1024-bf16", NULL},
+    {"Softmax over %lld positions, [12, 12, n, 128]", "act-speed-fwd-batch12-head12-dim128-act_softmax-dim_-2-bf16",
+     "act-speed-bwd-batch12-head12-dim128-act_softmax-dim_-2-bf16", NULL},
+    {"LRPE-cosine with silu, [12, %lld, 12, 128]", "lrpe_cosine-speed-fwd-batch12-head12-dim128-act_silu-bf16",
+     "lrpe_cosine-speed-bwd-batch12-head12-dim128-act_silu-bf16", NULL},
+};
+
+/* Columns whose names are short in the tables. */
+static const struct {
+    const char *column, *name;
+} peers[] = {
+    {"to", "PyTorch"},
+    {"toc", "torch.compile"},
+    {"fla", "flash-linear-attention"},
+    {"tr_fla", "flash-linear-attention"},
+    {"liger", "Liger Kernel"},
+    {"tr_liger", "Liger Kernel"},
+    {"tr_cut", "cut cross entropy"},
+    {"quack", "QuACK"},
+    {"tr", "Triton"},
+    {"pt", "Triton, parallel"},
+    {"ptr", "Triton, parallel"},
+    {"rtr", "Triton, recurrence"},
+};
+
+static const char *peer_name(const char *column) {
+    for (size_t i = 0; i < sizeof peers / sizeof *peers; i++)
+        if (strcmp(peers[i].column, column) == 0)
+            return peers[i].name;
+    return column;
+}
+
+/* "**0.265** (98 %) | 0.391 Triton |" */
+static void write_cells(const struct table *t, const struct row *row, FILE *to) {
+    const char *column = "";
+    const struct cell *ours = row ? row_ours(t, row) : NULL, *peer = row ? row_best_peer(t, row, &column) : NULL;
     if (ours && ours->share > 0)
         fprintf(to, " **%.3g** (%.0f %%) |", ours->value.median, 100 * ours->share);
     else if (ours)
@@ -17,50 +57,42 @@ static void write_half(const struct table *t, const struct row *row, FILE *to) {
     else
         fprintf(to, " |");
     if (peer)
-        fprintf(to, " %.3g `%s` |", peer->value.median, name);
+        fprintf(to, " %.3g %s |", peer->value.median, peer_name(column));
     else
         fprintf(to, " |");
 }
 
-/* The table of the same op and options in another mode; NULL if there is none. */
-static const struct table *in_mode(const struct report *r, const struct table *t, const char *mode) {
-    const char *rest = strstr(t->title, "-speed-") + strlen("-speed-");
-    char title[sizeof t->title];
-    snprintf(title, sizeof title, "%.*s%s%s", (int)(rest - t->title), t->title, mode, strchr(rest, '-'));
-    return report_find_table(r, title);
+static const struct row *largest_row(const struct table *t) {
+    return t && t->rows > 0 ? &t->row[t->rows - 1] : NULL;
 }
 
-/* The largest row that both tables have; if there is none, the largest row of t. */
-static const struct row *largest_row(const struct table *t, const struct table *other) {
-    for (int i = t->rows - 1; i >= 0 && other; i--)
-        if (table_find_row(other, t->row[i].x))
-            return &t->row[i];
-    return &t->row[t->rows - 1];
+static void write_line(const struct report *r, const struct line *line, FILE *to) {
+    const struct table *const first = report_find_table(r, line->both ? line->both : line->forward);
+    const struct table *const backward = line->backward ? report_find_table(r, line->backward) : NULL;
+    const struct row *const row = largest_row(first);
+    if (!row)
+        return;
+    fprintf(to, "| ");
+    fprintf(to, line->text, (long long)row->x);
+    fprintf(to, " |");
+    write_cells(first, row, to);
+    if (line->both)
+        fprintf(to, " (both in one call) | |");
+    else
+        write_cells(backward, backward ? table_find_row(backward, row->x) : NULL, to);
+    fputc('\n', to);
 }
 
 static void write_rows(const struct report *r, FILE *to) {
-    fprintf(to, "| table, largest row | forward, ms | best peer | backward, ms | best peer |\n|---|---|---|---|---|\n");
-    for (int i = 0; i < r->tables; i++) {
-        const struct table *t = &r->table[i];
-        const bool forward = strstr(t->title, "-speed-fwd-") != NULL,
-                   alone = strstr(t->title, "-speed-fwd+bwd-") && !in_mode(r, t, "fwd");
-        if (t->rows == 0 || !(forward || alone) || (strncmp(t->title, "act-", 4) == 0 && strstr(t->title, "act_none")))
-            continue;
-        const struct table *backward = forward ? in_mode(r, t, "bwd") : NULL;
-        const struct row *row = largest_row(t, backward);
-        const char *rest = strchr(strstr(t->title, "-speed-") + strlen("-speed-"), '-');
-        fprintf(to, "| %.*s%s, %s = %lld |", (int)strcspn(t->title, "-"), t->title, rest, t->x_name, (long long)row->x);
-        write_half(t, row, to);
-        if (forward)
-            write_half(backward, backward ? table_find_row(backward, row->x) : NULL, to);
-        else
-            fprintf(to, " (forward and backward) | |");
-        fputc('\n', to);
-    }
+    fprintf(to, "| | forward, ms | best peer | backward, ms | best peer |\n|---|---|---|---|---|\n");
+    for (size_t i = 0; i < sizeof lines / sizeof *lines; i++)
+        write_line(r, &lines[i], to);
 }
 
 static void headline_write(const struct report *r, FILE *to) {
-    fprintf(to, "On %s (%s%s%s), in brackets the share of the floor measured in the same run:\n\n",
+    fprintf(to,
+            "bf16, through the C API, on one %s (%s%s%s). In brackets: the share of the floor measured in the same "
+            "run.\n\n",
             r->gpu[0] ? r->gpu : r->cpu, r->date, r->torch[0] ? ", PyTorch " : "", r->torch);
     write_rows(r, to);
 }

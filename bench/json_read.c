@@ -162,16 +162,16 @@ struct json *json_parse_file(const char *path) {
     if (!file)
         return NULL;
     char *text = NULL;
-    size_t used = 0, room = 0;
+    size_t used = 0, capacity = 0;
     for (bool more = true; more;) {
-        if (room - used < 65536) {
-            room = room ? 2 * room : (size_t)1 << 20;
-            char *grown = realloc(text, room);
+        if (capacity - used < 65536) {
+            capacity = capacity ? 2 * capacity : (size_t)1 << 20;
+            char *grown = realloc(text, capacity);
             if (!grown)
                 break;
             text = grown;
         }
-        const size_t got = fread(text + used, 1, room - used - 1, file);
+        const size_t got = fread(text + used, 1, capacity - used - 1, file);
         used += got;
         more = got > 0;
     }

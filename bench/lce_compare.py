@@ -4,10 +4,11 @@
 
     bench/lce_compare.py [--library build/librafter.so] [--shapes N,D,V ...] [--normal] [--rounds 12] [--errors] [--kernels]
 
-All providers run in turn in every round, so that they share the chip's temperature and clock; a cell is the median. Peak
-memory is that of inputs, gradients and all that a provider allocates. `--normal` draws W as the seeds' tables do, with
-standard deviation 1, instead of 1/sqrt(D). `--kernels` adds what each kernel of each provider takes, by PyTorch's
-profiler; with pauses between providers, so on a cooler chip than the table.
+All providers run in turn in every round, so that they share the chip's temperature and clock; a
+cell is the median. Peak memory includes inputs, gradients and everything that a provider allocates.
+`--normal` draws W as in the seeds' tables, with standard deviation 1 instead of 1/sqrt(D).
+`--kernels` adds the time of each kernel of each provider, from PyTorch's profiler; it pauses between
+providers, so the chip is cooler than for the table.
 """
 import argparse
 import ctypes as c

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Host time per call of Rafter's functions beside torch's own, on the smallest row of every table: what Python, the dispatcher,
-autograd and the launch cost before the device does anything. Forward without and with gradients wanted, then forward and backward;
-last what a call is made of.
+"""Host time per call of Rafter's functions and of torch's, on the smallest row of every table: the
+cost of Python, the dispatcher, autograd and the launch before the device does anything. Forward
+without and with gradients required, then forward and backward; then a breakdown of a call.
 
     PYTHONPATH=build/python bench/torch_host_cost.py [--device cuda]
 
-On CUDA calls are timed while the device is kept busy with what was enqueued before, so that nobody waits for it; on the CPU, where a
-call returns when it is done, on tensors of a few elements.
+On CUDA, calls are timed while the device is busy with earlier work, so that no call waits for it;
+on the CPU, where a call returns when it is done, on tensors of a few elements.
 """
 import argparse
 import gc
@@ -20,7 +20,7 @@ import rafter
 
 
 def microseconds(calls, device, rounds, repeats=30):  # so few repeats that the device's queue never fills
-    """The least mean time of a round, of each call: the rest is other people's. Rounds alternate, so that all see the same weather."""
+    """The smallest mean time of a round, for each call: larger times are noise. Rounds alternate, so that all see the same conditions."""
     best = [float("inf")] * len(calls)
     for call in calls:
         for _ in range(50):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a report of `rafter bench --html` in headless Chromium and looks at it: report_browser.py REPORT.html REPORT.json
+"""Opens a report of `rafter bench --html` in headless Chromium and checks it: report_browser.py REPORT.html REPORT.json
 
 Speaks the DevTools protocol over a pipe, so nothing but the browser is needed. Exit status 77 where there is none.
 """
@@ -80,7 +80,7 @@ class Browser:
         return answer["result"].get("value")
 
     def point(self, x, y, expression):
-        """Moves the pointer; whether the expression then comes true. A page that was just opened may not listen yet."""
+        """Moves the pointer; returns whether the expression becomes true. A page that was just opened may not listen yet."""
         for attempt in range(40):
             self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x + attempt % 2, y=y)
             if self.ask(expression):
@@ -93,7 +93,7 @@ class Browser:
         self.process.wait()
 
 
-# Text whose colour is too near to what is behind it, by WCAG's formula: 4.5 is the least for text of this size.
+# Text with too little contrast to its background, by WCAG's formula: text of this size needs 4.5.
 CONTRAST = """(() => {
   const parse = c => c.match(/[\\d.]+/g).map(Number);
   const light = c => { const [r, g, b] = parse(c).map(v => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });

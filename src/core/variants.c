@@ -29,9 +29,9 @@ static const char *device_lacks(const rafter_context *context, const struct raft
     if (!context->cuda)
         return row->level > (int)context->isa ? "this CPU, or RAFTER_VARIANT, does not allow its instructions" : NULL;
     const int level = 10 * context->compute_capability;
-    if (row->level % 10 != 0 && level != row->level - 1)
-        return "it runs on compute capability 9.0 only";
-    return level < row->level ? "the GPU's compute capability is too low" : NULL;
+    if (row->level % 10 != 0)
+        return level == row->level - 1 ? NULL : "it runs on compute capability 9.0 only";
+    return level >= row->level ? NULL : "the GPU's compute capability is too low";
 }
 
 static const char *why_not(const rafter_context *context, const struct rafter_call *call,

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the files of the harness share and nobody else uses. */
+/* Shared by the files of the harness only. */
 #ifndef RAFTER_HARNESS_INTERNAL_H
 #define RAFTER_HARNESS_INTERNAL_H
 

@@ -325,7 +325,7 @@ enum { FREQUENT_ROWS = 18000, FREQUENT_DEPTH = 267, FREQUENT_STRIDE = 272, FREQU
 static const int rows_of_class[] = {1, 2, 3, 9, 127, 128, 700, 6000}; /* rows that are not ignored */
 enum { COUNTED_CLASSES = sizeof rows_of_class / sizeof *rows_of_class };
 
-/* The i-th count is that of class 100 * i. The remaining rows have (almost) distinct classes. */
+/* Class 100 * i has the i-th count of rows. The remaining rows have (almost) distinct classes. */
 static void make_frequent_labels(int64_t *labels) {
     int64_t active = 0, at[12000];
     for (int64_t row = 0; row < FREQUENT_ROWS; row++)

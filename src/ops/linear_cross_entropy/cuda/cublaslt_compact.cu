@@ -2,19 +2,14 @@
 #include "ops/linear_cross_entropy/cuda/cublaslt_compact.cuh"
 
 #include "cuda/variant.cuh"
-#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {
 
 /* Without a budget. */
 static constexpr int64_t DZ_BYTES = 64 * MIB, TILE_BYTES = 32 * MIB;
 
-const char *CublasLtCompact::why_not(const rafter_cuda_state &device, const Call &call) {
-    const Problem p(call);
-    const char *const reason = why_not_compact(p);
-    if (!reason && call.common.budget && !why_not_hopper(device, p))
-        return "there is a budget, and Hopper's kernels need less workspace";
-    return reason;
+const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call) {
+    return why_not_compact(Problem(call));
 }
 
 size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan) {

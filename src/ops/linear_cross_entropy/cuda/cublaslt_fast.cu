@@ -2,16 +2,11 @@
 #include "ops/linear_cross_entropy/cuda/cublaslt_fast.cuh"
 
 #include "cuda/variant.cuh"
-#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
 namespace lce {
 
-const char *CublasLtFast::why_not(const rafter_cuda_state &device, const Call &call) {
-    const Problem p(call);
-    const char *const reason = why_not_fast(p);
-    if (!reason && call.common.budget && !why_not_hopper_fast(device, p))
-        return "there is a budget, and Hopper's kernels need less workspace";
-    return reason;
+const char *CublasLtFast::why_not(const rafter_cuda_state &, const Call &call) {
+    return why_not_fast(Problem(call));
 }
 
 size_t CublasLtFast::make(const Problem &p, const Limits &limits, int64_t group, Plan *plan) {

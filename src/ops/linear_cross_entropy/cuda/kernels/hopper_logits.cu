@@ -12,14 +12,14 @@ namespace lce {
 
 namespace {
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+
 constexpr int PART = tiles::CHUNK; /* columns of the results that are stored at a time */
 
 /* The pivot is MARGIN above the largest logit of the sample. A logit may be HEADROOM above its
  * pivot, in units of u, before its exponential or a sum of them nears the range of a float. */
 constexpr float HEADROOM = 70.0f, MARGIN = 8.0f, MOST_MARGIN = 1e38f; /* MOST_MARGIN: of logits, whatever their scale */
 constexpr float MOST_SUM = 1e30f; /* e^69: nearly every larger sum has an exponential that is too large */
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 /* ---- results of a tile ----------------------------------------------------------------------- */
 
