@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# librafter_cuda: a .cu file per CUDA row of variants.inc, and what they share. The CUDA runtime is linked in, so that no version of it has to be
-# installed where the library runs.
+# librafter_cuda: one .cu file per CUDA row of variants.inc, and what they share. The CUDA runtime is linked in, so that it
+# does not have to be installed where the library runs.
 set(CMAKE_CUDA_ARCHITECTURES ${RAFTER_CUDA_ARCHITECTURES})
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)

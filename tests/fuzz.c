@@ -358,10 +358,23 @@ static rafter_status random_lrpe_cosine(rafter_context *context) {
     return one_in(2) ? rafter_lrpe_cosine_forward(context, &a) : rafter_lrpe_cosine_backward(context, &a);
 }
 
+static rafter_status random_scale(rafter_context *context) {
+    const int ndim = (int)below(4);
+    const int64_t shape[] = {some_size(), some_size(), some_size()}, ones[] = {1, 1};
+    const rafter_dtype dtype = some_float();
+    rafter_scale_args a = {.size = sizeof a,
+                           .x = some(dtype, ndim, shape, 1),
+                           .factor = some(RAFTER_F32, (int)below(3), ones, 1),
+                           .y = some(dtype, ndim, shape, 1)};
+    if (one_in(2))
+        a.y = a.x;
+    return rafter_scale_forward(context, &a);
+}
+
 /* ---- the test -------------------------------------------------------------------------------- */
 
-static rafter_status (*const ops[])(rafter_context *) = {random_act, random_logsumexp, random_cross_entropy,
-                                                         random_linear_cross_entropy, random_lrpe_cosine};
+static rafter_status (*const ops[])(rafter_context *) = {
+    random_act, random_logsumexp, random_cross_entropy, random_linear_cross_entropy, random_lrpe_cosine, random_scale};
 enum { OPS = sizeof ops / sizeof *ops };
 
 /* Makes call number `seed`; its tensors are in `pool`. */

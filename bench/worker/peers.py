@@ -15,6 +15,7 @@ OPS = {
     "linear_cross_entropy": (("x", "weight"), "loss"),
     "logsumexp": (("x",), "lse"),
     "lrpe_cosine": (("x",), "y"),
+    "scale": (("x",), "y"),
 }
 
 
@@ -80,6 +81,11 @@ def lrpe_cosine_to(row):
     return encode
 
 
+def scale_to(row):
+    factor = row["factor"]
+    return lambda x: x * factor
+
+
 # ---- torch, others -----------------------------------------------------------------------------------------------------
 
 
@@ -99,6 +105,7 @@ cross_entropy_toc = compiled(cross_entropy_to)
 linear_cross_entropy_toc = compiled(linear_cross_entropy_to)
 logsumexp_toc = compiled(logsumexp_to)
 lrpe_cosine_toc = compiled(lrpe_cosine_to)
+scale_toc = compiled(scale_to)
 
 
 def linear_cross_entropy_torch_lce(row):

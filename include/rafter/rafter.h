@@ -418,6 +418,32 @@ RAFTER_API rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, c
                                                       rafter_direction direction, size_t *bytes);
 
 /* ------------------------------------------------------------------------------------------------------------------
+ * scale: y = factor * x
+ *
+ *     rafter_scale_args a = {.size = sizeof a, .x = &dweight, .factor = &dloss, .y = &dweight};
+ *     rafter_scale_forward(ctx, &a);
+ *
+ * factor is one fp32 number in the memory of the context's device, so that it may be the result of an earlier call: the
+ * host never waits for it. y has x's shape and dtype, and may be x itself: the same data and strides. Then a factor of 1
+ * costs nothing: neither x nor y is read or written. Each product is computed in fp32 and rounded once; NaN, inf and -0
+ * behave as in that product. The op is linear and has no backward: dx is scale of dy by the same factor.
+ * rafter_scale_workspace takes RAFTER_FORWARD only; the answer is always 0.
+ */
+
+typedef struct rafter_scale_args {
+    size_t size; /* sizeof(rafter_scale_args) */
+    const DLTensor *x;
+    const DLTensor *factor; /* fp32, one element, of any number of dimensions */
+    const DLTensor *y;
+    void *workspace;
+    size_t workspace_bytes;
+} rafter_scale_args;
+
+RAFTER_API rafter_status rafter_scale_forward(rafter_context *context, const rafter_scale_args *args);
+RAFTER_API rafter_status rafter_scale_workspace(rafter_context *context, const rafter_scale_args *args,
+                                                rafter_direction direction, size_t *bytes);
+
+/* ------------------------------------------------------------------------------------------------------------------
  * What runs here
  */
 

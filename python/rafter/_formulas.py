@@ -4,7 +4,7 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, below_autograd, declare, define, direct, no_double_backward
+from ._ops import Op, below_autograd, declare, define, direct, no_double_backward, public
 from ._options import (ACTS, DBIAS, DWEIGHT, DX, GRADIENTS, NONE, RELU, SOFTMAX, STATISTICS, flatten, save_for_backward,
                        saved_for_backward, unflatten)
 
@@ -165,6 +165,13 @@ class CrossEntropyInplace(torch.autograd.Function):
 
 cross_entropy_inplace = direct(CrossEntropyInplace)
 
+# ---- scale
+#
+# In place. A factor of 1 leaves x alone; the kernel finds that out on the device, without a wait.
+
+declare("scale_", lambda x, factor: None)
+scale_ = public("_scale_")  # not below_autograd(): compiled autograd traces backward, and can trace this call
+
 # ---- linear_cross_entropy
 #
 # Arguments of the forward ops: input, linear_weight, linear_bias, target, grads (and which), then
@@ -228,6 +235,9 @@ def _linear_backward(op, ctx, dloss, *_):
     grads = _needed(ctx)
     if grads & ~ctx.computed:
         return _select(op("linear_cross_entropy_backward")(dloss, *inputs, grads, *flatten(options, linear)), grads)
+    # Not scale_: a mutable op on a saved tensor, which is an input of the backward graph, would be
+    # given a clone. Inductor multiplies in place (the saved gradients are donated buffers), so there
+    # is no second dW; the pass over dW remains, even for a dloss of 1.
     return tuple(g * dloss if grads & bit else None for g, bit in zip(gradients, GRADIENTS))
 
 
@@ -273,10 +283,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *_select((dinput, None, dbias), grads & ~DWEIGHT), None
         if gradients is None or grads & ~ctx.computed:
             gradients = below_autograd("linear_cross_entropy_backward")(dloss, *inputs, grads, *arguments)
-        elif dloss.is_cuda or dloss.item() != 1.0:
+        else:
+            factor = dloss.float()
             for gradient, bit in zip(gradients, GRADIENTS):
                 if grads & bit:
-                    gradient.mul_(dloss)
+                    scale_(gradient, factor)
         return *_select(gradients, grads), None
 
 

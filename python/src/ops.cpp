@@ -340,6 +340,17 @@ void lrpe_cosine_backward(Call &call) {
     call.return_tensors(dx, dtheta);
 }
 
+/* ---- scale ----------------------------------------------------------------------------------- */
+
+/* In place. A factor of 1 costs no pass over x, and the host does not wait for the factor. */
+void scale(Call &call) {
+    const Tensor x = call.tensor(), factor = call.tensor();
+    rafter_scale_args args = default_args<rafter_scale_args>();
+    args.x = args.y = x.dl();
+    args.factor = factor.dl();
+    run("scale", call, rafter_scale_forward, args);
+}
+
 /* ---- info and registration ------------------------------------------------------------------- */
 
 /* Lines of "name value": version, CPU features, threads, and the kernel variant of each op. */
@@ -402,6 +413,7 @@ const OpEntry ops[] = {
     {"lrpe_cosine", "(" LRPE ") -> Tensor", kernel<lrpe_cosine>},
     {"lrpe_cosine_backward", "(Tensor dy, bool wants_dtheta, " LRPE ") -> (Tensor dx, Tensor dtheta)",
      kernel<lrpe_cosine_backward>},
+    {"scale_", "(Tensor(a!) x, Tensor factor) -> ()", kernel<scale>},
 };
 
 void implement(torch::stable::detail::StableLibrary &library) {

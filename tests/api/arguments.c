@@ -8,6 +8,7 @@
 
 void test_fixture_is_valid(void **state) {
     (void)state;
+    assert_int_equal(rafter_scale_forward(f.context, &f.scale), RAFTER_OK);
     assert_int_equal(rafter_act_forward(f.context, &f.act), RAFTER_OK);
     assert_int_equal(rafter_act_backward(f.context, &f.act), RAFTER_OK);
     assert_int_equal(rafter_logsumexp_forward(f.context, &f.logsumexp), RAFTER_OK);
@@ -38,10 +39,11 @@ static rafter_status call(int which) {
     case 6: return rafter_linear_cross_entropy_forward(f.context, &f.lce);
     case 7: return rafter_linear_cross_entropy_backward(f.context, &f.lce);
     case 8: return rafter_lrpe_cosine_forward(f.context, &f.lrpe);
-    default: return rafter_lrpe_cosine_backward(f.context, &f.lrpe);
+    case 9: return rafter_lrpe_cosine_backward(f.context, &f.lrpe);
+    default: return rafter_scale_forward(f.context, &f.scale);
     }
 }
-enum { CALLS = 10 };
+enum { CALLS = 11 };
 
 /* An input tensor that call `which` reads, and an output that it writes, with their argument
  * names. */
@@ -52,7 +54,7 @@ struct handles {
 
 static struct handles handles(int which) {
     f.ce.dlogits = which == 5 ? &f.dlogits : NULL;
-    if (which >= 8)
+    if (which == 8 || which == 9)
         lrpe_shapes();
     switch (which) {
     case 0: return (struct handles){&f.x, &f.y, "x", "y"};
@@ -64,7 +66,8 @@ static struct handles handles(int which) {
     case 6: return (struct handles){&f.hidden, &f.dweight, "x", "dweight"};
     case 7: return (struct handles){&f.weight, &f.dhidden, "weight", "dx"};
     case 8: return (struct handles){&f.theta, &f.y, "theta", "y"};
-    default: return (struct handles){&f.x, &f.dx, "x", "dx"};
+    case 9: return (struct handles){&f.x, &f.dx, "x", "dx"};
+    default: return (struct handles){&f.x, &f.y, "x", "y"};
     }
 }
 
@@ -229,4 +232,6 @@ void test_bad_direction(void **state) {
     EXPECT_INVALID(rafter_logsumexp_workspace(f.context, &f.logsumexp, bad, &bytes), "direction", "2");
     EXPECT_INVALID(rafter_cross_entropy_workspace(f.context, &f.ce, bad, &bytes), "direction", "2");
     EXPECT_INVALID(rafter_linear_cross_entropy_workspace(f.context, &f.lce, bad, &bytes), "direction", "2");
+    EXPECT_INVALID(rafter_scale_workspace(f.context, &f.scale, bad, &bytes), "direction", "2");
+    EXPECT_INVALID(rafter_scale_workspace(f.context, &f.scale, RAFTER_BACKWARD, &bytes), "direction", "1");
 }

@@ -48,6 +48,13 @@ void test_bad_contexts(void **state) {
 
 /* ---- variants -------------------------------------------------------------------------------- */
 
+enum {
+#define RAFTER_OP(name) OP_##name,
+#include "ops/ops.inc"
+#undef RAFTER_OP
+    OPS /* how many there are */
+};
+
 /* Of every op, only the variant "portable" may run in this context. */
 static void expect_portable(const rafter_context *context) {
     int ops = 0;
@@ -61,7 +68,7 @@ static void expect_portable(const rafter_context *context) {
         assert_int_equal(allowed, 1);
         assert_string_equal(variant, "portable"); /* the last row serves everything */
     }
-    assert_int_equal(ops, 5);
+    assert_int_equal(ops, OPS);
 }
 
 void test_levels(void **state) {
@@ -80,7 +87,7 @@ void test_levels(void **state) {
 
     const char *variant = NULL, *reason = NULL;
     assert_null(rafter_op_name(-1));
-    assert_null(rafter_op_name(5));
+    assert_null(rafter_op_name(OPS));
     assert_int_equal(rafter_describe_variant(context, "abacus", 0, &variant, &reason), 0);
     assert_int_equal(rafter_describe_variant(context, "act", -1, &variant, &reason), 0);
     assert_int_equal(rafter_describe_variant(context, "act", 99, &variant, &reason), 0);

@@ -74,6 +74,7 @@ int setup(void **state) {
                                                .dx = &f.dhidden,
                                                .dweight = &f.dweight};
     f.lrpe = (rafter_lrpe_cosine_args){.size = sizeof f.lrpe, .x = &f.x, .theta = &f.theta, .y = &f.y};
+    f.scale = (rafter_scale_args){.size = sizeof f.scale, .x = &f.x, .factor = &f.loss, .y = &f.y};
     return 0;
 }
 

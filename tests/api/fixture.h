@@ -39,6 +39,7 @@ struct fixture {
     rafter_cross_entropy_args ce;
     rafter_linear_cross_entropy_args lce;
     rafter_lrpe_cosine_args lrpe;
+    rafter_scale_args scale;
 };
 extern struct fixture f;
 
@@ -79,7 +80,8 @@ void with_ledger(struct ledger *ledger);
     X(test_loss_options_bad)                                                                                           \
     X(test_labels_out_of_range)                                                                                        \
     X(test_loss_tensors_bad)                                                                                           \
-    X(test_lrpe_bad)
+    X(test_lrpe_bad)                                                                                                   \
+    X(test_scale_bad)
 #define MEMORY_TESTS(X)                                                                                                \
     X(test_allocator)                                                                                                  \
     X(test_workspace)                                                                                                  \
@@ -87,6 +89,7 @@ void with_ledger(struct ledger *ledger);
     X(test_budget)                                                                                                     \
     X(test_interleaved_columns_do_not_overlap)                                                                         \
     X(test_none_copies_nothing_in_place)                                                                               \
+    X(test_scaling_by_one_touches_nothing)                                                                             \
     X(test_zero_sizes)
 #define CONTEXT_TESTS(X)                                                                                               \
     X(test_context)                                                                                                    \

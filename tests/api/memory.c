@@ -2,6 +2,7 @@
 /* Scratch memory, in-place calls and zero sizes. */
 #include <math.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 
 #include "fixture.h"
 
@@ -171,6 +172,20 @@ void test_none_copies_nothing_in_place(void **state) {
     assert_int_equal(rafter_act_forward(f.context, &f.act), RAFTER_OK);
     assert_int_equal(rafter_act_backward(f.context, &f.act), RAFTER_OK);
     assert_true(f.x_data[5] == before);
+}
+
+/* x is memory that can be neither read nor written. */
+void test_scaling_by_one_touches_nothing(void **state) {
+    (void)state;
+    enum { BYTES = 1 << 20 };
+    float *const nothing = mmap(NULL, BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    assert_true(nothing != MAP_FAILED);
+    int64_t shape[] = {BYTES / sizeof(float)};
+    DLTensor x = rafter_tensor(nothing, RAFTER_F32, 1, shape);
+    f.small_data[3][0] = 1;
+    f.scale.x = f.scale.y = &x;
+    assert_int_equal(rafter_scale_forward(f.context, &f.scale), RAFTER_OK);
+    munmap(nothing, BYTES);
 }
 
 /* ---- zero sizes ------------------------------------------------------------------------------ */

@@ -147,3 +147,21 @@ void test_lrpe_bad(void **state) {
     f.lrpe.positions = &f.theta;
     EXPECT_INVALID(rafter_lrpe_cosine_forward(f.context, &f.lrpe), "positions", "dtype");
 }
+
+void test_scale_bad(void **state) {
+    (void)state;
+    int64_t two[] = {2};
+    DLTensor pair = rafter_tensor(f.small_data[3], RAFTER_F32, 1, two);
+    f.scale.factor = &pair;
+    EXPECT_INVALID(rafter_scale_forward(f.context, &f.scale), "factor", "2 elements");
+    f.scale.factor = &f.loss;
+    f.loss.dtype = (DLDataType){kDLBfloat, 16, 1};
+    EXPECT_INVALID(rafter_scale_forward(f.context, &f.scale), "factor", "bf16", "fp32");
+    f.loss = rafter_tensor(f.y_data + 3, RAFTER_F32, 0, NULL);
+    EXPECT_INVALID(rafter_scale_forward(f.context, &f.scale), "y", "overlaps", "factor");
+    f.loss = rafter_tensor(f.small_data[3], RAFTER_F32, 0, NULL);
+    f.y.data = f.x_data + 1;
+    EXPECT_INVALID(rafter_scale_forward(f.context, &f.scale), "y", "overlaps", "x");
+    f.y = rafter_tensor(f.y_data, RAFTER_F32, 4, f.shape_y);
+    EXPECT_INVALID(rafter_scale_forward(f.context, &f.scale), "y", "shape");
+}

@@ -43,6 +43,7 @@ def samples(device):
                         (cube, theta, None, 5, 4, 1, 2)],
         "lrpe_cosine_backward": [(torch.cat([cube, cube], -1), False, cube, theta),
                                  (torch.cat([cube, cube], -1), True, cube, theta)],
+        "scale_": [(z.clone(), one), (z.clone(), 3 * one), (cube.clone().transpose(1, 2), rows[:1])],
     }
 
 

@@ -149,7 +149,7 @@ static const struct {
     {-2, {4, {2, 3, 1, 5}}},
 };
 /* Lines so few and so long that they are split into parts; for GPUs also column tiles of one chunk
- * and of many chunks. */
+ * and of many chunks, and rows for a warp, a block, and clusters of 2, 4, 8 and 16 blocks. */
 static const struct {
     rafter_dtype dtype;
     int dim;
@@ -161,7 +161,11 @@ static const struct {
                   {RAFTER_F32, 0, {2, {9001, 7}}, true},          {RAFTER_BF16, 1, {3, {3, 1100, 136}}, true},
                   {RAFTER_BF16, 1, {3, {40, 130, 72}}, true},     {RAFTER_BF16, 0, {2, {1 << 20, 1}}, true},
                   {RAFTER_BF16, -2, {4, {3, 4, 300, 128}}, true}, {RAFTER_F16, 0, {2, {9001, 72}}, true},
-                  {RAFTER_F32, -2, {4, {2, 3, 2050, 36}}, true}};
+                  {RAFTER_F32, -2, {4, {2, 3, 2050, 36}}, true},  {RAFTER_F16, -1, {2, {1001, 517}}, true},
+                  {RAFTER_BF16, -1, {2, {300, 4096}}, true},      {RAFTER_F16, -1, {2, {31, 16392}}, true},
+                  {RAFTER_BF16, -1, {2, {30, 50257}}, true},      {RAFTER_F32, -1, {2, {5, 20001}}, true},
+                  {RAFTER_BF16, -1, {2, {9, 131072}}, true},      {RAFTER_BF16, -1, {2, {5, 262144}}, true},
+                  {RAFTER_F16, -1, {2, {3, 524288}}, true}};
 
 static const struct {
     rafter_act_kind kind;

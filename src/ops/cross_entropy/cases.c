@@ -81,6 +81,10 @@ static const struct single {
      0,
      false},
     {RAFTER_BF16, {{.name = "past 2^31", .reduction = RAFTER_SUM}, false}, {2, {16500, 131072}}, 1031, false},
+    /* basic calls whose rows are whole packs: with every special value */
+    {RAFTER_BF16, {{.name = "basic", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {35, 128}}, 0, false},
+    {RAFTER_F16, {{.name = "basic", .without_lse = true, .narrow = true}, true}, {2, {35, 200}}, 0, false},
+    {RAFTER_F32, {{.name = "basic", .reduction = RAFTER_SUM, .ignored = SOME_IGNORED}, true}, {2, {35, 404}}, 0, false},
     /* rows larger than shared memory, for clusters of several sizes, with different alignments; so
      * many rows that a block takes several; so many labels that a separate kernel counts them */
     {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {1, 1 << 20}}, 0, true},
@@ -130,6 +134,18 @@ static const struct single {
      0,
      true},
     {RAFTER_F32, {{.name = "basic", .ignored = SOME_IGNORED}, false}, {2, {1024, 8200}}, 0, true},
+    /* so many basic rows that no block counts all labels: several rows per warp */
+    {RAFTER_BF16, {{.name = "short", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {20001, 128}}, 0, true},
+    {RAFTER_F16, {{.name = "short", .without_lse = true, .ignored = SOME_IGNORED}, true}, {2, {40001, 24}}, 0, true},
+    {RAFTER_F32, {{.name = "short", .reduction = RAFTER_SUM, .narrow = true}, true}, {2, {20001, 100}}, 0, true},
+    {RAFTER_BF16, {{.name = "short", .denominator = true, .ignored = SOME_IGNORED}, false}, {2, {16501, 56}}, 0, true},
+    {RAFTER_F16, {{.name = "short", .ignored = SOME_IGNORED}, true}, {2, {3001, 1024}}, 0, true},
+    {RAFTER_BF16, {{.name = "short", .without_lse = true, .ignored = SOME_IGNORED}, false}, {2, {3001, 512}}, 0, true},
+    {RAFTER_BF16,
+     {{.name = "short", .ignored = ALL_IGNORED, .zero_if_all_ignored = true}, false},
+     {2, {20001, 8}},
+     0,
+     true},
     {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {70001, 5}}, 0, true},
     {RAFTER_BF16, {{.name = "many", .smoothing = 0.1f, .class_weight = true}, false}, {2, {70001, 17}}, 0, true},
 };

@@ -51,12 +51,17 @@ static const struct shape shapes[] = {
     {2, 0, {2500, 7}},
     {2, 0, {300, 70}},
     {3, 1, {2, 1025, 9}},
+    /* rows of whole packs, more of them than a warp of a GPU takes */
+    {2, 1, {35, 128}},
+    {2, 1, {35, 256}},
 };
 
-/* For GPUs: lines that several blocks share, and so many lines that a block takes several. */
+/* For GPUs: lines that several blocks share, so many lines that a block takes several, and many
+ * short rows of whole packs. Dtypes take turns: fp32, bf16, fp16. */
 static const struct shape cuda_shapes[] = {
-    {2, 1, {1, 1 << 20}}, {2, 1, {2, 400001}}, {2, 0, {70001, 8}}, {2, 0, {1 << 20, 1}},
-    {2, 1, {70001, 9}},   {2, 1, {2100, 300}}, {2, 1, {70001, 1}}, {3, 1, {3, 1500, 136}},
+    {2, 1, {1, 1 << 20}}, {2, 1, {2, 400001}}, {2, 0, {70001, 8}},     {2, 0, {1 << 20, 1}}, {2, 1, {70001, 9}},
+    {2, 1, {2100, 300}},  {2, 1, {70001, 1}},  {3, 1, {3, 1500, 136}}, {2, 1, {70001, 8}},   {2, 1, {33001, 12}},
+    {2, 1, {33001, 128}}, {2, 1, {33001, 40}}, {2, 1, {33001, 100}},   {2, 1, {33001, 256}}, {2, 1, {33001, 200}},
 };
 
 /* All options but the algorithm, which the harness chooses. */

@@ -32,7 +32,7 @@ struct BasicArgs {
     int rows, classes;
     bool wide_labels;         /* int64, else int32 */
     int *bad_labels;          /* set to 1 when a label is out of range */
-    double *losses;           /* one per row; basic_warp_per_row: loss and count of each block */
+    double *losses;           /* one per row; warp_per_row and short_rows: loss and count of each block */
     unsigned *counter;        /* of blocks that have ended; 0 between calls */
     float *row_loss;          /* NULL: not wanted */
     float *loss;              /* NULL: not wanted */
@@ -158,8 +158,8 @@ inline bool rows_of_packs(const rafter_view &view) {
            (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
 }
 
-/* NULL if the call is basic, else the reason. */
-inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call) {
+/* NULL if the call is basic, with any number of rows, else the reason. */
+inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
     if (l.reduction == RAFTER_NONE)
         return "the reduction is none";
@@ -176,9 +176,14 @@ inline const char *why_not_basic(const Problem &p, const cross_entropy_call &cal
         return "target, lse or row_loss is strided";
     if (p.rows == 0 || p.classes == 0)
         return "there are no rows or no classes";
+    return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
+}
+
+/* The same for kernels in which every block counts all labels: the number of rows is limited. */
+inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call) {
     if (p.rows > 2 * SCANNED_ROWS)
         return "there are more labels than one block should count";
-    return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
+    return why_not_basic_options(p, call);
 }
 
 /* All but `losses`. */

@@ -1,0 +1,35 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Clusters of blocks, and the shared memory of the other blocks of a cluster. Only for code that is
+ * compiled for sm_90 and later: a kernel that is also compiled for older GPUs calls these functions
+ * inside #if __CUDA_ARCH__ >= 900, or in a template that is not instantiated there.
+ */
+#ifndef RAFTER_CUDA_CLUSTER_CUH
+#define RAFTER_CUDA_CLUSTER_CUH
+
+#include "cuda/hopper.cuh"
+
+DEVICE unsigned cluster_blocks() {
+    unsigned blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+
+/* The two halves of cluster_sync: between them a thread may do work that needs no other block. All
+ * threads of a warp call them together. */
+DEVICE void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+DEVICE void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+/* Stores into the same shared variable of block `rank` of the cluster. That block must have
+ * started, and must not have ended. */
+DEVICE void store_to_cluster(void *shared, float2 value, unsigned rank) {
+    unsigned address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
+}
+
+#endif

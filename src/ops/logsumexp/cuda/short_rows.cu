@@ -1,0 +1,166 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * logsumexp of rows of up to 64 whole 16-byte packs.
+ *
+ * Forward: a warp takes 32 rows. LANES lanes share a row, so that 32 / LANES rows are reduced at a
+ * time, in LANES steps. Each lane keeps the statistics of one row and finishes that row: the
+ * double-precision logarithm then runs on 32 lanes at once. With a warp per row it ran on one lane,
+ * and cost more than reading the row.
+ *
+ * Backward: elementwise. Threads take packs of the whole tensor, not of a row. lse and dlse may be
+ * strided.
+ */
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
+constexpr int64_t MANY_ROWS = 1 << 15;  /* forward pays from here on: docs/perf/logsumexp.md */
+
+struct ShortArgs {
+    const char *x;
+    int64_t step; /* between rows, in bytes */
+    void *lse;
+    rafter_dtype lse_dtype;
+    int rows, packs; /* packs: per row */
+};
+
+/* PACKS: packs per lane. A lane loads BATCH rows before it uses the first. Packs past the end of a
+ * row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
+template <typename T, int LANES, int PACKS>
+__global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ ShortArgs a) {
+    constexpr int GROUPS = WARP / LANES, BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
+    const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES;
+    const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * WARP;
+    RowStats own = no_elements();
+#pragma unroll 1
+    for (int step = 0; step < LANES; step += BATCH) {
+        Pack<T, WIDE<T>> packs[BATCH][PACKS];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            const int row = first + (step + b) * GROUPS + group;
+            load_packs(packs[b], reinterpret_cast<const T *>(a.x + row * a.step), row < a.rows ? a.packs : 0, member,
+                       LANES);
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            RowStats s = no_elements();
+            add_packs(s, packs[b], 1.0f);
+            s = merge_lanes<LANES>(s, 1.0f);
+            if (member == step + b)
+                own = s;
+        }
+    }
+    const int row = first + member * GROUPS + group;
+    if (row < a.rows)
+        store_number(a.lse, a.lse_dtype, row, lse_of(own));
+}
+
+struct GradientArgs {
+    const char *x;
+    char *dx;
+    int64_t step, dstep; /* between rows, in bytes */
+    Rows lse, dlse;
+    int64_t packs; /* of all rows */
+    Divisor row_packs;
+};
+
+constexpr int GRADIENT_PACKS = 4; /* per thread */
+
+template <typename T> __global__ __launch_bounds__(THREADS) void gradients(const __grid_constant__ GradientArgs a) {
+    constexpr int N = WIDE<T>;
+    const int64_t first = int64_t(blockIdx.x) * (THREADS * GRADIENT_PACKS) + threadIdx.x;
+    Pack<T, N> packs[GRADIENT_PACKS];
+    unsigned rows[GRADIENT_PACKS];
+    int64_t within[GRADIENT_PACKS]; /* bytes from the beginning of the row */
+#pragma unroll
+    for (int k = 0; k < GRADIENT_PACKS; k++) {
+        const int64_t i = first + k * THREADS;
+        rows[k] = a.row_packs.quotient(static_cast<unsigned>(i));
+        within[k] = (i - int64_t(rows[k]) * a.row_packs.number) * 16;
+        if (i < a.packs)
+            packs[k] = load_once<T, N>(reinterpret_cast<const T *>(a.x + rows[k] * a.step + within[k]));
+    }
+#pragma unroll
+    for (int k = 0; k < GRADIENT_PACKS; k++)
+        if (first + k * THREADS < a.packs) {
+            const ScaledExp<T> gradient = gradient_of_row<T>(a.lse.get(rows[k]), a.dlse.get(rows[k]));
+            store_once<T, N>(reinterpret_cast<T *>(a.dx + rows[k] * a.dstep + within[k]), gradient.of(packs[k]));
+        }
+}
+
+struct ShortRows {
+    typedef logsumexp_call Call;
+    struct Plan {
+        ShortArgs forward;
+        GradientArgs backward;
+        rafter_dtype dtype;
+        bool is_backward;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (!p.contiguous || !p.x_rows().whole_packs(p.n) || (p.backward && !p.dx_rows().whole_packs(p.n)))
+            return "rows are not whole, aligned packs of 16 bytes";
+        const int64_t packs = p.row_bytes() / 16;
+        if (packs > 64)
+            return "rows are longer than 64 packs of 16 bytes";
+        if (p.rows > INT32_MAX - THREADS || (p.backward && p.rows * packs > INT32_MAX))
+            return "it counts rows and packs in 31 bits";
+        if (p.backward)
+            return NULL;
+        if (call.algorithm == RAFTER_LOGSUMEXP_PARALLEL)
+            return "algorithm is parallel: rows are split";
+        if (p.rows < MANY_ROWS)
+            return "rows are few: a warp that takes 32 of them in turn waits too long";
+        return reduced_rows(call.lse, call).contiguous() ? NULL : "lse is strided";
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const int64_t bytes = rafter_dtype_bytes(p.x.dtype), packs = p.row_bytes() / 16;
+        const Rows x = p.x_rows(), lse = reduced_rows(call.lse, call);
+        plan->dtype = p.x.dtype;
+        plan->is_backward = p.backward;
+        if (p.backward) {
+            const Rows dx = p.dx_rows();
+            plan->backward = {x.data,          dx.data,       x.step * bytes,
+                              dx.step * bytes, lse,           reduced_rows(call.dlse, call),
+                              p.rows * packs,  Divisor(packs)};
+        } else {
+            plan->forward = {x.data,    x.step * bytes,           lse.data,
+                             lse.dtype, static_cast<int>(p.rows), static_cast<int>(packs)};
+        }
+        return 0;
+    }
+
+    template <typename T> static void forward(const ShortArgs &args, cudaStream_t stream) {
+        const unsigned grid = grid_of(ceil_div<int64_t>(args.rows, THREADS));
+        const auto start = [&](auto *kernel) { kernel<<<grid, THREADS, 0, stream>>>(args); };
+        args.packs <= 1    ? start(rows_per_warp<T, 1, 1>)
+        : args.packs <= 2  ? start(rows_per_warp<T, 2, 1>)
+        : args.packs <= 4  ? start(rows_per_warp<T, 4, 1>)
+        : args.packs <= 8  ? start(rows_per_warp<T, 8, 1>)
+        : args.packs <= 16 ? start(rows_per_warp<T, 8, 2>)
+        : args.packs <= 32 ? start(rows_per_warp<T, 16, 2>)
+                           : start(rows_per_warp<T, 16, 4>);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &, const Plan &plan, char *) {
+        const cudaStream_t stream = context->cuda_state->stream;
+        for_dtype(plan.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (plan.is_backward)
+                gradients<T>
+                    <<<grid_of(ceil_div<int64_t>(plan.backward.packs, THREADS * GRADIENT_PACKS)), THREADS, 0, stream>>>(
+                        plan.backward);
+            else
+                forward<T>(plan.forward, stream);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, short_rows, ShortRows)
