@@ -235,10 +235,16 @@ def _linear_backward(op, ctx, dloss, *_):
     grads = _needed(ctx)
     if grads & ~ctx.computed:
         return _select(op("linear_cross_entropy_backward")(dloss, *inputs, grads, *flatten(options, linear)), grads)
-    # Not scale_: a mutable op on a saved tensor, which is an input of the backward graph, would be
-    # given a clone. Inductor multiplies in place (the saved gradients are donated buffers), so there
-    # is no second dW; the pass over dW remains, even for a dloss of 1.
-    return tuple(g * dloss if grads & bit else None for g, bit in zip(gradients, GRADIENTS))
+    return tuple(_scaled(g, dloss) if grads & bit else None for g, bit in zip(gradients, GRADIENTS))
+
+
+def _scaled(gradient, dloss):
+    """gradient * dloss, with dloss in fp32: CUDA would round a scalar tensor to bf16 or fp16 before it
+    multiplies. Not scale_: a mutable op on a saved tensor, which is an input of the backward graph,
+    would be given a clone. Inductor fuses the conversions and multiplies in place (the saved
+    gradients are donated buffers), so there is no second dW; the pass over dW remains, even for a
+    dloss of 1. Without Inductor there is an fp32 copy of the gradient for a moment."""
+    return (gradient.float() * dloss).to(gradient.dtype)
 
 
 declare("linear_cross_entropy_backward", _linear_backward_fake)
