@@ -5,7 +5,8 @@
 #include "report.h"
 #include "verbs.h"
 
-/* A line: in plain words, and the titles of its tables. `both`: forward and backward are one call. */
+/* A line: in plain words, and the titles of its tables. `both`: forward and backward are one
+ * call. */
 static const struct line {
     const char *text, *forward, *backward, *both;
 } lines[] = {

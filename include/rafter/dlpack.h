@@ -3,8 +3,9 @@
  * DLPack's tensor struct, for builds that do not have <dlpack/dlpack.h>.
  *
  * Origin: the declarations below restate the part of DLPack's C ABI that Rafter's calls take, with
- * DLPack's names and layout (https://github.com/dmlc/dlpack, include/dlpack/dlpack.h, Copyright (c) 2017
- * by Contributors, Apache License 2.0). Arrays of NumPy, PyTorch, JAX, CuPy or TVM pass without copying.
+ * DLPack's names and layout (https://github.com/dmlc/dlpack, include/dlpack/dlpack.h, Copyright (c)
+ * 2017 by Contributors, Apache License 2.0). Arrays of NumPy, PyTorch, JAX, CuPy or TVM pass
+ * without copying.
  *
  * If you also use the official header, include it first, or have it in the include path as
  * <dlpack/dlpack.h>: this file then declares nothing.

@@ -20,27 +20,32 @@
  *
  * What holds for every call
  * -------------------------
- * Tensors are DLPack's DLTensor with strides honoured: padded rows, transposed views, and stride 0 in inputs. Inputs
- * are fp32, bf16 or fp16; everything inside is computed in fp32 or better and rounded once, to nearest even, when
- * stored. Labels and positions are int32 or int64.
+ * Tensors are DLPack's DLTensor with strides honoured: padded rows, transposed views, and stride 0
+ * in inputs. Inputs are fp32, bf16 or fp16; everything inside is computed in fp32 or better and
+ * rounded once, to nearest even, when stored. Labels and positions are int32 or int64.
  *
- * Argument structs: set `.size` to sizeof the struct, so that the struct can grow without breaking the ABI. Leave what
- * you do not need at zero: zero means default. A NULL output is not computed. Reserved fields must be zero.
+ * Argument structs: set `.size` to sizeof the struct, so that the struct can grow without breaking
+ * the ABI. Leave what you do not need at zero: zero means default. A NULL output is not computed.
+ * Reserved fields must be zero.
  *
- * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written, and rafter_last_error()
- * names the argument, what was given and what was wanted. No call exits, prints or throws.
+ * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written, and
+ * rafter_last_error() names the argument, what was given and what was wanted. No call exits, prints
+ * or throws.
  *
- * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride 0), except where a
- * block below says "in place". Scratch memory comes from `.workspace` if given, else from the context's allocator.
- * rafter_<op>_workspace() returns how many bytes a call with the same arguments takes. The default allocator of a CPU
- * context keeps the last block of 4 MiB or more until the context is destroyed, and uses it for later calls that fit.
+ * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride
+ * 0), except where a block below says "in place". Scratch memory comes from `.workspace` if given,
+ * else from the context's allocator. rafter_<op>_workspace() returns how many bytes a call with the
+ * same arguments takes. The default allocator of a CPU context keeps the last block of 4 MiB or
+ * more until the context is destroyed, and uses it for later calls that fit.
  *
- * CUDA: a call enqueues work on the context's stream and returns. It never waits for the device. It can be captured
- * into a graph, and the graph can be replayed with other data in the same memory. Nothing is allocated during a
- * capture: give a workspace, or make the same call once before. A graph uses memory of the context, so it may be
- * replayed only while the context lives, ordered with the context's stream. The stream must outlive the context.
+ * CUDA: a call enqueues work on the context's stream and returns. It never waits for the device. It
+ * can be captured into a graph, and the graph can be replayed with other data in the same memory.
+ * Nothing is allocated during a capture: give a workspace, or make the same call once before. A
+ * graph uses memory of the context, so it may be replayed only while the context lives, ordered
+ * with the context's stream. The stream must outlive the context.
  *
- * Threads: a context serves one call at a time. Different contexts may be used from different threads.
+ * Threads: a context serves one call at a time. Different contexts may be used from different
+ * threads.
  *
  * Determinism: the same call gives the same bits every time, for any number of threads.
  *
@@ -68,7 +73,7 @@
 extern "C" {
 #endif
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * Status
  */
 
@@ -89,7 +94,7 @@ RAFTER_API const char *rafter_status_name(rafter_status status);
 /* "0.2.0": the version of the library that is running, which may be newer than the header. */
 RAFTER_API const char *rafter_version(void);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * Context
  */
 
@@ -101,38 +106,41 @@ typedef struct rafter_context_options {
     void *stream;     /* CUDA: the cudaStream_t that calls are enqueued on */
     int32_t threads;  /* CPU threads a call may use; 0: as many as OpenMP would */
     int32_t reserved; /* zero */
-    /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "avx512", ...): no newer CPU kernels
-     * than this. A CUDA variant (`rafter info` lists them): ops that have a variant of that name use no other, and
-     * refuse calls that it does not serve. The environment variable RAFTER_VARIANT, if set, overrides this. */
+    /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "avx512", ...): no
+     * newer CPU kernels than this. A CUDA variant (`rafter info` lists them): ops that have a
+     * variant of that name use no other, and refuse calls that it does not serve. The environment
+     * variable RAFTER_VARIANT, if set, overrides this. */
     const char *variant;
-    /* Allocator of scratch memory: both functions or neither. `allocate` returns memory aligned to 64 bytes, or NULL.
-     * On CUDA both are called while work is being enqueued; the work uses the memory later, in stream order. PyTorch's
-     * allocator and cudaMallocAsync allow that; cudaFree would wait for the device. CUDA calls that take at most 1 MiB
-     * use memory of the context and do not call the allocator. */
+    /* Allocator of scratch memory: both functions or neither. `allocate` returns memory aligned to
+     * 64 bytes, or NULL. On CUDA both are called while work is being enqueued; the work uses the
+     * memory later, in stream order. PyTorch's allocator and cudaMallocAsync allow that; cudaFree
+     * would wait for the device. CUDA calls that take at most 1 MiB use memory of the context and
+     * do not call the allocator. */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
 } rafter_context_options;
 
-/* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) says why. RAFTER_UNSUPPORTED: the
- * variant is unknown or cannot run on this machine, or librafter_cuda or a driver is missing for a CUDA device. */
+/* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) says why.
+ * RAFTER_UNSUPPORTED: the variant is unknown or cannot run on this machine, or librafter_cuda or a
+ * driver is missing for a CUDA device. */
 RAFTER_API rafter_status rafter_context_create(rafter_context **context, const rafter_context_options *options);
 RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine */
 
-/* CUDA: later calls are enqueued on this stream. The function itself enqueues nothing, so it may be called during a
- * capture. Work on the old stream and work on the new one must not run at the same time: the caller orders the two
- * streams. RAFTER_INVALID_ARGUMENT on a CPU context. */
+/* CUDA: later calls are enqueued on this stream. The function itself enqueues nothing, so it may be
+ * called during a capture. Work on the old stream and work on the new one must not run at the same
+ * time: the caller orders the two streams. RAFTER_INVALID_ARGUMENT on a CPU context. */
 RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void *stream);
 
-/* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL: why the calling
- * thread's last rafter_context_create failed. */
+/* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:
+ * why the calling thread's last rafter_context_create failed. */
 RAFTER_API const char *rafter_last_error(const rafter_context *context);
 
 /* The most scratch memory, in bytes, that a call on this context has held since the last reset. */
 RAFTER_API size_t rafter_peak_workspace(const rafter_context *context);
 RAFTER_API void rafter_reset_peak_workspace(rafter_context *context);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * Tensors
  */
 
@@ -145,12 +153,13 @@ typedef enum rafter_dtype {
     RAFTER_U8 = 5
 } rafter_dtype;
 
-/* A row-major, compact CPU tensor over your memory. `shape` must outlive it. A convenience: any DLTensor works. */
+/* A row-major, compact CPU tensor over your memory. `shape` must outlive it. A convenience: any
+ * DLTensor works. */
 RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
 
 typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * act: y = f(x), element by element, or softmax over one dimension
  *
  *     rafter_act_args a = {.size = sizeof a, .kind = RAFTER_ACT_SILU, .x = &x, .y = &y};
@@ -158,12 +167,13 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
  *
  * All tensors have x's shape and dtype.
  * Forward:  y from x. In place (y is x: same data and strides) is allowed.
- * Backward: dx from dy, and x for relu, sigmoid and silu, or y (the forward's result) for softmax. dx may be dy (in
- *           place).
- * `none` copies nothing when y is x (or dx is dy), and copies otherwise. relu's derivative at 0 is 0.
- * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i / 8 is set where
- * element i (row-major order) of x is above 0, or NaN. Forward writes it; backward, when it is given, reads it instead
- * of x. The other tensors must then be contiguous.
+ * Backward: dx from dy, and x for relu, sigmoid and silu, or y (the forward's result) for softmax.
+ *           dx may be dy (in place).
+ * `none` copies nothing when y is x (or dx is dy), and copies otherwise. The derivative of relu at
+ * 0 is 0.
+ * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i
+ * / 8 is set where element i (row-major order) of x is above 0, or NaN. Forward writes it;
+ * backward, when it is given, reads it instead of x. The other tensors must then be contiguous.
  */
 
 typedef enum rafter_act_kind {
@@ -192,7 +202,7 @@ RAFTER_API rafter_status rafter_act_backward(rafter_context *context, const raft
 RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_args *args,
                                               rafter_direction direction, size_t *bytes);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * logsumexp: lse = log(sum(exp(x))) over one dimension
  *
  *     rafter_logsumexp_args a = {.size = sizeof a, .x = &x, .dim = -1, .lse = &lse};
@@ -200,8 +210,9 @@ RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const raf
  *
  * lse has x's shape with `dim` either dropped or kept as 1, in fp32 or in x's dtype.
  * Forward:  lse from x.
- * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx may be x (in place).
- * A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that holds +inf has lse +inf.
+ * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx
+ * may be x (in place). A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that
+ * holds +inf has lse +inf.
  */
 
 typedef enum rafter_logsumexp_algorithm {
@@ -227,17 +238,17 @@ RAFTER_API rafter_status rafter_logsumexp_backward(rafter_context *context, cons
 RAFTER_API rafter_status rafter_logsumexp_workspace(rafter_context *context, const rafter_logsumexp_args *args,
                                                     rafter_direction direction, size_t *bytes);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * Options of the two losses, cross_entropy and linear_cross_entropy
  *
- * With u = logit_scale * softcap(z), softcap(z) = cap * tanh(z / cap), r = logsumexp(u), s = label_smoothing, and class
- * weights w (all 1 when not given), a row with label y has
- *     row_loss = row_weight * ( w_y (1-s) (r - u_y)  +  s/V * sum_v w_v (r - u_v)  +  z_loss * r^2 ).
+ * With u = logit_scale * softcap(z), softcap(z) = cap * tanh(z / cap), r = logsumexp(u), s =
+ * label_smoothing, and class weights w (all 1 when not given), a row with label y has
+ *     row_loss = row_weight * ( w_y (1-s) (r - u_y) + s/V * sum_v w_v (r - u_v) + z_loss * r^2 ).
  * Rows whose label is ignore_index have row_loss 0 and gradient 0, and are not counted.
  *     sum:  loss = sum of row_loss
- *     mean: loss = sum of row_loss / denominator. Unless given, the denominator is the sum of w_y over the rows that
- *           are not ignored (without class weights: their number), as in PyTorch. Row weights are not part of it, so
- *           that they may be advantages that sum to zero.
+ *     mean: loss = sum of row_loss / denominator. Unless given, the denominator is the sum of w_y
+ *           over the rows that are not ignored (without class weights: their number), as in PyTorch.
+ *           Row weights are not part of it, so that they may be advantages that sum to zero.
  *     none: loss = row_loss, shaped as the labels
  */
 
@@ -257,7 +268,7 @@ typedef struct rafter_loss_options {
     const DLTensor *denominator;  /* fp32, one element, on the tensors' device: replaces mean's denominator */
 } rafter_loss_options;
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * cross_entropy: loss of logits[..., V] against labels[...]
  *
  *     rafter_loss_options o = {.size = sizeof o, .label_smoothing = 0.1f};
@@ -267,16 +278,20 @@ typedef struct rafter_loss_options {
  *     a.dlogits = &dz;                               // a.dlogits = &z: over the logits
  *     rafter_cross_entropy_backward(ctx, &a);
  *
- * Forward: those of loss, row_loss, lse, logprob, entropy and argmax that are not NULL. If dlogits is given too, the
- * same pass writes it, for the upstream gradient dloss: one read and one write of the logits in all.
- * Backward: dlogits from logits, target, dloss, and lse if given (else lse is computed again). dlogits has the dtype of
- * the logits and may be the logits (in place: same data and strides). dloss is fp32, shaped as loss (one element for
- * mean and sum); NULL means 1.
- * Per-row outputs are fp32 (argmax: int64 or int32), shaped as target. For ignored rows they are 0, and argmax is -1.
- *     logprob = u_y - r, never above 0;  entropy = -sum p log p;  argmax: the first index of the largest logit.
+ * Forward: those of loss, row_loss, lse, logprob, entropy and argmax that are not NULL. If dlogits
+ * is given too, the same pass writes it, for the upstream gradient dloss: one read and one write of
+ * the logits in all.
+ * Backward: dlogits from logits, target, dloss, and lse if given (else lse is computed again).
+ * dlogits has the dtype of the logits and may be the logits (in place: same data and strides).
+ * dloss is fp32, shaped as loss (one element for mean and sum); NULL means 1.
+ * Per-row outputs are fp32 (argmax: int64 or int32), shaped as target. For ignored rows they are 0,
+ * and argmax is -1.
+ *     logprob = u_y - r, never above 0; entropy = -sum p log p; argmax: the first index of the
+ *     largest logit.
  * A row of all -inf has lse -inf, loss NaN and gradient 0. A +inf or NaN logit makes the row NaN.
- * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, which names the row, before anything
- * is written. On CUDA the row's outputs and gradient are NaN, and rafter_bad_labels() reports it.
+ * A label out of range: on the CPU the call fails with RAFTER_LABEL_OUT_OF_RANGE, which names the
+ * row, before anything is written. On CUDA the row's outputs and gradient are NaN, and
+ * rafter_bad_labels() reports it.
  * If rows have a larger stride than V, the padding is neither read nor written.
  */
 
@@ -302,12 +317,13 @@ RAFTER_API rafter_status rafter_cross_entropy_backward(rafter_context *context, 
 RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context, const rafter_cross_entropy_args *args,
                                                         rafter_direction direction, size_t *bytes);
 
-/* *found: 1 if a loss on this context has seen a label out of range since the last call of this function, else 0. On
- * CUDA this waits for all work on the context's stream, so do not call it in every step; during a capture it returns
- * RAFTER_UNSUPPORTED. On the CPU, where a bad label fails the call, *found is always 0. */
+/* *found: 1 if a loss on this context has seen a label out of range since the last call of this
+ * function, else 0. On CUDA this waits for all work on the context's stream, so do not call it in
+ * every step; during a capture it returns RAFTER_UNSUPPORTED. On the CPU, where a bad label fails
+ * the call, *found is always 0. */
 RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * linear_cross_entropy: cross_entropy of z = x W^T + bias, never holding all of z
  *
  *     rafter_linear_cross_entropy_args a = {.size = sizeof a, .x = &x, .weight = &w, .target = &y, .loss = &loss,
@@ -315,22 +331,25 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  *     rafter_linear_cross_entropy_forward(ctx, &a);  // loss and gradients: three matrix products
  *
  * x[..., D], weight[V, D], bias[V] (optional), target[...]. x, weight and bias have one dtype.
- * Forward: the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for the upstream gradient
- * dloss.
- * Backward: dx, dweight and dbias for dloss, from the inputs and lse if given. Logits are computed again.
- * dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32 (see accumulate).
- * Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit inputs and most options; elsewhere they are
- * multiplied as zeros. A logit is never rounded below fp32 before the softmax.
- * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of overwriting it.
- * budget: the most bytes of workspace that the call may take; 0: whatever is fastest. Results depend on it only by fp32
- * rounding. RAFTER_WORKSPACE_TOO_SMALL if the budget is under what the smallest chunk needs; the message says how much
- * that is.
+ * Forward: the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for
+ * the upstream gradient dloss.
+ * Backward: dx, dweight and dbias for dloss, from the inputs and lse if given. Logits are computed
+ * again. dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32
+ * (see accumulate). Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
+ * inputs and most options; elsewhere they are multiplied as zeros. A logit is never rounded below
+ * fp32 before the softmax.
+ * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of
+ * overwriting it.
+ * budget: the most bytes of workspace that the call may take; 0: whatever is fastest. Results
+ * depend on it only by fp32 rounding. RAFTER_WORKSPACE_TOO_SMALL if the budget is under what the
+ * smallest chunk needs; the message says how much that is.
  */
 
 typedef enum rafter_lce_mode {
     RAFTER_LCE_AUTO = 0,
     RAFTER_LCE_FAST = 1, /* gradients beside the loss, over chunks of rows: 3 matrix products */
-    /* statistics first, then gradients over slices of the vocabulary: 4 matrix products, least memory */
+    /* statistics first, then gradients over slices of the vocabulary: 4 matrix products, least
+     * memory */
     RAFTER_LCE_COMPACT = 2
 } rafter_lce_mode;
 
@@ -373,17 +392,19 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_workspace(rafter_context *c
                                                                const rafter_linear_cross_entropy_args *args,
                                                                rafter_direction direction, size_t *bytes);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * lrpe_cosine: y = [ f(x) cos(Theta), f(x) sin(Theta) ],  Theta = position * theta
  *
  *     rafter_lrpe_cosine_args a = {.size = sizeof a, .act = RAFTER_ACT_SILU, .x = &x, .theta = &theta, .y = &y};
  *     rafter_lrpe_cosine_forward(ctx, &a);
  *
- * x[B, N, H, D] (or [B, N, D], then H = 1 and y has no head dimension either), y[B, N, H, 2D] of x's dtype.
- * theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset + n, or positions[n] or
- * positions[b, n] if given. The angle is the exact product, reduced: position 10^6 is as accurate as position 1.
- * f is any act; softmax runs over the feature dimension D or over the sequence dimension N, see softmax_over.
- * Backward: dx (x's dtype) and, when not NULL, dtheta (theta's shape; fp32 or theta's dtype), from x, theta and dy.
+ * x[B, N, H, D] (or [B, N, D], then H = 1 and y has no head dimension either), y[B, N, H, 2D] of
+ * x's dtype. theta [H, D], [H, 1] or [1, D], fp32, bf16 or fp16. The position of token n is offset
+ * + n, or positions[n] or positions[b, n] if given. The angle is the exact product, reduced:
+ * position 10^6 is as accurate as position 1. f is any act; softmax runs over the feature dimension
+ * D or over the sequence dimension N, see softmax_over.
+ * Backward: dx (x's dtype) and, when not NULL, dtheta (theta's shape; fp32 or theta's dtype), from
+ * x, theta and dy.
  */
 
 typedef enum rafter_softmax_over { RAFTER_OVER_FEATURE = 0, RAFTER_OVER_SEQUENCE = 1 } rafter_softmax_over;
@@ -417,17 +438,18 @@ RAFTER_API rafter_status rafter_lrpe_cosine_backward(rafter_context *context, co
 RAFTER_API rafter_status rafter_lrpe_cosine_workspace(rafter_context *context, const rafter_lrpe_cosine_args *args,
                                                       rafter_direction direction, size_t *bytes);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * scale: y = factor * x
  *
  *     rafter_scale_args a = {.size = sizeof a, .x = &dweight, .factor = &dloss, .y = &dweight};
  *     rafter_scale_forward(ctx, &a);
  *
- * factor is one fp32 number in the memory of the context's device, so that it may be the result of an earlier call: the
- * host never waits for it. y has x's shape and dtype, and may be x itself: the same data and strides. Then a factor of 1
- * costs nothing: neither x nor y is read or written. Each product is computed in fp32 and rounded once; NaN, inf and -0
- * behave as in that product. The op is linear and has no backward: dx is scale of dy by the same factor.
- * rafter_scale_workspace takes RAFTER_FORWARD only; the answer is always 0.
+ * factor is one fp32 number in the memory of the context's device, so that it may be the result of
+ * an earlier call: the host never waits for it. y has x's shape and dtype, and may be x itself: the
+ * same data and strides. Then a factor of 1 costs nothing: neither x nor y is read or written. Each
+ * product is computed in fp32 and rounded once; NaN, inf and -0 behave as in that product. The op
+ * is linear and has no backward: dx is scale of dy by the same factor. rafter_scale_workspace takes
+ * RAFTER_FORWARD only; the answer is always 0.
  */
 
 typedef struct rafter_scale_args {
@@ -443,20 +465,21 @@ RAFTER_API rafter_status rafter_scale_forward(rafter_context *context, const raf
 RAFTER_API rafter_status rafter_scale_workspace(rafter_context *context, const rafter_scale_args *args,
                                                 rafter_direction direction, size_t *bytes);
 
-/* ------------------------------------------------------------------------------------------------------------------
+/* -------------------------------------------------------------------------------------------------
  * What runs here
  */
 
 /* Op number `index` (0, 1, ...); NULL past the end. */
 RAFTER_API const char *rafter_op_name(int index);
 
-/* Variant number `index` of `op` for the context's kind of device, in order of preference. *reason is NULL if the device
- * can run it, else why not. Returns 0 past the end, 1 otherwise. */
+/* Variant number `index` of `op` for the context's kind of device, in order of preference. *reason
+ * is NULL if the device can run it, else why not. Returns 0 past the end, 1 otherwise. */
 RAFTER_API int rafter_describe_variant(const rafter_context *context, const char *op, int index, const char **variant,
                                        const char **reason);
 
-/* The variants that the last call on this context considered (also a rafter_<op>_workspace call), in order of preference.
- * *reason is NULL for the one that was taken, the last; else why it was passed over. Returns 0 past the end. */
+/* The variants that the last call on this context considered (also a rafter_<op>_workspace call),
+ * in order of preference. *reason is NULL for the one that was taken, the last; else why it was
+ * passed over. Returns 0 past the end. */
 RAFTER_API int rafter_considered_variant(const rafter_context *context, int index, const char **variant,
                                          const char **reason);
 

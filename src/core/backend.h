@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The CUDA backend is a second shared library, librafter_cuda. librafter loads it when a context for a
- * CUDA device is created. The two share one table of functions, struct rafter_cuda.
+ * The CUDA backend is a second shared library, librafter_cuda. librafter loads it when a context
+ * for a CUDA device is created. The two share one table of functions, struct rafter_cuda.
  *
- * An op's op.c checks the arguments of a call, whatever the device, into a struct <op>_call (the op's
- * call.h). core/variants.c then picks a row of the op's variants.inc: a CPU row runs here, a CUDA row
- * in the backend.
+ * An op's op.c checks the arguments of a call, whatever the device, into a struct <op>_call (the
+ * op's call.h). core/variants.c then picks a row of the op's variants.inc: a CPU row runs here, a
+ * CUDA row in the backend.
  */
 #ifndef RAFTER_CORE_BACKEND_H
 #define RAFTER_CORE_BACKEND_H
@@ -23,7 +23,8 @@ enum { RAFTER_CUDA_INTERFACE = 5 };
 struct rafter_cuda {
     int interface;
 
-    /* Creates the context's device state: the default scratch allocator, counters, the flag for bad labels. */
+    /* Creates the context's device state: the default scratch allocator, counters, the flag for bad
+     * labels. */
     rafter_status (*open)(rafter_context *context);
     void (*close)(rafter_context *context);
     void (*set_stream)(rafter_context *context); /* to context->stream */
@@ -31,12 +32,13 @@ struct rafter_cuda {
     /* The CUDA rows of each op: as many as its struct rafter_op says, in the same order. */
     const struct rafter_variant *rows[RAFTER_OP_COUNT];
 
-    /* Enqueues a planned call on the context's stream. Never synchronises. `op` begins the error message
-     * if a launch fails. */
+    /* Enqueues a planned call on the context's stream. Never synchronises. `op` begins the error
+     * message if a launch fails. */
     rafter_status (*run)(rafter_context *context, const char *op, const struct rafter_call *call,
                          const struct rafter_plan *plan);
 
-    /* Waits for the stream. *found: a kernel has seen a label out of range since the last call of this function. */
+    /* Waits for the stream. *found: a kernel has seen a label out of range since the last call of
+     * this function. */
     rafter_status (*bad_labels)(rafter_context *context, bool *found);
 };
 

@@ -34,7 +34,8 @@ const char *rafter_status_name(rafter_status status) {
 
 enum { ALIGNMENT = RAFTER_SCRATCH_ALIGNMENT, HUGE_PAGE = 2 << 20 };
 
-/* The size to allocate: a multiple of the alignment, for large blocks of the huge page. 0 if it overflows. */
+/* The size to allocate: a multiple of the alignment, for large blocks of the huge page. 0 if it
+ * overflows. */
 static size_t block_size(size_t bytes) {
     const size_t alignment = bytes >= 2 * HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
     return bytes > SIZE_MAX - alignment ? 0 : (bytes + alignment - 1) / alignment * alignment;
@@ -79,8 +80,8 @@ static void default_release(void *user, void *memory, size_t bytes) {
     context->spare = memory;
 }
 
-/* Loads librafter_cuda, which the loader finds beside this library or in its search path, and opens the
- * device. The library is never unloaded: the CUDA runtime does not survive that. */
+/* Loads librafter_cuda, which the loader finds beside this library or in its search path, and opens
+ * the device. The library is never unloaded: the CUDA runtime does not survive that. */
 static rafter_status open_device(rafter_context *context) {
     const rafter_status no = RAFTER_UNSUPPORTED;
     if (context->device.device_type != kDLCUDA)

@@ -37,8 +37,8 @@ struct rafter_context {
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;
     size_t held, peak; /* scratch bytes: now, and the most since the last reset */
-    /* The default CPU allocator keeps one large block for later calls: `spare` while no call uses it,
-     * `lent` while one does. */
+    /* The default CPU allocator keeps one large block for later calls: `spare` while no call uses
+     * it, `lent` while one does. */
     void *spare, *lent;
     size_t spare_bytes;
     bool allow_self_overlap; /* bench only: outputs with stride 0, so that all data of an op stays in L1 */
@@ -57,9 +57,9 @@ rafter_status rafter_fail(rafter_context *context, rafter_status status, const c
             return status_;                                                                                            \
     } while (0)
 
-/* Copies a caller's struct, whose first member is its size, into `copy`, which has the size that this
- * library knows. Members that an older caller lacks become zero; members that only a newer caller has must
- * be zero. Clears the last error. `name`: of the struct, for messages. */
+/* Copies a caller's struct, whose first member is its size, into `copy`, which has the size that
+ * this library knows. Members that an older caller lacks become zero; members that only a newer
+ * caller has must be zero. Clears the last error. `name`: of the struct, for messages. */
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size);
 
 enum { RAFTER_SCRATCH_ALIGNMENT = 64 };
@@ -71,11 +71,12 @@ struct rafter_scratch {
     void *owned; /* from the allocator; NULL if the caller's workspace is used */
 };
 
-/* The size to report from rafter_<op>_workspace() for `bytes` of scratch: includes room to align. */
+/* The size to report from rafter_<op>_workspace() for `bytes` of scratch: includes room to
+ * align. */
 size_t rafter_scratch_request(size_t bytes);
 
-/* Takes `bytes` from the caller's workspace if there is one, else from the allocator. Zero bytes succeed with no
- * memory. */
+/* Takes `bytes` from the caller's workspace if there is one, else from the allocator. Zero bytes
+ * succeed with no memory. */
 rafter_status rafter_scratch_take(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch);
 void rafter_scratch_release(rafter_context *context, struct rafter_scratch *scratch);

@@ -24,7 +24,8 @@ enum rafter_isa {
 /* The highest level that this machine runs. Asks the kernel for AMX permission on first use. */
 enum rafter_isa rafter_cpu_isa(void);
 
-/* Whether an output of `bytes` should be written with non-temporal stores: it would not stay in the last-level cache. */
+/* Whether an output of `bytes` should be written with non-temporal stores: it would not stay in the
+ * last-level cache. */
 bool rafter_should_stream(int64_t bytes);
 
 const char *rafter_isa_name(enum rafter_isa isa);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Integer helpers for sizes. CUDA code has min and max from CUDA itself, and takes the rest from here. */
+/* Integer helpers for sizes. CUDA code has min and max from CUDA itself, and takes the rest from
+ * here. */
 #ifndef RAFTER_CORE_SIZES_H
 #define RAFTER_CORE_SIZES_H
 

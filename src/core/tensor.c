@@ -181,7 +181,8 @@ rafter_status rafter_take_output(rafter_context *context, const char *name, cons
     RAFTER_TRY(rafter_take_tensor(context, name, tensor, dtypes, view));
     if (view->numel == 0 || context->allow_self_overlap)
         return RAFTER_OK;
-    /* From the smallest stride up, each stride must step over everything that the smaller ones reach. */
+    /* From the smallest stride up, each stride must step over everything that the smaller ones
+     * reach. */
     bool used[RAFTER_MAX_DIMS] = {false};
     for (int64_t reach = 1;;) {
         int next = -1;
@@ -233,7 +234,8 @@ bool rafter_same_memory(const rafter_view *a, const rafter_view *b) {
     return true;
 }
 
-/* A view as equally spaced rows: `width` bytes used out of every `pitch`. False if it has another form. */
+/* A view as equally spaced rows: `width` bytes used out of every `pitch`. False if it has another
+ * form. */
 static bool as_rows(const rafter_view *view, int64_t *pitch, int64_t *width) {
     rafter_view copy = *view;
     rafter_view *const views[] = {&copy};

@@ -35,7 +35,8 @@ static inline int64_t rafter_dtype_bytes(rafter_dtype dtype) {
 }
 const char *rafter_dtype_name(rafter_dtype dtype);
 
-/* Checks that `tensor` is given, is on the context's device, has one of `dtypes`, and valid sizes and strides. */
+/* Checks that `tensor` is given, is on the context's device, has one of `dtypes`, and valid sizes
+ * and strides. */
 rafter_status rafter_take_tensor(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
 
@@ -62,19 +63,21 @@ rafter_status rafter_want_disjoint(rafter_context *context, const char *output_n
 /* The same memory, element for element: what "in place" means. */
 bool rafter_same_memory(const rafter_view *a, const rafter_view *b);
 
-/* Resolves a dimension given as -ndim .. ndim-1. A zero-dimensional tensor takes 0 and -1, as in PyTorch. */
+/* Resolves a dimension given as -ndim .. ndim-1. A zero-dimensional tensor takes 0 and -1, as in
+ * PyTorch. */
 rafter_status rafter_take_dim(rafter_context *context, int32_t given, int ndim, int *dim);
 
-/* Merges the dimensions [from, to) of all views, which have one shape there, where every view allows it,
- * and drops those of size 1. Returns how many dimensions of the range remain: at least one, of size 1 if
- * need be. The dimensions from `to` on move up behind them. */
+/* Merges the dimensions [from, to) of all views, which have one shape there, where every view
+ * allows it, and drops those of size 1. Returns how many dimensions of the range remain: at least
+ * one, of size 1 if need be. The dimensions from `to` on move up behind them. */
 int rafter_collapse(rafter_view *const views[], int count, int from, int to);
 
 /* Moves dimension `dim` behind all others, which keep their order. */
 void rafter_move_dim_last(rafter_view *const views[], int count, int dim);
 
-/* Sorts the first `dims` dimensions of all views into the order of `leader`'s memory, outermost first. A stride of 0
- * repeats everything inside it, and counts as outermost. `leader` may be one of the views. */
+/* Sorts the first `dims` dimensions of all views into the order of `leader`'s memory, outermost
+ * first. A stride of 0 repeats everything inside it, and counts as outermost. `leader` may be one
+ * of the views. */
 void rafter_order_by_stride(rafter_view *const views[], int count, const rafter_view *leader, int dims);
 
 /* Bytes from the first element to the end of the last one; 0 if the view is empty. */

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The rows of one op, from its variants.inc. Compiled once per op, with RAFTER_OP_NAME set to the
- * op's name and the op's folder in the include path. The functions of CUDA rows are in librafter_cuda
- * (cuda/variant_rows.c): here they have a name and a level.
+ * op's name and the op's folder in the include path. The functions of CUDA rows are in
+ * librafter_cuda (cuda/variant_rows.c): here they have a name and a level.
  */
 #include "core/variants.h"
 

@@ -51,7 +51,8 @@ static const char *why_not(const rafter_context *context, const struct rafter_ca
     return "it takes more workspace than the budget";
 }
 
-/* Walks the op's rows in order of preference and plans the call with the first one that serves it. */
+/* Walks the op's rows in order of preference and plans the call with the first one that serves
+ * it. */
 static rafter_status pick(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call,
                           struct rafter_plan *plan) {
     int count;

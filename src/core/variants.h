@@ -29,7 +29,8 @@ struct rafter_call {
     size_t workspace_bytes;
 };
 
-/* What a variant decided about one call, between `plan` and `run`. Lives on the stack of rafter_run. */
+/* What a variant decided about one call, between `plan` and `run`. Lives on the stack of
+ * rafter_run. */
 enum { RAFTER_PLAN_BYTES = 6144 };
 struct rafter_plan {
     const struct rafter_variant *variant;
@@ -42,8 +43,8 @@ struct rafter_plan {
     } own;
 };
 
-/* The functions of a variant. `call` is the op's struct <op>_call. `plan` is the storage of a struct
- * rafter_plan: a variant keeps a struct of its own there. */
+/* The functions of a variant. `call` is the op's struct <op>_call. `plan` is the storage of a
+ * struct rafter_plan: a variant keeps a struct of its own there. */
 struct rafter_variant_functions {
     /* NULL if the variant serves the call in this context; else the reason, as a phrase such as
      * "rows are strided". May itself be NULL: the variant serves every call. */
@@ -112,7 +113,8 @@ rafter_status rafter_ask_workspace(rafter_context *context, const struct rafter_
                                    size_t *bytes);
 
 /* Sets what the context may run from a variant's name (NULL: everything): a level of the CPU, or a
- * CUDA variant of at least one op. False if there is none of that name that this machine can run. */
+ * CUDA variant of at least one op. False if there is none of that name that this machine can
+ * run. */
 bool rafter_allow_variant(rafter_context *context, const char *name);
 
 #ifdef __cplusplus

@@ -26,13 +26,14 @@ bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
-    /* The default stream cannot be asked while another stream is being captured. Nothing can be enqueued
-     * on it then either. */
+    /* The default stream cannot be asked while another stream is being captured. Nothing can be
+     * enqueued on it then either. */
     cudaGetLastError();
     return true;
 }
 
-/* Frees the block after the work that is already enqueued. A block that a graph was captured with is kept. */
+/* Frees the block after the work that is already enqueued. A block that a graph was captured with
+ * is kept. */
 static bool drop_block(rafter_cuda_state *state) {
     if (state->block && state->block_captured) {
         RetiredBlock *retired = static_cast<RetiredBlock *>(malloc(sizeof *retired));
@@ -50,8 +51,8 @@ static bool drop_block(rafter_cuda_state *state) {
 }
 
 /* One block is enough: a context serves one call at a time, and all its work is in the order of one
- * stream. The block only grows, and never while the stream is being captured: then the caller gives a
- * workspace, or has made the same call once before. */
+ * stream. The block only grows, and never while the stream is being captured: then the caller gives
+ * a workspace, or has made the same call once before. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
@@ -200,8 +201,8 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
 
 /* ---- running a call -------------------------------------------------------------------------- */
 
-/* The workspace is released as soon as the kernels are enqueued: whatever uses it next comes later in
- * the same stream. */
+/* The workspace is released as soon as the kernels are enqueued: whatever uses it next comes later
+ * in the same stream. */
 static rafter_status run(rafter_context *context, const char *op, const struct rafter_call *call,
                          const struct rafter_plan *plan) {
     CurrentDevice current(context);

@@ -31,12 +31,12 @@ struct rafter_cuda_state {
     /* cuBLASLt and its chosen algorithms; NULL until the first matrix product. */
     struct rafter_cuda_products *products;
 
-    /* Scratch memory for small calls, also in contexts with an allocator of their own: any allocator
-     * would cost the host more than the rest of such a call. */
+    /* Scratch memory for small calls, also in contexts with an allocator of their own: any
+     * allocator would cost the host more than the rest of such a call. */
     void *small;
 
-    /* The default scratch allocator: one block, which grows. Blocks that a graph was captured with live as
-     * long as the context. */
+    /* The default scratch allocator: one block, which grows. Blocks that a graph was captured with
+     * live as long as the context. */
     void *block;
     size_t block_bytes;
     bool block_taken, block_captured;
@@ -70,7 +70,8 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
 
 bool rafter_cuda_capturing(const rafter_cuda_state *state);
 
-/* rafter_scratch_take, with a message of its own for a call that fails because its stream is being captured. */
+/* rafter_scratch_take, with a message of its own for a call that fails because its stream is being
+ * captured. */
 rafter_status rafter_cuda_scratch(rafter_context *context, void *workspace, size_t workspace_bytes, size_t bytes,
                                   struct rafter_scratch *scratch);
 

@@ -5,9 +5,9 @@
  * outputs and gradient coefficients. Plain scalar code built with baseline flags, called once per
  * row. Loops over columns are in the ops' kernels. loss.cuh is the device side.
  *
- * Notation, as in the public header: z is a row of logits, u = scale * softcap(z),
- * r = logsumexp(u), p = e^(u - r), w the class weights (1 if not given), s the label smoothing,
- * y the label.
+ * Notation, as in the public header: z is a row of logits, u = scale * softcap(z), r =
+ * logsumexp(u), p = e^(u - r), w the class weights (1 if not given), s the label smoothing, y the
+ * label.
  *
  * The order of calls:
  *     rafter_loss_take           checks; reads no data, so that rafter_<op>_workspace() can use it too

@@ -7,8 +7,8 @@
 
 #include "parts.h"
 
-/* The op's largest problem that is not `large`, has an oracle for every element, and overwrites none of its
- * inputs. */
+/* The op's largest problem that is not `large`, has an oracle for every element, and overwrites
+ * none of its inputs. */
 static bool largest_problem(const struct op_cases *op, problem *largest) {
     double most = 0;
     for (int64_t index = 0; index < op->count(); index++) {
@@ -58,7 +58,8 @@ static void leave(struct party *party) {
     problem_free(&party->p);
 }
 
-/* Calls on two streams at once give the same bits as alone. The second op runs backward if it has one. */
+/* Calls on two streams at once give the same bits as alone. The second op runs backward if it has
+ * one. */
 void test_two_streams(const struct op_cases *a, const struct op_cases *b) {
     enum { ROUNDS = 20 };
     struct party one = {.context = NULL}, other = {.context = NULL};

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp: checks, and the CPU plan. A call is brought into the form [outer ..., lines, length], the
- * same for all of its tensors, with one lse per line. A block is some neighbouring lines, or parts of
- * them; a task is some blocks. All of that follows from shapes and strides alone, so that results do not
- * depend on the number of threads.
+ * logsumexp: checks, and the CPU plan. A call is brought into the form [outer ..., lines, length],
+ * the same for all of its tensors, with one lse per line. A block is some neighbouring lines, or
+ * parts of them; a task is some blocks. All of that follows from shapes and strides alone, so that
+ * results do not depend on the number of threads.
  */
 #include "core/sizes.h"
 #include "core/threads.h"
@@ -103,7 +103,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     *plan = (struct plan){.x = call->x, .lse = call->lse, .dlse = call->dlse, .dx = backward ? call->dx : call->x};
     rafter_view *const views[] = {&plan->x, &plan->lse, &plan->dx, &plan->dlse};
     const int count = backward ? 4 : 3;
-    /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked like any other. */
+    /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked
+     * like any other. */
     rafter_move_dim_last(views, count, call->dim);
     rafter_order_by_stride(views, count, &plan->dx, plan->dx.ndim - 1);
     const int length = rafter_collapse(views, count, 0, plan->x.ndim - 1), line = length - 1;

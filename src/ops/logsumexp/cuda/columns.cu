@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp over a dimension that is not the innermost, or with any strides. Threads lie along the other
- * dimensions and walk down dim: a thread takes a pack of 16 bytes of adjacent columns if the layout has
- * them, else one column. If there are few columns, dim is split over blocks; the last block to finish
- * merges the statistics of all parts, in the order of the parts.
+ * logsumexp over a dimension that is not the innermost, or with any strides. Threads lie along the
+ * other dimensions and walk down dim: a thread takes a pack of 16 bytes of adjacent columns if the
+ * layout has them, else one column. If there are few columns, dim is split over blocks; the last
+ * block to finish merges the statistics of all parts, in the order of the parts.
  */
 #include "ops/logsumexp/cuda/problem.cuh"
 
@@ -114,7 +114,8 @@ __global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constan
     }
 }
 
-/* Whether every step down dim has whole, aligned packs of 16 bytes along the innermost row dimension. */
+/* Whether every step down dim has whole, aligned packs of 16 bytes along the innermost row
+ * dimension. */
 bool packed_columns(const rafter_view &x) {
     const int64_t width = 16 / rafter_dtype_bytes(x.dtype);
     const int last = x.ndim - 2;

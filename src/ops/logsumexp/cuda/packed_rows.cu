@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * logsumexp of contiguous rows that are whole 16-byte packs and are not split: a warp or a block per row
- * in forward, several short blocks per row in backward. The kernels take few parameters on purpose:
- * parameters and instructions are cold when a kernel starts.
+ * logsumexp of contiguous rows that are whole 16-byte packs and are not split: a warp or a block
+ * per row in forward, several short blocks per row in backward. The kernels take few parameters on
+ * purpose: parameters and instructions are cold when a kernel starts.
  */
 #include "ops/logsumexp/cuda/problem.cuh"
 

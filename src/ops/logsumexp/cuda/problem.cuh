@@ -57,14 +57,14 @@ Rows reduced_rows(const rafter_view &view, const logsumexp_call &call) {
     return rows_of(dim_last(view, call.dim), call.x.ndim - 1);
 }
 
-/* How dim is split among blocks whose statistics are merged in the end. By shape and alignment alone,
- * never by the device: the same bits everywhere. */
+/* How dim is split among blocks whose statistics are merged in the end. By shape and alignment
+ * alone, never by the device: the same bits everywhere. */
 struct Split {
     int64_t parts, part; /* parts of dim; elements of each */
 };
 
-/* `tasks`: rows, or tiles of columns, that would be one block each. Few tasks are split until there are
- * blocks enough to fill any device several times over. */
+/* `tasks`: rows, or tiles of columns, that would be one block each. Few tasks are split until there
+ * are blocks enough to fill any device several times over. */
 Split split_dim(int64_t tasks, int64_t n, int64_t least_part, rafter_logsumexp_algorithm algorithm) {
     constexpr int64_t ENOUGH_BLOCKS = 1024;
     int64_t parts = 1;
@@ -99,8 +99,8 @@ struct Backward {
     template <typename T> DEVICE ScaledExp<T> gradient(int64_t row) const;
 };
 
-/* Runs forward(f, tasks) with at most as many tasks at a time as there are counters. Only a call that
- * asks for RAFTER_LOGSUMEXP_PARALLEL on many rows takes more than one launch. */
+/* Runs forward(f, tasks) with at most as many tasks at a time as there are counters. Only a call
+ * that asks for RAFTER_LOGSUMEXP_PARALLEL on many rows takes more than one launch. */
 int64_t tasks_at_a_time(int64_t tasks, const Split &split) {
     return split.parts > 1 ? min(tasks, int64_t(RAFTER_CUDA_COUNTERS)) : tasks;
 }
@@ -139,7 +139,8 @@ Backward backward_of(const logsumexp_call &call, const Problem &p, const Split &
     return b;
 }
 
-/* The logarithm is taken in double: added to a maximum of opposite sign, its rounding in fp32 would show. */
+/* The logarithm is taken in double: added to a maximum of opposite sign, its rounding in fp32 would
+ * show. */
 DEVICE float lse_of(RowStats s) {
     return static_cast<float>(pivot_at(s.max) + log(static_cast<double>(s.sum)));
 }

@@ -162,8 +162,9 @@ template <typename T, int N> struct ColumnsPlace {
 };
 
 /* parts [part, statistic, column]: NULL if there is one part. INCREMENTAL: a thread rotates the
- * angles of a token to get those of its next one, and computes them afresh every REFRESH tokens. The
- * error does not show in 16-bit results. Positions must be offset + n, and below 2^32 in size. */
+ * angles of a token to get those of its next one, and computes them afresh every REFRESH tokens.
+ * The error does not show in 16-bit results. Positions must be offset + n, and below 2^32 in
+ * size. */
 template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
     column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
