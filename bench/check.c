@@ -42,18 +42,21 @@ static rafter_dtype dtype_of(const problem *p) {
     return p->tensors && is_float(p->tensor[i].dtype) ? p->tensor[i].dtype : RAFTER_F32;
 }
 
-static void check_call(struct check *c, problem *p, enum problem_mode mode, int variant) {
+static void check_call(struct check *c, problem *p, enum problem_mode mode, int variant,
+                       struct problem_solution *solution) {
     struct tally *tally = &c->tally[dtype_of(p)][mode][variant];
     problem_poison(p, mode);
     const rafter_status status = problem_call(p, c->context[variant], mode);
     if (variant_declined(c->context[variant], status))
         return;
     struct problem_verdict v = {.good = false, .worst = INFINITY};
-    if (status == RAFTER_OK)
+    if (status == RAFTER_OK) {
+        problem_solve_once(p, mode, solution);
         v = problem_compare(p, mode);
-    else
+    } else {
         snprintf(v.sentence, sizeof v.sentence, "%s: %.200s", rafter_status_name(status),
                  rafter_last_error(c->context[variant]));
+    }
     tally->problems++;
     tally->worst = fmax(tally->worst, v.worst);
     tally->max_error = fmax(tally->max_error, v.max_error);
@@ -70,13 +73,14 @@ static void check_problem(struct check *c, problem *p) {
     for (int mode = 0; mode < PROBLEM_MODES; mode++) {
         if (!(c->op->algorithm_modes[p->algorithm] >> mode & 1))
             continue;
+        struct problem_solution solution = {.solved = false};
         if (mode == PROBLEM_BACKWARD) { /* every variant's backward reads the oracle's outputs of forward */
             problem_solve(p, PROBLEM_FORWARD);
             problem_store_outputs(p);
+            problem_solve_once(p, PROBLEM_BACKWARD, &solution);
         }
-        problem_solve(p, (enum problem_mode)mode);
         for (int v = 0; v < c->variants; v++)
-            check_call(c, p, (enum problem_mode)mode, v);
+            check_call(c, p, (enum problem_mode)mode, v, &solution);
     }
 }
 

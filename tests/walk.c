@@ -109,29 +109,13 @@ static int open_variants(const char *op, const char *only, struct variant varian
 
 /* ---- one call -------------------------------------------------------------------------------- */
 
-/* The state of the oracle's results for the mode at hand. They are computed once for all variants.
- * In a BOTH the gradients depend on the outputs that the call stored, so other outputs need other
- * results. */
-struct solution {
-    bool solved;
-    uint64_t outputs; /* digest of the outputs that a BOTH was solved for */
-};
-
-static void solve(problem *p, enum problem_mode mode, struct solution *solution) {
-    const uint64_t outputs = mode == PROBLEM_BOTH ? problem_digest(p, PROBLEM_FORWARD) : 0;
-    if (solution->solved && solution->outputs == outputs)
-        return;
-    problem_solve(p, mode);
-    *solution = (struct solution){true, outputs};
-}
-
 /* One call in one mode, compared with the oracle. False: the variant declined it, or it failed. */
 static bool run_mode(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
-                     struct solution *solution) {
+                     struct problem_solution *solution) {
     if (mode == PROBLEM_BACKWARD && p->sample == 1 && !solution->solved) {
         problem_solve(p, PROBLEM_FORWARD);
         problem_store_outputs(p);
-        solve(p, PROBLEM_BACKWARD, solution);
+        problem_solve_once(p, PROBLEM_BACKWARD, solution);
     }
     problem_poison(p, mode);
     const rafter_status status = problem_call(p, context, mode);
@@ -143,7 +127,7 @@ static bool run_mode(problem *p, rafter_context *context, const char *variant, e
         verdict(false, p, variant, problem_mode_names[mode], text);
         return false;
     }
-    solve(p, mode, solution);
+    problem_solve_once(p, mode, solution);
     const struct problem_verdict v = problem_compare(p, mode);
     verdict(v.good, p, variant, problem_mode_names[mode], v.sentence);
     return true;
@@ -238,7 +222,7 @@ static void walk_modes(problem *p, struct variant variants[], int count) {
         const enum problem_mode mode = (enum problem_mode)m;
         if (!(p->op->algorithm_modes[p->algorithm] >> mode & 1) || !has_results(p, mode))
             continue;
-        struct solution solution = {false, 0};
+        struct problem_solution solution = {false, 0};
         for (int i = 0; i < count; i++) {
             struct variant *const v = &variants[i];
             const int64_t before = passed + failed;
@@ -291,9 +275,9 @@ static void walk_large(const struct op_cases *op, int64_t index) {
     printf("%s: %s\n", op->op, p.label);
     fflush(stdout);
     if (problem_allocate(&p, 1)) {
-        run_mode(&p, context, "auto", PROBLEM_FORWARD, &(struct solution){false, 0});
+        run_mode(&p, context, "auto", PROBLEM_FORWARD, &(struct problem_solution){false, 0});
         if (op->algorithm_modes[0] >> PROBLEM_BACKWARD & 1)
-            run_mode(&p, context, "auto", PROBLEM_BACKWARD, &(struct solution){false, 0});
+            run_mode(&p, context, "auto", PROBLEM_BACKWARD, &(struct problem_solution){false, 0});
     } else {
         verdict(false, &p, "auto", "allocation", "no memory");
     }

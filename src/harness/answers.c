@@ -71,6 +71,14 @@ void problem_solve(problem *p, enum problem_mode mode) {
         p->op->oracle(p, PROBLEM_BACKWARD);
 }
 
+void problem_solve_once(problem *p, enum problem_mode mode, struct problem_solution *solution) {
+    const uint64_t outputs = mode == PROBLEM_BOTH ? problem_digest(p, PROBLEM_FORWARD) : 0;
+    if (solution->solved && solution->outputs == outputs)
+        return;
+    problem_solve(p, mode);
+    *solution = (struct problem_solution){true, outputs};
+}
+
 void problem_store_outputs(problem *p) {
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];

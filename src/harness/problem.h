@@ -287,6 +287,16 @@ bool problem_is_one_call(const problem *p, enum problem_mode mode);
 void problem_poison(problem *p, enum problem_mode mode);
 /* Calls the oracle. BACKWARD reads the stored outputs of forward: store or compute them first. */
 void problem_solve(problem *p, enum problem_mode mode);
+
+/* The state of the oracle's results for one mode. They are computed once for all variants. In a BOTH the
+ * gradients depend on the outputs that the call stored, so other outputs need other results. */
+struct problem_solution {
+    bool solved;
+    uint64_t outputs; /* digest of the outputs that a BOTH was solved for */
+};
+
+/* Solves the problem after a call, unless the solution is still right. */
+void problem_solve_once(problem *p, enum problem_mode mode, struct problem_solution *solution);
 /* Writes the oracle's forward results into the outputs, for a backward that reads them. Sample must
  * be 1. */
 void problem_store_outputs(problem *p);
