@@ -8,7 +8,8 @@ names is gone, this file is the only one to change. The savings are from docs/py
 import functools
 
 import torch
-from torch.autograd import Function
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import Function, forward_ad
 
 # Whether a torch.func transform (grad, vmap, ...) is active. torch.func has no public query, and
 # the eager path would bypass the transform.
@@ -34,11 +35,28 @@ def apply_of(function):
     return super(Function, function).apply
 
 
-def delayed_error(message):
-    """A function that returns its tensor with a grad_fn that raises `message`. The public
-    torch.autograd.function.once_differentiable uses the same node, but skips it when no upstream
-    gradient requires a gradient, so a missing term would go unnoticed."""
-    return torch._C._functions.DelayedError(message.encode(), 1)
+# The module whose attribute _current_level is the open level of forward-mode AD, or -1. There is no
+# public query. The module itself, because reading the attribute is cheaper than a call.
+forward_mode = forward_ad
+
+
+def has_tangent(tensor):
+    """Whether forward-mode AD differentiates with respect to the tensor."""
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def autograd_kernel(op, backward, setup_context=None):
+    """The Autograd kernel that the public torch.library.register_autograd would register. That
+    function leaves no room for a check in front of the kernel."""
+    return make_autograd_impl(op, Info(backward, setup_context))
+
+
+def raise_when_differentiated(message, tensor, inputs):
+    """The tensor with a grad_fn that raises `message`, and whose next nodes are those of `inputs`:
+    autograd skips a node that leads to none of the tensors it differentiates with respect to. The
+    public torch.autograd.function.once_differentiable uses the same node, but without `inputs`, and
+    only if an upstream gradient requires a gradient."""
+    return torch._C._functions.DelayedError(message.encode(), 1 + len(inputs))(tensor, *inputs)[0]
 
 
 # OpOverload._schema: the public torch.ops API gives no access to an op's schema.

@@ -344,8 +344,10 @@ def _logprobs_gradients(dlogprob, dentropy, input, linear_weight, linear_bias, t
                         logit_scale, grads):
     """With p = softmax(u), u = scale * softcap(z): d logprob / du = onehot - p and d entropy / du =
     -p (log p + entropy). Written in PyTorch ops over slices of rows: entropy bonuses are rare, and
-    the C library has no gradient for them."""
-    x, labels = input.reshape(-1, input.shape[-1]), target.reshape(-1)
+    the C library has no gradient for them. The input of an ignored row may be anything, so it is
+    replaced by zeros: in the product for dW, 0 * NaN would be NaN."""
+    labels = target.reshape(-1)
+    x = input.reshape(labels.shape[0], input.shape[-1])
     active = labels != ignore_index
     up_entropy = torch.where(active, dentropy.reshape(-1), 0.0)
     up_logprob = torch.zeros_like(up_entropy)
@@ -361,7 +363,8 @@ def _logprobs_gradients(dlogprob, dentropy, input, linear_weight, linear_bias, t
     step = max(1, _SLICE // (4 * max(linear_weight.shape[0], 1)))
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
-        z = _matmul_f32(x[rows], linear_weight.t())
+        inputs = torch.where(active[rows, None], x[rows], 0.0)
+        z = _matmul_f32(inputs, linear_weight.t())
         if linear_bias is not None:
             z += linear_bias
         slope = scale
@@ -381,7 +384,7 @@ def _logprobs_gradients(dlogprob, dentropy, input, linear_weight, linear_bias, t
         if grads & DX:
             dx[rows] = dz @ linear_weight
         if grads & DWEIGHT:
-            dw += _matmul_f32(dz.t(), x[rows])
+            dw += _matmul_f32(dz.t(), inputs)
     return dinput.copy_(dx.view(dinput.shape)), dweight.copy_(dw), dbias.copy_(db)
 
 

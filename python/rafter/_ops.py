@@ -43,25 +43,54 @@ def define(name, schema, function):
 
 
 _NO_DOUBLE_BACKWARD = "rafter: double backward (the gradient of a gradient) is not implemented"
+_NO_FORWARD_MODE = "rafter: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; use backward"
+
+_forward_mode = _compat.forward_mode
 
 
 def _refuse(ctx, *grads):
     raise RuntimeError(_NO_DOUBLE_BACKWARD)
 
 
+def _refuse_tangents(args):
+    """Raises if forward-mode AD differentiates with respect to one of the args: the kernels would
+    drop its tangent."""
+    if any(isinstance(a, torch.Tensor) and _compat.has_tangent(a) for a in args):
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
 def no_double_backward(backward):
-    """A backward whose results, under create_graph, raise an error when they are differentiated."""
+    """A backward whose results, under create_graph, raise an error when they are differentiated,
+    whether with respect to what backward started from (the saved tensors) or to the upstream
+    gradients."""
 
     @functools.wraps(backward)
     def guarded(ctx, *grads):
+        if _forward_mode._current_level >= 0:
+            _refuse_tangents(grads)
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        # Read before backward, which may overwrite a saved tensor.
+        inputs = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
         with torch.no_grad():
             results = backward(ctx, *grads)
-        raising = _compat.delayed_error(_NO_DOUBLE_BACKWARD)
-        return tuple(None if r is None else raising(r.detach().requires_grad_()) for r in results)
+        return tuple(r if r is None else _compat.raise_when_differentiated(
+            _NO_DOUBLE_BACKWARD, r.detach().requires_grad_(), inputs) for r in results)
 
     return guarded
+
+
+def _register_autograd(name, backward, setup_context=None):
+    """torch.library.register_autograd, for an op that also refuses forward-mode AD."""
+    op = public(name)
+    kernel = _compat.autograd_kernel(op, backward, setup_context)
+
+    def checked(keyset, *args):
+        if _forward_mode._current_level >= 0:
+            _refuse_tangents(args)
+        return kernel(keyset, *args)
+
+    _library.impl(name, checked, "Autograd", with_keyset=True)
 
 
 def declare(name, fake, differentiable=False):
@@ -72,7 +101,7 @@ def declare(name, fake, differentiable=False):
         torch.library.register_fake("rafter::" + each, fake)
     _library.impl("_" + name, torch.library.fallthrough_kernel, "Autograd")
     if not differentiable and not _compat.is_mutable(public(name)):
-        torch.library.register_autograd("rafter::" + name, _refuse)
+        _register_autograd(name, _refuse)
 
 
 class Op:
@@ -98,7 +127,7 @@ class Op:
         def setup_context(ctx, inputs, output):
             save(ctx, inputs, output)
 
-        torch.library.register_autograd("rafter::" + name, formula, setup_context=setup_context)
+        _register_autograd(name, formula, setup_context)
 
         def general(ctx, *args):
             args = args[:-1] + args[-1]

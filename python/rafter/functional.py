@@ -7,17 +7,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _compat, _formulas, _subclasses
+from . import _compat, _flops, _formulas, _subclasses
 from ._options import (ACCUMULATE, ACTS, ARGMAX, BASIC, BASIC_LINEAR, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB,
                        LRPE_ALGORITHMS, LSE_ALGORITHMS, MEAN, MODES, NONE, REDUCTIONS, RELU, ROW_LOSS, SIGMOID, SILU,
                        SOFTMAX, STATISTICS, LinearOptions, LossOptions, flatten, pick)
 
+_flops.register()
+
 # Module-level names: an attribute lookup in every call would cost host time.
 _compiling = torch.compiler.is_dynamo_compiling
 _transforming = _compat.functorch_active
+_forward_mode = _compat.forward_mode
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = _compat.any_autocast_enabled
 _f32 = torch.float32
+_F32_TINY, _F32_MAX = 2.0**-149, torch.finfo(torch.float32).max  # the ops take numbers in fp32
 _act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
@@ -47,9 +51,9 @@ _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
 def _plain(*tensors):
-    """Whether the eager path can run: no tensor is a subclass instance, and neither torch.compile
-    nor a function transform is active. None counts as plain."""
-    if _compiling() or _transforming():
+    """Whether the eager path can run: no tensor is a subclass instance, and torch.compile, function
+    transforms and forward-mode AD are all inactive. None counts as plain."""
+    if _compiling() or _transforming() or _forward_mode._current_level >= 0:
         return False
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
@@ -72,7 +76,8 @@ def _elementwise(kind: int, name: str, doc: str) -> _Elementwise:
     def function(input: Tensor) -> Tensor:
         cls = type(input)
         # not _plain(input), inlined
-        if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():
+        if (cls is not Tensor and cls is not Parameter or _compiling() or _transforming()
+                or _forward_mode._current_level >= 0):
             return _subclasses.call(_formulas.act.op, input, kind)
         if input.requires_grad and _grad_enabled():
             return eager(input)
@@ -94,7 +99,8 @@ def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> 
     if dtype is not None and dtype is not input.dtype:
         input = input.to(dtype)
     cls = type(input)
-    if cls is not Tensor and cls is not Parameter or _compiling() or _transforming():
+    if (cls is not Tensor and cls is not Parameter or _compiling() or _transforming()
+            or _forward_mode._current_level >= 0):
         return _subclasses.call(_formulas.act.op, input, SOFTMAX, dim)
     if input.requires_grad and _grad_enabled():
         return _act_eager[SOFTMAX, dim](input)
@@ -161,6 +167,27 @@ def _constant(name, tensor, device):
     return tensor if tensor.dtype is _f32 else tensor.to(_f32)
 
 
+def _no_gradient(name, number):
+    """Refuses a number whose gradient would be lost."""
+    if isinstance(number, Tensor) and number.requires_grad and _grad_enabled():
+        raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
+
+
+def _learned_scale(logit_scale, softcap, *tensors):
+    """The tensors, multiplied by a logit_scale that is a tensor, and None: so PyTorch computes its
+    gradient, and the host never reads its value. In fp32, because a product in bf16 would round the
+    scale too. A softcap comes between the tensors and the scale; then the scale becomes a number."""
+    if logit_scale.numel() != 1:
+        raise ValueError(f"logit_scale has shape {list(logit_scale.shape)}, wanted one element")
+    if softcap is not None:
+        if logit_scale.requires_grad and _grad_enabled():
+            raise ValueError("logit_scale requires a gradient, but Rafter computes none for it together with softcap; "
+                             "pass logit_scale.detach()")
+        return *tensors, float(logit_scale)
+    factor = logit_scale.reshape(())
+    return *(t if t is None else t.to(torch.promote_types(t.dtype, _f32)) * factor for t in tensors), None
+
+
 def _labels(target):
     if target.dtype is torch.int64 or target.dtype is torch.int32:
         return target
@@ -176,7 +203,9 @@ def _loss_options(input, *, weight=None, row_weight=None, denominator=None, igno
     give BASIC itself."""
     number = pick(REDUCTIONS, "reduction", reduction)
     if weight is None and row_weight is None and denominator is None:
-        changed = number or zero_if_all_ignored or label_smoothing or z_loss or softcap
+        # The types, because a tensor of 0 may require a gradient; _no_gradient sees it below.
+        changed = (number or zero_if_all_ignored or softcap is not None or type(label_smoothing) is not float
+                   or type(z_loss) is not float or label_smoothing or z_loss)
         if not changed and ignore_index == -100 and logit_scale is None:
             return BASIC
     else:
@@ -185,15 +214,30 @@ def _loss_options(input, *, weight=None, row_weight=None, denominator=None, igno
         denominator = _constant("denominator", denominator, input.device)
         if denominator is not None and number != MEAN:
             raise ValueError(f'denominator is given with reduction={reduction!r}, wanted reduction="mean"')
-    if logit_scale == 0:  # the ops read 0 as "no scale"
-        raise ValueError("logit_scale is 0, wanted a nonzero number, or None for 1")
+    _no_gradient("label_smoothing", label_smoothing)
+    _no_gradient("z_loss", z_loss)
+    _no_gradient("softcap", softcap)
+    # The ops read 0 as "none", so a number that is 0 in fp32 must not reach them.
+    if logit_scale is not None and not _F32_TINY <= logit_scale <= _F32_MAX:
+        raise ValueError(f"logit_scale is {logit_scale}, wanted a positive fp32 number, or None for 1")
+    if softcap and not _F32_TINY <= softcap <= _F32_MAX:
+        raise ValueError(f"softcap is {softcap}, wanted a positive fp32 number, or None")
     return LossOptions(weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing,
                        z_loss, softcap or 0.0, logit_scale or 0.0)
 
 
 def _linear_options(mode, accumulate, budget):
     number, accumulate = pick(MODES, "mode", mode), pick(ACCUMULATE, "accumulate", accumulate)
-    return LinearOptions(number, accumulate, budget) if number or accumulate or budget else BASIC_LINEAR
+    if not (number or accumulate or budget):
+        return BASIC_LINEAR
+    if budget < 0:
+        raise ValueError(f"budget is {budget}, wanted a number of bytes, or 0 for no limit")
+    return LinearOptions(number, accumulate, budget)
+
+
+# Raises if the budget is too small for backward. Only the eager path asks this.
+_check_budget = torch.ops.rafter.linear_check_budget.default
+torch.library.register_fake("rafter::linear_check_budget", lambda *_: None)  # for meta tensors
 
 
 def _parse_extras(extras):
@@ -214,7 +258,7 @@ def _loss_output(which, wants_lse, loss, lse, *statistics):
 @overload  # an empty tuple is a sequence too, so the overloads overlap; the first one wins
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,  # type: ignore[overload-overlap]
                   ignore_index: int = ..., reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
-                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                  softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                   zero_if_all_ignored: bool = ..., dim: int = ..., extras: Tuple[()] = ...,
                   inplace_backward: bool = ...) -> Tensor: ...
@@ -223,7 +267,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,
 @overload
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ..., ignore_index: int = ...,
                   reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
-                  softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                  softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                   zero_if_all_ignored: bool = ..., dim: int = ..., extras: Union[str, Sequence[str]],
                   inplace_backward: bool = ...) -> LossOutput: ...
@@ -231,7 +275,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, ignore_index: int = -100,
                   reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
-                  softcap: Optional[float] = None, logit_scale: Optional[float] = None,
+                  softcap: Optional[float] = None, logit_scale: Union[Tensor, float, None] = None,
                   row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
                   zero_if_all_ignored: bool = False, dim: int = 1, extras: Union[str, Sequence[str]] = (),
                   inplace_backward: bool = False):
@@ -240,7 +284,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
 
     dim: the class dimension. 1, or 0 for a vector, as in PyTorch; dim=-1 takes [batch, time,
         vocabulary] directly.
-    logit_scale: 1 / temperature.
+    logit_scale: 1 / temperature. A tensor of one element gets a gradient, and multiplies the logits
+        in fp32 beforehand; not with softcap.
     softcap: logits become softcap * tanh(logits / softcap).
     z_loss: adds z_loss * logsumexp^2 to the loss of each row.
     row_weight: fp32, same shape as target.
@@ -258,6 +303,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     elif dim != 1 and dim != -1:
         input = input.movedim(dim, -1)
     target = _labels(target)
+    if logit_scale is not None and isinstance(logit_scale, Tensor):
+        input, logit_scale = _learned_scale(logit_scale, softcap, input)
     options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
                             ignore_index=ignore_index, reduction=reduction, zero_if_all_ignored=zero_if_all_ignored,
                             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale)
@@ -318,7 +365,7 @@ def _needs(input, linear_weight, linear_bias):
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *,  # type: ignore[overload-overlap]
                          linear_bias: Optional[Tensor] = ..., weight: Optional[Tensor] = ..., reduction: str = ...,
                          ignore_index: Optional[int] = ..., label_smoothing: float = ..., z_loss: float = ...,
-                         softcap: Optional[float] = ..., logit_scale: Optional[float] = ...,
+                         softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                          row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                          zero_if_all_ignored: bool = ..., mode: str = ..., accumulate: str = ..., budget: int = ...,
                          main_grad: bool = ..., extras: Tuple[()] = ...) -> Tensor: ...
@@ -328,7 +375,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = ...,
                          weight: Optional[Tensor] = ..., reduction: str = ..., ignore_index: Optional[int] = ...,
                          label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
-                         logit_scale: Optional[float] = ..., row_weight: Optional[Tensor] = ...,
+                         logit_scale: Union[Tensor, float, None] = ..., row_weight: Optional[Tensor] = ...,
                          denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
                          mode: str = ..., accumulate: str = ..., budget: int = ..., main_grad: bool = ...,
                          extras: Union[str, Sequence[str]]) -> LossOutput: ...
@@ -337,7 +384,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
                          weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: Optional[int] = None,
                          label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: Optional[float] = None,
-                         logit_scale: Optional[float] = None, row_weight: Optional[Tensor] = None,
+                         logit_scale: Union[Tensor, float, None] = None, row_weight: Optional[Tensor] = None,
                          denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False,
                          mode: str = "auto", accumulate: str = "float32", budget: int = 0, main_grad: bool = False,
                          extras: Union[str, Sequence[str]] = ()):
@@ -350,13 +397,18 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     mode="compact": forward computes only the loss, and backward computes the gradients over slices
     of the vocabulary. This costs one more matrix product, and no gradient is stored between the
     two. accumulate="native": see docs/linear_cross_entropy.md. budget: workspace limit in bytes; 0
-    means whatever runs fastest. main_grad: backward adds dW to linear_weight.main_grad (fp32), and
-    the weight itself gets no gradient.
+    means whatever runs fastest. Forward raises if it is too small for either direction (under
+    torch.compile, each direction checks its own). main_grad: backward adds dW to
+    linear_weight.main_grad (fp32), and the weight itself gets no gradient.
     """
     linear = _linear_options(mode, accumulate, budget)
     into = _main_grad(linear_weight) if main_grad else None
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
+    if logit_scale is not None and isinstance(logit_scale, Tensor):
+        dtype = input.dtype
+        input, linear_bias, logit_scale = _learned_scale(logit_scale, softcap, input, linear_bias)
+        input, linear_bias = input.to(dtype), None if linear_bias is None else linear_bias.to(dtype)
     options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
                             ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
                             zero_if_all_ignored=zero_if_all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
@@ -374,6 +426,8 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
             raise RuntimeError("main_grad=True works only on plain tensors outside torch.compile")
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
     elif needs:
+        if budget and in_backward:
+            _check_budget(input, linear_weight, linear_bias, target, into is not None, needs, *options, *linear)
         results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, call))
         return _loss_output(which, wants_lse, *results) if extras else results
     else:
@@ -400,17 +454,21 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     For reinforcement learning: both have gradients. logits = input @ linear_weight.T + linear_bias
     are never stored. Both are 0 for ignored targets.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature is {temperature}, wanted a positive number")
+    _no_gradient("temperature", temperature)
+    if not temperature > 0 or not _F32_TINY <= 1.0 / temperature <= _F32_MAX:
+        raise ValueError(f"temperature is {temperature}, wanted a positive number with an inverse in fp32")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
     options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
                             logit_scale=1.0 / temperature)
-    rest = (target, entropy, *flatten(options, _linear_options(mode, "float32", budget)))
+    linear = _linear_options(mode, "float32", budget)
+    rest = (target, entropy, *flatten(options, linear))
     op = _formulas.linear_logprobs
     if not _plain(input, linear_weight, linear_bias, target):
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
-    elif _needs(input, linear_weight, linear_bias):
+    elif needs := _needs(input, linear_weight, linear_bias):
+        if budget:
+            _check_budget(input, linear_weight, linear_bias, target, False, needs, *options, *linear)
         results = op.eager(input, linear_weight, linear_bias, rest)
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
@@ -426,13 +484,15 @@ def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Opt
     theta.
 
     input [B, N, H, D] or [B, N, D]; theta [H, D], [H, 1] or [1, D]. The position of token n is
-    offset + n, or comes from `positions` [N] or [B, N]. f is `act`; softmax runs over the features
-    (dim=-1) or the sequence (dim=1).
+    offset + n, or comes from `positions` [N] or [B, N]; giving both is an error. f is `act`;
+    softmax runs over the features (dim=-1) or the sequence (dim=1).
     """
     kind = pick(ACTS, "act", act)
     _check_dim(dim, kind, "act", act)
     if dim not in (None, 1, -1, input.dim() - 1):
         raise ValueError(f"dim is {dim}, wanted -1 (the features) or 1 (the sequence)")
+    if positions is not None and offset != 0:
+        raise ValueError(f"offset is {offset} and positions are given, wanted only one of them")
     rest = (positions, offset, kind, int(dim == 1), pick(LRPE_ALGORITHMS, "algorithm", algorithm))
     op = _formulas.lrpe_cosine
     if not _plain(input, theta, positions):

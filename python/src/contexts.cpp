@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <cctype>
 #include <deque>
 #include <memory>
 
@@ -12,6 +13,39 @@ namespace {
 
 [[noreturn]] void fail(const char *op, const std::string &message) {
     throw std::runtime_error(std::string("rafter.") + op + ": " + message);
+}
+
+/* The library's message, with the C arguments called by their Python names. */
+std::string python_names(const std::string &message) {
+    static const struct {
+        const char *c, *python;
+    } names[] = {{"x", "input"},
+                 {"logits", "input"},
+                 {"weight", "linear_weight"},
+                 {"bias", "linear_bias"},
+                 {"class_weight", "weight"}};
+    const auto in_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; };
+    std::string text;
+    for (size_t i = 0, end; i < message.size(); i = end) {
+        for (end = i; end < message.size() && in_word(message[end]); end++)
+            ;
+        if (end == i) {
+            text += message[end++];
+            continue;
+        }
+        std::string word = message.substr(i, end - i);
+        if (word == "options" && message[end] == '.') { /* options.NAME is NAME */
+            end++;
+            continue;
+        }
+        for (const auto &name : names)
+            if (word == name.c) {
+                word = name.python;
+                break;
+            }
+        text += word;
+    }
+    return text;
 }
 
 struct Destroy {
@@ -179,8 +213,13 @@ Session::Session(const char *op, Device device) : op_(op) {
 }
 
 void Session::operator()(rafter_status status) const {
-    if (status != RAFTER_OK)
-        fail(op_, rafter_last_error(context_));
+    if (status == RAFTER_OK)
+        return;
+    const std::string message = python_names(rafter_last_error(context_));
+    /* PyTorch's own ops raise IndexError for these two, and pybind11 translates this exception to it. */
+    if (status == RAFTER_LABEL_OUT_OF_RANGE || message.starts_with("dim is "))
+        throw std::out_of_range(std::string("rafter.") + op_ + ": " + message);
+    fail(op_, message);
 }
 
 } // namespace rafter

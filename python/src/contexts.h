@@ -18,7 +18,8 @@ class Session {
     operator rafter_context *() const {
         return context_;
     }
-    /* Throws the library's error message unless the status is RAFTER_OK. */
+    /* Throws the library's error message unless the status is RAFTER_OK: as an IndexError for a
+     * label or a dim out of range, else as a RuntimeError. */
     void operator()(rafter_status status) const;
 
   private:

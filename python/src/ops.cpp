@@ -8,6 +8,8 @@
 #include "contexts.h"
 #include "tensor.h"
 
+#include <algorithm>
+
 using rafter::Call;
 using rafter::Session;
 using rafter::Tensor;
@@ -33,6 +35,11 @@ void run(const char *op, const Call &call, rafter_status (*function)(rafter_cont
     session(function(session, &args));
 }
 
+/* The library counts dimensions in 32 bits. A dim beyond them stays out of range. */
+int32_t dimension(Call &call) {
+    return static_cast<int32_t>(std::clamp<int64_t>(call.integer(), INT32_MIN, INT32_MAX));
+}
+
 /* The function that the dispatcher calls. The body takes its arguments from the Call and returns
  * its results through it. */
 typedef void Kernel(StableIValue *stack, uint64_t arguments, uint64_t results);
@@ -47,7 +54,7 @@ template <void body(Call &)> void kernel(StableIValue *stack, uint64_t, uint64_t
 rafter_act_args act_args(Call &call) {
     rafter_act_args args = default_args<rafter_act_args>();
     args.kind = static_cast<rafter_act_kind>(call.integer());
-    args.dim = static_cast<int32_t>(call.integer());
+    args.dim = dimension(call);
     return args;
 }
 
@@ -77,7 +84,7 @@ void act_backward(Call &call) {
 void logsumexp(Call &call) {
     const Tensor x = call.tensor();
     rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
-    args.dim = static_cast<int32_t>(call.integer());
+    args.dim = dimension(call);
     const bool keepdim = call.flag();
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
     int64_t shape[Tensor::MAX_DIMS];
@@ -97,7 +104,7 @@ void logsumexp(Call &call) {
 void logsumexp_backward(Call &call) {
     const Tensor dlse = call.tensor(), x = call.tensor(), lse = call.tensor();
     rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
-    args.dim = static_cast<int32_t>(call.integer());
+    args.dim = dimension(call);
     args.algorithm = static_cast<rafter_logsumexp_algorithm>(call.integer());
     Tensor dx = x.empty_like();
     args.x = x.dl();
@@ -283,6 +290,43 @@ template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
         call.return_tensors(gradients.dx, gradients.dweight, gradients.dbias);
 }
 
+/* Throws if the budget is too small for backward. Forward asks this when backward is going to
+ * compute the gradients in `grads`. The question reads no data, so the tensors of backward that do
+ * not exist yet are contiguous placeholders, at addresses that overlap nothing. */
+void linear_check_budget(Call &call) {
+    const LinearInputs in(call);
+    const bool into_main_grad = call.flag();
+    const int64_t grads = call.integer();
+    const LossOptions options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    const DLDataType single = rafter::dl_dtype(f32());
+    uintptr_t address = 0;
+    const auto placeholder = [&](const Tensor &like, DLDataType dtype) {
+        DLTensor tensor = *like.dl();
+        tensor.data = reinterpret_cast<void *>(address += uintptr_t(1) << 50);
+        tensor.strides = nullptr;
+        tensor.byte_offset = 0;
+        tensor.dtype = dtype;
+        return tensor;
+    };
+    DLTensor dloss = placeholder(in.target, single), lse = placeholder(in.target, single), dbias = {};
+    DLTensor dx = placeholder(in.x, in.x.dl()->dtype);
+    DLTensor dweight = placeholder(in.weight, into_main_grad ? single : in.weight.dl()->dtype);
+    if (in.bias.present())
+        dbias = placeholder(in.bias, in.bias.dl()->dtype);
+    if (options.c.reduction != RAFTER_NONE)
+        dloss.ndim = 0;
+    args.dloss = &dloss;
+    args.lse = &lse;
+    args.dx = grads & DX ? &dx : nullptr;
+    args.dweight = grads & DWEIGHT ? &dweight : nullptr;
+    args.dbias = grads & DBIAS ? &dbias : nullptr;
+    args.accumulate_into_dweight = into_main_grad && (grads & DWEIGHT);
+    const Session session("linear_cross_entropy", call.device());
+    size_t bytes = 0;
+    session(rafter_linear_cross_entropy_workspace(session, &args, RAFTER_BACKWARD, &bytes));
+}
+
 /* Per-row log-probability and entropy: the statistics of linear_cross_entropy, without the loss. */
 void linear_logprobs(Call &call) {
     const LinearInputs in(call);
@@ -297,8 +341,9 @@ void linear_logprobs(Call &call) {
 
 /* ---- lrpe_cosine ----------------------------------------------------------------------------- */
 
+/* offset is a SymInt: with an int, torch.compile would compile again for every value. */
 #define LRPE                                                                                                           \
-    "Tensor x, Tensor theta, Tensor? positions=None, int offset=0, int act=0, int softmax_over=0, int algorithm=0"
+    "Tensor x, Tensor theta, Tensor? positions=None, SymInt offset=0, int act=0, int softmax_over=0, int algorithm=0"
 
 struct LrpeCall {
     Tensor x, theta, positions;
@@ -406,6 +451,9 @@ const OpEntry ops[] = {
      "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, Tensor(a!) main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> (Tensor dinput, Tensor dbias)",
      kernel<linear_cross_entropy_backward<true>>},
+    {"linear_check_budget",
+     "(" LINEAR_INPUTS ", bool into_main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS ") -> ()",
+     kernel<linear_check_budget>},
     {"linear_logprobs",
      "(" LINEAR_INPUTS ", bool wants_entropy, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> (Tensor logprob, Tensor entropy, Tensor lse)",

@@ -161,7 +161,7 @@ def test_infinite_logits(device):
 
 
 def test_a_label_out_of_range_names_its_row():
-    with pytest.raises(RuntimeError, match=r"rafter.cross_entropy: the target of row 1 is 9"):
+    with pytest.raises(IndexError, match=r"rafter.cross_entropy: the target of row 1 is 9"):
         rafter.cross_entropy(torch.randn(3, 5), torch.tensor([0, 9, 1]))
 
 
@@ -183,7 +183,7 @@ def test_refusals():
         rafter.cross_entropy(x.double(), y)
     with pytest.raises(RuntimeError, match=r"target has shape \[2\]"):
         rafter.cross_entropy(x, y[:2])
-    with pytest.raises(RuntimeError, match=r"class_weight has shape \[4\]"):
+    with pytest.raises(RuntimeError, match=r": weight has shape \[4\]"):
         rafter.cross_entropy(x, y, torch.ones(4))
     with pytest.raises(ValueError, match="row_weight requires a gradient"):
         rafter.cross_entropy(x, y, row_weight=torch.ones(3, requires_grad=True))

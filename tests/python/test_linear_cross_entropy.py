@@ -203,7 +203,7 @@ def test_mixed_dtypes_and_autocast(device):
 def test_refusals(device):
     skip_unless(OP, device)
     x, w, _, y = problem(device, torch.float32)
-    with pytest.raises(RuntimeError, match=r"weight has shape \[65, 23\]"):
+    with pytest.raises(RuntimeError, match=r": linear_weight has shape \[65, 23\]"):
         rafter.linear_cross_entropy(x, w[:, 1:], y)
     with pytest.raises(ValueError, match="temperature is 0.0"):
         rafter.linear_logprobs(x, w, y, temperature=0.0)
@@ -242,6 +242,34 @@ def test_logprobs(device, dtype, options, parts):
         return pick(*out)
 
     compare(ours, expected, [x, w, b], uneven)
+
+
+@on_devices
+@in_dtypes
+def test_logprobs_read_no_ignored_row(device, dtype):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, dtype, bias=True)
+    padding = (y == -100)[:, None]
+    results = []
+    for fill in (0.0, float("nan")):
+        rows = leaf(x.detach().masked_fill(padding, fill))
+        out = rafter.linear_logprobs(rows, w, y, linear_bias=b, entropy=True)
+        results.append((*out, *torch.autograd.grad((out.logprob + 0.5 * out.entropy).sum(), [rows, w, b])))
+    for clean, filled in zip(*results):
+        assert torch.equal(clean, filled)
+    assert not results[1][2][padding[:, 0]].any()
+
+
+@on_devices
+def test_logprobs_without_features(device):
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32, features=0, bias=True)
+    out = rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=True)
+    dx, dw, db = torch.autograd.grad(out.entropy.sum(), [x, w, b])
+    assert dx.shape == (33, 0) and dw.shape == (65, 0)
+    p = torch.log_softmax(b.double(), -1)
+    (expected,) = torch.autograd.grad((y != -100).sum() * -(p.exp() * p).sum(), b)
+    close(db, expected, scale=4)
 
 
 def test_logprobs_in_slices():

@@ -63,6 +63,35 @@ def test_layouts(device, layout):
     close(dx, expected)
 
 
+@on_devices
+def test_every_offset_runs_in_one_graph(device):
+    """Decoding: the offset grows by one in every step. A graph per value would reach the limit of
+    recompilations after eight steps."""
+    x, theta = normal(2, 1, 3, 8, device=device), normal(3, 8, device=device, seed=1).requires_grad_()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=count)
+    def step(x, offset):
+        return rafter.lrpe_cosine(x, theta.detach(), offset=offset)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step_with_gradient(x, offset):
+        return rafter.lrpe_cosine(x, theta, offset=offset)
+
+    for offset in range(20):
+        expected = rafter.lrpe_cosine(x, theta, offset=offset)
+        assert torch.equal(step(x, offset), expected)
+        actual = step_with_gradient(x, offset)
+        assert torch.equal(actual, expected)
+        for a, b in zip(*(torch.autograd.grad(t, theta, uneven(t)) for t in (actual, expected))):
+            assert torch.equal(a, b)
+    assert len(graphs) <= 4  # 0, 1, and all others
+
+
 def test_refusals():
     x, theta = torch.randn(2, 5, 3, 8), torch.rand(3, 8)
     with pytest.raises(ValueError, match="softmax needs a dim"):
@@ -71,3 +100,5 @@ def test_refusals():
         rafter.lrpe_cosine(x, theta, act="softmax", dim=2)
     with pytest.raises(RuntimeError, match="theta has shape"):
         rafter.lrpe_cosine(x, torch.rand(2, 8))
+    with pytest.raises(ValueError, match="offset is 3 and positions are given"):
+        rafter.lrpe_cosine(x, theta, offset=3, positions=torch.arange(5))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """rafter.nn against torch.nn."""
+import pytest
 import torch
 
 import rafter
@@ -42,3 +43,28 @@ def test_lrpe_cosine(device):
     torch.testing.assert_close(learned(x), module(x))
     learned(x).sum().backward()
     assert learned.theta.grad.shape == (3, 8) and learned.theta.grad.any()
+
+
+@on_devices
+@parametrize("learned", [False, True])
+def test_theta_stays_fp32(device, learned):
+    module = rafter.nn.LRPECosine(3, 8, learned=learned)
+    x, expected = normal(1, 1, 3, 8, device=device, dtype=torch.bfloat16), module.theta.detach().clone()
+    for move in (lambda m: m.to(torch.bfloat16), lambda m: m.to(device, torch.float16), lambda m: m.double(),
+                 lambda m: m.to(device)):
+        move(torch.nn.Sequential(module))
+        assert module.theta.dtype == torch.float32 and torch.equal(module.theta.detach().cpu(), expected)
+        assert isinstance(module.theta, torch.nn.Parameter) == learned
+    assert module.theta.device == x.device
+    assert torch.equal(module(x, offset=1000), rafter.lrpe_cosine(x, expected.to(device), offset=1000))
+
+
+def test_misspelt_options_are_refused_at_construction():
+    with pytest.raises(TypeError, match="CrossEntropyLoss has no option 'zloss', wanted one of .*z_loss"):
+        rafter.nn.CrossEntropyLoss(zloss=1e-3)
+    with pytest.raises(TypeError, match="LinearCrossEntropyLoss has no option 'soft_cap', wanted one of .*softcap"):
+        rafter.nn.LinearCrossEntropyLoss(8, 9, soft_cap=3.0)
+    with pytest.raises(ValueError, match="act is 'swish'"):
+        rafter.nn.LRPECosine(3, 8, act="swish")
+    with pytest.raises(ValueError, match="softmax needs a dim"):
+        rafter.nn.LRPECosine(3, 8, act="softmax")

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments out of range: refused at once, with PyTorch's exception types and the Python names."""
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import rafter
+from support import on_devices, parametrize, skip_unless
+
+
+def problem(device="cpu"):
+    x, w = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device)
+    return x.requires_grad_(), w.requires_grad_(), torch.tensor([0, 1, 2, -100, 4, 5], device=device)
+
+
+def smallest_budget(function):
+    """The budget that function(budget) asks for in its error message, until it raises no more."""
+    budget = 1
+    while True:
+        try:
+            function(budget)
+            return budget
+        except RuntimeError as error:
+            assert "budget is" in str(error)
+            wanted = int(str(error).split("wanted at least ")[1])
+            assert wanted > budget
+            budget = wanted
+
+
+@on_devices
+@parametrize("options", [dict(mode="compact"), dict(reduction="none"), dict(main_grad=True)])
+def test_a_budget_too_small_for_backward_fails_in_forward(device, options):
+    skip_unless("linear_cross_entropy", device)
+    x, w, y = problem(device)
+    w.main_grad = torch.zeros(9, 8, device=device)
+    with torch.no_grad():
+        forward = smallest_budget(lambda b: rafter.linear_cross_entropy(x, w, y, budget=b, **options))
+    both = smallest_budget(lambda b: rafter.linear_cross_entropy(x, w, y, budget=b, **options))
+    assert both >= forward
+    rafter.linear_cross_entropy(x, w, y, budget=both, **options).sum().backward()
+
+
+@on_devices
+def test_a_budget_too_small_for_backward_of_logprobs_fails_in_forward(device):
+    skip_unless("linear_cross_entropy", device)
+    x, w, y = problem(device)
+    budget = smallest_budget(lambda b: rafter.linear_logprobs(x, w, y, budget=b))
+    rafter.linear_logprobs(x, w, y, budget=budget).logprob.sum().backward()
+
+
+def test_numbers_out_of_range():
+    x, w, y = problem()
+    for function in (rafter.linear_cross_entropy, rafter.linear_logprobs):
+        with pytest.raises(ValueError, match="budget is -1"):
+            function(x, w, y, budget=-1)
+    for bad in (0.0, 1e-46, -1.0, 1e46, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="logit_scale is "):
+            rafter.cross_entropy(x, y, logit_scale=bad)
+        with pytest.raises(ValueError, match="temperature is "):
+            rafter.linear_logprobs(x, w, y, temperature=bad)
+        if bad != 0:
+            with pytest.raises(ValueError, match="softcap is "):
+                rafter.linear_cross_entropy(x, w, y, softcap=bad)
+    assert rafter.cross_entropy(x, y, softcap=0.0) == rafter.cross_entropy(x, y)
+
+
+def test_indices_out_of_range():
+    x, w, y = problem()
+    y[4] = 99
+    for function in (lambda: rafter.cross_entropy(x, y), lambda: rafter.cross_entropy(x.detach(), y),
+                     lambda: rafter.linear_cross_entropy(x, w, y), lambda: rafter.linear_logprobs(x, w, y),
+                     lambda: torch.ops.rafter.cross_entropy(x, y)):
+        with pytest.raises(IndexError, match="the target of row 4 is 99"):
+            function()
+    for dim in (2, -3, 2**32 + 1):
+        for function in (rafter.softmax, rafter.logsumexp):
+            with pytest.raises(IndexError, match="dim is "):
+                function(x, dim)
+    with pytest.raises(IndexError):
+        rafter.cross_entropy(x, y, dim=3)
+
+
+def test_messages_use_the_names_of_python():
+    x, w, y = problem()
+    three = torch.ones(3)
+    for message, function in (
+            ("rafter.cross_entropy: input has dtype fp64", lambda: rafter.cross_entropy(x.double(), y)),
+            ("rafter.cross_entropy: weight has shape", lambda: rafter.cross_entropy(x, y, three)),
+            ("rafter.cross_entropy: label_smoothing is", lambda: rafter.cross_entropy(x, y, label_smoothing=2.0)),
+            ("entropy: weight has shape", lambda: rafter.linear_cross_entropy(x, w, y, weight=three)),
+            ("entropy: row_weight has shape", lambda: rafter.linear_cross_entropy(x, w, y, row_weight=three)),
+            ("entropy: linear_bias has shape", lambda: rafter.linear_cross_entropy(x, w, y, linear_bias=three)),
+            ("wanted the shape of input without its last", lambda: rafter.linear_cross_entropy(x, w, y[:3])),
+            ("rafter.act: input has dtype fp64", lambda: rafter.silu(x.double())),
+            ("rafter.lrpe_cosine: input has 2 dimensions", lambda: rafter.lrpe_cosine(x, torch.rand(1, 8)))):
+        with pytest.raises(RuntimeError, match=message):
+            function()
+
+
+def test_meta_tensors():
+    x, w, y = problem("meta")
+    rafter.cross_entropy(x, y).backward()
+    rafter.linear_cross_entropy(x, w, y, mode="compact", budget=1 << 20).backward()
+    rafter.linear_logprobs(x, w, y, entropy=True, budget=1 << 20).entropy.sum().backward()
+    rafter.logsumexp(rafter.silu(x), 1).sum().backward()
+    rafter.lrpe_cosine(x[None], torch.rand(1, 8, device="meta")).sum().backward()
+    assert x.grad.shape == x.shape and w.grad.shape == w.shape
+
+
+def flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def test_flop_counter():
+    """Matrix products count, as for torch.nn.functional.linear."""
+    x, w, y = problem()
+    w.main_grad = torch.zeros(9, 8)
+    one = flops(lambda: torch.nn.functional.linear(x, w))
+    for products, function in (
+            (3, lambda: rafter.linear_cross_entropy(x, w, y).backward()),
+            (3, lambda: rafter.linear_cross_entropy(x, w, y, extras="lse").loss.backward()),
+            (4, lambda: rafter.linear_cross_entropy(x, w, y, mode="compact").backward()),
+            (4, lambda: rafter.linear_cross_entropy(x, w, y, main_grad=True).backward()),
+            (2, lambda: rafter.linear_cross_entropy(x, w.detach(), y).backward()),
+            (1, lambda: rafter.linear_cross_entropy(x.detach(), w.detach(), y, label_smoothing=0.1)),
+            (4, lambda: rafter.linear_logprobs(x, w, y).logprob.sum().backward()),
+            (4, lambda: rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum().backward()),
+            (0, lambda: rafter.cross_entropy(x, y).backward()),
+            (0, lambda: rafter.lrpe_cosine(rafter.silu(x)[None], torch.rand(1, 8)).sum().backward())):
+        assert flops(function) == products * one
