@@ -16,12 +16,14 @@
 extern "C" {
 #endif
 
-/* Both libraries are built from one tree. The number keeps an older file from being used: raise it
- * whenever a struct that both share changes. */
-enum { RAFTER_CUDA_INTERFACE = 5 };
+/* Both libraries are built from one tree, and share structs. Two checks at load keep a file of
+ * another build from being used: this number, for changes of struct rafter_cuda itself, and a hash
+ * of all headers that declare shared structs (RAFTER_SHARED_HEADERS, from CMakeLists.txt). */
+enum { RAFTER_CUDA_INTERFACE = 6 };
 
 struct rafter_cuda {
     int interface;
+    const char *shared_headers; /* RAFTER_SHARED_HEADERS of its build */
 
     /* Creates the context's device state: the default scratch allocator, counters, the flag for bad
      * labels. */

@@ -87,7 +87,7 @@ static rafter_status open_device(rafter_context *context) {
     if (context->device.device_type != kDLCUDA)
         return rafter_fail(context, no, "device_type is %d, wanted %d (CPU) or %d (CUDA)",
                            (int)context->device.device_type, (int)kDLCPU, (int)kDLCUDA);
-    const char *path = getenv("RAFTER_CUDA_LIBRARY");
+    const char *path = secure_getenv("RAFTER_CUDA_LIBRARY"); /* it names code to run: not in setuid programs */
     void *library =
         dlopen(path && *path ? path : "librafter_cuda.so." STRING(RAFTER_VERSION_MAJOR), RTLD_NOW | RTLD_LOCAL);
     if (!library) {
@@ -99,7 +99,11 @@ static rafter_status open_device(rafter_context *context) {
     *(void **)&entry = dlsym(library, RAFTER_CUDA_ENTRY);
     const struct rafter_cuda *cuda = entry ? entry() : NULL;
     if (!cuda || cuda->interface != RAFTER_CUDA_INTERFACE)
-        return rafter_fail(context, no, "the CUDA backend that was found is not of this build");
+        return rafter_fail(context, no, "the CUDA backend that was found is of another build of rafter");
+    if (strcmp(cuda->shared_headers, RAFTER_SHARED_HEADERS) != 0)
+        return rafter_fail(context, no,
+                           "the CUDA backend that was found has other structs (%.12s) than librafter (%.12s)",
+                           cuda->shared_headers, RAFTER_SHARED_HEADERS);
     const rafter_status status = cuda->open(context);
     if (status == RAFTER_OK)
         context->cuda = cuda;
@@ -113,6 +117,8 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     if ((o.allocate != NULL) != (o.release != NULL))
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s is NULL, wanted both allocate and release, or neither",
                            o.allocate ? "release" : "allocate");
+    if (o.reserved != 0)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "reserved is %d, wanted 0", (int)o.reserved);
     if (o.threads < 0)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "threads is %d, wanted 0 or more", (int)o.threads);
     if (o.device.device_type != 0)
@@ -195,16 +201,20 @@ rafter_status rafter_bad_labels(rafter_context *context, int32_t *found) {
 }
 
 int rafter_context_threads(const rafter_context *context) {
-    return context->threads;
+    return context ? context->threads : 0;
 }
 
 size_t rafter_peak_workspace(const rafter_context *context) {
-    return context->peak;
+    return context ? context->peak : 0;
 }
 
 void rafter_reset_peak_workspace(rafter_context *context) {
-    context->peak = context->held;
+    if (context)
+        context->peak = context->held;
 }
+
+/* No struct of any version is larger. A larger size is a mistake, and reading so far may crash. */
+enum { MOST_ARGS_BYTES = 512 };
 
 rafter_status rafter_take_args(rafter_context *context, const char *name, const void *args, void *copy, size_t size) {
     if (!context)
@@ -214,7 +224,7 @@ rafter_status rafter_take_args(rafter_context *context, const char *name, const 
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "args is NULL, wanted a %s", name);
     size_t given;
     memcpy(&given, args, sizeof given);
-    if (given < sizeof given)
+    if (given < sizeof given || given > MOST_ARGS_BYTES)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s.size is %zu, wanted sizeof(%s) = %zu", name, given,
                            name, size);
     for (size_t i = size; i < given; i++)

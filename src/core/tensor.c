@@ -18,10 +18,11 @@ static const struct {
 enum { DTYPES = sizeof codes / sizeof *codes };
 
 DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape) {
+    const bool known = (unsigned)dtype < DTYPES;
     return (DLTensor){.data = data,
                       .device = {kDLCPU, 0},
                       .ndim = ndim,
-                      .dtype = {codes[dtype].code, codes[dtype].bits, 1},
+                      .dtype = {known ? codes[dtype].code : 0, known ? codes[dtype].bits : 0, 1},
                       .shape = shape};
 }
 

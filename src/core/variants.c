@@ -147,8 +147,10 @@ int rafter_describe_variant(const rafter_context *context, const char *op, int i
         const struct rafter_variant *const rows = rows_of(context, ops[o], &count);
         if (index >= count)
             return 0;
-        *variant = rows[index].name;
-        *reason = device_lacks(context, &rows[index]);
+        if (variant)
+            *variant = rows[index].name;
+        if (reason)
+            *reason = device_lacks(context, &rows[index]);
         return 1;
     }
     return 0;
@@ -157,7 +159,9 @@ int rafter_describe_variant(const rafter_context *context, const char *op, int i
 int rafter_considered_variant(const rafter_context *context, int index, const char **variant, const char **reason) {
     if (!context || index < 0 || index >= context->considered_count)
         return 0;
-    *variant = context->considered[index].variant;
-    *reason = context->considered[index].reason;
+    if (variant)
+        *variant = context->considered[index].variant;
+    if (reason)
+        *reason = context->considered[index].reason;
     return 1;
 }

@@ -218,6 +218,7 @@ static rafter_status run(rafter_context *context, const char *op, const struct r
 extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *rafter_cuda_backend(void) {
     static struct rafter_cuda table;
     table.interface = RAFTER_CUDA_INTERFACE;
+    table.shared_headers = RAFTER_SHARED_HEADERS;
     table.open = open_context;
     table.close = close_context;
     table.set_stream = set_stream;

@@ -25,7 +25,7 @@ static const LtFunctions *load(char *reason, size_t reason_bytes) {
     const std::lock_guard<std::mutex> locked(lock);
     if (loaded)
         return &functions;
-    const char *path = getenv("RAFTER_CUBLASLT_LIBRARY");
+    const char *path = secure_getenv("RAFTER_CUBLASLT_LIBRARY");
     path = path && *path ? path : LIBRARY;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) {

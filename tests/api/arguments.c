@@ -199,6 +199,11 @@ void test_sizes_of_structs(void **state) {
     f.options.size = 3;
     EXPECT_INVALID(rafter_cross_entropy_forward(f.context, &f.ce), "rafter_loss_options.size", "3");
 
+    /* A size that no struct of any version has: nothing is read that far. */
+    f.options.size = sizeof f.options;
+    f.act.size = 1000;
+    EXPECT_INVALID(rafter_act_forward(f.context, &f.act), "rafter_act_args.size", "1000");
+
     /* A caller with a newer header: valid while its new fields are zero. */
     struct {
         rafter_logsumexp_args args;

@@ -20,6 +20,9 @@ void test_context(void **state) {
     assert_int_equal(rafter_context_set_stream(NULL, NULL), RAFTER_INVALID_ARGUMENT);
     rafter_context_destroy(context);
     rafter_context_destroy(NULL);
+    assert_int_equal(rafter_context_threads(NULL), 0);
+    assert_int_equal(rafter_peak_workspace(NULL), 0);
+    rafter_reset_peak_workspace(NULL);
     for (int status = RAFTER_OK; status <= RAFTER_DEVICE_ERROR; status++)
         assert_string_not_equal(rafter_status_name((rafter_status)status), "unknown status");
     assert_string_equal(rafter_status_name((rafter_status)99), "unknown status");
@@ -35,12 +38,22 @@ void test_bad_contexts(void **state) {
     options = (rafter_context_options){.size = sizeof options, .threads = -2};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
     assert_non_null(strstr(rafter_last_error(NULL), "threads is -2"));
+    options = (rafter_context_options){.size = sizeof options, .reserved = 1};
+    assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
+    assert_non_null(strstr(rafter_last_error(NULL), "reserved is 1"));
     options = (rafter_context_options){.size = sizeof options, .device = {kDLCUDA, 9999}};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
     assert_non_null(strstr(rafter_last_error(NULL), "CUDA"));
     options.device = (DLDevice){kDLCUDAHost, 0};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
     assert_non_null(strstr(rafter_last_error(NULL), "device_type is 3"));
+    options.device = (DLDevice){kDLCUDA, 0};
+    setenv("RAFTER_CUDA_LIBRARY", OLD_BACKEND, 1); /* tests/old_backend.c */
+    assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
+    assert_non_null(strstr(rafter_last_error(NULL), "has other structs (0123456789ab)"));
+    unsetenv("RAFTER_CUDA_LIBRARY");
+    int64_t shape[1] = {1};
+    assert_int_equal(rafter_tensor(shape, (rafter_dtype)77, 1, shape).dtype.bits, 0);
     assert_int_equal(rafter_context_create(&context, NULL), RAFTER_OK); /* clears the message */
     assert_string_equal(rafter_last_error(NULL), "context is NULL");
     rafter_context_destroy(context);
