@@ -60,7 +60,6 @@ static rafter_status pick(rafter_context *context, const struct rafter_op *op, c
     const struct rafter_variant *const forced = find(rows, count, context->forced);
     size_t least_budget = 0;
     const char *reason = NULL;
-    context->considered_count = 0;
     for (int i = 0; i < count; i++) {
         if (forced && forced != &rows[i])
             continue;

@@ -7,7 +7,17 @@
 #ifndef RAFTER_CUDA_CLUSTER_CUH
 #define RAFTER_CUDA_CLUSTER_CUH
 
-#include "cuda/hopper.cuh"
+#include "cuda/vocabulary.cuh"
+
+DEVICE unsigned shared_address(const void *p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+DEVICE unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 
 DEVICE unsigned cluster_blocks() {
     unsigned blocks;
@@ -15,13 +25,17 @@ DEVICE unsigned cluster_blocks() {
     return blocks;
 }
 
-/* The two halves of cluster_sync: between them a thread may do work that needs no other block. All
- * threads of a warp call them together. */
+/* The two halves of a barrier of all threads of the cluster: between them a thread may do work that
+ * needs no other block. All threads of a warp call them together. */
 DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 DEVICE void cluster_wait() {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEVICE void cluster_sync() {
+    cluster_arrive();
+    cluster_wait();
 }
 
 /* Stores into the same shared variable of block `rank` of the cluster. That block must have

@@ -9,24 +9,7 @@
 
 #include <cuda.h>
 
-#include "cuda/vocabulary.cuh"
-
-DEVICE unsigned shared_address(const void *p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
-/* ---- clusters -------------------------------------------------------------------------------- */
-
-DEVICE unsigned cluster_rank() {
-    unsigned rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-/* All threads of all blocks of the cluster. */
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+#include "cuda/cluster.cuh"
 
 /* All threads of a warpgroup. `number`: 1 to 15, a different one for each group of the block. */
 DEVICE void group_sync(int number) {

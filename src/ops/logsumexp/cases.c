@@ -54,6 +54,8 @@ static const struct shape shapes[] = {
     /* rows of whole packs, more of them than a warp of a GPU takes */
     {2, 1, {35, 128}},
     {2, 1, {35, 256}},
+    /* so many rows that a warp of a GPU takes several, with every special value */
+    {2, 1, {33001, 8}},
 };
 
 /* For GPUs: lines that several blocks share, so many lines that a block takes several, and many

@@ -9,21 +9,14 @@ namespace {
 
 struct Strided {
     typedef cross_entropy_call Call;
-    struct Plan {
-        GeneralPlan general;
-        int64_t blocks;
-    };
+    typedef WarpRowsPlan Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &) {
         return NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const Problem p(call);
-        WorkspaceLayout layout;
-        plan->blocks = warp_blocks(device, p);
-        plan->general.fill(device, p, call, plan->blocks, &layout);
-        return layout.bytes;
+        return plan->fill(device, call);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {

@@ -6,10 +6,7 @@ namespace {
 
 struct WarpPerRow {
     typedef cross_entropy_call Call;
-    struct Plan {
-        GeneralPlan general;
-        int64_t blocks;
-    };
+    typedef WarpRowsPlan Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
@@ -20,11 +17,7 @@ struct WarpPerRow {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const Problem p(call);
-        WorkspaceLayout layout;
-        plan->blocks = warp_blocks(device, p);
-        plan->general.fill(device, p, call, plan->blocks, &layout);
-        return layout.bytes;
+        return plan->fill(device, call);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {

@@ -88,10 +88,21 @@ __global__ __launch_bounds__(ROW_THREADS, 4) void warp_per_row(const __grid_cons
         add_up(c, totals);
 }
 
-/* Enough blocks to fill the device, or one warp per row if that is less. */
-inline int64_t warp_blocks(const rafter_cuda_state &device, const Problem &p) {
-    return max(min(ceil_div<int64_t>(p.rows, ROW_THREADS / WARP), int64_t(8) * device.multiprocessors), int64_t(1));
-}
+/* The plan of the variants that launch warp_per_row. */
+struct WarpRowsPlan {
+    GeneralPlan general;
+    int64_t blocks; /* enough to fill the device, or one warp per row if that is less */
+
+    /* Returns the bytes of workspace. */
+    size_t fill(const rafter_cuda_state &device, const cross_entropy_call &call) {
+        const Problem p(call);
+        WorkspaceLayout layout;
+        const int64_t needed = ceil_div<int64_t>(p.rows, ROW_THREADS / WARP);
+        blocks = max(min(needed, int64_t(8) * device.multiprocessors), int64_t(1));
+        general.fill(device, p, call, blocks, &layout);
+        return layout.bytes;
+    }
+};
 
 } // namespace
 
