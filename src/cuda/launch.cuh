@@ -38,6 +38,11 @@ template <typename F> auto for_dtype(rafter_dtype dtype, F f) {
     }
 }
 
+/* The same for the 16-bit dtypes. */
+template <typename F> auto for_16_bit(rafter_dtype dtype, F f) {
+    return dtype == RAFTER_BF16 ? f(bf16()) : f(fp16());
+}
+
 /* A grid that is too large becomes 0, which the runtime refuses, instead of wrapping around. */
 static inline unsigned grid_of(int64_t blocks) {
     return blocks <= INT32_MAX ? static_cast<unsigned>(blocks) : 0;

@@ -15,6 +15,32 @@ constexpr int CLUSTER = 2, STEPS = 4;                /* blocks per cluster; step
 constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* rows, count and threads of warpgroups */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 
+/* The tile of a cluster: the tiles of its two blocks, one below the other; or side by side (wide),
+ * for products of so few rows that one block has them all. Blocks share b, or in a wide cluster a. */
+struct ClusterShape {
+    bool wide;
+
+    __host__ __device__ explicit ClusterShape(bool side_by_side) : wide(side_by_side) {
+    }
+    /* For a product of this many rows. */
+    static __host__ ClusterShape of(int64_t rows) {
+        return ClusterShape(rows <= ROWS);
+    }
+    __host__ __device__ int rows() const {
+        return wide ? ROWS : CLUSTER * ROWS;
+    }
+    __host__ __device__ int columns() const {
+        return wide ? CLUSTER * COLUMNS : COLUMNS;
+    }
+    int64_t tiles(int64_t down, int64_t across) const {
+        return ceil_div<int64_t>(down, rows()) * ceil_div<int64_t>(across, columns());
+    }
+    /* Rows of a that one block copies. */
+    int a_share() const {
+        return wide ? ROWS / CLUSTER : ROWS;
+    }
+};
+
 /* Steps [first, first + steps) of a tile: what a cluster does at a time. */
 struct WorkItem {
     int tile, first, steps;
@@ -87,7 +113,7 @@ constexpr int counters_of(int clusters) {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/* Row and column of the first element of a cluster's tile. */
+/* Row and column of the first element of a tile. */
 struct TileOrigin {
     int row, column;
 };
@@ -97,20 +123,22 @@ struct TileOrigin {
  * speed, share few operands, and most loads hit L2. */
 struct TileOrder {
     static constexpr int BAND = 8;
-    int down, across; /* tiles of rows (of a cluster) and of columns */
+    ClusterShape shape;
+    int down, across; /* clusters' tiles of rows and of columns */
 
-    DEVICE TileOrder(int64_t rows, int64_t columns)
-        : down(static_cast<int>((rows + CLUSTER * ROWS - 1) / (CLUSTER * ROWS))),
-          across(static_cast<int>((columns + COLUMNS - 1) / COLUMNS)) {
+    DEVICE TileOrder(int64_t rows, int64_t columns, bool wide = false)
+        : shape(wide), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
+          across(static_cast<int>((columns + shape.columns() - 1) / shape.columns())) {
     }
     DEVICE int count() const {
         return down * across;
     }
-    DEVICE TileOrigin at(int tile) const {
+    /* Of the tile of a cluster's block. In a wide cluster, the last one may be past all columns. */
+    DEVICE TileOrigin at(int tile, int rank) const {
         const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
-        return {(band * BAND + inside - column * high) * CLUSTER * ROWS,
-                (band % 2 == 0 ? column : across - 1 - column) * COLUMNS};
+        return {(band * BAND + inside - column * high) * shape.rows() + (shape.wide ? 0 : rank * ROWS),
+                (band % 2 == 0 ? column : across - 1 - column) * shape.columns() + (shape.wide ? rank * COLUMNS : 0)};
     }
 };
 

@@ -8,7 +8,8 @@
  * both blocks; two warpgroups multiply, 64 rows each. Four steps are in flight, across tiles: while
  * the registers of one tile are converted to results, the operands of the next one are loaded. The
  * tensor cores are idle meanwhile, so the conversion must be short. Its inputs are loaded before
- * the sums are complete. 16-bit results stay in registers, two per register, until the next tile is
+ * the sums are complete. (In products of at most 128 rows a cluster takes 128 rows x 512 columns, and
+ * its blocks share a instead of b: see ClusterShape.) 16-bit results stay in registers, two per register, until the next tile is
  * being summed; then they are stored through shared memory by the copy engine, 64 columns of a
  * warp's 16 rows at a time. (A tile per warpgroup, alternating, hides all of the conversion; but
  * those tiles are narrower, and lose more than that: docs/perf/linear_cross_entropy.md.)
@@ -156,23 +157,33 @@ template <bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &job, const SplitSums &split,
                        const TileScheduler &scheduler, int rank, int first, int stride) {
     Ring ring;
-    /* In one block of the cluster only: the other one needs its half of b, and so follows. */
+    /* In one block of the cluster only: the other one needs its half of an operand, and so follows. */
     ClusterLockstep lockstep(split, rank == 0 ? scheduler.time : 0, stride);
     for (int next = first; next < scheduler.items(); next += stride) {
         const WorkItem item = scheduler.at(next);
-        const TileOrigin origin = job.order.at(item.tile);
+        const TileOrigin origin = job.order.at(item.tile, rank);
         for (int k = 0; k < item.steps; k++, ring.advance()) {
             char *const to = steps + ring.step * STEP_BYTES;
             const int at = item.first + k;
             const Source a = job.a(at), b = job.b(at);
             lockstep.before_step();
-            barrier_wait(&empty[ring.step], ring.parity ^ 1); /* both blocks have read it: b is copied to both */
+            barrier_wait(&empty[ring.step], ring.parity ^ 1); /* both blocks have read it: one operand is shared */
             barrier_expect(&full[ring.step], STEP_BYTES);
-            copy_operand<A_TRANSPOSED, ROWS, false>(to, *a.map, a.first + origin.row + rank * ROWS,
-                                                    a.depth + at * DEPTH, &full[ring.step]);
-            copy_operand<B_TRANSPOSED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, *b.map,
-                                                    b.first + origin.column + rank * SHARE, b.depth + at * DEPTH,
-                                                    &full[ring.step]);
+            const int a_first = a.first + origin.row, a_depth = a.depth + at * DEPTH;
+            const int b_first = b.first + origin.column, b_depth = b.depth + at * DEPTH;
+            if (job.order.shape.wide) {
+                constexpr int A_SHARE = ROWS / CLUSTER;
+                copy_operand<A_TRANSPOSED, A_SHARE, true>(to + rank * A_SHARE * DEPTH * 2, *a.map,
+                                                          a_first + rank * A_SHARE, a_depth, &full[ring.step]);
+#pragma unroll
+                for (int i = 0; i < CLUSTER; i++)
+                    copy_operand<B_TRANSPOSED, SHARE, false>(to + A_BYTES + i * SHARE * DEPTH * 2, *b.map,
+                                                             b_first + i * SHARE, b_depth, &full[ring.step]);
+            } else {
+                copy_operand<A_TRANSPOSED, ROWS, false>(to, *a.map, a_first, a_depth, &full[ring.step]);
+                copy_operand<B_TRANSPOSED, SHARE, true>(to + A_BYTES + rank * SHARE * DEPTH * 2, *b.map,
+                                                        b_first + rank * SHARE, b_depth, &full[ring.step]);
+            }
         }
         if constexpr (Job::HELD > 0)
             for (int i = 0; i < Job::HELD; i++, ring.advance()) {
@@ -201,7 +212,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
             barrier_arrive_at(empty_at + step * 8, thread);
     };
     char *const staging = steps + STEPS * STEP_BYTES + (group * GROUP + thread) / WARP * (PARTS_IN_FLIGHT * PART_BYTES);
-    const int own_row = rank * ROWS + group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
+    const int own_row = group * GROUP_ROWS + thread / WARP * 16 + thread % WARP / 4;
     char *held[Job::HELD + 1];
     Packed packed;
     bool pending = false; /* there are packed results that are not stored */
@@ -244,7 +255,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
                 if (pending)
                     job.store(packed, k, staging);
         }
-        const TileOrigin origin = job.order.at(scheduler.at(item).tile);
+        const TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
         rows.load(job, origin.row + own_row);
 #pragma unroll 1
         for (int k = BEGIN; k < count; k++)
@@ -318,26 +329,28 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
 /* ---- launching ------------------------------------------------------------------------------- */
 
 /* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes. Elements
- * outside of it read as 0 and are not written. (No L2 promotion: that caused half again as much
+ * outside of it read as 0 and are not written. `streamed`: it is read once, from memory, so L2 loads
+ * 256 bytes at a time. (If operands are read from L2 several times, that causes half again as much
  * traffic between L2's halves.) */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
-                              int64_t stride, int box_rows) {
+                              int64_t stride, int box_rows, bool streamed = false) {
     const int64_t size[] = {columns, rows};
     return make_tensor_map(map, dtype, data, 2, size, &stride,
                            {128 / static_cast<int>(rafter_dtype_bytes(dtype)), box_rows}, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_NONE);
+                           streamed ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 /* An operand, of which `count` elements are copied at a time. `transposed`: its rows are depths. */
 static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
-                               int64_t stride, bool transposed, int count) {
-    return map_matrix(map, dtype, data, rows, columns, stride, transposed ? DEPTH : count);
+                               int64_t stride, bool transposed, int count, bool streamed = false) {
+    return map_matrix(map, dtype, data, rows, columns, stride, transposed ? DEPTH : count, streamed);
 }
 
 /* For a kernel that computes rows x columns results, and begins with
  * wait_for_previous_kernel. */
-static inline Launch launch_for(const rafter_cuda_state *state, int64_t rows, int64_t columns, const SplitSums &split) {
-    const int64_t tiles = ceil_div<int64_t>(rows, CLUSTER * ROWS) * ceil_div<int64_t>(columns, COLUMNS);
+static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape shape, int64_t rows, int64_t columns,
+                                const SplitSums &split) {
+    const int64_t tiles = shape.tiles(rows, columns);
     const int64_t items = tiles < split.capacity ? split.capacity : tiles, most = state->multiprocessors / CLUSTER;
     Launch how = {CLUSTER * (items < most ? items : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;

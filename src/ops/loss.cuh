@@ -39,7 +39,7 @@ struct Loss {
     float z_loss, softcap, scale;
     double label_share, spread; /* 1 - s, s / V */
 
-    Rows target, row_weight, dloss, lse, loss, row_loss, logprob, entropy, argmax;
+    Rows target, row_weight, dloss, dentropy, lse, loss, row_loss, logprob, entropy, argmax;
     const float *class_weight, *denominator; /* NULL: not given */
     int64_t class_stride;
 
@@ -213,6 +213,7 @@ DEVICE float cap_slope(float z, float cap) {
 struct RowGradient {
     bool constant;
     float pivot, p, spread, at_label, target;
+    float level, tilt;
 };
 
 /* The factor that all rows share: dloss of mean and sum, the denominator, scale. */
@@ -251,12 +252,14 @@ DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z,
             static_cast<float>(p),
             static_cast<float>(terms.spread),
             static_cast<float>(at_label),
-            static_cast<float>(terms.target)};
+            static_cast<float>(terms.target),
+            1.0f,
+            0.0f};
 }
 
 /* The gradient of a row of all -inf. */
 DEVICE RowGradient zero_gradient() {
-    return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f};
 }
 
 DEVICE RowGradient gradient_from_stats(const Loss &loss, double common, int64_t row, int64_t label, float z,
@@ -294,7 +297,7 @@ DEVICE void write_skipped(const Loss &loss, int64_t row, int64_t label, Totals *
 
 /* Zeros if the row is ignored, NaN if the label is out of range. */
 DEVICE RowGradient gradient_of_skipped(int64_t label) {
-    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, 0.0f};
+    return {true, 0.0f, label == IGNORED ? 0.0f : NAN, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f};
 }
 
 #endif

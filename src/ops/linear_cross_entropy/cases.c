@@ -126,7 +126,7 @@ static bool is_native(const problem *p, const struct options *o) {
  * and a relative 2^-8 where terms are alike. H bounds the sum over rows of |p - onehot|: labels of
  * one class, and p, give 4 + 4 N / V, or N where all rows are alike. Products in fp32 add e (8 + 4
  * sqrt(K)) of the sum, or e (8 + K) where all rows, and so their roundings, are alike and summed in
- * order. dbias sums dz before it is rounded. Native accumulation rounds the partial sums after
+ * order. dbias sums dz, which Hopper's kernels have rounded, but for the label's element. Native accumulation rounds the partial sums after
  * every chunk: another half unit of the gradient's dtype per chunk, relative to the largest partial
  * sum, which is the result where all rows are alike.
  */
@@ -181,7 +181,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"dweight", (narrow ? unit : 4 * e) + native / 2,
          upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding + n * tiny) +
              (o->main_gradient ? 8 * e : 0)},
-        {"dbias", 4 * e, upstream * hits * (dz + sums_n)},
+        {"dbias", narrow ? unit : 4 * e, upstream * (hits * (dz + sums_n) + 4 * sqrt(hits) * rounding + n * tiny)},
     };
     for (size_t i = 0; i < sizeof bounds / sizeof *bounds; i++) {
         problem_tensor *t = problem_find(p, bounds[i].name);

@@ -31,10 +31,17 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->dweight_rows = rows_in_dweight(p, plan->direct_dweight);
 
     const int64_t tile_bytes = p.statistics ? group * tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
-    const int64_t dz_bytes = p.dx || p.dweight ? p.rows * round_up(slice, int64_t(8)) * p.bytes() : 0;
+    const int64_t dz_bytes = p.gradients() ? p.rows * round_up(slice, int64_t(8)) * p.bytes() : 0;
     Layout layout;
     plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
     layout.place(&plan->dz, tile_bytes > 0 || dz_bytes > 0, max(tile_bytes, dz_bytes));
+    layout.place(&plan->more, p.option_stats, group * tiles_across(p.classes) * int64_t(sizeof(OptionStats)));
+    layout.place(&plan->dbias, p.dbias, p.classes * 4);
+    layout.place(&plan->weight_sum, p.logit_sums, ColumnSums::padded(p.depth) * 4);
+    layout.place(&plan->logit_sums, p.logit_sums, (p.rows + 1) * 4);
+    layout.place(&plan->column_parts, p.dbias || p.logit_sums,
+                 max(p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0,
+                     p.logit_sums ? ColumnSums::bytes(p.classes, p.depth) : 0));
     layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     return layout.bytes();
@@ -46,7 +53,9 @@ size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, 
     return fit_slices(
         p, limits.budget, slice_for(p, min(DZ_BYTES, ALL_BYTES - split_bytes)),
         p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,
-        [&](int64_t) { return tiles_across(p.classes) * int64_t(sizeof(RowStats)); },
+        [&](int64_t) {
+            return tiles_across(p.classes) * int64_t(sizeof(RowStats) + (p.option_stats ? sizeof(OptionStats) : 0));
+        },
         [&](int64_t group, int64_t slice) { return make(p, limits, clusters, group, slice, plan); });
 }
 
@@ -73,13 +82,22 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     const Problem &p = run.problem;
     char *const workspace_dz = plan.dz.in(base);
     RowStats *const stats = reinterpret_cast<RowStats *>(workspace_dz);
-    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base);
+    OptionStats *const more = plan.more.in(base);
+    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base);
+    run.column_parts = plan.column_parts.in(base);
     const Operand x = {run.x.data, run.x.stride, false};
 
+    run.logit_sums = plan.logit_sums.in(base);
+    if (p.logit_sums) {
+        sum_weights(run, plan.weight_sum.in(base));
+        sum_logits(run, plan.weight_sum.in(base), plan.logit_sums.in(base));
+    }
     for (int64_t first = 0; p.statistics && first < p.rows; first += plan.group) {
         const int64_t rows = min(p.rows - first, plan.group);
-        RAFTER_TRY(multiply_logits(run, STATISTICS, statistics_task(run, first, rows, stats), {}));
-        finish_tiles(&run, first, rows, stats, {});
+        LogitTask task = statistics_task(run, first, rows, stats);
+        task.more = more;
+        RAFTER_TRY(multiply_logits(run, STATISTICS, task, {}));
+        finish_tiles(&run, first, rows, stats, more, {});
     }
     if (!p.statistics)
         finish_rows(&run, run.active.order, 0, p.rows, NULL, 1);
@@ -93,10 +111,12 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         task.first_class = v;
         task.classes = dz.classes;
         RAFTER_TRY(multiply_logits(run, GRADIENT, task, dz));
+        if (p.dbias)
+            sum_dbias(run, dz, 0, p.rows, NULL, run.z_label, false, dbias);
         if (p.dweight) {
             const GradientOut out =
                 plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, v) : into_sums(run, dweight);
-            RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, NULL, out, plan.direct_dweight && p.adds_dweight));
+            RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, NULL, NULL, out, plan.direct_dweight && p.adds_dweight));
             if (plan.redo_nonfinite)
                 redo_nonfinite(run, x, dz, out);
             if (!plan.direct_dweight)
@@ -107,6 +127,8 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
             RAFTER_TRY(plan.direct_dx ? hopper_dx(run, input) : hopper_dx_sums(run, input, dx, p.rows, v > 0));
         v += dz.classes;
     }
+    if (p.dbias)
+        store_dbias(run, dbias);
     if (p.dx && !plan.direct_dx)
         store_dx_rows(run, 0, p.rows, dx, NULL);
     finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);

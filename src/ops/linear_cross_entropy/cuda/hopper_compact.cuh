@@ -23,8 +23,10 @@ struct HopperCompact {
         int64_t dweight_rows; /* from rows_in_dweight */
         bool direct_dx;       /* the product writes into the caller's dx; else into fp32 sums in the workspace */
         bool direct_dweight;
-        bool redo_nonfinite; /* ignored rows of x reach the sums of dW */
-        Buffer<char> dz;     /* of all rows and a slice; before that, statistics of a group's tiles */
+        bool redo_nonfinite;      /* ignored rows of x reach the sums of dW */
+        Buffer<char> dz;          /* of all rows and a slice; before that, statistics of a group's tiles */
+        Buffer<OptionStats> more; /* of a group's tiles */
+        Buffer<float> dbias, weight_sum, logit_sums, column_parts;
         Buffer<float> dx, dweight;
     };
 

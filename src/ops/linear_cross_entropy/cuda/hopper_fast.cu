@@ -69,9 +69,16 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     const int64_t first_dz = first * round_up(p.classes - plan->classes_in_dweight, int64_t(8)),
                   other_dz = first < p.rows ? group * round_up(p.classes, int64_t(8)) : 0;
     const bool labels = !plan->converts && p.dweight;
+    plan->spread_apart = p.smooths && !plan->converts;
+    const bool weight_sum = p.logit_sums, spread_x = plan->spread_apart && p.dweight;
+    const int64_t depth_sums = ColumnSums::padded(p.depth) * 4,
+                  parts = max(max(weight_sum ? ColumnSums::bytes(p.classes, p.depth) : 0,
+                                  spread_x ? ColumnSums::bytes(first, p.depth) : 0),
+                              p.dbias ? ColumnSums::bytes(first, p.classes) : 0);
     Layout layout;
     plan->setup.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
     layout.place(&plan->stats, true, first * tiles_across(p.classes) * int64_t(sizeof(RowStats)));
+    layout.place(&plan->more, p.option_stats, first * tiles_across(p.classes) * int64_t(sizeof(OptionStats)));
     layout.place(&plan->sample, !plan->converts, p.rows * int64_t(sizeof(RowStats)));
     layout.place(&plan->x_scaled, labels, first * p.depth_stride() * p.bytes());
     layout.place(&plan->row_labels, labels, round_up(p.rows, int64_t(4)) * int64_t(sizeof(int)));
@@ -80,6 +87,11 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     layout.place(&plan->dz, !plan->exp_in_dweight, max(first_dz, other_dz) * p.bytes());
     layout.place(&plan->dx, p.dx && !plan->direct_dx, group * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, p.classes * p.depth_stride() * 4);
+    layout.place(&plan->dbias, p.dbias, p.classes * 4);
+    layout.place(&plan->weight_sum, weight_sum, depth_sums);
+    layout.place(&plan->logit_sums, p.logit_sums, (p.rows + 1) * 4);
+    layout.place(&plan->spread_x, spread_x, depth_sums);
+    layout.place(&plan->column_parts, parts > 0, parts);
     return layout.bytes();
 }
 
@@ -133,8 +145,10 @@ Group group_at(const HopperFast::Plan &plan, const HopperRun &run, int64_t first
             {dweight, round_up(in_dweight, int64_t(8)), before, in_dweight}};
 }
 
-rafter_status form_exponentials(const HopperRun &run, const Group &group, RowStats *stats, const RowStats *sample) {
+rafter_status form_exponentials(const HopperRun &run, const Group &group, RowStats *stats, OptionStats *more,
+                                const RowStats *sample) {
     LogitTask task = statistics_task(run, group.first, group.rows, stats);
+    task.more = more;
     task.sample = sample ? sample + group.first : NULL;
     task.classes = group.dz.classes;
     RAFTER_TRY(multiply_logits(run, EXPONENTIALS, task, group.dz));
@@ -143,6 +157,7 @@ rafter_status form_exponentials(const HopperRun &run, const Group &group, RowSta
     task.first_class = group.rest.first_class;
     task.classes = group.rest.classes;
     task.stats = stats + task.first_class / TILE_CLASSES;
+    task.more = more ? more + task.first_class / TILE_CLASSES : NULL;
     return multiply_logits(run, EXPONENTIALS, task, group.rest);
 }
 
@@ -170,48 +185,64 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
     HopperRun run(context, call, plan.setup, labels, base);
     const Problem &p = run.problem;
     RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);
-    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base);
+    OptionStats *const more = plan.more.in(base);
+    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base),
+                 *const weight_sum = plan.weight_sum.in(base), *const spread_x = plan.spread_x.in(base);
     const Matrix x_scaled = {plan.x_scaled.in(base), plan.first_group, p.dweight ? p.depth : 0, p.depth_stride()};
     const auto dweight_from = [&](int64_t first_class) {
         return plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, first_class)
                                    : into_sums(run, dweight);
     };
     const bool adds_to_tensor = plan.direct_dweight && p.adds_dweight;
-
-    if (!plan.converts) { /* the largest of a row's first logits: the pivot of its exponentials */
-        LogitTask task = statistics_task(run, 0, p.rows, sample);
-        task.classes = min(p.classes, int64_t(TILE_CLASSES));
-        task.tiles = 1;
-        RAFTER_TRY(multiply_logits(run, STATISTICS, task, {}));
+    run.column_parts = plan.column_parts.in(base);
+    run.spread_apart = plan.spread_apart;
+    run.weight_sum = plan.spread_apart ? weight_sum : NULL;
+    run.logit_sums = plan.logit_sums.in(base);
+    if (weight_sum) {
+        sum_weights(run, weight_sum);
+        sum_logits(run, weight_sum, plan.logit_sums.in(base));
     }
+
+    if (!plan.converts)
+        sample_statistics(run, sample);
     for (int64_t first = 0; first < p.rows;) {
         const Group group = group_at(plan, run, first, base);
         const bool add = first > 0 || adds_to_tensor;
-        RAFTER_TRY(form_exponentials(run, group, stats, sample));
+        RAFTER_TRY(form_exponentials(run, group, stats, more, sample));
         if (plan.converts) {
-            finish_tiles(&run, first, group.rows, stats, group.dz);
+            finish_tiles(&run, first, group.rows, stats, more, group.dz);
+            if (p.dbias)
+                sum_dbias(run, group.dz, first, group.rows, NULL, NULL, first > 0, dbias);
             /* dx is last: it may overwrite the copy of x, which dW is formed from. */
             if (p.dweight)
-                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, NULL, dweight_from(0), add));
+                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, NULL, NULL, dweight_from(0), add));
             if (p.dx)
                 RAFTER_TRY(form_dx(run, plan, group, dx, NULL));
         } else {
-            finish_tiles(&run, first, group.rows, stats, {});
+            finish_tiles(&run, first, group.rows, stats, more, {});
             adjust_exponentials(run, first, group.rows, stats, group.dz, group.rest, x_scaled);
+            if (spread_x)
+                sum_spread_x(run, first, group.rows, spread_x);
+            if (p.dbias)
+                sum_dbias(run, group.dz, first, group.rows, run.gradients, NULL, first > 0, dbias);
+            if (p.dbias && group.rest.classes > 0)
+                sum_dbias(run, group.rest, first, group.rows, run.gradients, NULL, first > 0, dbias);
             /* dW is last: it may overwrite exponentials, which dx is formed from. Of dW, those
              * classes are first whose exponentials are in dweight. */
             if (p.dx)
                 RAFTER_TRY(form_dx(run, plan, group, dx, run.gradients));
             if (p.dweight && group.rest.classes > 0)
-                RAFTER_TRY(hopper_dweight(run, group.rest, first, group.rows, &x_scaled,
+                RAFTER_TRY(hopper_dweight(run, group.rest, first, group.rows, &x_scaled, spread_x,
                                           dweight_from(group.rest.first_class), add));
             if (p.dweight)
-                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, &x_scaled, dweight_from(0), add));
+                RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, &x_scaled, spread_x, dweight_from(0), add));
         }
         first += group.rows;
     }
     if (p.dweight && !plan.converts)
         add_label_rows(run, dweight_from(0));
+    if (p.dbias)
+        store_dbias(run, dbias);
     if (p.dweight && !plan.direct_dweight)
         store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
     finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);

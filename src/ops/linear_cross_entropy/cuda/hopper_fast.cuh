@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Fast on Hopper, for bf16: for each group of rows, the exponentials e^(u - pivot) of all classes,
+ * Fast on Hopper, for 16-bit inputs: for each group of rows, the exponentials e^(u - pivot) of all classes,
  * stored by the product that forms the logits, before the sums of the rows are known; the group's
  * dx; and dW, summed from group to group.
  *
  * With many classes, exponentials are used in place of dz. The row factor p is applied to x before
  * the dW product, and to dx after its product. The label's element of dz is left out of the
- * products and added in fp32. With few classes, exponentials are converted to dz in place.
+ * products and added in fp32. So is the spread of label smoothing, which is a product of two vectors.
+ * With few classes, exponentials are converted to dz in place.
  *
  * dW's memory is free until dW is written. The first or only group stores some of its exponentials
  * there; if dW is summed in the workspace, every group stores all of them there.
@@ -29,12 +30,15 @@ struct HopperFast {
         int64_t group, first_group; /* rows; the first group may have more than the others */
         int64_t classes_in_dweight; /* the first group's exponentials of the last classes are stored in dweight */
         bool exp_in_dweight;        /* all exponentials of every group are */
+        bool spread_apart;          /* label smoothing, unless the conversion includes it */
         Buffer<RowStats> stats;     /* of the group's tiles */
+        Buffer<OptionStats> more;   /* the same */
         Buffer<RowStats> sample;    /* of every row */
         Buffer<char> dz, x_scaled;  /* of the group. dz: exponentials, or dz after the conversion */
         Buffer<int> row_labels, frequent_labels; /* of Labels */
         Buffer<Labels::Class> class_rows;
         Buffer<float> dx, dweight; /* fp32 sums: of `group` rows; of all classes */
+        Buffer<float> dbias, weight_sum, logit_sums, spread_x, column_parts;
     };
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call);

@@ -83,7 +83,12 @@ struct HopperRun : Run {
     Matrix x, copy; /* x for products if all rows are active; else the copy of active rows */
     Matrix w;
     float *z_label;
-    Labels labels; /* of_row NULL: not wanted */
+    Labels labels;       /* of_row NULL: not wanted */
+    float *column_parts; /* ColumnSums' workspace, if there is any */
+    /* Label smoothing's spread is not part of dz, but of dx and dW: see hopper_rows.cu. */
+    bool spread_apart;
+    const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
+    const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
 
     /* Sets the pointers, and enqueues the first kernels. */
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
@@ -105,24 +110,39 @@ struct HopperRun : Run {
  *     GRADIENT       dz, from the rows' coefficients */
 enum LogitMode { STATISTICS, EXPONENTIALS, GRADIENT };
 
+/* Statistics of a row over a tile that some options need beyond RowStats: see LossStats<FULL>. */
+struct alignas(16) OptionStats {
+    float weighted, moment, best;
+    int argmax;
+};
+
 struct LogitTask {
     ActiveRows active;
     tiles::SplitSums split;
     int64_t first_row, rows, first_class, classes; /* of active rows, and of W */
     int depth;
-    float scale;                  /* of logits */
-    const float *bias;            /* of all classes; NULL: none */
+    float scale;                    /* of logits */
+    float softcap, inverse_softcap; /* 0: none */
+    const float *bias;              /* of all classes; NULL: none */
+    const float *class_weight;      /* of all classes; NULL: all are 1. Read if it smooths */
+    int64_t class_stride;
+    bool smooths, wants_argmax;   /* which OptionStats are wanted; smooths, in GRADIENT: the spread is */
+    bool differentiates_entropy;  /* GRADIENT */
+    bool wide;                    /* tiles::ClusterShape */
     RowStats *stats;              /* [rows][tiles]; GRADIENT: not written */
+    OptionStats *more;            /* [rows][tiles]; NULL: not wanted */
     int tiles;                    /* per row of `stats` */
     float *z_label;               /* of all active rows */
-    const RowStats *sample;       /* EXPONENTIALS: statistics of the task's rows over some of their classes; or NULL */
+    const RowStats *sample;       /* EXPONENTIALS: estimated statistics of the task's rows; or NULL */
+    float *dz_label;              /* GRADIENT: the label's element of dz, not rounded; NULL: not wanted */
     const RowGradient *gradients; /* GRADIENT: of all active rows */
     void *out;                    /* [rows][out_stride] in the inputs' dtype: exponentials or dz */
     int64_t out_stride;           /* a multiple of 8 */
 };
 
-/* The task's rows, classes, stats and sample are set by the caller. `out`: for
- * exponentials or dz. */
+/* The task's rows, classes, stats, more and sample are set by the caller. `out`: for exponentials or
+ * dz. Exponentials are multiplied by the derivative of the softcap, if there is one, but their sums
+ * are not. */
 rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out);
 
 /* A task for the statistics of all classes of active rows [first, first + rows). */
@@ -131,9 +151,10 @@ LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, Row
 /* ---- gradients: kernels/hopper_gradients.cu -------------------------------------------------- */
 
 /* dW of dz's classes from active rows [first, first + rows), which are dz's. `scaled`: x_scaled
- * instead of x; its last rows are dz's active ones. `add`: to what `out` holds. */
+ * instead of x; its last rows are dz's active ones. `spread_x`: from sum_spread_x; NULL: none. `add`:
+ * to what `out` holds. */
 rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,
-                             const GradientOut &out, bool add);
+                             const float *spread_x, const GradientOut &out, bool add);
 
 /* dx of active rows [first, first + rows). dz is in one part, or in two: `dz` and then `rest`. */
 struct DxInput {
@@ -147,12 +168,23 @@ rafter_status hopper_dx(const HopperRun &run, const DxInput &input);
  * `add`: to what they are. */
 rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add);
 
+/* ---- estimates: kernels/row_sample.cu --------------------------------------------------------- */
+
+/* Estimated statistics of every active row, from a few of its logits: the pivot of its
+ * exponentials. */
+void sample_statistics(const HopperRun &run, RowStats *sample);
+/* The sum of w_v z_v of every active row, from sum_weights, for label smoothing without a softcap.
+ * `to` has an element more than there are rows. */
+void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
+
 /* ---- rows: kernels/hopper_rows.cu ------------------------------------------------------------ */
 
 /* Results and coefficients of active rows [first, first + rows) from the statistics of their tiles.
- * `to_dz`, if its data is not NULL: exponentials of these rows, to be converted to dz in place.
+ * `more`: or NULL. `to_dz`, if its data is not NULL: exponentials of these rows, to be converted to
+ * dz in place.
  * Adds rows to run->labels if wanted. */
-void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const Dz &to_dz);
+void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
+                  const Dz &to_dz);
 
 /* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
  * with another pivot to the row's, removes the label's element, and writes x_scaled = p * x: see
@@ -163,6 +195,29 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
 /* Active rows' dx from its sums, and zeros for the other rows among [first, first + rows).
  * `gradients`: as in DxInput. */
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients);
+
+/* ---- sums over rows: kernels/column_sums.cu -------------------------------------------------- */
+
+/* Workspace of the functions below. */
+struct ColumnSums {
+    static int chunks(int64_t rows, int64_t columns);
+    /* Enough for this many columns, or fewer. */
+    static int64_t bytes(int64_t rows, int64_t columns);
+    /* Elements of a result that is read in whole tiles: behind the columns, it is 0. */
+    static int64_t padded(int64_t columns) {
+        return round_up(columns, int64_t(TILE_CLASSES));
+    }
+};
+
+/* The sum of w_v W_v over all classes. `to` has padded(depth) elements. */
+void sum_weights(const HopperRun &run, float *to);
+/* The sum of spread * x over active rows [first, first + rows). `to` has padded(depth) elements. */
+void sum_spread_x(const HopperRun &run, int64_t first, int64_t rows, float *to);
+/* dbias of dz's classes, from active rows [first, first + rows), without alpha. `gradients`: as in
+ * DxInput. `at_label`: the label's elements of dz of all active rows, which replace the rounded ones;
+ * NULL: those of `gradients`. `dbias`: of all classes. */
+void sum_dbias(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const RowGradient *gradients,
+               const float *at_label, bool add, float *dbias);
 
 /* ---- labels: kernels/label_rows.cu ----------------------------------------------------------- */
 

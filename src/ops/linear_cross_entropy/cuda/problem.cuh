@@ -41,6 +41,10 @@ struct Problem {
     rafter_lce_mode mode;
     bool statistics;                /* to be computed, not given by the caller's lse */
     bool all_statistics;            /* columns need more than the softmax's statistics */
+    bool caps, smooths;             /* softcap, label smoothing */
+    bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
+    bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
+    bool bounded_rows;              /* no row's coefficients exceed 1, apart from factors that all rows share */
     bool dx, dweight, dbias;        /* wanted */
     bool adds_dweight;              /* to what the caller's dweight holds */
     bool sum_in_dx, sum_in_dweight; /* partial sums may be kept in the caller's tensor */
@@ -55,7 +59,13 @@ struct Problem {
         classes = loss.classes;
         mode = call.mode;
         statistics = loss.direction == RAFTER_FORWARD || !loss.lse.data;
-        all_statistics = loss.softcap != 0.0f || loss.smoothing != 0.0f || loss.entropy.data || loss.argmax.data;
+        caps = loss.softcap != 0.0f;
+        smooths = loss.smoothing != 0.0f;
+        option_stats = statistics && ((smooths && caps) || loss.entropy.data || loss.argmax.data);
+        logit_sums = statistics && smooths && !caps;
+        bounded_rows =
+            !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
+        all_statistics = caps || smooths || loss.entropy.data || loss.argmax.data;
         dx = call.dx.data;
         dweight = call.dweight.data;
         dbias = call.dbias.data;

@@ -100,6 +100,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
     for (int i = threadIdx.x; i < counter_count; i += PREPARE_THREADS)
         counters[i] = 0;
     double classes = 0.0;
+#pragma unroll 8
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
@@ -226,11 +227,8 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
 
 /* fp16 holds nothing below 2^-24, and at most 13 bits above 2^-14. So dz is scaled up to use fp16's
  * upper range, unless the caller's weights or the z-loss may already reach it. */
-float row_scale_of(const linear_cross_entropy_call &call) {
-    const struct rafter_loss &loss = call.loss;
-    const bool bounded =
-        !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
-    return call.x.dtype == RAFTER_F16 && bounded ? 0x1p12f : 1.0f;
+float row_scale_of(const Problem &p) {
+    return p.dtype == RAFTER_F16 && p.bounded_rows ? 0x1p12f : 1.0f;
 }
 
 /* dbias as a matrix of one row. */
@@ -248,7 +246,7 @@ rafter_view as_row(const rafter_view &view) {
 
 Run::Run(rafter_context *for_context, const linear_cross_entropy_call &for_call)
     : context(for_context), call(for_call), problem(for_call), loss(loss_of(*for_context->cuda_state, &for_call.loss)),
-      row_scale(row_scale_of(for_call)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), bias(NULL),
+      row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), bias(NULL),
       weight() {
 }
 
@@ -271,9 +269,13 @@ void CommonBuffers::use(Run *run, char *workspace) const {
 }
 
 void prepare(Run *run, const ActiveRowsSetup &setup) {
-    constexpr int LEAST_ROWS = 64; /* per block that lists rows: each one reads all labels, or all before its own */
+    /* Per block that lists rows: each one reads all labels, or all before its own. Blocks also
+     * clear the lists of rows by label, which has an element per class. */
+    constexpr int LEAST_ROWS = 64, LEAST_CLASSES = 4096;
     const int64_t most = run->context->cuda_state->multiprocessors - 1;
-    const int64_t blocks = setup.order ? min(ceil_div<int64_t>(run->problem.rows, LEAST_ROWS), most) : 0;
+    const int64_t for_rows = ceil_div<int64_t>(run->problem.rows, LEAST_ROWS),
+                  for_classes = setup.labels.of_row ? ceil_div<int64_t>(run->problem.classes, LEAST_CLASSES) : 0;
+    const int64_t blocks = setup.order ? min(max(for_rows, for_classes), most) : 0;
     launch(run->context, {1 + blocks, PREPARE_THREADS}, prepare_call, run->loss, run->row_scale, setup.drop_ignored,
            setup.order, setup.classes, setup.counters, setup.counter_count, setup.labels, setup.copy, run->common);
     run->loss.prepared = &run->common->prepared;

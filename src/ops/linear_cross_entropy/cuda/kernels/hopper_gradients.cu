@@ -25,6 +25,9 @@ struct DweightTask {
     const float *alpha; /* factor of the sums; NULL: 1 */
     void *out;          /* dW of dz's classes */
     int64_t out_stride;
+    const float *spread_x;     /* class v gets -w_v times this; NULL: none */
+    const float *class_weight; /* of dz's classes; NULL: all are 1 */
+    int64_t class_stride;
 };
 
 struct DxTask {
@@ -37,9 +40,11 @@ struct DxTask {
     const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
     const void *weight;           /* of all classes */
     int64_t weight_stride;
-    const float *alpha; /* RESULTS only */
-    void *dx;           /* of all the call's rows */
+    const float *weight_sum; /* rows get -spread times this; NULL: none */
+    const float *alpha;      /* RESULTS only */
+    void *dx;                /* of all the call's rows */
     int64_t dx_stride;
+    bool wide; /* tiles::ClusterShape */
 };
 
 /* dx itself; or fp32 sums of active rows, written or added to. */
@@ -89,6 +94,24 @@ template <typename T, typename U, bool ADD> struct DweightJob {
             to[i] = row + 8 * i < task.classes ? static_cast<U *>(task.out) + (row + 8 * i) * task.out_stride : NULL;
     }
 
+    DEVICE void subtract_spread(float (&d)[128], int row, int column) const {
+        float w[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            w[i] = task.class_weight && row + 8 * i < task.classes
+                       ? __ldg(task.class_weight + (row + 8 * i) * task.class_stride)
+                       : 1.0f;
+#pragma unroll
+        for (int j = 0; j < 32; j++) {
+            const float2 two = __ldg(reinterpret_cast<const float2 *>(task.spread_x + column + tiles::column_of(j)));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                d[4 * j + 2 * i] = fmaf(-w[i], two.x, d[4 * j + 2 * i]);
+                d[4 * j + 2 * i + 1] = fmaf(-w[i], two.y, d[4 * j + 2 * i + 1]);
+            }
+        }
+    }
+
     DEVICE void finish(float (&d)[128], const tiles::TileOrigin &origin, const Rows &rows, char *staging,
                        char *const *held, tiles::Packed &packed) const {
         constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
@@ -96,6 +119,8 @@ template <typename T, typename U, bool ADD> struct DweightJob {
         rows_at(rows.row, to);
         packed.row = rows.row;
         packed.column = origin.column;
+        if (task.spread_x)
+            subtract_spread(d, rows.row, origin.column);
 #pragma unroll
         for (int part = 0; part < tiles::COLUMNS / COLUMNS; part++) {
             float e[COLUMNS / 2];
@@ -127,7 +152,7 @@ template <typename T, typename U, bool ADD> struct DweightJob {
 struct DxRows {
     int row;
     int call_row[2], label[2]; /* the call's row, or -1; its class */
-    float p[2], at_label[2];
+    float p[2], at_label[2], spread[2];
 
     template <typename Job> DEVICE void load(const Job &job, int first) {
         const DxTask &task = job.task;
@@ -140,6 +165,7 @@ struct DxRows {
             label[i] = valid ? task.active.classes[k] : 0;
             p[i] = valid && task.gradients ? task.gradients[k].p : 1.0f;
             at_label[i] = valid && task.gradients ? task.gradients[k].at_label : 0.0f;
+            spread[i] = valid && task.weight_sum ? task.gradients[k].spread : 0.0f;
         }
     }
 };
@@ -161,7 +187,7 @@ template <typename T, typename U, int END> struct DxJob {
           steps(static_cast<int>((t.classes + tiles::DEPTH - 1) / tiles::DEPTH)),
           in_front(static_cast<int>((t.in_front + tiles::DEPTH - 1) / tiles::DEPTH)),
           in_rows(*t.active.count == t.active.all && t.depth * sizeof(U) % 16 == 0),
-          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth) {
+          factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth, t.wide) {
     }
     DEVICE tiles::Source a(int k) const {
         return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_rest, 0, -in_front * tiles::DEPTH};
@@ -198,6 +224,21 @@ template <typename T, typename U, int END> struct DxJob {
         }
     }
 
+    template <int COUNT> DEVICE void subtract_spread(float (&e)[COUNT], const Rows &loaded, int column) const {
+#pragma unroll
+        for (int j = 0; j < COUNT / 4; j++) {
+            const int at = column + tiles::column_of(j);
+            if (at >= task.depth) /* the last block of a wide cluster may be past the sum's padding */
+                continue;
+            const float2 two = __ldg(reinterpret_cast<const float2 *>(task.weight_sum + at));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                e[4 * j + 2 * i] = fmaf(-loaded.spread[i], two.x, e[4 * j + 2 * i]);
+                e[4 * j + 2 * i + 1] = fmaf(-loaded.spread[i], two.y, e[4 * j + 2 * i + 1]);
+            }
+        }
+    }
+
     /* Addresses of dx of this thread's two rows. */
     DEVICE void rows_at(const int (&call_row)[2], U *(&to)[2]) const {
 #pragma unroll
@@ -224,6 +265,8 @@ template <typename T, typename U, int END> struct DxJob {
             if constexpr (END == RESULTS) {
                 if (task.gradients)
                     add_label(e, loaded, origin.column + part * COLUMNS);
+                if (task.weight_sum)
+                    subtract_spread(e, loaded, origin.column + part * COLUMNS);
 #pragma unroll
                 for (int k = 0; k < COLUMNS / 2; k++)
                     e[k] *= factor;
@@ -295,24 +338,21 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void dx_kernel(const __grid_cons
 
 /* Calls f(zero of T, zero of U): T is the inputs' dtype, U that or fp32. */
 template <typename F> void for_dtypes(rafter_dtype inputs, rafter_dtype out, F f) {
-    const auto with = [&](auto zero) {
+    for_16_bit(inputs, [&](auto zero) {
         if (out == RAFTER_F32)
             f(zero, 0.0f);
         else
             f(zero, zero);
-    };
-    if (inputs == RAFTER_BF16)
-        with(bf16());
-    else
-        with(fp16());
+    });
 }
 
 rafter_status no_map(rafter_context *context) {
     return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: the driver could not make a tensor map");
 }
 
-bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count) {
-    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count);
+bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count,
+                 bool streamed = false) {
+    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count, streamed);
 }
 
 Matrix dz_matrix(const Dz &dz, int64_t rows) {
@@ -337,17 +377,20 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype ou
     task.gradients = in.gradients;
     task.weight = run.w.data;
     task.weight_stride = run.w.stride;
+    task.weight_sum = in.gradients ? run.weight_sum : NULL;
     task.alpha = run.alpha();
     task.dx = run.call.dx.data;
     task.dx_stride = run.problem.dx_layout.stride;
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
+    task.wide = shape.wide;
 
     CUtensorMap dz_map, rest_map, w_map, out_map = {};
-    if (!map_operand(&dz_map, dtype, dz, false, tiles::ROWS) ||
-        !map_operand(&rest_map, dtype, rest, false, tiles::ROWS) ||
-        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE) ||
+    if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
+        !map_operand(&rest_map, dtype, rest, false, shape.a_share()) ||
+        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE, shape.wide) ||
         !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS))
         return no_map(run.context);
-    const Launch how = tiles::launch_for(run.context->cuda_state, task.rows, task.depth, task.split);
+    const Launch how = tiles::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
     for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
@@ -371,7 +414,7 @@ rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *
 }
 
 rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,
-                             const GradientOut &out, bool add) {
+                             const float *spread_x, const GradientOut &out, bool add) {
     const rafter_dtype dtype = run.problem.dtype;
     const Matrix &x = scaled ? *scaled : run.x, &copy = scaled ? *scaled : run.copy;
     DweightTask task = {};
@@ -385,6 +428,10 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
     task.alpha = out.alpha;
     task.out = out.data;
     task.out_stride = out.stride;
+    task.spread_x = spread_x;
+    task.class_stride = run.loss.class_stride;
+    if (run.loss.class_weight)
+        task.class_weight = run.loss.class_weight + dz.first_class * task.class_stride;
 
     CUtensorMap dz_map, x_map, copy_map, out_map;
     if (!map_operand(&dz_map, dtype, dz_matrix(dz, rows), true, tiles::ROWS) ||
@@ -392,7 +439,8 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
         !map_operand(&copy_map, dtype, copy, true, tiles::SHARE) ||
         !tiles::map_matrix(&out_map, out.dtype, out.data, dz.classes, run.problem.depth, out.stride, tiles::PART_ROWS))
         return no_map(run.context);
-    const Launch how = tiles::launch_for(run.context->cuda_state, task.classes, task.depth, task.split);
+    const Launch how =
+        tiles::launch_for(run.context->cuda_state, tiles::ClusterShape(false), task.classes, task.depth, task.split);
     for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;

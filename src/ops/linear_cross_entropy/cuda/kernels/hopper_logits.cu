@@ -2,8 +2,7 @@
 /*
  * Logits that never leave the chip: x W^T on Hopper's tensor cores (cuda/tiles.cuh), of which each
  * tile of 128 rows x 256 classes is converted, in the registers that summed it, to statistics,
- * exponentials or dz: see hopper_steps.cuh. For 16-bit inputs, and options that need only the
- * softmax of a column: no softcap, label smoothing, entropy, argmax.
+ * exponentials or dz: see hopper_steps.cuh. For 16-bit inputs.
  */
 #include "cuda/tile_results.cuh"
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
@@ -12,14 +11,49 @@ namespace lce {
 
 namespace {
 
+/* Which options a kernel has code for. ALL_OPTIONS: also label smoothing, and everything that needs
+ * OptionStats. */
+enum LogitOptions { NO_OPTIONS, SOFTCAP, ALL_OPTIONS };
+
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 constexpr int PART = tiles::CHUNK; /* columns of the results that are stored at a time */
 
-/* The pivot is MARGIN above the largest logit of the sample. A logit may be HEADROOM above its
- * pivot, in units of u, before its exponential or a sum of them nears the range of a float. */
-constexpr float HEADROOM = 70.0f, MARGIN = 8.0f, MOST_MARGIN = 1e38f; /* MOST_MARGIN: of logits, whatever their scale */
-constexpr float MOST_SUM = 1e30f; /* e^69: nearly every larger sum has an exponential that is too large */
+/* ---- range of stored exponentials ------------------------------------------------------------ */
+
+/* Exponentials are stored relative to a pivot that is chosen before a row's maximum is known. A
+ * logit may be HEADROOM above its pivot, in units of u; if a tile's sum is above MOST_SUM, one may
+ * be higher than that, and the tile takes another pivot. from_sample is the pivot that the row's
+ * estimated statistics suggest; from_max is the one that suits a tile with this maximum. */
+template <typename T> struct ExpRange;
+
+/* bf16 has the range of a float, so any pivot within 70 of the maximum will do. */
+template <> struct ExpRange<bf16> {
+    static constexpr float HEADROOM = 70.0f, MOST_SUM = 1e30f; /* e^69 */
+    static constexpr float MARGIN = 8.0f, MOST_MARGIN = 1e38f; /* MOST_MARGIN: of logits, whatever their scale */
+
+    static DEVICE float from_sample(const RowStats &sample, float scale) {
+        return sample.max + fminf(MARGIN / scale, MOST_MARGIN);
+    }
+    static DEVICE float from_max(float max, float) {
+        return max;
+    }
+};
+
+/* fp16 has 11 bits from 2^-14 to 65504, and fewer below. Exponentials are about LIFT above
+ * the probabilities, in units of u: then a probability of 1 is 3000 to 8000, and one of 2e-8 still
+ * has 11 bits. */
+template <> struct ExpRange<fp16> {
+    static constexpr float HEADROOM = 11.0f, MOST_SUM = 60000.0f;
+    static constexpr float LIFT = 8.0f, LIFT_OF_MAX = 9.0f, MOST_MARGIN = 1e38f;
+
+    static DEVICE float from_sample(const RowStats &sample, float scale) {
+        return sample.max + fmaxf(fminf((logf(sample.sum) - LIFT) / scale, MOST_MARGIN), -MOST_MARGIN);
+    }
+    static DEVICE float from_max(float max, float scale) {
+        return max - fminf(LIFT_OF_MAX / scale, MOST_MARGIN);
+    }
+};
 
 /* ---- results of a tile ----------------------------------------------------------------------- */
 
@@ -33,6 +67,11 @@ DEVICE float quad_sum(float a) {
     return a + __shfl_xor_sync(~0u, a, 2);
 }
 
+/* cap * tanh(z / cap), to about 2^-20 of the cap. */
+DEVICE float capped_fast(float z, float cap, float rate) { /* rate: 2 log2(e) / cap */
+    return fmaf(-2.0f * cap, reciprocal_fast(1.0f + exp2_fast(z * rate)), cap);
+}
+
 /* A thread's two rows of a tile, i = 0 and 1, and what it loads about them while the tile is
  * being summed, so that nothing is waited for when the sums are complete. No loaded value may be
  * used before that, not even in an address: the thread would wait for it, and issues the
@@ -40,7 +79,7 @@ DEVICE float quad_sum(float a) {
 template <int MODE> struct TileRows {
     int64_t row[2];          /* among the task's */
     int label[2];            /* from Loss::class_of */
-    float sample_max[2];     /* EXPONENTIALS */
+    RowStats sample[2];      /* EXPONENTIALS */
     RowGradient gradient[2]; /* GRADIENT */
 
     template <typename Job> DEVICE void load(const Job &job, int first) {
@@ -49,13 +88,14 @@ template <int MODE> struct TileRows {
         for (int i = 0; i < 2; i++) {
             row[i] = first + 8 * i;
             label[i] = static_cast<int>(IGNORED);
-            sample_max[i] = 0.0f;
-            gradient[i] = {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+            sample[i] = {0.0f, 1.0f};
+            gradient[i] = zero_gradient();
             if (row[i] >= job.rows)
                 continue;
             label[i] = task.active.classes[task.first_row + row[i]];
             if constexpr (MODE == EXPONENTIALS)
-                sample_max[i] = task.sample ? task.sample[row[i]].max : 0.0f;
+                if (task.sample)
+                    sample[i] = task.sample[row[i]];
             if constexpr (MODE == GRADIENT)
                 gradient[i] = task.gradients[task.first_row + row[i]];
         }
@@ -63,7 +103,8 @@ template <int MODE> struct TileRows {
 };
 
 /* Converts the sums d of a tile to results. */
-template <typename T, int MODE> struct Results {
+template <typename T, int MODE, int OPTIONS> struct Results {
+    static constexpr bool CAPS = OPTIONS != NO_OPTIONS, ALL = OPTIONS == ALL_OPTIONS;
     const LogitTask &task;
     const int count; /* the task's active rows */
     const TileRows<MODE> &rows;
@@ -71,18 +112,38 @@ template <typename T, int MODE> struct Results {
     const CUtensorMap &out;
     char *const staging;
 
-    /* Adds the bias. Columns past the last class become -inf. */
     DEVICE void add_bias(float (&d)[128], int64_t first_class, int columns) const {
-        if (task.bias)
+        if (!task.bias)
+            return;
+        const float *const bias = task.bias + first_class;
 #pragma unroll
-            for (int j = 0; j < 32; j++)
+        for (int j = 0; j < 32; j++) {
+            const int column = tiles::column_of(j);
+            float2 two = {};
+            if (column + 1 < columns)
+                two = __ldg(reinterpret_cast<const float2 *>(bias + column));
+            else if (column < columns)
+                two.x = __ldg(bias + column);
+            d[4 * j] += two.x;
+            d[4 * j + 1] += two.y;
+            d[4 * j + 2] += two.x;
+            d[4 * j + 3] += two.y;
+        }
+    }
+    DEVICE void apply_softcap(float (&d)[128]) const {
+        const float rate = 2.0f * LOG2E / task.softcap;
 #pragma unroll
-                for (int c = 0; c < 2; c++)
-                    if (tiles::column_of(j) + c < columns) {
-                        const float bias = __ldg(task.bias + first_class + tiles::column_of(j) + c);
-                        d[4 * j + c] += bias;
-                        d[4 * j + 2 + c] += bias;
-                    }
+        for (int k = 0; k < 128; k++)
+            d[k] = capped_fast(d[k], task.softcap, rate);
+    }
+    /* The derivative of the softcap where its value is v, 1 if there is no softcap; 0 past the last
+     * class, where v is -inf. (A branch would keep more registers in use than there are.) */
+    DEVICE float slope_at(float v) const {
+        const float t = v * task.inverse_softcap;
+        return 1.0f - fminf(t * t, 1.0f);
+    }
+    /* Columns past the last class become -inf. */
+    static DEVICE void mask_columns(float (&d)[128], int columns) {
         if (columns < TILE_CLASSES)
 #pragma unroll
             for (int j = 0; j < 32; j++)
@@ -90,6 +151,9 @@ template <typename T, int MODE> struct Results {
                 for (int c = 0; c < 2; c++)
                     if (tiles::column_of(j) + c >= columns)
                         d[4 * j + c] = d[4 * j + 2 + c] = -INFINITY;
+    }
+    DEVICE float class_weight(int64_t v) const {
+        return task.class_weight ? __ldg(task.class_weight + v * task.class_stride) : 1.0f;
     }
 
     /* Whether this thread holds column `at`; -1: no column. */
@@ -125,72 +189,163 @@ template <typename T, int MODE> struct Results {
             d[4 * j + 2 * i] = d[4 * j + 2 * i + 1] = value;
     }
 
+    /* The largest logits of both rows over the tile's columns, before the softcap, and their first
+     * columns. NaN is larger than everything. */
+    static DEVICE void find_argmax(const float (&d)[128], int64_t first_class, int columns, OptionStats (&more)[2]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float best = -INFINITY;
+            int at = -1;
+#pragma unroll
+            for (int j = 0; j < 32; j++)
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    const float z = d[4 * j + 2 * i + c];
+                    const bool better = at < 0 || z > best || (z != z && best == best);
+                    if (better && tiles::column_of(j) + c < columns) {
+                        best = z;
+                        at = tiles::column_of(j) + c;
+                    }
+                }
+            LossStats<FULL> g = no_columns<FULL>();
+            update_argmax(g, best, at);
+#pragma unroll
+            for (int step = 1; step < 4; step *= 2)
+                update_argmax(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
+            more[i].best = g.best;
+            more[i].argmax = static_cast<int>(first_class + g.argmax);
+        }
+    }
+    /* The weighted sums of both rows' logits, for label smoothing. */
+    DEVICE void sum_weighted(const float (&d)[128], int64_t first_class, int columns, OptionStats (&more)[2]) const {
+        float own[2] = {};
+#pragma unroll
+        for (int j = 0; j < 32; j++)
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                if (tiles::column_of(j) + c < columns) {
+                    const float w = class_weight(first_class + tiles::column_of(j) + c);
+                    own[0] = fmaf(w, d[4 * j + c], own[0]);
+                    own[1] = fmaf(w, d[4 * j + 2 + c], own[1]);
+                }
+        more[0].weighted = quad_sum(own[0]);
+        more[1].weighted = quad_sum(own[1]);
+    }
+
     /* Sums the rows' exponentials, relative to `pivot`, over the tile; packs them if they are
      * wanted. */
-    DEVICE void sum_exponentials(const float (&d)[128], const float (&pivot)[2], float (&sum)[2]) const {
+    DEVICE void sum_exponentials(const float (&d)[128], const float (&pivot)[2], float (&sum)[2],
+                                 float (&moment)[2]) const {
         const float rate = task.scale * LOG2E;
-        float own[4] = {};
+        float own[4] = {}, moments[2] = {};
 #pragma unroll
         for (int part = 0; part < TILE_CLASSES / PART; part++) {
             float e[PART / 2];
 #pragma unroll
             for (int k = 0; k < PART / 2; k++) {
-                e[k] = exp2_fast((d[part * PART / 2 + k] - pivot[k / 2 % 2]) * rate);
+                const float over = d[part * PART / 2 + k] - pivot[k / 2 % 2];
+                e[k] = exp2_fast(over * rate);
                 own[k % 4] += e[k];
+                if constexpr (ALL) /* the bound keeps -inf out; e is 0 long before it */
+                    moments[k / 2 % 2] = fmaf(fmaxf(over, -1e30f), e[k], moments[k / 2 % 2]);
+                if constexpr (CAPS && MODE == EXPONENTIALS)
+                    e[k] *= slope_at(d[part * PART / 2 + k]);
             }
             if constexpr (MODE == EXPONENTIALS)
                 tiles::pack_part<T>(packed, part, e);
         }
         sum[0] = quad_sum(own[0] + own[1]);
         sum[1] = quad_sum(own[2] + own[3]);
+        if constexpr (ALL) {
+            moment[0] = quad_sum(moments[0]);
+            moment[1] = quad_sum(moments[1]);
+        }
     }
 
-    DEVICE void collect(float (&d)[128], int tile, const int (&at)[2]) const {
-        float max[2], pivot[2], sum[2];
+    /* Exponentials, relative to a pivot per row that suits their dtype; `max` returns the pivots. */
+    DEVICE void form_exponentials(float (&d)[128], float (&max)[2], float (&sum)[2], float (&moment)[2]) const {
+        typedef ExpRange<T> Range;
+        float pivot[2] = {}, tile_max[2];
+        /* Without a sample, the tile's maximum is the pivot. With options, registers do not suffice
+         * to compute exponentials and keep the logits in case that the pivot was wrong. */
+        constexpr bool MAX_FIRST = CAPS;
+        if (!task.sample || MAX_FIRST)
+            find_maxima(d, tile_max);
+        const auto suits = [&](int i) { return (tile_max[i] - pivot[i]) * task.scale <= Range::HEADROOM; };
+        const auto use_tile_max = [&](int i) {
+            max[i] = Range::from_max(tile_max[i], task.scale);
+            pivot[i] = pivot_at(max[i]);
+        };
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            /* If the sample is all masked, the pivot is -inf and sums are NaN: see below. */
+            if (task.sample)
+                pivot[i] = max[i] = Range::from_sample(rows.sample[i], task.scale);
+            if (!task.sample || (MAX_FIRST && !suits(i)))
+                use_tile_max(i);
+            if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or a label out of range: NaN */
+                set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
+        }
+        if constexpr (MAX_FIRST) {
+            sum_exponentials(d, pivot, sum, moment);
+        } else {
+            for (bool again = false;; again = true) {
+                sum_exponentials(d, pivot, sum, moment);
+                if (again || __all_sync(~0u, sum[0] <= Range::MOST_SUM && sum[1] <= Range::MOST_SUM))
+                    break;
+                find_maxima(d, tile_max);
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (!suits(i))
+                        use_tile_max(i);
+            }
+        }
+    }
+
+    DEVICE void collect(float (&d)[128], int64_t first_class, int columns, int tile, const int (&at)[2]) const {
+        float max[2], sum[2], moment[2];
+        OptionStats more[2] = {};
 #pragma unroll
         for (int i = 0; i < 2; i++)
             if (holds(at[i]))
                 task.z_label[task.first_row + rows.row[i]] = sum_at(d, i, at[i]);
+        if constexpr (ALL)
+            if (task.wants_argmax)
+                find_argmax(d, first_class, columns, more);
+        if constexpr (CAPS)
+            if (task.softcap != 0.0f)
+                apply_softcap(d);
+        if constexpr (ALL)
+            if (task.smooths)
+                sum_weighted(d, first_class, columns, more);
+        mask_columns(d, columns);
         if constexpr (MODE == STATISTICS) {
             find_maxima(d, max);
-#pragma unroll
-            for (int i = 0; i < 2; i++)
-                pivot[i] = pivot_at(max[i]);
-            sum_exponentials(d, pivot, sum);
+            const float pivot[2] = {pivot_at(max[0]), pivot_at(max[1])};
+            sum_exponentials(d, pivot, sum, moment);
         } else {
-            if (!task.sample)
-                find_maxima(d, max);
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                if (task.sample) /* if that is all masked, the pivot is -inf and sums are NaN: see below */
-                    max[i] = rows.sample_max[i] + fminf(MARGIN / task.scale, MOST_MARGIN);
-                pivot[i] = task.sample ? max[i] : pivot_at(max[i]);
-                if (rows.label[i] < 0) /* an ignored row: exponentials are 0; or a label out of range: NaN */
-                    set_row(d, i, rows.label[i] == IGNORED ? -INFINITY : NAN);
-            }
-            for (bool again = false;; again = true) {
-                sum_exponentials(d, pivot, sum);
-                if (again || __all_sync(~0u, sum[0] <= MOST_SUM && sum[1] <= MOST_SUM))
-                    break;
-                float tile_max[2];
-                find_maxima(d, tile_max);
-#pragma unroll
-                for (int i = 0; i < 2; i++)
-                    if (!((tile_max[i] - pivot[i]) * task.scale <= HEADROOM)) {
-                        max[i] = tile_max[i];
-                        pivot[i] = pivot_at(max[i]);
-                    }
-            }
+            form_exponentials(d, max, sum, moment);
         }
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            if ((threadIdx.x & 3) == 0 && rows.row[i] < count)
-                task.stats[rows.row[i] * task.tiles + tile] = {max[i], sum[i]};
+            if ((threadIdx.x & 3) == 0 && rows.row[i] < count) {
+                const int64_t to = rows.row[i] * task.tiles + tile;
+                task.stats[to] = {max[i], sum[i]};
+                if constexpr (ALL)
+                    if (task.more) {
+                        more[i].moment = moment[i];
+                        task.more[to] = more[i];
+                    }
+            }
     }
 
     /* dz is stored part by part: all of it, packed, would take more registers than there are. */
-    DEVICE void differentiate(float (&d)[128], const int (&at)[2]) const {
+    DEVICE void differentiate(float (&d)[128], int64_t first_class, int columns, const int (&at)[2]) const {
         ScaledExp<T> exp[2];
+        if constexpr (CAPS)
+            if (task.softcap != 0.0f)
+                apply_softcap(d);
+        mask_columns(d, columns);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             exp[i] = ScaledExp<T>(rows.gradient[i].p, rows.gradient[i].pivot, task.scale);
@@ -203,6 +358,8 @@ template <typename T, int MODE> struct Results {
 #pragma unroll
             for (int k = 0; k < PART / 2; k++)
                 e[k] = exp[k / 2 % 2].of(d[part * PART / 2 + k]);
+            if constexpr (ALL)
+                add_entropy_and_spread(d, e, first_class, columns, part);
 #pragma unroll
             for (int i = 0; i < 2; i++)
                 if (at[i] / PART == part && holds(at[i]) && !rows.gradient[i].constant) {
@@ -211,14 +368,56 @@ template <typename T, int MODE> struct Results {
                         if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
                             e[k / 2 * 4 + 2 * i + k % 2] -= rows.gradient[i].target;
                 }
+            if constexpr (CAPS)
+                if (task.softcap != 0.0f)
+#pragma unroll
+                    for (int k = 0; k < PART / 2; k++)
+                        if (!rows.gradient[k / 2 % 2].constant)
+                            e[k] *= slope_at(d[part * PART / 2 + k]);
+            if (task.dz_label)
+                store_label(e, part, at);
             tiles::pack_part<T>(packed, part, e);
             tiles::store_part<false>(packed, part, staging, out);
         }
+    }
+    /* The label's element of dz, before it is rounded. */
+    DEVICE void store_label(const float (&e)[PART / 2], int part, const int (&at)[2]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (at[i] / PART == part && holds(at[i]))
+#pragma unroll
+                for (int k = 0; k < PART / 4; k++)
+                    if (tiles::column_of(part * (PART / 8) + k / 2) + k % 2 == at[i])
+                        task.dz_label[task.first_row + rows.row[i]] = e[k / 2 * 4 + 2 * i + k % 2];
+    }
+    /* The gradient of the entropy, and the spread of label smoothing, of a part of dz. */
+    DEVICE void add_entropy_and_spread(const float (&d)[128], float (&e)[PART / 2], int64_t first_class, int columns,
+                                       int part) const {
+        if (task.differentiates_entropy)
+#pragma unroll
+            for (int k = 0; k < PART / 2; k++) {
+                const RowGradient &g = rows.gradient[k / 2 % 2];
+                if (!g.constant)
+                    e[k] *= fmaf(g.tilt, fmaxf((d[part * PART / 2 + k] - g.pivot) * task.scale, -1e30f), g.level);
+            }
+        if (task.smooths)
+#pragma unroll
+            for (int k = 0; k < PART / 2; k++) {
+                const int column = tiles::column_of(part * (PART / 8) + k / 4) + k % 2;
+                if (column < columns)
+                    e[k] = fmaf(-rows.gradient[k / 2 % 2].spread, class_weight(first_class + column), e[k]);
+            }
     }
 
     DEVICE void finish(float (&d)[128], int64_t column) const {
         const int64_t first_class = task.first_class + column;
         const int columns = static_cast<int>(min(int64_t(TILE_CLASSES), task.classes - column));
+        if (columns <= 0) { /* the last block of a wide cluster may have no columns */
+#pragma unroll
+            for (unsigned &pair : packed.u)
+                pair = 0; /* tells the compiler that these registers were free until here */
+            return;
+        }
         int at[2]; /* the label's column in the tile, or -1 */
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -227,15 +426,15 @@ template <typename T, int MODE> struct Results {
         }
         add_bias(d, first_class, columns);
         if constexpr (MODE == GRADIENT)
-            differentiate(d, at);
+            differentiate(d, first_class, columns, at);
         else
-            collect(d, static_cast<int>(column / TILE_CLASSES), at);
+            collect(d, first_class, columns, static_cast<int>(column / TILE_CLASSES), at);
     }
 };
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <typename T, int MODE> struct LogitJob {
+template <typename T, int MODE, int OPTIONS> struct LogitJob {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
     static constexpr bool PACKED = MODE == EXPONENTIALS;
@@ -247,7 +446,7 @@ template <typename T, int MODE> struct LogitJob {
     DEVICE LogitJob(const CUtensorMap &x_map, const CUtensorMap &w_map, const CUtensorMap &out_map, const LogitTask &t)
         : x(x_map), w(w_map), out(out_map), task(t), rows(t.active.among(t.first_row, t.rows)),
           first(t.active.copied_at(t.first_row)), steps((t.depth + tiles::DEPTH - 1) / tiles::DEPTH),
-          order(rows, t.classes) {
+          order(rows, t.classes, t.wide) {
     }
     DEVICE tiles::Source a(int) const {
         return {&x, first, 0};
@@ -259,7 +458,7 @@ template <typename T, int MODE> struct LogitJob {
                        char *const *, tiles::Packed &packed) const {
         packed.row = static_cast<int>(loaded.row[0]);
         packed.column = origin.column;
-        Results<T, MODE>{task, rows, loaded, packed, out, staging}.finish(d, origin.column);
+        Results<T, MODE, OPTIONS>{task, rows, loaded, packed, out, staging}.finish(d, origin.column);
     }
     DEVICE void store(const tiles::Packed &packed, int part, char *staging) const {
         tiles::store_part<false>(packed, part, staging, out);
@@ -269,7 +468,7 @@ template <typename T, int MODE> struct LogitJob {
 #endif /* __CUDA_ARCH_FEAT_SM90_ALL */
 
 /* x: the call's, and the copy of its active rows. */
-template <typename T, int MODE>
+template <typename T, int MODE, int OPTIONS>
 __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_constant__ CUtensorMap x,
                                                                    const __grid_constant__ CUtensorMap copy,
                                                                    const __grid_constant__ CUtensorMap w,
@@ -281,7 +480,8 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
     tiles::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
-    tiles::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE>(all ? x : copy, w, out, task), task.split);
+    tiles::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE, OPTIONS>(all ? x : copy, w, out, task),
+                                     task.split);
 #else
     (void)x, (void)copy, (void)w, (void)out, (void)task;
 #endif
@@ -291,21 +491,29 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
 
 template <int MODE>
 rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const Matrix &x, const Matrix &copy,
-                            const Matrix &w, const LogitTask &task) {
+                            const Matrix &w, LogitTask task) {
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
+    task.wide = shape.wide;
     CUtensorMap x_map, copy_map, w_map, out_map = {};
-    if (!tiles::map_operand(&x_map, dtype, x.data, x.rows, x.columns, x.stride, false, tiles::ROWS) ||
-        !tiles::map_operand(&copy_map, dtype, copy.data, copy.rows, copy.columns, copy.stride, false, tiles::ROWS) ||
-        !tiles::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, tiles::SHARE) ||
+    const int x_rows = shape.a_share();
+    if (!tiles::map_operand(&x_map, dtype, x.data, x.rows, x.columns, x.stride, false, x_rows) ||
+        !tiles::map_operand(&copy_map, dtype, copy.data, copy.rows, copy.columns, copy.stride, false, x_rows) ||
+        !tiles::map_operand(&w_map, dtype, w.data, w.rows, w.columns, w.stride, false, tiles::SHARE, shape.wide) ||
         (MODE != STATISTICS &&
          !tiles::map_matrix(&out_map, dtype, task.out, task.rows, round_up(task.classes, int64_t(8)), task.out_stride,
                             tiles::PART_ROWS)))
         return rafter_fail(context, RAFTER_DEVICE_ERROR,
                            "linear_cross_entropy: the driver could not make a tensor map");
-    const Launch how = tiles::launch_for(context->cuda_state, task.rows, task.classes, task.split);
-    if (dtype == RAFTER_BF16)
-        launch(context, how, logits_kernel<bf16, MODE>, x_map, copy_map, w_map, out_map, task);
-    else
-        launch(context, how, logits_kernel<fp16, MODE>, x_map, copy_map, w_map, out_map, task);
+    const Launch how = tiles::launch_for(context->cuda_state, shape, task.rows, task.classes, task.split);
+    const bool all = task.more || task.smooths || task.differentiates_entropy;
+    for_16_bit(dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        launch(context, how,
+               all                    ? logits_kernel<T, MODE, ALL_OPTIONS>
+               : task.softcap != 0.0f ? logits_kernel<T, MODE, SOFTCAP>
+                                      : logits_kernel<T, MODE, NO_OPTIONS>,
+               x_map, copy_map, w_map, out_map, task);
+    });
     return RAFTER_OK;
 }
 
@@ -316,7 +524,7 @@ rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const M
 bool hopper_kernels_built() {
     static const bool built = [] {
         cudaFuncAttributes attributes;
-        return cudaFuncGetAttributes(&attributes, logits_kernel<bf16, STATISTICS>) == cudaSuccess &&
+        return cudaFuncGetAttributes(&attributes, logits_kernel<bf16, STATISTICS, NO_OPTIONS>) == cudaSuccess &&
                attributes.sharedSizeBytes > 0;
     }();
     return built;
@@ -338,6 +546,14 @@ rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask ta
     task.depth = static_cast<int>(run.problem.depth);
     task.scale = run.loss.scale;
     task.bias = run.bias;
+    task.softcap = run.loss.softcap;
+    task.inverse_softcap = task.softcap != 0.0f ? 1.0f / task.softcap : 0.0f;
+    task.class_weight = run.loss.class_weight;
+    task.class_stride = run.loss.class_stride;
+    task.smooths = run.loss.weighted && (run.loss.softcap != 0.0f ? task.more || mode == GRADIENT : mode == GRADIENT);
+    task.dz_label = mode == GRADIENT && run.problem.dbias ? run.z_label : NULL;
+    task.wants_argmax = task.more && run.loss.argmax.data;
+    task.differentiates_entropy = mode == GRADIENT && run.loss.dentropy.data;
     task.z_label = run.z_label;
     task.gradients = run.gradients;
     task.out = out.data;

@@ -35,6 +35,8 @@ template <typename T> struct RowConversion {
                 max[k] = stats[first / TILE_CLASSES + k].max;
             }
     }
+    /* With a softcap, exponentials have been multiplied by its derivative, and there is no label
+     * smoothing. */
     DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
         for (int64_t first = 0; first < loss.classes; first += TILES * TILE_CLASSES) {
             if (first > 0)
@@ -52,7 +54,15 @@ template <typename T> struct RowConversion {
                 unpack(pack[k], all);
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : factor * all[j];
+                    all[j] = factor * all[j];
+                if (loss.weighted)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        if (v + j < loss.classes)
+                            all[j] -= gradient.spread * static_cast<float>(loss.weight_of(v + j));
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
                 store_once<T, N>(row + v, packed<T>(all));
             }
         }
@@ -66,17 +76,35 @@ DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
             __shfl_sync(~0u, gradient.p, from),
             __shfl_sync(~0u, gradient.spread, from),
             __shfl_sync(~0u, gradient.at_label, from),
-            __shfl_sync(~0u, gradient.target, from)};
+            __shfl_sync(~0u, gradient.target, from),
+            1.0f,
+            0.0f};
+}
+
+/* Statistics of a row over a tile. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats, const OptionStats *more, int64_t at) {
+    LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    g.s = stats[at];
+    if constexpr (OPTIONS == FULL) {
+        const OptionStats other = more[at];
+        g.weighted = other.weighted;
+        g.moment = other.moment;
+        g.best = other.best;
+        g.argmax = other.argmax;
+    }
+    return g;
 }
 
 /* A warp per `each` rows, one lane per row, if rows have few tiles; or all lanes for one row.
- * The tiles are those of active rows. If `exponentials` is not NULL, these rows' exponentials
- * are converted to dz. */
-template <typename T>
+ * The tiles are those of active rows. `more`: FULL only. `logit_sums`: of all active rows, or NULL. If `exponentials` is not NULL, these rows'
+ * exponentials are converted to dz. `spread_apart`: the spread of label smoothing is not part of
+ * at_label; it is added to dx and dW by itself. */
+template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
-    const RowStats *stats, int tiles, const float *z_label, double row_scale, RowGradient *gradients,
-    const __grid_constant__ Labels labels, T *exponentials, int64_t stride, Totals *block_totals) {
+    const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
+    double row_scale, RowGradient *gradients, bool spread_apart, const __grid_constant__ Labels labels, T *exponentials,
+    int64_t stride, Totals *block_totals) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -93,9 +121,16 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     if (exponentials && count > 0)
         begin_conversion(begin);
     LossStats<FULL> g = no_columns<FULL>();
-    if (lane < count)
-        g.z_label = z_label[first + index];
-    if (each > 1) {
+    if constexpr (OPTIONS == FULL) {
+        if (each > 1) {
+            for (int tile = 0; tile < tiles && lane < count; tile++)
+                g = merge(g, load_tile<FULL>(stats, more, index * tiles + tile), loss.scale);
+        } else if (count > 0) {
+            for (int tile = lane; tile < tiles; tile += WARP)
+                g = merge(g, load_tile<FULL>(stats, more, begin * tiles + tile), loss.scale);
+            g = merge_warp(g, loss.scale);
+        }
+    } else if (each > 1) {
         for (int tile = 0; tile < tiles && lane < count; tile++)
             g.s = merge(g.s, stats[index * tiles + tile], loss.scale);
     } else if (count > 0) {
@@ -103,10 +138,16 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
             g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
         g.s = merge_lanes<WARP>(g.s, loss.scale);
     }
+    if (lane < count)
+        g.z_label = z_label[first + index];
+    if (lane < count && logit_sums)
+        g.weighted = logit_sums[first + index];
     Totals totals = {};
     RowGradient gradient = gradient_of_skipped(IGNORED);
     if (own) {
         gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
+        if (spread_apart && label >= 0 && !gradient.constant)
+            gradient.at_label += gradient.spread * static_cast<float>(loss.weight_of(label));
         if (gradients)
             gradients[first + index] = gradient;
         if (labels.of_row)
@@ -125,7 +166,11 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
 /* dz of a row is p * e at all classes but the label's. There it is at_label, in most rows the
  * largest element. In dx neither p nor at_label is rounded to the inputs' dtype: dx = p * (e W) +
  * at_label * W[label]. dW = e^T x_scaled, with x_scaled = p * x, and at_label * x is added to the
- * label's row of dW. */
+ * label's row of dW.
+ *
+ * With label smoothing, dz also has -spread * w_v at every class, the label's too. That is a product
+ * of two vectors: dx gets -spread * (the sum of all w_v W_v), and row v of dW gets -w_v * (the sum of
+ * all spread * x). */
 
 constexpr int LABEL_THREADS = 256;
 
@@ -193,28 +238,30 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
  * zeros for the other rows of the grid. A block per row. `wide`: rows of all matrices begin at
  * multiples of 16 bytes and are contiguous. */
 template <typename T, typename U>
-__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
-                                                          const __grid_constant__ ActiveRows active, int64_t first,
-                                                          const __grid_constant__ Rows dx, int64_t step, bool wide,
-                                                          int64_t columns, const float *sums, int64_t stride,
-                                                          const float *alpha, const RowGradient *gradients,
-                                                          const T *weight, int64_t weight_stride) {
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(
+    const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first,
+    const __grid_constant__ Rows dx, int64_t step, bool wide, int64_t columns, const float *sums, int64_t stride,
+    const float *alpha, const RowGradient *gradients, const T *weight, int64_t weight_stride, const float *weight_sum) {
     wait_for_previous_kernel();
     const int64_t k = first + blockIdx.x, row = active.order[k];
     const bool is_active = k < *active.count;
     const float p = gradients && is_active ? gradients[k].p : 1.0f,
-                at_label = gradients && is_active ? gradients[k].at_label : 0.0f;
+                at_label = gradients && is_active ? gradients[k].at_label : 0.0f,
+                spread = weight_sum && is_active ? gradients[k].spread : 0.0f;
     U *const to = dx.at<U>(row);
     const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
-        float sum[n.value] = {}, label_weight[n.value] = {};
+        float sum[n.value] = {}, label_weight[n.value] = {}, all_weights[n.value] = {};
         if (is_active)
             load_floats(sum, sums + blockIdx.x * stride + i);
         if (w)
             load_floats(label_weight, w + i);
+        if (weight_sum)
+            load_floats(all_weights, weight_sum + i);
 #pragma unroll
         for (int j = 0; j < n.value; j++)
-            sum[j] = is_active ? *alpha * fmaf(p, sum[j], at_label * label_weight[j]) : 0.0f;
+            sum[j] =
+                is_active ? *alpha * fmaf(p, sum[j], fmaf(at_label, label_weight[j], -spread * all_weights[j])) : 0.0f;
         store_once<U, n.value>(to + i * step, packed<U>(sum));
     };
     if (wide)
@@ -236,45 +283,52 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
 
 } // namespace
 
-void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const Dz &to_dz) {
+void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
+                  const Dz &to_dz) {
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
-    launch(run->context, overlapping(blocks, ROW_THREADS), finish_tiles_kernel<bf16>, run->loss, run->active, first,
-           rows, each, stats, static_cast<int>(tiles), static_cast<const float *>(run->z_label),
-           static_cast<double>(run->row_scale), run->gradients, run->labels, reinterpret_cast<bf16 *>(to_dz.data),
-           to_dz.stride, run->block_totals + run->blocks);
+    for_16_bit(run->problem.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        launch(run->context, overlapping(blocks, ROW_THREADS),
+               more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
+               each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
+               static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
+               reinterpret_cast<T *>(to_dz.data), to_dz.stride, run->block_totals + run->blocks);
+    });
     run->blocks += blocks;
 }
 
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled) {
-    const Exponentials<bf16> e = {reinterpret_cast<bf16 *>(dz.data), reinterpret_cast<bf16 *>(rest.data), dz.stride,
-                                  rest.stride, dz.classes};
-    launch(run.context, overlapping(rows, LABEL_THREADS), adjust<bf16>, run.loss, first, rows, stats,
-           static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
-           run.active_x<bf16>(), x_scaled.columns, static_cast<bf16 *>(const_cast<void *>(x_scaled.data)),
-           x_scaled.rows, x_scaled.stride);
+    for_16_bit(run.problem.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const Exponentials<T> e = {reinterpret_cast<T *>(dz.data), reinterpret_cast<T *>(rest.data), dz.stride,
+                                   rest.stride, dz.classes};
+        launch(run.context, overlapping(rows, LABEL_THREADS), adjust<T>, run.loss, first, rows, stats,
+               static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
+               run.active_x<T>(), x_scaled.columns, static_cast<T *>(const_cast<void *>(x_scaled.data)), x_scaled.rows,
+               x_scaled.stride);
+    });
 }
 
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients) {
     const Problem &p = run.problem;
     const rafter_view &dx = run.call.dx;
     const int last = dx.ndim - 1;
-    const auto launch_with = [&](auto zero, auto dx_zero) {
+    for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, overlapping(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, run.active,
-               first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct, p.depth, sums,
-               p.depth_stride(), run.alpha(), gradients, static_cast<const T *>(run.w.data), run.w.stride);
-    };
-    if (p.dtype == RAFTER_BF16 && dx.dtype == RAFTER_F32)
-        launch_with(bf16(), 0.0f);
-    else if (p.dtype == RAFTER_BF16)
-        launch_with(bf16(), bf16());
-    else if (dx.dtype == RAFTER_F32)
-        launch_with(fp16(), 0.0f);
-    else
-        launch_with(fp16(), fp16());
+        const auto launch_with = [&](auto dx_zero) {
+            launch(run.context, overlapping(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, run.active,
+                   first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct, p.depth,
+                   sums, p.depth_stride(), run.alpha(), gradients, static_cast<const T *>(run.w.data), run.w.stride,
+                   gradients ? run.weight_sum : NULL);
+        };
+        if (dx.dtype == RAFTER_F32)
+            launch_with(0.0f);
+        else
+            launch_with(zero);
+    });
 }
 
 } // namespace lce

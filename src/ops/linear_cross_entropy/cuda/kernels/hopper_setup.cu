@@ -6,14 +6,10 @@ namespace lce {
 
 /* ---- which calls ----------------------------------------------------------------------------- */
 
-static int64_t cluster_tiles(int64_t rows, int64_t columns) {
-    return ceil_div<int64_t>(rows, tiles::CLUSTER * tiles::ROWS) * ceil_div<int64_t>(columns, tiles::COLUMNS);
-}
-
 bool few_dweight_tiles(const Problem &p, int clusters, int parts) {
     const double flops =
         2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
-    return p.dweight && flops > 1e10 && 2 * parts * cluster_tiles(p.classes, p.depth) < clusters;
+    return p.dweight && flops > 1e10 && 2 * parts * tiles::ClusterShape(false).tiles(p.classes, p.depth) < clusters;
 }
 
 const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
@@ -21,10 +17,6 @@ const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
         return "there are no rows, no classes, or no elements in a row";
     if (p.dtype == RAFTER_F32)
         return "inputs are fp32";
-    if (p.dbias)
-        return "dbias is wanted";
-    if (p.all_statistics)
-        return "softcap, label smoothing, entropy or argmax needs more than the softmax's statistics";
     if (p.rows > INT32_MAX)
         return "it counts rows in 31 bits";
     if (device.compute_capability != 90 || clusters_of(device) == 0 || !hopper_kernels_built())
@@ -37,10 +29,12 @@ const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
 const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &p) {
     if (const char *reason = why_not_hopper(device, p))
         return reason;
-    if (p.dtype != RAFTER_BF16)
-        return "exponentials need bf16's range";
     if (!p.statistics)
         return "lse is given";
+    if (p.caps && p.smooths)
+        return "softcap and label smoothing together need every row's sum before dz";
+    if (p.dtype == RAFTER_F16 && !p.bounded_rows)
+        return "coefficients of rows may exceed fp16's range";
     if (few_dweight_tiles(p, clusters_of(device), 1) && p.classes > MOST_CLASSES_PER_DEPTH * p.depth)
         return "dweight has few tiles: the passes over x and dx would cost more than exponentials save";
     return NULL;
@@ -50,14 +44,15 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 
 int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows) {
     const int capacity = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
-    const auto gains = [&](int64_t down, int64_t across, int64_t depth) {
-        const int tiles = static_cast<int>(cluster_tiles(down, across)),
+    const auto gains = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
+        const int tiles = static_cast<int>(shape.tiles(down, across)),
                   steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
         const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
         return whole - tiles::TileScheduler::of(tiles, steps, clusters, capacity).time > whole / 50;
     };
-    const bool any = gains(rows, p.classes, p.depth) || (p.dx && gains(rows, p.depth, p.classes)) ||
-                     (p.dweight && gains(p.classes, p.depth, rows));
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows);
+    const bool any = gains(shape, rows, p.classes, p.depth) || (p.dx && gains(shape, rows, p.depth, p.classes)) ||
+                     (p.dweight && gains(tiles::ClusterShape(false), p.classes, p.depth, rows));
     return any ? capacity : 0;
 }
 
@@ -98,7 +93,8 @@ static CopyOfActive copy_of(const HopperRun &run) {
 
 HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
                      const Labels &for_labels, char *workspace)
-    : Run(for_context, for_call), labels(for_labels) {
+    : Run(for_context, for_call), labels(for_labels), column_parts(NULL), spread_apart(false), weight_sum(NULL),
+      logit_sums(NULL) {
     const Problem &p = problem;
     int *const order = setup.order.in(workspace), *const classes = setup.classes.in(workspace);
     unsigned *const counters = setup.counters.in(workspace);

@@ -179,10 +179,13 @@ void add_label_rows(const HopperRun &run, const GradientOut &out) {
     const int64_t for_many = min(p.rows / MANY_ROWS * ceil_div<int64_t>(p.depth, COLUMNS), most);
     for_dtype(out.dtype, [&](auto zero) {
         typedef decltype(zero) U;
-        launch(run.context, overlapping(for_many + min(p.rows, int64_t(1) << 30), ADD_THREADS), add_labels<bf16, U>,
-               LabelSums<bf16, U>{run.labels, run.gradients, run.active_x<bf16>(), p.depth, static_cast<U *>(out.data),
-                                  out.stride, out.alpha},
-               static_cast<int>(for_many));
+        for_16_bit(p.dtype, [&](auto input_zero) {
+            typedef decltype(input_zero) T;
+            launch(run.context, overlapping(for_many + min(p.rows, int64_t(1) << 30), ADD_THREADS), add_labels<T, U>,
+                   LabelSums<T, U>{run.labels, run.gradients, run.active_x<T>(), p.depth, static_cast<U *>(out.data),
+                                   out.stride, out.alpha},
+                   static_cast<int>(for_many));
+        });
     });
 }
 

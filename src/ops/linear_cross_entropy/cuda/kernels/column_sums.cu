@@ -1,0 +1,258 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Sums over the rows of a 16-bit matrix, each row times a coefficient, in fp32: dbias, and the two
+ * vectors of the spread of label smoothing (see hopper_steps.cuh).
+ *
+ * A block sums COLUMNS columns of a chunk of the rows, a pack of 16 bytes per lane, a row per warp.
+ * A second kernel adds the chunks in their order, so results are the same every time.
+ */
+#include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+
+namespace lce {
+
+namespace {
+
+constexpr int SUM_THREADS = 256, WARPS = SUM_THREADS / WARP, IN_FLIGHT_ROWS = 8;
+constexpr int COLUMNS = WARP * WIDE<bf16>;
+constexpr int64_t BLOCKS = 528, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
+
+/* ---- what is summed -------------------------------------------------------------------------- */
+
+/* w_v W_v, or W_v without class weights. */
+template <typename T> struct WeightRows {
+    const T *weight;
+    int64_t stride, classes;
+    const float *class_weight; /* NULL: all are 1 */
+    int64_t class_stride;
+
+    DEVICE int64_t count() const {
+        return classes;
+    }
+    DEVICE const T *at(int64_t k) const {
+        return weight + k * stride;
+    }
+    DEVICE float coefficient(int64_t k) const {
+        return class_weight ? class_weight[k * class_stride] : 1.0f;
+    }
+    static constexpr bool HAS_LABELS = false;
+    DEVICE float subtracted(int64_t) const {
+        return 0.0f;
+    }
+};
+
+/* spread x, of active rows. */
+template <typename T> struct SpreadRows {
+    ActiveX<T> x;
+    int64_t first, rows;
+    const RowGradient *gradients;
+
+    DEVICE int64_t count() const {
+        return x.active.among(first, rows);
+    }
+    DEVICE const T *at(int64_t k) const {
+        return x.at(first + k);
+    }
+    DEVICE float coefficient(int64_t k) const {
+        return gradients[first + k].spread;
+    }
+    static constexpr bool HAS_LABELS = false;
+    DEVICE float subtracted(int64_t) const {
+        return 0.0f;
+    }
+};
+
+/* dz of active rows, as it is, or p e - spread w_v; at_label at the label. */
+template <typename T> struct DzRows {
+    ActiveRows active;
+    int64_t first, rows;
+    const T *dz;
+    int64_t stride;
+    const RowGradient *gradients; /* NULL: it is dz */
+    const float *label_elements;  /* NULL: those of all_gradients */
+    const RowGradient *all_gradients;
+    int64_t first_class;
+
+    static constexpr bool HAS_LABELS = true;
+    DEVICE int label_column(int64_t k) const {
+        return static_cast<int>(active.classes[first + k] - first_class);
+    }
+    DEVICE float at_label(int64_t k) const {
+        return label_elements ? label_elements[first + k] : all_gradients[first + k].at_label;
+    }
+    DEVICE int64_t count() const {
+        return active.among(first, rows);
+    }
+    DEVICE const T *at(int64_t k) const {
+        return dz + k * stride;
+    }
+    DEVICE float coefficient(int64_t k) const {
+        return gradients ? gradients[first + k].p : 1.0f;
+    }
+    DEVICE float subtracted(int64_t k) const {
+        return gradients ? gradients[first + k].spread : 0.0f;
+    }
+};
+
+/* ---- kernels --------------------------------------------------------------------------------- */
+
+/* parts[chunk][columns] = sums over the chunk's rows. `subtracted` has its own sum in
+ * spread_parts[chunk], if that is not NULL. Rows begin at multiples of 16 bytes. */
+template <typename T, typename Source>
+__global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__ Source source, int64_t columns,
+                                                         int chunks, float *parts, float *spread_parts) {
+    constexpr int N = WIDE<T>;
+    __shared__ float sums[WARPS][COLUMNS];
+    wait_for_previous_kernel();
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int across = gridDim.x / chunks, block = blockIdx.x % across, chunk = blockIdx.x / across;
+    const int64_t count = source.count();
+    const int64_t share = ceil_div<int64_t>(count, chunks), begin = min(count, chunk * share),
+                  end = min(count, begin + share);
+    const int64_t column = int64_t(block) * COLUMNS + lane * N;
+    const bool whole = column + N <= columns;
+    float sum[N] = {}, spread = 0.0f;
+    for (int64_t first = begin + warp; first < end; first += WARPS * IN_FLIGHT_ROWS) {
+        Pack<T, N> pack[IN_FLIGHT_ROWS];
+        float coefficient[IN_FLIGHT_ROWS];
+        int label[IN_FLIGHT_ROWS]; /* its column, or one that is not this thread's */
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT_ROWS; i++) {
+            const int64_t k = first + i * WARPS;
+            coefficient[i] = k < end ? source.coefficient(k) : 0.0f;
+            pack[i] = {};
+            label[i] = -1;
+            if constexpr (Source::HAS_LABELS)
+                if (k < end)
+                    label[i] = source.label_column(k);
+            if (k < end && whole)
+                pack[i] = load_once<T, N>(source.at(k) + column);
+            else if (k < end)
+                for (int j = 0; j < N && column + j < columns; j++)
+                    pack[i].v[j] = source.at(k)[column + j];
+            if (k < end && spread_parts)
+                spread += source.subtracted(k);
+        }
+#pragma unroll
+        for (int i = 0; i < IN_FLIGHT_ROWS; i++) {
+            float values[N];
+            unpack(pack[i], values);
+            if (coefficient[i] == 0.0f && !Source::HAS_LABELS) /* an ignored row, which may hold NaN */
+                continue;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum[j] = fmaf(coefficient[i], column + j == label[i] ? 0.0f : values[j], sum[j]);
+            if constexpr (Source::HAS_LABELS)
+                if (label[i] >= column && label[i] < column + N) {
+                    const float element = source.at_label(first + i * WARPS);
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        if (column + j == label[i])
+                            sum[j] += element;
+                }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        sums[warp][lane * N + j] = sum[j];
+    __syncthreads();
+    const int64_t own = int64_t(block) * COLUMNS + threadIdx.x;
+    static_assert(SUM_THREADS == COLUMNS, "a column per thread");
+    float all = 0.0f;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++)
+        all += sums[i][threadIdx.x];
+    if (own < columns)
+        parts[chunk * columns + own] = all;
+    if (!spread_parts || block > 0)
+        return;
+    __syncthreads();
+    if (lane == 0)
+        sums[0][warp] = spread;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float total = 0.0f;
+        for (int i = 0; i < WARPS; i++)
+            total += sums[0][i];
+        spread_parts[chunk] = total;
+    }
+}
+
+/* to[c] = the sum of all chunks, minus w_c times the sum of spread_parts; 0 from `columns` on, up to
+ * `padded`. `add`: to what is there. */
+__global__ __launch_bounds__(SUM_THREADS) void add_chunks(const float *parts, const float *spread_parts, int chunks,
+                                                          int64_t columns, int64_t padded,
+                                                          const __grid_constant__ Loss loss, int64_t first_class,
+                                                          bool add, float *to) {
+    wait_for_previous_kernel();
+    const int64_t c = blockIdx.x * int64_t(SUM_THREADS) + threadIdx.x;
+    if (c >= padded)
+        return;
+    float sum = 0.0f, spread = 0.0f;
+    for (int i = 0; i < chunks && c < columns; i++) {
+        sum += parts[i * columns + c];
+        spread += spread_parts ? spread_parts[i] : 0.0f;
+    }
+    if (spread != 0.0f)
+        sum -= spread * static_cast<float>(loss.weight_of(first_class + c));
+    to[c] = add && c < columns ? to[c] + sum : sum;
+}
+
+/* ---- host side ------------------------------------------------------------------------------- */
+
+template <typename T, typename Source>
+void sum_rows(const HopperRun &run, const Source &source, int64_t rows, int64_t columns, bool spreads,
+              int64_t first_class, bool add, int64_t padded, float *to) {
+    const int chunks = ColumnSums::chunks(rows, columns);
+    float *const parts = run.column_parts, *const spread_parts = spreads ? parts + chunks * columns : NULL;
+    launch(run.context, overlapping(ceil_div<int64_t>(columns, COLUMNS) * chunks, SUM_THREADS), sum_chunk<T, Source>,
+           source, columns, chunks, parts, spread_parts);
+    launch(run.context, overlapping(ceil_div<int64_t>(padded, SUM_THREADS), SUM_THREADS), add_chunks,
+           static_cast<const float *>(parts), static_cast<const float *>(spread_parts), chunks, columns, padded,
+           run.loss, first_class, add, to);
+}
+
+} // namespace
+
+int ColumnSums::chunks(int64_t rows, int64_t columns) {
+    const int64_t across = ceil_div<int64_t>(columns, COLUMNS);
+    return static_cast<int>(max(int64_t(1), min(ceil_div<int64_t>(BLOCKS, across), rows / LEAST_ROWS)));
+}
+
+int64_t ColumnSums::bytes(int64_t rows, int64_t columns) {
+    const int64_t few_rows = max(int64_t(1), rows / LEAST_ROWS) * (columns + 1),
+                  many_rows = BLOCKS * COLUMNS + columns + BLOCKS + 1;
+    return min(few_rows, many_rows) * int64_t(sizeof(float));
+}
+
+void sum_weights(const HopperRun &run, float *to) {
+    const Problem &p = run.problem;
+    for_16_bit(p.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const WeightRows<T> source = {static_cast<const T *>(run.w.data), run.w.stride, p.classes,
+                                      run.loss.class_weight, run.loss.class_stride};
+        sum_rows<T>(run, source, p.classes, p.depth, false, 0, false, ColumnSums::padded(p.depth), to);
+    });
+}
+
+void sum_spread_x(const HopperRun &run, int64_t first, int64_t rows, float *to) {
+    const Problem &p = run.problem;
+    for_16_bit(p.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const SpreadRows<T> source = {run.active_x<T>(), first, rows, run.gradients};
+        sum_rows<T>(run, source, rows, p.depth, false, 0, false, ColumnSums::padded(p.depth), to);
+    });
+}
+
+void sum_dbias(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const RowGradient *gradients,
+               const float *at_label, bool add, float *dbias) {
+    for_16_bit(run.problem.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        const DzRows<T> source = {run.active,    first,     rows,     reinterpret_cast<const T *>(dz.data),
+                                  dz.stride,     gradients, at_label, run.gradients,
+                                  dz.first_class};
+        sum_rows<T>(run, source, rows, dz.classes, gradients != NULL && run.spread_apart, dz.first_class, add,
+                    dz.classes, dbias + dz.first_class);
+    });
+}
+
+} // namespace lce
