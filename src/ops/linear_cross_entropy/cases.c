@@ -160,8 +160,10 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
                  rounding = narrow ? unit / 2 : 0;
     const double tiny = dtype == RAFTER_F16 ? 0x1p-25 : 0; /* half the smallest subnormal */
     const double most_w = 7 / sqrt(d), most_x = 3.5;
-    /* If huge logits tie, lse does not tell how many do: every p of a row may be off by 1. If rows
-     * are alike, all have the same label. */
+    /* If huge logits tie, lse does not tell how many do: every p of a row may be off by 1. One class in
+     * 32 ties; their products with W have either sign, so dx adds a root of their number, with twice
+     * four deviations. If rows are alike, all have the same label. */
+    const double terms = huge != 0 ? fmax(2, sqrt(v / 8)) : 2;
     const double hits = huge != 0 || p->layout == PROBLEM_EXPANDED ? n : fmin(n, 4 + 4 * n / v);
     const double sums_v = e * (8 + 4 * sqrt(v)), sums_n = e * (8 + (p->layout == PROBLEM_EXPANDED ? n : 4 * sqrt(n)));
     /* Chunks have at least 32 rows or classes. */
@@ -177,7 +179,7 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
         {"loss", 2 * e, loss->reduction == RAFTER_NONE ? row_loss : n * share * row_loss},
         {"entropy", e, (1 + log(v)) * (sum + 8 * e + 2 * logit)},
         {"dx", (narrow ? unit : 4 * e) + native / 2,
-         upstream * most_w * (2 * (dz + rounding + sums_v) + native * 2 + v * tiny)},
+         upstream * most_w * (terms * (dz + rounding + sums_v) + native * 2 + v * tiny)},
         {"dweight", (narrow ? unit : 4 * e) + native / 2,
          upstream * most_x * (hits * (dz + sums_n + native) + 4 * sqrt(hits) * rounding + n * tiny) +
              (o->main_gradient ? 8 * e : 0)},
