@@ -326,6 +326,7 @@ static rafter_status random_linear_cross_entropy(rafter_context *context) {
                                           .dweight = maybe(some(one_in(2) ? RAFTER_F32 : dtype, 2, weight, 1)),
                                           .dbias = maybe(some(dtype, 1, &v, 1))};
     a.accumulate_into_dweight = a.dweight && a.dweight->dtype.bits == 32 && one_in(4);
+    a.dentropy = one_in(4) ? some(RAFTER_F32, 1, &n, 1) : NULL;
     const bool forward = one_in(2);
     if (!forward && pool->ordinary)
         a.lse = NULL; /* a random lse may give probabilities that only a float can hold */

@@ -334,8 +334,13 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  * Forward: the outputs of cross_entropy, and those of dx, dweight and dbias that are not NULL, for
  * the upstream gradient dloss.
  * Backward: dx, dweight and dbias for dloss, from the inputs and lse if given. Logits are computed
- * again. dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32
- * (see accumulate). Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
+ * again.
+ * dentropy: the upstream gradient of entropy, fp32, shaped as target; NULL: none. Gradients are those
+ * of sum(dloss * loss) + sum(dentropy * entropy). Neither the mean's denominator nor row weights
+ * apply to dentropy; ignored rows have no gradient. Backward with dentropy also reads entropy, the
+ * result of forward: if lse and entropy are given, no statistics are computed again.
+ * dx, dweight and dbias have the dtype of their input, or fp32. They are accumulated in fp32 (see
+ * accumulate). Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
  * inputs and most options; elsewhere they are multiplied as zeros. A logit is never rounded below
  * fp32 before the softmax.
  * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of
@@ -382,6 +387,7 @@ typedef struct rafter_linear_cross_entropy_args {
     const DLTensor *dbias;
     void *workspace;
     size_t workspace_bytes;
+    const DLTensor *dentropy;
 } rafter_linear_cross_entropy_args;
 
 RAFTER_API rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,

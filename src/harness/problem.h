@@ -123,6 +123,7 @@ struct problem_options {
     int64_t offset;                   /* lrpe_cosine */
     rafter_loss_options loss;         /* losses; their tensors are found by name */
     bool backward_without_lse;        /* losses: backward gets no lse and computes it again */
+    bool backward_without_entropy;    /* linear_cross_entropy: the same for entropy, with dentropy */
     bool native;                      /* linear_cross_entropy: RAFTER_ACCUMULATE_NATIVE */
     enum problem_budget budget;       /* linear_cross_entropy */
 };

@@ -9,8 +9,8 @@
 #include "ops/loss.cuh"
 
 /* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
- * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and
- * argmax, as the call says. Gradients distinguish only FULL from the others. */
+ * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and its
+ * gradient, and argmax, as the call says. Gradients distinguish only FULL from the others. */
 enum Options { PLAIN, SMOOTH, FULL };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
@@ -146,10 +146,10 @@ template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTI
 
 template <int OPTIONS, typename T> struct ColumnGradient {
     ScaledExp<T> exp;
-    float spread;
+    float spread, level, tilt;
 
     DEVICE ColumnGradient(const RowGradient &row, const Loss &loss)
-        : exp(row.p, row.pivot, loss.scale), spread(row.spread) {
+        : exp(row.p, row.pivot, loss.scale), spread(row.spread), level(row.level), tilt(row.tilt) {
     }
 
     DEVICE float of(float z, int64_t column, const Loss &loss) const {
@@ -157,9 +157,12 @@ template <int OPTIONS, typename T> struct ColumnGradient {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
             const float w = loss.weighted ? static_cast<float>(loss.weight_of(column)) : 1.0f;
-            if (loss.softcap == 0.0f)
-                return fmaf(exp.factor, exp.exp(z), -spread * w);
-            return fmaf(exp.factor, exp.exp(capped(z, loss.softcap)), -spread * w) * cap_slope(z, loss.softcap);
+            const float v = loss.softcap == 0.0f ? z : capped(z, loss.softcap);
+            float e = exp.exp(v);
+            if (loss.dentropy.data)
+                e *= tilted(level, tilt, loss.scale * (v - exp.pivot));
+            const float d = fmaf(exp.factor, e, -spread * w);
+            return loss.softcap == 0.0f ? d : d * cap_slope(z, loss.softcap);
         }
     }
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {

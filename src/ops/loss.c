@@ -47,7 +47,7 @@ struct named {
     const rafter_view *view;
     bool output;
 };
-enum { TENSORS = 11 };
+enum { TENSORS = 12 };
 
 static void list_tensors(const struct rafter_loss *loss, struct named list[TENSORS]) {
     const struct named all[TENSORS] = {
@@ -55,10 +55,11 @@ static void list_tensors(const struct rafter_loss *loss, struct named list[TENSO
         {"row_loss", &loss->row_loss, true},
         {"lse", &loss->lse, loss->direction == RAFTER_FORWARD},
         {"logprob", &loss->logprob, true},
-        {"entropy", &loss->entropy, true},
+        {"entropy", &loss->entropy, loss->direction == RAFTER_FORWARD},
         {"argmax", &loss->argmax, true},
         {"target", &loss->target, false},
         {"dloss", &loss->dloss, false},
+        {"dentropy", &loss->dentropy, false},
         {"options.row_weight", &loss->row_weight, false},
         {"options.class_weight", &loss->class_weight, false},
         {"options.denominator", &loss->denominator, false},
@@ -113,7 +114,8 @@ rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss
         {"lse", args->lse, forward, f32, &loss->lse},
         {"row_loss", forward ? args->row_loss : NULL, true, f32, &loss->row_loss},
         {"logprob", forward ? args->logprob : NULL, true, f32, &loss->logprob},
-        {"entropy", forward ? args->entropy : NULL, true, f32, &loss->entropy},
+        {"entropy", forward || args->dentropy ? args->entropy : NULL, forward, f32, &loss->entropy},
+        {"dentropy", args->dentropy, false, f32, &loss->dentropy},
         {"argmax", forward ? args->argmax : NULL, true, RAFTER_INTS, &loss->argmax},
         {"loss", forward && o.reduction == RAFTER_NONE ? args->loss : NULL, true, f32, &loss->loss},
         {"dloss", o.reduction == RAFTER_NONE ? args->dloss : NULL, false, f32, &loss->dloss},
@@ -145,8 +147,8 @@ rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss
             if (j > i || !all[j].output)
                 RAFTER_TRY(rafter_want_disjoint(context, all[i].name, all[i].view, all[j].name, all[j].view));
 
-    rafter_view *const rows[] = {&loss->target,   &loss->row_weight, &loss->dloss,   &loss->lse,   &loss->loss,
-                                 &loss->row_loss, &loss->logprob,    &loss->entropy, &loss->argmax};
+    rafter_view *const rows[] = {&loss->target,  &loss->row_weight, &loss->dloss,    &loss->dentropy, &loss->lse,
+                                 &loss->entropy, &loss->loss,       &loss->row_loss, &loss->logprob,  &loss->argmax};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
         rafter_collapse(&rows[i], 1, 0, rows[i]->ndim);
     return RAFTER_OK;
@@ -199,6 +201,11 @@ static int64_t raw_label(const struct rafter_loss *loss, int64_t row) {
 int64_t rafter_loss_label(const struct rafter_loss *loss, int64_t row) {
     const int64_t label = raw_label(loss, row);
     return label == loss->ignore_index ? -1 : label;
+}
+
+bool rafter_loss_needs_statistics(const struct rafter_loss *loss) {
+    return loss->direction == RAFTER_FORWARD || !rafter_loss_has(&loss->lse) ||
+           (rafter_loss_has(&loss->dentropy) && !rafter_loss_has(&loss->entropy));
 }
 
 float rafter_loss_given_lse(const struct rafter_loss *loss, int64_t row) {
@@ -318,9 +325,9 @@ void rafter_loss_write(const struct rafter_loss *loss, double sum) {
 }
 
 /* The coefficients if the softmax is share * e^(u - pivot). lse: r, for the derivative of z_loss *
- * r^2. */
+ * r^2. surprise: log(share) + entropy, only read with dentropy. */
 static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64_t row, int64_t label, double pivot,
-                                           double share, double lse) {
+                                           double share, double lse, double surprise) {
     const double dloss = rafter_loss_has(&loss->dloss) ? (double)get(&loss->dloss, row) : 1.0;
     const double upstream = dloss * (double)row_weight(loss, row) / loss->mean_denominator * (double)loss->scale;
     const double spread = (double)loss->smoothing / (double)loss->classes;
@@ -328,8 +335,18 @@ static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64
     double whole = target + spread * loss->class_weight_sum;
     if (loss->z_loss != 0.0f)
         whole += 2.0 * (double)loss->z_loss * lse;
-    return (struct rafter_row_gradient){
-        .pivot = (float)pivot, .p = upstream * whole * share, .target = upstream * target, .spread = upstream * spread};
+    struct rafter_row_gradient g = {.pivot = (float)pivot,
+                                    .p = upstream * whole * share,
+                                    .target = upstream * target,
+                                    .spread = upstream * spread,
+                                    .level = 1.0};
+    if (rafter_loss_has(&loss->dentropy)) {
+        const double h = (double)get(&loss->dentropy, row) * (double)loss->scale;
+        g.p = share;
+        g.level = upstream * whole - h * surprise;
+        g.tilt = -h;
+    }
+    return g;
 }
 
 static const struct rafter_row_gradient no_gradient = {.zero = true};
@@ -338,12 +355,14 @@ struct rafter_row_gradient rafter_loss_gradient(const struct rafter_loss *loss, 
                                                 const struct rafter_row_stats *stats) {
     if (label < 0 || stats->sum == 0.0)
         return no_gradient;
-    return gradient(loss, row, label, stats->max, 1.0 / stats->sum, rafter_row_lse(stats));
+    /* log(share) = -log(sum), and the entropy is log(sum) - moment / sum. */
+    return gradient(loss, row, label, stats->max, 1.0 / stats->sum, rafter_row_lse(stats), -stats->moment / stats->sum);
 }
 
 struct rafter_row_gradient rafter_loss_gradient_from_lse(const struct rafter_loss *loss, int64_t row, int64_t label,
                                                          float lse) {
     if (label < 0 || lse == -INFINITY)
         return no_gradient;
-    return gradient(loss, row, label, (double)lse, 1.0, (double)lse);
+    const double entropy = rafter_loss_has(&loss->dentropy) ? (double)get(&loss->entropy, row) : 0.0;
+    return gradient(loss, row, label, (double)lse, 1.0, (double)lse, entropy);
 }

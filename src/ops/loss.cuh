@@ -23,6 +23,9 @@ struct Totals {
 struct Prepared {
     double class_weight_sum; /* over all classes */
     Totals totals;           /* without the loss */
+    /* Only with dentropy: what linear_cross_entropy's rows multiply their gradients of the loss and of
+     * the entropy by. */
+    double loss_factor, entropy_factor;
 };
 
 /* What a sum of row losses is divided by. `given`: the caller's denominator, or NULL. */
@@ -39,7 +42,9 @@ struct Loss {
     float z_loss, softcap, scale;
     double label_share, spread; /* 1 - s, s / V */
 
-    Rows target, row_weight, dloss, dentropy, lse, loss, row_loss, logprob, entropy, argmax;
+    Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
+    Rows entropy;                            /* backward: given by the caller, only with dentropy */
+    Rows dentropy;                           /* data NULL: no gradient of the entropy */
     const float *class_weight, *denominator; /* NULL: not given */
     int64_t class_stride;
 
@@ -103,9 +108,10 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
         loss.loss = loss_rows(from->loss);
         loss.row_loss = loss_rows(from->row_loss);
         loss.logprob = loss_rows(from->logprob);
-        loss.entropy = loss_rows(from->entropy);
         loss.argmax = loss_rows(from->argmax);
     }
+    loss.entropy = loss_rows(from->entropy);
+    loss.dentropy = loss_rows(from->dentropy);
     loss.class_weight = reinterpret_cast<const float *>(from->class_weight.data);
     loss.class_stride = from->class_weight.stride[0];
     loss.denominator = reinterpret_cast<const float *>(from->denominator.data);
@@ -207,14 +213,19 @@ DEVICE float cap_slope(float z, float cap) {
     return 4.0f * q / (one_and_q * one_and_q);
 }
 
-/* dz_v = slope(z_v) * ( p * e^(scale * (v - pivot)) - spread * w_v - target * [v == y] ).
- * `at_label` is the complete value at the label. `constant`: dz is `p`, 0 or NaN, in every
+/* dz_v = slope(z_v) * ( p * e^t * (level + tilt * t) - spread * w_v - target * [v == y] ) with t =
+ * scale * (v - pivot). Without dentropy, level is 1 and tilt is 0; with it, p * e^t is the softmax
+ * itself. `at_label` is the complete value at the label. `constant`: dz is `p`, 0 or NaN, in every
  * column. */
 struct RowGradient {
     bool constant;
-    float pivot, p, spread, at_label, target;
-    float level, tilt;
+    float pivot, p, spread, at_label, target, level, tilt;
 };
+
+/* level + tilt * t. The bound keeps t = -inf out; the exponential is 0 long before it. */
+DEVICE float tilted(float level, float tilt, float t) {
+    return fmaf(tilt, fmaxf(t, -256.0f), level);
+}
 
 /* The factor that all rows share: dloss of mean and sum, the denominator, scale. */
 DEVICE double common_upstream(const Loss &loss, const Totals &totals) {
@@ -229,6 +240,13 @@ struct RowTerms {
     double softmax, z_loss, spread, target, at_label;
 };
 
+/* The gradient of the entropy with respect to u_v is -p_v (log p_v + entropy), times h. With p_v =
+ * share * e^t that is -p_v h (t + surprise), surprise = log(share) + entropy. Both are 0 without
+ * dentropy. */
+struct EntropyTerms {
+    double h, surprise;
+};
+
 DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t label) {
     const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
     const double upstream = common * dloss * loss.row_weight_at(row), weight = loss.weight_of(label);
@@ -240,11 +258,16 @@ DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t l
 /* The softmax is share * e^(u - scale * pivot). z: the logit at the label. lse: only read for
  * z_loss. MAY_CAP: false if the call has no softcap. */
 template <bool MAY_CAP = true>
-DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z, float pivot, double share,
-                               double lse) {
-    const double p = (loss.z_loss != 0.0f ? terms.softmax + terms.z_loss * lse : terms.softmax) * share;
-    const float v = MAY_CAP && loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
-    double at_label = p * expf(loss.scale * (v - pivot)) - terms.at_label;
+DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z, float pivot, double share, double lse,
+                               const EntropyTerms &entropy = {}) {
+    const double softmax = loss.z_loss != 0.0f ? terms.softmax + terms.z_loss * lse : terms.softmax;
+    const float v = MAY_CAP && loss.softcap != 0.0f ? capped(z, loss.softcap) : z, t = loss.scale * (v - pivot);
+    double p = softmax * share, level = 1.0, at_label = p * expf(t) - terms.at_label;
+    if (loss.dentropy.data) {
+        p = share;
+        level = softmax - entropy.h * entropy.surprise;
+        at_label = p * expf(t) * (level - entropy.h * fmaxf(t, -256.0f)) - terms.at_label;
+    }
     if (MAY_CAP && loss.softcap != 0.0f)
         at_label *= cap_slope(z, loss.softcap);
     return {false,
@@ -253,8 +276,8 @@ DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z,
             static_cast<float>(terms.spread),
             static_cast<float>(at_label),
             static_cast<float>(terms.target),
-            1.0f,
-            0.0f};
+            static_cast<float>(level),
+            static_cast<float>(0.0 - entropy.h)};
 }
 
 /* The gradient of a row of all -inf. */
@@ -262,23 +285,33 @@ DEVICE RowGradient zero_gradient() {
     return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f};
 }
 
+/* entropy_factor: to dentropy what `common` is to the loss. Both include the logit scale, or neither. */
 DEVICE RowGradient gradient_from_stats(const Loss &loss, double common, int64_t row, int64_t label, float z,
-                                       const WholeRowStats &f) {
+                                       const WholeRowStats &f, double entropy_factor = 0.0) {
     if (f.sum == 0.0)
         return zero_gradient();
     const double lse = loss.z_loss != 0.0f ? static_cast<double>(loss.scale) * f.max + log(f.sum) : 0.0;
-    return gradient_of(loss, terms_of(loss, common, row, label), z, f.max, 1.0 / f.sum, lse);
+    EntropyTerms entropy = {};
+    if (loss.dentropy.data) /* log(share) = -log(sum), and the entropy is log(sum) - scale * moment / sum */
+        entropy = {loss.dentropy.get(row) * entropy_factor, -(static_cast<double>(loss.scale) * f.moment / f.sum)};
+    return gradient_of(loss, terms_of(loss, common, row, label), z, f.max, 1.0 / f.sum, lse, entropy);
 }
 
-/* From r alone. The caller makes sure that |r| is at most 2^11 or so: see lse_is_accurate. */
-DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t row, int64_t label, float z, float lse) {
+/* From r alone, and the given entropy if there is a dentropy. The caller makes sure that |r| is at
+ * most 2^11 or so: see lse_is_accurate. */
+DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t row, int64_t label, float z, float lse,
+                                     double entropy_factor = 0.0) {
     const RowTerms terms = terms_of(loss, common, row, label);
+    EntropyTerms entropy = {};
+    if (loss.dentropy.data)
+        entropy = {loss.dentropy.get(row) * entropy_factor, loss.entropy.get(row)};
     if (loss.scale == 1.0f)
-        return gradient_of(loss, terms, z, lse, 1.0, lse);
+        return gradient_of(loss, terms, z, lse, 1.0, lse, entropy);
     const float pivot = static_cast<float>(static_cast<double>(lse) / loss.scale);
     const double left =
         static_cast<double>(loss.scale) * pivot - lse; /* the rounding error of the pivot, |left| << 1 */
-    return gradient_of(loss, terms, z, pivot, 1.0 + left, lse);
+    entropy.surprise += left;
+    return gradient_of(loss, terms, z, pivot, 1.0 + left, lse, entropy);
 }
 
 /* Whether backward can use the given lse: see lse_is_accurate in cross_entropy/op.c. */

@@ -28,7 +28,7 @@
 /* The arguments that both ops have, as the caller gave them. All but target may be NULL. */
 struct rafter_loss_args {
     const rafter_loss_options *options;
-    const DLTensor *target, *loss, *row_loss, *lse, *logprob, *entropy, *argmax, *dloss;
+    const DLTensor *target, *loss, *row_loss, *lse, *logprob, *entropy, *argmax, *dloss, *dentropy;
 };
 
 /* The checked arguments. If a view's data is NULL, it was not given or has no elements. Views with
@@ -48,11 +48,13 @@ struct rafter_loss {
     rafter_view class_weight;       /* [classes], any stride */
     rafter_view denominator;        /* one element */
     rafter_view dloss;              /* one element; with reduction none, the shape of the labels */
+    rafter_view dentropy;           /* the shape of the labels; only linear_cross_entropy has it */
     rafter_view lse;                /* the shape of the labels; forward writes it, backward reads it */
+    rafter_view entropy;            /* the same; backward has it only with dentropy */
 
     /* Outputs of forward; not given in backward. */
-    rafter_view loss;                               /* the shape of dloss */
-    rafter_view row_loss, logprob, entropy, argmax; /* the shape of the labels */
+    rafter_view loss;                      /* the shape of dloss */
+    rafter_view row_loss, logprob, argmax; /* the shape of the labels */
 
     /* Set by rafter_loss_read. */
     int64_t counted;         /* rows that are not ignored */
@@ -81,6 +83,9 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
 
 /* The row's class in [0, classes), or -1 if the row is ignored. */
 int64_t rafter_loss_label(const struct rafter_loss *loss, int64_t row);
+
+/* Whether the rows' statistics must be computed: backward may have been given all it needs. */
+bool rafter_loss_needs_statistics(const struct rafter_loss *loss);
 
 /* The lse that the caller passed to backward. */
 float rafter_loss_given_lse(const struct rafter_loss *loss, int64_t row);
@@ -120,9 +125,11 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
 void rafter_loss_write(const struct rafter_loss *loss, double sum);
 
 /* The gradient of loss with respect to a row's logits, times the upstream gradient:
- *     dz_v = softcap'(z_v) * ( p * e^(u_v - pivot) - target * [v == y] - spread * w_v )
- *     softcap'(z) = 1 - tanh^2(z / cap)
- * p, target and spread include the factors that are constant along the row: dloss, row weight,
+ *     dz_v = softcap'(z_v) * ( p * e^t * (level + tilt * t) - target * [v == y] - spread * w_v )
+ *     t = u_v - pivot,   softcap'(z) = 1 - tanh^2(z / cap)
+ * level is 1 and tilt is 0 without dentropy. With it, p e^t is the softmax itself, and the rest
+ * follows from d entropy / du_v = -p_v (log p_v + entropy).
+ * The coefficients include the factors that are constant along the row: dloss, row weight,
  * denominator, scale. `zero`: dz is 0 (an ignored row, or a row of all -inf), and the other members
  * must not be used. */
 struct rafter_row_gradient {
@@ -131,14 +138,15 @@ struct rafter_row_gradient {
     double p;
     double target;
     double spread; /* 0 without label smoothing */
+    double level, tilt;
 };
 
 /* From the row's statistics. label -1: `zero`. */
 struct rafter_row_gradient rafter_loss_gradient(const struct rafter_loss *loss, int64_t row, int64_t label,
                                                 const struct rafter_row_stats *stats);
 
-/* From r alone. r was rounded to a float, so p has a relative error of |r| * 2^-24 or more: callers
- * decide whether that is acceptable. */
+/* From r alone, and the given entropy if there is a dentropy. r was rounded to a float, so p has a
+ * relative error of |r| * 2^-24 or more: callers decide whether that is acceptable. */
 struct rafter_row_gradient rafter_loss_gradient_from_lse(const struct rafter_loss *loss, int64_t row, int64_t label,
                                                          float lse);
 

@@ -92,10 +92,13 @@ int64_t loss_case_declare(problem *p, const struct loss_case *c, int ndim, const
     if (c->dloss)
         problem_add(p, "dloss", PROBLEM_UPSTREAM, RAFTER_F32, loss_ndim, rows);
     problem_add(p, "lse", PROBLEM_OUTPUT, RAFTER_F32, ndim, rows);
+    if (c->dentropy)
+        problem_add(p, "dentropy", PROBLEM_UPSTREAM, RAFTER_F32, ndim, rows);
+    if (c->dentropy || c->extras)
+        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, ndim, rows);
     if (c->extras) {
         problem_add(p, "row_loss", PROBLEM_OUTPUT, RAFTER_F32, ndim, rows);
         problem_add(p, "logprob", PROBLEM_OUTPUT, RAFTER_F32, ndim, rows);
-        problem_add(p, "entropy", PROBLEM_OUTPUT, RAFTER_F32, ndim, rows);
         problem_add(p, "argmax", PROBLEM_OUTPUT, c->narrow ? RAFTER_I32 : RAFTER_I64, ndim, rows);
     }
     return count;

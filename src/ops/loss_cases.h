@@ -14,6 +14,7 @@ struct loss_case {
     rafter_reduction reduction;
     enum loss_ignored ignored;
     bool zero_if_all_ignored, class_weight, row_weight, denominator, dloss;
+    bool dentropy;    /* linear_cross_entropy; also declares the entropy */
     bool extras;      /* row_loss, logprob, entropy, argmax */
     bool narrow;      /* int32 labels and argmax */
     bool without_lse; /* backward computes it again */

@@ -26,6 +26,7 @@ struct oracle_loss oracle_loss_begin(const problem *p, int64_t rows, int64_t cla
         .class_weight = problem_find(p, "class_weight"),
         .row_weight = problem_find(p, "row_weight"),
         .dloss = problem_find(p, "dloss"),
+        .dentropy = problem_find(p, "dentropy"),
     };
     for (int64_t row = 0; row < rows; row++)
         if (!oracle_loss_ignored(&o, row)) {
@@ -139,13 +140,21 @@ void oracle_loss_gradient(const struct oracle_loss *o, int64_t row, const double
         upstream /= o->denominator;
     for (int64_t v = 0; v < o->classes; v++)
         total_weight += weight_of(o, v);
-    /* d/du_v of the label term, the smoothing term and z_loss r^2; dr/du_v is p_v. */
+    double entropy = 0;
     for (int64_t v = 0; v < o->classes; v++) {
+        const double log_p = (transformed(o, z[v]) - largest) - log(sum), p = exp(log_p);
+        entropy -= p != 0 ? p * log_p : 0;
+    }
+    /* d/du_v of the label term, the smoothing term, z_loss r^2 and the entropy; dr/du_v is p_v. */
+    for (int64_t v = 0; v < o->classes; v++) {
+        const double log_p = (transformed(o, z[v]) - largest) - log(sum);
         const double p = exp(transformed(o, z[v]) - largest) / sum;
         double du = weight_of(o, y) * (1 - s) * (p - (v == y));
         du += s / (double)o->classes * (total_weight * p - weight_of(o, v));
         du += o->z_loss != 0 ? o->z_loss * 2 * (largest + log(sum)) * p : 0;
         const double cosh_x = o->softcap != 0 ? cosh(z[v] / o->softcap) : 1;
         dz[v] = upstream * du * o->scale / (cosh_x * cosh_x); /* tanh' = 1 / cosh^2 */
+        if (o->dentropy && p != 0)
+            dz[v] -= problem_value(o->dentropy, row) * p * (log_p + entropy) * o->scale / (cosh_x * cosh_x);
     }
 }

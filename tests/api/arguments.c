@@ -221,6 +221,9 @@ void test_sizes_of_structs(void **state) {
     f.logsumexp.workspace = (void *)1;
     f.logsumexp.workspace_bytes = 1;
     assert_int_equal(rafter_logsumexp_forward(f.context, &f.logsumexp), RAFTER_OK);
+    f.lce.size = offsetof(rafter_linear_cross_entropy_args, dentropy);
+    f.lce.dentropy = &f.loss; /* behind the end: not looked at */
+    assert_int_equal(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_OK);
 }
 
 /* The workspace functions of all ops refuse a direction that does not exist. */

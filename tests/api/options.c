@@ -116,6 +116,16 @@ void test_loss_tensors_bad(void **state) {
     f.dweight.dtype = (DLDataType){kDLFloat, 16, 1};
     EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "dweight", "fp16");
     f.dweight.dtype = f.hidden.dtype;
+    f.lce.dentropy = &f.loss; /* no dimensions, wanted those of target */
+    EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "dentropy", "shape", "[6]");
+    DLTensor dentropy = f.row_loss;
+    dentropy.dtype = (DLDataType){kDLBfloat, 16, 1};
+    f.lce.dentropy = &dentropy;
+    EXPECT_INVALID(rafter_linear_cross_entropy_backward(f.context, &f.lce), "dentropy", "bf16", "fp32");
+    dentropy = f.row_loss;
+    dentropy.data = f.dx_data; /* shares memory with an output */
+    EXPECT_INVALID(rafter_linear_cross_entropy_backward(f.context, &f.lce), "dentropy", "dx", "overlaps");
+    f.lce.dentropy = NULL;
     f.lce.mode = (rafter_lce_mode)5;
     EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "mode", "5");
     f.lce.mode = RAFTER_LCE_AUTO;

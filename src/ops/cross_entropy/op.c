@@ -35,7 +35,7 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "logits has 0 dimensions, wanted at least one, for the classes");
     const struct rafter_loss_args loss_args = {a.options, a.target,  a.loss,   a.row_loss, a.lse,
-                                               a.logprob, a.entropy, a.argmax, a.dloss};
+                                               a.logprob, a.entropy, a.argmax, a.dloss,    NULL};
     const int row_dims = logits->ndim - 1;
     struct rafter_loss *const loss = &call->loss;
     RAFTER_TRY(rafter_loss_take(context, &loss_args, direction, "logits without its last dimension", row_dims,

@@ -16,6 +16,7 @@ struct options {
     bool main_gradient;               /* dweight is fp32 and is added to */
     bool f32_gradients;               /* all gradients are fp32 */
     bool native;                      /* accumulate */
+    bool without_entropy;             /* with dentropy: backward gets no entropy and computes it again */
 };
 
 static const struct options plain = {.loss = {.name = "plain", .extras = true, .ignored = SOME_IGNORED}};
@@ -45,6 +46,40 @@ static const struct options option_sets[] = {
      .bias = true},
     {{.name = "small budget", .reduction = RAFTER_SUM, .extras = true, .without_lse = true},
      .budget = PROBLEM_SMALL_BUDGET},
+    {.loss = {.name = "dentropy", .dentropy = true}},
+    {{.name = "dentropy, none", .dentropy = true, .dloss = true, .reduction = RAFTER_NONE, .ignored = SOME_IGNORED},
+     .bias = true},
+    {{.name = "dentropy, sum, no lse", .dentropy = true, .reduction = RAFTER_SUM, .dloss = true, .without_lse = true},
+     .budget = PROBLEM_SMALL_BUDGET},
+    {{.name = "dentropy, no entropy", .dentropy = true, .extras = true, .ignored = SOME_IGNORED},
+     .bias = true,
+     .without_entropy = true,
+     .budget = PROBLEM_SMALLEST_BUDGET},
+    {.loss = {.name = "dentropy, all ignored", .dentropy = true, .ignored = ALL_IGNORED}},
+    {.loss = {.name = "dentropy, softcap, scale", .dentropy = true, .softcap = 5, .scale = 1.5f, .narrow = true}},
+    {{.name = "dentropy, scale, none", .dentropy = true, .scale = 0.7f, .reduction = RAFTER_NONE, .dloss = true},
+     .main_gradient = true,
+     .budget = PROBLEM_SMALLEST_BUDGET},
+    {.loss = {.name = "dentropy, smoothing, z_loss",
+              .dentropy = true,
+              .smoothing = 0.1f,
+              .z_loss = 0.01f,
+              .class_weight = true,
+              .ignored = SOME_IGNORED}},
+    {{.name = "dentropy, all",
+      .dentropy = true,
+      .smoothing = 0.1f,
+      .z_loss = 0.001f,
+      .softcap = 5,
+      .scale = 2,
+      .ignored = SOME_IGNORED,
+      .class_weight = true,
+      .row_weight = true,
+      .denominator = true,
+      .dloss = true,
+      .extras = true},
+     .bias = true,
+     .budget = PROBLEM_SMALLEST_BUDGET},
 };
 
 /* x, and V. */
@@ -75,6 +110,10 @@ static const struct {
     {"native, small budget", {2, {100, 40}, 300}},
     {"main gradient, small budget", {2, {100, 40}, 300}},
     {"all, none", {2, {100, 40}, 300}},
+    {"dentropy, none", {2, {290, 40}, 420}},
+    {"dentropy, all", {2, {100, 40}, 300}},
+    /* more classes than one block of CUDA's logit kernels takes */
+    {"dentropy, sum, no lse", {2, {20, 16}, 8300}},
 };
 
 enum {
@@ -129,6 +168,12 @@ static bool is_native(const problem *p, const struct options *o) {
  * order. dbias sums dz, which Hopper's kernels have rounded, but for the label's element. Native accumulation rounds the partial sums after
  * every chunk: another half unit of the gradient's dtype per chunk, relative to the largest partial
  * sum, which is the result where all rows are alike.
+ *
+ * The gradient of the entropy adds h p (log p + H) to dz, h = dentropy * scale. Its terms are at most
+ * p (1 + ln V) if p is large, and p |log p| <= 1 / e in any case; their sum over a row is at most 2 (1
+ * + ln V). Beside the errors of p, log p and H are off by 2 (S + 2 Z) + 2 e |lse|, and their products
+ * with h by e (|u - max| + H) each. So these terms add 4 * scale (dentropy is at most 4) times 3 (1 +
+ * ln V) to the factor `upstream`, without the loss's share, and need no bound of their own.
  */
 static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, int64_t rows, int64_t depth,
                        int64_t classes) {
@@ -152,7 +197,8 @@ static void set_bounds(problem *p, const struct options *o, rafter_dtype dtype, 
     else if (loss->reduction == RAFTER_MEAN) /* at least half the rows count; class weights are at least 0.5 */
         share = (loss->class_weight ? 2 : 1) / fmax(1, n / 2);
     const double upstream =
-        share * row_weight * (loss->dloss ? 4 : 1) * scale * (weight * (1 + loss->smoothing) + 2 * loss->z_loss * lse);
+        share * row_weight * (loss->dloss ? 4 : 1) * scale * (weight * (1 + loss->smoothing) + 2 * loss->z_loss * lse) +
+        (loss->dentropy ? 4 * scale * 3 * (1 + log(v)) : 0);
 
     const bool narrow = dtype != RAFTER_F32;
     const double unit = dtype == RAFTER_BF16 ? 0x1p-8 : dtype == RAFTER_F16 ? 0x1p-11 : e;
@@ -199,6 +245,7 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
     const int64_t depth = shape->x[rows_ndim], classes = shape->classes;
     p->options.budget = o->budget;
     p->options.native = is_native(p, o);
+    p->options.backward_without_entropy = o->without_entropy;
 
     problem_tensor *t = problem_add(p, "x", PROBLEM_INPUT, dtype, shape->ndim, shape->x);
     t->special = p->values != PROBLEM_HUGE; /* products of huge numbers have no useful accuracy */
@@ -322,6 +369,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
         .dloss = problem_dl(p, "dloss"),
         .workspace = p->workspace,
         .workspace_bytes = p->workspace_bytes,
+        .dentropy = problem_dl(p, "dentropy"),
     };
     if (mode != PROBLEM_FORWARD) {
         args.dx = problem_dl(p, "dx");
@@ -331,6 +379,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     }
     if (mode == PROBLEM_BACKWARD && p->options.backward_without_lse)
         args.lse = NULL;
+    if (mode == PROBLEM_BACKWARD && p->options.backward_without_entropy)
+        args.entropy = NULL;
     return call_one(context, &args, p->options.budget, problem_direction(mode), p->ask);
 }
 

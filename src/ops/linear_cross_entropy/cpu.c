@@ -328,13 +328,19 @@ static void fold(const struct lce_logits *job, int64_t column_block) {
 
 /* Per-row constants of one vector of rows. */
 struct row_vectors {
-    vf pivot, p, target, spread;
+    vf pivot, p, target, spread, level, tilt;
     vi label, valid;
 };
 
 /* dz of class `place` of the block. */
-V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight, int32_t place, vf inverse_cap) {
-    vf dz = row->p * v_exp_from(u, row->pivot) - row->spread * v_set(weight);
+V_INLINE vf dz_of(bool capped, bool tilted, const struct row_vectors *row, vf u, float weight, int32_t place,
+                  vf inverse_cap) {
+    vf softmax = row->p * v_exp_from(u, row->pivot);
+    if (tilted) { /* The bound keeps -inf out; the exponential is 0 long before it. */
+        const vf t = v_max(u - row->pivot, v_set(-256.0f));
+        softmax *= v_fma(row->tilt, t, row->level);
+    }
+    vf dz = softmax - row->spread * v_set(weight);
     dz = v_select(row->label == place, dz - row->target, dz);
     if (capped) {
         const vf t = u * inverse_cap;
@@ -343,7 +349,7 @@ V_INLINE vf dz_of(bool capped, const struct row_vectors *row, vf u, float weight
     return v_select(row->valid, dz, v_set(0.0f));
 }
 
-V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *job, int64_t row_block,
+V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce_gradient *job, int64_t row_block,
                           int64_t column_block) {
     const struct lce_format f = format_of(pairs);
     const int group = pairs ? 2 * V_LANES : V_LANES; /* classes in one vector of a row of a left operand */
@@ -372,16 +378,23 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
             sum[i] = v_set(0.0f);
         for (int64_t r = 0; r < rows; r += V_LANES) {
             const int64_t row = first_row + r;
-            struct row_vectors here = {v_load(RAFTER_F32, job->pivot + row),  v_load(RAFTER_F32, job->p + row),
-                                       v_load(RAFTER_F32, job->target + row), v_load(RAFTER_F32, job->spread + row),
-                                       (vi)v_load(RAFTER_F32, place + r),     lane < (int32_t)(rows - r)};
+            struct row_vectors here = {.pivot = v_load(RAFTER_F32, job->pivot + row),
+                                       .p = v_load(RAFTER_F32, job->p + row),
+                                       .target = v_load(RAFTER_F32, job->target + row),
+                                       .spread = v_load(RAFTER_F32, job->spread + row),
+                                       .label = (vi)v_load(RAFTER_F32, place + r),
+                                       .valid = lane < (int32_t)(rows - r)};
+            if (tilted) {
+                here.level = v_load(RAFTER_F32, job->level + row);
+                here.tilt = v_load(RAFTER_F32, job->tilt + row);
+            }
             vf unit[V_LANES]; /* fp32 numbers, or bf16 pairs of adjacent classes */
             vh even = (vh){0};
             for (int i = 0; i < group; i++) {
                 vf dz = v_set(0.0f);
                 if (v + i < classes) {
                     const vf u = v_load(RAFTER_F32, block + (v + i) * stride + r);
-                    dz = dz_of(capped, &here, u, weight[v + i], (int32_t)(v + i), inverse_cap);
+                    dz = dz_of(capped, tilted, &here, u, weight[v + i], (int32_t)(v + i), inverse_cap);
                     sum[i] += dz;
                 }
                 const vh half = pairs ? round_halves(dz) : even;
@@ -417,15 +430,19 @@ V_INLINE void gradient_as(bool pairs, bool capped, const struct lce_gradient *jo
 }
 
 static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t row_block, int64_t column_block) {
-    const bool pairs = is_pairs((int)dtype), capped = job->cap != 0.0f;
-    if (pairs && capped)
-        gradient_as(true, true, job, row_block, column_block);
+    const bool pairs = is_pairs((int)dtype), capped = job->cap != 0.0f, tilted = job->level != NULL;
+    if (pairs && tilted)
+        gradient_as(true, capped, true, job, row_block, column_block);
+    else if (tilted)
+        gradient_as(false, capped, true, job, row_block, column_block);
+    else if (pairs && capped)
+        gradient_as(true, true, false, job, row_block, column_block);
     else if (pairs)
-        gradient_as(true, false, job, row_block, column_block);
+        gradient_as(true, false, false, job, row_block, column_block);
     else if (capped)
-        gradient_as(false, true, job, row_block, column_block);
+        gradient_as(false, true, false, job, row_block, column_block);
     else
-        gradient_as(false, false, job, row_block, column_block);
+        gradient_as(false, false, false, job, row_block, column_block);
 }
 
 /* ---- results --------------------------------------------------------------------------------- */

@@ -34,7 +34,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .rows = call->loss.rows,
         .classes = call->loss.classes,
         .depth = call->x.shape[call->x.ndim - 1],
-        .stats = common->direction == RAFTER_FORWARD || !rafter_loss_has(&call->loss.lse),
+        .stats = rafter_loss_needs_statistics(&call->loss),
+        .dentropy = rafter_loss_has(&call->loss.dentropy),
         .dx = call->dx.data != NULL,
         .dweight = call->dweight.data != NULL,
         .dbias = call->dbias.data != NULL,
@@ -239,7 +240,8 @@ static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     pack(&s, true, false, false);
     s.logits.stats = run->b.block_stats;
     s.logits.target = run->b.target_logit + s.first_row;
-    s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax);
+    s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax) ||
+                    rafter_loss_has(&loss->dentropy);
     run_tasks(run, logits_tasks(&s), work(&s), logits_task, &s);
     run_tasks(run, ceil_div(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
 }
@@ -249,6 +251,10 @@ static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradi
     run->b.p[i] = g.zero ? 0.0f : (float)g.p;
     run->b.target[i] = g.zero ? 0.0f : (float)g.target;
     run->b.spread[i] = g.zero ? 0.0f : (float)g.spread;
+    if (run->b.level) {
+        run->b.level[i] = g.zero ? 0.0f : (float)g.level;
+        run->b.tilt[i] = g.zero ? 0.0f : (float)g.tilt;
+    }
 }
 
 /* Results of the rows [from, to), whose statistics are complete, and the coefficients
@@ -347,6 +353,8 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
                                        .p = b->p + s.first_row,
                                        .target = b->target + s.first_row,
                                        .spread = b->spread + s.first_row,
+                                       .level = b->level ? b->level + s.first_row : NULL,
+                                       .tilt = b->tilt ? b->tilt + s.first_row : NULL,
                                        .by_row = dx.wanted ? b->dz_by_row : NULL,
                                        .by_class = dweight.wanted ? b->dz_by_class : NULL,
                                        .sum = dbias ? b->block_dbias : NULL};
@@ -464,14 +472,16 @@ static void store_missing(const struct run *run) {
 }
 
 /* Factors that all rows share could make small gradients underflow in bf16. So coefficients of rows
- * are computed without them, and they are applied to the results. */
+ * are computed without them, and they are applied to the results. The gradient of the entropy shares
+ * only the logit scale with that of the loss. */
 static void separate_scale(struct run *run) {
     const struct rafter_loss *const loss = &run->loss;
-    double scale = (double)loss->scale / loss->mean_denominator;
+    const bool loss_only = !rafter_loss_has(&loss->dentropy);
+    double scale = (double)loss->scale / (loss_only ? loss->mean_denominator : 1.0);
     run->unscaled = *loss;
     run->unscaled.scale = 1.0f;
-    run->unscaled.mean_denominator = 1.0;
-    if (loss->reduction != RAFTER_NONE && rafter_loss_has(&loss->dloss)) {
+    run->unscaled.mean_denominator = loss_only ? 1.0 : loss->mean_denominator;
+    if (loss_only && loss->reduction != RAFTER_NONE && rafter_loss_has(&loss->dloss)) {
         float dloss;
         memcpy(&dloss, loss->dloss.data, sizeof dloss);
         scale *= (double)dloss;

@@ -111,9 +111,9 @@ struct lce_logits {
     bool more;                  /* all statistics, not only the first two */
 };
 
-/* Converts a slice's logits to dz = softcap'(z) (p e^(u - pivot) - spread * weight - target [v ==
- * label]), with p, pivot, spread and target of each row; rounded to the format of a left operand,
- * in either orientation or both. */
+/* Converts a slice's logits to dz = softcap'(z) (p e^t (level + tilt * t) - spread * weight - target
+ * [v == label]), t = u - pivot, with p, pivot, level, tilt, spread and target of each row; rounded to
+ * the format of a left operand, in either orientation or both. */
 struct lce_gradient {
     const float *u; /* format out, m classes x n rows */
     int64_t m, n;
@@ -122,9 +122,10 @@ struct lce_gradient {
     const int64_t *label;
     int64_t first_class;
     const float *pivot, *p, *target, *spread;
-    char *by_row;   /* left, [rows, classes]; NULL: not wanted */
-    char *by_class; /* left, [classes, rows] */
-    float *sum;     /* [row block of LCE_COLUMNS][m]: sum of dz over the block's rows, before rounding */
+    const float *level, *tilt; /* NULL: 1 and 0 */
+    char *by_row;              /* left, [rows, classes]; NULL: not wanted */
+    char *by_class;            /* left, [classes, rows] */
+    float *sum;                /* [row block of LCE_COLUMNS][m]: sum of dz over the block's rows, before rounding */
 };
 
 struct linear_cross_entropy_kernels {

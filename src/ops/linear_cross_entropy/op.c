@@ -104,7 +104,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     };
     RAFTER_TRY(take_inputs(context, &a, call));
     const struct rafter_loss_args loss_args = {a.options, a.target,  a.loss,   a.row_loss, a.lse,
-                                               a.logprob, a.entropy, a.argmax, a.dloss};
+                                               a.logprob, a.entropy, a.argmax, a.dloss,    a.dentropy};
     const int leading = call->x.ndim - 1;
     RAFTER_TRY(rafter_loss_take(context, &loss_args, direction, "x without its last dimension", leading, call->x.shape,
                                 call->weight.shape[0], &call->loss));
@@ -115,7 +115,10 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     rafter_collapse(x, 1, 0, leading);
     if (a.dx)
         rafter_collapse(dx, 1, 0, leading);
-    call->common.empty = direction == RAFTER_BACKWARD && !call->dx.data && !call->dweight.data && !call->dbias.data;
+    const bool gradients = call->dx.data || call->dweight.data || call->dbias.data;
+    if (!gradients)
+        call->loss.dentropy.data = NULL; /* so that it costs no statistics */
+    call->common.empty = direction == RAFTER_BACKWARD && !gradients;
     return RAFTER_OK;
 }
 

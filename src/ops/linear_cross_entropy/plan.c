@@ -46,6 +46,8 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(p, gradients, padded * 4);
     PLACE(target, gradients, padded * 4);
     PLACE(spread, gradients, padded * 4);
+    PLACE(level, gradients && q->dentropy, padded * 4);
+    PLACE(tilt, gradients && q->dentropy, padded * 4);
     PLACE(bias, true, slice * 4);
     PLACE(weight, true, slice * 4);
     PLACE(x_logits, true, lce_right_bytes(f, d, group));

@@ -29,6 +29,7 @@ struct lce_problem {
     struct lce_format format;
     int64_t rows, classes, depth; /* N, V, D */
     bool stats;                   /* to be computed, not given by the caller's lse */
+    bool dentropy;                /* given */
     bool dx, dweight, dbias;      /* wanted */
     bool sums_dx, sums_dweight;   /* partial sums must be in the workspace, not in the caller's tensor */
 };
@@ -46,6 +47,8 @@ struct lce_problem {
     X(float, p)                                                                                                        \
     X(float, target)                                                                                                   \
     X(float, spread)                                                                                                   \
+    X(float, level) /* only with dentropy */                                                                           \
+    X(float, tilt)                                                                                                     \
     X(float, bias) /* of the slice's classes */                                                                        \
     X(float, weight)                                                                                                   \
     X(char, x_logits) /* the group's rows of x as operands */                                                          \

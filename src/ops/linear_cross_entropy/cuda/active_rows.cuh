@@ -17,7 +17,9 @@ namespace lce {
 /* Numbers of the whole call, on the device. */
 struct Common {
     Prepared prepared;
-    float alpha; /* dloss / denominator * logit scale, which all rows share: applied when gradients are stored */
+    /* dloss / denominator * logit scale, which all rows share: applied when gradients are stored. With
+     * dentropy: see divide_upstream. */
+    float alpha;
     int found_nonfinite; /* an ignored row of x holds an infinity or NaN */
     int active;          /* number of active rows */
 };

@@ -13,17 +13,20 @@ namespace lce {
  * from Loss::class_of. Called by one thread. */
 DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const LossStats<FULL> *g, double row_scale,
                               bool wanted, Totals *totals) {
+    const bool both = loss.dentropy.data;
+    const double loss_factor = both ? loss.prepared->loss_factor * row_scale : row_scale,
+                 entropy_factor = both ? loss.prepared->entropy_factor * row_scale : 0.0;
     RowGradient gradient = gradient_of_skipped(label);
     if (label < 0) {
         write_skipped(loss, row, label, totals);
     } else if (!g) {
         const float lse = loss.lse.get(row);
         gradient = lse == -INFINITY ? gradient_of_skipped(IGNORED) /* every logit is -inf */
-                                    : gradient_from_lse(loss, row_scale, row, label, 0.0f, lse);
+                                    : gradient_from_lse(loss, loss_factor, row, label, 0.0f, lse, entropy_factor);
     } else {
         const WholeRowStats stats = whole_row_stats(*g, g->z_label, loss);
         if (wanted)
-            gradient = gradient_from_stats(loss, row_scale, row, label, g->z_label, stats);
+            gradient = gradient_from_stats(loss, loss_factor, row, label, g->z_label, stats, entropy_factor);
         if (loss.forward)
             write_row(loss, row, label, results_of(loss, row, label, stats), totals);
     }

@@ -45,6 +45,7 @@ struct Problem {
     bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
     bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
     bool bounded_rows;              /* no row's coefficients exceed 1, apart from factors that all rows share */
+    bool dentropy;                  /* given: gradients need every row's entropy */
     bool dx, dweight, dbias;        /* wanted */
     bool adds_dweight;              /* to what the caller's dweight holds */
     bool sum_in_dx, sum_in_dweight; /* partial sums may be kept in the caller's tensor */
@@ -58,14 +59,15 @@ struct Problem {
         depth = call.x.shape[call.x.ndim - 1];
         classes = loss.classes;
         mode = call.mode;
-        statistics = loss.direction == RAFTER_FORWARD || !loss.lse.data;
+        dentropy = loss.dentropy.data;
+        statistics = loss.direction == RAFTER_FORWARD || !loss.lse.data || (dentropy && !loss.entropy.data);
         caps = loss.softcap != 0.0f;
         smooths = loss.smoothing != 0.0f;
-        option_stats = statistics && ((smooths && caps) || loss.entropy.data || loss.argmax.data);
+        option_stats = statistics && ((smooths && caps) || loss.entropy.data || dentropy || loss.argmax.data);
         logit_sums = statistics && smooths && !caps;
-        bounded_rows =
-            !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
-        all_statistics = caps || smooths || loss.entropy.data || loss.argmax.data;
+        bounded_rows = (dentropy || (!loss.row_weight.data && loss.reduction != RAFTER_NONE)) &&
+                       !loss.class_weight.data && loss.z_loss == 0.0f;
+        all_statistics = caps || smooths || loss.entropy.data || dentropy || loss.argmax.data;
         dx = call.dx.data;
         dweight = call.dweight.data;
         dbias = call.dbias.data;

@@ -82,6 +82,32 @@ DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, in
 
 /* ---- the first kernel ------------------------------------------------------------------------ */
 
+/* With dentropy, the gradients of the loss and of the entropy share no factor but the logit scale.
+ * Rows divide both by the power of two next to the largest upstream gradient of either, so that dz,
+ * rounded to 16 bits, has the same size as otherwise; and alpha contains it. Called by a block; every
+ * thread gets alpha, without row_scale. */
+DEVICE double divide_upstream(const Loss &loss, Prepared *prepared) {
+    __shared__ float warp_largest[WARP];
+    const double common = common_upstream(loss, prepared->totals) / loss.scale;
+    float largest = 0.0f;
+    for (int64_t row = threadIdx.x; row < loss.rows; row += PREPARE_THREADS) {
+        if (loss.class_of(loss.load_label(row)) < 0)
+            continue;
+        const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
+        const double upstream = common * dloss * loss.row_weight_at(row);
+        largest = fmaxf(largest, fmaxf(static_cast<float>(fabs(upstream)), fabsf(loss.dentropy.get(row))));
+    }
+    largest = warp_max(largest);
+    if (threadIdx.x % WARP == 0)
+        warp_largest[threadIdx.x / WARP] = largest;
+    __syncthreads();
+    largest = warp_max(warp_largest[threadIdx.x % WARP]);
+    const double unit = largest > 0.0f && largest < INFINITY ? exp2(static_cast<double>(ilogbf(largest))) : 1.0;
+    prepared->loss_factor = common / unit;
+    prepared->entropy_factor = 1.0 / unit;
+    return unit * loss.scale;
+}
+
 /* The last block sums over rows and classes; the blocks before it, if there are any, list active
  * rows. `row_scale`: see Run. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_constant__ Loss loss, float row_scale,
@@ -104,15 +130,16 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
     for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
-    const Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS))};
+    Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS)), 0.0, 0.0};
+    const double shared_factor =
+        loss.dentropy.data ? divide_upstream(loss, &prepared) : common_upstream(loss, prepared.totals);
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
     common->found_nonfinite = 0;
     common->active = static_cast<int>(drop_ignored ? static_cast<int64_t>(prepared.totals.counted) : loss.rows);
     /* Without rows all gradients are 0, whatever the mean's denominator is. */
-    common->alpha =
-        prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(common_upstream(loss, prepared.totals) / row_scale);
+    common->alpha = prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(shared_factor / row_scale);
 }
 
 __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
@@ -226,7 +253,8 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
 /* ---- host side ------------------------------------------------------------------------------- */
 
 /* fp16 holds nothing below 2^-24, and at most 13 bits above 2^-14. So dz is scaled up to use fp16's
- * upper range, unless the caller's weights or the z-loss may already reach it. */
+ * upper range, unless the caller's weights or the z-loss may already reach it. With dentropy, rows are
+ * divided by their largest upstream gradient; p |log p + entropy| is at most ln(V) / 4 or so. */
 float row_scale_of(const Problem &p) {
     return p.dtype == RAFTER_F16 && p.bounded_rows ? 0x1p12f : 1.0f;
 }
