@@ -31,8 +31,7 @@ def _logprobs(input, linear_weight, *_, **__):
     return _products(input, linear_weight, 0)
 
 
-def _logprobs_backward(dlogprob, dentropy, input, linear_weight, linear_bias, target, entropy, ignore_index, softcap,
-                       logit_scale, grads, **_):
+def _logprobs_backward(dloss, dentropy, input, linear_weight, linear_bias, target, lse, entropy, grads, *_, **__):
     return _products(input, linear_weight, grads)
 
 

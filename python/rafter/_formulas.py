@@ -4,7 +4,7 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, below_autograd, declare, define, direct, no_double_backward, public
+from ._ops import Op, below_autograd, declare, direct, no_double_backward, public
 from ._options import (ACTS, DBIAS, DWEIGHT, DX, GRADIENTS, NONE, RELU, SOFTMAX, STATISTICS, flatten, save_for_backward,
                        saved_for_backward, unflatten)
 
@@ -322,82 +322,20 @@ def _logprobs_backward(op, ctx, dlogprob, dentropy, _):
     grads = _needed(ctx)
     if dlogprob is None and dentropy is None:
         return None, None, None
+    arguments = flatten(options, linear)
     if dentropy is None:  # the loss of a row is minus its log-probability
-        gradients = op("linear_cross_entropy_backward")(-dlogprob, *inputs, lse, grads, *flatten(options, linear))
+        gradients = op("linear_cross_entropy_backward")(-dlogprob, *inputs, lse, grads, *arguments)
     else:
-        gradients = op("linear_logprobs_backward")(dlogprob, dentropy, *inputs, entropy, options.ignore_index,
-                                                   options.softcap, options.logit_scale, grads)
+        dloss = torch.zeros_like(dentropy) if dlogprob is None else -dlogprob
+        gradients = op("linear_logprobs_backward")(dloss, dentropy, *inputs, lse, entropy, grads, *arguments)
     return _select(gradients, grads)
 
 
-_SLICE = 1 << 26  # bytes of fp32 logits that the entropy gradient holds at a time
-
-
-def _matmul_f32(a, b):
-    """a @ b with an fp32 result."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
-
-
-def _logprobs_gradients(dlogprob, dentropy, input, linear_weight, linear_bias, target, entropy, ignore_index, softcap,
-                        logit_scale, grads):
-    """With p = softmax(u), u = scale * softcap(z): d logprob / du = onehot - p and d entropy / du =
-    -p (log p + entropy). Written in PyTorch ops over slices of rows: entropy bonuses are rare, and
-    the C library has no gradient for them. The input of an ignored row may be anything, so it is
-    replaced by zeros: in the product for dW, 0 * NaN would be NaN."""
-    labels = target.reshape(-1)
-    x = input.reshape(labels.shape[0], input.shape[-1])
-    active = labels != ignore_index
-    up_entropy = torch.where(active, dentropy.reshape(-1), 0.0)
-    up_logprob = torch.zeros_like(up_entropy)
-    if dlogprob is not None:
-        up_logprob = torch.where(active, dlogprob.reshape(-1), 0.0)
-    labels = torch.where(active, labels, 0).long()
-    row_entropy = entropy.reshape(-1)
-    dinput, dweight, dbias = _gradients_fake(input, linear_weight, linear_bias, grads)
-    dx = x.new_empty(x.shape if grads & DX else 0)
-    dw = dweight.new_zeros(dweight.shape, dtype=torch.float32)
-    db = dbias.new_zeros(dbias.shape, dtype=torch.float32)
-    scale = logit_scale or 1.0
-    step = max(1, _SLICE // (4 * max(linear_weight.shape[0], 1)))
-    for start in range(0, x.shape[0], step):
-        rows = slice(start, start + step)
-        inputs = torch.where(active[rows, None], x[rows], 0.0)
-        z = _matmul_f32(inputs, linear_weight.t())
-        if linear_bias is not None:
-            z += linear_bias
-        slope = scale
-        if softcap:
-            z = torch.tanh(z / softcap)
-            slope = scale * (1 - z * z)
-            z *= softcap
-        log_p = torch.log_softmax(z * scale, -1)
-        p = log_p.exp()
-        dz = -p * (torch.where(p > 0, log_p, 0.0) + row_entropy[rows, None]) * up_entropy[rows, None]
-        dz -= p * up_logprob[rows, None]
-        dz.scatter_add_(1, labels[rows, None], up_logprob[rows, None])
-        dz *= slope
-        if grads & DBIAS:
-            db += dz.sum(0)
-        dz = dz.to(x.dtype)
-        if grads & DX:
-            dx[rows] = dz @ linear_weight
-        if grads & DWEIGHT:
-            dw += _matmul_f32(dz.t(), inputs)
-    return dinput.copy_(dx.view(dinput.shape)), dweight.copy_(dw), dbias.copy_(db)
-
-
-def _logprobs_gradients_fake(dlogprob, dentropy, input, linear_weight, linear_bias, target, entropy, ignore_index,
-                             softcap, logit_scale, grads):
+def _logprobs_backward_fake(dloss, dentropy, input, linear_weight, linear_bias, target, lse, entropy, grads, *_):
     return _gradients_fake(input, linear_weight, linear_bias, grads)
 
 
-define("linear_logprobs_backward",
-       "(Tensor? dlogprob, Tensor dentropy, Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target, "
-       "Tensor entropy, int ignore_index, float softcap, float logit_scale, int grads) -> "
-       "(Tensor dinput, Tensor dweight, Tensor dbias)", _logprobs_gradients)
-declare("linear_logprobs_backward", _logprobs_gradients_fake)
+declare("linear_logprobs_backward", _logprobs_backward_fake)
 linear_logprobs = Op("linear_logprobs", 3, _logprobs_fake, _logprobs_save, _logprobs_backward)
 
 # ---- lrpe_cosine

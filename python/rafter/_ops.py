@@ -35,13 +35,6 @@ def below_autograd(name):
     return _compat.kernel_of(public("_" + name))
 
 
-def define(name, schema, function):
-    """Defines an op whose kernel is Python, on all devices, under both names."""
-    for each in (name, "_" + name):
-        _library.define(each + schema)
-        _library.impl(each, function, "CompositeExplicitAutograd")
-
-
 _NO_DOUBLE_BACKWARD = "rafter: double backward (the gradient of a gradient) is not implemented"
 _NO_FORWARD_MODE = "rafter: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; use backward"
 

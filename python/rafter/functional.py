@@ -427,7 +427,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
     elif needs:
         if budget and in_backward:
-            _check_budget(input, linear_weight, linear_bias, target, into is not None, needs, *options, *linear)
+            _check_budget(input, linear_weight, linear_bias, target, into is not None, False, needs, *options, *linear)
         results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, call))
         return _loss_output(which, wants_lse, *results) if extras else results
     else:
@@ -468,7 +468,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
     elif needs := _needs(input, linear_weight, linear_bias):
         if budget:
-            _check_budget(input, linear_weight, linear_bias, target, False, needs, *options, *linear)
+            _check_budget(input, linear_weight, linear_bias, target, False, entropy, needs, *options, *linear)
         results = op.eager(input, linear_weight, linear_bias, rest)
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)

@@ -291,11 +291,12 @@ template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
 }
 
 /* Throws if the budget is too small for backward. Forward asks this when backward is going to
- * compute the gradients in `grads`. The question reads no data, so the tensors of backward that do
- * not exist yet are contiguous placeholders, at addresses that overlap nothing. */
+ * compute the gradients in `grads`, with_entropy: also that of the entropy. The question reads no
+ * data, so the tensors of backward that do not exist yet are contiguous placeholders, at addresses
+ * that overlap nothing. */
 void linear_check_budget(Call &call) {
     const LinearInputs in(call);
-    const bool into_main_grad = call.flag();
+    const bool into_main_grad = call.flag(), with_entropy = call.flag();
     const int64_t grads = call.integer();
     const LossOptions options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
@@ -316,8 +317,11 @@ void linear_check_budget(Call &call) {
         dbias = placeholder(in.bias, in.bias.dl()->dtype);
     if (options.c.reduction != RAFTER_NONE)
         dloss.ndim = 0;
+    DLTensor dentropy = placeholder(in.target, single), entropy = placeholder(in.target, single);
     args.dloss = &dloss;
     args.lse = &lse;
+    args.dentropy = with_entropy ? &dentropy : nullptr;
+    args.entropy = with_entropy ? &entropy : nullptr;
     args.dx = grads & DX ? &dx : nullptr;
     args.dweight = grads & DWEIGHT ? &dweight : nullptr;
     args.dbias = grads & DBIAS ? &dbias : nullptr;
@@ -337,6 +341,23 @@ void linear_logprobs(Call &call) {
     args.loss = nullptr;
     run("linear_logprobs", call, rafter_linear_cross_entropy_forward, args);
     call.return_tensors(out.logprob, out.entropy, out.lse);
+}
+
+/* Gradients of sum(dloss * loss) + sum(dentropy * entropy), from the results of linear_logprobs. */
+void linear_logprobs_backward(Call &call) {
+    const Tensor dloss = call.tensor(), dentropy = call.tensor();
+    const LinearInputs in(call);
+    const Tensor lse = call.tensor(), entropy = call.tensor();
+    const int64_t grads = call.integer();
+    const LossOptions options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    LinearGradients gradients(args, in, grads);
+    args.dloss = dloss.dl();
+    args.dentropy = dentropy.dl();
+    args.lse = lse.dl();
+    args.entropy = entropy.dl();
+    run("linear_logprobs", call, rafter_linear_cross_entropy_backward, args);
+    call.return_tensors(gradients.dx, gradients.dweight, gradients.dbias);
 }
 
 /* ---- lrpe_cosine ----------------------------------------------------------------------------- */
@@ -452,12 +473,17 @@ const OpEntry ops[] = {
      ") -> (Tensor dinput, Tensor dbias)",
      kernel<linear_cross_entropy_backward<true>>},
     {"linear_check_budget",
-     "(" LINEAR_INPUTS ", bool into_main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS ") -> ()",
+     "(" LINEAR_INPUTS ", bool into_main_grad, bool with_entropy, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> ()",
      kernel<linear_check_budget>},
     {"linear_logprobs",
      "(" LINEAR_INPUTS ", bool wants_entropy, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
      kernel<linear_logprobs>},
+    {"linear_logprobs_backward",
+     "(Tensor dloss, Tensor dentropy, " LINEAR_INPUTS ", Tensor lse, Tensor entropy, int grads, " LOSS_OPTIONS
+     ", " LINEAR_OPTIONS ") -> (" GRADIENTS ")",
+     kernel<linear_logprobs_backward>},
     {"lrpe_cosine", "(" LRPE ") -> Tensor", kernel<lrpe_cosine>},
     {"lrpe_cosine_backward", "(Tensor dy, bool wants_dtheta, " LRPE ") -> (Tensor dx, Tensor dtheta)",
      kernel<lrpe_cosine_backward>},

@@ -158,3 +158,17 @@ def labels(shape, classes, device, ignored=True, ignore_index=-100, seed=3):
 def normal(*shape, device="cpu", dtype=torch.float32, seed=0, scale=1.0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
     return x.to(device=device, dtype=dtype)
+
+
+def smallest_budget(function):
+    """The budget that function(budget) asks for in its error message, until it raises no more."""
+    budget = 1
+    while True:
+        try:
+            function(budget)
+            return budget
+        except RuntimeError as error:
+            assert "budget is" in str(error)
+            wanted = int(str(error).split("wanted at least ")[1])
+            assert wanted > budget
+            budget = wanted

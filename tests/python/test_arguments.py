@@ -5,26 +5,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import rafter
-from support import on_devices, parametrize, skip_unless
+from support import on_devices, parametrize, skip_unless, smallest_budget
 
 
 def problem(device="cpu"):
     x, w = torch.randn(6, 8, device=device), torch.randn(9, 8, device=device)
     return x.requires_grad_(), w.requires_grad_(), torch.tensor([0, 1, 2, -100, 4, 5], device=device)
-
-
-def smallest_budget(function):
-    """The budget that function(budget) asks for in its error message, until it raises no more."""
-    budget = 1
-    while True:
-        try:
-            function(budget)
-            return budget
-        except RuntimeError as error:
-            assert "budget is" in str(error)
-            wanted = int(str(error).split("wanted at least ")[1])
-            assert wanted > budget
-            budget = wanted
 
 
 @on_devices
@@ -46,6 +32,9 @@ def test_a_budget_too_small_for_backward_of_logprobs_fails_in_forward(device):
     x, w, y = problem(device)
     budget = smallest_budget(lambda b: rafter.linear_logprobs(x, w, y, budget=b))
     rafter.linear_logprobs(x, w, y, budget=budget).logprob.sum().backward()
+    with_entropy = smallest_budget(lambda b: rafter.linear_logprobs(x, w, y, entropy=True, budget=b))
+    assert with_entropy >= budget
+    sum(rafter.linear_logprobs(x, w, y, entropy=True, budget=with_entropy)).sum().backward()
 
 
 def test_numbers_out_of_range():

@@ -37,8 +37,8 @@ def samples(device):
         "linear_cross_entropy_backward": [(one, x, w, None, y, wide, 3), (rows, x, w, b, y, wide, 5, *per_row)],
         "linear_cross_entropy_backward_main_grad": [(one, x, w, None, y, wide, torch.zeros_like(w), 3)],
         "linear_logprobs": [(x, w, None, y, False, *per_row), (x, w, b, y, True, *per_row)],
-        "linear_logprobs_backward": [(rows, rows, x, w, b, y, rows.abs(), -100, 0.0, 1.0, 7),
-                                     (None, rows, x, w, None, y, rows.abs(), -100, 2.0, 1.0, 2)],
+        "linear_logprobs_backward": [(rows, rows, x, w, b, y, wide, rows.abs(), 7, *per_row),
+                                     (rows, rows, x, w, None, y, wide, rows.abs(), 2, *per_row, 2, 0, 0)],
         "lrpe_cosine": [(cube, theta), (cube, theta[:1], torch.arange(3, device=device), 0, 3),
                         (cube, theta, None, 5, 4, 1, 2)],
         "lrpe_cosine_backward": [(torch.cat([cube, cube], -1), False, cube, theta),
@@ -59,7 +59,8 @@ def test_options_match_the_schemas():
     for name in ("", "_stats", "_backward", "_backward_main_grad"):
         names = tuple(_compat.argument_names(_ops.public("linear_cross_entropy" + name)))
         assert names[-13:] == LossOptions._fields + linear
-    assert tuple(_compat.argument_names(_ops.public("linear_logprobs")))[-13:] == LossOptions._fields + linear
+    for name in ("linear_logprobs", "linear_logprobs_backward"):
+        assert tuple(_compat.argument_names(_ops.public(name)))[-13:] == LossOptions._fields + linear
     z, y = normal(6, 9), labels((6,), 9, "cpu")
     op = torch.ops.rafter.cross_entropy
     for actual, expected in zip(op(z, y, *LossOptions()), op(z, y)):

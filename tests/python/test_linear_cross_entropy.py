@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import rafter
 from rafter import _compat
 from support import (LAYOUTS, TorchDispatchMode, close, gradients, in_dtypes, labels, leaf, loss_reference, normal,
-                     on_devices, ones, parametrize, skip_unless, uneven, version)
+                     on_devices, ones, parametrize, skip_unless, smallest_budget, uneven, version)
 
 OP = "linear_cross_entropy"
 
@@ -272,15 +272,37 @@ def test_logprobs_without_features(device):
     close(db, expected, scale=4)
 
 
-def test_logprobs_in_slices():
-    """The entropy gradient runs over slices of rows; here several of them, the last one partial."""
-    from rafter import _formulas
-    x, w, _, y = problem("cpu", torch.float32, rows=33, classes=65)
-    whole = torch.autograd.grad(rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum(), [x, w])
-    before, _formulas._SLICE = _formulas._SLICE, 4 * 65 * 10
-    try:
-        sliced = torch.autograd.grad(rafter.linear_logprobs(x, w, y, entropy=True).entropy.sum(), [x, w])
-    finally:
-        _formulas._SLICE = before
-    for a, b in zip(sliced, whole):
-        torch.testing.assert_close(a, b)
+@on_devices
+@parametrize("mode", ["fast", "compact"])
+def test_logprobs_within_a_budget(device, mode):
+    """The smallest groups of rows and slices of classes."""
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32, rows=133, classes=465, bias=True)
+
+    def ours(**options):
+        out = rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=True, **options)
+        return torch.autograd.grad((out.logprob - 0.5 * out.entropy).sum(), [x, w, b])
+
+    whole = ours()
+    budget = smallest_budget(lambda budget: ours(mode=mode, budget=budget))
+    for part, expected in zip(ours(mode=mode, budget=budget), whole):
+        torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
+
+
+@on_devices
+def test_logprobs_gradients_are_of_the_library(device):
+    """Backward calls no op of PyTorch that multiplies matrices."""
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.float32)
+    called = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    out = rafter.linear_logprobs(x, w, y, entropy=True)
+    with Watch():
+        torch.autograd.grad((out.logprob + out.entropy).sum(), [x, w])
+    assert "rafter._linear_logprobs_backward.default" in called
+    assert not any("mm" in name or "matmul" in name or "softmax" in name for name in called)
