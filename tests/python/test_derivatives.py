@@ -309,3 +309,19 @@ def test_a_mean_over_a_zero_sum_of_weights(device, dtype, options):
     for a, e in zip(actual, torch.autograd.grad(exact, [x, w])):
         assert torch.equal((w.main_grad if a is None else a).isnan(), e.isnan())
         assert a is None or not a[~e.isnan()].any()
+
+
+@on_devices
+@in_dtypes
+@parametrize("upstream", ["inf", "nan"])
+def test_an_infinite_upstream_gradient_of_ignored_rows(device, dtype, upstream):
+    """The gradient of an ignored row is 0, whatever the upstream gradient is. Only in modes that
+    compute gradients in backward: otherwise backward multiplies stored ones."""
+    skip_unless("linear_cross_entropy", device)
+    x, w = leaf(normal(64, 32, device=device, dtype=dtype)), leaf(normal(50, 32, device=device, dtype=dtype, seed=1))
+    y = labels((64,), 50, device)
+    for reduction in ("mean", "sum"):
+        loss = rafter.linear_cross_entropy(x, w, y, mode="compact", reduction=reduction)
+        (dx,) = torch.autograd.grad(loss, [x], torch.tensor(float(upstream), device=device))
+        assert not dx[y == -100].any()
+        assert not dx[y != -100].isfinite().any()

@@ -95,6 +95,10 @@ void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout
                 const float *sums);
 void store_dbias(const Run &run, const float *sums);
 
+/* After products that multiplied ignored rows as zeros: their dx is 0 * alpha, which is NaN if alpha
+ * is not finite. Then this writes zeros. */
+void zero_ignored_dx(const Run &run);
+
 /* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
  * active. */
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx);

@@ -107,6 +107,8 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
     }
     if (p.dx && !plan.direct_dx)
         store_rows(run, call.dx, p.dx_layout, false, 0, p.rows, dx);
+    if (p.dx)
+        zero_ignored_dx(run);
     if (p.dbias)
         store_dbias(run, dbias);
     finish_call(run, {}, false);

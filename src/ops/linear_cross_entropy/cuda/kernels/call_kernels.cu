@@ -250,6 +250,21 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
     store_once<T, N>(out + i * N, packed<T>(all));
 }
 
+/* See zero_ignored_dx. */
+template <typename T>
+__global__ void zero_ignored(const __grid_constant__ Loss loss, const float *alpha, const __grid_constant__ Out dx,
+                             int64_t columns) {
+    if (fabsf(*alpha) < INFINITY)
+        return;
+    for (int64_t row = blockIdx.x; row < loss.rows; row += gridDim.x) {
+        if (loss.class_of(loss.load_label(row)) != IGNORED)
+            continue;
+        T *const to = dx.rows.at<T>(row);
+        for (int64_t i = threadIdx.x; i < columns; i += blockDim.x)
+            to[i * dx.step] = from_float<T>(0.0f);
+    }
+}
+
 /* ---- host side ------------------------------------------------------------------------------- */
 
 /* fp16 holds nothing below 2^-24, and at most 13 bits above 2^-14. So dz is scaled up to use fp16's
@@ -358,6 +373,22 @@ void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout
 
 void store_dbias(const Run &run, const float *sums) {
     store_rows(run, as_row(run.call.dbias), RowLayout{}, false, 0, 1, sums);
+}
+
+void zero_ignored_dx(const Run &run) {
+    /* Otherwise alpha is the logit scale over a number of rows. */
+    const bool may_be_infinite = run.loss.reduction != RAFTER_NONE && !run.loss.dentropy.data &&
+                                 (run.loss.dloss.data || run.loss.denominator || run.loss.class_weight);
+    const rafter_view &view = run.call.dx;
+    const int last = view.ndim - 1;
+    const int64_t columns = view.shape[last], most = 4 * run.context->cuda_state->multiprocessors;
+    if (!may_be_infinite)
+        return;
+    const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, false};
+    for_dtype(view.dtype, [&](auto zero) {
+        launch(run.context, {min(run.problem.rows, most), 128}, zero_ignored<decltype(zero)>, run.loss, run.alpha(),
+               out, columns);
+    });
 }
 
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx) {
