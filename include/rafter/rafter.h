@@ -343,6 +343,8 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  * accumulate). Ignored rows cost no matrix work on a CPU, nor on Hopper GPUs with 16-bit
  * inputs and most options; elsewhere they are multiplied as zeros. A logit is never rounded below
  * fp32 before the softmax.
+ * allow_tf32: on CUDA, products of fp32 inputs may round them, and dz, to TF32 (11 bits); sums stay
+ * fp32. 0: products in full fp32. Ignored for 16-bit inputs and on the CPU.
  * accumulate_into_dweight: add to dweight, which is then fp32 (a "main gradient"), instead of
  * overwriting it.
  * budget: the most bytes of workspace that the call may take; 0: whatever is fastest. Results
@@ -388,6 +390,8 @@ typedef struct rafter_linear_cross_entropy_args {
     void *workspace;
     size_t workspace_bytes;
     const DLTensor *dentropy;
+    int32_t allow_tf32; /* 0 or 1 */
+    int32_t reserved2;  /* zero */
 } rafter_linear_cross_entropy_args;
 
 RAFTER_API rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,

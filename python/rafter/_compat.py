@@ -74,3 +74,13 @@ def argument_names(op):
 def is_mutable(op):
     """Whether the op writes to one of its arguments."""
     return op._schema.is_mutable
+
+
+def tf32_products():
+    """Whether PyTorch multiplies fp32 matrices as TF32 on CUDA, however that was set."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What torch.compiler.assume_constant_result would do, without importing torch._dynamo at once. Dynamo
+# cannot trace the function. Its guards contain the setting, so that a change compiles again.
+tf32_products._dynamo_marked_constant = True

@@ -52,6 +52,7 @@ class LinearOptions(NamedTuple):
     mode: int = 0
     accumulate: int = 0
     budget: int = 0  # bytes of workspace; 0: whatever runs fastest
+    allow_tf32: bool = False  # in products of fp32 inputs on CUDA
 
 
 # The basic call is recognised by identity with these two. A comparison of all fields in every call

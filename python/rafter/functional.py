@@ -20,6 +20,7 @@ _transforming = _compat.functorch_active
 _forward_mode = _compat.forward_mode
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = _compat.any_autocast_enabled
+_tf32_products = _compat.tf32_products
 _f32 = torch.float32
 _F32_TINY, _F32_MAX = 2.0**-149, torch.finfo(torch.float32).max  # the ops take numbers in fp32
 _act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
@@ -235,6 +236,14 @@ def _linear_options(mode, accumulate, budget):
     return LinearOptions(number, accumulate, budget)
 
 
+def _as_torch_multiplies(linear, input):
+    """The LinearOptions with TF32 products if PyTorch's own product of the input would use them. They
+    are saved for backward, which so multiplies as forward did."""
+    if input.dtype is _f32 and input.is_cuda and _tf32_products():
+        return linear._replace(allow_tf32=True)
+    return linear
+
+
 # Raises if the budget is too small for backward. Only the eager path asks this.
 _check_budget = torch.ops.rafter.linear_check_budget.default
 torch.library.register_fake("rafter::linear_check_budget", lambda *_: None)  # for meta tensors
@@ -405,6 +414,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     into = _main_grad(linear_weight) if main_grad else None
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
+    linear = _as_torch_multiplies(linear, input)
     if logit_scale is not None and isinstance(logit_scale, Tensor):
         dtype = input.dtype
         input, linear_bias, logit_scale = _learned_scale(logit_scale, softcap, input, linear_bias)
@@ -461,7 +471,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     target = _labels(target)
     options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
                             logit_scale=1.0 / temperature)
-    linear = _linear_options(mode, "float32", budget)
+    linear = _as_torch_multiplies(_linear_options(mode, "float32", budget), input)
     rest = (target, entropy, *flatten(options, linear))
     op = _formulas.linear_logprobs
     if not _plain(input, linear_weight, linear_bias, target):

@@ -215,7 +215,7 @@ template <bool in_place> void cross_entropy_backward(Call &call) {
 
 #define LINEAR_INPUTS "Tensor input, Tensor linear_weight, Tensor? linear_bias, Tensor target"
 #define GRADIENTS "Tensor dinput, Tensor dweight, Tensor dbias"
-#define LINEAR_OPTIONS "int lce_mode=0, int accumulate=0, int budget=0"
+#define LINEAR_OPTIONS "int lce_mode=0, int accumulate=0, int budget=0, bool allow_tf32=False"
 
 /* Bits of `grads`, in the order of the results. _options.py has the same. */
 enum { DX = 1, DWEIGHT = 2, DBIAS = 4 };
@@ -238,6 +238,7 @@ rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in,
     args.mode = static_cast<rafter_lce_mode>(call.integer());
     args.accumulate = static_cast<rafter_lce_accumulate>(call.integer());
     args.budget = static_cast<size_t>(call.integer());
+    args.allow_tf32 = call.flag();
     return args;
 }
 

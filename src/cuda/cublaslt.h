@@ -31,7 +31,7 @@ struct LtCandidate {
     int reserved[4];
 };
 
-enum { LT_COMPUTE_F32 = 68 };
+enum LtComputeType { LT_COMPUTE_F32 = 68, LT_COMPUTE_F32_BY_TF32 = 77 };
 enum LtOperationAttribute { LT_POINTER_MODE = 2, LT_TRANSPOSE_A = 3, LT_TRANSPOSE_B = 4 }; /* each an int32 */
 enum { LT_SCALARS_ON_HOST = 0, LT_SCALARS_ON_DEVICE = 1 };
 enum LtPreferenceAttribute {

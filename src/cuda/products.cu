@@ -67,7 +67,7 @@ static const LtFunctions *load(char *reason, size_t reason_bytes) {
 /* A product without its addresses: the key of an algorithm. */
 struct Shape {
     rafter_dtype dtype, out_dtype;
-    bool a_transposed, b_transposed, add;
+    bool a_transposed, b_transposed, add, tf32;
     bool on_device; /* alpha and beta are in device memory */
     int64_t m, n, k, a_stride, b_stride, c_stride;
     size_t workspace_bytes;
@@ -147,7 +147,8 @@ static LtStatus describe(const LtFunctions *lt, CachedProduct *entry) {
     const Shape &s = entry->shape;
     const int32_t transpose_a = s.b_transposed, transpose_b = s.a_transposed;
     const int32_t mode = s.on_device ? LT_SCALARS_ON_DEVICE : LT_SCALARS_ON_HOST;
-    LtStatus status = lt->cublasLtMatmulDescCreate(&entry->operation, LT_COMPUTE_F32, CUDA_R_32F);
+    LtStatus status =
+        lt->cublasLtMatmulDescCreate(&entry->operation, s.tf32 ? LT_COMPUTE_F32_BY_TF32 : LT_COMPUTE_F32, CUDA_R_32F);
     if (status == 0)
         status = lt->cublasLtMatmulDescSetAttribute(entry->operation, LT_TRANSPOSE_A, &transpose_a, sizeof transpose_a);
     if (status == 0)
@@ -289,6 +290,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
     shape.a_transposed = p.a.transposed;
     shape.b_transposed = p.b.transposed;
     shape.add = p.add;
+    shape.tf32 = p.tf32 && p.dtype == RAFTER_F32;
     shape.on_device = p.alpha || p.add; /* p.add: so that trials can have an alpha of 0, see time_candidate */
     shape.m = p.m;
     shape.n = p.n;

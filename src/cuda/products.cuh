@@ -16,7 +16,7 @@ struct Operand {
 
 /* c[m, n] = alpha * a[m, k] b[k, n] + beta * c. Sums are fp32 in a fixed order. */
 struct Product {
-    rafter_dtype dtype;     /* of a and b: fp32 is multiplied in true fp32 */
+    rafter_dtype dtype;     /* of a and b: fp32 is multiplied in true fp32, unless tf32 */
     rafter_dtype out_dtype; /* that, or fp32 */
     int64_t m, n, k;
     Operand a, b;
@@ -24,6 +24,7 @@ struct Product {
     int64_t c_stride;
     const float *alpha; /* on the device; NULL: 1 */
     bool add;           /* beta is 1, else 0 and c is not read */
+    bool tf32;          /* fp32 operands may be rounded to TF32 */
 };
 
 /* With this much workspace cuBLASLt can choose among all of its algorithms; with less it has fewer,

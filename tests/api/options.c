@@ -129,6 +129,12 @@ void test_loss_tensors_bad(void **state) {
     f.lce.mode = (rafter_lce_mode)5;
     EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "mode", "5");
     f.lce.mode = RAFTER_LCE_AUTO;
+    f.lce.allow_tf32 = 2;
+    EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "allow_tf32", "2");
+    f.lce.allow_tf32 = 0;
+    f.lce.reserved2 = 3;
+    EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "reserved2", "3");
+    f.lce.reserved2 = 0;
     f.lce.budget = 1;
     expect_failure(rafter_linear_cross_entropy_forward(f.context, &f.lce), RAFTER_WORKSPACE_TOO_SMALL, "budget", "1",
                    (char *)NULL);

@@ -53,14 +53,14 @@ def test_every_op_has_samples():
 
 def test_options_match_the_schemas():
     """LossOptions has the order and the defaults of the schemas in ops.cpp."""
-    linear = ("lce_mode", "accumulate", "budget")
+    linear = ("lce_mode", *LinearOptions._fields[1:])
     for name in ("cross_entropy", "cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"):
         assert tuple(_compat.argument_names(_ops.public(name)))[-10:] == LossOptions._fields
     for name in ("", "_stats", "_backward", "_backward_main_grad"):
         names = tuple(_compat.argument_names(_ops.public("linear_cross_entropy" + name)))
-        assert names[-13:] == LossOptions._fields + linear
+        assert names[-14:] == LossOptions._fields + linear
     for name in ("linear_logprobs", "linear_logprobs_backward"):
-        assert tuple(_compat.argument_names(_ops.public(name)))[-13:] == LossOptions._fields + linear
+        assert tuple(_compat.argument_names(_ops.public(name)))[-14:] == LossOptions._fields + linear
     z, y = normal(6, 9), labels((6,), 9, "cpu")
     op = torch.ops.rafter.cross_entropy
     for actual, expected in zip(op(z, y, *LossOptions()), op(z, y)):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy and linear_logprobs against F.cross_entropy of a matrix product, in fp64."""
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -211,6 +213,59 @@ def test_refusals(device):
         rafter.linear_cross_entropy(x, w, y, mode="quick")
     with pytest.raises(RuntimeError, match="budget"):
         rafter.linear_cross_entropy(x, w, y, budget=64)
+
+
+# ---- TF32
+
+
+@contextlib.contextmanager
+def tf32(allowed):
+    """PyTorch allows TF32 products, or does not; afterwards the default: not."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def errors_of_gradients(device, function, in_forward, in_backward):
+    """Of dx and dW, relative to their largest elements; with TF32 allowed in either direction."""
+    x, w, _, y = problem(device, torch.float32, rows=256, features=512, classes=1024)
+    exact = torch.autograd.grad(F.cross_entropy(logits(x, w), y, reduction="sum"), [x, w])
+    with tf32(in_forward):
+        if function == "logprobs":
+            loss = -rafter.linear_logprobs(x, w, y).logprob.sum()
+        else:
+            loss = rafter.linear_cross_entropy(x, w, y, reduction="sum", mode=function)
+    with tf32(in_backward):
+        actual = torch.autograd.grad(loss, [x, w])
+    return [((a - e).abs().max() / e.abs().max()).item() for a, e in zip(actual, exact)]
+
+
+@on_devices
+@parametrize("function", ["fast", "compact", "logprobs"])
+def test_tf32_only_where_pytorch_allows_it(device, function):
+    """The setting of forward counts, also in backward. The CPU knows no TF32."""
+    skip_unless(OP, device)
+    for in_backward in (False, True):
+        assert max(errors_of_gradients(device, function, False, in_backward)) < 2e-5
+        rounded = errors_of_gradients(device, function, True, in_backward)
+        if device == "cuda":
+            assert 1e-4 < min(rounded) and max(rounded) < 2e-2
+        else:
+            assert max(rounded) < 2e-5
+
+
+def test_tf32_under_compile():
+    """Dynamo accepts the question for the setting, and compiles again when it changes."""
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def allowed(x):
+        return x + 1 if _compat.tf32_products() else x
+
+    for setting in (False, True, False):
+        with tf32(setting):
+            assert bool(allowed(torch.zeros(2))[0]) is setting
 
 
 # ---- linear_logprobs

@@ -15,6 +15,7 @@ struct linear_cross_entropy_call {
     rafter_lce_mode mode;
     bool native;                  /* partial sums may be kept in a 16-bit gradient */
     bool accumulate_into_dweight; /* dweight is fp32 then */
+    bool allow_tf32;              /* in products of fp32 inputs on CUDA */
 };
 
 #endif

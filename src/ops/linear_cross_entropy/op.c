@@ -26,8 +26,12 @@ static rafter_status check_choices(rafter_context *context, const rafter_linear_
     if ((unsigned)a->accumulate_into_dweight > 1)
         return rafter_fail(context, bad, "accumulate_into_dweight is %d, wanted 0 or 1",
                            (int)a->accumulate_into_dweight);
+    if ((unsigned)a->allow_tf32 > 1)
+        return rafter_fail(context, bad, "allow_tf32 is %d, wanted 0 or 1", (int)a->allow_tf32);
     if (a->reserved != 0)
         return rafter_fail(context, bad, "reserved is %d, wanted 0", (int)a->reserved);
+    if (a->reserved2 != 0)
+        return rafter_fail(context, bad, "reserved2 is %d, wanted 0", (int)a->reserved2);
     return RAFTER_OK;
 }
 
@@ -101,6 +105,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
         .mode = a.mode,
         .native = a.accumulate == RAFTER_ACCUMULATE_NATIVE,
         .accumulate_into_dweight = a.accumulate_into_dweight,
+        .allow_tf32 = a.allow_tf32,
     };
     RAFTER_TRY(take_inputs(context, &a, call));
     const struct rafter_loss_args loss_args = {a.options, a.target,  a.loss,   a.row_loss, a.lse,

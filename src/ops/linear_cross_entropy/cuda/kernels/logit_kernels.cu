@@ -241,6 +241,7 @@ template <typename F> void for_options(const Problem &p, F f) {
 
 rafter_status multiply(const Run &run, const ProductWorkspace &workspace, Product *p) {
     p->dtype = run.problem.dtype;
+    p->tf32 = run.call.allow_tf32;
     return rafter_cuda_multiply(run.context, *p, workspace.memory, workspace.bytes);
 }
 
