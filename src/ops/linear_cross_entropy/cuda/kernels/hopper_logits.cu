@@ -398,7 +398,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
             for (int k = 0; k < PART / 2; k++) {
                 const RowGradient &g = rows.gradient[k / 2 % 2];
                 if (!g.constant)
-                    e[k] *= fmaf(g.tilt, fmaxf((d[part * PART / 2 + k] - g.pivot) * task.scale, -1e30f), g.level);
+                    e[k] *= tilted(g.level, g.tilt, (d[part * PART / 2 + k] - g.pivot) * task.scale);
             }
         if (task.smooths)
 #pragma unroll
