@@ -10,6 +10,7 @@ import functools
 import torch
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import Function, forward_ad
+from torch.utils import _pytree
 
 # Whether a torch.func transform (grad, vmap, ...) is active. torch.func has no public query, and
 # the eager path would bypass the transform.
@@ -19,6 +20,16 @@ functorch_active = torch._C._are_functorch_transforms_active
 # needs the device type of the input first, and every call of linear_cross_entropy would pay for
 # that.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+# Whether a tensor is one that vmap works on. autograd.grad(is_grads_batched=True) still uses the
+# vmap from before torch.func, which functorch_active does not notice. No public query of either.
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
+_is_batched = torch._C._functorch.is_batchedtensor
+
+
+def is_batched(tensor):
+    return _is_legacy_batched(tensor) or _is_batched(tensor)
 
 
 def kernel_of(op):
@@ -45,6 +56,13 @@ def has_tangent(tensor):
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def is_constant(number):
+    """Whether torch.compile traces the number as a constant, not as a symbol. Documented, but
+    experimental. Imported here because the import takes a while, and only torch.compile needs it."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+    return has_static_value(number)
+
+
 def autograd_kernel(op, backward, setup_context=None):
     """The Autograd kernel that the public torch.library.register_autograd would register. That
     function leaves no room for a check in front of the kernel."""
@@ -57,6 +75,11 @@ def raise_when_differentiated(message, tensor, inputs):
     public torch.autograd.function.once_differentiable uses the same node, but without `inputs`, and
     only if an upstream gradient requires a gradient."""
     return torch._C._functions.DelayedError(message.encode(), 1 + len(inputs))(tensor, *inputs)[0]
+
+
+# register_named_tuple(cls, serialized_type_name=name): lets torch.export.save write a program that
+# returns a cls. The public torch.export.register_dataclass takes only dataclasses.
+register_named_tuple = _pytree._register_namedtuple
 
 
 # OpOverload._schema: the public torch.ops API gives no access to an op's schema.

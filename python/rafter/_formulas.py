@@ -4,7 +4,7 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, below_autograd, declare, direct, no_double_backward, public
+from ._ops import Op, batched, declare, direct, kernels, no_double_backward, public
 from ._options import (ACTS, DBIAS, DWEIGHT, DX, GRADIENTS, NONE, RELU, SOFTMAX, STATISTICS, flatten, save_for_backward,
                        saved_for_backward, unflatten)
 
@@ -44,7 +44,7 @@ class _ActEager(dict):
 
     def __missing__(self, key):
         kind, dim = key
-        raw, raw_backward = act.raw, below_autograd("act_backward")
+        raw = act.raw
 
         def saving_input(ctx, x):
             ctx.save_for_backward(x)
@@ -57,7 +57,7 @@ class _ActEager(dict):
 
         @no_double_backward
         def backward(ctx, dy):
-            return (raw_backward(dy, *ctx.saved_tensors, kind, dim),)
+            return (kernels()("act_backward")(dy, *ctx.saved_tensors, kind, dim),)
 
         forward = saving_result if kind in FROM_RESULT else saving_input
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
@@ -149,7 +149,8 @@ cross_entropy_stats = Op("cross_entropy_stats", 1, _cross_entropy_stats_fake, _c
 
 
 class CrossEntropyInplace(torch.autograd.Function):
-    """cross_entropy whose backward overwrites the logits, and tells autograd so."""
+    """cross_entropy whose backward overwrites the logits, and tells autograd so. Not under compiled
+    autograd and vmap, which need backward as a function."""
 
     forward = staticmethod(_cross_entropy_eager(cross_entropy.raw))
 
@@ -157,7 +158,10 @@ class CrossEntropyInplace(torch.autograd.Function):
     @no_double_backward
     def backward(ctx, dloss):
         tensors, options, _ = saved_for_backward(ctx)
-        below_autograd("cross_entropy_backward_")(dloss, *tensors, *flatten(options))
+        arguments = (dloss, *tensors, *flatten(options))
+        if torch.compiler.is_dynamo_compiling() or batched(dloss):
+            return kernels()("cross_entropy_backward")(*arguments), None
+        kernels()("cross_entropy_backward_")(*arguments)
         logits = tensors[0]
         torch.autograd.graph.increment_version(logits)
         return logits.detach(), None
@@ -283,12 +287,17 @@ class LinearCrossEntropy(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         main_grad = ctx.main_grad
         if main_grad is not None and grads & DWEIGHT:
-            dinput, dbias = below_autograd("linear_cross_entropy_backward_main_grad")(
+            if batched(dloss):
+                raise RuntimeError("linear_cross_entropy: main_grad=True takes one upstream gradient, not a batch "
+                                   "(is_grads_batched)")
+            dinput, dbias = kernels()("linear_cross_entropy_backward_main_grad")(
                 dloss, *inputs, main_grad, grads, *arguments)
             torch.autograd.graph.increment_version(main_grad)
             return *_select((dinput, None, dbias), grads & ~DWEIGHT), None
         if gradients is None or grads & ~ctx.computed:
-            gradients = below_autograd("linear_cross_entropy_backward")(dloss, *inputs, grads, *arguments)
+            gradients = kernels()("linear_cross_entropy_backward")(dloss, *inputs, grads, *arguments)
+        elif batched(dloss):
+            gradients = tuple(_scaled(g, dloss) for g in gradients)
         else:
             factor = dloss.float()
             for gradient, bit in zip(gradients, GRADIENTS):

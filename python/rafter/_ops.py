@@ -22,6 +22,14 @@ _library = torch.library.Library("rafter", "FRAGMENT")
 NAMES: list[str] = []  # all ops; the tests check that each has samples
 
 direct = _compat.apply_of
+_compiling = torch.compiler.is_dynamo_compiling
+
+
+def batched(upstream):
+    """Whether an eager backward runs under vmap: is_grads_batched, jacobian(vectorize=True),
+    torch.func.vmap around autograd.grad. vmap calls the kernels once per upstream gradient, but
+    only those that write to none of their arguments."""
+    return not _compiling() and _compat.is_batched(upstream)
 
 
 def public(name):
@@ -33,6 +41,12 @@ def below_autograd(name):
     """The op's kernel, invisible to autograd. The caller has checked that no argument is a tensor
     subclass."""
     return _compat.kernel_of(public("_" + name))
+
+
+def kernels():
+    """below_autograd, for the backward of an eager op; public, if compiled autograd traces that
+    backward, because torch.compile can trace only a call of the op itself."""
+    return public if _compiling() else below_autograd
 
 
 _NO_DOUBLE_BACKWARD = "rafter: double backward (the gradient of a gradient) is not implemented"
@@ -130,7 +144,7 @@ class Op:
 
         @no_double_backward
         def eager_backward(ctx, *grads):
-            return (*backward(below_autograd, ctx, *grads), None)
+            return (*backward(kernels(), ctx, *grads), None)
 
         # The arguments after the first `inputs` are passed as one tuple, because a Function
         # inspects each of its arguments. grad_fn shows the name of the class.

@@ -48,6 +48,9 @@ class LogProbs(NamedTuple):
     entropy: Optional[Tensor] = None
 
 
+for _result in (LossOutput, LogProbs):
+    _compat.register_named_tuple(_result, serialized_type_name=f"rafter.{_result.__name__}")
+
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
 
@@ -162,6 +165,8 @@ def _constant(name, tensor, device):
     if tensor is None:
         return None
     if not isinstance(tensor, Tensor):
+        if _compiling():  # a number in a product may change without a recompilation
+            return torch.ones((), dtype=_f32, device=device) * tensor
         return torch.full((), float(tensor), dtype=_f32, device=device)
     if tensor.requires_grad:
         raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
@@ -174,19 +179,43 @@ def _no_gradient(name, number):
         raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
 
 
-def _learned_scale(logit_scale, softcap, *tensors):
-    """The tensors, multiplied by a logit_scale that is a tensor, and None: so PyTorch computes its
-    gradient, and the host never reads its value. In fp32, because a product in bf16 would round the
-    scale too. A softcap comes between the tensors and the scale; then the scale becomes a number."""
-    if logit_scale.numel() != 1:
+def _varies(number):
+    """Whether torch.compile traces the number as a variable, which it does from its second value on.
+    As an argument of an op it would become a constant again, and cost a compilation per value."""
+    return _compiling() and not _compat.is_constant(number)
+
+
+def _scaled(logit_scale, softcap, *tensors):
+    """The tensors, multiplied by the logit_scale, and None; for a scale that is a tensor or a number
+    that varies. So PyTorch computes its gradient, and the host never reads its value. In fp32,
+    because a product in bf16 would round the scale too. A softcap comes between the tensors and the
+    scale; then the scale becomes a number, and is returned in place of None."""
+    if not isinstance(logit_scale, Tensor):
+        if softcap is not None:
+            return *tensors, logit_scale
+        _check_scale(logit_scale)
+    elif logit_scale.numel() != 1:
         raise ValueError(f"logit_scale has shape {list(logit_scale.shape)}, wanted one element")
-    if softcap is not None:
+    elif softcap is not None:
         if logit_scale.requires_grad and _grad_enabled():
             raise ValueError("logit_scale requires a gradient, but Rafter computes none for it together with softcap; "
                              "pass logit_scale.detach()")
-        return *tensors, float(logit_scale)
-    factor = logit_scale.reshape(())
-    return *(t if t is None else t.to(torch.promote_types(t.dtype, _f32)) * factor for t in tensors), None
+        return *tensors, 1.0 if logit_scale.is_meta else float(logit_scale)
+    else:
+        logit_scale = logit_scale.reshape(())
+    return *(t if t is None else t.to(torch.promote_types(t.dtype, _f32)) * logit_scale for t in tensors), None
+
+
+def _scaled_linear(logit_scale, softcap, input, linear_bias):
+    """_scaled for the linear ops: input and bias keep their dtype."""
+    dtype = input.dtype
+    input, linear_bias, logit_scale = _scaled(logit_scale, softcap, input, linear_bias)
+    return input.to(dtype), None if linear_bias is None else linear_bias.to(dtype), logit_scale
+
+
+def _check_scale(logit_scale):
+    if not _F32_TINY <= logit_scale <= _F32_MAX:
+        raise ValueError(f"logit_scale is {logit_scale}, wanted a positive fp32 number, or None for 1")
 
 
 def _labels(target):
@@ -219,8 +248,8 @@ def _loss_options(input, *, weight=None, row_weight=None, denominator=None, igno
     _no_gradient("z_loss", z_loss)
     _no_gradient("softcap", softcap)
     # The ops read 0 as "none", so a number that is 0 in fp32 must not reach them.
-    if logit_scale is not None and not _F32_TINY <= logit_scale <= _F32_MAX:
-        raise ValueError(f"logit_scale is {logit_scale}, wanted a positive fp32 number, or None for 1")
+    if logit_scale is not None:
+        _check_scale(logit_scale)
     if softcap and not _F32_TINY <= softcap <= _F32_MAX:
         raise ValueError(f"softcap is {softcap}, wanted a positive fp32 number, or None")
     return LossOptions(weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing,
@@ -312,8 +341,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     elif dim != 1 and dim != -1:
         input = input.movedim(dim, -1)
     target = _labels(target)
-    if logit_scale is not None and isinstance(logit_scale, Tensor):
-        input, logit_scale = _learned_scale(logit_scale, softcap, input)
+    if logit_scale is not None and (isinstance(logit_scale, Tensor) or _varies(logit_scale)):
+        input, logit_scale = _scaled(logit_scale, softcap, input)
     options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
                             ignore_index=ignore_index, reduction=reduction, zero_if_all_ignored=zero_if_all_ignored,
                             label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale)
@@ -415,10 +444,8 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
     linear = _as_torch_multiplies(linear, input)
-    if logit_scale is not None and isinstance(logit_scale, Tensor):
-        dtype = input.dtype
-        input, linear_bias, logit_scale = _learned_scale(logit_scale, softcap, input, linear_bias)
-        input, linear_bias = input.to(dtype), None if linear_bias is None else linear_bias.to(dtype)
+    if logit_scale is not None and (isinstance(logit_scale, Tensor) or _varies(logit_scale)):
+        input, linear_bias, logit_scale = _scaled_linear(logit_scale, softcap, input, linear_bias)
     options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
                             ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
                             zero_if_all_ignored=zero_if_all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
@@ -469,8 +496,11 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
         raise ValueError(f"temperature is {temperature}, wanted a positive number with an inverse in fp32")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
+    logit_scale: Optional[float] = 1.0 / temperature
+    if _varies(temperature):
+        input, linear_bias, logit_scale = _scaled_linear(logit_scale, softcap, input, linear_bias)
     options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
-                            logit_scale=1.0 / temperature)
+                            logit_scale=logit_scale)
     linear = _as_torch_multiplies(_linear_options(mode, "float32", budget), input)
     rest = (target, entropy, *flatten(options, linear))
     op = _formulas.linear_logprobs
