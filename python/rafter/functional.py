@@ -180,16 +180,17 @@ def _no_gradient(name, number):
 
 
 def _varies(number):
-    """Whether torch.compile traces the number as a variable, which it does from its second value on.
-    As an argument of an op it would become a constant again, and cost a compilation per value."""
+    """Whether torch.compile traces the number as a variable, which it does from its second value
+    on. As an argument of an op it would become a constant again, and cost a compilation per
+    value."""
     return _compiling() and not _compat.is_constant(number)
 
 
 def _scaled(logit_scale, softcap, *tensors):
-    """The tensors, multiplied by the logit_scale, and None; for a scale that is a tensor or a number
-    that varies. So PyTorch computes its gradient, and the host never reads its value. In fp32,
-    because a product in bf16 would round the scale too. A softcap comes between the tensors and the
-    scale; then the scale becomes a number, and is returned in place of None."""
+    """The tensors, multiplied by the logit_scale, and None; for a scale that is a tensor or a
+    number that varies. So PyTorch computes its gradient, and the host never reads its value. In
+    fp32, because a product in bf16 would round the scale too. A softcap comes between the tensors
+    and the scale; then the scale becomes a number, and is returned in place of None."""
     if not isinstance(logit_scale, Tensor):
         if softcap is not None:
             return *tensors, logit_scale

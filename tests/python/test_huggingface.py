@@ -14,10 +14,13 @@ transformers = pytest.importorskip("transformers")
 VOCABULARY = 97
 
 
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2)
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
 def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
 
 
 def gpt2():
@@ -26,11 +29,36 @@ def gpt2():
         attn_pdrop=0.0))
 
 
+# These change their logits after the output layer. The numbers are far from those of the real
+# models, so that a softcap or a scale that is missed changes the loss of random weights.
+
+
 def gemma2():
-    """A model that softcaps its logits after the output layer."""
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8))
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=0.2))
+
+
+def gemma3():
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, head_dim=8))
+
+
+def capped_gemma3():
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, head_dim=8,
+                                                                        final_logit_softcapping=0.2))
+
+
+def granite():
+    return transformers.GraniteForCausalLM(transformers.GraniteConfig(**SMALL, logits_scaling=0.3))
+
+
+def cohere():
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL, **TOKENS, logit_scale=5.0))
+
+
+def cohere2():
+    return transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SMALL, **TOKENS, logit_scale=5.0))
+
+
+MODELS = [llama, gpt2, gemma2, gemma3, capped_gemma3, granite, cohere, cohere2]
 
 
 def step(model, **batch):
@@ -48,7 +76,7 @@ def batch(device):
 
 
 @on_devices
-@parametrize("make", [llama, gpt2])
+@parametrize("make", MODELS)
 @parametrize("more", [{}, {"num_items_in_batch": torch.tensor(31)}, {"num_items_in_batch": 31}])
 def test_patched_model_agrees(device, make, more):
     skip_unless("linear_cross_entropy", device)
@@ -80,6 +108,38 @@ def test_patched_model_agrees(device, make, more):
     torch.testing.assert_close(again.logits, expected.logits)
     for name in ("forward", "_loss_function"):
         assert name not in model.__dict__ and name not in model.get_output_embeddings().__dict__
+
+
+@parametrize("make", [llama, gpt2, gemma2, cohere])
+def test_gradient_checkpointing(make):
+    torch.manual_seed(0)
+    model = make().train()
+    expected, wanted = step(model, **batch("cpu"))
+    model.gradient_checkpointing_enable()
+    actual, gradients = step(rafter.patch(model), **batch("cpu"))
+    torch.testing.assert_close(actual.loss, expected.loss)
+    assert gradients.keys() == wanted.keys()
+    for name in wanted:
+        torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_tied_weights_are_among_the_models():
+    """test_patched_model_agrees covers both kinds."""
+    tied = [make.__name__ for make in MODELS
+            if (model := make()).get_output_embeddings().weight is model.get_input_embeddings().weight]
+    assert "gpt2" in tied and "gemma2" in tied and "cohere" in tied and "llama" not in tied
+
+
+@parametrize("make", [gemma2, granite])
+def test_bf16(make):
+    """The patched loss does not round the logits, so it is as close to fp32 as the model's own."""
+    torch.manual_seed(0)
+    exact = make().bfloat16().float().train()
+    expected = exact(**batch("cpu")).loss
+    model = copy.deepcopy(exact).bfloat16()
+    own = model(**batch("cpu")).loss
+    actual = rafter.patch(model)(**batch("cpu")).loss
+    assert (actual - expected).abs() <= (own - expected).abs() + 2**-9 * expected
 
 
 def train(model, batches, more):
@@ -148,10 +208,11 @@ def test_copies_are_independent(take):
     assert model(**batch("cpu")).logits is None  # still patched
 
 
-def test_compiled():
+@parametrize("make", [llama, gemma2, cohere])
+def test_compiled(make):
     torch.compiler.reset()
     torch.manual_seed(0)
-    model = llama().train()
+    model = make().train()
     expected, wanted = step(model, **batch("cpu"))
     compiled = torch.compile(rafter.patch(model), backend="aot_eager")
     model.zero_grad()
@@ -163,9 +224,8 @@ def test_compiled():
         torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_logits_are_never_formed():
-    """With this vocabulary the logits would be the largest tensor by far; no tensor of that size
-    appears."""
+def largest_tensor(run):
+    """The number of elements of the largest tensor that an op returns."""
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -177,16 +237,24 @@ def test_logits_are_never_formed():
                     largest = max(largest, t.numel())
             return out
 
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)).train()
+    with Watch():
+        run()
+    return largest
+
+
+def test_logits_are_never_formed():
+    """With this vocabulary the logits would be the largest tensor by far; no tensor of that size
+    appears."""
+    models = [transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=4096, n_embd=8, n_layer=1, n_head=1, n_positions=64)),
+        transformers.Gemma2ForCausalLM(transformers.Gemma2Config(
+            **{**SMALL, "vocab_size": 4096, "hidden_size": 8, "num_hidden_layers": 1}, head_dim=8))]
     ids = torch.randint(0, 4096, (4, 32))
-    for patched in (False, True):
-        if patched:
-            rafter.patch(model)
-        largest = 0
-        with Watch():
-            model(ids, labels=ids).loss.backward()
-        assert (largest >= ids.numel() * 4096) != patched
+    for model in models:
+        run = lambda: model.train()(ids, labels=ids).loss.backward()  # noqa: E731, B023
+        assert largest_tensor(run) >= ids.numel() * 4096
+        rafter.patch(model)
+        assert largest_tensor(run) < ids.numel() * 4096
 
 
 def test_options_and_refusals():
@@ -208,8 +276,22 @@ def test_options_and_refusals():
         rafter.patch(model)
 
 
+def test_options_beside_those_of_the_model():
+    for make, name in ((gemma2, "softcap 0.2"), (cohere, "logit_scale 5")):
+        for option in ("softcap", "logit_scale"):
+            model = rafter.patch(make().train(), **{option: 2.0})
+            with pytest.raises(ValueError, match=f"{option} is 2.0, but {type(model).__name__} has {name} of its own"):
+                model(**batch("cpu"))
+    torch.manual_seed(0)
+    model = llama().train()
+    logits = model(batch("cpu")["input_ids"]).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(2 * logits, batch("cpu")["labels"][:, 1:].flatten())
+    torch.testing.assert_close(rafter.patch(model, logit_scale=2.0)(**batch("cpu")).loss, expected)
+
+
 def test_the_model_inside_a_wrapper_is_the_one_to_patch():
-    """PEFT wraps models like this: some methods of the inner model, and a forward of its own."""
+    """A wrapper has some methods of the inner model, and a forward of its own. test_peft.py has
+    those of PEFT, which patch() looks into."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self, model):
@@ -231,8 +313,7 @@ def test_the_model_inside_a_wrapper_is_the_one_to_patch():
 
 
 def test_other_output_layers_are_refused():
-    """Layers that compute more than a product with their weight, as quantized and adapted ones
-    do."""
+    """Layers that compute more than a product with their weight, as quantized ones do."""
 
     class Scaled(torch.nn.Linear):
         def forward(self, x):
@@ -240,13 +321,71 @@ def test_other_output_layers_are_refused():
 
     model = gpt2()
     model.set_output_embeddings(Scaled(32, VOCABULARY, bias=False))
-    with pytest.raises(TypeError, match="output layer is a torch.nn.Linear; this GPT2LMHeadModel has Scaled"):
+    with pytest.raises(TypeError, match="output layer is a torch.nn.Linear, .*; this one is .*Scaled"):
         rafter.patch(model)
 
 
-def test_a_model_that_changes_its_logits_is_refused():
-    model = rafter.patch(gemma2().train())
-    with pytest.raises(RuntimeError, match="changes its logits"):
+class Changing(transformers.LlamaForCausalLM):
+    """A model that does something to its logits before the loss."""
+
+    def forward(self, input_ids=None, labels=None):
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        logits = self.change(self.lm_head(hidden))
+        return transformers.modeling_outputs.CausalLMOutputWithPast(
+            loss=self.loss_function(logits, labels, self.vocab_size), logits=logits)
+
+
+FOLLOWED = {
+    "scales": lambda z: 3 * z / 2 * 4.0,
+    "a softcap": lambda z: 0.3 * torch.tanh(z / 0.3),
+    "a softcap of scaled logits, scaled": lambda z: (5 * z).tanh() * 0.2 / 0.1,
+    "two signs": lambda z: -1 * (-2.0 * z),
+    "fp32": lambda z: z.float().contiguous().to(torch.float32).to(z.dtype).to("cpu", non_blocking=True),
+}
+REFUSED = {
+    "clamp": lambda z: z.clamp(-1, 1),
+    "torch.clamp": lambda z: torch.clamp(z, -1, 1),
+    "a constant": lambda z: z + 1.0,
+    "a tensor": lambda z: z * torch.tensor(2.0),
+    "a tensor first": lambda z: torch.tensor(2.0) * z,
+    "a mask": lambda z: torch.zeros(VOCABULARY) + z,
+    "a sign": lambda z: -2.0 * z,
+    "a negative softcap": lambda z: 3.0 * torch.tanh(-2.0 * z),
+    "zero": lambda z: 0 * z,
+    "tanh twice": lambda z: torch.tanh(torch.tanh(z)),
+    "a sum of softcaps": lambda z: torch.tanh(z) + torch.tanh(z),
+    "a slice": lambda z: z[..., :50],
+    "a shape": lambda z: z.view(-1, z.shape[-1]),
+    "bf16": lambda z: z.to(torch.bfloat16),
+    "a power": lambda z: z**2,
+    "a difference": lambda z: z - 1,
+    "a minus": lambda z: -z,
+    "other logits": lambda z: torch.zeros(2, 12, VOCABULARY),
+}
+
+
+def changing(change):
+    torch.manual_seed(0)
+    model = Changing(transformers.LlamaConfig(**SMALL)).train()
+    model.change = change
+    return model
+
+
+@parametrize("name", list(FOLLOWED))
+def test_changes_of_the_logits_that_are_followed(name):
+    model = changing(FOLLOWED[name])
+    expected, wanted = step(model, **batch("cpu"))
+    actual, gradients = step(rafter.patch(model), **batch("cpu"))
+    assert actual.logits is None
+    torch.testing.assert_close(actual.loss, expected.loss)
+    for name in wanted:
+        torch.testing.assert_close(gradients[name], wanted[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@parametrize("name", list(REFUSED))
+def test_other_changes_of_the_logits_are_refused(name):
+    model = rafter.patch(changing(REFUSED[name]))
+    with pytest.raises(RuntimeError, match="rafter.patch: the (model changes its )?logits"):
         model(**batch("cpu"))
-    rafter.unpatch(model)
-    assert model(**batch("cpu")).loss.isfinite()
+    model.change = lambda z: z
+    assert model(**batch("cpu")).logits is None  # nothing is left of the failure
