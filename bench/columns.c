@@ -299,7 +299,7 @@ static struct cell memory_cell(const struct column *c) {
 void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof) {
     for (int i = 0; i < count; i++) {
         const int k = table_column(table, columns[i].name);
-        table->ours[k] = columns[i].session.provider->ours;
+        table->ours[k] = columns[i].session.provider->ours || columns[i].session.provider->package;
         table->early[k] = computes_early(&columns[i].session);
         row->cell[k] = table->metric == METRIC_MEMORY ? memory_cell(&columns[i]) : speed_cell(&columns[i], roof);
     }

@@ -46,11 +46,13 @@ struct provider {
     bool isolated;
     /* Rafter itself, with a column for each algorithm and, on request, for each variant. */
     bool ours;
+    /* Rafter through its PyTorch package: one column, which reports count as Rafter's. */
+    bool package;
     bool device;     /* for runs on a GPU; the others are for runs on the CPU */
     bool anywhere;   /* for both */
     int index;       /* among the Python columns */
     double limit;    /* isolated, or in the Python worker: seconds for opening or a call; 0: a minute or more */
-    const char *ops; /* Python columns: the ops that have it, separated by commas */
+    const char *ops; /* Python columns: the ops that have it, as in peers.inc */
     const char *early_gradient; /* ops whose forward also computes the gradient */
 
     /* Whether it has a column in the tables of this kind. */

@@ -286,7 +286,7 @@ static bool serves_loss(const problem *p) {
             strcmp(t->name, "dweight") != 0)
             return false;
     }
-    return target && !target->some_ignored && !problem_find(p, "bias");
+    return target && !target->some_ignored && problem_is_plain_loss(p);
 }
 
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {

@@ -93,9 +93,10 @@ static void copy_bytes(char *to, const char *from, size_t bytes) {
 static void write_options(FILE *to, const struct problem_options *o) {
     fprintf(to,
             "{\"act\": \"%s\", \"dim\": %d, \"softmax_over\": \"%s\", \"offset\": %lld, \"reduction\": \"%s\", "
-            "\"label_smoothing\": %g}",
+            "\"label_smoothing\": %g, \"z_loss\": %g, \"softcap\": %g, \"logit_scale\": %g}",
             problem_act_names[o->act], o->dim, problem_softmax_over_names[o->softmax_over], (long long)o->offset,
-            problem_reduction_names[o->loss.reduction], (double)o->loss.label_smoothing);
+            problem_reduction_names[o->loss.reduction], (double)o->loss.label_smoothing, (double)o->loss.z_loss,
+            (double)o->loss.softcap, (double)o->loss.logit_scale);
 }
 
 /* Copies the inputs to shared memory, once per row, and tells the worker, once per worker. */
@@ -140,7 +141,9 @@ static bool share_row(struct session *s) {
 
 static bool serves(const struct provider *provider, const problem *p, enum problem_mode mode) {
     (void)mode;
-    return list_has(provider->ops, p->op->op);
+    return list_has(provider->ops, p->op->op) ||
+           (strcmp(p->op->op, "act") == 0 && p->options.act == RAFTER_ACT_SOFTMAX &&
+            list_has(provider->ops, "act:softmax"));
 }
 
 static bool start_worker(struct session *s) {
@@ -309,8 +312,11 @@ double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafte
     return rate;
 }
 
-#define RAFTER_PEER(column, has, early)                                                                                \
+/* The package is Rafter, so it is held to Rafter's error bounds. */
+#define COLUMN(column, has, early, is_package)                                                                         \
     const struct provider provider_##column = {.name = #column,                                                        \
+                                               .exact = is_package,                                                    \
+                                               .package = is_package,                                                  \
                                                .index = __COUNTER__,                                                   \
                                                .anywhere = true,                                                       \
                                                .ops = has,                                                             \
@@ -321,5 +327,7 @@ double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafte
                                                .memory = measure_memory,                                               \
                                                .collect = collect_peer,                                                \
                                                .close = close_peer};
+#define RAFTER_PEER(column, has, early) COLUMN(column, has, early, false)
+#define RAFTER_PACKAGE(column, has, early) COLUMN(column, has, early, true)
 #include "peers.inc"
 #undef RAFTER_PEER

@@ -93,11 +93,12 @@ done <"$tests/seeds.txt"
 
 # --- every Python column has its function
 while IFS='"' read -r head ops _; do
-    column=${head#RAFTER_PEER(}
+    column=${head#*(}
     for op in ${ops//,/ }; do
+        op=${op%:*} # act:softmax
         grep -qE "^(def )?${op}_${column%,*}( =|\\()" "$tests/../bench/worker/peers.py" || fail "peers.py has no ${op}_${column%,*}"
     done
-done < <(grep '^RAFTER_PEER(' "$tests/../bench/peers.inc")
+done < <(grep -E '^RAFTER_(PEER|PACKAGE)\(' "$tests/../bench/peers.inc")
 
 # --- the tables themselves (with small x and little time per cell, to be quick)
 small=(--preset seeds --x 16 --seconds 0.001 --metric all --providers rafter)

@@ -72,13 +72,15 @@ class Session:
 
     def __init__(self, row, column, mode):
         names, self.output = peers.OPS[row.op]
+        names = [name for name in names if name in row.tensors]
         self.gradients = ["d" + name for name in names]
         self.originals = [row[name] for name in names]
         self.overwrites = getattr(maker(row.op, column), "overwrites", None)
         self.walks_graphs_once = getattr(maker(row.op, column), "walks_graphs_once", False)
+        self.scratch_on_cpu = getattr(maker(row.op, column), "scratch_on_cpu", None)
         self.inputs = [(t.clone() if self.overwrites else t.detach()).requires_grad_() for t in self.originals]
         self.mode, self.edge, self.last, self.collected = mode, None, None, False
-        self.upstream = row.tensors.get("d" + self.output)
+        self.upstream = self.given = row.tensors.get("d" + self.output)
         before = allocated()
         self.function = row.function(column)
         start = time.perf_counter()
@@ -123,8 +125,12 @@ class Session:
         if self.mode == "bwd":
             keep = not self.walks_graphs_once
             return None, torch.autograd.grad([self.edge], self.inputs, [self.upstream], retain_graph=keep)
-        out = self.function(*self.inputs)
-        return out, torch.autograd.grad(out, self.inputs, self.upstream)
+        out = self.function(*self.inputs)  # and backward as in a training step: into a fresh .grad
+        out.backward(None if self.given is None and out.dim() == 0 else self.upstream)
+        gradients = [t.grad for t in self.inputs]
+        for t in self.inputs:
+            t.grad = None
+        return out, gradients
 
     def time(self):
         """Seconds of one call: on the device, and on the host until the call returns."""
@@ -174,6 +180,8 @@ class Session:
 
     def memory(self):
         """Peak bytes of the call beyond the row's inputs."""
+        if self.scratch_on_cpu and not CUDA:
+            raise NotImplementedError(f"its scratch memory on a CPU is {self.scratch_on_cpu}, not PyTorch's")
         self.last = None
         base = allocated() - self.held
         self.prepare()

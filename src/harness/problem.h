@@ -246,6 +246,13 @@ static inline int problem_dim(const problem *p, int ndim) {
     return p->options.dim < 0 ? p->options.dim + ndim : p->options.dim;
 }
 
+/* Whether a loss has no option that changes logits or the loss of a row. */
+static inline bool problem_is_plain_loss(const problem *p) {
+    const rafter_loss_options *const o = &p->options.loss;
+    return o->label_smoothing == 0 && o->z_loss == 0 && o->softcap == 0 && o->logit_scale == 0 &&
+           !problem_find(p, "bias") && !problem_find(p, "class_weight") && !problem_find(p, "row_weight");
+}
+
 /* ---- numbers --------------------------------------------------------------------------------- */
 
 /* Conversions to and from an element in memory, at any alignment. Rounds to nearest even; bf16 is

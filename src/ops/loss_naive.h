@@ -5,11 +5,9 @@
 
 #include "harness/naive.h"
 
-/* The baseline has only the mean of unsmoothed losses, and only these results. */
+/* The baseline has only the mean of plain losses, and only these results. */
 static inline bool naive_loss_serves(const problem *p) {
-    const rafter_loss_options *const o = &p->options.loss;
-    if (o->reduction != RAFTER_MEAN || o->label_smoothing != 0 || o->z_loss != 0 || o->softcap != 0 ||
-        o->logit_scale != 0)
+    if (p->options.loss.reduction != RAFTER_MEAN || !problem_is_plain_loss(p))
         return false;
     static const char *const known[] = {"loss", "lse", "dlogits", "dx", "dweight"};
     for (int i = 0; i < p->tensors; i++) {
@@ -19,7 +17,7 @@ static inline bool naive_loss_serves(const problem *p) {
         if (!found || p->tensor[i].accumulates)
             return false;
     }
-    return !problem_find(p, "bias");
+    return true;
 }
 
 static inline int64_t naive_label(const problem_tensor *target, int64_t row) {
