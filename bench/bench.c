@@ -194,7 +194,7 @@ static int measure(struct run *run) {
     for (int i = 0; i < run->report.tables && run->options.markdown; i++)
         table_markdown(&run->report.table[i], stdout);
     if (run->report.tables == 0 && !run_interrupted)
-        return fail("nothing to measure", "no table has this mode");
+        return fail("nothing to measure", "no table of this preset has this mode");
     return !saved ? 1 : run_interrupted ? 130 : 0;
 }
 

@@ -24,7 +24,9 @@ static _Noreturn void run_again(const struct run *run, const problem *p, enum pr
                           "bench",
                           p->op->op,
                           "--preset",
-                          o->seeds ? "seeds" : "quick",
+                          o->models  ? "models"
+                          : o->seeds ? "seeds"
+                                     : "quick",
                           "--x",
                           size,
                           "--mode",

@@ -42,9 +42,10 @@ static int choose(const char *option, const char *value, const char *const names
 /* ---- values ---------------------------------------------------------------------------------- */
 
 static bool read_preset(struct options *o, const char *value) {
-    static const char *const names[] = {"quick", "seeds"};
-    const int index = choose("--preset", value, names, 2);
-    o->seeds = index == 1;
+    static const char *const names[] = {"quick", "seeds", "models"};
+    const int index = choose("--preset", value, names, 3);
+    o->seeds = index >= 1;
+    o->models = index == 2;
     return index >= 0;
 }
 

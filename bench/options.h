@@ -15,6 +15,7 @@ struct options {
     const struct op_cases *op[OPTIONS_LIST]; /* NULL-terminated; all ops if none was named */
     int named;                               /* how many were named */
     bool seeds;                              /* preset: the seeds' sizes, not the quick ones */
+    bool models;                             /* preset: the sizes of models instead; `seeds` is set too */
     bool metric[METRICS];                    /* which are measured */
     unsigned modes;                          /* bit m set: problem_mode m is included */
     int64_t x[OPTIONS_LIST];                 /* zero-terminated; none: the preset's */

@@ -227,9 +227,13 @@ static void run_row(struct run *run, const struct op_cases *op, const struct ben
 }
 
 /* Zero-terminated. A table without rows in the preset has none at all. */
-static const int64_t *rows_of(const struct run *run, const struct bench_table *kind) {
-    const int64_t *preset = run->options.seeds ? kind->seeds_x : kind->quick_x;
-    return preset[0] && run->options.x[0] ? run->options.x : preset;
+static const int64_t *rows_of(const struct run *run, const struct op_cases *op, int table) {
+    static const int64_t none[] = {0};
+    const struct options *const o = &run->options;
+    if (o->models != (op->models_from > 0 && table >= op->models_from))
+        return none;
+    const int64_t *preset = o->seeds ? op->table[table].seeds_x : op->table[table].quick_x;
+    return preset[0] && o->x[0] ? o->x : preset;
 }
 
 void run_op(struct run *run, const struct op_cases *op) {
@@ -238,7 +242,7 @@ void run_op(struct run *run, const struct op_cases *op) {
         if (!(kind->modes & run->options.modes))
             continue;
         struct history history[PROBLEM_MODES] = {0};
-        for (const int64_t *x = rows_of(run, kind); *x && !run_interrupted; x++) {
+        for (const int64_t *x = rows_of(run, op, t); *x && !run_interrupted; x++) {
             const struct bench_row row = {
                 .table = t, .x = *x, .dtype = run->options.dtype, .quick = !run->options.seeds};
             run_row(run, op, &row, history);
@@ -256,16 +260,17 @@ void run_op(struct run *run, const struct op_cases *op) {
     }
 }
 
-static void list_table(struct run *run, const problem *p, enum problem_mode mode, const struct bench_table *kind) {
+static void list_table(struct run *run, const problem *p, enum problem_mode mode, int table) {
+    const int64_t *const rows = rows_of(run, p->op, table);
     struct column columns[REPORT_COLUMNS];
     const int count = columns_list(run, p, mode, columns);
     for (int m = 0; m < METRICS; m++) {
-        const struct table *t = find_table(run, p, mode, (enum metric)m, kind->x_name);
+        const struct table *t = find_table(run, p, mode, (enum metric)m, p->op->table[table].x_name);
         if (!t)
             continue;
         printf("%s %s ", t->title, t->x_name);
-        for (const int64_t *x = rows_of(run, kind); *x; x++)
-            printf("%s%lld", x == rows_of(run, kind) ? "" : ",", (long long)*x);
+        for (const int64_t *x = rows; *x; x++)
+            printf("%s%lld", x == rows ? "" : ",", (long long)*x);
         for (int i = 0; i < count; i++)
             printf(" %s", columns[i].name);
         putchar('\n');
@@ -276,15 +281,13 @@ void run_list(struct run *run) {
     for (int i = 0; run->options.op[i]; i++) {
         const struct op_cases *op = run->options.op[i];
         for (int t = 0; t < op->tables; t++)
-            for (int mode = 0; mode < PROBLEM_MODES && rows_of(run, &op->table[t])[0]; mode++) {
-                const struct bench_row row = {.table = t,
-                                              .x = rows_of(run, &op->table[t])[0],
-                                              .dtype = run->options.dtype,
-                                              .quick = !run->options.seeds};
+            for (int mode = 0; mode < PROBLEM_MODES && rows_of(run, op, t)[0]; mode++) {
+                const struct bench_row row = {
+                    .table = t, .x = rows_of(run, op, t)[0], .dtype = run->options.dtype, .quick = !run->options.seeds};
                 problem p;
                 make_row(&p, op, &row);
                 if (op->table[t].modes & run->options.modes & 1u << mode)
-                    list_table(run, &p, (enum problem_mode)mode, &op->table[t]);
+                    list_table(run, &p, (enum problem_mode)mode, t);
             }
     }
 }
@@ -294,7 +297,7 @@ double run_work(const struct run *run) {
     for (int i = 0; run->options.op[i]; i++) {
         const struct op_cases *op = run->options.op[i];
         for (int t = 0; t < op->tables; t++)
-            for (const int64_t *x = rows_of(run, &op->table[t]); *x; x++) {
+            for (const int64_t *x = rows_of(run, op, t); *x; x++) {
                 const struct bench_row row = {
                     .table = t, .x = *x, .dtype = run->options.dtype, .quick = !run->options.seeds};
                 problem p;

@@ -63,7 +63,7 @@ expect 2 "no op 'acts'" "$rafter" check acts
 expect 0 'good$' "$rafter" check # every variant of every op
 expect 2 "no option '--fast'" "$rafter" bench --fast
 expect 2 "no option '--json'" "$rafter" check --json x
-expect 2 "--preset is 'slow', wanted quick or seeds" "$rafter" bench --preset slow
+expect 2 "--preset is 'slow', wanted quick, seeds or models" "$rafter" bench --preset slow
 expect 2 "--metric is 'area', wanted speed, memory or all" "$rafter" bench --metric area
 expect 2 "--mode is 'up', wanted fwd, bwd or fwd\+bwd" "$rafter" bench --mode=up
 expect 2 "--dtype is 'fp8'" "$rafter" bench --dtype fp8
@@ -90,6 +90,21 @@ while read -r title x rows columns; do
         fail "no table '$title' with x = $x, rows $rows and columns $columns"
 done <"$tests/seeds.txt"
 [ "$(wc -l <"$tests/seeds.txt")" = 50 ] || fail "there are 50 tables in the seeds"
+
+# --- the preset of models: every size, and every option; dtype and rows can be chosen, so that it can be run in pieces
+"$rafter" bench --preset models --list >"$folder/list.txt" 2>&1 || fail "bench --preset models --list: status $?"
+[ "$(wc -l <"$folder/list.txt")" = 15 ] || fail "--preset models has $(wc -l <"$folder/list.txt") tables, wanted 15"
+for size in 4096-vocab128256 2048-vocab151936 3584-vocab256000 5120-vocab151936 7168-vocab129280 768-vocab50257 2048-vocab50304 1024-vocab32000; do
+    grep -qE "^lce-speed-fwd\+bwd-dim$size-bf16 b 64,256,1024,2048,4096,8192,16384,32768 rafter .*rafter_py.* liger_sm90 liger_fslce quack quack_exp" \
+        "$folder/list.txt" || fail "--preset models has no table of $size"
+done
+for option in 3584-vocab256000-softcap30 4096-vocab128256-{label_smoothing0.1,class_weight,row_weight,z_loss0.0001,logit_scale0.5,bias}; do
+    grep -qE "^lce-speed-fwd\+bwd-dim$option-bf16 b 4096 rafter fast compact native rafter_py " "$folder/list.txt" ||
+        fail "--preset models has no table of $option, or columns that lack the option"
+done
+expect 0 '^lce-speed-fwd\+bwd-dim768-vocab50257-fp16 b 64 rafter ' "$rafter" bench --preset models --list --x 64 --dtype fp16 --table vocab50257
+expect 0 '^0 +8\.0 +[0-9.]+$' "$rafter" bench --preset models --x 8 --dtype fp32 --table vocab32000 --providers rafter --seconds 0.001
+expect 1 'nothing to measure' "$rafter" bench act --preset models
 
 # --- every Python column has its function
 while IFS='"' read -r head ops _; do

@@ -203,6 +203,7 @@ struct op_cases {
     /* Bench. */
     int tables;
     const struct bench_table *table;
+    int models_from; /* the tables from here on are `--preset models`, with seeds_x as rows; 0: none are */
     void (*make_bench)(problem *p, const struct bench_row *row);
 
     /* Declares the problem that the request describes. Returns NULL, or a phrase that says what is

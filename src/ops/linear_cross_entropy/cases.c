@@ -394,43 +394,88 @@ static const int64_t middle_classes[] = {1024, 32768, 0}, none[] = {0};
 
 /* Sweeps over the vocabulary: the seeds', and one of a size where packing and softmax are small
  * beside the products. Sweeps over the batch and over the hidden size, with the vocabulary of
- * published figures. */
-enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH };
+ * published figures. `--preset models`: sweeps over the batch for the output layers of models, and
+ * one row for each option. */
+enum { BY_CLASSES, MIDDLE, BY_ROWS, BY_DEPTH, BY_MODEL };
+
+/* MODEL(D, V, rows, text of the option in the title, option): one table each. Every size, then every
+ * option; Gemma 2 caps its logits at 30. */
+#define MODELS(MODEL)                                                                                                  \
+    MODEL(4096, 128256, model_rows, "", .bias = false)                                                                 \
+    MODEL(2048, 151936, model_rows, "", .bias = false)                                                                 \
+    MODEL(3584, 256000, model_rows, "", .bias = false)                                                                 \
+    MODEL(5120, 151936, model_rows, "", .bias = false)                                                                 \
+    MODEL(7168, 129280, model_rows, "", .bias = false)                                                                 \
+    MODEL(768, 50257, model_rows, "", .bias = false)                                                                   \
+    MODEL(2048, 50304, model_rows, "", .bias = false)                                                                  \
+    MODEL(1024, 32000, model_rows, "", .bias = false)                                                                  \
+    MODEL(3584, 256000, option_rows, "softcap30-", .loss.softcap = 30)                                                 \
+    MODEL(4096, 128256, option_rows, "label_smoothing0.1-", .loss.smoothing = 0.1f)                                    \
+    MODEL(4096, 128256, option_rows, "class_weight-", .loss.class_weight = true)                                       \
+    MODEL(4096, 128256, option_rows, "row_weight-", .loss.row_weight = true)                                           \
+    MODEL(4096, 128256, option_rows, "z_loss0.0001-", .loss.z_loss = 1e-4f)                                            \
+    MODEL(4096, 128256, option_rows, "logit_scale0.5-", .loss.scale = 0.5f)                                            \
+    MODEL(4096, 128256, option_rows, "bias-", .bias = true)
+
+static const int64_t model_rows[] = {64, 256, 1024, 2048, 4096, 8192, 16384, 32768, 0}, option_rows[] = {4096, 0};
+
+#define MODEL(depth, classes, rows, text, option) {depth, classes, text, {option}},
+static const struct model {
+    int64_t depth, classes;
+    const char *text;
+    struct options options;
+} models[] = {MODELS(MODEL)};
+#undef MODEL
+
+#define MODEL(depth, classes, rows, text, option) {"b", 1u << PROBLEM_BOTH, rows, none},
 static const struct bench_table tables[] = {
     [BY_CLASSES] = {"v", 1u << PROBLEM_BOTH, seeds_classes, quick_classes},
     [MIDDLE] = {"v", 1u << PROBLEM_BOTH, none, middle_classes},
     [BY_ROWS] = {"b", 1u << PROBLEM_BOTH, seeds_rows, none},
     [BY_DEPTH] = {"d", 1u << PROBLEM_BOTH, seeds_depth, none},
+    MODELS(MODEL) /* from BY_MODEL on */
 };
-
-static const struct options benched = {.loss = {.name = "bench"}};
+#undef MODEL
 
 /* A bench row is made once for all algorithms; a test problem is made for its own. */
 static bool adapt(problem *p) {
     if (p->algorithm == NATIVE_ALGORITHM && !p->options.native) {
         const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight");
+        const rafter_loss_options *const loss = &p->options.loss;
+        const struct options o = {.loss = {.smoothing = loss->label_smoothing,
+                                           .z_loss = loss->z_loss,
+                                           .softcap = loss->softcap,
+                                           .scale = loss->logit_scale,
+                                           .class_weight = problem_find(p, "class_weight"),
+                                           .row_weight = problem_find(p, "row_weight")},
+                                  .bias = problem_find(p, "bias")};
         p->options.native = true;
-        set_bounds(p, &benched, x->dtype, x->shape[0], x->shape[1], weight->shape[0]);
+        set_bounds(p, &o, x->dtype, x->shape[0], x->shape[1], weight->shape[0]);
     }
     return true;
 }
 
 static void make_bench(problem *p, const struct bench_row *row) {
     const char *dtype = problem_dtype_name(row->dtype);
+    const struct model *const model = row->table >= BY_MODEL ? &models[row->table - BY_MODEL] : NULL;
+    struct options options = model ? model->options : (struct options){0};
+    options.loss.name = "bench";
     long long n = row->quick ? 512 : 12288, d = row->quick ? 512 : 4096, v = row->x;
-    if (row->table == MIDDLE)
+    if (model)
+        n = row->x, d = model->depth, v = model->classes;
+    else if (row->table == MIDDLE)
         n = d = 2048;
     else if (row->table == BY_ROWS)
         n = row->x, v = 128256;
     else if (row->table == BY_DEPTH)
         n = 4096, d = row->x, v = 128256;
-    build(p, row->dtype, &benched, &(struct shape){2, {n, d}, v});
+    build(p, row->dtype, &options, &(struct shape){2, {n, d}, v});
     /* Logits of standard deviation 1, as in an untrained model: with larger ones dz is almost all
      * zeros, and the chip runs cooler. */
     problem_find(p, "weight")->scale = 1 / sqrt((double)d);
     p->sample = (int64_t)((double)n * (double)d * (double)v / 4e9) + 1;
-    if (row->table == BY_ROWS)
-        snprintf(p->title, sizeof p->title, "dim%lld-vocab%lld-%s", d, v, dtype);
+    if (row->table == BY_ROWS || model)
+        snprintf(p->title, sizeof p->title, "dim%lld-vocab%lld-%s%s", d, v, model ? model->text : "", dtype);
     else if (row->table == BY_DEPTH)
         snprintf(p->title, sizeof p->title, "batch%lld-vocab%lld-%s", n, v, dtype);
     else
@@ -480,6 +525,7 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
     .make = make,
     .tables = sizeof tables / sizeof *tables,
     .table = tables,
+    .models_from = BY_MODEL,
     .make_bench = make_bench,
     .make_request = make_request,
     .adapt = adapt,
