@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -40,6 +41,26 @@ def test_the_search_ends_before_a_step_that_takes_too_long():
         return (n / 8192) ** 2
 
     assert script().longest(fits, 8192, 1024, seconds=30, clock=lambda: now[0]) == (32768, False)
+
+
+@pytest.mark.parametrize("message", [
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "rafter.linear_cross_entropy: the allocator returned NULL for 4096 bytes of workspace",
+    "rafter: PyTorch failed in empty_like",
+    "device-side assert triggered",
+])
+def test_only_running_out_of_memory_ends_the_doubling(message):
+    def step(tokens):
+        raise RuntimeError(message)
+
+    cell = object.__new__(script().Cell)
+    cell.way, cell.cuda, cell.step, cell.tokens = "as-is", False, step, lambda batch, sequence: None
+    cell.optimizer = types.SimpleNamespace(zero_grad=lambda set_to_none: None)
+    if "assert" in message:
+        with pytest.raises(RuntimeError, match=message):
+            cell.fits(8)
+    else:
+        assert cell.fits(8) is None
 
 
 def test_a_quick_run():
