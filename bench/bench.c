@@ -17,7 +17,8 @@
 #include "verbs.h"
 #include "worker.h"
 
-static const struct budget quick_budget = {0.05, 0.2, 1}, seeds_budget = {1, 10, 60}, gpu_budget = {0.03, 1, 10};
+static const struct budget quick_budget = {0.05, 0.2, 1}, seeds_budget = {1, 10, 60}, gpu_budget = {0.03, 1, 10},
+                           map_budget = {0.01, 1, 10};
 
 volatile sig_atomic_t run_interrupted;
 
@@ -134,7 +135,10 @@ static bool open_run(struct run *run, int argc, char **argv) {
     if (status != RAFTER_OK)
         return !fail("no context", rafter_last_error(NULL));
     omp_set_num_threads(rafter_context_threads(run->context));
-    run->budget = context_on_gpu(run->context) ? gpu_budget : o->seeds ? seeds_budget : quick_budget;
+    run->budget = o->map                         ? map_budget
+                  : context_on_gpu(run->context) ? gpu_budget
+                  : o->seeds                     ? seeds_budget
+                                                 : quick_budget;
     if (o->seconds > 0)
         run->budget.cell = o->seconds;
     run->fresh = getenv("RAFTER_FIRST_CALL") != NULL;
@@ -187,7 +191,9 @@ static int list(struct run *run) {
 }
 
 static int measure(struct run *run) {
-    for (int i = 0; run->options.op[i] && !run_interrupted; i++)
+    if (run->options.map)
+        run_map(run);
+    for (int i = 0; run->options.op[i] && !run->options.map && !run_interrupted; i++)
         run_op(run, run->options.op[i]);
     progress_clear();
     const bool saved = run_save(run);

@@ -164,6 +164,19 @@ static bool computes_early(const struct session *s) {
            list_has(s->provider->early_gradient, s->problem.op->op);
 }
 
+bool column_open(struct column *c, struct row_notes *notes, double *seconds) {
+    struct session *s = &c->session;
+    if (!session_open(s) || !session_time(s, seconds)) {
+        lose(c, notes);
+        return false;
+    }
+    c->first = s->first_call > 0 ? s->first_call : *seconds;
+    if (s->provider->ours)
+        problem_variant(&s->problem, s->context, s->mode, c->variant, sizeof c->variant);
+    c->state = CELL_MEASURED;
+    return c->live = true;
+}
+
 /* Runs the column once and compares its results with the oracle's. The time of this call is used
  * only if it is very long. */
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes) {
@@ -173,13 +186,12 @@ void column_check(struct run *run, problem *p, struct column *c, struct row_note
     else
         problem_poison(p, s->mode);
     double seconds = 0;
-    if (!session_open(s) || !session_time(s, &seconds) || !session_collect(s) || !gives_enough(s)) {
+    if (!column_open(c, notes, &seconds))
+        return;
+    if (!session_collect(s) || !gives_enough(s)) {
         lose(c, notes);
         return;
     }
-    c->first = s->first_call > 0 ? s->first_call : seconds;
-    if (s->provider->ours)
-        problem_variant(&s->problem, s->context, s->mode, c->variant, sizeof c->variant);
     problem judged = s->problem;
     leave_out(&judged, s->without);
     if (!s->provider->exact)

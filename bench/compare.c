@@ -90,6 +90,8 @@ static struct counts compare_reports(const struct report *old, const struct repo
         struct table *before = report_find_table(old, t->title);
         for (int k = 0; k < t->rows && before; k++) {
             const struct row *row = table_find_row(before, t->row[k].x);
+            if (row && strcmp(row->place.label, t->row[k].place.label) != 0)
+                row = NULL; /* a map of another list of cells */
             for (int c = 0; c < t->columns && row; c++)
                 for (int b = 0; b < before->columns; b++)
                     if (strcmp(before->column[b], t->column[c]) == 0)

@@ -6,11 +6,14 @@
 
 static void write_table(const struct table *t, FILE *to) {
     fputs(t->x_name, to);
+    fputs(t->map[0] ? ",label,bytes" : "", to);
     for (int k = 0; k < t->columns; k++)
         fprintf(to, ",%s", t->column[k]);
     fputc('\n', to);
     for (int i = 0; i < t->rows; i++) {
         fprintf(to, "%lld", (long long)t->row[i].x);
+        if (t->map[0])
+            fprintf(to, ",\"%s\",%.0f", t->row[i].place.label, t->row[i].bytes);
         for (int k = 0; k < t->columns; k++) {
             const struct cell *c = &t->row[i].cell[k];
             if (c->state == CELL_MEASURED)

@@ -2,6 +2,7 @@
 /* The report as one self-contained HTML file. */
 #include <string.h>
 
+#include "map.h"
 #include "plot.h"
 #include "report.h"
 #include "verbs.h"
@@ -37,6 +38,7 @@ static const char style[] =
     "@media "
     "(prefers-color-scheme:dark){.c0{--c:#58a6ff}.c1{--c:#ffa657}.c2{--c:#56d364}.c3{--c:#bc8cff}.c4{--c:#ff7eb6}"
     ".c5{--c:#b1bac4}.c6{--c:#56d4dd}.c7{--c:#ff7b72}.c8{--c:#e3b341}.c9{--c:#d2a8ff}}\n"
+    ".tile text{fill:#111}.h0{fill:#7ed69a}.h1{fill:#cfe07a}.h2{fill:#f4cf62}.h3{fill:#f4a261}.h4{fill:#f28b82}\n"
     "@media print{:root{--bg:#fff;--fg:#000;--soft:#333;--line:#999;--card:#eee}body{max-width:none;font-size:10pt}"
     "section{break-inside:avoid}.scroll{overflow:visible}table{font-size:7pt}th,td{padding:.1rem "
     ".25rem}#tip{display:none}}\n";
@@ -122,7 +124,7 @@ static void write_summary(const struct report *r, FILE *to) {
           "floor</th></tr></thead><tbody>\n",
           to);
     for (int i = 0; i < r->tables; i++)
-        if (r->table[i].rows > 0)
+        if (r->table[i].rows > 0 && !r->table[i].map[0])
             write_summary_row(&r->table[i], to);
     fputs("</tbody></table></div></section>\n", to);
 }
@@ -148,6 +150,18 @@ static void write_cell(const struct cell *c, double best, FILE *to) {
     fputs(c->value.median <= best ? "<td class=\"best\">" : "<td>", to);
     write_number(to, c->value.median);
     fputs("</td>", to);
+}
+
+static void write_notes(const struct table *t, FILE *to) {
+    if (t->notes > 0)
+        fputs("<ul class=\"notes\">\n", to);
+    for (int i = 0; i < t->notes; i++) {
+        fputs("<li>", to);
+        write_escaped(to, t->note[i]);
+        fputs("</li>\n", to);
+    }
+    if (t->notes > 0)
+        fputs("</ul>\n", to);
 }
 
 static void write_table(const struct table *t, FILE *to) {
@@ -178,15 +192,7 @@ static void write_table(const struct table *t, FILE *to) {
         fputs("</tr>\n", to);
     }
     fputs("</tbody></table></div>\n", to);
-    if (t->notes > 0)
-        fputs("<ul class=\"notes\">\n", to);
-    for (int i = 0; i < t->notes; i++) {
-        fputs("<li>", to);
-        write_escaped(to, t->note[i]);
-        fputs("</li>\n", to);
-    }
-    if (t->notes > 0)
-        fputs("</ul>\n", to);
+    write_notes(t, to);
 }
 
 /* ---- the machine ----------------------------------------------------------------------------- */
@@ -227,6 +233,13 @@ static void write_machine(const struct report *r, FILE *to) {
     fputs("</code></pre></section>\n", to);
 }
 
+static int tables_of_maps(const struct report *r) {
+    int count = 0;
+    for (int i = 0; i < r->tables; i++)
+        count += r->table[i].map[0] != '\0';
+    return count;
+}
+
 void html_write(const struct report *r, FILE *to) {
     const char *machine = r->gpu[0] ? r->gpu : r->cpu;
     fputs("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
@@ -238,17 +251,25 @@ void html_write(const struct report *r, FILE *to) {
     fprintf(
         to,
         "</h1><p>%s, Rafter %s. Every column of a table was measured in the same run, in turn, on the same data; every "
-        "result was compared with an fp64 oracle first. A dash: it did not run, and the reason is below the table. A "
+        "result was compared with an fp64 oracle first, but for the map's larger cells. A dash: it did not run, and "
+        "the reason is below the table. A "
         "star: its forward computes the gradient too, so compare fwd+bwd. Bold: the best of the "
         "row.</p></header>\n<main>\n",
         r->date, r->version);
-    write_summary(r, to);
+    if (r->tables > tables_of_maps(r))
+        write_summary(r, to);
+    heat_write_worst(r, to);
     for (int i = 0; i < r->tables; i++) {
         const struct table *t = &r->table[i];
         fprintf(to, "<section aria-labelledby=\"%s\"><h2 id=\"%s\">%s</h2>\n", t->title, t->title, t->title);
-        plot_write(t, to);
-        if (t->rows > 0)
-            write_table(t, to);
+        if (t->map[0]) {
+            heat_write(r, t, to);
+            write_notes(t, to);
+        } else {
+            plot_write(t, to);
+            if (t->rows > 0)
+                write_table(t, to);
+        }
         fputs("</section>\n", to);
     }
     write_machine(r, to);

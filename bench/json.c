@@ -52,6 +52,13 @@ static void write_strings(FILE *to, char *const strings[], int count) {
     fputc(']', to);
 }
 
+static void write_place(FILE *to, const struct map_place *p) {
+    fputs(", \"label\": ", to);
+    write_string(to, p->label);
+    fprintf(to, ", \"length\": %lld, \"layout\": \"%s\", \"option\": \"%s\", \"gradient\": \"%s\", \"dtype\": \"%s\"",
+            (long long)p->length, p->layout, p->option, p->gradient, p->dtype);
+}
+
 static void write_cell(FILE *to, const struct table *t, const struct row *row, int column) {
     const struct cell *c = &row->cell[column];
     const bool measured = c->state == CELL_MEASURED;
@@ -59,6 +66,8 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
     write_string(to, t->title);
     fprintf(to, ", \"x\": %lld, \"provider\": ", (long long)row->x);
     write_string(to, t->column[column]);
+    if (t->map[0])
+        write_place(to, &row->place);
     fprintf(to, ", \"metric\": \"%s\"", metric_names[t->metric]);
     write_field(to, "median", measured ? c->value.median : NAN);
     write_field(to, "p10", measured ? c->value.p10 : NAN);
@@ -109,6 +118,8 @@ static void write_table(FILE *to, const struct table *t) {
     write_strings(to, ours, own);
     fputs(", \"gradient_in_forward\": ", to);
     write_strings(to, early, marked);
+    if (t->map[0])
+        fprintf(to, ", \"map\": \"%s\"", t->map);
     fputs(", \"notes\": ", to);
     write_strings(to, t->note, t->notes);
     fputs("}", to);
@@ -184,6 +195,7 @@ static void read_table(struct report *r, const struct json *from) {
     copy_text(t->x_name, sizeof t->x_name, from, "x");
     t->metric = strcmp(json_text(from, "metric"), metric_names[METRIC_MEMORY]) == 0 ? METRIC_MEMORY : METRIC_SPEED;
     t->extras = (unsigned)json_number(from, "extras", 0);
+    copy_text(t->map, sizeof t->map, from, "map");
     bool columns[REPORT_COLUMNS];
     mark_columns(t, json_get(from, "columns"), columns);
     mark_columns(t, json_get(from, "ours"), t->ours);
@@ -192,6 +204,15 @@ static void read_table(struct report *r, const struct json *from) {
     for (const struct json *note = notes ? notes->first : NULL; note; note = note->next)
         if (note->text)
             table_add_note(t, "%s", note->text);
+}
+
+static void read_place(struct map_place *p, const struct json *from) {
+    p->length = (int64_t)json_number(from, "length", 0);
+    copy_text(p->label, sizeof p->label, from, "label");
+    copy_text(p->layout, sizeof p->layout, from, "layout");
+    copy_text(p->option, sizeof p->option, from, "option");
+    copy_text(p->gradient, sizeof p->gradient, from, "gradient");
+    copy_text(p->dtype, sizeof p->dtype, from, "dtype");
 }
 
 static void read_cell(struct report *r, const struct json *from) {
@@ -204,6 +225,8 @@ static void read_cell(struct report *r, const struct json *from) {
     row->bytes = json_number(from, "bytes", 0);
     row->flops = json_number(from, "flops", 0);
     row->gradient_bytes = json_number(from, "gradient_bytes", 0);
+    if (t->map[0])
+        read_place(&row->place, from);
     struct cell *c = &row->cell[table_column(t, json_text(from, "provider"))];
     c->value.median = json_number(from, "median", NAN);
     c->value.p10 = json_number(from, "p10", NAN);

@@ -42,10 +42,11 @@ static int choose(const char *option, const char *value, const char *const names
 /* ---- values ---------------------------------------------------------------------------------- */
 
 static bool read_preset(struct options *o, const char *value) {
-    static const char *const names[] = {"quick", "seeds", "models"};
-    const int index = choose("--preset", value, names, 3);
-    o->seeds = index >= 1;
+    static const char *const names[] = {"quick", "seeds", "models", "map"};
+    const int index = choose("--preset", value, names, 4);
+    o->seeds = index == 1 || index == 2;
     o->models = index == 2;
+    o->map = index == 3;
     return index >= 0;
 }
 
@@ -66,6 +67,7 @@ static bool read_dtype(struct options *o, const char *value) {
     static const char *const names[] = {"fp32", "bf16", "fp16"}; /* in the order of rafter_dtype */
     const int index = choose("--dtype", value, names, 3);
     o->dtype = (rafter_dtype)index;
+    o->has_dtype = true;
     return index >= 0;
 }
 
@@ -116,6 +118,22 @@ static bool read_limit(struct options *o, const char *value) {
     o->limit = strtod(value, &end);
     if (end == value || *end != '\0' || !(o->limit > 0 && o->limit <= 86400))
         return complain("--limit is '%s', wanted seconds, such as 60", value);
+    return true;
+}
+
+static bool read_cells(struct options *o, const char *value) {
+    char *end;
+    o->cells = strtoll(value, &end, 10);
+    if (end == value || *end != '\0' || o->cells < 1 || o->cells > 100000)
+        return complain("--cells is '%s', wanted a number of cells per map, from 1 to 100000", value);
+    return true;
+}
+
+static bool read_seed(struct options *o, const char *value) {
+    char *end;
+    o->seed = strtoull(value, &end, 10);
+    if (end == value || *end != '\0' || *value == '-')
+        return complain("--seed is '%s', wanted a number", value);
     return true;
 }
 
@@ -347,6 +365,8 @@ static const struct {
     {"--x", true, BENCH, read_x},
     {"--dtype", true, BENCH | INFO, read_dtype},
     {"--threads", true, BENCH | CHECK | INFO, read_threads},
+    {"--cells", true, BENCH, read_cells},
+    {"--seed", true, BENCH, read_seed},
     {"--json", true, BENCH, read_json},
     {"--csv", true, BENCH, read_csv},
     {"--html", true, BENCH, read_html},
@@ -423,8 +443,23 @@ static bool read_option(struct options *o, const char *verb, unsigned verb_bit, 
     return table[k].read(o, value);
 }
 
+/* The map has its own shapes, dtypes and columns. */
+static bool settle_map(struct options *o) {
+    if (o->x[0] || o->has_dtype || o->list || o->first || o->warm || !o->metric[METRIC_SPEED] ||
+        o->metric[METRIC_MEMORY])
+        return complain("--preset map takes no --x, --dtype, --list, --first-call or --warm, and measures speed only");
+    for (int i = 0; i < o->named; i++)
+        if (o->op[i]->maps == 0)
+            return complain("%s has no map", o->op[i]->op);
+    o->percent = true;
+    if (!o->providers)
+        o->providers = o->device.device_type == kDLCPU ? "rafter,to" : "rafter";
+    return true;
+}
+
 bool options_read(struct options *o, const char *verb, int argc, char **argv, int from) {
-    *o = (struct options){.modes = ~0u, .dtype = RAFTER_BF16, .metric = {true}, .request = {.options = {.dim = -1}}};
+    *o = (struct options){
+        .modes = ~0u, .dtype = RAFTER_BF16, .seed = 1, .metric = {true}, .request = {.options = {.dim = -1}}};
     const unsigned verb_bit = strcmp(verb, "check") == 0 ? CHECK : strcmp(verb, "info") == 0 ? INFO : BENCH;
     for (int i = from; i < argc; i++)
         if (argv[i][0] == '-' ? !read_option(o, verb, verb_bit, argc, argv, &i) : !read_op(o, argv[i]))
@@ -433,5 +468,7 @@ bool options_read(struct options *o, const char *verb, int argc, char **argv, in
         o->op[i] = problem_ops[i];
     if (o->resume && !o->json)
         return complain("--resume wants --json FILE, the file to continue");
-    return true;
+    if ((o->cells > 0 || o->seed != 1) && !o->map)
+        return complain("--cells and --seed belong to --preset map");
+    return !o->map || settle_map(o);
 }

@@ -16,10 +16,14 @@ struct options {
     int named;                               /* how many were named */
     bool seeds;                              /* preset: the seeds' sizes, not the quick ones */
     bool models;                             /* preset: the sizes of models instead; `seeds` is set too */
+    bool map;                                /* preset: the map, not tables */
+    uint64_t seed;                           /* map: of the list of cells */
+    int64_t cells;                           /* map: cells per map; 0: the device's default */
     bool metric[METRICS];                    /* which are measured */
     unsigned modes;                          /* bit m set: problem_mode m is included */
     int64_t x[OPTIONS_LIST];                 /* zero-terminated; none: the preset's */
     rafter_dtype dtype;
+    bool has_dtype;  /* it was given */
     DLDevice device; /* zero: the CPU */
     int threads;     /* 0: as many as OpenMP would */
     double seconds;  /* per cell; 0: the preset's */

@@ -35,10 +35,18 @@ struct cell {
 };
 enum { REPORT_SAMPLES = 24 };
 
+/* What a cell of the map is. Its number, row.x, is its place in the seeded list. */
+struct map_place {
+    char label[256]; /* all of it: "softmax bf16 [4096, 50257] dim 1, padded rows, gradient expanded" */
+    int64_t length;
+    char layout[40], option[40], gradient[16], dtype[8];
+};
+
 struct row {
     int64_t x;
-    double bytes, flops;   /* the minimum of one call */
-    double gradient_bytes; /* of the gradients among the results */
+    struct map_place place; /* in tables of the map */
+    double bytes, flops;    /* the minimum of one call */
+    double gradient_bytes;  /* of the gradients among the results */
     struct cell cell[REPORT_COLUMNS];
 };
 
@@ -52,7 +60,8 @@ struct table {
     char title[192]; /* "act-speed-fwd-batch12-head12-dim128-act_silu-bf16" */
     char x_name[REPORT_NAME];
     enum metric metric;
-    unsigned extras; /* bit e set: enum extra e is printed */
+    char map[REPORT_NAME]; /* not empty: rows are cells of the map, and this is what place.length counts */
+    unsigned extras;       /* bit e set: enum extra e is printed */
     int columns, rows, notes;
     char column[REPORT_COLUMNS][REPORT_NAME];
     bool ours[REPORT_COLUMNS];  /* a column of Rafter */

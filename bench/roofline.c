@@ -96,7 +96,7 @@ bool roofline_create(struct roofline *r, rafter_context *context, const struct p
 
 /* Bytes written, and as many bytes read, move at the rate of a copy; the rest at the rate of
  * reading. */
-static double memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
+double roofline_memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes) {
     double written = 0;
     for (int i = 0; i < p->tensors; i++)
         if (problem_writes(&p->tensor[i], mode) && !p->tensor[i].in_place_of)
@@ -169,7 +169,7 @@ double roofline_seconds(struct roofline *r, const problem *p, const struct bench
             r->matrix[row->dtype] = peers_matrix_rate(r->context, r->pace, row->dtype);
         return r->matrix[row->dtype] > 0 ? fmax(bytes / r->copy, flops / r->matrix[row->dtype]) : 0;
     }
-    const double memory = memory_seconds(r, p, mode, bytes);
+    const double memory = roofline_memory_seconds(r, p, mode, bytes);
     if (flops == 0)
         return fmax(memory, bytes / (measure_resident(p->op, row, mode) * rafter_context_threads(r->context)));
     if (r->matrix[row->dtype] == 0)

@@ -66,12 +66,17 @@ struct row_notes {
 /* columns.c: lists the columns of this problem's table; checks one against the oracle; times all in
  * turn. */
 int columns_list(struct run *run, const problem *p, enum problem_mode mode, struct column columns[]);
+/* Opens the column and makes one call. False: it failed, and a note says why. */
+bool column_open(struct column *c, struct row_notes *notes, double *seconds);
 void column_check(struct run *run, problem *p, struct column *c, struct row_notes *notes);
 void columns_time(struct run *run, struct column columns[], int count, struct row_notes *notes);
 void columns_weigh(struct column columns[], int count, struct row_notes *notes);
 /* Writes the columns' results into a row of the table. `roof`: minimum seconds; 0: not measured. */
 void columns_report(struct column columns[], int count, struct table *table, struct row *row, double roof);
 void columns_close(struct column columns[], int count);
+
+/* map.c: draws the cells of the run's ops, measures them, prints the worst. */
+void run_map(struct run *run);
 
 /* rows.c: all tables of an op, row by row. */
 void run_op(struct run *run, const struct op_cases *op);

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "harness/gpu.h"
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <stdio.h>
@@ -8,6 +10,7 @@
 
 #include "core/context.h"
 #include "core/sizes.h"
+#include "harness/problem.h"
 
 static cudaStream_t stream_of(const rafter_context *context) {
     return static_cast<cudaStream_t>(context->stream);
@@ -92,6 +95,76 @@ bool gpu_gather(const rafter_context *context, void *to, const void *from, const
     case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
     case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
     case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    default: return false;
+    }
+    return cudaGetLastError() == cudaSuccess;
+}
+
+/* What the kernel needs of a tensor. */
+struct numbers {
+    enum problem_fill fill;
+    float scale, shift;
+    int64_t low, high, ignored;
+    bool some_ignored;
+};
+
+/* As problem_mix and problem_normal in numbers.c. */
+static __device__ uint64_t mix(uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
+static __device__ float normal(uint64_t bits) {
+    const float sum =
+        static_cast<float>((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+    return (sum / 65536.0f - 2.0f) * 1.7320508f;
+}
+
+static __device__ int64_t integer(const numbers &n, uint64_t bits, int64_t index) {
+    if (n.fill == PROBLEM_COUNT)
+        return n.low + index % n.high;
+    if (n.some_ignored && bits >> 61 == 0)
+        return n.ignored;
+    return n.low + static_cast<int64_t>(mix(bits) % static_cast<uint64_t>(n.high - n.low));
+}
+
+template <typename T> static __global__ void generate_reals(T *to, numbers n, uint64_t seed, int64_t count) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
+        const uint64_t bits = mix(seed ^ static_cast<uint64_t>(i));
+        const float unit = n.fill == PROBLEM_NORMAL ? normal(bits) : static_cast<float>(bits >> 40) * 0x1p-24f;
+        to[i] = static_cast<T>(n.shift + n.scale * unit);
+    }
+}
+
+template <typename T> static __global__ void generate_integers(T *to, numbers n, uint64_t seed, int64_t count) {
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * blockDim.x;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads)
+        to[i] = static_cast<T>(integer(n, mix(seed ^ static_cast<uint64_t>(i)), i));
+}
+
+bool gpu_generate(const rafter_context *context, const struct problem_tensor *t, uint64_t seed) {
+    const int blocks = 1024, threads = 256;
+    const cudaStream_t stream = stream_of(context);
+    const numbers n = {
+        t->fill,        static_cast<float>(t->scale), static_cast<float>(t->shift), t->low, t->high, t->ignored,
+        t->some_ignored};
+    const int64_t count = static_cast<int64_t>(t->memory_bytes / (t->tensor.dtype.bits / 8));
+    void *const to = t->device;
+    switch (t->dtype) {
+    case RAFTER_F32: generate_reals<<<blocks, threads, 0, stream>>>(static_cast<float *>(to), n, seed, count); break;
+    case RAFTER_BF16:
+        generate_reals<<<blocks, threads, 0, stream>>>(static_cast<__nv_bfloat16 *>(to), n, seed, count);
+        break;
+    case RAFTER_F16: generate_reals<<<blocks, threads, 0, stream>>>(static_cast<__half *>(to), n, seed, count); break;
+    case RAFTER_I32:
+        generate_integers<<<blocks, threads, 0, stream>>>(static_cast<int32_t *>(to), n, seed, count);
+        break;
+    case RAFTER_I64:
+        generate_integers<<<blocks, threads, 0, stream>>>(static_cast<int64_t *>(to), n, seed, count);
+        break;
     default: return false;
     }
     return cudaGetLastError() == cudaSuccess;

@@ -52,6 +52,11 @@ bool gpu_move(const rafter_context *context, void *to, const void *from, size_t 
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
                 int element);
 
+/* In stream order: fills the bytes of a tensor at t->device (t->memory_bytes) with numbers as
+ * t->fill says, from a generator that only depends on the seed and the element's place. */
+struct problem_tensor;
+bool gpu_generate(const rafter_context *context, const struct problem_tensor *t, uint64_t seed);
+
 /* ---- streams and events ---------------------------------------------------------------------- */
 
 /* A stream that does not synchronise with the default stream, with the highest or the lowest

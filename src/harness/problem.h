@@ -44,7 +44,8 @@ enum problem_layout {
     PROBLEM_TRANSPOSED, /* the last two dimensions swapped in memory */
     PROBLEM_EXPANDED,   /* inputs: stride 0 in the first dimension */
     PROBLEM_LAYOUTS,
-    PROBLEM_RESIDENT /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
+    PROBLEM_RESIDENT, /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
+    PROBLEM_BROADCAST /* bench only, inputs: stride 0 in every dimension, as the gradient of a sum */
 };
 extern const char *const problem_layout_names[];
 
@@ -83,8 +84,9 @@ typedef struct problem_tensor {
     double scale, shift; /* problem_add sets 1 and 0 */
     int64_t low, high, ignored;
     bool some_ignored;
-    bool special;      /* takes special values */
-    bool compact_only; /* keeps the compact layout (a mask, a scalar) */
+    bool special;               /* takes special values */
+    bool compact_only;          /* keeps the compact layout (a mask, a scalar) */
+    enum problem_layout layout; /* problem_place only: this tensor's own layout */
 
     /* Outputs and gradients: |got - want| may be at most absolute + relative * |want|; bf16 and
      * fp16 results may also be one unit in the last place away from the correctly rounded value. */
@@ -143,6 +145,7 @@ typedef struct problem {
     bool finite_differences; /* small and smooth enough for them */
     bool large;              /* run only by tests with the label `large` */
     bool for_cuda;           /* of a size that only a GPU treats specially: CPU runs leave it out */
+    bool generated;          /* filled by problem_generate: there is no copy on the host for other processes */
     int tensors;
     problem_tensor tensor[PROBLEM_TENSORS];
 
@@ -209,6 +212,10 @@ struct op_cases {
     /* Declares the problem that the request describes. Returns NULL, or a phrase that says what is
      * wrong with the request, such as "wanted a shape of at least 2 dimensions". */
     const char *(*make_request)(problem *p, const struct problem_request *request);
+
+    /* The maps of `rafter bench --preset map`, one per kind of call; none: 0 and NULL. */
+    int maps;
+    const struct map_kind *map;
 
     /* Calls the public API, with p->workspace. A BOTH without a one-call form is forward, then
      * backward. */
@@ -284,6 +291,13 @@ bool problem_allocate(problem *p, uint64_t seed);
  * take memory only once they are read or written. */
 bool problem_reserve(problem *p);
 void problem_free(problem *p);
+/* Gives every tensor its own layout (problem_tensor.layout) and an address in `memory`, which is on
+ * `device` and stays the caller's. With NULL only counts. Returns the bytes that the tensors take.
+ * No tensor may be in place. */
+size_t problem_place(problem *p, char *memory, DLDevice device);
+/* Fills the inputs and upstream gradients of a placed problem, on its device. On a GPU the numbers
+ * come from a kernel; on a CPU a million of them are drawn and repeated. False: the device failed. */
+bool problem_generate(problem *p, const rafter_context *context, uint64_t seed);
 /* Whether the layout differs from the compact one for this problem's tensors (a vector has no
  * transpose). */
 bool problem_has_layout(const problem *p, enum problem_layout layout);

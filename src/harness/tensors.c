@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include "core/sizes.h"
+#include "harness/gpu.h"
 #include "harness/internal.h"
 
 /* ---- declaring ------------------------------------------------------------------------------- */
@@ -109,19 +110,24 @@ static void set_strides(problem_tensor *t, enum problem_layout layout) {
     }
     if (lays && layout == PROBLEM_EXPANDED)
         t->stride[0] = 0;
-    if (lays && layout == PROBLEM_RESIDENT)
-        for (int d = 0; d < t->ndim - 1; d++)
+    if (lays && (layout == PROBLEM_RESIDENT || layout == PROBLEM_BROADCAST))
+        for (int d = 0; d < (layout == PROBLEM_RESIDENT ? t->ndim - 1 : t->ndim); d++)
             t->stride[d] = 0;
+}
+
+/* The bytes from the first element to the last, with the padding of the last row. */
+static size_t span_bytes(const problem_tensor *t, enum problem_layout layout) {
+    int64_t elements = t->numel > 0 ? 1 : 0;
+    for (int d = 0; d < t->ndim && t->numel > 0; d++)
+        elements += (t->shape[d] - 1) * t->stride[d];
+    const int64_t pad = layout == PROBLEM_PADDED && problem_lays_out(t, layout) ? PROBLEM_PAD_ELEMENTS : 0;
+    return (size_t)((elements + pad) * problem_dtype_bytes(t->dtype));
 }
 
 /* Memory for the tensor: aligned, or one element past an aligned address, or ending where an
  * unreadable page begins. */
 static bool map_memory(problem_tensor *t, enum problem_layout layout) {
-    int64_t elements = t->numel > 0 ? 1 : 0;
-    for (int d = 0; d < t->ndim && t->numel > 0; d++)
-        elements += (t->shape[d] - 1) * t->stride[d];
-    const int64_t pad = layout == PROBLEM_PADDED && problem_lays_out(t, layout) ? PROBLEM_PAD_ELEMENTS : 0;
-    t->memory_bytes = (size_t)((elements + pad) * problem_dtype_bytes(t->dtype));
+    t->memory_bytes = span_bytes(t, layout);
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     t->mapping_bytes = (size_t)round_up((int64_t)t->memory_bytes, (int64_t)page) + 2 * page;
     t->mapping =
@@ -180,6 +186,39 @@ static void fill(problem *p, problem_tensor *t, uint64_t seed) {
     }
 }
 
+/* Draws the first elements and repeats them. Their number is a prime, so that no two rows are alike. */
+static void fill_repeating(problem_tensor *t, uint64_t seed) {
+    enum { DRAWN = 1048583, PIECE = 1 << 20 };
+    const size_t element = (size_t)problem_dtype_bytes(t->dtype);
+    const int64_t count = (int64_t)(t->memory_bytes / element), first = min64(count, DRAWN);
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < first; i++)
+        problem_store(t->dtype, t->memory + (size_t)i * element, drawn(t, seed, i));
+    for (int64_t done = first; done < count; done = min64(2 * done, count)) {
+        const int64_t more = min64(done, count - done);
+#pragma omp parallel for schedule(static) if (more > PIECE)
+        for (int64_t at = 0; at < more; at += PIECE)
+            memcpy(t->memory + (size_t)(done + at) * element, t->memory + (size_t)at * element,
+                   (size_t)min64(PIECE, more - at) * element);
+    }
+}
+
+bool problem_generate(problem *p, const rafter_context *context, uint64_t seed) {
+    bool good = true;
+    p->generated = true;
+    for (int i = 0; i < p->tensors && good; i++) {
+        problem_tensor *t = &p->tensor[i];
+        const uint64_t own = problem_mix(seed + 1000003u * (uint64_t)i);
+        if (problem_is_result(t))
+            continue;
+        if (t->device)
+            good = gpu_generate(context, t, own);
+        else
+            fill_repeating(t, own);
+    }
+    return good;
+}
+
 /* memset on all threads: one thread takes seconds to fault in the pages of the largest tensors. */
 static void set_bytes(char *memory, int value, size_t bytes) {
     const size_t piece = (size_t)4 << 20;
@@ -199,6 +238,15 @@ double *problem_values_of(const problem_tensor *t) {
     for (int64_t i = 0; i < t->numel; i++)
         values[i] = problem_load(t->dtype, problem_address(t, i));
     return values;
+}
+
+static void set_argument(problem_tensor *t, void *data, DLDevice device) {
+    t->tensor = (DLTensor){.data = data,
+                           .device = device,
+                           .ndim = t->ndim,
+                           .dtype = problem_dl_dtype(t->dtype),
+                           .shape = t->shape,
+                           .strides = t->stride};
 }
 
 /* A tensor in place takes the memory and the layout of its partner. */
@@ -222,14 +270,27 @@ bool problem_reserve(problem *p) {
         problem_tensor *t = &p->tensor[i];
         if (t->in_place_of)
             share_memory(t, problem_find(p, t->in_place_of));
-        t->tensor = (DLTensor){.data = t->memory,
-                               .device = {kDLCPU, 0},
-                               .ndim = t->ndim,
-                               .dtype = problem_dl_dtype(t->dtype),
-                               .shape = t->shape,
-                               .strides = t->stride};
+        set_argument(t, t->memory, (DLDevice){kDLCPU, 0});
     }
     return true;
+}
+
+size_t problem_place(problem *p, char *memory, DLDevice device) {
+    enum { ALIGNMENT = 4096 };
+    size_t used = 0;
+    p->sample = max64(p->sample, 1);
+    for (int i = 0; i < p->tensors; i++) {
+        problem_tensor *t = &p->tensor[i];
+        set_strides(t, t->layout);
+        t->memory_bytes = span_bytes(t, t->layout);
+        const size_t offset = t->layout == PROBLEM_UNALIGNED ? (size_t)problem_dtype_bytes(t->dtype) : 0;
+        char *const at = memory ? memory + used + offset : NULL;
+        t->memory = device.device_type == kDLCPU ? at : NULL;
+        t->device = device.device_type == kDLCPU ? NULL : at;
+        set_argument(t, at, device);
+        used += (size_t)round_up((int64_t)(t->memory_bytes + offset), ALIGNMENT);
+    }
+    return used;
 }
 
 /* Keeps what an in-place call overwrites. False: no memory. */

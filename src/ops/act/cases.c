@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "core/sizes.h"
+#include "harness/map.h"
 #include "harness/oracle.h"
 
 enum variety {
@@ -292,6 +293,46 @@ static const char *make_request(problem *p, const struct problem_request *r) {
     return NULL;
 }
 
+/* ---- the map --------------------------------------------------------------------------------- */
+
+static const char *const map_kinds[] = {"silu", "relu", "sigmoid", NULL};
+static const rafter_act_kind map_acts[] = {RAFTER_ACT_SILU, RAFTER_ACT_RELU, RAFTER_ACT_SIGMOID};
+static const char *const map_softmax[] = {"softmax", NULL};
+
+static void make_map(problem *p, const struct map_cell *cell, rafter_act_kind kind) {
+    int64_t shape[3];
+    int dim;
+    const int ndim = map_shape(cell, shape, &dim);
+    declare(p, kind, dim, cell->dtype, PLAIN, ndim, shape);
+    map_lay_out(p, "x", cell->input);
+    map_lay_out(p, "dy", cell->gradient);
+}
+
+static void make_map_elementwise(problem *p, const struct map_cell *cell) {
+    make_map(p, cell, map_acts[cell->option]);
+}
+
+static void make_map_softmax(problem *p, const struct map_cell *cell) {
+    make_map(p, cell, RAFTER_ACT_SOFTMAX);
+}
+
+static const struct map_kind maps[] = {
+    {.name = "elementwise",
+     .length_name = "row length",
+     .length = map_lengths,
+     .dims = 1u << MAP_LAST,
+     .option = map_kinds,
+     .modes = 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD,
+     .make = make_map_elementwise},
+    {.name = "softmax",
+     .length_name = "length of the softmax",
+     .length = map_lengths,
+     .dims = (1u << MAP_DIMS) - 1,
+     .option = map_softmax,
+     .modes = 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD,
+     .make = make_map_softmax},
+};
+
 /* The mask costs forward a little and saves backward a lot, so it has a column of its own. */
 static const char *const algorithms[] = {"rafter", "mask", NULL};
 enum { WITHOUT_MASK, WITH_MASK };
@@ -353,6 +394,8 @@ const struct op_cases rafter_cases_act = {
     .table = tables,
     .make_bench = make_bench,
     .make_request = make_request,
+    .maps = COUNT(maps),
+    .map = maps,
     .call = call,
     .cost = cost,
     .oracle = oracle_act,

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harness/map.h"
 #include "harness/oracle.h"
 #include "ops/loss_cases.h"
 
@@ -332,12 +333,85 @@ static const char *make_request(problem *p, const struct problem_request *r) {
     return NULL;
 }
 
+/* ---- the map --------------------------------------------------------------------------------- */
+
+static const struct loss_case map_cases[] = {
+    {.name = "plain"},
+    {.name = "some ignored", .ignored = SOME_IGNORED},
+    {.name = "int32 labels", .narrow = true},
+    {.name = "smoothing", .smoothing = 0.1f},
+    {.name = "class weights", .class_weight = true},
+    {.name = "class weights, smoothing", .class_weight = true, .smoothing = 0.1f},
+    {.name = "row weights", .row_weight = true},
+    {.name = "z_loss", .z_loss = 1e-4f},
+    {.name = "softcap", .softcap = 30},
+    {.name = "scale", .scale = 0.5f},
+    {.name = "extras", .extras = true},
+    {.name = "no lse", .without_lse = true},
+    {.name = "all",
+     .smoothing = 0.1f,
+     .z_loss = 1e-4f,
+     .softcap = 30,
+     .scale = 0.5f,
+     .ignored = SOME_IGNORED,
+     .class_weight = true,
+     .row_weight = true,
+     .extras = true},
+};
+static const char *const map_options[] = {"plain",         "some ignored",
+                                          "int32 labels",  "smoothing",
+                                          "class weights", "class weights, smoothing",
+                                          "row weights",   "z_loss",
+                                          "softcap",       "scale",
+                                          "extras",        "no lse",
+                                          "all",           NULL};
+_Static_assert(sizeof map_options / sizeof *map_options == sizeof map_cases / sizeof *map_cases + 1,
+               "a name for every case of the map");
+
+/* The API takes the classes last, so that other dimensions are a matter of strides: PyTorch's
+ * [N, V, L] is a transposed [N, L, V] here. A gradient that is not dense is one of a loss per row. */
+static void make_map(problem *p, const struct map_cell *cell) {
+    static const char *const places[] = {"", ", classes in dim 1 of memory", ", classes in dim 0 of memory"};
+    struct options o = {.loss = map_cases[cell->option]};
+    struct shape shape = {2, {cell->outer, cell->length}};
+    if (cell->dim == MAP_MIDDLE)
+        shape = (struct shape){3, {cell->outer, cell->inner, cell->length}};
+    else if (cell->dim == MAP_FIRST)
+        shape.size[0] = cell->inner;
+    if (cell->gradient != PROBLEM_COMPACT) {
+        o.loss.reduction = RAFTER_NONE;
+        o.loss.dloss = true;
+    }
+    build(p, cell->dtype, &o, &shape);
+    char suffix[80];
+    snprintf(suffix, sizeof suffix, "%s%s", o.loss.reduction == RAFTER_NONE ? ", a loss per row" : "",
+             places[cell->dim]);
+    loss_case_label(p, o.loss.name, cell->dtype, shape.ndim, shape.size, suffix);
+    map_lay_out(p, "logits", cell->dim == MAP_LAST ? cell->input : PROBLEM_TRANSPOSED);
+    map_lay_out(p, "dlogits", cell->dim == MAP_LAST ? PROBLEM_COMPACT : PROBLEM_TRANSPOSED);
+    map_lay_out(p, "dloss", cell->gradient);
+}
+
+static const struct map_kind map = {.name = "",
+                                    .length_name = "classes",
+                                    .length = map_lengths,
+                                    .dims = (1u << MAP_DIMS) - 1,
+                                    .option = map_options,
+                                    .modes = 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD,
+                                    .make = make_map};
+
+/* Whether a call in this mode reads or writes the output: backward reads lse alone. */
+static bool touches(const problem *p, const problem_tensor *output, enum problem_mode mode) {
+    return mode != PROBLEM_BACKWARD || (strcmp(output->name, "lse") == 0 && !p->options.backward_without_lse);
+}
+
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     *bytes = *flops = 0;
     for (int i = 0; i < p->tensors; i++) {
         const problem_tensor *t = &p->tensor[i];
         if (t->role == PROBLEM_INPUT || (t->role == PROBLEM_GRADIENT && mode != PROBLEM_FORWARD) ||
-            t->role == PROBLEM_OUTPUT || (t->role == PROBLEM_UPSTREAM && mode != PROBLEM_FORWARD))
+            (t->role == PROBLEM_OUTPUT && touches(p, t, mode)) ||
+            (t->role == PROBLEM_UPSTREAM && mode != PROBLEM_FORWARD))
             *bytes += (double)(t->numel * problem_dtype_bytes(t->dtype));
     }
 }
@@ -356,6 +430,8 @@ const struct op_cases rafter_cases_cross_entropy = {
     .table = &table,
     .make_bench = make_bench,
     .make_request = make_request,
+    .maps = 1,
+    .map = &map,
     .call = call,
     .cost = cost,
     .oracle = oracle_cross_entropy,

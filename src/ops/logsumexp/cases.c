@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harness/map.h"
 #include "harness/oracle.h"
 
 /* ---- test cases ------------------------------------------------------------------------------ */
@@ -225,6 +226,26 @@ static const char *make_request(problem *p, const struct problem_request *r) {
     return NULL;
 }
 
+/* ---- the map --------------------------------------------------------------------------------- */
+
+static const char *const map_options[] = {"lse in fp32", "lse and dlse in x's dtype", NULL};
+
+static void make_map(problem *p, const struct map_cell *cell) {
+    struct shape shape = {0};
+    shape.ndim = map_shape(cell, shape.size, &shape.dim);
+    build(p, cell->dtype, &shape, (struct options){.narrow = cell->option, .narrow_dlse = cell->option});
+    map_lay_out(p, "x", cell->input);
+    map_lay_out(p, "dlse", cell->gradient);
+}
+
+static const struct map_kind map = {.name = "",
+                                    .length_name = "length of the reduction",
+                                    .length = map_lengths,
+                                    .dims = (1u << MAP_DIMS) - 1,
+                                    .option = map_options,
+                                    .modes = 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD,
+                                    .make = make_map};
+
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     *bytes = *flops = 0;
     for (int i = 0; i < p->tensors; i++) {
@@ -249,6 +270,8 @@ const struct op_cases rafter_cases_logsumexp = {
     .table = &table,
     .make_bench = make_bench,
     .make_request = make_request,
+    .maps = 1,
+    .map = &map,
     .call = call,
     .cost = cost,
     .oracle = oracle_logsumexp,

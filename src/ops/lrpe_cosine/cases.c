@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/sizes.h"
+#include "harness/map.h"
 #include "harness/oracle.h"
 
 /* ---- problems -------------------------------------------------------------------------------- */
@@ -308,6 +310,49 @@ static const char *make_request(problem *p, const struct problem_request *r) {
     return NULL;
 }
 
+/* ---- the map --------------------------------------------------------------------------------- */
+
+static const int64_t map_features[] = {16, 32, 33, 48, 64, 80, 96, 100, 127, 128, 160, 192, 256, 320, 512, 1024, 0};
+static const char *const map_options[] = {
+    "none",    "silu",         "softmax over D",         "softmax over N",  "relu",
+    "sigmoid", "silu, dtheta", "softmax over D, dtheta", "silu, positions", NULL};
+static const int map_acts[] = {0, 3, 4, 5, 1, 2, 3, 4, 3}; /* of `acts` */
+enum { MAP_DTHETA = 6, MAP_POSITIONS = 8 };
+
+/* outer is B N H. y has twice the elements of x, so that half of them fill the cell. */
+static void make_map(problem *p, const struct map_cell *cell) {
+    static const int64_t heads[] = {1, 8, 12, 16, 32, 64}, lengths[] = {128, 1000, 4096, 8191, 32768};
+    const int act = map_acts[cell->option];
+    const int64_t tokens = max64(cell->outer / 2, 1), h = min64(heads[cell->dice % 6], tokens);
+    const int64_t n = min64(lengths[cell->dice / 6 % 5], tokens / h);
+    const struct lrpe_case c = {.b = tokens / h / n,
+                                .n = n,
+                                .h = h,
+                                .d = cell->length,
+                                .act = acts[act].act,
+                                .over = acts[act].over,
+                                .dtype = cell->dtype,
+                                .small_theta = true,
+                                .positions = cell->option == MAP_POSITIONS ? POSITIONS_BN : FROM_OFFSET,
+                                .position_dtype = RAFTER_I64,
+                                .dtheta = cell->option >= MAP_DTHETA && cell->option < MAP_POSITIONS ? DTHETA_FP32
+                                                                                                     : NO_DTHETA};
+    declare(p, &c);
+    p->large = false;
+    const size_t used = strlen(p->label);
+    snprintf(p->label + used, sizeof p->label - used, "%s", c.dtheta == NO_DTHETA ? "" : ", dtheta");
+    map_lay_out(p, "x", cell->input);
+    map_lay_out(p, "dy", cell->gradient);
+}
+
+static const struct map_kind map = {.name = "",
+                                    .length_name = "D",
+                                    .length = map_features,
+                                    .dims = 1u << MAP_LAST,
+                                    .option = map_options,
+                                    .modes = 1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD,
+                                    .make = make_map};
+
 static const char *const algorithms[] = {"rafter", "sp", "bp", NULL};
 
 const struct op_cases rafter_cases_lrpe_cosine = {
@@ -321,6 +366,8 @@ const struct op_cases rafter_cases_lrpe_cosine = {
     .table = tables,
     .make_bench = make_bench,
     .make_request = make_request,
+    .maps = 1,
+    .map = &map,
     .call = call,
     .cost = cost,
     .oracle = oracle_lrpe_cosine,

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harness/map.h"
 #include "harness/oracle.h"
 
 /* ---- one problem ----------------------------------------------------------------------------- */
@@ -126,6 +127,23 @@ static const char *make_request(problem *p, const struct problem_request *r) {
     return NULL;
 }
 
+/* ---- the map --------------------------------------------------------------------------------- */
+
+static const char *const map_options[] = {"scale", NULL};
+
+static void make_map(problem *p, const struct map_cell *cell) {
+    build(p, cell->dtype, &(struct shape){2, {cell->outer, cell->length}}, 0.37, false);
+    map_lay_out(p, "x", cell->input);
+}
+
+static const struct map_kind map = {.name = "",
+                                    .length_name = "row length",
+                                    .length = map_lengths,
+                                    .dims = 1u << MAP_LAST,
+                                    .option = map_options,
+                                    .modes = 1u << PROBLEM_FORWARD,
+                                    .make = make_map};
+
 static void cost(const problem *p, enum problem_mode mode, double *bytes, double *flops) {
     const problem_tensor *x = problem_find(p, "x"), *y = problem_find(p, "y");
     *bytes = *flops = 0;
@@ -146,6 +164,8 @@ const struct op_cases rafter_cases_scale = {
     .table = &table,
     .make_bench = make_bench,
     .make_request = make_request,
+    .maps = 1,
+    .map = &map,
     .call = call,
     .cost = cost,
     .oracle = oracle_scale,
