@@ -18,7 +18,7 @@
 #include "worker.h"
 
 static const struct budget quick_budget = {0.05, 0.2, 1}, seeds_budget = {1, 10, 60}, gpu_budget = {0.03, 1, 10},
-                           map_budget = {0.01, 1, 10};
+                           map_budget = {0.02, 1, 10};
 
 volatile sig_atomic_t run_interrupted;
 

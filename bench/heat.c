@@ -195,10 +195,9 @@ static void write_entries(const struct map_entry *list, int count, const char *c
         const struct map_entry *e = &list[i];
         const char *name = "";
         const struct cell *peer = row_best_peer(e->table, e->row, &name);
-        fprintf(to, "<tr><td class=\"l\"><a href=\"#%s\">%.*s</a> %lld: ", e->table->title,
-                (int)strcspn(strstr(e->table->title, "-speed-") + 7, "-") +
-                    (int)(strstr(e->table->title, "-speed-") + 7 - e->table->title),
-                e->table->title, (long long)e->row->x);
+        char title[sizeof e->table->title];
+        map_name(e->table, title, sizeof title);
+        fprintf(to, "<tr><td class=\"l\"><a href=\"#%s\">%s</a> %lld: ", e->table->title, title, (long long)e->row->x);
         write_escaped(to, e->row->place.label);
         fprintf(to, "</td><td>%.0f %%</td><td>%.1f</td><td>%.1f</td><td>%.1f</td><td>", 100 * e->cell->share,
                 map_over(e->cell), 1e3 * e->cell->value.median, e->row->bytes / 1e6);

@@ -21,6 +21,9 @@ double map_score(const struct row *row, const struct cell *c);
 /* Microseconds over the floor. */
 double map_over(const struct cell *c);
 
+/* What a line about one of its cells begins with: "act fwd". */
+void map_name(const struct table *t, char *text, size_t size);
+
 struct map_entry {
     const struct table *table;
     const struct row *row;

@@ -65,17 +65,16 @@ int map_behind(const struct report *r, const struct table *only, struct map_entr
 
 /* ---- text ------------------------------------------------------------------------------------ */
 
-/* "act-speed-fwd-map_softmax-cuda-seed1" without what every line would repeat: "act fwd". */
-static void print_name(const struct map_entry *e, FILE *to) {
-    const char *const title = e->table->title, *const speed = strstr(title, "-speed-"), *const mode = speed + 7;
-    fprintf(to, "%.*s %.*s %s", (int)(speed - title), title, (int)strcspn(mode, "-"), mode, e->row->place.label);
+void map_name(const struct table *t, char *text, size_t size) {
+    const char *const speed = strstr(t->title, "-speed-"), *const mode = speed ? speed + 7 : t->title;
+    snprintf(text, size, "%.*s %.*s", speed ? (int)(speed - t->title) : 0, t->title, (int)strcspn(mode, "-"), mode);
 }
 
 static void print_entry(const struct map_entry *e, FILE *to) {
-    fprintf(to, "%6.0f %%  %9.1f  %9.1f  %8.1f  %-28s ", 100 * e->cell->share, map_over(e->cell),
-            1e3 * e->cell->value.median, e->row->bytes / 1e6, e->cell->variant);
-    print_name(e, to);
-    fputc('\n', to);
+    char name[sizeof e->table->title];
+    map_name(e->table, name, sizeof name);
+    fprintf(to, "%6.0f %%  %9.1f  %9.1f  %8.1f  %-28s %s %s\n", 100 * e->cell->share, map_over(e->cell),
+            1e3 * e->cell->value.median, e->row->bytes / 1e6, e->cell->variant, name, e->row->place.label);
 }
 
 static const char heading[] = "   share    us over         us        MB  variant                      cell\n";

@@ -453,7 +453,7 @@ static bool settle_map(struct options *o) {
             return complain("%s has no map", o->op[i]->op);
     o->percent = true;
     if (!o->providers)
-        o->providers = o->device.device_type == kDLCPU ? "rafter,to" : "rafter";
+        o->providers = o->device.device_type == kDLCUDA ? "rafter" : "rafter,to";
     return true;
 }
 

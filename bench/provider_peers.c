@@ -82,6 +82,29 @@ static void write_tensor(FILE *to, const problem_tensor *t, size_t at) {
     fputs("]}", to);
 }
 
+static void write_list(FILE *to, const char *name, const int64_t *list, int count) {
+    fprintf(to, ", \"%s\": [", name);
+    for (int i = 0; i < count; i++)
+        fprintf(to, "%s%lld", i ? ", " : "", (long long)list[i]);
+    fputc(']', to);
+}
+
+/* A tensor of a generated problem: its layout, and the numbers that the worker draws for it. */
+static void write_generated(FILE *to, const problem_tensor *t) {
+    static const char *const fills[] = {"normal", "uniform", "labels", "count"}; /* by problem_fill */
+    const int offset = t->layout == PROBLEM_UNALIGNED;
+    fprintf(to, "{\"name\": \"%s\", \"dtype\": \"%s\", \"elements\": %lld, \"offset\": %d", t->name,
+            problem_dtype_name(t->dtype), (long long)(t->memory_bytes / (size_t)problem_dtype_bytes(t->dtype)) + offset,
+            offset);
+    write_list(to, "shape", t->shape, t->ndim);
+    write_list(to, "strides", t->stride, t->ndim);
+    fprintf(to, ", \"fill\": \"%s\", \"scale\": %.17g, \"shift\": %.17g, \"low\": %lld, \"high\": %lld", fills[t->fill],
+            t->scale, t->shift, (long long)t->low, (long long)t->high);
+    if (t->some_ignored)
+        fprintf(to, ", \"ignored\": %lld", (long long)t->ignored);
+    fputc('}', to);
+}
+
 static void copy_bytes(char *to, const char *from, size_t bytes) {
     const size_t piece = (size_t)4 << 20;
 #pragma omp parallel for schedule(static)
@@ -103,9 +126,10 @@ static void write_options(FILE *to, const struct problem_options *o) {
 static bool share_row(struct session *s) {
     if (row.copied && row.generation == worker_generation())
         return true;
+    const bool generated = s->problem.generated;
     size_t bytes = 0;
     for (int i = 0; i < s->problem.tensors; i++)
-        if (is_input(&s->problem.tensor[i]))
+        if (is_input(&s->problem.tensor[i]) && !generated)
             bytes += aligned(tensor_bytes(&s->problem.tensor[i]));
     char *memory = worker_memory(bytes + 1);
     if (!memory)
@@ -122,11 +146,15 @@ static bool share_row(struct session *s) {
         const problem_tensor *t = &s->problem.tensor[i];
         if (!is_input(t))
             continue;
+        fputs(separator, to);
+        separator = ", ";
+        if (generated) {
+            write_generated(to, t);
+            continue;
+        }
         if (!row.copied)
             copy_bytes(memory + row.end, t->memory, tensor_bytes(t));
-        fputs(separator, to);
         write_tensor(to, t, row.end);
-        separator = ", ";
         row.end += aligned(tensor_bytes(t));
     }
     row.copied = true;
@@ -164,6 +192,8 @@ static bool begin(struct session *s) {
     if (!start_worker(s))
         return false;
     s->missing = false;
+    if (s->problem.generated && (problem_find(&s->problem, "entropy") || problem_find(&s->problem, "dtheta")))
+        return session_fail(s, "left out: it does not compute all results of the call");
     if (!share_row(s))
         return false;
     struct order order;

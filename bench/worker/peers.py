@@ -20,6 +20,10 @@ OPS = {
 }
 
 
+# The columns of the map: they compute the call with its options and layouts, or raise.
+MAP_COLUMNS = ("to", "toc", "quack")
+
+
 def overwrites(when):
     """Marks a column whose "forward" or "backward" overwrites its inputs: it gets its own copy, which is restored before each call."""
 
@@ -107,8 +111,26 @@ def act_to(row):
 
 
 def cross_entropy_to(row):
-    target = row["target"]
-    return lambda z: F.cross_entropy(z, target)
+    """With the row's options, as one writes them with PyTorch. The row has the classes last; F.cross_entropy wants dimension 1."""
+    target, o, row_weight = row["target"].long(), row.options, row.tensors.get("row_weight")
+    softcap, scale, z_loss, reduction = o["softcap"], o["logit_scale"], o["z_loss"], o["reduction"]
+    weight = row["class_weight"].to(row["logits"].dtype) if "class_weight" in row.tensors else None
+    counted = (target != -100) if weight is None else weight[target.clamp(min=0)] * (target != -100)
+
+    def loss(z):
+        z = softcap * torch.tanh(z / softcap) if softcap else z
+        z = z * scale if scale else z
+        classes_first = z.movedim(-1, 1) if z.dim() > 2 else z
+        if row_weight is None and not z_loss:
+            return F.cross_entropy(classes_first, target, weight, reduction=reduction, label_smoothing=o["label_smoothing"])
+        rows = F.cross_entropy(classes_first, target, weight, reduction="none", label_smoothing=o["label_smoothing"]).float()
+        if z_loss:
+            rows = rows + z_loss * torch.logsumexp(z, -1).float().square() * (target != -100)
+        if row_weight is not None:
+            rows = rows * row_weight
+        return rows if reduction == "none" else rows.sum() if reduction == "sum" else rows.sum() / counted.sum()
+
+    return loss
 
 
 def linear_cross_entropy_to(row):
@@ -124,6 +146,8 @@ def logsumexp_to(row):
 def lrpe_cosine_to(row):
     theta, activate = row["theta"], activation(*lrpe_act_of(row))
     positions = torch.arange(row["x"].shape[1], device=theta.device, dtype=torch.float32).view(-1, 1, 1)
+    if "positions" in row.tensors:
+        positions = row["positions"].float()[..., None, None]
 
     def encode(x):
         angle = positions * theta.float()
@@ -326,8 +350,12 @@ def linear_cross_entropy_tr_jg(row):
 def cross_entropy_quack(row):
     from quack.cross_entropy import cross_entropy
 
-    target = row["target"]
-    return lambda z: cross_entropy(z, target)
+    target, o = row["target"], row.options
+    refused = [name for name in ("label_smoothing", "z_loss", "softcap", "logit_scale") if o[name]]
+    refused += [name for name in ("class_weight", "row_weight") if name in row.tensors]
+    if refused or row["logits"].dim() != 2:
+        raise NotImplementedError(f"it has no {', '.join(refused) or 'more dimensions than two'}")
+    return lambda z: cross_entropy(z, target, reduction=o["reduction"])
 
 
 def linear_cross_entropy_quack(row):

@@ -31,12 +31,20 @@ class Row:
         self.filled = self.sums()
 
     def fill(self):
-        self.tensors = {t["name"]: view(mapped(self.path), t["dtype"], t["at"], t["shape"]).to(self.device, copy=True)
-                        for t in self.order["tensors"]}
+        self.tensors, self.memory = {}, {}  # memory: the same, or what a view of the map is a view of
+        for t in self.order["tensors"]:
+            if "fill" in t:
+                memory = drawn(t, self.device)
+                self.tensors[t["name"]] = memory.as_strided(t["shape"], t["strides"], t["offset"])
+            else:
+                memory = view(mapped(self.path), t["dtype"], t["at"], t["shape"]).to(self.device, copy=True)
+                self.tensors[t["name"]] = memory
+            self.memory[t["name"]] = memory
+        self.is_map = any("fill" in t for t in self.order["tensors"])
 
     def sums(self):
         """Checksums of the tensors, eight bytes at a time: they change if a column overwrites its inputs."""
-        flat = (t.view(-1).view(torch.uint8) for t in self.tensors.values())
+        flat = (t.view(-1).view(torch.uint8) for t in self.memory.values())
         return [bits[:len(bits) // 8 * 8].view(torch.int64).sum().item() for bits in flat]
 
     def __getitem__(self, name):
@@ -44,6 +52,8 @@ class Row:
 
     def function(self, column):
         """The callable of the column, made once, so that forward and backward share compiled code."""
+        if self.is_map and column not in peers.MAP_COLUMNS:
+            raise NotImplementedError("it is not a column of the map")
         if column not in self.functions:
             self.functions[column] = maker(self.op, column)(self)
         return self.functions[column]
@@ -65,6 +75,28 @@ def mapped(path, known={}):
 def view(memory, dtype, at, shape):
     """A tensor over the bytes of the shared file."""
     return torch.frombuffer(memory, dtype=DTYPES[dtype], count=math.prod(shape), offset=at).view(shape)
+
+
+def drawn(t, device, period=1048583):
+    """The memory of a tensor of the map, filled with numbers that repeat after a prime period."""
+    memory = torch.empty(t["elements"], dtype=DTYPES[t["dtype"]], device=device)
+    first = memory[:period]
+    if t["fill"] == "normal":
+        first.normal_(t["shift"], t["scale"])
+    elif t["fill"] == "uniform":
+        first.uniform_(t["shift"], t["shift"] + t["scale"])
+    elif t["fill"] == "labels":
+        first.random_(t["low"], t["high"])
+        if "ignored" in t:
+            first[torch.rand(len(first), device=device) < 0.125] = t["ignored"]
+    else:
+        first.copy_(t["low"] + torch.arange(len(first), device=device) % t["high"])
+    done = len(first)
+    while done < len(memory):
+        more = min(done, len(memory) - done)
+        memory[done:done + more] = memory[:more]
+        done += more
+    return memory
 
 
 class Session:
