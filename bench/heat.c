@@ -147,10 +147,12 @@ static void write_facts(const struct row *row, const struct cell *c, FILE *to) {
     write_escaped(to, row->place.label);
 }
 
-static void draw_tile(const struct tile *t, int x, int y, FILE *to) {
+static void draw_tile(const struct tile *t, int group, int x, int y, FILE *to) {
     if (t->cells == 0)
         return;
-    fprintf(to, "<g class=\"tile h%d\"><title>%d cells, the worst: ", grade(t->worst), t->cells);
+    fprintf(to,
+            "<g class=\"tile h%d\" data-group=\"%d\" data-cells=\"%d\"><title>%d cells, the worst: ", grade(t->worst),
+            group, t->cells, t->cells);
     write_facts(t->row, t->cell, to);
     fprintf(to, "</title><rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\"/>", x, y, TILE - 2, HEIGHT - 2);
     fprintf(to, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%.0f</text></g>\n", x + TILE / 2 - 1, y + 14,
@@ -170,7 +172,7 @@ static void draw(const struct table *t, const struct heat *h, FILE *to) {
         write_escaped(to, h->line[i].name);
         fputs("</text>\n", to);
         for (int bin = h->low; bin <= h->high; bin++)
-            draw_tile(&h->line[i].tile[bin], LEFT + (bin - h->low) * TILE, y, to);
+            draw_tile(&h->line[i].tile[bin], h->line[i].group, LEFT + (bin - h->low) * TILE, y, to);
     }
     for (int bin = h->low; bin <= h->high; bin++)
         fprintf(to, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d%s</text>\n",
@@ -214,7 +216,8 @@ static void write_entries(const struct map_entry *list, int count, const char *c
 static void write_cells(const struct table *t, FILE *to) {
     fprintf(to,
             "<details><summary>All %d cells</summary><div class=\"scroll\" tabindex=\"0\" role=\"region\" "
-            "aria-label=\"all cells\"><table><thead><tr><th scope=\"col\">cell</th><th scope=\"col\">MB</th>",
+            "aria-label=\"All cells\"><table><caption>All cells: microseconds, and percent of the "
+            "floor</caption><thead><tr><th scope=\"col\">cell</th><th scope=\"col\">MB</th>",
             t->rows);
     for (int k = 0; k < t->columns; k++)
         fprintf(to, "<th scope=\"col\">%s us</th><th scope=\"col\">%%</th>", t->column[k]);

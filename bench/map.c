@@ -91,22 +91,24 @@ static bool copy_to_host(problem *p, const struct run *run, const struct arena *
     return !on_gpu(run) || problem_from_device(p, run->context);
 }
 
-/* Opens the columns, one call each. Rafter's results are compared with the oracle's if `checked`. */
+/* Opens the columns, one call each. If `checked`, results of columns that work on the problem's own
+ * tensors are compared with the oracle's; the Python worker's columns have numbers of their own. */
 static void open_columns(struct run *run, problem *p, struct column columns[], int count, struct row_notes *notes,
                          bool checked) {
     for (int i = 0; i < count && !run_interrupted; i++) {
         struct column *c = &columns[i];
         struct session *s = &c->session;
         double seconds;
-        if (!s->provider->ours && !s->provider->anywhere) {
+        const bool exact = s->provider->exact;
+        if (!exact && !s->provider->anywhere) {
             table_add_note_about(notes->table[METRIC_SPEED], c->name, "it does not run on the map's layouts");
             continue;
         }
-        if (checked && s->provider->ours && on_gpu(run))
+        if (checked && exact && on_gpu(run))
             problem_poison_device(p, run->context, s->mode);
-        else if (checked && s->provider->ours)
+        else if (checked && exact)
             problem_poison(p, s->mode);
-        if (!column_open(c, notes, &seconds) || !checked || !s->provider->ours)
+        if (!column_open(c, notes, &seconds) || !checked || !exact)
             continue;
         struct problem_verdict verdict = {.good = false, .sentence = "its results could not be copied"};
         if (session_collect(s))

@@ -75,6 +75,8 @@ static bool refuse(struct session *s) {
 }
 
 static const struct provider spoiled = {.name = "spoiled", .serves = serves, .time = spoil};
+/* The same, but held to the library's bounds. */
+static const struct provider askew = {.name = "askew", .exact = true, .serves = serves, .time = spoil};
 static const struct provider flat = {.name = "flat", .serves = serves, .time = flatten};
 static const struct provider crashing = {.name = "crashing", .isolated = true, .serves = serves, .time = crash};
 static const struct provider hanging = {
@@ -88,6 +90,7 @@ static const struct provider apart = {
 
 const struct provider *const providers[] = {&provider_rafter,
                                             &spoiled,
+                                            &askew,
                                             &flat,
                                             &crashing,
                                             &dying,

@@ -63,7 +63,7 @@ expect 2 "no op 'acts'" "$rafter" check acts
 expect 0 'good$' "$rafter" check # every variant of every op
 expect 2 "no option '--fast'" "$rafter" bench --fast
 expect 2 "no option '--json'" "$rafter" check --json x
-expect 2 "--preset is 'slow', wanted quick, seeds or models" "$rafter" bench --preset slow
+expect 2 "--preset is 'slow', wanted quick, seeds, models or map" "$rafter" bench --preset slow
 expect 2 "--metric is 'area', wanted speed, memory or all" "$rafter" bench --metric area
 expect 2 "--mode is 'up', wanted fwd, bwd or fwd\+bwd" "$rafter" bench --mode=up
 expect 2 "--dtype is 'fp8'" "$rafter" bench --dtype fp8
@@ -128,6 +128,26 @@ while read -r title; do
 done < <(cut -d ' ' -f 1 "$tests/seeds.txt")
 grep -qE '^0 +16\.0 +[0-9.]+$' "$folder/seeds.txt" || fail "no row '0  16.0  time'"
 grep -qw wrong "$folder/seeds.txt" && fail "a result is wrong: $(grep -w wrong "$folder/seeds.txt" | head -n 1)"
+
+# --- the map: every op but linear cross entropy, in memory that all cells share; the worst cells by name
+expect 0 '^The worst [0-9]+ cells of all maps$' "$rafter" bench --preset map --cells 3 --seconds 0.001 --json "$folder/map.json"
+for map in cross_entropy-speed-{fwd,bwd}-map logsumexp-speed-{fwd,bwd}-map act-speed-{fwd,bwd}-map_{elementwise,softmax} \
+    lrpe_cosine-speed-{fwd,bwd}-map scale-speed-fwd-map; do
+    grep -qE "^$map-cpu-seed1: 3 cells, 3 measured, 0 wrong" "$folder/out" || fail "the map has no '$map' with 3 cells"
+done
+grep -qE '^ +[0-9]+ % +-?[0-9.]+ +[0-9.]+ +[0-9.]+ +[a-z0-9]+ +act (fwd|bwd) softmax (bf16|fp16|fp32) \[' "$folder/out" ||
+    fail "the map names no cell of softmax"
+"$rafter" bench logsumexp --preset map --cells 4 --resume --seconds 0.001 --json "$folder/map.json" >"$folder/more.txt"
+grep -qE '^logsumexp-speed-bwd-map-cpu-seed1: 4 cells, 4 measured' "$folder/more.txt" || fail "the map does not resume"
+"$rafter" page "$folder/map.json" >"$folder/map.html"
+grep -q 'class="tile h' "$folder/map.html" || fail "the page of a map has no heat map"
+expect 0 '^[1-9][0-9]* cells compared' "$rafter" compare "$folder/map.json" "$folder/map.json"
+expect 0 'seed7: 1 cells' "$rafter" bench scale --preset map --cells 1 --seed 7 --seconds 0.001
+expect 0 ', 2 measured, 2 wrong,' "$bad" bench logsumexp --preset map --cells 2 --mode fwd --providers rafter,askew --seconds 0.001
+grep -q 'askew at cell 1: wrong: lse\[0\] is 12' "$folder/out" || fail "the map does not say what is wrong"
+expect 2 'linear_cross_entropy has no map' "$rafter" bench lce --preset map
+expect 2 'takes no --x, --dtype' "$rafter" bench --preset map --dtype fp32
+expect 2 'belong to --preset map' "$rafter" bench --cells 3
 
 # --- JSON and CSV of a table with all providers; the share of the roofline
 expect 0 '^ +n +rafter +% .*naive +%' "$rafter" bench act --x 64,128 --mode fwd --seconds 0.001 --percent \
