@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A table of the map as a heat map: one column per power of two of the length; rows by size, layout,
- * option, dtype and gradient. A tile shows the worst score of its cells. */
+/* A table of the map as a heat map: one column per power of two of the length; rows by size,
+ * layout, option, dtype and gradient. A tile shows the worst score of its cells. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -81,8 +81,8 @@ static double (*const groups[])(const struct row *row, const char **name) = {siz
                                                                              dtype_line, gradient_line};
 enum { GROUPS = sizeof groups / sizeof *groups, GRADIENT_GROUP = GROUPS - 1 };
 
-/* The line of this name in the group; lines with equal keys keep the order in which they came. NULL:
- * there are too many. */
+/* The line of this name in the group; lines with equal keys keep the order in which they came.
+ * NULL: there are too many. */
 static struct line *find_line(struct heat *h, int group, const char *name, double key) {
     for (int i = 0; i < h->lines; i++)
         if (h->line[i].group == group && strcmp(h->line[i].name, name) == 0)

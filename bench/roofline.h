@@ -23,7 +23,7 @@ struct roofline {
 /* Measures the memory rates with the context's threads. False: no memory. */
 bool roofline_create(struct roofline *r, rafter_context *context, const struct pace *pace);
 
-/* Seconds to move `bytes` in a call of this problem, whose results are written and the rest read. */
+/* Seconds to move `bytes` in a call of this problem: results are written, the rest is read. */
 double roofline_memory_seconds(const struct roofline *r, const problem *p, enum problem_mode mode, double bytes);
 
 /* Minimum seconds of one call of the problem that was made from this row; 0: unknown. */

@@ -72,8 +72,8 @@ sanitize() {
     unset RAFTER_TEST_EXACT_MEMORY
 }
 
-# Rafter's columns of a quick table of every op are correct, and `native` really accumulates
-# natively: it takes far less memory than fast.
+# Rafter's columns of a quick table of every op and the first cells of the map are correct, and
+# `native` really accumulates natively: it takes far less memory than fast.
 bench() {
     local out=$logs/bench rafter=$build/bench/rafter
     mkdir -p "$out"
@@ -84,6 +84,7 @@ bench() {
         --csv "$out" || return
     "$rafter" bench linear_cross_entropy --device cuda --preset seeds --table batch12288 --x 131072 --metric memory \
         --providers fast,native --csv "$out" || return
+    "$rafter" bench --device cuda --preset map --cells 8 --seconds 0.001 --csv "$out" || return
     if grep -l wrong "$out"/*.csv; then
         return 1
     fi

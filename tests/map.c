@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The lists of cells of `rafter bench --preset map`: every part of the grid is in the default number
- * of cells, sizes keep to the device's limits, and the same seed gives the same list. */
+/* The lists of cells of `rafter bench --preset map`: every part of the grid is in the default
+ * number of cells, sizes keep to the device's limits, and the same seed gives the same list. */
 #include <stdio.h>
 #include <string.h>
 

@@ -144,10 +144,10 @@ const char *map_gradient_text(const problem *p) {
         const problem_tensor *t = &p->tensor[i];
         if (t->role != PROBLEM_UPSTREAM)
             continue;
-        return !problem_lays_out(t, t->layout)         ? "dense" /* a vector has no transpose */
-               : t->layout == PROBLEM_BROADCAST        ? "expanded"
-               : t->layout == PROBLEM_TRANSPOSED       ? "transposed"
-                                                       : "dense";
+        return !problem_lays_out(t, t->layout)   ? "dense" /* a vector has no transpose */
+               : t->layout == PROBLEM_BROADCAST  ? "expanded"
+               : t->layout == PROBLEM_TRANSPOSED ? "transposed"
+                                                 : "dense";
     }
     return "none";
 }

@@ -10,7 +10,7 @@
 
 #include "harness/problem.h"
 
-/* Where the reduced dimension is: x is [outer, length], [outer, length, inner] or [length, inner]. */
+/* The reduced dimension: x is [outer, length], [outer, length, inner] or [length, inner]. */
 enum map_dim { MAP_LAST, MAP_MIDDLE, MAP_FIRST, MAP_DIMS };
 
 struct map_cell {
@@ -33,7 +33,7 @@ struct map_kind {
     void (*make)(problem *p, const struct map_cell *cell);
 };
 
-/* Row lengths for ops that reduce or go along rows: powers of two, vocabularies, odd and prime ones. */
+/* Lengths of rows and reductions: powers of two, vocabularies, odd and prime ones. */
 extern const int64_t map_lengths[];
 
 /* Cell number `index`. `small`: x has at most 64 MiB, as a CPU gets through in minutes. */

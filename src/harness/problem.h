@@ -296,7 +296,7 @@ void problem_free(problem *p);
  * No tensor may be in place. */
 size_t problem_place(problem *p, char *memory, DLDevice device);
 /* Fills the inputs and upstream gradients of a placed problem, on its device. On a GPU the numbers
- * come from a kernel; on a CPU a million of them are drawn and repeated. False: the device failed. */
+ * come from a kernel; on a CPU a million are drawn and repeated. False: the device failed. */
 bool problem_generate(problem *p, const rafter_context *context, uint64_t seed);
 /* Whether the layout differs from the compact one for this problem's tensors (a vector has no
  * transpose). */

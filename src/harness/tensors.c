@@ -186,7 +186,7 @@ static void fill(problem *p, problem_tensor *t, uint64_t seed) {
     }
 }
 
-/* Draws the first elements and repeats them. Their number is a prime, so that no two rows are alike. */
+/* Draws the first elements and repeats them. Their number is a prime: no two rows are alike. */
 static void fill_repeating(problem_tensor *t, uint64_t seed) {
     enum { DRAWN = 1048583, PIECE = 1 << 20 };
     const size_t element = (size_t)problem_dtype_bytes(t->dtype);

@@ -369,7 +369,8 @@ _Static_assert(sizeof map_options / sizeof *map_options == sizeof map_cases / si
                "a name for every case of the map");
 
 /* The API takes the classes last, so that other dimensions are a matter of strides: PyTorch's
- * [N, V, L] is a transposed [N, L, V] here. A gradient that is not dense is one of a loss per row. */
+ * [N, V, L] is a transposed [N, L, V] here. A gradient that is not dense is that of a loss per
+ * row. */
 static void make_map(problem *p, const struct map_cell *cell) {
     static const char *const places[] = {"", ", classes in dim 1 of memory", ", classes in dim 0 of memory"};
     struct options o = {.loss = map_cases[cell->option]};
