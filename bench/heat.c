@@ -73,8 +73,12 @@ static double dtype_line(const struct row *row, const char **name) {
 }
 
 static double gradient_line(const struct row *row, const char **name) {
-    *name = row->place.gradient;
-    return 0;
+    static const char *const names[] = {"gradient dense", "gradient expanded", "gradient transposed", "gradient none"};
+    int i = 0; /* "none" is that of a mean loss */
+    while (i < 3 && strcmp(names[i] + strlen("gradient "), row->place.gradient) != 0)
+        i++;
+    *name = names[i];
+    return i;
 }
 
 static double (*const groups[])(const struct row *row, const char **name) = {size_line, layout_line, option_line,
@@ -201,7 +205,7 @@ static void write_entries(const struct map_entry *list, int count, const char *c
         map_name(e->table, title, sizeof title);
         fprintf(to, "<tr><td class=\"l\"><a href=\"#%s\">%s</a> %lld: ", e->table->title, title, (long long)e->row->x);
         write_escaped(to, e->row->place.label);
-        fprintf(to, "</td><td>%.0f %%</td><td>%.1f</td><td>%.1f</td><td>%.1f</td><td>", 100 * e->cell->share,
+        fprintf(to, "</td><td>%.1f %%</td><td>%.1f</td><td>%.1f</td><td>%.1f</td><td>", 100 * e->cell->share,
                 map_over(e->cell), 1e3 * e->cell->value.median, e->row->bytes / 1e6);
         write_escaped(to, e->cell->variant);
         if (peer)

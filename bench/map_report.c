@@ -73,7 +73,7 @@ void map_name(const struct table *t, char *text, size_t size) {
 static void print_entry(const struct map_entry *e, FILE *to) {
     char name[sizeof e->table->title];
     map_name(e->table, name, sizeof name);
-    fprintf(to, "%6.0f %%  %9.1f  %9.1f  %8.1f  %-28s %s %s\n", 100 * e->cell->share, map_over(e->cell),
+    fprintf(to, "%6.1f %%  %9.1f  %9.1f  %8.1f  %-28s %s %s\n", 100 * e->cell->share, map_over(e->cell),
             1e3 * e->cell->value.median, e->row->bytes / 1e6, e->cell->variant, name, e->row->place.label);
 }
 

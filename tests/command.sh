@@ -135,7 +135,7 @@ for map in cross_entropy-speed-{fwd,bwd}-map logsumexp-speed-{fwd,bwd}-map act-s
     lrpe_cosine-speed-{fwd,bwd}-map scale-speed-fwd-map; do
     grep -qE "^$map-cpu-seed1: 3 cells, 3 measured, 0 wrong" "$folder/out" || fail "the map has no '$map' with 3 cells"
 done
-grep -qE '^ +[0-9]+ % +-?[0-9.]+ +[0-9.]+ +[0-9.]+ +[a-z0-9]+ +act (fwd|bwd) softmax (bf16|fp16|fp32) \[' "$folder/out" ||
+grep -qE '^ +[0-9.]+ % +-?[0-9.]+ +[0-9.]+ +[0-9.]+ +[a-z0-9]+ +act (fwd|bwd) softmax (bf16|fp16|fp32) \[' "$folder/out" ||
     fail "the map names no cell of softmax"
 "$rafter" bench logsumexp --preset map --cells 4 --resume --seconds 0.001 --json "$folder/map.json" >"$folder/more.txt"
 grep -qE '^logsumexp-speed-bwd-map-cpu-seed1: 4 cells, 4 measured' "$folder/more.txt" || fail "the map does not resume"

@@ -26,11 +26,12 @@ static bool same(const struct map_cell *a, const struct map_cell *b) {
 /* What the cells of a list have between them: bit sets by enum or index. */
 struct seen {
     unsigned dims, dtypes, inputs, gradients, options, inners;
+    uint64_t lengths;
     int past;
     int64_t largest; /* bytes of x */
 };
 
-static void look(struct seen *s, const struct map_cell *c) {
+static void look(struct seen *s, const struct map_kind *kind, const struct map_cell *c) {
     static const int64_t inners[] = {1, 2, 7, 64, 513, 4096};
     const int64_t elements = c->outer * c->length * c->inner, bytes = elements * problem_dtype_bytes(c->dtype);
     s->dims |= 1u << c->dim;
@@ -40,6 +41,8 @@ static void look(struct seen *s, const struct map_cell *c) {
     s->options |= 1u << c->option;
     for (int i = 0; i < 6; i++)
         s->inners |= (unsigned)(c->inner == inners[i] && c->dim != MAP_LAST) << i;
+    for (int i = 0; kind->length[i]; i++)
+        s->lengths |= (uint64_t)(c->length == kind->length[i]) << i;
     s->past += elements > (int64_t)1 << 31;
     s->largest = bytes > s->largest ? bytes : s->largest;
 }
@@ -52,13 +55,15 @@ static void test_list(const struct op_cases *op, const struct map_kind *kind) {
         const struct map_cell other = map_draw(op, kind, 2, i, false);
         expect(same(&cell, &again), op->op, kind->name, "the same seed gives another cell");
         differ += !same(&cell, &other);
-        look(&gpu, &cell);
+        look(&gpu, kind, &cell);
     }
     for (int64_t i = 0; i < CPU_CELLS; i++) {
         const struct map_cell cell = map_draw(op, kind, 1, i, true);
-        look(&cpu, &cell);
+        look(&cpu, kind, &cell);
     }
-    int options = 0;
+    int options = 0, lengths = 0;
+    while (kind->length[lengths])
+        lengths++;
     while (kind->option[options])
         options++;
     expect(differ > GPU_CELLS / 2, op->op, kind->name, "another seed gives the same cells");
@@ -70,6 +75,8 @@ static void test_list(const struct op_cases *op, const struct map_kind *kind) {
     expect(gpu.gradients == (1u << PROBLEM_COMPACT | 1u << PROBLEM_BROADCAST | 1u << PROBLEM_TRANSPOSED), op->op,
            kind->name, "a layout of the gradient is missing");
     expect(gpu.options == (1u << options) - 1, op->op, kind->name, "an option is missing");
+    expect(gpu.lengths == ((uint64_t)1 << lengths) - 1 && cpu.lengths == gpu.lengths, op->op, kind->name,
+           "a length is missing");
     expect(gpu.past > 10, op->op, kind->name, "few cells have more than 2^31 elements");
     expect(cpu.largest <= 64 << 20 && cpu.largest > 32 << 20, op->op, kind->name, "the CPU's largest x is not 64 MiB");
 }

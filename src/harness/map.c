@@ -60,13 +60,12 @@ static enum map_dim draw_dim(struct dice *d, unsigned dims) {
     return one_in(d, 2) ? MAP_MIDDLE : MAP_FIRST;
 }
 
-/* A shape; false: it is out of range, so draw again. */
+/* A shape of the cell's length and dtype; false: it is out of range, so draw again. */
 static bool draw_shape(struct map_cell *c, struct dice *d, const struct map_kind *kind, bool small) {
     const int64_t element = problem_dtype_bytes(c->dtype), size = pick(d, small ? SMALL_SIZES : COUNT(sizes) + 1);
     const bool past = size == COUNT(sizes);
     const int64_t elements = past ? past_elements : sizes[size] / element;
     c->dim = draw_dim(d, kind->dims);
-    c->length = kind->length[pick(d, count_of(kind->length))];
     c->outer = c->inner = 1;
     const bool round = one_in(d, 2), few = one_in(d, 8);
     int64_t *const rest = c->dim == MAP_FIRST ? &c->inner : &c->outer; /* what is left to fill the size */
@@ -87,12 +86,16 @@ static bool draw_shape(struct map_cell *c, struct dice *d, const struct map_kind
 struct map_cell map_draw(const struct op_cases *op, const struct map_kind *kind, uint64_t seed, int64_t index,
                          bool small) {
     static const rafter_dtype dtypes[] = {RAFTER_BF16, RAFTER_BF16, RAFTER_F16, RAFTER_F32};
-    struct dice d = {problem_mix(seed) ^ problem_mix((uint64_t)index)};
+    uint64_t list = problem_mix(seed);
     for (const char *c = op->op; *c; c++)
-        d.state = problem_mix(d.state ^ (unsigned char)*c);
+        list = problem_mix(list ^ (unsigned char)*c);
     for (const char *c = kind->name; *c; c++)
-        d.state = problem_mix(d.state ^ (unsigned char)*c);
+        list = problem_mix(list ^ (unsigned char)*c);
+    struct dice d = {list ^ problem_mix((uint64_t)index)};
     struct map_cell cell = {.dtype = dtypes[pick(&d, COUNT(dtypes))]};
+    /* Lengths take turns, so that few cells have all of them. */
+    const uint64_t lengths = (uint64_t)count_of(kind->length);
+    cell.length = kind->length[(list % lengths + (uint64_t)index) % lengths];
     while (!draw_shape(&cell, &d, kind, small))
         ;
     int options = 0;
