@@ -15,6 +15,7 @@ extern "C" {
 
 struct rafter_cuda;
 struct rafter_cuda_state;
+struct rafter_phases;
 
 /* A variant that the last call considered, and why it was passed over. */
 enum { RAFTER_MOST_CONSIDERED = 16 };
@@ -41,7 +42,8 @@ struct rafter_context {
      * it, `lent` while one does. */
     void *spare, *lent;
     size_t spare_bytes;
-    bool allow_self_overlap; /* bench only: outputs with stride 0, so that all data of an op stays in L1 */
+    bool allow_self_overlap;      /* bench only: outputs with stride 0, so that all data of an op stays in L1 */
+    struct rafter_phases *phases; /* bench only: where parallel phases add their times; NULL: nowhere */
     char error[512];
 };
 

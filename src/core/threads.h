@@ -12,4 +12,20 @@
  * tasks by shape alone, never by thread. */
 void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg);
 
+/* What the bench wants to know of the phases of an op: sums over all runs of a phase. */
+struct rafter_phase {
+    const char *name;
+    int64_t runs, tasks;
+    double wall, busy; /* seconds: until the last task ended; inside tasks, over all threads */
+};
+enum { RAFTER_MOST_PHASES = 16 };
+struct rafter_phases {
+    struct rafter_phase phase[RAFTER_MOST_PHASES];
+    int count;
+};
+
+/* The same, and adds the time to the phase of this name if the context has context->phases. */
+void rafter_parallel_phase(const rafter_context *context, const char *name, int64_t tasks,
+                           void (*body)(void *arg, int64_t task), void *arg);
+
 #endif

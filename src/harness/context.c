@@ -18,3 +18,7 @@ void *context_stream(const rafter_context *context) {
 void context_allow_self_overlap(rafter_context *context) {
     context->allow_self_overlap = true;
 }
+
+void context_set_phases(rafter_context *context, struct rafter_phases *phases) {
+    context->phases = phases;
+}

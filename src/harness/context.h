@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 
+#include "core/threads.h"
 #include "rafter/rafter.h"
 
 bool context_on_gpu(const rafter_context *context);
@@ -14,5 +15,8 @@ void *context_stream(const rafter_context *context);
 /* Allows outputs with stride 0, so that all data of a call stays in L1. The bench measures the rate
  * of an op's own loops that way. */
 void context_allow_self_overlap(rafter_context *context);
+
+/* Lets the calls of the context add the times of their parallel phases; NULL: no longer. */
+void context_set_phases(rafter_context *context, struct rafter_phases *phases);
 
 #endif

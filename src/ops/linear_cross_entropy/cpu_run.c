@@ -128,10 +128,10 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
 
 /* Runs tasks on all threads, or on this one if the tasks together cost less than waking the
  * threads: about a microsecond per 4096 elements. */
-static void run_tasks(const struct run *run, int64_t tasks, double elements, void (*body)(void *, int64_t),
-                      struct step *s) {
+static void run_tasks(const struct run *run, const char *phase, int64_t tasks, double elements,
+                      void (*body)(void *, int64_t), struct step *s) {
     if (elements >= 1 << 16)
-        rafter_parallel(run->context, tasks, body, s);
+        rafter_parallel_phase(run->context, phase, tasks, body, s);
     else
         for (int64_t task = 0; task < tasks; task++)
             body(s, task);
@@ -182,7 +182,7 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     const double elements =
         (double)(s->w_chunks * LCE_CHUNK + s->x_panels * run->problem->format.columns + x_chunks * LCE_CHUNK) *
         (double)run->problem->depth;
-    run_tasks(run, s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
+    run_tasks(run, "pack", s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
     run->x_logits = logits ? s->group : run->x_logits;
     run->x_dweight = dweight ? s->group : run->x_dweight;
     run->w_logits = logits ? s->slice : run->w_logits;
@@ -242,8 +242,8 @@ static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     s.logits.target = run->b.target_logit + s.first_row;
     s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax) ||
                     rafter_loss_has(&loss->dentropy);
-    run_tasks(run, logits_tasks(&s), work(&s), logits_task, &s);
-    run_tasks(run, ceil_div(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
+    run_tasks(run, "logits", logits_tasks(&s), work(&s), logits_task, &s);
+    run_tasks(run, "fold", ceil_div(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
 }
 
 static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
@@ -374,8 +374,9 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
 
     pack(&s, !stored_logits, dx.wanted, dweight.wanted);
     s.fused = !stored_logits;
-    run_tasks(run, logits_tasks(&s), work(&s), stored_logits ? gradient_task : logits_task, &s);
-    run_tasks(run, product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
+    run_tasks(run, stored_logits ? "dz" : "logits, dz", logits_tasks(&s), work(&s),
+              stored_logits ? gradient_task : logits_task, &s);
+    run_tasks(run, "dx, dW", product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
     if (dbias)
         for (int64_t block = 0; block < ceil_div(s.rows, LCE_COLUMNS); block++)
             for (int64_t v = 0; v < s.classes; v++)
