@@ -77,7 +77,7 @@ struct step {
     struct run *run;
     int64_t group, slice;
     int64_t first_row, rows, first_class, classes;
-    int64_t w_chunks, x_panels; /* packing tasks; after these come chunks of x */
+    int64_t w_chunks, x_panels, x_chunks; /* packing tasks, in this order */
     bool pack_w_logits, pack_w_dx;
     bool fused; /* the gradient of each block is computed right after its logits */
     struct lce_matrix x, w;
@@ -137,6 +137,24 @@ static void run_tasks(const struct run *run, const char *phase, int64_t tasks, d
             body(s, task);
 }
 
+/* A block of a product. Blocks of rows whose left operands fit into the last-level cache are taken
+ * together, for all columns; among these, consecutive tasks share columns. */
+struct block {
+    int64_t row, column;
+};
+
+static int64_t product_tasks(const struct lce_product *job) {
+    return job->out ? ceil_div(job->m, LCE_ROWS) * ceil_div(job->n, LCE_COLUMNS) : 0;
+}
+
+static struct block block_of(const struct lce_format *f, const struct lce_product *job, int64_t task) {
+    const int64_t rows = ceil_div(job->m, LCE_ROWS), columns = ceil_div(job->n, LCE_COLUMNS);
+    const int64_t together = lce_blocks_in_cache(f, job->k, rows), first = task / (together * columns) * together;
+    const int64_t here = min64(together, rows - first);
+    task -= first * columns;
+    return (struct block){first + task % here, task / here};
+}
+
 /* ---- packing --------------------------------------------------------------------------------- */
 
 static void pack_task(void *arg, int64_t task) {
@@ -160,8 +178,18 @@ static void pack_task(void *arg, int64_t task) {
     k->pack_right(&s->x, b->x_dweight, task * LCE_CHUNK, min64((task + 1) * LCE_CHUNK, s->rows));
 }
 
-/* Packs the operands of the step's products, unless they are packed already. */
-static void pack(struct step *s, bool logits, bool dx, bool dweight) {
+static int64_t pack_tasks(const struct step *s) {
+    return s->w_chunks + s->x_panels + s->x_chunks;
+}
+
+static double packed_elements(const struct step *s) {
+    const int64_t rows = (s->w_chunks + s->x_chunks) * LCE_CHUNK + s->x_panels * s->run->problem->format.columns;
+    return (double)rows * (double)s->run->problem->depth;
+}
+
+/* Loads bias and class weights of the slice, and finds which operands of the step's products are to
+ * be packed: those that are not packed already. */
+static void plan_packing(struct step *s, bool logits, bool dx, bool dweight) {
     struct run *run = s->run;
     const struct linear_cross_entropy_call *c = run->call;
     const rafter_view *bias = &c->bias, *weight = &run->loss.class_weight;
@@ -178,11 +206,7 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
     s->pack_w_dx = dx && run->w_dx != s->slice;
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? ceil_div(s->classes, LCE_CHUNK) : 0;
     s->x_panels = logits && run->x_logits != s->group ? ceil_div(s->rows, run->problem->format.columns) : 0;
-    const int64_t x_chunks = dweight && run->x_dweight != s->group ? ceil_div(s->rows, LCE_CHUNK) : 0;
-    const double elements =
-        (double)(s->w_chunks * LCE_CHUNK + s->x_panels * run->problem->format.columns + x_chunks * LCE_CHUNK) *
-        (double)run->problem->depth;
-    run_tasks(run, "pack", s->w_chunks + s->x_panels + x_chunks, elements, pack_task, s);
+    s->x_chunks = dweight && run->x_dweight != s->group ? ceil_div(s->rows, LCE_CHUNK) : 0;
     run->x_logits = logits ? s->group : run->x_logits;
     run->x_dweight = dweight ? s->group : run->x_dweight;
     run->w_logits = logits ? s->slice : run->w_logits;
@@ -191,28 +215,14 @@ static void pack(struct step *s, bool logits, bool dx, bool dweight) {
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
-/* Consecutive tasks share rows of x. */
-static void logits_task(void *arg, int64_t task) {
-    const struct step *s = arg;
-    const int64_t blocks = ceil_div(s->classes, LCE_ROWS);
-    s->run->kernels->logits(s->x.dtype, &s->logits, task % blocks, task / blocks);
-    if (s->fused)
-        s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
-}
-
 /* The cost of a product, as a number of elements whose packing takes as long. */
 static double work(const struct step *s) {
     return (double)s->rows * (double)s->classes * (1.0 + (double)s->run->problem->depth / 32);
 }
 
-static int64_t logits_tasks(const struct step *s) {
-    return ceil_div(s->classes, LCE_ROWS) * ceil_div(s->rows, LCE_COLUMNS);
-}
-
 /* Merges statistics of one block of rows over the whole slice, and with those of the slices
  * before. */
-static void fold_task(void *arg, int64_t task) {
-    const struct step *s = arg;
+static void fold(const struct step *s, int64_t task) {
     const struct buffers *b = &s->run->b;
     s->run->kernels->fold(&s->logits, task);
 
@@ -234,16 +244,30 @@ static void fold_task(void *arg, int64_t task) {
     }
 }
 
+static void logits_task(void *arg, int64_t task) {
+    const struct step *s = arg;
+    const struct linear_cross_entropy_kernels *k = s->run->kernels;
+    const struct block at = block_of(&s->run->problem->format, &s->logits.product, task);
+    k->logits(s->x.dtype, &s->logits, at.row, at.column);
+    if (s->fused)
+        k->gradient(s->x.dtype, &s->gradient, at.row, at.column);
+    /* Whichever thread ends the last block of classes merges their statistics. */
+    if (s->logits.stats &&
+        __atomic_add_fetch(&s->run->b.blocks_done[at.column], 1, __ATOMIC_ACQ_REL) == ceil_div(s->classes, LCE_ROWS))
+        fold(s, at.column);
+}
+
 static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     struct step s = step_at(run, group, slice);
     const struct rafter_loss *loss = &run->loss;
-    pack(&s, true, false, false);
+    plan_packing(&s, true, false, false);
+    run_tasks(run, "pack", pack_tasks(&s), packed_elements(&s), pack_task, &s);
     s.logits.stats = run->b.block_stats;
     s.logits.target = run->b.target_logit + s.first_row;
     s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax) ||
                     rafter_loss_has(&loss->dentropy);
-    run_tasks(run, "logits", logits_tasks(&s), work(&s), logits_task, &s);
-    run_tasks(run, "fold", ceil_div(s.rows, LCE_COLUMNS), work(&s) / LCE_ROWS, fold_task, &s);
+    memset(run->b.blocks_done, 0, (size_t)ceil_div(s.rows, LCE_COLUMNS) * sizeof *run->b.blocks_done);
+    run_tasks(run, "logits", product_tasks(&s.logits.product), work(&s), logits_task, &s);
 }
 
 static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
@@ -311,26 +335,27 @@ static void store_block(const struct step *s, const struct lce_product *job, int
     }
 }
 
-static int64_t product_tasks(const struct lce_product *job) {
-    return job->out ? ceil_div(job->m, LCE_ROWS) * ceil_div(job->n, LCE_COLUMNS) : 0;
-}
-
 /* Blocks of dx, then of dW. */
 static void product_task(void *arg, int64_t task) {
     const struct step *s = arg;
     const bool is_dx = task < product_tasks(&s->dx);
     const struct lce_product *job = is_dx ? &s->dx : &s->dweight;
     task -= is_dx ? 0 : product_tasks(&s->dx);
-    const int64_t blocks = ceil_div(job->m, LCE_ROWS), row_block = task % blocks, column_block = task / blocks;
-    s->run->kernels->product(s->x.dtype, job, row_block, column_block);
+    const struct block at = block_of(&s->run->problem->format, job, task);
+    s->run->kernels->product(s->x.dtype, job, at.row, at.column);
     if (is_dx ? s->store_dx : s->store_dweight)
-        store_block(s, job, row_block, column_block);
+        store_block(s, job, at.row, at.column);
 }
 
-static void gradient_task(void *arg, int64_t task) {
+/* Packs operands, then forms blocks of dz. */
+static void pack_or_gradient_task(void *arg, int64_t task) {
     const struct step *s = arg;
-    const int64_t blocks = ceil_div(s->classes, LCE_ROWS);
-    s->run->kernels->gradient(s->x.dtype, &s->gradient, task % blocks, task / blocks);
+    if (task < pack_tasks(s)) {
+        pack_task(arg, task);
+        return;
+    }
+    const struct block at = block_of(&s->run->problem->format, &s->logits.product, task - pack_tasks(s));
+    s->run->kernels->gradient(s->x.dtype, &s->gradient, at.row, at.column);
 }
 
 static void gradient_step(struct run *run, int64_t group, int64_t slice, struct partial_sum dx,
@@ -372,10 +397,15 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
     s.store_dweight = dweight.store;
     s.add_dweight = dweight.add || c->accumulate_into_dweight;
 
-    pack(&s, !stored_logits, dx.wanted, dweight.wanted);
+    plan_packing(&s, !stored_logits, dx.wanted, dweight.wanted);
     s.fused = !stored_logits;
-    run_tasks(run, stored_logits ? "dz" : "logits, dz", logits_tasks(&s), work(&s),
-              stored_logits ? gradient_task : logits_task, &s);
+    if (stored_logits) {
+        run_tasks(run, "pack, dz", pack_tasks(&s) + product_tasks(&s.logits.product), work(&s), pack_or_gradient_task,
+                  &s);
+    } else {
+        run_tasks(run, "pack", pack_tasks(&s), packed_elements(&s), pack_task, &s);
+        run_tasks(run, "logits, dz", product_tasks(&s.logits.product), work(&s), logits_task, &s);
+    }
     run_tasks(run, "dx, dW", product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
     if (dbias)
         for (int64_t block = 0; block < ceil_div(s.rows, LCE_COLUMNS); block++)

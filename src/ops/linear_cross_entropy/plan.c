@@ -12,13 +12,14 @@ static const size_t comfortable_fast = (size_t)1024 * MIB, comfortable_compact =
 /* With fewer rows in a group, packing W for each group costs more than compact's fourth product. */
 enum { FAST_ROWS = 256 };
 
-/* A step's operands should stay in the last-level cache from one product to the next. */
+/* A step whose operands take more than this has to write them to memory and read them again: the
+ * last-level cache does not hold them from one product to the next. */
 enum { SLICE_BYTES = 32 * MIB };
 
 /* Other costs, in elements that could be moved in the same time: multiplications of a product per
- * element; starting and ending the tasks of a step; and threads that wait for the last task, about
- * this many tasks' time on some 16 threads. */
-enum { PRODUCT_RATE = 64, STEP_COST = 1 << 18, IDLE_TASKS = 8 };
+ * element; the four times that a step starts tasks and waits for the last of them; and threads that
+ * wait for the last task, about this many tasks' time on some 16 threads. */
+enum { PRODUCT_RATE = 64, STEP_COST = 1 << 20, IDLE_TASKS = 8 };
 
 /* Groups and slices are multiples of this. */
 enum { UNIT = 32 };
@@ -56,6 +57,7 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(w_dx, q->dx, lce_right_bytes(f, slice, d));
     PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_stores_logits(q, plan) ? slices : 1));
     PLACE(block_stats, q->stats, ceil_div(slice, LCE_ROWS) * LCE_STATS * round_up(group, LCE_COLUMNS) * 4);
+    PLACE(blocks_done, q->stats, ceil_div(group, LCE_COLUMNS) * 8);
     PLACE(dz_by_row, q->dx, lce_left_bytes(f, group, slice));
     PLACE(dz_by_class, q->dweight, lce_left_bytes(f, slice, group));
     PLACE(dx, q->dx, lce_out_bytes(f, group, d) * (lce_stores_all_dx(q, plan) ? groups : 1));
@@ -67,6 +69,12 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
 }
 
 /* ---- choice ---------------------------------------------------------------------------------- */
+
+/* How often a product of m rows reads its right operand. */
+static double passes(const struct lce_format *f, int64_t m, int64_t k) {
+    const int64_t blocks = ceil_div(m, LCE_ROWS);
+    return (double)ceil_div(blocks, lce_blocks_in_cache(f, k, blocks));
+}
 
 /* Elements that are packed, read or written besides the products. */
 static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {
@@ -88,8 +96,10 @@ static double overhead(const struct lce_problem *q, const struct lce_plan *plan)
     const double tasks = (double)(ceil_div(plan->group, LCE_COLUMNS) * ceil_div(plan->slice, LCE_ROWS));
     moved += logits * (double)q->depth / PRODUCT_RATE * IDLE_TASKS / tasks;
     const int64_t per_class = 2 * (q->format.element + 2) * (q->depth + plan->group);
-    if (plan->slice * per_class > SLICE_BYTES)
-        moved += 3 * logits * (double)q->depth / LCE_COLUMNS; /* each column block reads left operands from memory */
+    if (plan->slice * per_class > SLICE_BYTES) {
+        moved += groups * w * w_packs / 2 + logits * q->dx;
+        moved += groups * w * (passes(&q->format, plan->group, plan->slice) - 1) * q->dx; /* W, the right operand */
+    }
     return moved;
 }
 

@@ -57,6 +57,7 @@ struct lce_problem {
     X(char, w_dx)                                                                                                      \
     X(float, logits) /* of the group and slice; fast stores those of all slices */                                     \
     X(float, block_stats)                                                                                              \
+    X(int64_t, blocks_done) /* of classes, for each block of rows */                                                   \
     X(char, dz_by_row)                                                                                                 \
     X(char, dz_by_class)                                                                                               \
     X(float, dx)          /* of the group, or of all groups */                                                         \
@@ -82,6 +83,13 @@ struct lce_plan {
 /* The plan with the least overhead within `budget` bytes (0: see docs/linear_cross_entropy.md). If
  * there is none, the plan that takes the least bytes. */
 void lce_make_plan(const struct lce_problem *problem, rafter_lce_mode mode, size_t budget, struct lce_plan *plan);
+
+/* Blocks of LCE_ROWS rows of a left operand that stay in the last-level cache while blocks of columns
+ * of the right one pass by, of `blocks` in all: these are cut evenly. */
+static inline int64_t lce_blocks_in_cache(const struct lce_format *f, int64_t k, int64_t blocks) {
+    const int64_t fit = max64(1, ((int64_t)16 << 20) / (LCE_ROWS * max64(1, k) * f->element));
+    return ceil_div(blocks, ceil_div(blocks, fit));
+}
 
 /* Whether the workspace holds the logits of all slices, sums of all of dx, sums of all of dW. */
 static inline bool lce_stores_logits(const struct lce_problem *problem, const struct lce_plan *plan) {
