@@ -26,34 +26,43 @@ V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row
 }
 
 /* The part of a row in one K block, as a row of a left operand: widened unless pairs are used, with
- * zeros up to `padded`. */
+ * zeros up to `padded`. Units are `stride` bytes apart. */
 V_INLINE void pack_row(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n, int64_t padded,
-                       char *out) {
+                       char *out, int64_t stride) {
+    enum { UNIT = LCE_UNIT_BYTES };
     char buffer[LCE_DEPTH_BYTES];
     const char *in = row_part(dtype, m, row, column, n, buffer);
     if (is_pairs(dtype) || dtype == RAFTER_F32) {
-        memcpy(out, in, (size_t)(n * v_bytes(dtype)));
-        memset(out + n * v_bytes(dtype), 0, (size_t)((padded - n) * v_bytes(dtype)));
+        const int64_t bytes = n * v_bytes(dtype), end = padded * v_bytes(dtype);
+        int64_t at = 0;
+        for (; at + UNIT <= bytes; at += UNIT, out += stride)
+            memcpy(out, in + at, UNIT);
+        if (at < bytes)
+            memcpy(out, in + at, (size_t)(bytes - at));
+        if (bytes < end) /* within this unit */
+            memset(out + bytes - at, 0, (size_t)(end - bytes));
         return;
     }
-    int64_t i = 0;
-    for (; i + V_LANES <= n; i += V_LANES)
-        v_store(RAFTER_F32, out + i * 4, v_load(dtype, in + i * v_bytes(dtype)));
-    if (i < n)
-        v_store(RAFTER_F32, out + i * 4, v_load_part(dtype, in + i * v_bytes(dtype), n - i, 0.0f));
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        const char *p = in + i * v_bytes(dtype);
+        v_store(RAFTER_F32, out + i * 4 / UNIT * stride + i * 4 % UNIT,
+                i + V_LANES <= n ? v_load(dtype, p) : v_load_part(dtype, p, n - i, 0.0f));
+    }
 }
 
 V_INLINE void pack_left_as(int dtype, const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
     const struct lce_format f = format_of(is_pairs(dtype));
-    const int64_t depth = lce_depth(&f), rows = round_up(m->rows, f.rows);
+    const int64_t depth = lce_depth(&f), rows = round_up(m->rows, f.rows),
+                  unit = depth * LCE_UNIT_BYTES / LCE_DEPTH_BYTES;
     for (int64_t row = from; row < to; row++)
         for (int64_t k = 0; k < m->columns; k += depth) {
             const int64_t n = min64(depth, m->columns - k);
-            pack_row(dtype, m, row, k, n, round_up(n, f.step), left + (k / depth * rows + row) * LCE_DEPTH_BYTES);
+            pack_row(dtype, m, row, k, n, round_up(n, f.step),
+                     left + lce_left_row(&f, row) + lce_left_k(&f, m->rows, k), f.rows * LCE_UNIT_BYTES);
         }
-    if (to == m->rows)
-        for (int64_t k = 0; k < m->columns; k += depth)
-            memset(left + (k / depth * rows + to) * LCE_DEPTH_BYTES, 0, (size_t)((rows - to) * LCE_DEPTH_BYTES));
+    for (int64_t row = to; to == m->rows && row < rows; row++)
+        for (int64_t k = 0; k < m->columns; k += unit)
+            memset(left + lce_left_row(&f, row) + lce_left_k(&f, m->rows, k), 0, LCE_UNIT_BYTES);
 }
 
 static void pack_left(const struct lce_matrix *m, char *left, int64_t from, int64_t to) {
@@ -116,7 +125,7 @@ V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, ch
         for (int64_t c = from * f.columns; c < to * f.columns; c += V_LANES) {
             for (int64_t i = 0; i < V_LANES; i++)
                 if (c + i < m->rows)
-                    pack_row(dtype, m, c + i, k, n, in_block, stage + i * LCE_DEPTH_BYTES);
+                    pack_row(dtype, m, c + i, k, n, in_block, stage + i * LCE_DEPTH_BYTES, LCE_UNIT_BYTES);
                 else
                     memset(stage + i * LCE_DEPTH_BYTES, 0, LCE_DEPTH_BYTES);
             char *out = right + (k * columns + c / f.columns * f.columns * in_block) * f.element + c % f.columns * 4;
@@ -154,7 +163,7 @@ V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_
         begin_pairs();
     for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* also once if K is 0: the result is then zero */
         const int64_t block = k / depth * depth, in_block = min64(depth, k_padded - block);
-        const char *left = job->left + (k / depth * rows + first_row) * LCE_DEPTH_BYTES + (k - block) * f.element;
+        const char *left = job->left + lce_left_row(&f, first_row) + lce_left_k(&f, job->m, k);
         const char *right =
             job->right + (block * columns + first_column * in_block + (k - block) * f.columns) * f.element;
         for (int64_t i = 0; i < m; i += f.rows)
@@ -353,7 +362,7 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
                           int64_t column_block) {
     const struct lce_format f = format_of(pairs);
     const int group = pairs ? 2 * V_LANES : V_LANES; /* classes in one vector of a row of a left operand */
-    const int64_t depth = lce_depth(&f), first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
+    const int64_t first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
     const int64_t classes = min64(LCE_ROWS, job->m - first_class), rows = min64(LCE_COLUMNS, job->n - first_row);
     const int64_t stride = lce_out_stride(&f, job->n, column_block);
     const float *const block = job->u + lce_out_at(&f, job->m, job->n, first_class, column_block);
@@ -364,20 +373,19 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
         lane[i] = i;
     int32_t place[LCE_COLUMNS];
     place_labels(job->label + first_row, rows, job->first_class + first_class, classes, place);
+    int64_t class_at[LCE_ROWS], row_at[LCE_COLUMNS]; /* in the operands */
+    for (int64_t i = 0; i < classes; i++)
+        class_at[i] = lce_left_row(&f, first_class + i);
+    for (int64_t i = 0; i < rows; i++)
+        row_at[i] = lce_left_row(&f, first_row + i);
 
-    /* Both outputs of this block fall into one K block of their operand: LCE_COLUMNS and the groups
-     * divide its depth. */
-    const int64_t by_class_at =
-        (first_row / depth * round_up(job->m, f.rows) + first_class) * LCE_DEPTH_BYTES + first_row % depth * f.element;
     for (int64_t v = 0; v < classes; v += group) {
-        const int64_t k = first_class + v;
-        const int64_t by_row_at =
-            (k / depth * round_up(job->n, f.rows) + first_row) * LCE_DEPTH_BYTES + k % depth * f.element;
+        const int64_t by_row_k = lce_left_k(&f, job->n, first_class + v);
         vf sum[2 * V_LANES];
         for (int i = 0; i < group; i++)
             sum[i] = v_set(0.0f);
         for (int64_t r = 0; r < rows; r += V_LANES) {
-            const int64_t row = first_row + r;
+            const int64_t row = first_row + r, by_class_k = lce_left_k(&f, job->m, row);
             struct row_vectors here = {.pivot = v_load(RAFTER_F32, job->pivot + row),
                                        .p = v_load(RAFTER_F32, job->p + row),
                                        .target = v_load(RAFTER_F32, job->target + row),
@@ -399,7 +407,7 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
                 }
                 const vh half = pairs ? round_halves(dz) : even;
                 if (job->by_class && v + i < classes) {
-                    char *const to = job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + r * f.element;
+                    char *const to = job->by_class + class_at[v + i] + by_class_k;
                     if (pairs)
                         memcpy(to, &half, sizeof half);
                     else
@@ -415,13 +423,13 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
             if (job->by_row) {
                 transpose(unit);
                 for (int64_t i = 0; i < V_LANES && r + i < rows; i++)
-                    v_store(RAFTER_F32, job->by_row + by_row_at + (r + i) * LCE_DEPTH_BYTES, unit[i]);
+                    v_store(RAFTER_F32, job->by_row + row_at[r + i] + by_row_k, unit[i]);
             }
         }
         const int64_t written = round_up(rows, V_LANES), padded = round_up(rows, f.step);
         for (int64_t i = 0; i < group && v + i < classes; i++) {
-            if (job->by_class && padded > written)
-                memset(job->by_class + by_class_at + (v + i) * LCE_DEPTH_BYTES + written * f.element, 0,
+            if (job->by_class && padded > written) /* within one unit */
+                memset(job->by_class + class_at[v + i] + lce_left_k(&f, job->m, first_row + written), 0,
                        (size_t)((padded - written) * f.element));
             if (job->sum)
                 job->sum[column_block * job->m + first_class + v + i] = v_sum(sum[i]);

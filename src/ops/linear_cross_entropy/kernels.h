@@ -13,7 +13,8 @@
  *
  * Formats of out[m, n] = left[m, k] right[k, n]. K is cut into blocks of
  * LCE_DEPTH_BYTES of one left row.
- *     left   [k block][m][LCE_DEPTH_BYTES]: rows of K, at a constant stride
+ *     left   [k block][m panel][k unit][row of the panel][LCE_UNIT_BYTES]: what a micro-tile reads is
+ *            contiguous, and so is an AMX tile
  *     right  [k block][n panel][k][columns]; bf16 pairs: [k block][n panel][k / 2][columns][2]
  *     out    fp32, [n block of LCE_COLUMNS][m][columns]
  * m is padded to whole micro-tiles (with anything), n to whole panels and k to whole
@@ -30,6 +31,7 @@
 
 enum {
     LCE_DEPTH_BYTES = 1024,
+    LCE_UNIT_BYTES = 64,
     LCE_ROWS = 192,    /* A task forms LCE_ROWS x LCE_COLUMNS of a product. Its working set fits into half a megabyte */
     LCE_COLUMNS = 256, /* of L2, and is reused often enough for L3's bandwidth not to matter. */
     LCE_CHUNK = 64     /* rows per packing task */
@@ -38,7 +40,7 @@ enum {
 /* How an ISA level multiplies inputs of one dtype. */
 struct lce_format {
     int64_t element; /* bytes: 2 for bf16 pairs, 4 if inputs are widened to fp32 */
-    int64_t rows;    /* of a micro-tile; divides LCE_ROWS */
+    int64_t rows;    /* of a micro-tile and a left panel; divides LCE_ROWS */
     int64_t columns; /* of a micro-tile and a right panel; divides LCE_COLUMNS */
     int64_t step;    /* K is padded to a multiple of this */
 };
@@ -49,6 +51,18 @@ static inline int64_t lce_depth(const struct lce_format *f) { /* of a K block, i
 
 static inline int64_t lce_left_bytes(const struct lce_format *f, int64_t m, int64_t k) {
     return round_up(k, lce_depth(f)) / lce_depth(f) * round_up(m, f->rows) * LCE_DEPTH_BYTES;
+}
+
+/* The offset of element k of a row is the sum of these two; [m, ...] is the operand. */
+static inline int64_t lce_left_row(const struct lce_format *f, int64_t row) {
+    const int64_t in_panel = row % f->rows;
+    return (row - in_panel) * LCE_DEPTH_BYTES + in_panel * LCE_UNIT_BYTES;
+}
+
+static inline int64_t lce_left_k(const struct lce_format *f, int64_t m, int64_t k) {
+    const int64_t block = k / lce_depth(f), bytes = k % lce_depth(f) * f->element;
+    return block * round_up(m, f->rows) * LCE_DEPTH_BYTES + bytes / LCE_UNIT_BYTES * f->rows * LCE_UNIT_BYTES +
+           bytes % LCE_UNIT_BYTES;
 }
 
 static inline int64_t lce_right_bytes(const struct lce_format *f, int64_t k, int64_t n) {

@@ -20,26 +20,27 @@ enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VEC
 
 static void micro_f32(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
     const float *a = (const float *)left, *b = (const float *)right;
-    enum { A_STRIDE = LCE_DEPTH_BYTES / 4 };
+    enum { UNIT = LCE_UNIT_BYTES / 4 };
     vf sum[F32_ROWS][F32_VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < F32_ROWS; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < F32_VECTORS; j++)
             sum[i][j] = v_set(0.0f);
-    for (int64_t p = 0; p < k; p++) {
-        vf row[F32_VECTORS];
-#pragma GCC unroll 4
-        for (int j = 0; j < F32_VECTORS; j++)
-            row[j] = v_load(RAFTER_F32, b + p * F32_COLUMNS + j * V_LANES);
-#pragma GCC unroll 16
-        for (int i = 0; i < F32_ROWS; i++) {
-            const vf factor = v_set(a[i * A_STRIDE + p]);
+    for (int64_t unit = 0; unit < k; unit += UNIT, a += F32_ROWS * UNIT)
+        for (int64_t p = 0; p < min64(UNIT, k - unit); p++, b += F32_COLUMNS) {
+            vf row[F32_VECTORS];
 #pragma GCC unroll 4
             for (int j = 0; j < F32_VECTORS; j++)
-                sum[i][j] = v_fma(factor, row[j], sum[i][j]);
+                row[j] = v_load(RAFTER_F32, b + j * V_LANES);
+#pragma GCC unroll 16
+            for (int i = 0; i < F32_ROWS; i++) {
+                const vf factor = v_set(a[i * UNIT + p]);
+#pragma GCC unroll 4
+                for (int j = 0; j < F32_VECTORS; j++)
+                    sum[i][j] = v_fma(factor, row[j], sum[i][j]);
+            }
         }
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < F32_ROWS; i++)
 #pragma GCC unroll 4
@@ -93,11 +94,11 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
         _tile_zero(3);
     }
     for (int64_t p = 0; p < k; p += PAIR_STEP) {
-        const char *a = left + p * 2, *b = right + p * PAIR_COLUMNS * 2;
-        _tile_loadd(4, a, LCE_DEPTH_BYTES);
+        const char *a = left + p * PAIR_ROWS * 2, *b = right + p * PAIR_COLUMNS * 2;
+        _tile_loadd(4, a, LCE_UNIT_BYTES);
         _tile_loadd(6, b, PAIR_COLUMNS * 4);
         _tile_loadd(7, b + 64, PAIR_COLUMNS * 4);
-        _tile_loadd(5, a + 16 * LCE_DEPTH_BYTES, LCE_DEPTH_BYTES);
+        _tile_loadd(5, a + 16 * LCE_UNIT_BYTES, LCE_UNIT_BYTES);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
@@ -127,21 +128,22 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
 #pragma GCC unroll 4
         for (int j = 0; j < PAIR_VECTORS; j++)
             sum[i][j] = _mm512_setzero_ps();
-    for (int64_t p = 0; p < k; p += 2) {
-        __m512bh row[PAIR_VECTORS];
-#pragma GCC unroll 4
-        for (int j = 0; j < PAIR_VECTORS; j++)
-            row[j] = (__m512bh)_mm512_loadu_si512(right + p * PAIR_COLUMNS * 2 + j * 64);
-#pragma GCC unroll 16
-        for (int i = 0; i < PAIR_ROWS; i++) {
-            int32_t pair;
-            memcpy(&pair, left + i * LCE_DEPTH_BYTES + p * 2, sizeof pair);
-            const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+    for (int64_t unit = 0; unit < k; unit += PAIR_STEP, left += PAIR_ROWS * LCE_UNIT_BYTES)
+        for (int64_t p = 0; p < LCE_UNIT_BYTES; p += 4, right += PAIR_COLUMNS * 4) {
+            __m512bh row[PAIR_VECTORS];
 #pragma GCC unroll 4
             for (int j = 0; j < PAIR_VECTORS; j++)
-                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], factor, row[j]);
+                row[j] = (__m512bh)_mm512_loadu_si512(right + j * 64);
+#pragma GCC unroll 16
+            for (int i = 0; i < PAIR_ROWS; i++) {
+                int32_t pair;
+                memcpy(&pair, left + i * LCE_UNIT_BYTES + p, sizeof pair);
+                const __m512bh factor = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+                for (int j = 0; j < PAIR_VECTORS; j++)
+                    sum[i][j] = _mm512_dpbf16_ps(sum[i][j], factor, row[j]);
+            }
         }
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < PAIR_ROWS; i++)
 #pragma GCC unroll 4
