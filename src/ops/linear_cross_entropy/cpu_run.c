@@ -137,22 +137,8 @@ static void run_tasks(const struct run *run, const char *phase, int64_t tasks, d
             body(s, task);
 }
 
-/* A block of a product. Blocks of rows whose left operands fit into the last-level cache are taken
- * together, for all columns; among these, consecutive tasks share columns. */
-struct block {
-    int64_t row, column;
-};
-
 static int64_t product_tasks(const struct lce_product *job) {
-    return job->out ? ceil_div(job->m, LCE_ROWS) * ceil_div(job->n, LCE_COLUMNS) : 0;
-}
-
-static struct block block_of(const struct lce_format *f, const struct lce_product *job, int64_t task) {
-    const int64_t rows = ceil_div(job->m, LCE_ROWS), columns = ceil_div(job->n, LCE_COLUMNS);
-    const int64_t together = lce_blocks_in_cache(f, job->k, rows), first = task / (together * columns) * together;
-    const int64_t here = min64(together, rows - first);
-    task -= first * columns;
-    return (struct block){first + task % here, task / here};
+    return job->out ? lce_blocks(job->m, job->n) : 0;
 }
 
 /* ---- packing --------------------------------------------------------------------------------- */
@@ -247,7 +233,7 @@ static void fold(const struct step *s, int64_t task) {
 static void logits_task(void *arg, int64_t task) {
     const struct step *s = arg;
     const struct linear_cross_entropy_kernels *k = s->run->kernels;
-    const struct block at = block_of(&s->run->problem->format, &s->logits.product, task);
+    const struct lce_block at = lce_block_of(&s->run->problem->format, &s->logits.product, task);
     k->logits(s->x.dtype, &s->logits, at.row, at.column);
     if (s->fused)
         k->gradient(s->x.dtype, &s->gradient, at.row, at.column);
@@ -341,7 +327,7 @@ static void product_task(void *arg, int64_t task) {
     const bool is_dx = task < product_tasks(&s->dx);
     const struct lce_product *job = is_dx ? &s->dx : &s->dweight;
     task -= is_dx ? 0 : product_tasks(&s->dx);
-    const struct block at = block_of(&s->run->problem->format, job, task);
+    const struct lce_block at = lce_block_of(&s->run->problem->format, job, task);
     s->run->kernels->product(s->x.dtype, job, at.row, at.column);
     if (is_dx ? s->store_dx : s->store_dweight)
         store_block(s, job, at.row, at.column);
@@ -354,7 +340,7 @@ static void pack_or_gradient_task(void *arg, int64_t task) {
         pack_task(arg, task);
         return;
     }
-    const struct block at = block_of(&s->run->problem->format, &s->logits.product, task - pack_tasks(s));
+    const struct lce_block at = lce_block_of(&s->run->problem->format, &s->logits.product, task - pack_tasks(s));
     s->run->kernels->gradient(s->x.dtype, &s->gradient, at.row, at.column);
 }
 

@@ -86,9 +86,28 @@ void lce_make_plan(const struct lce_problem *problem, rafter_lce_mode mode, size
 
 /* Blocks of LCE_ROWS rows of a left operand that stay in the last-level cache while blocks of columns
  * of the right one pass by, of `blocks` in all: these are cut evenly. */
+enum { LCE_CACHED_BYTES = 16 << 20 };
+
 static inline int64_t lce_blocks_in_cache(const struct lce_format *f, int64_t k, int64_t blocks) {
-    const int64_t fit = max64(1, ((int64_t)16 << 20) / (LCE_ROWS * max64(1, k) * f->element));
-    return ceil_div(blocks, ceil_div(blocks, fit));
+    const int64_t fit = max64(1, LCE_CACHED_BYTES / (LCE_ROWS * max64(1, k) * f->element));
+    return ceil_div(max64(1, blocks), ceil_div(max64(1, blocks), fit));
+}
+
+/* The order in which tasks form the blocks of a product. Blocks of rows that stay in the cache
+ * together are taken together, for all columns; among these, consecutive tasks share columns. */
+struct lce_block {
+    int64_t row, column;
+};
+
+static inline int64_t lce_blocks(int64_t m, int64_t n) {
+    return ceil_div(m, LCE_ROWS) * ceil_div(n, LCE_COLUMNS);
+}
+
+static inline struct lce_block lce_block_of(const struct lce_format *f, const struct lce_product *job, int64_t task) {
+    const int64_t rows = ceil_div(job->m, LCE_ROWS), columns = ceil_div(job->n, LCE_COLUMNS);
+    const int64_t together = lce_blocks_in_cache(f, job->k, rows), first = task / (together * columns) * together;
+    const int64_t here = min64(together, rows - first), in = task - first * columns;
+    return (struct lce_block){first + in % here, in / here};
 }
 
 /* Whether the workspace holds the logits of all slices, sums of all of dx, sums of all of dW. */
