@@ -6,6 +6,7 @@
  *
  * First one line per number of threads:
  *     peak     GF/s of the micro-kernel on panels that stay in L1, all threads at once
+ *     block    GF/s of the blocks of a product with K = D, each thread on its own operands
  *     copy     GB/s of a copy of 256 MiB, bytes read plus bytes written
  *     ms       median of the calls
  *     share    of the peak at this number of threads
@@ -31,7 +32,7 @@ enum { MOST_COUNTS = 16, CALLS = 3, COPIED = 256 << 20, PIECE = 1 << 20 };
 
 struct result {
     int threads;
-    double peak, copy, seconds;
+    double peak, block, copy, seconds;
     struct rafter_phases phases; /* of all CALLS */
 };
 
@@ -51,20 +52,20 @@ static double measure_copy(int threads) {
     return best;
 }
 
-static double measure_peak(rafter_context *context) {
+/* Flops per second of the micro-kernel, or of blocks with this K if `depth` is not 0. */
+static double measure_matrix(rafter_context *context, int64_t depth) {
     enum { REPEATS = 5 };
-    int64_t iterations = 1 << 10;
+    int64_t iterations = 1;
     double best = 0, seconds = 0;
-    do {
-        const double start = clock_seconds();
-        cpu_matrix_flops(context, RAFTER_BF16, iterations);
-        seconds = clock_seconds() - start;
-        iterations *= 2;
-    } while (seconds < 0.02);
     for (int i = 0; i < REPEATS; i++) {
-        const double start = clock_seconds(), flops = cpu_matrix_flops(context, RAFTER_BF16, iterations);
-        const double rate = flops / (clock_seconds() - start);
-        best = rate > best ? rate : best;
+        do { /* at the first repeat, until one is long enough for the clock */
+            const double start = clock_seconds();
+            const double flops = depth ? cpu_block_flops(context, RAFTER_BF16, depth, iterations)
+                                       : cpu_matrix_flops(context, RAFTER_BF16, iterations);
+            seconds = clock_seconds() - start;
+            best = flops / seconds > best ? flops / seconds : best;
+            iterations *= seconds < 0.02 ? 2 : 1;
+        } while (seconds < 0.02);
     }
     return best;
 }
@@ -76,13 +77,14 @@ static bool call(const problem *p, rafter_context *context) {
     return status == RAFTER_OK;
 }
 
-static bool measure(const problem *p, struct result *r) {
+static bool measure(const problem *p, int64_t depth, struct result *r) {
     rafter_context *context = NULL;
     const rafter_context_options options = {.size = sizeof options, .threads = r->threads};
     if (rafter_context_create(&context, &options) != RAFTER_OK)
         return false;
     r->copy = measure_copy(r->threads);
-    r->peak = measure_peak(context);
+    r->peak = measure_matrix(context, 0);
+    r->block = measure_matrix(context, depth);
     struct samples samples = {0};
     bool good = call(p, context); /* faults in the workspace */
     context_set_phases(context, &r->phases);
@@ -143,15 +145,15 @@ int main(int argc, char **argv) {
     p.op->cost(&p, PROBLEM_BOTH, &bytes, &flops);
     printf("%s, %d processors, L1 %zu KiB, L2 %zu KiB, L3 %zu KiB\n%s\n", machine_cpu(), machine_processors(),
            machine_cache_level(1) >> 10, machine_cache_level(2) >> 10, machine_cache_level(3) >> 10, p.label);
-    printf("%8s%10s%8s%10s%8s%10s\n", "threads", "peak", "copy", "ms", "share", "scaling");
+    printf("%8s%10s%10s%8s%10s%8s%10s\n", "threads", "peak", "block", "copy", "ms", "share", "scaling");
     for (int i = 0; i < count; i++) {
         struct result *const r = &result[i];
-        if (r->threads < 1 || !measure(&p, r)) {
+        if (r->threads < 1 || !measure(&p, request.shape[1], r)) {
             fprintf(stderr, "rafter: no result with %d threads\n", r->threads);
             return 1;
         }
-        printf("%8d%10.0f%8.1f%10.1f%7.1f%%%10.2f\n", r->threads, r->peak / 1e9, r->copy / 1e9, 1e3 * r->seconds,
-               100 * flops / r->peak / r->seconds, result[0].seconds / r->seconds);
+        printf("%8d%10.0f%10.0f%8.1f%10.1f%7.1f%%%10.2f\n", r->threads, r->peak / 1e9, r->block / 1e9, r->copy / 1e9,
+               1e3 * r->seconds, 100 * flops / r->peak / r->seconds, result[0].seconds / r->seconds);
         fflush(stdout);
     }
     for (int i = 0; i < count; i++)

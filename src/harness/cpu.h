@@ -17,4 +17,8 @@ enum cpu_level cpu_level(void);
  * context, on data in registers and L1. Returns the flops done by all threads; 0: no memory. */
 double cpu_matrix_flops(rafter_context *context, rafter_dtype dtype, int64_t iterations);
 
+/* The same with whole blocks of a product whose K is `depth`, each thread on its own operands, which
+ * come from L2 or L3. */
+double cpu_block_flops(rafter_context *context, rafter_dtype dtype, int64_t depth, int64_t iterations);
+
 #endif
