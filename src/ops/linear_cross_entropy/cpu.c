@@ -151,26 +151,54 @@ static void pack_right_transposed(const struct lce_matrix *m, char *right, int64
 
 /* ---- products -------------------------------------------------------------------------------- */
 
+/* Part `part` of `parts` of `bytes`, into L2. */
+V_INLINE void fetch_part(const char *p, int64_t bytes, int64_t part, int64_t parts) {
+    for (int64_t at = bytes * part / parts / 64 * 64; at < bytes * (part + 1) / parts; at += 64)
+        __builtin_prefetch(p + at, 0, 2);
+}
+
+/* Where the panels of a block's operands begin, from K = k on. */
+struct panels {
+    const char *left, *right;
+    int64_t k;          /* elements, up to where the block of the L1 ends */
+    int64_t right_next; /* bytes from a right panel to the next; left: LCE_DEPTH_BYTES for each row */
+};
+
+V_INLINE struct panels panels_at(const struct lce_format *f, int64_t inner, const struct lce_product *job,
+                                 int64_t first_row, int64_t first_column, int64_t k) {
+    const int64_t depth = lce_depth(f), k_padded = round_up(job->k, f->step), columns = round_up(job->n, f->columns);
+    const int64_t block = k / depth * depth, in_block = min64(depth, k_padded - block);
+    return (struct panels){job->left + lce_left_row(f, first_row) + lce_left_k(f, job->m, k),
+                           job->right +
+                               (block * columns + first_column * in_block + (k - block) * f->columns) * f->element,
+                           min64(inner, k_padded - k), in_block * f->columns * f->element};
+}
+
 V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
     const struct lce_format f = format_of(pairs);
-    const int64_t depth = lce_depth(&f), inner = pairs ? PAIR_DEPTH : depth, k_padded = round_up(job->k, f.step);
-    const int64_t rows = round_up(job->m, f.rows), columns = round_up(job->n, f.columns);
+    const int64_t inner = pairs ? PAIR_DEPTH : lce_depth(&f), k_padded = round_up(job->k, f.step);
     const int64_t first_row = row_block * LCE_ROWS, first_column = column_block * LCE_COLUMNS;
-    const int64_t m = min64(LCE_ROWS, rows - first_row), n = min64(LCE_COLUMNS, columns - first_column);
+    const int64_t m = min64(LCE_ROWS, round_up(job->m, f.rows) - first_row) / f.rows;
+    const int64_t n = min64(LCE_COLUMNS, round_up(job->n, f.columns) - first_column) / f.columns;
     const int64_t stride = lce_out_stride(&f, job->n, column_block);
     float *const out = job->out + lce_out_at(&f, job->m, job->n, first_row, column_block);
     if (pairs)
         begin_pairs();
-    for (int64_t k = 0; k == 0 || k < k_padded; k += inner) { /* also once if K is 0: the result is then zero */
-        const int64_t block = k / depth * depth, in_block = min64(depth, k_padded - block);
-        const char *left = job->left + lce_left_row(&f, first_row) + lce_left_k(&f, job->m, k);
-        const char *right =
-            job->right + (block * columns + first_column * in_block + (k - block) * f.columns) * f.element;
-        for (int64_t i = 0; i < m; i += f.rows)
-            for (int64_t j = 0; j < n; j += f.columns)
-                (pairs ? micro_pairs : micro_f32)(min64(inner, k_padded - k), left + i * LCE_DEPTH_BYTES,
-                                                  right + j * in_block * f.element, out + i * stride + j, stride,
-                                                  job->accumulate || k > 0);
+    struct panels here = panels_at(&f, inner, job, first_row, first_column, 0), next = {0};
+    for (int64_t k = 0; k == 0 || k < k_padded; k += inner, here = next) { /* also if K is 0: the result is zero */
+        if (k + inner < k_padded)
+            next = panels_at(&f, inner, job, first_row, first_column, k + inner);
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t j = 0; j < n; j++) {
+                /* The hardware does not see far enough ahead: a panel is short, and L3 is far away. */
+                if (k + inner < k_padded) {
+                    fetch_part(next.left + i * f.rows * LCE_DEPTH_BYTES, next.k * f.rows * f.element, j, n);
+                    fetch_part(next.right + j * next.right_next, next.k * f.columns * f.element, i, m);
+                }
+                (pairs ? micro_pairs
+                       : micro_f32)(here.k, here.left + i * f.rows * LCE_DEPTH_BYTES, here.right + j * here.right_next,
+                                    out + i * f.rows * stride + j * f.columns, stride, job->accumulate || k > 0);
+            }
     }
     if (pairs)
         end_pairs();
