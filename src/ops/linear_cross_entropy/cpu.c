@@ -424,6 +424,9 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
                 here.level = v_load(RAFTER_F32, job->level + row);
                 here.tilt = v_load(RAFTER_F32, job->tilt + row);
             }
+            if (v + group < classes) /* these rows of logits are too short for the hardware to see a stream */
+                fetch_part((const char *)(block + (v + group) * stride), min64(group, classes - v - group) * stride * 4,
+                           r / V_LANES, ceil_div(rows, V_LANES));
             vf unit[V_LANES]; /* fp32 numbers, or bf16 pairs of adjacent classes */
             vh even = (vh){0};
             for (int i = 0; i < group; i++) {
