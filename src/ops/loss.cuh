@@ -23,8 +23,8 @@ struct Totals {
 struct Prepared {
     double class_weight_sum; /* over all classes */
     Totals totals;           /* without the loss */
-    /* Only with dentropy: what linear_cross_entropy's rows multiply their gradients of the loss and of
-     * the entropy by. */
+    /* Only if Loss::divides_upstream: what linear_cross_entropy's rows multiply their gradients of the
+     * loss and of the entropy by. */
     double loss_factor, entropy_factor;
 };
 
@@ -38,7 +38,8 @@ struct Loss {
     int64_t rows, classes, ignore_index;
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
-    bool weighted; /* label smoothing: the loss needs sum(w u) */
+    bool weighted;         /* label smoothing: the loss needs sum(w u) */
+    bool divides_upstream; /* linear_cross_entropy: rows use Prepared's factors */
     float z_loss, softcap, scale;
     double label_share, spread; /* 1 - s, s / V */
 

@@ -15,7 +15,16 @@ struct linear_cross_entropy_call {
     rafter_lce_mode mode;
     bool native;                  /* partial sums may be kept in a 16-bit gradient */
     bool accumulate_into_dweight; /* dweight is fp32 then */
+    void *saved;                  /* NULL: none */
     bool allow_tf32;              /* in products of fp32 inputs on CUDA */
 };
+
+enum { LCE_SAVED_ROW_BYTES = 64 };
+
+/* Bytes of `saved`: exponentials of two bytes each, in rows of whole packs, and the statistics of
+ * the rows. */
+static inline size_t lce_saved_bytes(int64_t rows, int64_t classes) {
+    return (size_t)rows * ((size_t)(classes + 7) / 8 * 16 + LCE_SAVED_ROW_BYTES);
+}
 
 #endif

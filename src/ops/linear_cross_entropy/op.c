@@ -91,6 +91,24 @@ static rafter_status check_overlaps(rafter_context *context, const struct linear
     return RAFTER_OK;
 }
 
+static rafter_status check_saved(rafter_context *context, const rafter_linear_cross_entropy_args *a, bool gradients,
+                                 struct linear_cross_entropy_call *call) {
+    const rafter_status bad = RAFTER_INVALID_ARGUMENT;
+    if (!a->saved)
+        return RAFTER_OK;
+    const size_t least = lce_saved_bytes(call->loss.rows, call->loss.classes);
+    if (a->saved_bytes < least)
+        return rafter_fail(context, bad, "saved_bytes is %zu, wanted at least %zu", a->saved_bytes, least);
+    if ((uintptr_t)a->saved % 16 != 0)
+        return rafter_fail(context, bad, "saved begins at %p, wanted a multiple of 16 bytes", a->saved);
+    if (call->common.direction == RAFTER_FORWARD && gradients)
+        return rafter_fail(context, bad, "saved is given to forward with a gradient, wanted one or the other");
+    if (!context->cuda)
+        return rafter_fail(context, bad, "saved is given, wanted NULL on a CPU, where nothing is saved");
+    call->saved = a->saved;
+    return RAFTER_OK;
+}
+
 static rafter_status check(rafter_context *context, const rafter_linear_cross_entropy_args *args,
                            rafter_direction direction, struct linear_cross_entropy_call *call) {
     rafter_linear_cross_entropy_args a;
@@ -121,6 +139,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     if (a.dx)
         rafter_collapse(dx, 1, 0, leading);
     const bool gradients = call->dx.data || call->dweight.data || call->dbias.data;
+    RAFTER_TRY(check_saved(context, &a, gradients, call));
     if (!gradients)
         call->loss.dentropy.data = NULL; /* so that it costs no statistics */
     call->common.empty = direction == RAFTER_BACKWARD && !gradients;
@@ -149,4 +168,20 @@ rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,
     struct linear_cross_entropy_call call;
     RAFTER_TRY(check(context, args, direction, &call));
     return rafter_ask_workspace(context, &rafter_op_linear_cross_entropy, &call.common, bytes);
+}
+
+rafter_status rafter_linear_cross_entropy_saved(rafter_context *context, const rafter_linear_cross_entropy_args *args,
+                                                size_t *bytes) {
+    struct linear_cross_entropy_call call;
+    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
+    if (!bytes)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
+    *bytes = 0;
+    if (!context->cuda || call.dx.data || call.dweight.data || call.dbias.data)
+        return RAFTER_OK;
+    size_t workspace;
+    call.saved = &call; /* any address: nothing runs */
+    if (rafter_ask_workspace(context, &rafter_op_linear_cross_entropy, &call.common, &workspace) == RAFTER_OK)
+        *bytes = lce_saved_bytes(call.loss.rows, call.loss.classes);
+    return RAFTER_OK;
 }

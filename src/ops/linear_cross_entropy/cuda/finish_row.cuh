@@ -13,9 +13,9 @@ namespace lce {
  * from Loss::class_of. Called by one thread. */
 DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const LossStats<FULL> *g, double row_scale,
                               bool wanted, Totals *totals) {
-    const bool both = loss.dentropy.data;
-    const double loss_factor = both ? loss.prepared->loss_factor * row_scale : row_scale,
-                 entropy_factor = both ? loss.prepared->entropy_factor * row_scale : 0.0;
+    const bool divided = loss.divides_upstream;
+    const double loss_factor = divided ? loss.prepared->loss_factor * row_scale : row_scale,
+                 entropy_factor = divided ? loss.prepared->entropy_factor * row_scale : 0.0;
     RowGradient gradient = gradient_of_skipped(label);
     if (label < 0) {
         write_skipped(loss, row, label, totals);

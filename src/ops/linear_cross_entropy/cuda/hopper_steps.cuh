@@ -184,10 +184,15 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
  * dz in place.
  * Adds rows to run->labels if wanted. */
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
-                  const Dz &to_dz);
+                  const Dz &to_dz, LossStats<FULL> *saved = NULL);
+
+/* For a later backward. finish_tiles stores the statistics of all active rows in `saved`; then all
+ * tiles of a row get one pivot; backward begins with finish_saved_rows. */
+void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz);
+void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
 
 /* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
- * with another pivot to the row's, removes the label's element, and writes x_scaled = p * x: see
+ * with another pivot to the row's (`stats` NULL: there are none), removes the label's element, and writes x_scaled = p * x: see
  * "exponentials" in hopper_rows.cu. */
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled);

@@ -44,8 +44,9 @@ struct Problem {
     bool caps, smooths;             /* softcap, label smoothing */
     bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
     bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
-    bool bounded_rows;              /* no row's coefficients exceed 1, apart from factors that all rows share */
+    bool divides_upstream;          /* rows have coefficients of their own that fp16 might not hold: see Prepared */
     bool dentropy;                  /* given: gradients need every row's entropy */
+    bool saves;                     /* forward saves exponentials for backward, or they were saved */
     bool dx, dweight, dbias;        /* wanted */
     bool adds_dweight;              /* to what the caller's dweight holds */
     bool sum_in_dx, sum_in_dweight; /* partial sums may be kept in the caller's tensor */
@@ -65,9 +66,11 @@ struct Problem {
         smooths = loss.smoothing != 0.0f;
         option_stats = statistics && ((smooths && caps) || loss.entropy.data || dentropy || loss.argmax.data);
         logit_sums = statistics && smooths && !caps;
-        bounded_rows = (dentropy || (!loss.row_weight.data && loss.reduction != RAFTER_NONE)) &&
-                       !loss.class_weight.data && loss.z_loss == 0.0f;
+        const bool alike =
+            !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
+        divides_upstream = dentropy || (dtype == RAFTER_F16 && !alike);
         all_statistics = caps || smooths || loss.entropy.data || dentropy || loss.argmax.data;
+        saves = call.saved;
         dx = call.dx.data;
         dweight = call.dweight.data;
         dbias = call.dbias.data;
@@ -100,6 +103,8 @@ inline const char *why_not_fast(const Problem &p) {
         return "there are no rows or no classes";
     if (!p.gradients())
         return "no gradient is wanted";
+    if (p.saves)
+        return "saved is given";
     if (p.mode == RAFTER_LCE_COMPACT)
         return "mode is compact";
     if (p.mode == RAFTER_LCE_AUTO && !p.statistics)
@@ -110,6 +115,8 @@ inline const char *why_not_fast(const Problem &p) {
 inline const char *why_not_compact(const Problem &p) {
     if (p.rows == 0 || p.classes == 0)
         return "there are no rows or no classes";
+    if (p.saves)
+        return "saved is given";
     return p.mode == RAFTER_LCE_FAST && p.gradients() ? "mode is fast" : NULL;
 }
 

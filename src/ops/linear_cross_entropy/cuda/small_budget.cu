@@ -32,6 +32,8 @@ struct SmallBudget {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (call.loss.rows == 0 || call.loss.classes == 0)
             return "there are no rows or no classes";
+        if (call.saved)
+            return "saved is given";
         return call.common.budget ? NULL : "there is no budget";
     }
 

@@ -83,19 +83,23 @@ DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, in
 /* ---- the first kernel ------------------------------------------------------------------------ */
 
 /* With dentropy, the gradients of the loss and of the entropy share no factor but the logit scale.
- * Rows divide both by the power of two next to the largest upstream gradient of either, so that dz,
- * rounded to 16 bits, has the same size as otherwise; and alpha contains it. Called by a block; every
- * thread gets alpha, without row_scale. */
-DEVICE double divide_upstream(const Loss &loss, Prepared *prepared) {
+ * And rows have coefficients of their own if they have weights, a z-loss or an upstream gradient
+ * each, which may be too large or too small for fp16. So rows divide them by the power of two next to
+ * the largest one: then dz, rounded to 16 bits, has the same size as otherwise; and alpha contains
+ * it. Called by a block; every thread gets alpha, without row_scale. */
+DEVICE double divide_upstream(Loss loss, Prepared *prepared) {
     __shared__ float warp_largest[WARP];
     const double common = common_upstream(loss, prepared->totals) / loss.scale;
+    loss.prepared = prepared;
     float largest = 0.0f;
     for (int64_t row = threadIdx.x; row < loss.rows; row += PREPARE_THREADS) {
         if (loss.class_of(loss.load_label(row)) < 0)
             continue;
-        const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
-        const double upstream = common * dloss * loss.row_weight_at(row);
-        largest = fmaxf(largest, fmaxf(static_cast<float>(fabs(upstream)), fabsf(loss.dentropy.get(row))));
+        const RowTerms terms = terms_of(loss, common, row, loss.class_of(loss.load_label(row)));
+        constexpr double LARGE_LSE = 64.0;
+        largest = fmaxf(largest, static_cast<float>(fabs(terms.softmax) + LARGE_LSE * fabs(terms.z_loss)));
+        if (loss.dentropy.data)
+            largest = fmaxf(largest, fabsf(loss.dentropy.get(row)));
     }
     largest = warp_max(largest);
     if (threadIdx.x % WARP == 0)
@@ -132,7 +136,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
     classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
     Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS)), 0.0, 0.0};
     const double shared_factor =
-        loss.dentropy.data ? divide_upstream(loss, &prepared) : common_upstream(loss, prepared.totals);
+        loss.divides_upstream ? divide_upstream(loss, &prepared) : common_upstream(loss, prepared.totals);
     if (threadIdx.x > 0)
         return;
     common->prepared = prepared;
@@ -268,10 +272,10 @@ __global__ void zero_ignored(const __grid_constant__ Loss loss, const float *alp
 /* ---- host side ------------------------------------------------------------------------------- */
 
 /* fp16 holds nothing below 2^-24, and at most 13 bits above 2^-14. So dz is scaled up to use fp16's
- * upper range, unless the caller's weights or the z-loss may already reach it. With dentropy, rows are
- * divided by their largest upstream gradient; p |log p + entropy| is at most ln(V) / 4 or so. */
+ * upper range. (Rows with larger coefficients than 1 are divided first: divide_upstream. With
+ * dentropy, p |log p + entropy| is at most ln(V) / 4 or so.) */
 float row_scale_of(const Problem &p) {
-    return p.dtype == RAFTER_F16 && p.bounded_rows ? 0x1p12f : 1.0f;
+    return p.dtype == RAFTER_F16 ? 0x1p12f : 1.0f;
 }
 
 /* dbias as a matrix of one row. */
@@ -291,6 +295,7 @@ Run::Run(rafter_context *for_context, const linear_cross_entropy_call &for_call)
     : context(for_context), call(for_call), problem(for_call), loss(loss_of(*for_context->cuda_state, &for_call.loss)),
       row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), bias(NULL),
       weight() {
+    loss.divides_upstream = problem.divides_upstream;
 }
 
 void CommonBuffers::place(Layout *layout, const Problem &p, int64_t totals) {

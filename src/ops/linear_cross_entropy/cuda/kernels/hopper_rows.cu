@@ -95,16 +95,28 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats
     return g;
 }
 
+/* Stores the coefficients of active row k, if they are wanted, and adds it to the list of rows by
+ * label. `spread_apart`: the spread of label smoothing is not part of at_label; it is added to dx and
+ * dW by itself. */
+DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gradient, bool spread_apart,
+                         RowGradient *gradients, const Labels &labels) {
+    if (spread_apart && label >= 0 && !gradient->constant)
+        gradient->at_label += gradient->spread * static_cast<float>(loss.weight_of(label));
+    if (gradients)
+        gradients[k] = *gradient;
+    if (labels.of_row)
+        labels.add(static_cast<int>(k), gradient->at_label != 0.0f ? label : -1);
+}
+
 /* A warp per `each` rows, one lane per row, if rows have few tiles; or all lanes for one row.
  * The tiles are those of active rows. `more`: FULL only. `logit_sums`: of all active rows, or NULL. If `exponentials` is not NULL, these rows'
- * exponentials are converted to dz. `spread_apart`: the spread of label smoothing is not part of
- * at_label; it is added to dx and dW by itself. */
+ * exponentials are converted to dz. `saved`: where the rows' statistics are stored, or NULL. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
     const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
     double row_scale, RowGradient *gradients, bool spread_apart, const __grid_constant__ Labels labels, T *exponentials,
-    int64_t stride, Totals *block_totals) {
+    int64_t stride, LossStats<FULL> *saved, Totals *block_totals) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -146,12 +158,9 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     RowGradient gradient = gradient_of_skipped(IGNORED);
     if (own) {
         gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
-        if (spread_apart && label >= 0 && !gradient.constant)
-            gradient.at_label += gradient.spread * static_cast<float>(loss.weight_of(label));
-        if (gradients)
-            gradients[first + index] = gradient;
-        if (labels.of_row)
-            labels.add(static_cast<int>(first + index), gradient.at_label != 0.0f ? label : -1);
+        if (saved)
+            saved[first + index] = g;
+        put_gradient(loss, first + index, label, &gradient, spread_apart, gradients, labels);
     }
     for (int i = 0; i < count && exponentials; i++) {
         if (i > 0)
@@ -159,6 +168,23 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
         conversion.finish(from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
     }
     add_block_totals(totals, block_totals);
+}
+
+/* The coefficients of rows whose statistics were saved. A thread per row. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constant__ Loss loss,
+                                                            const __grid_constant__ ActiveRows active,
+                                                            const LossStats<FULL> *saved, double row_scale,
+                                                            RowGradient *gradients, bool spread_apart,
+                                                            const __grid_constant__ Labels labels) {
+    wait_for_previous_kernel();
+    const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    if (k >= active.all)
+        return;
+    const int label = active.classes[k];
+    const LossStats<FULL> g = saved[k];
+    Totals totals = {};
+    RowGradient gradient = finish_row(loss, active.order[k], label, &g, row_scale, true, &totals);
+    put_gradient(loss, k, label, &gradient, spread_apart, gradients, labels);
 }
 
 /* ---- exponentials ---------------------------------------------------------------------------- */
@@ -184,9 +210,47 @@ template <typename T> struct Exponentials {
     }
 };
 
-/* Rescales tiles whose pivot is not the row's (which happens if logits are further apart than
- * bf16's range), zeroes the label's e, and writes x_scaled: the last of its x_rows rows are the
- * group's. A block per row. */
+/* Rescales the tiles of a row whose pivot is not the row's, which happens if logits are further
+ * apart than the dtype's range allows. By a block. */
+template <typename T>
+DEVICE void rescale_tiles(const Exponentials<T> &e, int64_t index, const RowStats *stats, int tiles, float row_pivot,
+                          const Loss &loss) {
+    constexpr int N = WIDE<T>;
+    bool apart = false;
+    for (int tile = threadIdx.x; tile < tiles; tile += LABEL_THREADS)
+        apart |= stats[tile].max != row_pivot;
+    static_assert(TILE_CLASSES % N == 0, "a pack is in one tile");
+    const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
+    for (int64_t v = threadIdx.x * N; v < end; v += LABEL_THREADS * N) { /* padding up to a multiple of N too */
+        const float pivot = stats[v / TILE_CLASSES].max;
+        if (pivot == row_pivot)
+            continue;
+        const float factor = expf((pivot - row_pivot) * loss.scale);
+        float all[N];
+        load_floats(all, e.at(index, v));
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            all[j] *= factor;
+        store_once<T, N>(e.at(index, v), packed<T>(all));
+    }
+    __syncthreads();
+}
+
+/* The same for all rows, whose pivots are the saved ones. A block per row. */
+template <typename T>
+__global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_constant__ Loss loss,
+                                                              const __grid_constant__ ActiveRows active,
+                                                              const RowStats *stats, int tiles,
+                                                              const LossStats<FULL> *saved,
+                                                              const __grid_constant__ Exponentials<T> e) {
+    wait_for_previous_kernel();
+    const int64_t index = blockIdx.x;
+    if (index < *active.count)
+        rescale_tiles(e, index, stats + index * tiles, tiles, saved[index].s.max, loss);
+}
+
+/* Rescales tiles (`stats` NULL: all have the row's pivot), zeroes the label's e, and writes x_scaled:
+ * the last of its x_rows rows are the group's. A block per row. */
 template <typename T>
 __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
                                                         const RowStats *stats, int tiles, const RowGradient *gradients,
@@ -201,24 +265,8 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     const RowGradient gradient = gradients[first + index];
     constexpr int N = WIDE<T>;
     if (!gradient.constant) {
-        bool apart = false;
-        for (int tile = threadIdx.x; tile < tiles; tile += LABEL_THREADS)
-            apart |= stats[index * tiles + tile].max != gradient.pivot;
-        static_assert(TILE_CLASSES % N == 0, "a pack is in one tile");
-        const int64_t end = __syncthreads_or(apart) ? loss.classes : 0;
-        for (int64_t v = threadIdx.x * N; v < end; v += LABEL_THREADS * N) { /* padding up to a multiple of N too */
-            const float pivot = stats[index * tiles + v / TILE_CLASSES].max;
-            if (pivot == gradient.pivot)
-                continue;
-            const float factor = expf((pivot - gradient.pivot) * loss.scale);
-            float all[N];
-            load_floats(all, e.at(index, v));
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                all[j] *= factor;
-            store_once<T, N>(e.at(index, v), packed<T>(all));
-        }
-        __syncthreads();
+        if (stats)
+            rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
         if (threadIdx.x == 0)
             *e.at(index, loss.load_label(x.active.order[first + index])) = from_float<T>(0.0f);
     }
@@ -284,7 +332,7 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
 } // namespace
 
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
-                  const Dz &to_dz) {
+                  const Dz &to_dz, LossStats<FULL> *saved) {
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
@@ -294,9 +342,25 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
                each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
                static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
-               reinterpret_cast<T *>(to_dz.data), to_dz.stride, run->block_totals + run->blocks);
+               reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved, run->block_totals + run->blocks);
     });
     run->blocks += blocks;
+}
+
+void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {
+    launch(run.context, overlapping(ceil_div<int64_t>(run.problem.rows, ROW_THREADS), ROW_THREADS), finish_saved,
+           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread_apart,
+           run.labels);
+}
+
+void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz) {
+    for_16_bit(run.problem.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        T *const data = reinterpret_cast<T *>(dz.data);
+        launch(run.context, overlapping(run.problem.rows, LABEL_THREADS), unify_pivots<T>, run.loss, run.active, stats,
+               static_cast<int>(tiles_across(run.problem.classes)), saved,
+               Exponentials<T>{data, data, dz.stride, dz.stride, dz.classes});
+    });
 }
 
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,

@@ -33,8 +33,6 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
         return "lse is given";
     if (p.caps && p.smooths)
         return "softcap and label smoothing together need every row's sum before dz";
-    if (p.dtype == RAFTER_F16 && !p.bounded_rows)
-        return "coefficients of rows may exceed fp16's range";
     if (p.dentropy)
         return "the gradient of the entropy needs every row's entropy first";
     if (few_dweight_tiles(p, clusters_of(device), 1) && p.classes > MOST_CLASSES_PER_DEPTH * p.depth)
