@@ -4,7 +4,7 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, batched, declare, direct, kernels, no_double_backward, public
+from ._ops import Op, batched, below_autograd, declare, direct, kernels, no_double_backward, public
 from ._options import (ACTS, DBIAS, DWEIGHT, DX, GRADIENTS, NONE, RELU, SOFTMAX, STATISTICS, flatten, save_for_backward,
                        saved_for_backward, unflatten)
 
@@ -251,6 +251,17 @@ def _scaled(gradient, dloss):
     return (gradient.float() * dloss).to(gradient.dtype)
 
 
+def _saving_fake(input, linear_weight, linear_bias, target, which, *arguments):
+    # How much is saved, and whether, depends on the device: only the eager path asks.
+    return *_loss_fake(target, arguments), target.new_empty(0, dtype=torch.int64), *_statistics_fake(target, which)
+
+
+def _linear_saved_fake(dloss, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads, *_):
+    return _gradients_fake(input, linear_weight, linear_bias, grads if main_grad is None else grads & ~DWEIGHT)
+
+
+declare("linear_cross_entropy_saving", _saving_fake)
+declare("linear_cross_entropy_backward_saved", _linear_saved_fake)
 declare("linear_cross_entropy_backward", _linear_backward_fake)
 declare("linear_cross_entropy_backward_main_grad", _linear_main_grad_fake)
 linear_cross_entropy = Op("linear_cross_entropy", 3, _linear_fake, _linear_save, _linear_backward)
@@ -262,17 +273,25 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The eager path of linear_cross_entropy. It returns the gradients that forward computed
     without a copy: the first backward scales them in place and drops its references; a second one
     (retain_graph) computes them again. With main_grad, backward adds dW to main_grad, and the
-    weight gets no gradient. `call` holds main_grad or None, and the arguments of
-    linear_arguments()."""
+    weight gets no gradient. If backward computes the gradients, forward may save the exponentials
+    of the logits, so that the first backward need not compute the logits again. `call` holds
+    main_grad or None, whether forward saves, and the arguments of linear_arguments()."""
 
     @staticmethod
     def forward(ctx, input, linear_weight, linear_bias, call):
-        main_grad, (target, grads, which, options, linear) = call
-        op = linear_cross_entropy if which is None else linear_cross_entropy_stats
-        loss, lse, dinput, dweight, dbias, *statistics = op.raw(
-            input, linear_weight, linear_bias, *linear_arguments(target, grads, which, options, linear))
+        main_grad, saves, (target, grads, which, options, linear) = call
+        if saves:
+            loss, lse, saved, *statistics = below_autograd("linear_cross_entropy_saving")(
+                input, linear_weight, linear_bias, target, which or 0, *flatten(options, linear))
+            ctx.gradients, ctx.saved = None, saved if saved.numel() else None
+        else:
+            op = linear_cross_entropy if which is None else linear_cross_entropy_stats
+            loss, lse, *gradients = op.raw(
+                input, linear_weight, linear_bias, *linear_arguments(target, grads, which, options, linear))
+            statistics = gradients[3:]
+            ctx.gradients, ctx.saved = gradients[:3], None
         save_for_backward(ctx, (input, linear_weight, linear_bias, target, lse), options, linear)
-        ctx.gradients, ctx.computed, ctx.main_grad = (dinput, dweight, dbias), grads, main_grad
+        ctx.computed, ctx.main_grad = grads, main_grad
         if which is None:
             return loss
         ctx.mark_non_differentiable(lse, *statistics)
@@ -285,7 +304,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         arguments = flatten(options, linear)
         grads = _needed(ctx)
         gradients, ctx.gradients = ctx.gradients, None
+        saved, ctx.saved = ctx.saved, None
         main_grad = ctx.main_grad
+        if saved is not None and not torch.compiler.is_dynamo_compiling() and not batched(dloss):
+            gradients = below_autograd("linear_cross_entropy_backward_saved")(
+                dloss, *inputs, saved, main_grad, grads, *arguments)
+            if main_grad is not None and grads & DWEIGHT:
+                torch.autograd.graph.increment_version(main_grad)
+                grads &= ~DWEIGHT
+            return *_select(gradients, grads), None
         if main_grad is not None and grads & DWEIGHT:
             if batched(dloss):
                 raise RuntimeError("linear_cross_entropy: main_grad=True takes one upstream gradient, not a batch "

@@ -466,7 +466,9 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     elif needs:
         if budget and in_backward:
             _check_budget(input, linear_weight, linear_bias, target, into is not None, False, needs, *options, *linear)
-        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, call))
+        saves = (in_backward and linear.mode != COMPACT and not budget and input.is_cuda and input.dtype is not _f32
+                 and 2 * target.numel() * linear_weight.shape[0] <= _most_saved(linear_weight))
+        results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, saves, call))
         return _loss_output(which, wants_lse, *results) if extras else results
     else:
         results = op.raw(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
@@ -474,6 +476,11 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
         return results[0]
     loss, lse, _, _, _, *statistics = results
     return _loss_output(which, wants_lse, loss, lse, *statistics)
+
+
+def _most_saved(weight):
+    """The most bytes that forward may save for backward."""
+    return max(2 * weight.numel() * weight.element_size(), 1 << 30)
 
 
 def _main_grad(weight):

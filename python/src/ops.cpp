@@ -291,6 +291,45 @@ template <bool into_main_grad> void linear_cross_entropy_backward(Call &call) {
         call.return_tensors(gradients.dx, gradients.dweight, gradients.dbias);
 }
 
+/* Forward for a later backward. `saved` has no elements if this call saves nothing. */
+void linear_cross_entropy_saving(Call &call) {
+    const LinearInputs in(call);
+    const int64_t which = call.integer();
+    const LossOptions options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    Outputs out(args, in.target, options, call.device(), true, which);
+    {
+        const Session session("linear_cross_entropy", call.device());
+        session(rafter_linear_cross_entropy_saved(session, &args, &args.saved_bytes));
+    }
+    const int64_t words = static_cast<int64_t>((args.saved_bytes + 7) / 8);
+    Tensor saved = Tensor::empty(&words, 1, rafter::torch_dtype(RAFTER_I64), call.device());
+    args.saved = words > 0 ? saved.dl()->data : nullptr;
+    run("linear_cross_entropy", call, rafter_linear_cross_entropy_forward, args);
+    call.return_tensors(out.loss, out.lse, saved, out.row_loss, out.logprob, out.entropy, out.argmax);
+}
+
+/* Backward from what forward saved, if it did. dweight is added to main_grad, if that is given. */
+void linear_cross_entropy_backward_saved(Call &call) {
+    const Tensor dloss = call.tensor();
+    const LinearInputs in(call);
+    const Tensor lse = call.tensor(), saved = call.tensor(), main_grad = call.optional_tensor();
+    const int64_t grads = call.integer();
+    const LossOptions options(call);
+    rafter_linear_cross_entropy_args args = linear_args(call, in, options);
+    LinearGradients gradients(args, in, main_grad.present() ? grads & ~DWEIGHT : grads);
+    args.dloss = dloss.dl();
+    args.lse = lse.dl();
+    args.saved_bytes = static_cast<size_t>(saved.dl()->shape[0]) * 8;
+    args.saved = args.saved_bytes > 0 ? saved.dl()->data : nullptr;
+    if (main_grad.present() && (grads & DWEIGHT)) {
+        args.dweight = main_grad.dl();
+        args.accumulate_into_dweight = 1;
+    }
+    run("linear_cross_entropy", call, rafter_linear_cross_entropy_backward, args);
+    call.return_tensors(gradients.dx, gradients.dweight, gradients.dbias);
+}
+
 /* Throws if the budget is too small for backward. Forward asks this when backward is going to
  * compute the gradients in `grads`, with_entropy: also that of the entropy. The question reads no
  * data, so the tensors of backward that do not exist yet are contiguous placeholders, at addresses
@@ -473,6 +512,14 @@ const OpEntry ops[] = {
      "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, Tensor(a!) main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> (Tensor dinput, Tensor dbias)",
      kernel<linear_cross_entropy_backward<true>>},
+    {"linear_cross_entropy_saving",
+     "(" LINEAR_INPUTS ", int which, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> (Tensor loss, Tensor lse, Tensor saved, Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
+     kernel<linear_cross_entropy_saving>},
+    {"linear_cross_entropy_backward_saved",
+     "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, Tensor(a!) saved, Tensor(b!)? main_grad, int grads, " LOSS_OPTIONS
+     ", " LINEAR_OPTIONS ") -> (" GRADIENTS ")",
+     kernel<linear_cross_entropy_backward_saved>},
     {"linear_check_budget",
      "(" LINEAR_INPUTS ", bool into_main_grad, bool with_entropy, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
      ") -> ()",

@@ -36,6 +36,10 @@ def samples(device):
         "linear_cross_entropy_stats": [(x, w, None, y, 3, 15), (x, w, b, y, 0, 6, *per_row)],
         "linear_cross_entropy_backward": [(one, x, w, None, y, wide, 3), (rows, x, w, b, y, wide, 5, *per_row)],
         "linear_cross_entropy_backward_main_grad": [(one, x, w, None, y, wide, torch.zeros_like(w), 3)],
+        "linear_cross_entropy_saving": [(x, w, None, y, 0), (x, w, b, y, 15, *per_row)],
+        "linear_cross_entropy_backward_saved": [
+            (one, x, w, None, y, wide, torch.empty(0, dtype=torch.int64, device=device), None, 3),
+            (one, x, w, b, y, wide, torch.empty(0, dtype=torch.int64, device=device), torch.zeros_like(w), 7)],
         "linear_logprobs": [(x, w, None, y, False, *per_row), (x, w, b, y, True, *per_row)],
         "linear_logprobs_backward": [(rows, rows, x, w, b, y, wide, rows.abs(), 7, *per_row),
                                      (rows, rows, x, w, None, y, wide, rows.abs(), 2, *per_row, 2, 0, 0)],
@@ -56,7 +60,7 @@ def test_options_match_the_schemas():
     linear = ("lce_mode", *LinearOptions._fields[1:])
     for name in ("cross_entropy", "cross_entropy_stats", "cross_entropy_backward", "cross_entropy_backward_"):
         assert tuple(_compat.argument_names(_ops.public(name)))[-10:] == LossOptions._fields
-    for name in ("", "_stats", "_backward", "_backward_main_grad"):
+    for name in ("", "_stats", "_backward", "_backward_main_grad", "_saving", "_backward_saved"):
         names = tuple(_compat.argument_names(_ops.public("linear_cross_entropy" + name)))
         assert names[-14:] == LossOptions._fields + linear
     for name in ("linear_logprobs", "linear_logprobs_backward"):

@@ -361,3 +361,49 @@ def test_logprobs_gradients_are_of_the_library(device):
         torch.autograd.grad((out.logprob + out.entropy).sum(), [x, w])
     assert "rafter._linear_logprobs_backward.default" in called
     assert not any("mm" in name or "matmul" in name or "softmax" in name for name in called)
+
+
+# ---- exponentials that forward saves for backward
+
+
+@on_devices
+@parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("options", [
+    dict(), dict(softcap=3.0), dict(label_smoothing=0.1), dict(weight=True, label_smoothing=0.2, logit_scale=0.5),
+    dict(row_weight=True, z_loss=0.01)])
+def test_backward_from_saved_exponentials(device, dtype, options):
+    """The first backward uses what forward saved, a second one computes the logits again, and mode
+    "compact" never saves. All agree with fp64."""
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, dtype, rows=200, features=64, classes=1000, bias=True)
+    options = dict(options)
+    if options.get("weight"):
+        options["weight"] = normal(1000, device=device, seed=4).abs() + 0.1
+    if options.get("row_weight"):
+        options["row_weight"] = normal(200, device=device, seed=5)
+    loss = rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction="none", **options)
+    upstream = uneven(loss)
+    first = torch.autograd.grad(loss, [x, w, b], upstream, retain_graph=True)
+    second = torch.autograd.grad(loss, [x, w, b], upstream)
+    compact = rafter.linear_cross_entropy(x, w, y, linear_bias=b, reduction="none", mode="compact", **options)
+    third = torch.autograd.grad(compact, [x, w, b], upstream)
+    wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    exact = loss_reference(logits(x, w, b), y, reduction="none", **wide)
+    close(loss, exact, scale=4)
+    for expected, *actual in zip(torch.autograd.grad(exact, [x, w, b], upstream), first, second, third):
+        size = expected.abs().max().item()
+        for each in actual:
+            close(each.double() / size, expected.double() / size, dtype=dtype, scale=2, atol=torch.finfo(dtype).eps)
+
+
+@on_devices
+def test_forward_saves_only_where_it_helps(device):
+    skip_unless(OP, device)
+    x, w, _, y = problem(device, torch.bfloat16, rows=200, features=64, classes=1000)
+    saving = torch.ops.rafter.linear_cross_entropy_saving
+    saved = saving(x, w, None, y, 0)[2]
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert saved.numel() * 8 == (200 * (1000 * 2 + 64) if hopper else 0)
+    assert saving(x, w, None, y, 0, lce_mode=2)[2].numel() == 0
+    assert saving(x, w, None, y, 0, softcap=3.0, label_smoothing=0.1)[2].numel() == 0
+    assert saving(x.float(), w.float(), None, y, 0)[2].numel() == 0

@@ -131,6 +131,8 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         store_dbias(run, dbias);
     if (p.dx && !plan.direct_dx)
         store_dx_rows(run, 0, p.rows, dx, NULL);
+    if (p.dx && !plan.setup.drop_ignored)
+        zero_ignored_dx(run);
     finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
     return RAFTER_OK;
 }
