@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/threads.h"
+
 /* ---- checks ---------------------------------------------------------------------------------- */
 
 static rafter_status check_options(rafter_context *context, const rafter_loss_options *given, rafter_loss_options *o,
@@ -186,6 +188,11 @@ static void put(const rafter_view *view, int64_t row, double value) {
         memcpy(at(view, row), &rounded, sizeof rounded);
 }
 
+/* Whether the elements follow one another. */
+static bool in_sequence(const rafter_view *view) {
+    return view->ndim == 1 && (view->stride[0] == 1 || view->shape[0] <= 1);
+}
+
 static int64_t raw_label(const struct rafter_loss *loss, int64_t row) {
     const char *p = at(&loss->target, row);
     int32_t narrow;
@@ -216,20 +223,126 @@ float rafter_loss_class_weight(const struct rafter_loss *loss, int64_t label) {
     return rafter_loss_has(&loss->class_weight) ? get(&loss->class_weight, label) : 1.0f;
 }
 
-rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
-    loss->counted = 0;
-    double weight = 0.0;
-    for (int64_t row = 0; row < loss->rows; row++) {
+/* 1 unless the label is ignored, then 0. Signs and shifts instead of comparisons: every instruction
+ * set has vectors of these. */
+static uint64_t counts(uint64_t label, int64_t ignored) {
+    const uint64_t difference = label ^ (uint64_t)ignored;
+    return (difference | (0 - difference)) >> 63;
+}
+
+void rafter_loss_labels(const struct rafter_loss *loss, int64_t first, int64_t n, int32_t *labels) {
+    if (loss->target.dtype == RAFTER_I64 && in_sequence(&loss->target)) {
+        const char *const from = at(&loss->target, first);
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t label;
+            memcpy(&label, from + i * 8, sizeof label);
+            labels[i] = (int32_t)(uint32_t)(label | (counts(label, loss->ignore_index) - 1));
+        }
+    } else {
+        for (int64_t i = 0; i < n; i++)
+            labels[i] = (int32_t)rafter_loss_label(loss, first + i);
+    }
+}
+
+void rafter_loss_load_rows(const rafter_view *view, int64_t first, int64_t n, float *values) {
+    if (!rafter_loss_has(view) || view->numel == 1) {
+        const float all = rafter_loss_has(view) ? get(view, 0) : 1.0f;
+        for (int64_t i = 0; i < n; i++)
+            values[i] = all;
+    } else if (in_sequence(view)) {
+        memcpy(values, at(view, first), (size_t)n * sizeof *values);
+    } else {
+        for (int64_t i = 0; i < n; i++)
+            values[i] = get(view, first + i);
+    }
+}
+
+void rafter_loss_store_rows(const rafter_view *view, int64_t first, int64_t n, const float *values) {
+    if (!rafter_loss_has(view))
+        return;
+    if (in_sequence(view))
+        memcpy(at(view, first), values, (size_t)n * sizeof *values);
+    else
+        for (int64_t i = 0; i < n; i++)
+            put(view, first + i, (double)values[i]);
+}
+
+/* ---- labels ---------------------------------------------------------------------------------- */
+
+enum { READ_ROWS = 1 << 14, READ_TASKS = 256 }; /* rows per task, at least; tasks, at most */
+
+/* The labels that one task has read. */
+struct labels_read {
+    int64_t counted, first_bad; /* first_bad: the row of the first label out of range, or -1 */
+    double weight;
+};
+
+struct reading {
+    const struct rafter_loss *loss;
+    int64_t per_task;
+    struct labels_read part[READ_TASKS];
+};
+
+/* Of n int64 labels in sequence: how many are not ignored, and how many of those are out of range. */
+static int64_t count_labels(const char *from, int64_t n, int64_t classes, int64_t ignored, int64_t *bad) {
+    uint64_t counted = 0, out = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t label;
+        memcpy(&label, from + i * 8, sizeof label);
+        counted += counts(label, ignored);
+        out += ((label | ((uint64_t)classes - 1 - label)) >> 63) & counts(label, ignored);
+    }
+    *bad = (int64_t)out;
+    return (int64_t)counted;
+}
+
+static void read_task(void *arg, int64_t task) {
+    struct reading *const reading = arg;
+    const struct rafter_loss *const loss = reading->loss;
+    const int64_t first = task * reading->per_task;
+    const int64_t end = first + reading->per_task < loss->rows ? first + reading->per_task : loss->rows;
+    struct labels_read read = {.counted = 0, .first_bad = -1};
+    if (!rafter_loss_has(&loss->class_weight) && loss->target.dtype == RAFTER_I64 && in_sequence(&loss->target)) {
+        int64_t bad;
+        read.counted = count_labels(at(&loss->target, first), end - first, loss->classes, loss->ignore_index, &bad);
+        read.weight = (double)read.counted;
+        if (bad == 0) {
+            reading->part[task] = read;
+            return;
+        }
+        read = (struct labels_read){.counted = 0, .first_bad = -1}; /* again, to find it */
+    }
+    for (int64_t row = first; row < end && read.first_bad < 0; row++) {
         const int64_t label = raw_label(loss, row);
         if (label == loss->ignore_index)
             continue;
-        if (label < 0 || label >= loss->classes)
+        if (label < 0 || label >= loss->classes) {
+            read.first_bad = row;
+            break;
+        }
+        read.counted++;
+        read.weight += (double)rafter_loss_class_weight(loss, label);
+    }
+    reading->part[task] = read;
+}
+
+rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
+    struct reading reading = {.loss = loss, .per_task = READ_ROWS};
+    if (loss->rows > READ_ROWS * READ_TASKS)
+        reading.per_task = (loss->rows + READ_TASKS - 1) / READ_TASKS;
+    const int64_t tasks = (loss->rows + reading.per_task - 1) / reading.per_task;
+    rafter_parallel(context, tasks, read_task, &reading);
+    loss->counted = 0;
+    double weight = 0.0;
+    for (int64_t task = 0; task < tasks; task++) {
+        const struct labels_read *const read = &reading.part[task];
+        if (read->first_bad >= 0)
             return rafter_fail(context, RAFTER_LABEL_OUT_OF_RANGE,
                                "the target of row %lld is %lld, wanted 0 to %lld (V = %lld) or ignore_index, %lld",
-                               (long long)row, (long long)label, (long long)loss->classes - 1, (long long)loss->classes,
-                               (long long)loss->ignore_index);
-        loss->counted++;
-        weight += (double)rafter_loss_class_weight(loss, label);
+                               (long long)read->first_bad, (long long)raw_label(loss, read->first_bad),
+                               (long long)loss->classes - 1, (long long)loss->classes, (long long)loss->ignore_index);
+        loss->counted += read->counted;
+        weight += read->weight;
     }
     loss->mean_denominator = 1.0;
     if (loss->reduction == RAFTER_MEAN)

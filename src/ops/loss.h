@@ -93,6 +93,19 @@ float rafter_loss_given_lse(const struct rafter_loss *loss, int64_t row);
 /* The weight of one class; 1 without class weights. */
 float rafter_loss_class_weight(const struct rafter_loss *loss, int64_t label);
 
+/* ---- many rows at once ----------------------------------------------------------------------- */
+
+/* The labels of rows [first, first + n), as rafter_loss_label. There are at most INT32_MAX
+ * classes. */
+void rafter_loss_labels(const struct rafter_loss *loss, int64_t first, int64_t n, int32_t *labels);
+
+/* Rows [first, first + n) of an fp32 view that has the shape of the labels or one element. A view
+ * that was not given is 1 everywhere. */
+void rafter_loss_load_rows(const rafter_view *view, int64_t first, int64_t n, float *values);
+
+/* Writes them to an optional output. */
+void rafter_loss_store_rows(const rafter_view *view, int64_t first, int64_t n, const float *values);
+
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 /* Statistics of a row, or of some of its columns. A NaN or +inf among u makes the sum NaN. */

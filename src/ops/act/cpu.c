@@ -7,8 +7,7 @@
  */
 #include "core/variants.h"
 #include "ops/act/cpu_elementwise.h"
-#include "ops/act/cpu_softmax_rows.h"
-#include "ops/act/cpu_softmax_columns.h"
+#include "ops/act/cpu_softmax_lanes.h"
 
 /* ---- merging parts of lines ------------------------------------------------------------------ */
 
@@ -45,13 +44,26 @@ SOFTMAX(rows_backward)
 SOFTMAX(columns_forward)
 SOFTMAX(columns_backward)
 
+#define FEW_COLUMNS(direction, is_forward)                                                                             \
+    static void few_columns_##direction##_statistics(const struct act_block *b, float *statistics) {                   \
+        V_FOR_DTYPE(b->dtype, dtype,                                                                                   \
+                    few_columns_statistics(dtype, is_forward, b, statistics, columns_##direction##_statistics_any))    \
+    }                                                                                                                  \
+    static void few_columns_##direction##_apply(const struct act_block *b, const float *statistics) {                  \
+        V_FOR_DTYPE(b->dtype, dtype,                                                                                   \
+                    few_columns_apply(dtype, is_forward, b, statistics, columns_##direction##_apply_any))              \
+    }
+
+FEW_COLUMNS(forward, true)
+FEW_COLUMNS(backward, false)
+
 extern const struct act_kernels RAFTER_KERNELS(act);
 const struct act_kernels RAFTER_KERNELS(act) = {
     .map = {map_forward, map_backward},
-    .short_rows = short_rows,
+    .whole_rows = {whole_rows_forward, whole_rows_backward},
     .statistics = {{rows_forward_statistics_any, rows_backward_statistics_any},
-                   {columns_forward_statistics_any, columns_backward_statistics_any}},
+                   {few_columns_forward_statistics, few_columns_backward_statistics}},
     .apply = {{rows_forward_apply_any, rows_backward_apply_any},
-              {columns_forward_apply_any, columns_backward_apply_any}},
+              {few_columns_forward_apply, few_columns_backward_apply}},
     .merge = {merge_forward, merge_backward},
 };

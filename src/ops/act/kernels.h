@@ -27,9 +27,11 @@ struct act_block {
 enum act_form { ACT_ROWS, ACT_COLUMNS, ACT_FORMS };
 
 enum {
-    /* Most elements of a block for short_rows, with a margin after each row. */
+    /* Most elements of a row for whole_rows, with a margin after each row. */
     ACT_SHORT_MARGIN = 64,
     ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
+    /* Elements of rows, with margins, that are read twice and should stay in L1. */
+    ACT_ROWS_BLOCK = 2048,
     /* Most lines of a block. */
     ACT_MOST_LINES = 512,
     /* Floats per line. Forward: the maximum, and the sum of exponentials relative to it. Backward:
@@ -41,8 +43,9 @@ enum {
 struct act_kernels {
     /* The elementwise kinds, by direction. */
     void (*map[2])(const struct act_block *block);
-    /* Softmax forward of rows with column stride 1, in one step. */
-    void (*short_rows)(const struct act_block *block);
+    /* Softmax of any number of rows of up to ACT_SHORT elements with column stride 1, in one step;
+     * by direction. */
+    void (*whole_rows[2])(const struct act_block *block);
     /* Softmax by form and direction, in two steps: statistics of the lines, then the result from
      * them. */
     void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);

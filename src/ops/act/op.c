@@ -15,7 +15,6 @@
 
 enum {
     TASK = 1 << 16,     /* elements per task */
-    ROWS_BLOCK = 2048,  /* elements per block of rows, which is read twice and should stay in L1 */
     LINE_BYTES = 64,    /* of a cache line */
     FEW_BLOCKS = 8,     /* with fewer blocks than this, lines are split, */
     ENOUGH_BLOCKS = 64, /* into parts that make about so many blocks */
@@ -124,7 +123,7 @@ static rafter_status check(rafter_context *context, const rafter_act_args *args,
 struct plan {
     rafter_view view[ACT_TENSORS];
     int row, column;        /* the two dimensions that blocks have; those before them are outer */
-    bool softmax, is_short; /* is_short: rows for the short_rows kernel */
+    bool softmax, is_short; /* is_short: rows for the whole_rows kernels */
     bool stream;            /* the output is written past the caches */
     enum act_form form;
     int64_t rows, columns;             /* of a block; the last block along a dimension may be smaller */
@@ -176,7 +175,7 @@ static int64_t columns_per_block(int64_t columns, int64_t bytes) {
 }
 
 /* Cuts the grid into blocks. Returns the bytes of workspace: the statistics of split lines. */
-static size_t cut(struct plan *plan, const struct used *used, bool forward) {
+static size_t cut(struct plan *plan, const struct used *used) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     const int64_t rows = out->shape[plan->row], columns = out->shape[plan->column];
     const int64_t outer = rafter_extent(out, 0, plan->row), bytes = rafter_dtype_bytes(out->dtype);
@@ -187,8 +186,9 @@ static size_t cut(struct plan *plan, const struct used *used, bool forward) {
         plan->rows = min64(rows, max64(TASK / columns, 1));
     } else if (by_rows) {
         plan->columns = columns;
-        plan->rows = min64(rows, max64(ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
-        plan->is_short = forward && columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(used, plan->column);
+        plan->is_short = columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(used, plan->column);
+        plan->rows =
+            min64(rows, max64(plan->is_short ? TASK / columns : ACT_ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
     } else {
         plan->columns = columns_per_block(columns, bytes);
         plan->rows = rows;
@@ -222,7 +222,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         if (plan->view[t].data)
             used.view[used.count++] = &plan->view[t];
     arrange(plan, &used, call->dim);
-    const size_t statistics = cut(plan, &used, common->direction == RAFTER_FORWARD);
+    const size_t statistics = cut(plan, &used);
 
     /* In place, the output's cache lines are already in the cache: streaming would gain nothing.
      * The span counts, not the number of elements: the bench writes a few elements again and
@@ -287,7 +287,7 @@ static void run_block(const struct work *work, int64_t index) {
     if (!plan->softmax) {
         kernels->map[direction](&block);
     } else if (plan->is_short) {
-        kernels->short_rows(&block);
+        kernels->whole_rows[direction](&block);
     } else if (plan->parts == 1) {
         float statistics[ACT_STATISTICS * ACT_MOST_LINES];
         kernels->statistics[plan->form][direction](&block, statistics);

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* cross_entropy on the CPU: statistics and gradient of some columns of one row. */
+/* cross_entropy on the CPU: statistics and gradient of some columns of one row; cpu_tile.h has those
+ * of many rows at once. */
 #include "ops/cross_entropy/kernels.h"
 
 #include "core/variants.h"
+#include "ops/cross_entropy/cpu_tile.h"
 #include "simd/softmax.h"
 
 enum { PIECE = CROSS_ENTROPY_PIECE };
@@ -357,4 +359,4 @@ static void fence(void) {
 }
 
 extern const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy);
-const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats, gradient, fence};
+const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats, gradient, tile, fence};

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU kernels of cross_entropy, one table per variant. All work on some columns of one row. */
+/* The CPU kernels of cross_entropy, one table per variant. They work on some columns of one row, or
+ * on a tile: many rows at once, a lane for each. */
 #ifndef RAFTER_CROSS_ENTROPY_KERNELS_H
 #define RAFTER_CROSS_ENTROPY_KERNELS_H
 
@@ -31,6 +32,39 @@ static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_ro
     return row->z_stride != 1 || row->dz_stride != 1 || row->softcap != 0.0f || row->scale != 1.0f || row->weight;
 }
 
+enum {
+    CROSS_ENTROPY_TILE = 256,      /* the most rows of a tile */
+    CROSS_ENTROPY_TURNED = 1 << 13 /* the most elements of a tile that is copied to a buffer */
+};
+
+/* What is the same for all tiles of a call. Strides are in elements. */
+struct cross_entropy_tiling {
+    rafter_dtype dtype;
+    bool forward, gradient, stream;
+    bool direct; /* neighbouring rows are adjacent in memory, and every tile is one run: no buffer */
+    int64_t classes;
+    int64_t run; /* rows of a run, in which rows are a constant stride apart */
+    int64_t z_row, z_class, dz_row, dz_class;
+    float smoothing, z_loss, scale;
+    double class_weight_sum, denominator;
+    const float *weight; /* contiguous class weights, if there are any and label smoothing needs them all */
+    float lse_bound;     /* backward uses a given lse up to this size, and statistics otherwise */
+};
+
+/* The rows of a tile: whole runs, or a part of one. */
+struct cross_entropy_tile {
+    int64_t rows;
+    const char *z[CROSS_ENTROPY_TILE]; /* of each run */
+    char *dz[CROSS_ENTROPY_TILE];
+
+    /* By row. The caller sets the labels (-1: ignored), the factors, and in backward lse, if it is
+     * given. Forward sets lse, row_loss and logprob. */
+    int32_t label[CROSS_ENTROPY_TILE];
+    float label_weight[CROSS_ENTROPY_TILE], row_weight[CROSS_ENTROPY_TILE], dloss[CROSS_ENTROPY_TILE];
+    float lse[CROSS_ENTROPY_TILE], row_loss[CROSS_ENTROPY_TILE], logprob[CROSS_ENTROPY_TILE];
+    bool given_lse;
+};
+
 struct cross_entropy_kernels {
     /* Computes the statistics of columns [first, first + n), n at least 1. */
     void (*stats)(const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *stats);
@@ -38,6 +72,9 @@ struct cross_entropy_kernels {
     /* Writes dz of columns [first, first + n). */
     void (*gradient)(const struct cross_entropy_row *row, int64_t first, int64_t n,
                      const struct rafter_row_gradient *gradient);
+
+    /* The whole of a tile: statistics, outputs, gradient. Returns the sum of the row losses. */
+    double (*tile)(const struct cross_entropy_tiling *tiling, struct cross_entropy_tile *tile);
 
     /* Called at the end of every task that wrote dz with `stream` set. */
     void (*fence)(void);

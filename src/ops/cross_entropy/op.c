@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cross_entropy: checks, and the CPU plan. A task is some whole rows or, if rows are few and long,
- * one chunk of the columns of one row.
+ * cross_entropy: checks, and the CPU plan. Short rows, and rows whose classes are not contiguous,
+ * run in tiles (tiles.h). Otherwise a task is some whole rows or, if rows are few and long, one
+ * chunk of the columns of one row.
  */
 #include <math.h>
 
@@ -9,6 +10,7 @@
 #include "core/threads.h"
 #include "ops/cross_entropy/call.h"
 #include "ops/cross_entropy/kernels.h"
+#include "ops/cross_entropy/tiles.h"
 
 enum {
     /* A row's statistics are always merged from those of chunks of this many columns, whether a
@@ -63,6 +65,8 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
 /* ---- plan ------------------------------------------------------------------------------------ */
 
 struct plan {
+    bool tiled; /* as `tiles` says; nothing else is set */
+    struct cross_entropy_tiles tiles;
     struct cross_entropy_row row; /* what all rows share */
     bool split;                   /* a task is one chunk; else rows_per_task rows */
     int64_t chunks, rows_per_task, tasks;
@@ -77,6 +81,9 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const int64_t rows = loss->rows, classes = loss->classes;
     const bool forward = common->direction == RAFTER_FORWARD, in_place = call->logits.data == call->dlogits.data;
     *plan = (struct plan){.chunks = ceil_div(classes, CHUNK)};
+    plan->tiled = cross_entropy_plan_tiles(call, &plan->tiles);
+    if (plan->tiled)
+        return forward ? (size_t)plan->tiles.tasks * sizeof(double) : 0;
     plan->row = (struct cross_entropy_row){
         .dtype = call->logits.dtype,
         .z_stride = classes > 1 ? call->logits.stride[call->logits.ndim - 1] : 1,
@@ -152,13 +159,9 @@ static void columns_gradient(const struct work *work, const struct cross_entropy
     }
 }
 
-/* Whether backward can use the given lse. The rounding error of a large float would show in the
- * gradient: at 1e30, a tie of two looks like no tie. The bounds keep the error to 2^-13 (bf16),
- * 2^-16 (fp16) and 2^-18 (fp32) of p; for the 16-bit dtypes that is a sixteenth of their own
- * rounding. NaN and infinities are outside the bounds too. */
+/* Whether backward can use the given lse. */
 static bool lse_is_accurate(const struct cross_entropy_call *call, int64_t index) {
-    const rafter_dtype dtype = call->logits.dtype;
-    const float bound = dtype == RAFTER_BF16 ? 0x1p11f : dtype == RAFTER_F16 ? 0x1p8f : 0x1p6f;
+    const float bound = cross_entropy_lse_bound(call->logits.dtype);
     return call->common.direction == RAFTER_BACKWARD && rafter_loss_has(&call->loss.lse) &&
            fabsf(rafter_loss_given_lse(&call->loss, index)) <= bound;
 }
@@ -271,7 +274,9 @@ static rafter_status run(rafter_context *context, const struct rafter_call *comm
         work.stats = (struct rafter_row_stats *)(void *)workspace;
     else if (forward)
         work.sums = (double *)(void *)workspace;
-    const double sum = plan->split ? run_split(context, &work) : run_rows(context, &work);
+    const double sum = plan->tiled   ? cross_entropy_run_tiles(context, call, &plan->tiles, kernels, work.sums)
+                       : plan->split ? run_split(context, &work)
+                                     : run_rows(context, &work);
     if (forward)
         rafter_loss_write(&call->loss, sum);
     return RAFTER_OK;

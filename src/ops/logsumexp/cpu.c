@@ -1,158 +1,67 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp on the CPU. The statistics of a line are a pivot near the maximum and the sum of
- * exponentials relative to it. Rows use v_stats_row. Columns keep one pivot per lane, which moves
- * at most once per block of rows, so an element costs one exponential.
+ * exponentials relative to it. Rows use v_stats_row, columns v_column_statistics. Vectors need many
+ * columns: short rows are turned into the columns of a buffer, and a few columns whose rows follow
+ * one another in memory are taken as many shorter ones.
  */
 #include "ops/logsumexp/kernels.h"
 
 #include <math.h>
 
-#include "core/sizes.h"
+#include "core/tensor.h"
 #include "core/variants.h"
-#include "simd/softmax.h"
+#include "simd/columns.h"
+#include "simd/transpose.h"
 
 enum {
     BUFFER = 512, /* elements gathered at a time where the elements of a row are not contiguous */
-    SHORT = 48    /* rows up to this length are processed as columns */
+    SHORT = 128,  /* rows up to this length are processed as columns */
+    TURNED = 8192 /* elements of short rows turned into columns at a time: 32 KiB */
 };
 
-/* v_pivot, lane by lane. */
-V_INLINE vf pivot_of(vf max) {
-    return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
+/* Of rows of `length`, how many are turned at a time: whole units. */
+V_INLINE int64_t turned_lines(int64_t length) {
+    return min64(max64(TURNED / max64(length, 1) / V_UNIT, 1) * V_UNIT, 8 * V_UNIT);
+}
+_Static_assert(SHORT *V_UNIT <= TURNED, "a unit of the longest short rows does not fit");
+
+/* ---- a few columns as many ------------------------------------------------------------------- */
+
+/* How many rows become one: see v_side_by_side. */
+V_INLINE int64_t rows_side_by_side(const struct logsumexp_block *b, bool gradient) {
+    const bool packed = b->x_step == b->lines && (!gradient || b->dx_step == b->lines);
+    return packed ? v_side_by_side(b->lines, b->length) : 1;
 }
 
-/* ---- statistics of columns ------------------------------------------------------------------- */
+/* ---- statistics ------------------------------------------------------------------------------ */
 
-V_INLINE bool line_has_nan(int dtype, const char *x, int64_t step, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        const float a = v_get(dtype, x + i * step * v_bytes(dtype));
-        if (a != a)
-            return true;
+/* Compiled once per dtype. Pitch in bytes. */
+static __attribute__((noinline)) void statistics_of(rafter_dtype any, const char *x, int64_t pitch, int64_t columns,
+                                                    int64_t rows, float *pivots, float *sums) {
+    V_FOR_DTYPE(any, dtype, v_column_statistics(dtype, x, pitch, columns, rows, NULL, NULL, pivots, sums));
+}
+
+static void column_statistics(const struct logsumexp_block *b, float *pivots, float *sums) {
+    const int64_t side = rows_side_by_side(b, false), wide = side * b->lines, long_rows = b->length / side;
+    if (side == 1) {
+        statistics_of(b->dtype, b->x, b->x_step * rafter_dtype_bytes(b->dtype), b->lines, b->length, pivots, sums);
+        return;
     }
-    return false;
-}
-
-/* Columns are processed in units of UNIT, two vectors: whole units as pairs (see v_load_pair), the
- * last few columns as two vectors in the order of memory. */
-enum {
-    UNIT = 2 * V_LANES,
-    ROWS = 16 /* of a block: its maxima are computed first, then its exponentials, which read x from L1 */
-};
-
-V_INLINE void load_few(int dtype, const char *p, int64_t columns, vf a[2]) {
-    const int64_t first = min64(columns, V_LANES);
-    a[0] = v_load_part(dtype, p, first, -INFINITY);
-    a[1] = v_load_part(dtype, p + first * v_bytes(dtype), columns - first, -INFINITY);
-}
-
-V_INLINE void store_few(int dtype, char *p, int64_t columns, const vf a[2]) {
-    const int64_t first = min64(columns, V_LANES);
-    v_store_part(dtype, p, a[0], first);
-    v_store_part(dtype, p + first * v_bytes(dtype), a[1], columns - first);
-}
-
-V_INLINE void load_unit(int dtype, const char *p, int64_t columns, vf a[2]) {
-    if (columns == UNIT)
-        v_load_pair(dtype, p, &a[0], &a[1]);
-    else
-        load_few(dtype, p, columns, a);
-}
-
-/* Column maxima over `rows` rows of a unit. With a NaN in a column its maximum is undefined; its
- * sum is NaN anyway. */
-V_INLINE void unit_maxima(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, vf max[2]) {
-    struct v_peak peak = v_peak_empty();
-    for (int64_t r = 0; r < rows; r++, x += pitch) {
-        vf a[2];
-        load_unit(dtype, x, columns, a);
-        __builtin_prefetch(x + ROWS * pitch, 0, 2);
-        if (columns == UNIT)
-            v_peak_add(dtype, &peak, x, a[0], a[1]);
-        else
-            for (int k = 0; k < 2; k++)
-                peak.value[k] = v_max(a[k], peak.value[k]);
+    /* The rows that are left over are merged like the second half of two. */
+    float wide_pivots[V_WIDE], wide_sums[V_WIDE];
+    const int64_t rest = b->length - long_rows * side, bytes = rafter_dtype_bytes(b->dtype);
+    statistics_of(b->dtype, b->x, wide * bytes, wide, long_rows, wide_pivots, wide_sums);
+    for (int64_t n = wide / 2; n >= b->lines; n /= 2)
+        v_merge_columns(wide_pivots, wide_sums, n);
+    if (rest) {
+        statistics_of(b->dtype, b->x + long_rows * wide * bytes, b->lines * bytes, b->lines, rest,
+                      wide_pivots + b->lines, wide_sums + b->lines);
+        v_merge_columns(wide_pivots, wide_sums, b->lines);
     }
-    if (columns == UNIT)
-        v_peak_pair(dtype, &peak, &max[0], &max[1]);
-    else
-        for (int k = 0; k < 2; k++)
-            max[k] = peak.value[k];
+    memcpy(pivots, wide_pivots, (size_t)b->lines * sizeof *pivots);
+    memcpy(sums, wide_sums, (size_t)b->lines * sizeof *sums);
 }
-
-/* The running statistics of a unit's columns. */
-struct unit {
-    vf pivot[2];
-    struct v_kahan sum[2];
-};
-
-/* Adds `rows` rows. */
-V_INLINE void fold_rows(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t columns, struct unit *u) {
-    vf max[2];
-    unit_maxima(dtype, x, pitch, rows, columns, max);
-    /* A pivot moves only if the maximum exceeds it by more than 1: up to there x - pivot is
-     * accurate enough. */
-    if (v_bits((max[0] > u->pivot[0] + v_set(1.0f)) | (max[1] > u->pivot[1] + v_set(1.0f))))
-        for (int k = 0; k < 2; k++) {
-            const vf before = u->pivot[k];
-            u->pivot[k] = v_max(max[k], before);
-            v_kahan_scale(&u->sum[k], v_exp_from(before, pivot_of(u->pivot[k])));
-        }
-    const struct v_base base[2] = {v_base_per_lane(pivot_of(u->pivot[0])), v_base_per_lane(pivot_of(u->pivot[1]))};
-    vf a[2], b[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
-    int64_t r = 0;
-    for (; r + 2 <= rows; r += 2, x += 2 * pitch) { /* two sums per column hide the latency of the adds */
-        load_unit(dtype, x, columns, a);
-        load_unit(dtype, x + pitch, columns, b);
-        for (int k = 0; k < 2; k++) {
-            even[k] = v_add_exp(even[k], a[k], &base[k], false);
-            odd[k] = v_add_exp(odd[k], b[k], &base[k], false);
-        }
-    }
-    if (r < rows) {
-        load_unit(dtype, x, columns, a);
-        for (int k = 0; k < 2; k++)
-            even[k] = v_add_exp(even[k], a[k], &base[k], false);
-    }
-    for (int k = 0; k < 2; k++)
-        v_kahan_add(&u->sum[k], even[k] + odd[k]);
-}
-
-V_INLINE void column_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
-    const int64_t bytes = v_bytes(dtype), pitch = b->x_step * bytes;
-    const struct v_kahan empty_sum = {v_set(0.0f), v_set(0.0f)};
-    struct unit units[LOGSUMEXP_MOST_LINES / UNIT];
-    for (int64_t c = 0; c < b->lines; c += UNIT)
-        units[c / UNIT] = (struct unit){{v_set(-INFINITY), v_set(-INFINITY)}, {empty_sum, empty_sum}};
-    for (int64_t row = 0; row < b->length; row += ROWS)
-        for (int64_t c = 0; c < b->lines; c += UNIT) {
-            const char *const x = b->x + row * pitch + c * bytes;
-            const int64_t rows = min64(b->length - row, ROWS), columns = min64(b->lines - c, UNIT);
-            if (rows == ROWS && columns == UNIT)
-                fold_rows(dtype, x, pitch, ROWS, UNIT, &units[c / UNIT]);
-            else
-                fold_rows(dtype, x, pitch, rows, columns, &units[c / UNIT]);
-        }
-    for (int64_t c = 0; c < b->lines; c += UNIT) {
-        const int64_t columns = min64(b->lines - c, UNIT);
-        vf *const pivot = units[c / UNIT].pivot, sum[2];
-        for (int k = 0; k < 2; k++) { /* if all x are -inf, the sum holds only terms of 2^-125, or NaN */
-            const vf terms = units[c / UNIT].sum[k].sum;
-            sum[k] = v_select(pivot[k] == v_set(-INFINITY), v_set(0.0f) * terms, terms);
-        }
-        if (columns == UNIT) {
-            v_unpair(dtype, &pivot[0], &pivot[1]);
-            v_unpair(dtype, &sum[0], &sum[1]);
-        }
-        store_few(RAFTER_F32, (char *)(pivots + c), columns, pivot);
-        store_few(RAFTER_F32, (char *)(sums + c), columns, sum);
-    }
-    for (int64_t c = 0; c < b->lines; c++)
-        if (pivots[c] == INFINITY)
-            sums[c] = line_has_nan(dtype, b->x + c * bytes, b->x_step, b->length) ? NAN : 1.0f;
-}
-
-/* ---- statistics of rows ---------------------------------------------------------------------- */
 
 V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t bytes = v_bytes(dtype), block = b->x_step == 1 ? b->length : BUFFER;
@@ -165,25 +74,32 @@ V_INLINE void row_statistics(int dtype, const struct logsumexp_block *b, float *
             s = v_stats_row(dtype, v_gather(dtype, x + i * b->x_step * bytes, b->x_step, part, buffer), part, s);
         }
         if (s.max == INFINITY) /* inf - inf has made the sum NaN */
-            s.sum = line_has_nan(dtype, x, b->x_step, b->length) ? NAN : 1.0f;
+            s.sum = v_column_has_nan(dtype, x, b->x_step * bytes, b->length) ? NAN : 1.0f;
         pivots[line] = s.max;
         sums[line] = s.sum;
     }
 }
 
-/* Rows too short for vectors along them: transposed to columns of a small buffer. */
-V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
+/* Short rows from `line` on as columns of fp32, `pitch` elements apart. */
+V_INLINE void turn(int dtype, const struct logsumexp_block *b, int64_t line, int64_t lines, float *to, int64_t pitch) {
     const int64_t bytes = v_bytes(dtype);
-    char buffer[SHORT * UNIT * 4];
-    for (int64_t line = 0; line < b->lines; line += UNIT) {
-        const char *const x = b->x + line * b->x_line * bytes;
-        const int64_t lines = min64(b->lines - line, UNIT);
-        for (int64_t i = 0; i < b->length; i++)
-            for (int64_t j = 0; j < lines; j++)
-                memcpy(buffer + (i * UNIT + j) * bytes, x + (j * b->x_line + i * b->x_step) * bytes, (size_t)bytes);
-        const struct logsumexp_block columns = {
-            .dtype = b->dtype, .lines = lines, .length = b->length, .x = buffer, .x_line = 1, .x_step = UNIT};
-        column_statistics(dtype, &columns, pivots + line, sums + line);
+    const char *const x = b->x + line * b->x_line * bytes;
+    if (b->x_step == 1) {
+        v_rows_to_columns(dtype, x, b->x_line, lines, b->length, to, pitch);
+        return;
+    }
+    for (int64_t i = 0; i < b->length; i++)
+        for (int64_t j = 0; j < lines; j++)
+            to[i * pitch + j] = v_get(dtype, x + (j * b->x_line + i * b->x_step) * bytes);
+}
+
+V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
+    _Alignas(64) float columns[TURNED];
+    const int64_t step = turned_lines(b->length);
+    for (int64_t line = 0; line < b->lines; line += step) {
+        const int64_t lines = min64(b->lines - line, step);
+        turn(dtype, b, line, lines, columns, step);
+        statistics_of(RAFTER_F32, (const char *)columns, step * 4, lines, b->length, pivots + line, sums + line);
     }
 }
 
@@ -255,57 +171,102 @@ V_INLINE void row_gradient(int dtype, const struct logsumexp_block *b) {
         v_fence();
 }
 
-/* lse or dlse of the columns as fp32, in the order in which the columns are loaded. */
-V_INLINE void load_columns(int dtype, rafter_dtype from_dtype, const char *from, int64_t step, int64_t lines,
-                           float *to) {
-    for (int64_t c = 0; c < lines; c += UNIT) {
-        const int64_t columns = min64(lines - c, UNIT);
-        char buffer[UNIT * 4];
-        vf a[2];
-        V_FOR_DTYPE(from_dtype, type,
-                    load_few(type, v_gather(type, from + c * step * v_bytes(type), step, columns, buffer), columns, a));
-        if (columns == UNIT)
-            v_pair(dtype, &a[0], &a[1]);
-        v_store(RAFTER_F32, to + c, a[0]);
-        v_store(RAFTER_F32, to + c + V_LANES, a[1]);
+/* lse or dlse of some lines as fp32. */
+V_INLINE void load_lines(rafter_dtype dtype, const char *from, int64_t step, int64_t lines, float *to) {
+    for (int64_t c = 0; c < lines; c += V_LANES) {
+        const int64_t count = min64(lines - c, V_LANES);
+        char buffer[V_LANES * 4];
+        vf a = v_set(0.0f);
+        V_FOR_DTYPE(
+            dtype, type,
+            a = v_load_part(type, v_gather(type, from + c * step * v_bytes(type), step, count, buffer), count, 0.0f));
+        v_store_part(RAFTER_F32, to + c, a, count);
     }
 }
 
-V_INLINE void unit_gradient(vf a[2], const float *pivot, const float *scale) {
-    for (int k = 0; k < 2; k++)
-        a[k] = v_exp_from(a[k], v_load(RAFTER_F32, pivot + k * V_LANES)) * v_load(RAFTER_F32, scale + k * V_LANES);
+/* What the gradient of each column needs, in the order of units. */
+struct slopes {
+    float pivot[LOGSUMEXP_MOST_LINES], scale[LOGSUMEXP_MOST_LINES];
+};
+
+/* The block's lines from `line` on, `times` times over. */
+V_INLINE void load_slopes(int dtype, const struct logsumexp_block *b, int64_t line, int64_t lines, int64_t times,
+                          struct slopes *s) {
+    const int64_t lse_bytes = rafter_dtype_bytes(b->lse_dtype), dlse_bytes = rafter_dtype_bytes(b->dlse_dtype);
+    load_lines(b->lse_dtype, b->lse + line * b->lse_line * lse_bytes, b->lse_line, lines, s->pivot);
+    load_lines(b->dlse_dtype, b->dlse + line * b->dlse_line * dlse_bytes, b->dlse_line, lines, s->scale);
+    for (int64_t c = 0; c < lines; c++)
+        s->pivot[c] = v_pivot(s->pivot[c]);
+    for (int64_t i = lines; i < times * lines; i++) {
+        s->pivot[i] = s->pivot[i - lines];
+        s->scale[i] = s->scale[i - lines];
+    }
+    v_order_columns(dtype, times * lines, s->pivot);
+    v_order_columns(dtype, times * lines, s->scale);
+}
+
+V_INLINE vf slope_at(vf a, const struct slopes *s, int64_t c, int64_t count) {
+    return v_exp_from(a, v_load_lanes(RAFTER_F32, s->pivot + c, count, 0.0f)) *
+           v_load_lanes(RAFTER_F32, s->scale + c, count, 0.0f);
+}
+
+/* Pitches are in bytes. */
+V_INLINE void gradient_of_columns(int dtype, const char *x, int64_t x_pitch, char *dx, int64_t dx_pitch,
+                                  int64_t columns, int64_t rows, const struct slopes *s, bool stream) {
+    const int64_t bytes = v_bytes(dtype);
+    for (int64_t row = 0; row < rows; row++, x += x_pitch, dx += dx_pitch) {
+        int64_t c = 0;
+        for (; c + V_UNIT <= columns; c += V_UNIT) {
+            vf a, b;
+            v_load_pair(dtype, x + c * bytes, &a, &b);
+            __builtin_prefetch(x + x_pitch + c * bytes, 0, 2);
+            a = slope_at(a, s, c, V_LANES);
+            b = slope_at(b, s, c + V_LANES, V_LANES);
+            if (stream)
+                v_stream_pair(dtype, dx + c * bytes, a, b);
+            else
+                v_store_pair(dtype, dx + c * bytes, a, b);
+        }
+        for (; c < columns; c += V_LANES) {
+            const int64_t count = min64(columns - c, V_LANES);
+            const vf a = v_load_part(dtype, x + c * bytes, count, 0.0f);
+            v_store_part(dtype, dx + c * bytes, slope_at(a, s, c, count), count);
+        }
+    }
 }
 
 V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
-    const int64_t bytes = v_bytes(dtype), x_pitch = b->x_step * bytes, dx_pitch = b->dx_step * bytes;
+    const int64_t side = rows_side_by_side(b, true), long_rows = b->length / side, rest = b->length - long_rows * side;
+    const int64_t bytes = v_bytes(dtype), x_pitch = side * b->x_step * bytes, dx_pitch = side * b->dx_step * bytes;
     const bool stream = b->stream && ((uintptr_t)b->dx | (uintptr_t)dx_pitch) % V_STREAM == 0;
-    float pivot[LOGSUMEXP_MOST_LINES], scale[LOGSUMEXP_MOST_LINES];
-    load_columns(dtype, b->lse_dtype, b->lse, b->lse_line, b->lines, pivot);
-    load_columns(dtype, b->dlse_dtype, b->dlse, b->dlse_line, b->lines, scale);
-    for (int64_t c = 0; c < b->lines; c += V_LANES)
-        v_store(RAFTER_F32, pivot + c, pivot_of(v_load(RAFTER_F32, pivot + c)));
-    const int64_t whole = b->lines / UNIT * UNIT, rest = b->lines - whole;
-    for (int64_t row = 0; row < b->length; row++) {
-        const char *const x = b->x + row * x_pitch;
-        char *const dx = b->dx + row * dx_pitch;
-        vf a[2];
-        for (int64_t c = 0; c < whole; c += UNIT) {
-            v_load_pair(dtype, x + c * bytes, &a[0], &a[1]);
-            __builtin_prefetch(x + x_pitch + c * bytes, 0, 2);
-            unit_gradient(a, pivot + c, scale + c);
-            if (stream)
-                v_stream_pair(dtype, dx + c * bytes, a[0], a[1]);
-            else
-                v_store_pair(dtype, dx + c * bytes, a[0], a[1]);
-        }
-        if (rest) {
-            load_few(dtype, x + whole * bytes, rest, a);
-            unit_gradient(a, pivot + whole, scale + whole);
-            store_few(dtype, dx + whole * bytes, rest, a);
-        }
+    struct slopes slopes;
+    load_slopes(dtype, b, 0, b->lines, side, &slopes);
+    if (stream)
+        gradient_of_columns(dtype, b->x, x_pitch, b->dx, dx_pitch, side * b->lines, long_rows, &slopes, true);
+    else
+        gradient_of_columns(dtype, b->x, x_pitch, b->dx, dx_pitch, side * b->lines, long_rows, &slopes, false);
+    if (rest) { /* one shorter row */
+        load_slopes(dtype, b, 0, b->lines, rest, &slopes);
+        gradient_of_columns(dtype, b->x + long_rows * x_pitch, 0, b->dx + long_rows * dx_pitch, 0, rest * b->lines, 1,
+                            &slopes, false);
     }
     if (stream)
         v_fence();
+}
+
+V_INLINE void short_row_gradient(int dtype, const struct logsumexp_block *b) {
+    _Alignas(64) float columns[TURNED];
+    const int64_t step = turned_lines(b->length);
+    struct slopes slopes;
+    for (int64_t line = 0; line < b->lines; line += step) {
+        const int64_t lines = min64(b->lines - line, step);
+        turn(dtype, b, line, lines, columns, step);
+        load_slopes(RAFTER_F32, b, line, lines, 1, &slopes);
+        gradient_of_columns(RAFTER_F32, (const char *)columns, step * 4, (char *)columns, step * 4, lines, b->length,
+                            &slopes, false);
+        v_columns_to_rows(dtype, columns, step, lines, b->length, b->dx + line * b->dx_line * v_bytes(dtype),
+                          b->dx_line);
+    }
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
@@ -319,11 +280,14 @@ static void row_statistics_of(const struct logsumexp_block *block, float *statis
 }
 
 static void column_statistics_of(const struct logsumexp_block *block, float *statistics) {
-    V_FOR_DTYPE(block->dtype, dtype, column_statistics(dtype, block, statistics, statistics + block->lines));
+    column_statistics(block, statistics, statistics + block->lines);
 }
 
 static void row_gradient_of(const struct logsumexp_block *block) {
-    V_FOR_DTYPE(block->dtype, dtype, row_gradient(dtype, block));
+    if (block->length <= SHORT && block->lines > 1 && block->dx_step == 1)
+        V_FOR_DTYPE(block->dtype, dtype, short_row_gradient(dtype, block))
+    else
+        V_FOR_DTYPE(block->dtype, dtype, row_gradient(dtype, block))
 }
 
 static void column_gradient_of(const struct logsumexp_block *block) {

@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Softmax where vectors along a line, or across the lines of a block, would be mostly empty: short
+ * rows, which are turned into the columns of a buffer, and a few columns of packed rows, of which
+ * several rows are taken as one.
+ */
+#ifndef RAFTER_ACT_CPU_SOFTMAX_LANES_H
+#define RAFTER_ACT_CPU_SOFTMAX_LANES_H
+
+#include "ops/act/cpu_softmax_columns.h"
+#include "ops/act/cpu_softmax_rows.h"
+#include "simd/columns.h"
+#include "simd/transpose.h"
+
+/* ---- short rows ------------------------------------------------------------------------------ */
+
+enum {
+    TURNED = 4096,     /* elements turned at a time */
+    TURNED_ROWS = 256, /* rows at a time, at most */
+    SHORTEST = 40      /* rows of up to this length are turned */
+};
+
+/* y of one vector of rows, in place. */
+V_INLINE void lanes_forward(float *x, int64_t pitch, int64_t n) {
+    vf max = v_set(-INFINITY), sum[2] = {v_set(0.0f), v_set(0.0f)};
+    for (int64_t i = 0; i < n; i++)
+        max = v_max(v_load(RAFTER_F32, x + i * pitch), max);
+    max = finite_pivot(max);
+    for (int64_t i = 0; i < n; i++) {
+        const vf e = v_exp_from(v_load(RAFTER_F32, x + i * pitch), max);
+        v_store(RAFTER_F32, x + i * pitch, e);
+        sum[i % 2] += e;
+    }
+    const vf scale = v_set(1.0f) / (sum[0] + sum[1]);
+    for (int64_t i = 0; i < n; i++)
+        v_store(RAFTER_F32, x + i * pitch, v_load(RAFTER_F32, x + i * pitch) * scale);
+}
+
+/* dx from y and dy, in place of y. */
+V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n) {
+    vf sum[2] = {v_set(0.0f), v_set(0.0f)};
+    for (int64_t i = 0; i < n; i++)
+        sum[i % 2] = v_fma(v_load(RAFTER_F32, y + i * pitch), v_load(RAFTER_F32, dy + i * pitch), sum[i % 2]);
+    const vf all = sum[0] + sum[1];
+    for (int64_t i = 0; i < n; i++)
+        v_store(RAFTER_F32, y + i * pitch,
+                v_load(RAFTER_F32, y + i * pitch) * (v_load(RAFTER_F32, dy + i * pitch) - all));
+}
+
+V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b) {
+    _Alignas(64) float in[TURNED], dy[TURNED];
+    const int64_t n = b->columns, pitch = min64(TURNED / n / V_LANES * V_LANES, TURNED_ROWS);
+    for (int64_t r = 0; r < b->rows; r += pitch) {
+        const int64_t rows = min64(b->rows - r, pitch);
+        v_rows_to_columns(dtype, row_at(dtype, b, ACT_IN, r), b->row_stride[ACT_IN], rows, n, in, pitch);
+        if (!is_forward)
+            v_rows_to_columns(dtype, row_at(dtype, b, ACT_DY, r), b->row_stride[ACT_DY], rows, n, dy, pitch);
+        for (int64_t i = 0; i < rows; i += V_LANES) {
+            if (is_forward)
+                lanes_forward(in + i, pitch, n);
+            else
+                lanes_backward(in + i, dy + i, pitch, n);
+        }
+        v_columns_to_rows(dtype, in, pitch, rows, n, row_at(dtype, b, ACT_OUT, r), b->row_stride[ACT_OUT]);
+    }
+}
+
+/* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
+static void whole_rows(const struct act_block *b, bool is_forward) {
+    if (b->columns <= SHORTEST && b->rows > 1) {
+        if (is_forward)
+            V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, true, b))
+        else
+            V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, false, b))
+        return;
+    }
+    const int64_t some = max64(ACT_ROWS_BLOCK / (b->columns + ACT_SHORT_MARGIN), 1);
+    for (int64_t r = 0; r < b->rows; r += some) {
+        struct act_block part = *b;
+        part.rows = min64(b->rows - r, some);
+        for (int t = 0; t < ACT_TENSORS; t++)
+            part.data[t] = b->data[t] ? b->data[t] + r * b->row_stride[t] * v_bytes((int)b->dtype) : NULL;
+        if (is_forward) {
+            short_rows(&part);
+        } else {
+            float sum[ACT_ROWS_BLOCK / ACT_SHORT_MARGIN];
+            V_FOR_DTYPE(b->dtype, dtype, rows_backward_statistics(dtype, &part, sum));
+            V_FOR_DTYPE(b->dtype, dtype, rows_backward_apply(dtype, &part, sum));
+        }
+    }
+}
+
+static void whole_rows_forward(const struct act_block *b) {
+    whole_rows(b, true);
+}
+
+static void whole_rows_backward(const struct act_block *b) {
+    whole_rows(b, false);
+}
+
+/* ---- a few columns --------------------------------------------------------------------------- */
+
+/* How many rows become one: see v_side_by_side. */
+V_INLINE int64_t rows_side_by_side(const struct act_block *b) {
+    bool packed = true;
+    for (int t = 0; t < ACT_TENSORS; t++)
+        packed &= !b->data[t] || b->row_stride[t] == b->columns;
+    return packed ? v_side_by_side(b->columns, b->rows) : 1;
+}
+
+/* The block from row `first` on, with `side` rows taken as one. */
+V_INLINE struct act_block wide_block(const struct act_block *b, int64_t first, int64_t rows, int64_t side) {
+    struct act_block wide = *b;
+    wide.rows = rows;
+    wide.columns = side * b->columns;
+    for (int t = 0; t < ACT_TENSORS; t++) {
+        wide.row_stride[t] = wide.columns;
+        wide.data[t] = b->data[t] ? b->data[t] + first * b->columns * v_bytes((int)b->dtype) : NULL;
+    }
+    return wide;
+}
+
+V_INLINE void add_halves(float *sums, int64_t n) {
+    for (int64_t c = 0; c < n; c++)
+        sums[c] += sums[n + c];
+}
+
+/* Statistics as `statistics_of` computes them: a pivot and a sum per column in forward, a sum in
+ * backward. */
+V_INLINE void few_columns_statistics(int dtype, bool is_forward, const struct act_block *b, float *statistics,
+                                     void (*statistics_of)(const struct act_block *b, float *statistics)) {
+    const int64_t side = rows_side_by_side(b), n = b->columns, whole = b->rows / side, rest = b->rows - whole * side;
+    if (side == 1) {
+        statistics_of(b, statistics);
+        return;
+    }
+    float wide[ACT_STATISTICS * V_WIDE];
+    float *const pivots = wide, *const sums = is_forward ? wide + side * n : wide;
+    const struct act_block block = wide_block(b, 0, whole, side);
+    statistics_of(&block, wide);
+    v_restore_columns(dtype, side * n, sums);
+    if (is_forward)
+        v_restore_columns(dtype, side * n, pivots);
+    for (int64_t half = side * n / 2; half >= n; half /= 2) {
+        if (is_forward)
+            v_merge_columns(pivots, sums, half);
+        else
+            add_halves(sums, half);
+    }
+    if (rest) {
+        const struct act_block last = wide_block(b, whole * side, rest, 1);
+        float more[ACT_STATISTICS * V_UNIT];
+        statistics_of(&last, more);
+        memcpy(pivots + n, more, (size_t)n * sizeof *more);
+        if (is_forward) {
+            memcpy(sums + n, more + n, (size_t)n * sizeof *more);
+            v_merge_columns(pivots, sums, n);
+        } else {
+            add_halves(sums, n);
+        }
+    }
+    memcpy(statistics, pivots, (size_t)n * sizeof *statistics);
+    if (is_forward)
+        memcpy(statistics + n, sums, (size_t)n * sizeof *statistics);
+}
+
+V_INLINE void few_columns_apply(int dtype, bool is_forward, const struct act_block *b, const float *statistics,
+                                void (*apply)(const struct act_block *b, const float *statistics)) {
+    const int64_t side = rows_side_by_side(b), n = b->columns, whole = b->rows / side, rest = b->rows - whole * side;
+    if (side == 1) {
+        apply(b, statistics);
+        return;
+    }
+    for (int last = 0; last < (rest ? 2 : 1); last++) { /* the rest is one row, less wide */
+        const struct act_block block = last ? wide_block(b, whole * side, 1, rest) : wide_block(b, 0, whole, side);
+        float wide[ACT_STATISTICS * V_WIDE];
+        for (int k = 0; k < (is_forward ? 2 : 1); k++) {
+            float *const to = wide + k * block.columns;
+            for (int64_t i = 0; i < block.columns; i++)
+                to[i] = i < n ? statistics[k * n + i] : to[i - n];
+            v_order_columns(dtype, block.columns, to);
+        }
+        apply(&block, wide);
+    }
+}
+
+#endif

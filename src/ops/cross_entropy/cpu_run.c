@@ -1,0 +1,157 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * cross_entropy in tiles: the CPU plan for short rows and for classes that are not contiguous. Rows
+ * in sequence form runs, in which they are a constant stride apart. A tile is a part of a run, or
+ * some whole runs if these are short; a task is some tiles.
+ */
+#include <limits.h>
+
+#include "core/cpu.h"
+#include "core/sizes.h"
+#include "core/threads.h"
+#include "ops/cross_entropy/tiles.h"
+
+enum {
+    TASK = 1 << 16,    /* elements per task, at least */
+    MOST_TASKS = 1024, /* the workspace has a number for each */
+    LEAST_ROWS = 16,   /* of a tile: a lane each */
+    UNIT_ROWS = 32,    /* tiles are multiples of this where they can be: whole vectors in every variant */
+    FEW_TILES = 32,    /* with fewer tiles than this, tiles are as small as they can be */
+    SHORT_ROWS = 256   /* most classes of contiguous rows; longer ones are faster one by one */
+};
+
+/* ---- plan ------------------------------------------------------------------------------------ */
+
+static bool served(const struct cross_entropy_call *call) {
+    const struct rafter_loss *const loss = &call->loss;
+    const bool dense_weights = !rafter_loss_has(&loss->class_weight) || loss->class_weight.stride[0] == 1;
+    return loss->softcap == 0.0f && !rafter_loss_has(&loss->entropy) && !rafter_loss_has(&loss->argmax) &&
+           dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows >= LEAST_ROWS;
+}
+
+bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cross_entropy_tiles *tiles) {
+    if (!served(call))
+        return false;
+    const struct rafter_loss *const loss = &call->loss;
+    const rafter_view *const z = &call->logits, *const dz = call->gradient ? &call->dlogits : z;
+    const int64_t classes = loss->classes;
+    struct cross_entropy_tiling *const t = &tiles->tiling;
+    *tiles = (struct cross_entropy_tiles){
+        .tiling = {.dtype = z->dtype,
+                   .forward = loss->direction == RAFTER_FORWARD,
+                   .gradient = call->gradient,
+                   .stream = call->gradient && z->data != dz->data && rafter_should_stream(rafter_span_bytes(dz)),
+                   .classes = classes,
+                   .run = min64(z->shape[z->ndim - 2], dz->shape[dz->ndim - 2]),
+                   .z_row = z->stride[z->ndim - 2],
+                   .z_class = z->stride[z->ndim - 1],
+                   .dz_row = dz->stride[dz->ndim - 2],
+                   .dz_class = dz->stride[dz->ndim - 1],
+                   .smoothing = loss->smoothing,
+                   .z_loss = loss->z_loss,
+                   .scale = loss->scale,
+                   .class_weight_sum = loss->class_weight_sum,
+                   .denominator = loss->mean_denominator,
+                   .weight = loss->smoothing != 0.0f ? (const float *)(const void *)loss->class_weight.data : NULL,
+                   .lse_bound = cross_entropy_lse_bound(z->dtype)}};
+    const bool contiguous = t->z_class == 1 && t->dz_class == 1;
+    const bool fits = classes <= (contiguous ? SHORT_ROWS : CROSS_ENTROPY_TURNED / LEAST_ROWS);
+    const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && t->scale == 1.0f;
+    t->direct = adjacent && (t->run >= LEAST_ROWS || !fits);
+    if (!t->direct && !fits)
+        return false;
+    int64_t rows = CROSS_ENTROPY_TILE;
+    if (loss->rows < FEW_TILES * rows)
+        rows = UNIT_ROWS;
+    if (!t->direct)
+        rows = min64(rows, CROSS_ENTROPY_TURNED / classes / LEAST_ROWS * LEAST_ROWS);
+    if (t->run >= rows || t->direct) {
+        rows = min64(rows, t->run);
+        tiles->per_run = ceil_div(t->run, rows);
+        tiles->tiles = loss->rows / t->run * tiles->per_run;
+    } else {
+        rows = rows / t->run * t->run;
+        tiles->tiles = ceil_div(loss->rows, rows);
+    }
+    tiles->rows = rows;
+    tiles->per_task = max64(ceil_div(TASK, rows * classes), ceil_div(tiles->tiles, MOST_TASKS));
+    tiles->tasks = ceil_div(tiles->tiles, tiles->per_task);
+    return true;
+}
+
+/* ---- running --------------------------------------------------------------------------------- */
+
+struct work {
+    const struct cross_entropy_call *call;
+    const struct cross_entropy_tiles *tiles;
+    const struct cross_entropy_kernels *kernels;
+    double *sums; /* per task; NULL in backward */
+};
+
+/* Fills in a tile of `rows` rows from `first` on. */
+static void load_tile(const struct work *work, int64_t first, int64_t rows, struct cross_entropy_tile *tile) {
+    const struct cross_entropy_call *const call = work->call;
+    const struct rafter_loss *const loss = &call->loss;
+    const rafter_view *const z = &call->logits, *const dz = &call->dlogits;
+    const int64_t run = work->tiles->tiling.run;
+    tile->rows = rows;
+    for (int64_t row = 0, i = 0; row < rows; row += run, i++) {
+        tile->z[i] = rafter_at(z, rafter_offset(z, 0, z->ndim - 1, first + row));
+        if (call->gradient)
+            tile->dz[i] = rafter_at(dz, rafter_offset(dz, 0, dz->ndim - 1, first + row));
+    }
+    rafter_loss_labels(loss, first, rows, tile->label);
+    rafter_loss_load_rows(&loss->row_weight, first, rows, tile->row_weight);
+    if (rafter_loss_has(&loss->class_weight))
+        for (int64_t i = 0; i < rows; i++)
+            tile->label_weight[i] = tile->label[i] < 0 ? 0.0f : rafter_loss_class_weight(loss, tile->label[i]);
+    else
+        rafter_loss_load_rows(&loss->class_weight, first, rows, tile->label_weight);
+    if (call->gradient)
+        rafter_loss_load_rows(&loss->dloss, first, rows, tile->dloss);
+    tile->given_lse = loss->direction == RAFTER_BACKWARD && rafter_loss_has(&loss->lse);
+    if (tile->given_lse)
+        rafter_loss_load_rows(&loss->lse, first, rows, tile->lse);
+}
+
+static void store_tile(const struct rafter_loss *loss, int64_t first, const struct cross_entropy_tile *tile) {
+    if (loss->reduction == RAFTER_NONE)
+        rafter_loss_store_rows(&loss->loss, first, tile->rows, tile->row_loss);
+    rafter_loss_store_rows(&loss->row_loss, first, tile->rows, tile->row_loss);
+    rafter_loss_store_rows(&loss->lse, first, tile->rows, tile->lse);
+    rafter_loss_store_rows(&loss->logprob, first, tile->rows, tile->logprob);
+}
+
+static void tiles_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const struct cross_entropy_tiles *const tiles = work->tiles;
+    const int64_t run = tiles->tiling.run, all = work->call->loss.rows;
+    struct cross_entropy_tile tile = {.rows = 0};
+    double sum = 0.0;
+    for (int64_t i = task * tiles->per_task; i < min64((task + 1) * tiles->per_task, tiles->tiles); i++) {
+        int64_t first = i * tiles->rows, end = all;
+        if (tiles->per_run) {
+            first = i / tiles->per_run * run + i % tiles->per_run * tiles->rows;
+            end = (i / tiles->per_run + 1) * run;
+        }
+        load_tile(work, first, min64(tiles->rows, end - first), &tile);
+        sum += work->kernels->tile(&tiles->tiling, &tile);
+        if (work->sums)
+            store_tile(&work->call->loss, first, &tile);
+    }
+    if (work->sums)
+        work->sums[task] = sum;
+    if (tiles->tiling.stream)
+        work->kernels->fence();
+}
+
+double cross_entropy_run_tiles(const rafter_context *context, const struct cross_entropy_call *call,
+                               const struct cross_entropy_tiles *tiles, const struct cross_entropy_kernels *kernels,
+                               double *sums) {
+    struct work work = {.call = call, .tiles = tiles, .kernels = kernels, .sums = sums};
+    double sum = 0.0;
+    rafter_parallel(context, tiles->tasks, tiles_task, &work);
+    for (int64_t task = 0; sums && task < tiles->tasks; task++)
+        sum += sums[task];
+    return sum;
+}

@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Softmax statistics of columns: adjacent lines whose elements are one row of memory apart. Vectors
+ * run across the columns, a lane per column. A lane's results depend on its own column alone.
+ */
+#ifndef RAFTER_SIMD_COLUMNS_H
+#define RAFTER_SIMD_COLUMNS_H
+
+#include "core/sizes.h"
+#include "simd/softmax.h"
+
+enum {
+    /* Columns are processed in units of two vectors: whole units as pairs (see v_load_pair), the
+     * last few columns in the order of memory, in one vector or two. */
+    V_UNIT = 2 * V_LANES,
+    V_COLUMNS = 2048, /* the most columns per call */
+    V_COLUMN_ROWS = 8 /* of a block, which is read once: its maxima and then its exponentials */
+};
+
+/* The first `count` lanes; all of them at the cost of a plain load or store. */
+V_INLINE vf v_load_lanes(int dtype, const void *p, int64_t count, float fill) {
+    return count == V_LANES ? v_load(dtype, p) : v_load_part(dtype, p, count, fill);
+}
+
+V_INLINE void v_store_lanes(int dtype, void *p, vf a, int64_t count) {
+    if (count == V_LANES)
+        v_store(dtype, p, a);
+    else
+        v_store_part(dtype, p, a, count);
+}
+
+/* v_pivot, lane by lane. */
+V_INLINE vf v_pivots(vf max) {
+    return v_select(max == v_set(-INFINITY), v_set(0.0f), max);
+}
+
+/* Brings an array of one 32-bit value per column from the order of memory into that of units. */
+V_INLINE void v_order_columns(int dtype, int64_t columns, void *values) {
+    float *const at = values;
+    for (int64_t c = 0; dtype == RAFTER_BF16 && c + V_UNIT <= columns; c += V_UNIT) {
+        vf a = v_load(RAFTER_F32, at + c), b = v_load(RAFTER_F32, at + c + V_LANES);
+        v_pair(dtype, &a, &b);
+        v_store(RAFTER_F32, at + c, a);
+        v_store(RAFTER_F32, at + c + V_LANES, b);
+    }
+}
+
+/* The inverse. */
+V_INLINE void v_restore_columns(int dtype, int64_t columns, void *values) {
+    float *const at = values;
+    for (int64_t c = 0; dtype == RAFTER_BF16 && c + V_UNIT <= columns; c += V_UNIT) {
+        vf a = v_load(RAFTER_F32, at + c), b = v_load(RAFTER_F32, at + c + V_LANES);
+        v_unpair(dtype, &a, &b);
+        v_store(RAFTER_F32, at + c, a);
+        v_store(RAFTER_F32, at + c + V_LANES, b);
+    }
+}
+
+/* The running statistics of columns, in the order of units: a pivot, and a compensated sum. */
+struct v_column_state {
+    float *pivot, *sum, *lost;
+    const int32_t *label; /* or NULL, */
+    float *target;        /* and then NULL too */
+};
+
+/* A vector of them, `count` lanes from column c on. */
+struct v_lines {
+    vf pivot;
+    struct v_kahan sum;
+};
+
+V_INLINE struct v_lines v_load_lines(bool first, const struct v_column_state *s, int64_t c, int64_t count) {
+    if (first)
+        return (struct v_lines){v_set(-INFINITY), {v_set(0.0f), v_set(0.0f)}};
+    return (struct v_lines){
+        v_load_lanes(RAFTER_F32, s->pivot + c, count, -INFINITY),
+        {v_load_lanes(RAFTER_F32, s->sum + c, count, 0.0f), v_load_lanes(RAFTER_F32, s->lost + c, count, 0.0f)}};
+}
+
+V_INLINE void v_store_lines(const struct v_column_state *s, int64_t c, int64_t count, const struct v_lines *l) {
+    v_store_lanes(RAFTER_F32, s->pivot + c, l->pivot, count);
+    v_store_lanes(RAFTER_F32, s->sum + c, l->sum.sum, count);
+    v_store_lanes(RAFTER_F32, s->lost + c, l->sum.lost, count);
+}
+
+/* Moves pivots to the maximum where it exceeds them by more than 1: up to there x - pivot is
+ * accurate enough. `first`: nothing has been added. */
+V_INLINE struct v_base v_move_pivots(bool first, struct v_lines *l, vf max) {
+    const vi moves = max > l->pivot + v_set(1.0f);
+    if (first) {
+        l->pivot = max;
+    } else if (v_bits(moves)) {
+        const vf before = l->pivot;
+        l->pivot = v_select(moves, max, before);
+        v_kahan_scale(&l->sum, v_select(moves, v_exp_from(before, v_pivots(l->pivot)), v_set(1.0f)));
+    }
+    return v_base_per_lane(v_pivots(l->pivot));
+}
+
+/* Adds terms. */
+V_INLINE void v_add_terms(bool first, struct v_lines *l, vf terms) {
+    if (first)
+        l->sum.sum = terms;
+    else
+        v_kahan_add(&l->sum, terms);
+}
+
+/* Keeps the element of row `row` in the lanes that want it. */
+V_INLINE void v_keep_target(const struct v_column_state *s, int64_t c, int64_t count, int64_t row, vf a) {
+    const vi label = (vi)v_load_lanes(RAFTER_F32, s->label + c, count, 0.0f);
+    const vf target = v_load_lanes(RAFTER_F32, s->target + c, count, 0.0f);
+    v_store_lanes(RAFTER_F32, s->target + c, v_select(label == (int32_t)row, a, target), count);
+}
+
+/* Adds V_COLUMN_ROWS rows of a unit, from row `row` on. They are read once: 64 KiB between rows, as
+ * in images, leave them no place in L1 for a second time. NaN: v_max takes the second operand. */
+V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, int64_t row, int64_t c,
+                          const struct v_column_state *s) {
+    vf a[V_COLUMN_ROWS][2];
+    for (int r = 0; r < V_COLUMN_ROWS; r++)
+        v_load_pair(dtype, x + r * pitch, &a[r][0], &a[r][1]);
+    for (int k = 0; k < 2; k++) {
+        const int64_t at = c + k * V_LANES;
+        struct v_lines l = v_load_lines(first, s, at, V_LANES);
+        vf max = l.pivot, even = v_set(0.0f), odd = even; /* two sums hide the latency of the adds */
+        for (int r = 0; r < V_COLUMN_ROWS; r++)
+            max = v_max(a[r][k], max);
+        const struct v_base base = v_move_pivots(first, &l, max);
+        for (int r = 0; r < V_COLUMN_ROWS; r += 2) {
+            even = v_add_exp(even, a[r][k], &base, false);
+            odd = v_add_exp(odd, a[r + 1][k], &base, false);
+        }
+        v_add_terms(first, &l, even + odd);
+        v_store_lines(s, at, V_LANES, &l);
+        for (int r = 0; r < V_COLUMN_ROWS && s->label; r++)
+            v_keep_target(s, at, V_LANES, row + r, a[r][k]);
+    }
+}
+
+V_INLINE void v_load_columns(int dtype, int vectors, const char *x, int64_t count, vf a[2]) {
+    if (vectors == 2)
+        v_load_pair(dtype, x, &a[0], &a[1]);
+    else
+        a[0] = v_load_lanes(dtype, x, count, -INFINITY);
+}
+
+/* Adds up to V_COLUMN_ROWS rows. `vectors` 2: of a unit. 1: of `count` columns in the order of
+ * memory. */
+V_INLINE void v_fold_some(int dtype, bool first, int vectors, const char *x, int64_t pitch, int64_t row, int64_t rows,
+                          int64_t c, int64_t count, const struct v_column_state *s) {
+    vf a[2], sum[2] = {v_set(0.0f), v_set(0.0f)}, max[2];
+    struct v_lines l[2];
+    struct v_base base[2];
+    for (int k = 0; k < 2; k++) {
+        l[k] = v_load_lines(first, s, c + (k < vectors ? k : 0) * V_LANES, count);
+        max[k] = l[k].pivot;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        v_load_columns(dtype, vectors, x + r * pitch, count, a);
+        for (int k = 0; k < vectors; k++) {
+            max[k] = v_max(a[k], max[k]);
+            if (s->label)
+                v_keep_target(s, c + k * V_LANES, count, row + r, a[k]);
+        }
+    }
+    for (int k = 0; k < 2; k++)
+        base[k] = v_move_pivots(first, &l[k], max[k]);
+    for (int64_t r = 0; r < rows; r++) {
+        v_load_columns(dtype, vectors, x + r * pitch, count, a);
+        for (int k = 0; k < vectors; k++)
+            sum[k] = v_add_exp(sum[k], a[k], &base[k], false);
+    }
+    for (int k = 0; k < vectors; k++) {
+        v_add_terms(first, &l[k], sum[k]);
+        v_store_lines(s, c + k * V_LANES, count, &l[k]);
+    }
+}
+
+V_INLINE bool v_column_has_nan(int dtype, const char *x, int64_t pitch, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) {
+        const float a = v_get(dtype, x + r * pitch);
+        if (a != a)
+            return true;
+    }
+    return false;
+}
+
+/* Adds up to V_COLUMN_ROWS rows of all columns. */
+V_INLINE void v_fold_rows(int dtype, bool first, const char *x, int64_t pitch, int64_t row, int64_t rows,
+                          int64_t columns, const struct v_column_state *s) {
+    const int64_t bytes = v_bytes(dtype), whole = columns / V_UNIT * V_UNIT;
+    int64_t c = 0;
+    if (rows == V_COLUMN_ROWS)
+        for (; c < whole; c += V_UNIT)
+            v_fold_unit(dtype, first, x + c * bytes, pitch, row, c, s);
+    for (; c < whole; c += V_UNIT)
+        v_fold_some(dtype, first, 2, x + c * bytes, pitch, row, rows, c, V_LANES, s);
+    for (; c < columns; c += V_LANES)
+        v_fold_some(dtype, first, 1, x + c * bytes, pitch, row, rows, c, min64(columns - c, V_LANES), s);
+}
+
+/* Of every column a pivot and the sum of e^(x - pivot). The pivot is the maximum or up to 1 less,
+ * but infinite when that is. A column that holds +inf has the sum 1; a column that holds NaN has
+ * the sum NaN, whatever the pivot. `pitch`: bytes from row to row. With labels (in the order of
+ * units), target[c] becomes the element of column c in row label[c], or 0 if there is none; pass
+ * NULL for both otherwise. */
+V_INLINE void v_column_statistics(int dtype, const char *x, int64_t pitch, int64_t columns, int64_t rows,
+                                  const int32_t *label, float *target, float *pivots, float *sums) {
+    float lost[V_COLUMNS];
+    const struct v_column_state s = {pivots, sums, lost, label, target};
+    for (int64_t c = 0; target && c < columns; c++)
+        target[c] = 0.0f;
+    for (int64_t c = 0; rows == 0 && c < columns; c++) {
+        pivots[c] = -INFINITY;
+        sums[c] = 0.0f;
+    }
+    for (int64_t row = 0; row < rows; row += V_COLUMN_ROWS) {
+        const int64_t some = min64(rows - row, V_COLUMN_ROWS);
+        if (row == 0)
+            v_fold_rows(dtype, true, x, pitch, row, some, columns, &s);
+        else
+            v_fold_rows(dtype, false, x + row * pitch, pitch, row, some, columns, &s);
+    }
+    v_restore_columns(dtype, columns, pivots);
+    v_restore_columns(dtype, columns, sums);
+    if (target)
+        v_restore_columns(dtype, columns, target);
+    unsigned infinite = 0;
+    for (int64_t c = 0; c < columns; c += V_LANES) { /* if all x are -inf, the sum holds only terms of 2^-125, or NaN */
+        const int64_t count = min64(columns - c, V_LANES);
+        const vf pivot = v_load_lanes(RAFTER_F32, pivots + c, count, 0.0f);
+        const vf sum = v_load_lanes(RAFTER_F32, sums + c, count, 0.0f);
+        const vf none = v_select(pivot == v_set(-INFINITY), v_set(0.0f) * sum, sum);
+        v_store_lanes(RAFTER_F32, sums + c, none, count);
+        infinite |= v_bits(pivot == v_set(INFINITY));
+    }
+    for (int64_t c = 0; infinite && c < columns; c++)
+        if (pivots[c] == INFINITY)
+            sums[c] = v_column_has_nan(dtype, x + c * v_bytes(dtype), pitch, rows) ? NAN : 1.0f;
+}
+
+/* ---- a few columns as many ------------------------------------------------------------------- */
+
+/* Columns are few if they leave lanes of a unit empty. If their rows follow one another in memory,
+ * some rows can be taken as one that is as many times as wide. The statistics of its columns are
+ * merged afterwards. */
+enum { V_WIDE = V_UNIT * V_UNIT }; /* more than the most columns of such a row */
+
+/* How many rows become one, a power of two: 1 if the columns are not few or the rows not many. */
+V_INLINE int64_t v_side_by_side(int64_t columns, int64_t rows) {
+    const int64_t side = columns < 8 ? V_UNIT : V_LANES;
+    return columns < V_UNIT && rows >= 2 * side ? side : 1;
+}
+
+/* Merges statistics of n columns with those of the next n. */
+V_INLINE void v_merge_columns(float *pivots, float *sums, int64_t n) {
+    for (int64_t c = 0; c < n; c += V_LANES) {
+        const int64_t count = min64(n - c, V_LANES);
+        vf pivot[2], sum[2], total = v_set(0.0f);
+        for (int k = 0; k < 2; k++) {
+            pivot[k] = v_load_lanes(RAFTER_F32, pivots + k * n + c, count, 0.0f);
+            sum[k] = v_load_lanes(RAFTER_F32, sums + k * n + c, count, 0.0f);
+        }
+        const vf top = v_max(pivot[0], pivot[1]);
+        for (int k = 0; k < 2; k++) /* equal also if both are infinite */
+            total += v_select(pivot[k] == top, sum[k], sum[k] * v_exp_from(pivot[k], top));
+        v_store_part(RAFTER_F32, pivots + c, top, count);
+        v_store_part(RAFTER_F32, sums + c, total, count);
+    }
+}
+
+#endif

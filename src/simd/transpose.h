@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Short rows turned into columns and back, so that vectors can run across rows, one lane per row.
+ * V_LANES rows are turned at a time. Their elements are numbered row by row; each step of v_unzip
+ * moves the lowest bit of an element's number to the top, so that after log2(n) steps those of n
+ * columns are numbered column by column.
+ */
+#ifndef RAFTER_SIMD_TRANSPOSE_H
+#define RAFTER_SIMD_TRANSPOSE_H
+
+#include "core/sizes.h"
+#include "simd/simd.h"
+
+/* The even elements of `count` vectors, then the odd ones. `count` is a compile-time constant. */
+V_INLINE void v_unzip(vf *a, int count) {
+    vf b[V_LANES];
+    for (int i = 0; i < count / 2; i++) {
+        b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], V_EVEN);
+        b[i + count / 2] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], V_ODD);
+    }
+    for (int i = 0; i < count; i++)
+        a[i] = b[i];
+}
+
+/* The inverse of v_unzip. */
+V_INLINE void v_zip(vf *a, int count) {
+    vf b[V_LANES];
+    for (int i = 0; i < count / 2; i++) {
+        b[2 * i] = __builtin_shufflevector(a[i], a[i + count / 2], V_ZIP_LOW);
+        b[2 * i + 1] = __builtin_shufflevector(a[i], a[i + count / 2], V_ZIP_HIGH);
+    }
+    for (int i = 0; i < count; i++)
+        a[i] = b[i];
+}
+
+/* Elements of a by index, lane by lane. */
+V_INLINE vf v_permute(vf a, vi index) {
+#if V_LANES == 16
+    return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)a);
+#elif V_LANES == 8
+    return (vf)_mm256_permutevar8x32_ps((__m256)a, (__m256i)index);
+#else
+    return (vf){a[index[0]], a[index[1]], a[index[2]], a[index[3]]};
+#endif
+}
+
+/* ---- packed rows of up to V_LANES / 2 elements ----------------------------------------------- */
+
+/* A vector holds V_LANES / width rows, where width is the least power of two that is at least n. */
+
+/* Rows [r, r + V_LANES), of which `rows` are there. `whole`: as many follow, so that V_LANES
+ * elements can be read anywhere. */
+V_INLINE void v_packed_to_columns(int dtype, int width, const char *x, int64_t rows, int64_t n, vi spread, bool whole,
+                                  float *to, int64_t to_pitch) {
+    const int per = V_LANES / width;
+    vf a[V_LANES];
+    for (int i = 0; i < width; i++) {
+        const char *const p = x + i * per * n * v_bytes(dtype);
+        const int64_t count = min64(max64(rows - i * per, 0), per) * n;
+        a[i] = whole ? v_load(dtype, p) : v_load_part(dtype, p, count, 0.0f);
+        if (n != width)
+            a[i] = v_permute(a[i], spread);
+    }
+    for (int w = 1; w < width; w *= 2)
+        v_unzip(a, width);
+    for (int i = 0; i < width; i++)
+        if (i < n)
+            v_store(RAFTER_F32, to + i * to_pitch, a[i]);
+}
+
+V_INLINE void v_packed_rows_to_columns(int dtype, int width, const char *x, int64_t rows, int64_t n, float *to,
+                                       int64_t to_pitch) {
+    const int64_t step = V_LANES * n * v_bytes(dtype);
+    vi spread;
+    for (int i = 0; i < V_LANES; i++)
+        spread[i] = (int32_t)(i / width * n + i % width) % V_LANES;
+    for (; rows >= 2 * V_LANES; rows -= V_LANES, x += step, to += V_LANES)
+        v_packed_to_columns(dtype, width, x, V_LANES, n, spread, true, to, to_pitch);
+    for (; rows > 0; rows -= V_LANES, x += step, to += V_LANES)
+        v_packed_to_columns(dtype, width, x, rows, n, spread, false, to, to_pitch);
+}
+
+V_INLINE void v_columns_to_packed(int dtype, int width, const float *from, int64_t from_pitch, int64_t rows, int64_t n,
+                                  vi pack, bool whole, char *y) {
+    const int per = V_LANES / width;
+    vf a[V_LANES];
+    for (int i = 0; i < width; i++)
+        a[i] = v_load(RAFTER_F32, from + min64(i, n - 1) * from_pitch);
+    for (int w = 1; w < width; w *= 2)
+        v_zip(a, width);
+    for (int i = 0; i < width; i++) {
+        char *const to = y + i * per * n * v_bytes(dtype);
+        const int64_t count = min64(max64(rows - i * per, 0), per) * n;
+        if (n != width)
+            a[i] = v_permute(a[i], pack);
+        if (whole)
+            v_store(dtype, to, a[i]); /* what is past `count` is overwritten by the next vector, or the next rows */
+        else
+            v_store_part(dtype, to, a[i], count);
+    }
+}
+
+V_INLINE void v_columns_to_packed_rows(int dtype, int width, const float *from, int64_t from_pitch, int64_t rows,
+                                       int64_t n, char *y) {
+    const int64_t step = V_LANES * n * v_bytes(dtype);
+    vi pack;
+    for (int i = 0, row = 0, column = 0; i < V_LANES; i++) {
+        pack[i] = (row * width + column) % V_LANES;
+        column = column + 1 < n ? column + 1 : (row++, 0);
+    }
+    for (; rows >= 2 * V_LANES; rows -= V_LANES, y += step, from += V_LANES)
+        v_columns_to_packed(dtype, width, from, from_pitch, V_LANES, n, pack, true, y);
+    for (; rows > 0; rows -= V_LANES, y += step, from += V_LANES)
+        v_columns_to_packed(dtype, width, from, from_pitch, rows, n, pack, false, y);
+}
+
+/* Runs `statement` with `width` bound to a constant. */
+#define V_FOR_WIDTH(n, width, statement)                                                                               \
+    do {                                                                                                               \
+        if ((n) <= 2) {                                                                                                \
+            enum { width = 2 };                                                                                        \
+            statement;                                                                                                 \
+        } else if ((n) <= 4 || V_LANES <= 8) {                                                                         \
+            enum { width = V_LANES < 8 ? 2 : 4 };                                                                      \
+            statement;                                                                                                 \
+        } else {                                                                                                       \
+            enum { width = V_LANES / 2 };                                                                              \
+            statement;                                                                                                 \
+        }                                                                                                              \
+    } while (0)
+
+/* ---- other rows ------------------------------------------------------------------------------ */
+
+/* V_LANES rows, of which `rows` are there, and up to V_LANES of their n columns. */
+V_INLINE void v_square_to_columns(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, bool whole,
+                                  float *to, int64_t to_pitch) {
+    vf a[V_LANES];
+    for (int i = 0; i < V_LANES; i++) {
+        const char *const p = x + i * pitch * v_bytes(dtype);
+        if (whole)
+            a[i] = v_load(dtype, p);
+        else
+            a[i] = i < rows ? v_load_part(dtype, p, min64(n, V_LANES), 0.0f) : v_set(0.0f);
+    }
+    for (int w = 1; w < V_LANES; w *= 2)
+        v_unzip(a, V_LANES);
+    for (int i = 0; i < V_LANES; i++)
+        if (i < n)
+            v_store(RAFTER_F32, to + i * to_pitch, a[i]);
+}
+
+V_INLINE void v_columns_to_square(int dtype, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y,
+                                  int64_t pitch) {
+    vf a[V_LANES];
+    for (int i = 0; i < V_LANES; i++)
+        a[i] = v_load(RAFTER_F32, from + min64(i, n - 1) * from_pitch);
+    for (int w = 1; w < V_LANES; w *= 2)
+        v_zip(a, V_LANES);
+    for (int i = 0; i < V_LANES; i++) {
+        char *const to = y + i * pitch * v_bytes(dtype);
+        if (rows >= V_LANES && n >= V_LANES)
+            v_store(dtype, to, a[i]);
+        else if (i < rows)
+            v_store_part(dtype, to, a[i], min64(n, V_LANES));
+    }
+}
+
+/* ---- any rows -------------------------------------------------------------------------------- */
+
+/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, as fp32. Writes whole
+ * vectors: to_pitch is at least `rows` rounded up to V_LANES. */
+V_INLINE void v_rows_to_columns(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to,
+                                int64_t to_pitch) {
+    if (pitch == n && n <= V_LANES / 2) {
+        V_FOR_WIDTH(n, width, v_packed_rows_to_columns(dtype, width, x, rows, n, to, to_pitch));
+        return;
+    }
+    const int64_t bytes = v_bytes(dtype);
+    for (int64_t r = 0; r < rows; r += V_LANES)
+        for (int64_t c = 0; c < n; c += V_LANES) {
+            const char *const from = x + (r * pitch + c) * bytes;
+            float *const at = to + c * to_pitch + r;
+            /* Reading past the end of a row is harmless if as many rows follow. */
+            if (pitch > 0 && rows - r >= 2 * V_LANES)
+                v_square_to_columns(dtype, from, pitch, V_LANES, n - c, true, at, to_pitch);
+            else
+                v_square_to_columns(dtype, from, pitch, rows - r, n - c, false, at, to_pitch);
+        }
+}
+
+/* The inverse: y[r * pitch + c] = from[c * from_pitch + r]. Reads whole vectors. */
+V_INLINE void v_columns_to_rows(int dtype, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y,
+                                int64_t pitch) {
+    if (pitch == n && n <= V_LANES / 2) {
+        V_FOR_WIDTH(n, width, v_columns_to_packed_rows(dtype, width, from, from_pitch, rows, n, y));
+        return;
+    }
+    for (int64_t r = 0; r < rows; r += V_LANES)
+        for (int64_t c = 0; c < n; c += V_LANES)
+            v_columns_to_square(dtype, from + c * from_pitch + r, from_pitch, rows - r, n - c,
+                                y + (r * pitch + c) * v_bytes(dtype), pitch);
+}
+
+#endif
