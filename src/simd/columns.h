@@ -148,7 +148,7 @@ V_INLINE void v_load_columns(int dtype, int vectors, const char *x, int64_t coun
  * memory. */
 V_INLINE void v_fold_some(int dtype, bool first, int vectors, const char *x, int64_t pitch, int64_t row, int64_t rows,
                           int64_t c, int64_t count, const struct v_column_state *s) {
-    vf a[2], sum[2] = {v_set(0.0f), v_set(0.0f)}, max[2];
+    vf a[2], max[2], even[2] = {v_set(0.0f), v_set(0.0f)}, odd[2] = {v_set(0.0f), v_set(0.0f)};
     struct v_lines l[2];
     struct v_base base[2];
     for (int k = 0; k < 2; k++) {
@@ -165,13 +165,18 @@ V_INLINE void v_fold_some(int dtype, bool first, int vectors, const char *x, int
     }
     for (int k = 0; k < 2; k++)
         base[k] = v_move_pivots(first, &l[k], max[k]);
-    for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < rows; r += 2) { /* added in the order of v_fold_unit */
         v_load_columns(dtype, vectors, x + r * pitch, count, a);
         for (int k = 0; k < vectors; k++)
-            sum[k] = v_add_exp(sum[k], a[k], &base[k], false);
+            even[k] = v_add_exp(even[k], a[k], &base[k], false);
+        if (r + 1 == rows)
+            break;
+        v_load_columns(dtype, vectors, x + (r + 1) * pitch, count, a);
+        for (int k = 0; k < vectors; k++)
+            odd[k] = v_add_exp(odd[k], a[k], &base[k], false);
     }
     for (int k = 0; k < vectors; k++) {
-        v_add_terms(first, &l[k], sum[k]);
+        v_add_terms(first, &l[k], even[k] + odd[k]);
         v_store_lines(s, c + k * V_LANES, count, &l[k]);
     }
 }

@@ -15,9 +15,12 @@
 /* ---- short rows ------------------------------------------------------------------------------ */
 
 enum {
-    TURNED = 4096,     /* elements turned at a time */
+    TURNED = 2048,     /* elements of each tensor turned at a time */
     TURNED_ROWS = 256, /* rows at a time, at most */
-    SHORTEST = 40      /* rows of up to this length are turned */
+    /* Rows of up to this length are turned. Backward turns three tensors, and pays for it only
+     * where several rows fit a vector. */
+    SHORTEST_FORWARD = 40,
+    SHORTEST_BACKWARD = V_LANES / 2
 };
 
 /* y of one vector of rows, in place. */
@@ -26,23 +29,34 @@ V_INLINE void lanes_forward(float *x, int64_t pitch, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         max = v_max(v_load(RAFTER_F32, x + i * pitch), max);
     max = finite_pivot(max);
-    for (int64_t i = 0; i < n; i++) {
+    int64_t i = 0;
+    for (; i + 2 <= n; i += 2)
+        for (int k = 0; k < 2; k++) {
+            const vf e = v_exp_from(v_load(RAFTER_F32, x + (i + k) * pitch), max);
+            v_store(RAFTER_F32, x + (i + k) * pitch, e);
+            sum[k] += e;
+        }
+    if (i < n) {
         const vf e = v_exp_from(v_load(RAFTER_F32, x + i * pitch), max);
         v_store(RAFTER_F32, x + i * pitch, e);
-        sum[i % 2] += e;
+        sum[0] += e;
     }
     const vf scale = v_set(1.0f) / (sum[0] + sum[1]);
-    for (int64_t i = 0; i < n; i++)
+    for (i = 0; i < n; i++)
         v_store(RAFTER_F32, x + i * pitch, v_load(RAFTER_F32, x + i * pitch) * scale);
 }
 
 /* dx from y and dy, in place of y. */
 V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n) {
     vf sum[2] = {v_set(0.0f), v_set(0.0f)};
-    for (int64_t i = 0; i < n; i++)
-        sum[i % 2] = v_fma(v_load(RAFTER_F32, y + i * pitch), v_load(RAFTER_F32, dy + i * pitch), sum[i % 2]);
+    int64_t i = 0;
+    for (; i + 2 <= n; i += 2)
+        for (int k = 0; k < 2; k++)
+            sum[k] = v_fma(v_load(RAFTER_F32, y + (i + k) * pitch), v_load(RAFTER_F32, dy + (i + k) * pitch), sum[k]);
+    if (i < n)
+        sum[0] = v_fma(v_load(RAFTER_F32, y + i * pitch), v_load(RAFTER_F32, dy + i * pitch), sum[0]);
     const vf all = sum[0] + sum[1];
-    for (int64_t i = 0; i < n; i++)
+    for (i = 0; i < n; i++)
         v_store(RAFTER_F32, y + i * pitch,
                 v_load(RAFTER_F32, y + i * pitch) * (v_load(RAFTER_F32, dy + i * pitch) - all));
 }
@@ -67,7 +81,7 @@ V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b)
 
 /* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
-    if (b->columns <= SHORTEST && b->rows > 1) {
+    if (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1) {
         if (is_forward)
             V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, true, b))
         else

@@ -45,15 +45,50 @@ struct shape {
 /* Each with the plain options. Rows of more than 16384 columns are split into chunks, for some
  * options rows of more than 2048. */
 static const struct shape shapes[] = {
-    {2, {1, 1}},    {2, {3, 1}},     {2, {2, 2}},        {2, {3, 3}},    {2, {3, 7}},     {2, {3, 8}},
-    {2, {3, 9}},    {2, {2, 15}},    {2, {2, 16}},       {2, {2, 17}},   {2, {2, 31}},    {2, {2, 32}},
-    {2, {2, 33}},   {2, {2, 63}},    {2, {2, 64}},       {2, {2, 65}},   {2, {5, 127}},   {2, {5, 129}},
-    {2, {4, 1023}}, {2, {4, 1024}},  {2, {4, 1025}},     {2, {3, 5000}}, {2, {0, 7}},     {1, {9}},
-    {1, {300}},     {3, {2, 3, 33}}, {4, {2, 1, 3, 17}}, {2, {300, 3}},  {2, {1, 40000}}, {2, {2, 16385}},
+    {2, {1, 1}},
+    {2, {3, 1}},
+    {2, {2, 2}},
+    {2, {3, 3}},
+    {2, {3, 7}},
+    {2, {3, 8}},
+    {2, {3, 9}},
+    {2, {2, 15}},
+    {2, {2, 16}},
+    {2, {2, 17}},
+    {2, {2, 31}},
+    {2, {2, 32}},
+    {2, {2, 33}},
+    {2, {2, 63}},
+    {2, {2, 64}},
+    {2, {2, 65}},
+    {2, {5, 127}},
+    {2, {5, 129}},
+    {2, {4, 1023}},
+    {2, {4, 1024}},
+    {2, {4, 1025}},
+    {2, {3, 5000}},
+    {2, {0, 7}},
+    {1, {9}},
+    {1, {300}},
+    {3, {2, 3, 33}},
+    {4, {2, 1, 3, 17}},
+    {2, {300, 3}},
+    {2, {1, 40000}},
+    {2, {2, 16385}},
+    /* so many rows that they run in tiles; with the classes contiguous and, in the transposed
+     * layout, with the rows adjacent */
+    {2, {601, 2}},
+    {2, {270, 8}},
+    {2, {150, 16}},
+    {2, {90, 33}},
+    {2, {70, 150}},
+    {2, {50, 300}},
+    {3, {2, 40, 9}},
+    {4, {3, 5, 7, 6}},
 };
 
 /* Each with every set of options; the first is also checked by finite differences. */
-static const struct shape option_shapes[] = {{2, {4, 9}}, {3, {2, 5, 37}}, {2, {2, 2051}}};
+static const struct shape option_shapes[] = {{2, {4, 9}}, {3, {2, 5, 37}}, {2, {2, 2051}}, {2, {70, 21}}};
 
 /* A few sets of options on long rows, which take all code paths at once. */
 static const struct {

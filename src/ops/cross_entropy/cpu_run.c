@@ -17,7 +17,10 @@ enum {
     LEAST_ROWS = 16,   /* of a tile: a lane each */
     UNIT_ROWS = 32,    /* tiles are multiples of this where they can be: whole vectors in every variant */
     FEW_TILES = 32,    /* with fewer tiles than this, tiles are as small as they can be */
-    SHORT_ROWS = 256   /* most classes of contiguous rows; longer ones are faster one by one */
+    /* Most classes of contiguous rows. Longer ones are faster one by one: earlier in backward, which
+     * then takes little more than the exponentials. */
+    SHORT_ROWS = 160,
+    SHORT_ROWS_BACKWARD = 80
 };
 
 /* ---- plan ------------------------------------------------------------------------------------ */
@@ -26,7 +29,7 @@ static bool served(const struct cross_entropy_call *call) {
     const struct rafter_loss *const loss = &call->loss;
     const bool dense_weights = !rafter_loss_has(&loss->class_weight) || loss->class_weight.stride[0] == 1;
     return loss->softcap == 0.0f && !rafter_loss_has(&loss->entropy) && !rafter_loss_has(&loss->argmax) &&
-           dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows >= LEAST_ROWS;
+           dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows > 0;
 }
 
 bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cross_entropy_tiles *tiles) {
@@ -55,9 +58,12 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
                    .weight = loss->smoothing != 0.0f ? (const float *)(const void *)loss->class_weight.data : NULL,
                    .lse_bound = cross_entropy_lse_bound(z->dtype)}};
     const bool contiguous = t->z_class == 1 && t->dz_class == 1;
-    const bool fits = classes <= (contiguous ? SHORT_ROWS : CROSS_ENTROPY_TURNED / LEAST_ROWS);
+    const bool fits = classes <= (!contiguous  ? CROSS_ENTROPY_TURNED / LEAST_ROWS
+                                  : t->forward ? SHORT_ROWS
+                                               : SHORT_ROWS_BACKWARD);
     const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && t->scale == 1.0f;
-    t->direct = adjacent && (t->run >= LEAST_ROWS || !fits);
+    /* Few rows with many classes are better cut into chunks of those. */
+    t->direct = adjacent && (fits ? t->run >= LEAST_ROWS : loss->rows >= LEAST_ROWS);
     if (!t->direct && !fits)
         return false;
     int64_t rows = CROSS_ENTROPY_TILE;

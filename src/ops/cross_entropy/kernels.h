@@ -34,7 +34,7 @@ static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_ro
 
 enum {
     CROSS_ENTROPY_TILE = 256,      /* the most rows of a tile */
-    CROSS_ENTROPY_TURNED = 1 << 13 /* the most elements of a tile that is copied to a buffer */
+    CROSS_ENTROPY_TURNED = 1 << 12 /* the most elements of a tile that is copied to a buffer */
 };
 
 /* What is the same for all tiles of a call. Strides are in elements. */

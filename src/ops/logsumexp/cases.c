@@ -50,6 +50,17 @@ static const struct shape shapes[] = {
     {2, 1, {1, 40000}},
     {2, 1, {3, 16385}},
     {2, 0, {2500, 7}},
+    /* short rows, which are turned into columns: for every number of rows to a vector, more rows
+     * than are turned at a time, and some left over */
+    {2, 1, {601, 2}},
+    {2, 1, {333, 4}},
+    {2, 1, {300, 8}},
+    {2, 1, {150, 21}},
+    {2, 1, {90, 80}},
+    /* a few columns of many rows, several of which are taken as one */
+    {2, 0, {2000, 2}},
+    {2, 0, {300, 31}},
+    {3, 1, {3, 70, 5}},
     {2, 0, {300, 70}},
     {3, 1, {2, 1025, 9}},
     /* rows of whole packs, more of them than a warp of a GPU takes */

@@ -15,9 +15,13 @@
 #include "simd/transpose.h"
 
 enum {
-    BUFFER = 512, /* elements gathered at a time where the elements of a row are not contiguous */
-    SHORT = 128,  /* rows up to this length are processed as columns */
-    TURNED = 8192 /* elements of short rows turned into columns at a time: 32 KiB */
+    BUFFER = 512,  /* elements gathered at a time where the elements of a row are not contiguous */
+    TURNED = 4096, /* elements of short rows turned into columns at a time: half of L1 */
+    /* Rows up to these lengths are processed as columns. Backward turns the result too; for 16-bit
+     * dtypes vectors along rows cost more. */
+    SHORT = 80,
+    SHORT_BACKWARD = 12,
+    SHORT_BACKWARD_16 = 33
 };
 
 /* Of rows of `length`, how many are turned at a time: whole units. */
@@ -284,7 +288,8 @@ static void column_statistics_of(const struct logsumexp_block *block, float *sta
 }
 
 static void row_gradient_of(const struct logsumexp_block *block) {
-    if (block->length <= SHORT && block->lines > 1 && block->dx_step == 1)
+    const int64_t most = block->dtype == RAFTER_F32 ? SHORT_BACKWARD : SHORT_BACKWARD_16;
+    if (block->length <= most && block->lines > 1 && block->dx_step == 1)
         V_FOR_DTYPE(block->dtype, dtype, short_row_gradient(dtype, block))
     else
         V_FOR_DTYPE(block->dtype, dtype, row_gradient(dtype, block))
