@@ -20,7 +20,8 @@ enum {
     /* Rows of up to this length are turned. Backward turns three tensors, and pays for it only
      * where several rows fit a vector. */
     SHORTEST_FORWARD = 40,
-    SHORTEST_BACKWARD = V_LANES / 2
+    SHORTEST_BACKWARD = V_LANES / 2,
+    MOST_VECTORS = 4 /* of rows whose gradient is computed in registers */
 };
 
 /* y of one vector of rows, in place. */
@@ -79,6 +80,36 @@ V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b)
     }
 }
 
+/* The gradient of rows of up to `vectors` (a compile-time constant) vectors, kept in registers. */
+V_INLINE void rows_in_registers(int dtype, int vectors, const struct act_block *b) {
+    const int64_t step = V_LANES * v_bytes(dtype), last = b->columns - (vectors - 1) * V_LANES;
+    for (int64_t r = 0; r < b->rows; r++) {
+        const char *const in = row_at(dtype, b, ACT_IN, r), *const given = row_at(dtype, b, ACT_DY, r);
+        char *const dx = row_at(dtype, b, ACT_OUT, r);
+        vf y[MOST_VECTORS], dy[MOST_VECTORS], products = v_set(0.0f);
+        for (int k = 0; k < vectors; k++) {
+            const int64_t count = k < vectors - 1 ? V_LANES : last;
+            y[k] = load(dtype, in + k * step, count);
+            dy[k] = load(dtype, given + k * step, count);
+            products = v_fma(y[k], dy[k], products);
+        }
+        const vf sum = v_set(v_sum(products));
+        for (int k = 0; k < vectors; k++)
+            store(dtype, dx + k * step, y[k] * (dy[k] - sum), k < vectors - 1 ? V_LANES : last);
+    }
+}
+
+V_INLINE void any_rows_in_registers(int dtype, const struct act_block *b) {
+    if (b->columns <= V_LANES)
+        rows_in_registers(dtype, 1, b);
+    else if (b->columns <= 2 * V_LANES)
+        rows_in_registers(dtype, 2, b);
+    else if (b->columns <= 3 * V_LANES)
+        rows_in_registers(dtype, 3, b);
+    else
+        rows_in_registers(dtype, MOST_VECTORS, b);
+}
+
 /* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
     if (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1) {
@@ -86,6 +117,10 @@ static void whole_rows(const struct act_block *b, bool is_forward) {
             V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, true, b))
         else
             V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, false, b))
+        return;
+    }
+    if (!is_forward && b->columns <= MOST_VECTORS * V_LANES && !b->stream) {
+        V_FOR_DTYPE(b->dtype, dtype, any_rows_in_registers(dtype, b));
         return;
     }
     const int64_t some = max64(ACT_ROWS_BLOCK / (b->columns + ACT_SHORT_MARGIN), 1);

@@ -74,17 +74,25 @@ V_INLINE void tile_store(int dtype, const struct cross_entropy_tiling *t, const 
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
-/* The sum of w u of every row. Compensated: the error does not grow with the number of classes. */
+/* The sum of w u of every row. Some classes are summed in fp32 and added in fp64, so the error does
+ * not grow with their number. */
 V_INLINE void tile_weighted(int dtype, const struct cross_entropy_tiling *t, const char *z, int64_t pitch, int64_t rows,
                             struct lanes *l) {
+    enum { SOME = 16 };
     for (int64_t r = 0; r < rows; r += V_LANES) {
         const int64_t count = min64(rows - r, V_LANES);
-        struct v_kahan total = {v_set(0.0f), v_set(0.0f)};
-        for (int64_t c = 0; c < t->classes; c++) {
-            const vf u = v_load_part(dtype, z + c * pitch + r * v_bytes(dtype), count, 0.0f);
-            v_kahan_add(&total, t->weight ? u * v_set(t->weight[c]) : u);
+        vd low = v_set_d(0.0), high = low, low_part, high_part;
+        for (int64_t c = 0; c < t->classes; c += SOME) {
+            vf sum = v_set(0.0f);
+            for (int64_t i = c; i < min64(c + SOME, t->classes); i++) {
+                const vf u = v_load_lanes(dtype, z + i * pitch + r * v_bytes(dtype), count, 0.0f);
+                sum += t->weight ? u * v_set(t->weight[i]) : u;
+            }
+            v_to_d(sum, &low_part, &high_part);
+            low += low_part;
+            high += high_part;
         }
-        v_store_part(RAFTER_F32, l->weighted + r, total.sum, count);
+        v_store_lanes(RAFTER_F32, l->weighted + r, v_from_d(low, high), count);
     }
 }
 
