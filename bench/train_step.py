@@ -248,10 +248,11 @@ def main():
         for way in names(args.ways, WAYS, "--ways"):
             say(f"{model}, {WAYS[way]}")
             results[model, way] = (run_cell if args.quick else run_apart)(model, way, args)
+            say(f"    {cell_text(results[model, way])}")
+            if args.json:  # after every cell: a later one may take long
+                with open(args.json, "w", encoding="utf-8") as file:
+                    json.dump([{"model": m, "way": w, **result} for (m, w), result in results.items()], file, indent=1)
     print_table(results, args)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump([{"model": model, "way": way, **result} for (model, way), result in results.items()], file, indent=1)
 
 
 if __name__ == "__main__":

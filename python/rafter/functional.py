@@ -500,13 +500,16 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     are never stored. Both are 0 for ignored targets.
     """
     _no_gradient("temperature", temperature)
-    if not temperature > 0 or not _F32_TINY <= 1.0 / temperature <= _F32_MAX:
+    if not 1.0 / _F32_MAX <= temperature <= 1.0 / _F32_TINY:
         raise ValueError(f"temperature is {temperature}, wanted a positive number with an inverse in fp32")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
     target = _labels(target)
-    logit_scale: Optional[float] = 1.0 / temperature
-    if _varies(temperature):
-        input, linear_bias, logit_scale = _scaled_linear(logit_scale, softcap, input, linear_bias)
+    logit_scale = None
+    if _varies(temperature) and softcap is None:  # as in _scaled; 1 / temperature would become a constant
+        dtype, wide = input.dtype, torch.promote_types(input.dtype, _f32)
+        input, linear_bias = (t if t is None else (t.to(wide) / temperature).to(dtype) for t in (input, linear_bias))
+    else:
+        logit_scale = 1.0 / temperature
     options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
                             logit_scale=logit_scale)
     linear = _as_torch_multiplies(_linear_options(mode, "float32", budget), input)

@@ -21,10 +21,15 @@ struct linear_cross_entropy_call {
 
 enum { LCE_SAVED_ROW_BYTES = 64 };
 
-/* Bytes of `saved`: exponentials of two bytes each, in rows of whole packs, and the statistics of
- * the rows. */
-static inline size_t lce_saved_bytes(int64_t rows, int64_t classes) {
-    return (size_t)rows * ((size_t)(classes + 7) / 8 * 16 + LCE_SAVED_ROW_BYTES);
+/* Elements of the sum of W's rows, which is read in whole tiles. */
+static inline int64_t lce_padded_depth(int64_t depth) {
+    return (depth + 255) / 256 * 256;
+}
+
+/* Bytes of `saved`: exponentials of two bytes each, in rows of whole packs; the statistics of the
+ * rows; and the sum of W's rows, for label smoothing. */
+static inline size_t lce_saved_bytes(int64_t rows, int64_t classes, int64_t depth) {
+    return (size_t)rows * ((size_t)(classes + 7) / 8 * 16 + LCE_SAVED_ROW_BYTES) + (size_t)lce_padded_depth(depth) * 4;
 }
 
 #endif

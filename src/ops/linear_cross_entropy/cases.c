@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "harness/gpu.h"
 #include "harness/oracle.h"
 #include "ops/loss_cases.h"
 
@@ -135,8 +136,9 @@ static struct options option_set(int64_t i) {
 
 /* ---- one problem ----------------------------------------------------------------------------- */
 
-/* The algorithms: the values of rafter_lce_mode, and fast with native accumulation. */
-enum { NATIVE_ALGORITHM = 3 };
+/* The algorithms: the values of rafter_lce_mode; fast with native accumulation; and forward that
+ * saves exponentials, followed by backward. */
+enum { NATIVE_ALGORITHM = 3, SAVED_ALGORITHM };
 
 static bool is_native(const problem *p, const struct options *o) {
     return o->native || p->algorithm == NATIVE_ALGORITHM;
@@ -349,12 +351,45 @@ static rafter_status call_one(rafter_context *context, rafter_linear_cross_entro
     return status;
 }
 
+/* What forward saves for the backward that follows it. */
+static struct {
+    void *memory;
+    size_t capacity, bytes; /* bytes: of the last forward; 0: it saved nothing */
+} saved;
+
+static bool use_saved(rafter_context *context, enum problem_mode mode, rafter_linear_cross_entropy_args *args) {
+    const size_t least_capacity = 64 << 20; /* enough for tests, which capture calls: no allocation then */
+    if (mode == PROBLEM_FORWARD && rafter_linear_cross_entropy_saved(context, args, &saved.bytes) != RAFTER_OK)
+        saved.bytes = 0;
+    if (saved.bytes > saved.capacity) {
+        gpu_release(saved.memory);
+        saved.capacity = saved.bytes > least_capacity ? saved.bytes : least_capacity;
+        saved.memory = gpu_allocate(saved.capacity);
+        saved.capacity = saved.memory ? saved.capacity : 0;
+    }
+    args->saved = saved.bytes > 0 ? saved.memory : NULL;
+    args->saved_bytes = saved.bytes;
+    return saved.bytes == 0 || saved.memory;
+}
+
+static bool has_gpu(void) {
+    static int known = -1;
+    if (known < 0) {
+        void *const memory = gpu_allocate(1);
+        known = memory != NULL;
+        gpu_release(memory);
+    }
+    return known;
+}
+
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
     const rafter_loss_options options = loss_case_options(p);
     rafter_linear_cross_entropy_args args = {
         .size = sizeof args,
         .options = &options,
-        .mode = p->algorithm == NATIVE_ALGORITHM ? RAFTER_LCE_FAST : (rafter_lce_mode)p->algorithm,
+        .mode = p->algorithm == NATIVE_ALGORITHM  ? RAFTER_LCE_FAST
+                : p->algorithm == SAVED_ALGORITHM ? RAFTER_LCE_AUTO
+                                                  : (rafter_lce_mode)p->algorithm,
         .accumulate = p->options.native ? RAFTER_ACCUMULATE_NATIVE : RAFTER_ACCUMULATE_F32,
         .x = problem_dl(p, "x"),
         .weight = problem_dl(p, "weight"),
@@ -381,6 +416,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
         args.lse = NULL;
     if (mode == PROBLEM_BACKWARD && p->options.backward_without_entropy)
         args.entropy = NULL;
+    if (p->algorithm == SAVED_ALGORITHM && !use_saved(context, mode, &args))
+        return RAFTER_OUT_OF_MEMORY;
     return call_one(context, &args, p->options.budget, problem_direction(mode), p->ask);
 }
 
@@ -439,6 +476,8 @@ static const struct bench_table tables[] = {
 
 /* A bench row is made once for all algorithms; a test problem is made for its own. */
 static bool adapt(problem *p) {
+    if (p->algorithm == SAVED_ALGORITHM) /* on a CPU it would be forward and backward, as otherwise */
+        return has_gpu() && p->options.budget == PROBLEM_NO_BUDGET && !problem_find(p, "dentropy");
     if (p->algorithm == NATIVE_ALGORITHM && !p->options.native) {
         const problem_tensor *x = problem_find(p, "x"), *weight = problem_find(p, "weight");
         const rafter_loss_options *const loss = &p->options.loss;
@@ -511,7 +550,7 @@ static void cost(const problem *p, enum problem_mode mode, double *bytes, double
     }
 }
 
-static const char *const algorithms[] = {"rafter", "fast", "compact", "native", NULL};
+static const char *const algorithms[] = {"rafter", "fast", "compact", "native", "saved", NULL};
 
 const struct op_cases rafter_cases_linear_cross_entropy = {
     .op = "linear_cross_entropy",
@@ -519,8 +558,8 @@ const struct op_cases rafter_cases_linear_cross_entropy = {
     .algorithms = algorithms,
     .algorithm_modes = {1u << PROBLEM_FORWARD | 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
                         1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH, 1u << PROBLEM_BACKWARD | 1u << PROBLEM_BOTH,
-                        1u << PROBLEM_BOTH},
-    .one_call = 0xf,
+                        1u << PROBLEM_BOTH, 1u << PROBLEM_BOTH},
+    .one_call = 0xf, /* all but the last */
     .count = count,
     .make = make,
     .tables = sizeof tables / sizeof *tables,

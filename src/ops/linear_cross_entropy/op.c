@@ -96,7 +96,7 @@ static rafter_status check_saved(rafter_context *context, const rafter_linear_cr
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
     if (!a->saved)
         return RAFTER_OK;
-    const size_t least = lce_saved_bytes(call->loss.rows, call->loss.classes);
+    const size_t least = lce_saved_bytes(call->loss.rows, call->loss.classes, call->weight.shape[1]);
     if (a->saved_bytes < least)
         return rafter_fail(context, bad, "saved_bytes is %zu, wanted at least %zu", a->saved_bytes, least);
     if ((uintptr_t)a->saved % 16 != 0)
@@ -182,6 +182,6 @@ rafter_status rafter_linear_cross_entropy_saved(rafter_context *context, const r
     size_t workspace;
     call.saved = &call; /* any address: nothing runs */
     if (rafter_ask_workspace(context, &rafter_op_linear_cross_entropy, &call.common, &workspace) == RAFTER_OK)
-        *bytes = lce_saved_bytes(call.loss.rows, call.loss.classes);
+        *bytes = lce_saved_bytes(call.loss.rows, call.loss.classes, call.weight.shape[1]);
     return RAFTER_OK;
 }

@@ -21,7 +21,7 @@ struct HopperSaved {
         Buffer<int> row_labels, frequent_labels; /* of Labels */
         Buffer<Labels::Class> class_rows;
         Buffer<float> dx, dweight, dbias;
-        Buffer<float> weight_sum, logit_sums, spread_x, column_parts;
+        Buffer<float> logit_sums, spread_x, column_parts;
     };
 
     /* The same answer for forward and for backward, whichever gradients it is asked for. */
@@ -49,7 +49,7 @@ struct HopperSaved {
         plan->setup.split_capacity = split_capacity_for(p, limits_of(call), plan->setup.clusters, p.rows);
         plan->direct_dx = p.dx_layout.direct;
         plan->direct_dweight = p.dweight_layout.direct;
-        const bool weight_sum = p.smooths && (forward || p.dx), spread_x = p.smooths && p.dweight;
+        const bool weight_sum = p.smooths && forward, spread_x = p.smooths && p.dweight;
         const int64_t parts = max(max(weight_sum ? ColumnSums::bytes(p.classes, p.depth) : 0,
                                       spread_x ? ColumnSums::bytes(p.rows, p.depth) : 0),
                                   p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0);
@@ -66,7 +66,6 @@ struct HopperSaved {
         layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
         layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, p.classes * p.depth_stride() * 4);
         layout.place(&plan->dbias, p.dbias, p.classes * 4);
-        layout.place(&plan->weight_sum, weight_sum, depth_sums);
         layout.place(&plan->spread_x, spread_x, depth_sums);
         layout.place(&plan->column_parts, parts > 0, parts);
         return layout.bytes();
@@ -75,14 +74,16 @@ struct HopperSaved {
     /* The parts of `saved`. */
     struct Saved {
         LossStats<FULL> *rows; /* of all active rows */
+        float *weight_sum;     /* label smoothing */
         Dz exponentials;
 
         explicit Saved(const Call &call) {
             const Problem p(call);
             static_assert(sizeof(LossStats<FULL>) <= LCE_SAVED_ROW_BYTES, "lce_saved_bytes counts that much");
+            char *const data = static_cast<char *>(call.saved) + p.rows * LCE_SAVED_ROW_BYTES;
             rows = static_cast<LossStats<FULL> *>(call.saved);
-            exponentials = {static_cast<char *>(call.saved) + p.rows * LCE_SAVED_ROW_BYTES,
-                            round_up(p.classes, int64_t(8)), 0, p.classes};
+            weight_sum = reinterpret_cast<float *>(data);
+            exponentials = {data + lce_padded_depth(p.depth) * 4, round_up(p.classes, int64_t(8)), 0, p.classes};
         }
     };
 
@@ -94,8 +95,8 @@ struct HopperSaved {
         run.column_parts = plan.column_parts.in(base);
         run.logit_sums = plan.logit_sums.in(base);
         if (p.smooths) {
-            sum_weights(run, plan.weight_sum.in(base));
-            sum_logits(run, plan.weight_sum.in(base), plan.logit_sums.in(base));
+            sum_weights(run, saved.weight_sum);
+            sum_logits(run, saved.weight_sum, plan.logit_sums.in(base));
         }
         sample_statistics(run, sample);
         LogitTask task = statistics_task(run, 0, p.rows, stats);
@@ -116,12 +117,10 @@ struct HopperSaved {
         const Dz &dz = saved.exponentials;
         const Matrix x_scaled = {plan.x_scaled.in(base), p.rows, p.dweight ? p.depth : 0, p.depth_stride()};
         float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base),
-                     *const weight_sum = plan.weight_sum.in(base), *const spread_x = plan.spread_x.in(base);
+                     *const spread_x = plan.spread_x.in(base);
         run.column_parts = plan.column_parts.in(base);
         run.spread_apart = p.smooths;
-        run.weight_sum = weight_sum;
-        if (weight_sum)
-            sum_weights(run, weight_sum);
+        run.weight_sum = p.smooths ? saved.weight_sum : NULL;
         finish_saved_rows(run, saved.rows);
         adjust_exponentials(run, 0, p.rows, NULL, dz, {}, x_scaled);
         if (spread_x)

@@ -209,8 +209,9 @@ struct ColumnSums {
     /* Enough for this many columns, or fewer. */
     static int64_t bytes(int64_t rows, int64_t columns);
     /* Elements of a result that is read in whole tiles: behind the columns, it is 0. */
+    static_assert(TILE_CLASSES == 256, "lce_padded_depth rounds up to that");
     static int64_t padded(int64_t columns) {
-        return round_up(columns, int64_t(TILE_CLASSES));
+        return lce_padded_depth(columns);
     }
 };
 

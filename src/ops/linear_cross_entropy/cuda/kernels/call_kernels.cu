@@ -96,7 +96,7 @@ DEVICE double divide_upstream(Loss loss, Prepared *prepared) {
         if (loss.class_of(loss.load_label(row)) < 0)
             continue;
         const RowTerms terms = terms_of(loss, common, row, loss.class_of(loss.load_label(row)));
-        constexpr double LARGE_LSE = 64.0;
+        constexpr double LARGE_LSE = 65536.0; /* lse is not known yet; fp16's logits are at most that */
         largest = fmaxf(largest, static_cast<float>(fabs(terms.softmax) + LARGE_LSE * fabs(terms.z_loss)));
         if (loss.dentropy.data)
             largest = fmaxf(largest, fabsf(loss.dentropy.get(row)));

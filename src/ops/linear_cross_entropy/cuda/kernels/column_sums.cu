@@ -114,7 +114,7 @@ __global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__
     for (int64_t first = begin + warp; first < end; first += WARPS * IN_FLIGHT_ROWS) {
         Pack<T, N> pack[IN_FLIGHT_ROWS];
         float coefficient[IN_FLIGHT_ROWS];
-        int label[IN_FLIGHT_ROWS]; /* its column, or one that is not this thread's */
+        int label[IN_FLIGHT_ROWS]; /* its column, from this thread's first one on */
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT_ROWS; i++) {
             const int64_t k = first + i * WARPS;
@@ -123,7 +123,7 @@ __global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__
             label[i] = -1;
             if constexpr (Source::HAS_LABELS)
                 if (k < end)
-                    label[i] = source.label_column(k);
+                    label[i] = source.label_column(k) - static_cast<int>(column);
             if (k < end && whole)
                 pack[i] = load_once<T, N>(source.at(k) + column);
             else if (k < end)
@@ -140,13 +140,13 @@ __global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__
                 continue;
 #pragma unroll
             for (int j = 0; j < N; j++)
-                sum[j] = fmaf(coefficient[i], column + j == label[i] ? 0.0f : values[j], sum[j]);
+                sum[j] = fmaf(coefficient[i], j == label[i] ? 0.0f : values[j], sum[j]);
             if constexpr (Source::HAS_LABELS)
-                if (label[i] >= column && label[i] < column + N) {
+                if (label[i] >= 0 && label[i] < N) {
                     const float element = source.at_label(first + i * WARPS);
 #pragma unroll
                     for (int j = 0; j < N; j++)
-                        if (column + j == label[i])
+                        if (j == label[i])
                             sum[j] += element;
                 }
         }

@@ -7,7 +7,7 @@ namespace lce {
 
 namespace {
 
-constexpr int ROW_WARPS = 8, SAMPLES = 8;
+constexpr int ROW_WARPS = 8, SAMPLES = 4;
 
 /* The dot product of two rows, by a warp. Rows begin at multiples of 16 bytes. */
 template <typename T> DEVICE float warp_dot(const T *a, const T *b, int64_t count) {
