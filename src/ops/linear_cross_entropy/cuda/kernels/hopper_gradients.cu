@@ -350,9 +350,8 @@ rafter_status no_map(rafter_context *context) {
     return rafter_fail(context, RAFTER_DEVICE_ERROR, "linear_cross_entropy: the driver could not make a tensor map");
 }
 
-bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count,
-                 bool streamed = false) {
-    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count, streamed);
+bool map_operand(CUtensorMap *map, rafter_dtype dtype, const Matrix &m, bool transposed, int count) {
+    return tiles::map_operand(map, dtype, m.data, m.rows, m.columns, m.stride, transposed, count);
 }
 
 Matrix dz_matrix(const Dz &dz, int64_t rows) {
@@ -387,7 +386,7 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype ou
     CUtensorMap dz_map, rest_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
         !map_operand(&rest_map, dtype, rest, false, shape.a_share()) ||
-        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE, shape.wide) ||
+        !map_operand(&w_map, dtype, run.w, true, tiles::SHARE) ||
         !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS))
         return no_map(run.context);
     const Launch how = tiles::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
