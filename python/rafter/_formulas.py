@@ -5,8 +5,8 @@ value."""
 import torch
 
 from ._ops import Op, batched, below_autograd, declare, direct, kernels, no_double_backward, public
-from ._options import (ACTS, DBIAS, DWEIGHT, DX, GRADIENTS, NONE, RELU, SOFTMAX, STATISTICS, flatten, save_for_backward,
-                       saved_for_backward, unflatten)
+from ._options import (ACTS, DBIAS, DWEIGHT, DX, ENTROPY, GRADIENTS, LOGPROB, NONE, RELU, SOFTMAX, STATISTICS, flatten,
+                       save_for_backward, saved_for_backward, unflatten)
 
 
 def _absent(like):
@@ -353,13 +353,36 @@ def _logprobs_save(ctx, args, results):
     ctx.mark_non_differentiable(*((lse,) if args[4] else (entropy, lse)))
 
 
+def _logprobs_forward(raw):
+    def forward(ctx, input, linear_weight, linear_bias, rest):
+        saves, target, wants_entropy, *arguments = rest
+        args = (input, linear_weight, linear_bias, target, wants_entropy, *arguments)
+        saved = None
+        if saves:  # as LinearCrossEntropy
+            _, lse, saved, _, logprob, entropy, _ = below_autograd("linear_cross_entropy_saving")(
+                *args[:4], LOGPROB | (ENTROPY if wants_entropy else 0), *arguments)
+            results = logprob, entropy, lse
+        else:
+            results = raw(*args)
+        _logprobs_save(ctx, args, results)
+        ctx.saved = saved if saved is not None and saved.numel() else None
+        return results
+
+    return forward
+
+
 def _logprobs_backward(op, ctx, dlogprob, dentropy, _):
     (*inputs, lse, entropy), options, linear = saved_for_backward(ctx)
     grads = _needed(ctx)
+    saved, ctx.saved = getattr(ctx, "saved", None), None
     if dlogprob is None and dentropy is None:
         return None, None, None
     arguments = flatten(options, linear)
-    if dentropy is None:  # the loss of a row is minus its log-probability
+    if (dentropy is None and saved is not None and not torch.compiler.is_dynamo_compiling()
+            and not batched(dlogprob)):
+        gradients = below_autograd("linear_cross_entropy_backward_saved")(
+            -dlogprob, *inputs, lse, saved, None, grads, *arguments)
+    elif dentropy is None:  # the loss of a row is minus its log-probability
         gradients = op("linear_cross_entropy_backward")(-dlogprob, *inputs, lse, grads, *arguments)
     else:
         dloss = torch.zeros_like(dentropy) if dlogprob is None else -dlogprob
@@ -372,7 +395,7 @@ def _logprobs_backward_fake(dloss, dentropy, input, linear_weight, linear_bias, 
 
 
 declare("linear_logprobs_backward", _logprobs_backward_fake)
-linear_logprobs = Op("linear_logprobs", 3, _logprobs_fake, _logprobs_save, _logprobs_backward)
+linear_logprobs = Op("linear_logprobs", 3, _logprobs_fake, _logprobs_save, _logprobs_backward, _logprobs_forward)
 
 # ---- lrpe_cosine
 

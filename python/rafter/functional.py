@@ -466,8 +466,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     elif needs:
         if budget and in_backward:
             _check_budget(input, linear_weight, linear_bias, target, into is not None, False, needs, *options, *linear)
-        saves = (in_backward and linear.mode != COMPACT and not budget and input.is_cuda and input.dtype is not _f32
-                 and 2 * target.numel() * linear_weight.shape[0] <= _most_saved(linear_weight))
+        saves = in_backward and _may_save(input, linear_weight, target, linear)
         results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, saves, call))
         return _loss_output(which, wants_lse, *results) if extras else results
     else:
@@ -478,9 +477,11 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     return _loss_output(which, wants_lse, loss, lse, *statistics)
 
 
-def _most_saved(weight):
-    """The most bytes that forward may save for backward."""
-    return max(2 * weight.numel() * weight.element_size(), 1 << 30)
+def _may_save(input, weight, target, linear):
+    """Whether forward may save exponentials for backward, 2 bytes per logit. The library knows whether
+    it can."""
+    return (input.is_cuda and input.dtype is not _f32 and linear.mode != COMPACT and not linear.budget
+            and 2 * target.numel() * weight.shape[0] <= max(2 * weight.numel() * weight.element_size(), 1 << 30))
 
 
 def _main_grad(weight):
@@ -520,7 +521,8 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     elif needs := _needs(input, linear_weight, linear_bias):
         if budget:
             _check_budget(input, linear_weight, linear_bias, target, False, entropy, needs, *options, *linear)
-        results = op.eager(input, linear_weight, linear_bias, rest)
+        saves = _may_save(input, linear_weight, target, linear)
+        results = op.eager(input, linear_weight, linear_bias, (saves, *rest))
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
     return LogProbs(results[0], results[1] if entropy else None)

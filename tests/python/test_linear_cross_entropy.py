@@ -407,3 +407,28 @@ def test_forward_saves_only_where_it_helps(device):
     assert saving(x, w, None, y, 0, lce_mode=2)[2].numel() == 0
     assert saving(x, w, None, y, 0, softcap=3.0, label_smoothing=0.1)[2].numel() == 0
     assert saving(x.float(), w.float(), None, y, 0)[2].numel() == 0
+
+
+@on_devices
+@parametrize("dtype", [torch.bfloat16, torch.float16])
+@parametrize("uses_entropy", [False, True])
+def test_logprobs_from_saved_exponentials(device, dtype, uses_entropy):
+    """Entropy is computed in any case. If nothing depends on it, backward may use what was saved."""
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, dtype, rows=200, features=64, classes=1000, bias=True)
+    results = [rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=True, temperature=0.8, mode=mode)
+               for mode in ("auto", "compact")]
+    z = logits(x, w, b) / 0.8
+    p = z.log_softmax(-1)
+    counts = y != -100
+    logprob = p.gather(-1, y.clamp(min=0).unsqueeze(-1)).squeeze(-1) * counts
+    entropy = -(p.exp() * p).sum(-1) * counts
+    upstream = uneven(logprob)
+    wanted = torch.autograd.grad((logprob * upstream).sum() + uses_entropy * entropy.sum(), [x, w, b])
+    for result in results:
+        close(result.logprob, logprob, scale=4, atol=1e-5)
+        close(result.entropy, entropy, scale=4, atol=1e-5)
+        value = (result.logprob * upstream).sum() + (result.entropy.sum() if uses_entropy else 0)
+        for actual, expected in zip(torch.autograd.grad(value, [x, w, b]), wanted):
+            size = expected.abs().max().item()
+            close(actual.double() / size, expected.double() / size, dtype=dtype, scale=2, atol=torch.finfo(dtype).eps)
