@@ -21,6 +21,6 @@ set_source_files_properties(src/cuda/backend.cu PROPERTIES COMPILE_DEFINITIONS "
 target_include_directories(rafter_cuda PRIVATE include src)
 target_link_libraries(rafter_cuda PRIVATE ${CMAKE_DL_LIBS})
 target_compile_definitions(rafter_cuda PRIVATE _GNU_SOURCE)
-target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo --threads=0 -Xcompiler=-Wall,-Wextra,-Werror>)
+target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo --threads=0 ${cuda_host_warnings}>)
 set_target_properties(rafter_cuda PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR})
 install(TARGETS rafter_cuda)
