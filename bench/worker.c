@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -99,9 +100,26 @@ static void report_end(char *reason, size_t size) {
     let_go();
 }
 
+/* The worker's script: the caller's, or the one installed with this command, or the one in the source tree. */
+static const char *find_script(char *path, size_t size) {
+    const char *given = getenv("RAFTER_WORKER");
+    if (given)
+        return given;
+    const ssize_t length = readlink("/proc/self/exe", path, size - 1);
+    if (length > 0) {
+        path[length] = 0;
+        char *slash = strrchr(path, '/');
+        const size_t folder = (size_t)(slash - path) + 1;
+        if (snprintf(slash + 1, size - folder, "%s", RAFTER_INSTALLED_WORKER) < (int)(size - folder) &&
+            access(path, R_OK) == 0)
+            return path;
+    }
+    return RAFTER_WORKER;
+}
+
 static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
-    const char *python = getenv("RAFTER_PYTHON"), *script = getenv("RAFTER_WORKER");
-    char fd[16], threads[16], evict[32], times[16];
+    const char *python = getenv("RAFTER_PYTHON");
+    char fd[16], threads[16], evict[32], times[16], path[PATH_MAX];
     signal(SIGINT, SIG_IGN); /* the tool handles Ctrl-C; exec keeps this setting */
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     const int nowhere = open("/dev/null", O_RDONLY);
@@ -119,7 +137,7 @@ static _Noreturn void run_python(int socket, int log, const struct worker_option
     snprintf(times, sizeof times, "%d", o->evictions);
     python = python ? python : "python3";
     machine_unbind();
-    execlp(python, python, script ? script : RAFTER_WORKER, fd, o->device, threads, evict, times, (char *)NULL);
+    execlp(python, python, find_script(path, sizeof path), fd, o->device, threads, evict, times, (char *)NULL);
     dprintf(STDERR_FILENO, "%s cannot be run: %s\n", python, strerror(errno));
     _exit(127);
 }

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # install.sh SOURCE BUILD: installs into a temporary prefix, then compiles and runs, with only cc
 # and pkg-config, every program in examples/ and every ```c block with a main() in README.md and
-# docs/, and a project that uses the CMake package.
+# docs/, and a project that uses the CMake package; configures one that contains the source tree; and
+# runs the installed command.
 set -euo pipefail
 source_dir=$1 build_dir=$2
 work=$(mktemp -d)
@@ -57,4 +58,41 @@ cmake -S "$work/consumer" -B "$work/consumer/build" -DCMAKE_PREFIX_PATH="$work/p
 cmake --build "$work/consumer/build" >/dev/null
 "$work/consumer/build/with_rafter" >/dev/null
 "$work/consumer/build/with_rafter_static" >/dev/null
-echo "$count programs compiled and ran; the CMake package works"
+
+# The command, where it was built, with its manual and the script that runs PyTorch's columns.
+if [ -e "$build_dir/bench/rafter" ]; then
+    "$work/prefix/bin/rafter" --version >/dev/null
+    "$work/prefix/bin/rafter" bench act --list >/dev/null
+    find "$work/prefix" -path '*/rafter/worker/worker.py' | grep -q . || { echo "worker.py is not installed"; exit 1; }
+    man=$(find "$work/prefix" -path '*/man1/rafter.1')
+    [ -n "$man" ] || { echo "the man page is not installed"; exit 1; }
+    # Every verb of the help is in the manual.
+    for verb in $("$work/prefix/bin/rafter" help | awk '/^rafter [a-z]/ { print $2 }' | sort -u); do
+        grep -qw -- "$verb" "$man" || { echo "rafter.1 does not speak of '$verb'"; exit 1; }
+    done
+fi
+
+# A project that contains Rafter's source gets the library by the package's names, and neither its tests nor its
+# command. Configuring shows that; a build would take minutes.
+mkdir "$work/parent"
+cp "$work/consumer/main.c" "$work/parent/main.c"
+cat >"$work/parent/CMakeLists.txt" <<EOF
+cmake_minimum_required(VERSION 3.22)
+project(parent C)
+add_subdirectory("$source_dir" rafter)
+foreach(library rafter rafter_static)
+  add_executable(with_\${library} main.c)
+  target_link_libraries(with_\${library} PRIVATE rafter::\${library} m)
+endforeach()
+foreach(target test_walk rafter_command rafter_torch)
+  if(TARGET \${target})
+    message(FATAL_ERROR "a project that contains Rafter builds \${target}")
+  endif()
+endforeach()
+if(NOT "\${CMAKE_BUILD_TYPE}" STREQUAL "")
+  message(FATAL_ERROR "Rafter changed the build type to \${CMAKE_BUILD_TYPE}")
+endif()
+EOF
+cmake -S "$work/parent" -B "$work/parent/build" -DRAFTER_CUDA=OFF >"$work/parent.log" 2>&1 ||
+    { cat "$work/parent.log"; exit 1; }
+echo "$count programs compiled and ran; the CMake package and add_subdirectory work"
