@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # librafter_cuda: one .cu file per CUDA row of variants.inc, and what they share. The CUDA runtime is linked in, so that it
 # does not have to be installed where the library runs.
-set(CMAKE_CUDA_ARCHITECTURES ${RAFTER_CUDA_ARCHITECTURES})
+set(CMAKE_CUDA_ARCHITECTURES ${cuda_architectures})
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
