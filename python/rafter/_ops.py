@@ -100,10 +100,31 @@ def _register_autograd(name, backward, setup_context=None):
     _library.impl(name, checked, "Autograd", with_keyset=True)
 
 
+def _on_one_device(name, fake):
+    """The fake kernel, after the check of devices that the real one makes. Without it, a call with
+    tensors on the CPU and on the meta device, which PyTorch sends to the fake kernel, would return
+    uninitialised memory."""
+    names = _compat.argument_names(public(name))
+
+    @functools.wraps(fake)
+    def checked(*args):
+        device = None
+        for argument, given in zip(names, args):
+            if isinstance(given, torch.Tensor):
+                device = device or given.device
+                if given.device != device:
+                    raise RuntimeError(f"rafter.{name}: {argument} is on {given.device}, wanted the first tensor's "
+                                       f"device, {device}")
+        return fake(*args)
+
+    return checked
+
+
 def declare(name, fake, differentiable=False):
     """Registers the fake kernel of an op under both names, and makes the one with the underscore
     invisible to autograd. An op that computes a gradient refuses to be differentiated itself."""
     NAMES.append(name)
+    fake = _on_one_device(name, fake)
     for each in (name, "_" + name):
         torch.library.register_fake("rafter::" + each, fake)
     _library.impl("_" + name, torch.library.fallthrough_kernel, "Autograd")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of the losses, as one tuple from the public functions to the ops; and the numbers of
 the C enums."""
-from typing import NamedTuple, Optional
+from typing import Literal, NamedTuple, Optional
 
 from torch import Tensor
 
@@ -12,6 +12,15 @@ MODES = {"auto": 0, "fast": 1, "compact": 2}
 ACCUMULATE = {"float32": 0, "native": 1}
 LSE_ALGORITHMS = {"auto": 0, "parallel": 1, "recurrence": 2}
 LRPE_ALGORITHMS = {"auto": 0, "sp": 1, "bp": 2}
+
+# The same names for type checkers, which cannot read them from the dicts; a test compares the two.
+Act = Literal["none", "relu", "sigmoid", "silu", "softmax"]
+Reduction = Literal["mean", "sum", "none"]
+Mode = Literal["auto", "fast", "compact"]
+Accumulate = Literal["float32", "native"]
+LogsumexpAlgorithm = Literal["auto", "parallel", "recurrence"]
+LrpeAlgorithm = Literal["auto", "sp", "bp"]
+Extra = Literal["row_loss", "lse", "logprob", "entropy", "argmax"]
 
 RELU, SIGMOID, SILU, SOFTMAX = ACTS["relu"], ACTS["sigmoid"], ACTS["silu"], ACTS["softmax"]
 MEAN, NONE = REDUCTIONS["mean"], REDUCTIONS["none"]

@@ -10,7 +10,8 @@ from torch.nn import Parameter
 from . import _compat, _flops, _formulas, _subclasses
 from ._options import (ACCUMULATE, ACTS, ARGMAX, BASIC, BASIC_LINEAR, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB,
                        LRPE_ALGORITHMS, LSE_ALGORITHMS, MEAN, MODES, NONE, REDUCTIONS, RELU, ROW_LOSS, SIGMOID, SILU,
-                       SOFTMAX, STATISTICS, LinearOptions, LossOptions, flatten, pick)
+                       SOFTMAX, STATISTICS, Accumulate, Act, Extra, LinearOptions, LogsumexpAlgorithm, LossOptions,
+                       LrpeAlgorithm, Mode, Reduction, flatten, pick)
 
 _flops.register()
 
@@ -111,7 +112,7 @@ def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> 
     return _act_raw(input, SOFTMAX, dim)
 
 
-def act(input: Tensor, kind: str = "none", dim: Optional[int] = None) -> Tensor:
+def act(input: Tensor, kind: Act = "none", dim: Optional[int] = None) -> Tensor:
     """The activation called `kind`: "none" (returns the input itself), "relu", "sigmoid", "silu",
     or "softmax" over `dim`."""
     number = pick(ACTS, "kind", kind)
@@ -131,7 +132,7 @@ def _check_dim(dim, number, name, given):
 
 
 def logsumexp(input: Tensor, dim: int, keepdim: bool = False, *, dtype: Optional[torch.dtype] = None,
-              algorithm: str = "auto") -> Tensor:
+              algorithm: LogsumexpAlgorithm = "auto") -> Tensor:
     """log(sum(exp(input))) over one dimension, like torch.logsumexp.
 
     The result has `dtype`, or the dtype of the input. It is computed in fp32, so
@@ -296,8 +297,8 @@ def _loss_output(which, wants_lse, loss, lse, *statistics):
 
 @overload  # an empty tuple is a sequence too, so the overloads overlap; the first one wins
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,  # type: ignore[overload-overlap]
-                  ignore_index: int = ..., reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
-                  softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
+                  ignore_index: int = ..., reduction: Reduction = ..., label_smoothing: float = ..., *,
+                  z_loss: float = ..., softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                   zero_if_all_ignored: bool = ..., dim: int = ..., extras: Tuple[()] = ...,
                   inplace_backward: bool = ...) -> Tensor: ...
@@ -305,18 +306,18 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,
 
 @overload
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ..., ignore_index: int = ...,
-                  reduction: str = ..., label_smoothing: float = ..., *, z_loss: float = ...,
+                  reduction: Reduction = ..., label_smoothing: float = ..., *, z_loss: float = ...,
                   softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
-                  zero_if_all_ignored: bool = ..., dim: int = ..., extras: Union[str, Sequence[str]],
+                  zero_if_all_ignored: bool = ..., dim: int = ..., extras: Union[Extra, Sequence[Extra]],
                   inplace_backward: bool = ...) -> LossOutput: ...
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, ignore_index: int = -100,
-                  reduction: str = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
+                  reduction: Reduction = "mean", label_smoothing: float = 0.0, *, z_loss: float = 0.0,
                   softcap: Optional[float] = None, logit_scale: Union[Tensor, float, None] = None,
                   row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
-                  zero_if_all_ignored: bool = False, dim: int = 1, extras: Union[str, Sequence[str]] = (),
+                  zero_if_all_ignored: bool = False, dim: int = 1, extras: Union[Extra, Sequence[Extra]] = (),
                   inplace_backward: bool = False):
     """Cross entropy of logits and class indices, like torch.nn.functional.cross_entropy; the loss
     is always fp32.
@@ -338,7 +339,10 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     if input.dim() != 2:
         if input.dim() == 0:
             raise ValueError("input has no dimensions, wanted at least the class dimension")
+        given = input
         input = input.movedim(dim if input.dim() > 1 else 0, -1)
+        if target.shape != input.shape[:-1]:
+            raise RuntimeError(_wrong_target(given, target, dim, input.shape[:-1]))
     elif dim != 1 and dim != -1:
         input = input.movedim(dim, -1)
     target = _labels(target)
@@ -356,6 +360,15 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
         eager = _formulas.cross_entropy_inplace if inplace_backward else _ce_eager
         return eager(input, (target, options))
     return _ce_raw(input, target, *flatten(options))[0]
+
+
+def _wrong_target(input, target, dim, wanted):
+    """The message for a target that does not have the shape of the input without `dim`."""
+    message = (f"rafter.cross_entropy: target has shape {list(target.shape)}, wanted {list(wanted)}: the shape of "
+               f"input, {list(input.shape)}, without its class dimension, dim={dim}")
+    if target.shape == input.shape[:-1]:
+        message += "; if the classes are in the last dimension, pass dim=-1"
+    return message
 
 
 def _cross_entropy_stats(input, target, options, plain, which, wants_lse):
@@ -402,31 +415,32 @@ def _needs(input, linear_weight, linear_bias):
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *,  # type: ignore[overload-overlap]
-                         linear_bias: Optional[Tensor] = ..., weight: Optional[Tensor] = ..., reduction: str = ...,
-                         ignore_index: Optional[int] = ..., label_smoothing: float = ..., z_loss: float = ...,
-                         softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
-                         row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
-                         zero_if_all_ignored: bool = ..., mode: str = ..., accumulate: str = ..., budget: int = ...,
-                         main_grad: bool = ..., extras: Tuple[()] = ...) -> Tensor: ...
+                         linear_bias: Optional[Tensor] = ..., weight: Optional[Tensor] = ...,
+                         reduction: Reduction = ..., ignore_index: Optional[int] = ..., label_smoothing: float = ...,
+                         z_loss: float = ..., softcap: Optional[float] = ...,
+                         logit_scale: Union[Tensor, float, None] = ..., row_weight: Optional[Tensor] = ...,
+                         denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
+                         mode: Mode = ..., accumulate: Accumulate = ..., budget: int = ..., main_grad: bool = ...,
+                         extras: Tuple[()] = ...) -> Tensor: ...
 
 
 @overload
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = ...,
-                         weight: Optional[Tensor] = ..., reduction: str = ..., ignore_index: Optional[int] = ...,
+                         weight: Optional[Tensor] = ..., reduction: Reduction = ..., ignore_index: Optional[int] = ...,
                          label_smoothing: float = ..., z_loss: float = ..., softcap: Optional[float] = ...,
                          logit_scale: Union[Tensor, float, None] = ..., row_weight: Optional[Tensor] = ...,
                          denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
-                         mode: str = ..., accumulate: str = ..., budget: int = ..., main_grad: bool = ...,
-                         extras: Union[str, Sequence[str]]) -> LossOutput: ...
+                         mode: Mode = ..., accumulate: Accumulate = ..., budget: int = ..., main_grad: bool = ...,
+                         extras: Union[Extra, Sequence[Extra]]) -> LossOutput: ...
 
 
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
-                         weight: Optional[Tensor] = None, reduction: str = "mean", ignore_index: Optional[int] = None,
-                         label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: Optional[float] = None,
-                         logit_scale: Union[Tensor, float, None] = None, row_weight: Optional[Tensor] = None,
-                         denominator: Union[Tensor, float, None] = None, zero_if_all_ignored: bool = False,
-                         mode: str = "auto", accumulate: str = "float32", budget: int = 0, main_grad: bool = False,
-                         extras: Union[str, Sequence[str]] = ()):
+                         weight: Optional[Tensor] = None, reduction: Reduction = "mean",
+                         ignore_index: Optional[int] = None, label_smoothing: float = 0.0, z_loss: float = 0.0,
+                         softcap: Optional[float] = None, logit_scale: Union[Tensor, float, None] = None,
+                         row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
+                         zero_if_all_ignored: bool = False, mode: Mode = "auto", accumulate: Accumulate = "float32",
+                         budget: int = 0, main_grad: bool = False, extras: Union[Extra, Sequence[Extra]] = ()):
     """cross_entropy(input @ linear_weight.T + linear_bias, target) without ever storing the logits.
 
     input [..., D], linear_weight [V, D], linear_bias [V], target [...]: like
@@ -493,7 +507,7 @@ def _main_grad(weight):
 
 def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
                     temperature: float = 1.0, softcap: Optional[float] = None, ignore_index: int = -100,
-                    entropy: bool = False, mode: str = "auto", budget: int = 0) -> LogProbs:
+                    entropy: bool = False, mode: Mode = "auto", budget: int = 0) -> LogProbs:
     """Log-probability of each target under softmax(logits / temperature), never above 0, and the
     entropy if requested.
 
@@ -531,8 +545,8 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
 # ---- lrpe_cosine
 
 
-def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Optional[Tensor] = None, act: str = "none",
-                dim: Optional[int] = None, algorithm: str = "auto") -> Tensor:
+def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Optional[Tensor] = None, act: Act = "none",
+                dim: Optional[int] = None, algorithm: LrpeAlgorithm = "auto") -> Tensor:
     """LRPE-cosine positional encoding: [f(x) cos(Theta), f(x) sin(Theta)] with Theta = position *
     theta.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import functional
-from ._options import ACTS, pick
+from ._options import ACTS, Act, Reduction, pick
 
 _TENSORS = ("input", "linear_weight", "linear_bias", "target", "weight")  # not among the options
 
@@ -26,7 +26,7 @@ class CrossEntropyLoss(torch.nn.Module):
 
     weight: Optional[Tensor]
 
-    def __init__(self, weight: Optional[Tensor] = None, ignore_index: int = -100, reduction: str = "mean",
+    def __init__(self, weight: Optional[Tensor] = None, ignore_index: int = -100, reduction: Reduction = "mean",
                  label_smoothing: float = 0.0, **options: Any):
         super().__init__()
         _check_options(self, functional.cross_entropy, options)
@@ -73,7 +73,7 @@ class LRPECosine(torch.nn.Module):
 
     theta: Tensor
 
-    def __init__(self, heads: int, features: int, *, base: float = 10000.0, learned: bool = False, act: str = "none",
+    def __init__(self, heads: int, features: int, *, base: float = 10000.0, learned: bool = False, act: Act = "none",
                  dim: Optional[int] = None, device: Any = None):
         super().__init__()
         theta = base ** (-torch.arange(features, dtype=torch.float32, device=device) / features)

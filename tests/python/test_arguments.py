@@ -83,3 +83,40 @@ def test_messages_use_the_names_of_python():
             ("rafter.lrpe_cosine: input has 2 dimensions", lambda: rafter.lrpe_cosine(x, torch.rand(1, 8)))):
         with pytest.raises(RuntimeError, match=message):
             function()
+
+
+def test_classes_in_the_last_dimension_without_dim():
+    """[batch, time, classes] with targets [batch, time]: the message names dim=-1."""
+    z, y = torch.randn(2, 4, 100), torch.zeros(2, 4, dtype=torch.long)
+    for extras in ((), "lse"):
+        with pytest.raises(RuntimeError, match=r"shape \[2, 4\], wanted \[2, 100\].*\[2, 4, 100\].* pass dim=-1"):
+            rafter.cross_entropy(z, y, extras=extras)
+    assert rafter.cross_entropy(z, y, dim=-1).isfinite()
+    with pytest.raises(RuntimeError, match=r"target has shape \[3, 4\], wanted \[2, 4\].*dim=-1$"):
+        rafter.cross_entropy(z, torch.zeros(3, 4, dtype=torch.long), dim=-1)
+
+
+def test_a_transposed_weight():
+    x, w, y = problem()
+    wrong = r"linear_weight has shape \[8, 9\], wanted \[V, D\] with D = 8, because input has shape \[..., 8\]"
+    for function in (rafter.linear_cross_entropy, rafter.linear_logprobs):
+        with pytest.raises(RuntimeError, match=wrong + r"; pass its transpose \(linear_weight.t\(\)"):
+            function(x, w.t(), y)
+        with pytest.raises(RuntimeError, match=r"because input has shape \[..., 8\]$"):
+            function(x, w[:, 1:], y)
+
+
+@parametrize("grad", [False, True])
+def test_meta_and_real_tensors_together(grad):
+    """PyTorch sends such calls to the fake kernels, which compute nothing."""
+    x, w, y = (t.detach() for t in problem())
+    q, theta = torch.randn(1, 3, 2, 4), torch.randn(2, 4)
+    for function, tensors in ((rafter.cross_entropy, (x, y)), (rafter.linear_cross_entropy, (x, w, y)),
+                              (rafter.linear_logprobs, (x, w, y)), (rafter.lrpe_cosine, (q, theta)),
+                              (lambda x, y, r: rafter.cross_entropy(x, y, row_weight=r), (x, y, torch.ones(6))),
+                              (lambda x, y: rafter.cross_entropy(x, y, extras="lse"), (x, y))):
+        for which in range(len(tensors)):
+            mixed = [t.to("meta") if i == which else t for i, t in enumerate(tensors)]
+            mixed[0] = mixed[0].detach().clone().requires_grad_(grad)
+            with pytest.raises(RuntimeError, match="is on (cpu|meta), wanted the first tensor's device"):
+                function(*mixed)

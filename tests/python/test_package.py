@@ -57,3 +57,24 @@ def test_public_names():
     for name in rafter.__all__:
         assert getattr(rafter, name) is not None
         assert getattr(rafter, name).__doc__
+
+
+def test_choices_are_literals():
+    """A type checker knows the strings that an argument takes, and they are those that the code takes."""
+    import typing
+
+    from rafter import _options, functional
+    for literal, table in ((_options.Act, _options.ACTS), (_options.Reduction, _options.REDUCTIONS),
+                           (_options.Mode, _options.MODES), (_options.Accumulate, _options.ACCUMULATE),
+                           (_options.LogsumexpAlgorithm, _options.LSE_ALGORITHMS),
+                           (_options.LrpeAlgorithm, _options.LRPE_ALGORITHMS), (_options.Extra, functional._EXTRAS)):
+        assert set(typing.get_args(literal)) == set(table)
+    functions = [getattr(rafter, name) for name in rafter.__all__ if name in vars(functional)]
+    modules = [rafter.nn.CrossEntropyLoss.__init__, rafter.nn.LRPECosine.__init__]
+    seen = 0
+    for function in functions + modules:
+        if not isinstance(function, type):
+            hints = typing.get_type_hints(function)
+            assert str not in hints.values(), f"{function.__qualname__} takes a plain str"
+            seen += sum(typing.get_origin(hint) is typing.Literal for hint in hints.values())
+    assert seen >= 9

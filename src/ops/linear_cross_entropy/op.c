@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* linear_cross_entropy: checks and entry points. cpu_run.c runs it on the CPU. */
+#include <inttypes.h>
+
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/call.h"
 
@@ -47,7 +49,12 @@ static rafter_status take_inputs(rafter_context *context, const rafter_linear_cr
     if (weight->ndim != 2)
         return rafter_fail(context, bad, "weight has %d dimensions, wanted 2: [V, D]", weight->ndim);
     const int64_t classes = weight->shape[0], depth = x->shape[x->ndim - 1];
-    RAFTER_TRY(rafter_want_shape(context, "weight", weight, 2, (const int64_t[]){classes, depth}));
+    if (weight->shape[1] != depth)
+        return rafter_fail(context, bad,
+                           "weight has shape [%" PRId64 ", %" PRId64 "], wanted [V, D] with D = %" PRId64
+                           ", because x has shape [..., %" PRId64 "]%s",
+                           classes, weight->shape[1], depth, depth,
+                           classes == depth ? "; pass its transpose (weight.t() in PyTorch)" : "");
     if (!a->bias && a->dbias)
         return rafter_fail(context, bad, "dbias is given but bias is NULL, wanted both or neither");
     if (!a->bias)
