@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -30,7 +31,6 @@ def test_installed_files_are_enough():
     build = os.path.dirname(os.path.dirname(package))
     if not os.path.exists(os.path.join(build, "cmake_install.cmake")) or not shutil.which("cmake"):
         pytest.skip("not run from a build tree")
-    import tempfile
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["cmake", "--install", build, "--component", "python", "--prefix", folder], check=True,
                        capture_output=True)
@@ -78,3 +78,26 @@ def test_choices_are_literals():
             assert str not in hints.values(), f"{function.__qualname__} takes a plain str"
             seen += sum(typing.get_origin(hint) is typing.Literal for hint in hints.values())
     assert seen >= 9
+
+
+def test_version():
+    facts = dict(line.split(" ", 1) for line in torch.ops.rafter._info().splitlines())
+    assert rafter.__version__ == facts["version"]
+
+
+def test_pip_without_torch_gets_a_sentence():
+    """What pip install --no-build-isolation shows where there is no PyTorch."""
+    source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(rafter.__file__))))
+    if not os.path.exists(os.path.join(source, "CMakeLists.txt")) or not shutil.which("cmake"):
+        pytest.skip("not run from a build tree")
+    with tempfile.TemporaryDirectory() as folder:
+        python = os.path.join(folder, "python3")
+        with open(python, "w") as file:
+            file.write(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')  # sees no site-packages
+        os.chmod(python, 0o755)
+        done = subprocess.run(["cmake", "-S", source, "-B", os.path.join(folder, "build"), "-DSKBUILD=2",
+                               "-DRAFTER_CUDA=OFF", "-DRAFTER_TESTS=OFF", "-DRAFTER_BENCH=OFF",
+                               f"-DPython3_EXECUTABLE={python}"], capture_output=True, text=True)
+    message = " ".join(done.stderr.split())
+    assert done.returncode != 0
+    assert "No PyTorch for" in message and "Install PyTorch 2.10 or later first" in message
