@@ -63,7 +63,11 @@ cmake --build "$work/consumer/build" >/dev/null
 if [ -e "$build_dir/bench/rafter" ]; then
     "$work/prefix/bin/rafter" --version >/dev/null
     "$work/prefix/bin/rafter" bench act --list >/dev/null
-    find "$work/prefix" -path '*/rafter/worker/worker.py' | grep -q . || { echo "worker.py is not installed"; exit 1; }
+    printf '#!/bin/sh\necho "script is $(readlink -f "$1")" >&2\nexit 3\n' >"$work/python"
+    chmod +x "$work/python"
+    RAFTER_PYTHON=$work/python "$work/prefix/bin/rafter" bench act --x 64 --mode fwd --seconds 0.001 >"$work/bench.out" 2>&1
+    grep -qE "script is $work/prefix/.*/worker.py" "$work/bench.out" ||
+        { echo "the installed command does not use the installed worker:"; cat "$work/bench.out"; exit 1; }
     man=$(find "$work/prefix" -path '*/man1/rafter.1')
     [ -n "$man" ] || { echo "the man page is not installed"; exit 1; }
     # Every verb of the help is in the manual.
