@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* `rafter bench`: opens a run, measures the ops, writes the files. */
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -58,27 +59,35 @@ static void finish_report(struct run *run) {
         r->after = gpu_state();
 }
 
-bool run_save(struct run *run) {
+/* A pipe or a device gets the results once, at the end. */
+static bool save_all(struct run *run, bool last) {
     const struct options *o = &run->options;
     run->saved = clock_seconds();
     finish_report(run);
-    bool good = !o->json || save(o->json, &run->report, json_write);
-    good &= !o->html || save(o->html, &run->report, html_write);
+    bool good = true;
+    if (o->json && (last || !output_is_special(o->json)))
+        good &= save(o->json, &run->report, json_write);
+    if (o->html && (last || !output_is_special(o->html)))
+        good &= save(o->html, &run->report, html_write);
     return good & (!o->csv || csv_write(&run->report, o->csv));
+}
+
+bool run_save(struct run *run) {
+    return save_all(run, false);
 }
 
 /* Checks that the files can be written, before hours are spent on measuring. */
 static bool try_files(const struct options *o) {
     const char *const paths[] = {o->json, o->html};
-    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++) {
-        struct output out;
-        if (!paths[i])
-            continue;
-        if (!output_open(&out, paths[i]))
+    for (size_t i = 0; i < sizeof paths / sizeof *paths; i++)
+        if (paths[i] && !output_check(paths[i]))
             return !fail(paths[i], strerror(errno));
-        output_discard(&out);
-    }
+    struct stat is;
     if (o->csv && mkdir(o->csv, 0777) != 0 && errno != EEXIST)
+        return !fail(o->csv, strerror(errno));
+    if (o->csv && stat(o->csv, &is) == 0 && !S_ISDIR(is.st_mode))
+        return !fail(o->csv, strerror(ENOTDIR));
+    if (o->csv && faccessat(AT_FDCWD, o->csv, W_OK | X_OK, AT_EACCESS) != 0)
         return !fail(o->csv, strerror(errno));
     return true;
 }
@@ -196,7 +205,7 @@ static int measure(struct run *run) {
     for (int i = 0; run->options.op[i] && !run->options.map && !run_interrupted; i++)
         run_op(run, run->options.op[i]);
     progress_clear();
-    const bool saved = run_save(run);
+    const bool saved = save_all(run, true);
     for (int i = 0; i < run->report.tables && run->options.markdown; i++)
         table_markdown(&run->report.table[i], stdout);
     if (run->report.tables == 0 && !run_interrupted)

@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "report.h"
 
-#include <errno.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 const char *const metric_names[] = {"speed", "memory", "all"};
 const char *const metric_units[] = {"ms", "MiB"};
@@ -168,36 +166,7 @@ const struct cell *row_best_peer(const struct table *t, const struct row *row, c
     return best;
 }
 
-/* ---- files ----------------------------------------------------------------------------------- */
-
-bool output_open(struct output *o, const char *path) {
-    if (strlen(path) >= sizeof o->path) {
-        errno = ENAMETOOLONG;
-        return false;
-    }
-    snprintf(o->path, sizeof o->path, "%s", path);
-    snprintf(o->temporary, sizeof o->temporary, "%s.%ld", path, (long)getpid());
-    o->file = fopen(o->temporary, "w");
-    return o->file != NULL;
-}
-
-bool output_commit(struct output *o) {
-    bool good = !ferror(o->file);
-    good &= fclose(o->file) == 0;
-    o->file = NULL;
-    if (good && rename(o->temporary, o->path) == 0)
-        return true;
-    unlink(o->temporary);
-    return false;
-}
-
-void output_discard(struct output *o) {
-    if (o->file) {
-        fclose(o->file);
-        unlink(o->temporary);
-        o->file = NULL;
-    }
-}
+/* ---- verbs ----------------------------------------------------------------------------------- */
 
 int report_print(int argc, char **argv, const char *usage, void (*write)(const struct report *r, FILE *to)) {
     struct report r = {0};

@@ -119,16 +119,20 @@ void html_write(const struct report *r, FILE *to);
 
 /* ---- files ----------------------------------------------------------------------------------- */
 
-/* A file that is written under a temporary name and then renamed, so that it is never seen
- * incomplete. */
+/* A file to write. A regular file is written under a temporary name beside it and then renamed, so
+ * that it is never seen incomplete; of a symbolic link, the file that it names is replaced. Devices,
+ * pipes and sockets are written in place. */
 struct output {
-    char path[1024], temporary[1040];
+    char path[1024], temporary[1056]; /* without links; "": written in place */
     FILE *file;
 };
 
 bool output_open(struct output *o, const char *path); /* false: errno says why */
 bool output_commit(struct output *o);
 void output_discard(struct output *o);
+bool output_is_special(const char *path); /* exists, and would be written in place */
+/* Whether output_open would succeed; nothing is changed. False: errno says why. */
+bool output_check(const char *path);
 
 /* The machine, the command line, the tables, then one object per cell. */
 void json_write(const struct report *r, FILE *to);

@@ -85,7 +85,7 @@ void run_list(struct run *run);
 /* The work of the whole run, for the estimate of the time left. */
 double run_work(const struct run *run);
 
-/* bench.c: writes the requested files with the results so far. */
+/* bench.c: writes the requested files with the results so far, but for pipes and devices. */
 bool run_save(struct run *run);
 
 /* first.c: seconds of the first call in a fresh process; 0: it failed. */

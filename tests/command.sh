@@ -3,9 +3,9 @@
 # The rafter command: exit statuses, messages, titles, files. command.sh RAFTER TEST_BENCH, where
 # the second is the command with misbehaving providers (bad_providers.c).
 set -uo pipefail
-rafter=$1
-bad=$2
-tests=$(dirname "${BASH_SOURCE[0]}")
+rafter=$(realpath "$1")
+bad=$(realpath "$2")
+tests=$(realpath "$(dirname "${BASH_SOURCE[0]}")")
 folder=$(mktemp -d)
 export RAFTER_PYTHON=${RAFTER_PYTHON:-/nonexistent/python3} # no PyTorch, unless the caller says where
 trap 'rm -rf "$folder"' EXIT
@@ -82,6 +82,50 @@ expect 2 "--percent takes no value" "$rafter" bench --percent=yes
 expect 2 "names 'nobody'" "$rafter" bench --providers rafter,nobody
 expect 1 "$folder/no/such/file" "$rafter" bench act --json "$folder/no/such/file"
 [ -e "$folder/no" ] && fail "a file was made where there should be none"
+
+# --- output files: wrong ones are refused before anything is measured; links are followed; devices and pipes stay what they are
+quick=(bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter)
+mkdir "$folder/outputs"
+cd "$folder/outputs" || exit 1
+mkdir folder
+touch file
+for option in "--json folder" "--html folder" "--csv file"; do
+    # shellcheck disable=SC2086
+    expect 1 "^rafter: ${option#* }: (Is|Not) a directory" "$rafter" "${quick[@]}" $option
+    grep -q logsumexp-speed "$folder/out" && fail "bench $option measures before it fails"
+done
+ln -s folder/target.json link.json
+expect 0 logsumexp "$rafter" "${quick[@]}" --json link.json # the target is made,
+expect 0 logsumexp "$rafter" "${quick[@]}" --json link.json # then replaced
+[ -L link.json ] && [ -f folder/target.json ] || fail "--json replaces a symbolic link"
+ln -s loop.json loop.json
+expect 1 'loop.json: Too many levels' "$rafter" "${quick[@]}" --json loop.json
+# a name that the temporary file could have, as a link to a file of somebody else
+for name in out.json.PID out.json.PID-0; do
+    echo precious >victim
+    bash -c 'ln -s victim "${1/PID/$$}"; shift; exec "$@"' - $name "$rafter" "${quick[@]}" --json out.json >/dev/null
+    [ "$(cat victim)" = precious ] && [ -f out.json ] && [ ! -L out.json ] || fail "the temporary file follows the link $name"
+    rm -f out.json*
+done
+chmod 640 folder/target.json
+"$rafter" "${quick[@]}" --json folder/target.json >/dev/null
+[ "$(stat -c %a folder/target.json)" = 640 ] || fail "--json changes the mode of the file"
+if [ "$(id -u)" != 0 ]; then
+    chmod 400 folder/target.json
+    expect 1 'target.json: Permission denied' "$rafter" "${quick[@]}" --json folder/target.json
+elif mknod null c 1 3 2>/dev/null && (: >null) 2>/dev/null; then # as root a rename would replace the node
+    expect 0 logsumexp "$rafter" "${quick[@]}" --json null --html null
+    [ -c null ] || fail "--json replaces a device node"
+    mknod full c 1 7
+    expect 1 'full: No space left' "$rafter" "${quick[@]}" --json full
+fi
+"$rafter" "${quick[@]}" --json /dev/fd/3 3>&1 >/dev/null | grep -q '^  "interrupted": false' || fail "--json does not write to a pipe"
+mkfifo pipe
+timeout 20 cat pipe >piped.json &
+timeout 20 "$rafter" "${quick[@]}" --json pipe >/dev/null || fail "--json PIPE: status $?"
+wait $!
+[ -p pipe ] && [ "$(grep -c '^{' piped.json)" = 1 ] || fail "--json does not write one report to a named pipe"
+cd - >/dev/null || exit 1
 
 # --- every table of the seeds: title, x, rows, and its columns in their order, possibly with others between them
 "$rafter" bench --preset seeds --metric all --list >"$folder/list.txt" 2>&1 || fail "bench --list: status $?"
