@@ -24,8 +24,7 @@ static const struct budget quick_budget = {0.05, 0.2, 1}, seeds_budget = {1, 10,
 volatile sig_atomic_t run_interrupted;
 
 static void interrupt(int signal) {
-    (void)signal;
-    run_interrupted = 1;
+    run_interrupted = signal;
 }
 
 static int fail(const char *what, const char *why) {
@@ -46,13 +45,15 @@ static bool save(const char *path, const struct report *r, void (*write)(const s
     return !fail(path, strerror(errno));
 }
 
-static void finish_report(struct run *run) {
+/* A run that is killed leaves the file of the last save, so only the last one may say that the run
+ * is complete. */
+static void finish_report(struct run *run, bool last) {
     struct report *r = &run->report;
     r->read = run->roofline.read;
     r->copy = run->roofline.copy;
     r->matrix = run->roofline.matrix[run->options.dtype];
     r->seconds = clock_seconds() - run->started;
-    r->interrupted = run_interrupted;
+    r->interrupted = run_interrupted || !last;
     if (worker_greeting())
         snprintf(r->torch, sizeof r->torch, "%s", json_text(worker_greeting(), "torch"));
     if (context_on_gpu(run->context))
@@ -63,7 +64,7 @@ static void finish_report(struct run *run) {
 static bool save_all(struct run *run, bool last) {
     const struct options *o = &run->options;
     run->saved = clock_seconds();
-    finish_report(run);
+    finish_report(run, last);
     bool good = true;
     if (o->json && (last || !output_is_special(o->json)))
         good &= save(o->json, &run->report, json_write);
@@ -210,7 +211,7 @@ static int measure(struct run *run) {
         table_markdown(&run->report.table[i], stdout);
     if (run->report.tables == 0 && !run_interrupted)
         return fail("nothing to measure", "no table of this preset has this mode");
-    return !saved ? 1 : run_interrupted ? 130 : 0;
+    return !saved ? 1 : run_interrupted ? 128 + run_interrupted : 0;
 }
 
 int verb_bench(int argc, char **argv) {
@@ -222,6 +223,7 @@ int verb_bench(int argc, char **argv) {
         return 1;
     const struct sigaction action = {.sa_handler = interrupt, .sa_flags = (int)SA_RESETHAND};
     sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
 
     int status = 1;
     if (open_run(&run, argc, argv))

@@ -63,7 +63,8 @@ static void *serve(void *arg) {
 /* Runs the session to its end. OpenMP's threads belong to the thread that started them, and do not
  * survive a fork, so the work is done in a new thread, which starts its own. */
 static _Noreturn void child_main(struct session *s) {
-    signal(SIGINT, SIG_IGN);
+    signal(SIGINT, SIG_IGN); /* the parent handles both, and kills this process at the end */
+    signal(SIGTERM, SIG_IGN);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     char *place = s->child->shared;
     for (int i = 0; i < s->problem.tensors; i++) {

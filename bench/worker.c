@@ -120,7 +120,8 @@ static const char *find_script(char *path, size_t size) {
 static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
     const char *python = getenv("RAFTER_PYTHON");
     char fd[16], threads[16], evict[32], times[16], path[PATH_MAX];
-    signal(SIGINT, SIG_IGN); /* the tool handles Ctrl-C; exec keeps this setting */
+    signal(SIGINT, SIG_IGN); /* the tool handles both; exec keeps this setting */
+    signal(SIGTERM, SIG_IGN);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     const int nowhere = open("/dev/null", O_RDONLY);
     dup2(nowhere, STDIN_FILENO);

@@ -236,18 +236,26 @@ expect 0 '^ +n +rafter +error +host us +first ms$' "$rafter" bench act --x 64 --
 grep -qE '^0 +64\.0 +[0-9.]+ +[0-9.e-]+ +[0-9.]+ +[0-9.]+$' "$folder/out" || fail "a figure beside the time is missing"
 expect 0 '^\| 64\.0 \| [0-9.]+ \|$' "$rafter" bench act --x 64 --mode fwd --table silu --providers rafter --seconds 0.001 --markdown
 
-# --- Ctrl-C: the exit status of an interrupt, and whole files
-"$rafter" bench act --x 256 --seconds 2 --providers rafter --json "$folder/cut.json" >"$folder/cut.txt" 2>&1 &
-pid=$!
-sleep 1
-kill -INT $pid
-wait $pid
-status=$?
-[ $status = 130 ] || fail "an interrupted bench ends with status $status, wanted 130"
-if command -v python3 >/dev/null; then
-    python3 -c 'import json, sys; json.load(open(sys.argv[1]))["rows"]' "$folder/cut.json" || fail "an interrupted bench leaves bad JSON"
-fi
-[ -z "$(find "$folder" -name '*.json.*')" ] || fail "a temporary file was left behind"
+# --- Ctrl-C and SIGTERM: the exit status of an interrupt, and whole files that say so; SIGKILL: the last file does not claim to be complete
+for signal in INT TERM KILL; do
+    "$rafter" bench act --x 256 --seconds 0.5 --mode fwd --providers rafter --json "$folder/cut.json" >"$folder/cut.txt" 2>&1 &
+    pid=$!
+    for ((i = 0; i < 200; i++)); do
+        [ -s "$folder/cut.json" ] && break
+        sleep 0.05
+    done
+    kill -$signal $pid
+    wait $pid 2>/dev/null
+    status=$?
+    wanted=$((128 + $(kill -l $signal)))
+    [ $status = $wanted ] || fail "a bench that gets SIG$signal ends with status $status, wanted $wanted"
+    grep -q '"interrupted": true' "$folder/cut.json" || fail "the report of a bench that gets SIG$signal says that it is complete"
+    if command -v python3 >/dev/null; then
+        python3 -c 'import json, sys; json.load(open(sys.argv[1]))["rows"]' "$folder/cut.json" || fail "SIG$signal leaves bad JSON"
+    fi
+    [ $signal = KILL ] || [ -z "$(find "$folder" -name '*.json.*')" ] || fail "SIG$signal leaves a temporary file behind"
+    rm -f "$folder"/cut.json*
+done
 
 # --- providers that misbehave lose only their own cells
 naughty=rafter,parallel,recurrence,spoiled,crashing,dying,refusing,apart,hanging
