@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The rafter command. */
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -70,7 +71,7 @@ static void help(FILE *to) {
         to);
 }
 
-int main(int argc, char **argv) {
+static int run_verb(int argc, char **argv) {
     const char *verb = argc > 1 ? argv[1] : "";
     if (strcmp(verb, "bench") == 0)
         return verb_bench(argc, argv);
@@ -96,4 +97,13 @@ int main(int argc, char **argv) {
         fprintf(stderr, "rafter: there is no verb '%s', wanted one of these:\n\n", verb);
     help(stderr);
     return 2;
+}
+
+int main(int argc, char **argv) {
+    const int status = run_verb(argc, argv);
+    const bool failed = ferror(stdout);
+    if (fclose(stdout) == 0 && !failed)
+        return status;
+    fprintf(stderr, "rafter: cannot write to standard output\n");
+    return status ? status : 1;
 }

@@ -178,5 +178,5 @@ int report_print(int argc, char **argv, const char *usage, void (*write)(const s
         return 2;
     write(&r, stdout);
     report_free(&r);
-    return fflush(stdout) == 0 && !ferror(stdout) ? 0 : 1;
+    return 0;
 }

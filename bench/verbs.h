@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The verbs of the rafter command. Each takes the whole command line (argv[1] is the verb) and
- * returns the exit status: 0 success, 1 failure, 2 wrong command line. */
+ * returns the exit status: 0 success, 1 failure, 2 wrong command line. main checks that standard
+ * output was written. */
 #ifndef RAFTER_BENCH_VERBS_H
 #define RAFTER_BENCH_VERBS_H
 
