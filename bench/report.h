@@ -143,7 +143,7 @@ bool json_read_report(struct report *r, const char *path);
  * printed if the number of arguments is wrong. */
 int report_print(int argc, char **argv, const char *usage, void (*write)(const struct report *r, FILE *to));
 
-/* One file per table, <directory>/<title>.csv. False: a message has been printed. */
+/* One file per table, <directory>/<title>.csv, with unusual bytes of the title as %XX. False: a message has been printed. */
 bool csv_write(const struct report *r, const char *directory);
 
 #endif

@@ -10,6 +10,7 @@ folder=$(mktemp -d)
 export RAFTER_PYTHON=${RAFTER_PYTHON:-/nonexistent/python3} # no PyTorch, unless the caller says where
 trap 'rm -rf "$folder"' EXIT
 failures=0
+quick=(bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter)
 
 fail() {
     echo "FAIL: $*"
@@ -84,7 +85,6 @@ expect 1 "$folder/no/such/file" "$rafter" bench act --json "$folder/no/such/file
 [ -e "$folder/no" ] && fail "a file was made where there should be none"
 
 # --- output files: wrong ones are refused before anything is measured; links are followed; devices and pipes stay what they are
-quick=(bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter)
 mkdir "$folder/outputs"
 cd "$folder/outputs" || exit 1
 mkdir folder
@@ -324,6 +324,36 @@ PYTHON
 fi
 expect 0 '^0 +32\.0 ' "$bad" bench logsumexp --x 32 --mode fwd --seconds 0.001 --providers rafter --json "$folder/more.json" --resume
 expect 0 '<h2 id="logsumexp-speed-fwd-batch1-dim1024-bf16">' "$bad" page "$folder/more.json"
+
+# --- a full disk: every verb that prints fails
+if [ -c /dev/full ]; then
+    for verb in help --version info "info act --shape 2x3" "compare $folder/old.json $folder/old.json" "headline $folder/seeds.json" \
+        "page $folder/old.json" "bench act --list"; do
+        # shellcheck disable=SC2086
+        "$rafter" $verb >/dev/full 2>"$folder/err" && fail "rafter ${verb%% *} succeeds on a full disk"
+        grep -q 'cannot write to standard output' "$folder/err" || fail "rafter ${verb%% *} does not say that it cannot write"
+    done
+fi
+
+# --- a resumed report names a table as a path: its CSV file stays in the folder, and has its own name
+if command -v python3 >/dev/null; then
+    for title in ../escape /escape .. a/b a%2Fb ''; do
+        "$rafter" "${quick[@]}" --json "$folder/titled.json" >/dev/null
+        python3 - "$folder/titled.json" "$title" <<'PYTHON'
+import json, sys
+report = json.load(open(sys.argv[1]))
+for item in report["tables"]:
+    item["title"] = sys.argv[2]
+for item in report["rows"]:
+    item["table"] = sys.argv[2]
+json.dump(report, open(sys.argv[1], "w"))
+PYTHON
+        mkdir -p "$folder/titled"
+        expect 0 logsumexp "$rafter" "${quick[@]}" --json "$folder/titled.json" --resume --csv "$folder/titled/csv"
+    done
+    [ -z "$(find "$folder/titled" "$folder"/*.csv -name '*.csv' -not -path '*/csv/*' 2>/dev/null)" ] || fail "--csv writes outside its folder"
+    [ "$(find "$folder/titled/csv" -type f | wc -l)" = 7 ] || fail "--csv does not write one file per title"
+fi
 
 if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"
