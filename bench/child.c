@@ -6,6 +6,7 @@
  * pair.
  */
 #include <errno.h>
+#include <math.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -21,6 +22,7 @@
 #include "provider.h"
 
 enum { ALIGNMENT = 64, LIMIT_SECONDS = 60 };
+static const double CLOSE_GRACE = 2; /* seconds between the end of the connection and that of the process */
 
 struct child {
     pid_t pid;
@@ -115,8 +117,10 @@ static bool receive_report(struct session *s, double *seconds) {
     struct child_report report;
     if (recv(c->socket, &report, sizeof report, MSG_WAITALL) != (ssize_t)sizeof report) {
         int status = 0;
-        waitpid(c->pid, &status, 0);
+        const bool ended = process_wait(c->pid, fmin(CLOSE_GRACE, deadline - clock_seconds()), &status);
         c->pid = 0;
+        if (!ended)
+            return session_fail(s, "closed its connection, but did not end, and was killed");
         if (WIFSIGNALED(status))
             return session_fail(s, "died of signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
         return session_fail(s, "exited with status %d", WEXITSTATUS(status));

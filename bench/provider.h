@@ -12,6 +12,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/types.h>
 
 #include "harness/problem.h"
 #include "measure.h"
@@ -118,6 +119,10 @@ bool child_open(struct session *s);
 bool child_time(struct session *s, double *seconds);
 bool child_collect(struct session *s);
 void child_close(struct session *s);
+
+/* Waits for a child process to end by itself, and kills it after `grace` seconds. False: it was
+ * killed. */
+bool process_wait(pid_t pid, double grace, int *status);
 
 /* ---- for providers --------------------------------------------------------------------------- */
 

@@ -1,7 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <time.h>
 
 #include "harness/gpu.h"
 #include "provider.h"
@@ -65,6 +68,19 @@ bool session_fail(struct session *s, const char *format, ...) {
     va_start(values, format);
     vsnprintf(s->reason, sizeof s->reason, format, values);
     va_end(values);
+    return false;
+}
+
+bool process_wait(pid_t pid, double grace, int *status) {
+    const double deadline = clock_seconds() + grace;
+    const struct timespec pause = {.tv_nsec = 5000000};
+    pid_t got;
+    while ((got = waitpid(pid, status, WNOHANG)) == 0 && clock_seconds() < deadline)
+        nanosleep(&pause, NULL);
+    if (got != 0)
+        return true;
+    kill(pid, SIGKILL);
+    waitpid(pid, status, 0);
     return false;
 }
 

@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <math.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdio.h>
@@ -20,6 +21,8 @@
 #include "run.h"
 
 static const double start_limit = 180; /* seconds for `import torch` and for the first use of a GPU */
+static const double CLOSE_GRACE = 2;   /* seconds between the end of the connection and that of the process */
+enum { LINE_LIMIT = 1 << 20 };         /* bytes of an answer; those of worker.py have less than 1000 */
 
 static struct {
     pid_t pid;
@@ -86,13 +89,16 @@ static void last_line(char *text, size_t size) {
             snprintf(text, size, ": %s", line);
 }
 
-/* Reports how the worker ended, and forgets it. */
-static void report_end(char *reason, size_t size) {
+/* Reports how the worker ended, and forgets it. One that closed its socket and lives is killed after
+ * `grace` seconds. */
+static void report_end(double grace, char *reason, size_t size) {
     char words[160];
     int status = 0;
-    waitpid(worker.pid, &status, 0);
+    const bool ended = process_wait(worker.pid, grace, &status);
     last_line(words, sizeof words);
-    if (WIFSIGNALED(status))
+    if (!ended)
+        snprintf(reason, size, "the Python worker closed its connection, but did not end, and was killed%s", words);
+    else if (WIFSIGNALED(status))
         snprintf(reason, size, "the Python worker died of signal %d (%s)%s", WTERMSIG(status),
                  strsignal(WTERMSIG(status)), words);
     else
@@ -159,55 +165,71 @@ static bool spawn(const struct worker_options *options) {
 
 /* ---- orders and answers ---------------------------------------------------------------------- */
 
-/* Waits for a whole line in worker.line. 1: it is there; 0: the time limit passed, or Ctrl-C was
- * pressed; -1: the worker closed its end. */
-static int receive_line(double limit) {
-    const double deadline = clock_seconds() + limit, interval = 0.1;
+enum received { RECEIVED, LATE, CLOSED, TOO_LONG };
+
+/* Waits until the socket is ready for `events`. False: the deadline passed, or Ctrl-C was pressed. */
+static bool wait_ready(short events, double deadline) {
+    const double interval = 0.1;
+    for (;;) {
+        struct pollfd wait = {.fd = worker.socket, .events = events};
+        const double left = deadline - clock_seconds();
+        if (left <= 0 || run_interrupted)
+            return false;
+        const int ready = poll(&wait, 1, (int)((left < interval ? left : interval) * 1e3) + 1);
+        if (ready > 0 || (ready < 0 && errno != EINTR))
+            return true; /* of an error, the next call on the socket tells */
+    }
+}
+
+/* Waits for a whole line in worker.line; `length` includes its end, which becomes '\0'. */
+static enum received receive_line(double deadline, size_t *length) {
     for (;;) {
         char *end = worker.used ? memchr(worker.line, '\n', worker.used) : NULL;
         if (end) {
             *end = '\0';
-            return 1;
+            *length = (size_t)(end - worker.line) + 1;
+            return RECEIVED;
         }
+        if (worker.used >= LINE_LIMIT)
+            return TOO_LONG;
         if (worker.capacity - worker.used < 4096) {
-            worker.capacity = worker.capacity ? 2 * worker.capacity : 8192;
-            char *grown = realloc(worker.line, worker.capacity);
+            const size_t capacity = worker.capacity ? 2 * worker.capacity : 8192;
+            char *grown = realloc(worker.line, capacity);
             if (!grown)
-                return -1;
+                return CLOSED;
             worker.line = grown;
+            worker.capacity = capacity;
         }
-        struct pollfd wait = {.fd = worker.socket, .events = POLLIN};
-        const double left = deadline - clock_seconds();
-        if (left <= 0 || run_interrupted)
-            return 0;
-        const int ready = poll(&wait, 1, (int)((left < interval ? left : interval) * 1e3) + 1);
-        if (ready < 0 && errno != EINTR)
-            return -1;
-        if (ready <= 0)
-            continue;
+        if (!wait_ready(POLLIN, deadline))
+            return LATE;
         const ssize_t got = recv(worker.socket, worker.line + worker.used, worker.capacity - worker.used, 0);
         if (got <= 0)
-            return -1;
+            return CLOSED;
         worker.used += (size_t)got;
     }
 }
 
 /* The next answer. NULL: the worker is gone, and `reason` says why. */
-static struct json *receive(double limit, char *reason, size_t size) {
-    const int got = receive_line(limit);
-    if (got < 0) {
-        report_end(reason, size);
+static struct json *receive(double limit, double deadline, char *reason, size_t size) {
+    size_t length = 0;
+    const enum received got = receive_line(deadline, &length);
+    if (got == CLOSED) {
+        report_end(fmin(CLOSE_GRACE, deadline - clock_seconds()), reason, size);
         return NULL;
     }
     struct json *answer = NULL;
-    if (got > 0) {
-        answer = json_parse(worker.line);
-        const size_t taken = strlen(worker.line) + 1;
-        memmove(worker.line, worker.line + taken, worker.used - taken);
-        worker.used -= taken;
+    if (got == RECEIVED) {
+        answer = strlen(worker.line) + 1 == length ? json_parse(worker.line) : NULL;
+        memmove(worker.line, worker.line + length, worker.used - length);
+        worker.used -= length;
     }
     if (!answer) {
-        snprintf(reason, size, got ? "the Python worker's answer is not JSON" : "took longer than %.3g s", limit);
+        if (got == LATE)
+            snprintf(reason, size, "took longer than %.3g s", limit);
+        else if (got == TOO_LONG)
+            snprintf(reason, size, "the Python worker's answer is longer than the limit of %d bytes", LINE_LIMIT);
+        else
+            snprintf(reason, size, "the Python worker's answer is not JSON");
         kill(worker.pid, SIGKILL);
         waitpid(worker.pid, NULL, 0);
         let_go();
@@ -220,14 +242,15 @@ struct json *worker_ask(const char *order, double limit, char *reason, size_t si
         snprintf(reason, size, "the Python worker has ended");
         return NULL;
     }
+    const double deadline = clock_seconds() + limit;
     const size_t length = strlen(order);
-    for (size_t sent = 0; sent < length;) {
-        const ssize_t step = send(worker.socket, order + sent, length - sent, MSG_NOSIGNAL);
-        if (step <= 0)
+    for (size_t sent = 0; sent < length && wait_ready(POLLOUT, deadline);) {
+        const ssize_t step = send(worker.socket, order + sent, length - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+        if (step <= 0 && errno != EAGAIN)
             break; /* if the worker is gone, receive notices */
-        sent += (size_t)step;
+        sent += step > 0 ? (size_t)step : 0;
     }
-    return receive(limit, reason, size);
+    return receive(limit, deadline, reason, size);
 }
 
 bool worker_start(const struct worker_options *options, char *reason, size_t size) {
@@ -239,7 +262,7 @@ bool worker_start(const struct worker_options *options, char *reason, size_t siz
             snprintf(worker.why, sizeof worker.why, "no process for the Python worker: %s", strerror(errno));
             worker.hopeless = true;
         } else {
-            worker.greeting = receive(start_limit, worker.why, sizeof worker.why);
+            worker.greeting = receive(start_limit, clock_seconds() + start_limit, worker.why, sizeof worker.why);
             worker.hopeless = !worker.greeting;
         }
         if (worker.greeting && json_get(worker.greeting, "error")) {

@@ -62,6 +62,13 @@ static bool hang_on_open(struct session *s) {
     return true;
 }
 
+/* Ends the connection with the bench, but lives. */
+static bool close_and_hang(struct session *s) {
+    for (int fd = STDERR_FILENO + 1; fd < 1024; fd++)
+        close(fd);
+    return hang_on_open(s);
+}
+
 /* Dies in the second call; the first is the one that is checked. */
 static bool die_later(struct session *s, double *seconds) {
     if (s->state)
@@ -81,6 +88,8 @@ static const struct provider flat = {.name = "flat", .serves = serves, .time = f
 static const struct provider crashing = {.name = "crashing", .isolated = true, .serves = serves, .time = crash};
 static const struct provider hanging = {
     .name = "hanging", .isolated = true, .limit = 0.5, .serves = serves, .open = hang_on_open, .time = crash};
+static const struct provider closing = {
+    .name = "closing", .isolated = true, .serves = serves, .open = close_and_hang, .time = crash};
 static const struct provider dying = {.name = "dying", .isolated = true, .serves = serves, .time = die_later};
 static const struct provider refusing = {.name = "refusing", .serves = serves, .open = refuse, .time = crash};
 static const struct provider sluggish = {.name = "sluggish", .exact = true, .serves = serves, .time = run_slowly};
@@ -97,6 +106,7 @@ const struct provider *const providers[] = {&provider_rafter,
                                             &refusing,
                                             &apart,
                                             &hanging,
+                                            &closing,
                                             &sluggish,
 #define RAFTER_PEER(column, has, early) &provider_##column,
 #include "peers.inc"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker for tests/command.sh, without PyTorch. Of logsumexp's columns `ptr` dies, `rtr` never answers, `to` is wrong, and `toc` is
-right, although the columns before it crash the process or give wrong results."""
+right, although the columns before it crash the process or give wrong results. RAFTER_TEST_RTR has `rtr` misbehave in another way."""
 import json
 import math
 import mmap
@@ -39,6 +39,11 @@ for line in channel:
         if column == "ptr":
             os.abort()
         if column == "rtr":
+            misbehaviour = os.environ.get("RAFTER_TEST_RTR")
+            if misbehaviour == "close":
+                os.close(int(sys.argv[1]))
+            while misbehaviour == "talk":
+                os.write(int(sys.argv[1]), b" " * 65536)
             time.sleep(1000)
     if order["do"] == "collect":
         result = logsumexp(row["path"], next(t for t in row["tensors"] if t["name"] == "x"))

@@ -268,6 +268,9 @@ grep -qE 'dying at n = 64: died of signal 9' "$folder/bad.txt" || fail "bad prov
 grep -qE 'refusing at n = 64: not today' "$folder/bad.txt" || fail "bad providers: nothing said of the refusal"
 grep -qE 'hanging at n = 64: took longer than 0.5 s' "$folder/bad.txt" || fail "bad providers: nothing said of the hang"
 
+expect 0 'closing at n = 64: closed its connection, but did not end, and was killed' timeout 20 "$bad" bench logsumexp --x 64 --mode fwd \
+    --seconds 0.001 --providers rafter,closing --limit 1
+
 # --- a gradient that is correct only at the labels is wrong
 expect 0 '^0 +32768\.0 +[0-9.]+ +wrong$' "$bad" bench cross_entropy --x 32768 --mode bwd --seconds 0.001 --providers rafter,flat
 grep -qE 'flat at v = 32768: dlogits\[[0-9]+\] is ' "$folder/out" || fail "flat gradients: nothing said of the wrong element"
@@ -283,6 +286,15 @@ if command -v python3 >/dev/null; then
     grep -qE 'ptr at n = 64: the Python worker died of signal 6' "$folder/worker.txt" || fail "nothing said of the worker's death"
     grep -qE 'rtr at n = 64: took longer than 1 s' "$folder/worker.txt" || fail "nothing said of the worker's silence"
     grep -qE 'to at n = 64: lse\[[0-9]+\] is ' "$folder/worker.txt" || fail "nothing said of the worker's wrong answer"
+fi
+
+# --- a Python column that closes its socket and lives, and one that never ends its line
+if command -v python3 >/dev/null; then
+    bad_worker=(env RAFTER_PYTHON=python3 RAFTER_WORKER="$tests/bad_worker.py")
+    expect 0 'rtr at n = 64: the Python worker closed its connection, but did not end, and was killed' "${bad_worker[@]}" RAFTER_TEST_RTR=close \
+        timeout 20 "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter,rtr --limit 1
+    expect 0 "rtr at n = 64: the Python worker's answer is longer than the limit of 1048576 bytes" "${bad_worker[@]}" RAFTER_TEST_RTR=talk \
+        timeout 20 "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter,rtr --limit 10
 fi
 
 # --- Ctrl-C does not wait for a Python column that hangs
