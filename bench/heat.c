@@ -146,8 +146,9 @@ static int grade(double score) {
 }
 
 static void write_facts(const struct row *row, const struct cell *c, FILE *to) {
-    fprintf(to, "%.0f %% of the floor, %.1f us over it, %.1f MB, %s: ", 100 * c->share, map_over(c), row->bytes / 1e6,
-            c->variant);
+    fprintf(to, "%.0f %% of the floor, %.1f us over it, %.1f MB, ", 100 * c->share, map_over(c), row->bytes / 1e6);
+    write_escaped(to, c->variant);
+    fputs(": ", to);
     write_escaped(to, row->place.label);
 }
 
@@ -182,8 +183,9 @@ static void draw(const struct table *t, const struct heat *h, FILE *to) {
         fprintf(to, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%d%s</text>\n",
                 LEFT + (bin - h->low) * TILE + TILE / 2, bottom + 14, bin >= 10 ? 1 << (bin - 10) : 1 << bin,
                 bin >= 10 ? "K" : "");
-    fprintf(to, "<text x=\"%d\" y=\"%d\">%s, from this power of two to the next</text>\n</svg></figure>\n", LEFT,
-            bottom + 34, t->map);
+    fprintf(to, "<text x=\"%d\" y=\"%d\">", LEFT, bottom + 34);
+    write_escaped(to, t->map);
+    fputs(", from this power of two to the next</text>\n</svg></figure>\n", to);
     free((void *)h);
 }
 
@@ -203,15 +205,18 @@ static void write_entries(const struct map_entry *list, int count, const char *c
         const struct cell *peer = row_best_peer(e->table, e->row, &name);
         char title[sizeof e->table->title];
         map_name(e->table, title, sizeof title);
-        fprintf(to, "<tr><td class=\"l\"><a href=\"#%s\">%s</a> %lld: ", e->table->title, title, (long long)e->row->x);
+        fputs("<tr><td class=\"l\">", to);
+        write_link(to, e->table, title);
+        fprintf(to, " %lld: ", (long long)e->row->x);
         write_escaped(to, e->row->place.label);
         fprintf(to, "</td><td>%.1f %%</td><td>%.1f</td><td>%.1f</td><td>%.1f</td><td>", 100 * e->cell->share,
                 map_over(e->cell), 1e3 * e->cell->value.median, e->row->bytes / 1e6);
         write_escaped(to, e->cell->variant);
+        fputs("</td><td>", to);
+        write_escaped(to, peer ? name : "–");
         if (peer)
-            fprintf(to, "</td><td>%s %.1f us</td></tr>\n", name, 1e3 * peer->value.median);
-        else
-            fputs("</td><td>–</td></tr>\n", to);
+            fprintf(to, " %.1f us", 1e3 * peer->value.median);
+        fputs("</td></tr>\n", to);
     }
     fputs("</tbody></table></div>\n", to);
 }
@@ -223,8 +228,11 @@ static void write_cells(const struct table *t, FILE *to) {
             "aria-label=\"All cells\"><table><caption>All cells: microseconds, and percent of the "
             "floor</caption><thead><tr><th scope=\"col\">cell</th><th scope=\"col\">MB</th>",
             t->rows);
-    for (int k = 0; k < t->columns; k++)
-        fprintf(to, "<th scope=\"col\">%s us</th><th scope=\"col\">%%</th>", t->column[k]);
+    for (int k = 0; k < t->columns; k++) {
+        fputs("<th scope=\"col\">", to);
+        write_escaped(to, t->column[k]);
+        fputs(" us</th><th scope=\"col\">%</th>", to);
+    }
     fputs("</tr></thead><tbody>\n", to);
     for (int i = 0; i < t->rows; i++) {
         const struct row *row = &t->row[i];

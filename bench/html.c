@@ -86,8 +86,11 @@ static void write_summary_row(const struct table *t, FILE *to) {
     const struct row *row = &t->row[t->rows - 1];
     const char *name = "";
     const struct cell *ours = row_ours(t, row), *peer = row_best_peer(t, row, &name);
-    fprintf(to, "<tr><td class=\"l\"><a href=\"#%s\">%s</a></td><td>%s = %lld</td>", t->title, t->title, t->x_name,
-            (long long)row->x);
+    fputs("<tr><td class=\"l\">", to);
+    write_link(to, t, t->title);
+    fputs("</td><td>", to);
+    write_escaped(to, t->x_name);
+    fprintf(to, " = %lld</td>", (long long)row->x);
     if (ours) {
         fputs("<td>", to);
         write_number(to, ours->value.median);
@@ -96,7 +99,9 @@ static void write_summary_row(const struct table *t, FILE *to) {
         fputs("<td>–</td>", to);
     }
     if (peer) {
-        fprintf(to, "<td>%s ", name);
+        fputs("<td>", to);
+        write_escaped(to, name);
+        fputc(' ', to);
         write_number(to, peer->value.median);
         fprintf(to, " %s</td>", metric_units[t->metric]);
     } else {
@@ -132,9 +137,13 @@ static void write_summary(const struct report *r, FILE *to) {
 /* ---- tables ---------------------------------------------------------------------------------- */
 
 static void write_heading(const struct table *t, FILE *to) {
-    fprintf(to, "<thead><tr><th scope=\"col\">%s</th>", t->x_name);
+    fputs("<thead><tr><th scope=\"col\">", to);
+    write_escaped(to, t->x_name);
+    fputs("</th>", to);
     for (int k = 0; k < t->columns; k++) {
-        fprintf(to, "<th scope=\"col\">%s%s</th>", t->column[k], t->early[k] ? "*" : "");
+        fputs("<th scope=\"col\">", to);
+        write_escaped(to, t->column[k]);
+        fputs(t->early[k] ? "*</th>" : "</th>", to);
         for (int e = 0; e < EXTRAS; e++)
             if (t->extras >> e & 1)
                 fprintf(to, "<th scope=\"col\">%s</th>", extra_names[e]);
@@ -165,8 +174,9 @@ static void write_notes(const struct table *t, FILE *to) {
 }
 
 static void write_table(const struct table *t, FILE *to) {
-    fprintf(to, "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"%s\"><table><caption>%s</caption>",
-            t->title,
+    fputs("<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"", to);
+    write_escaped(to, t->title);
+    fprintf(to, "\"><table><caption>%s</caption>",
             t->metric == METRIC_SPEED ? "Milliseconds, median of the repeats"
                                       : "MiB at the peak of the call, beyond its inputs");
     write_heading(t, to);
@@ -248,20 +258,28 @@ void html_write(const struct report *r, FILE *to) {
     write_escaped(to, machine);
     fprintf(to, "</title><style>\n%s</style></head>\n<body><header><h1>Rafter on ", style);
     write_escaped(to, machine);
-    fprintf(
-        to,
-        "</h1><p>%s, Rafter %s. Every column of a table was measured in the same run, in turn, on the same data; every "
-        "result was compared with an fp64 oracle first, but for the map's larger cells. A dash: it did not run, and "
-        "the reason is below the table. A "
-        "star: its forward computes the gradient too, so compare fwd+bwd. Bold: the best of the "
-        "row.</p></header>\n<main>\n",
-        r->date, r->version);
+    fputs("</h1><p>", to);
+    write_escaped(to, r->date);
+    fputs(", Rafter ", to);
+    write_escaped(to, r->version);
+    fputs(". Every column of a table was measured in the same run, in turn, on the same data; every "
+          "result was compared with an fp64 oracle first, but for the map's larger cells. A dash: it did not run, and "
+          "the reason is below the table. A "
+          "star: its forward computes the gradient too, so compare fwd+bwd. Bold: the best of the "
+          "row.</p></header>\n<main>\n",
+          to);
     if (r->tables > tables_of_maps(r))
         write_summary(r, to);
     heat_write_worst(r, to);
     for (int i = 0; i < r->tables; i++) {
         const struct table *t = &r->table[i];
-        fprintf(to, "<section aria-labelledby=\"%s\"><h2 id=\"%s\">%s</h2>\n", t->title, t->title, t->title);
+        fputs("<section aria-labelledby=\"", to);
+        write_escaped(to, t->title);
+        fputs("\"><h2 id=\"", to);
+        write_escaped(to, t->title);
+        fputs("\">", to);
+        write_escaped(to, t->title);
+        fputs("</h2>\n", to);
         if (t->map[0]) {
             heat_write(r, t, to);
             write_notes(t, to);

@@ -55,8 +55,14 @@ static void write_strings(FILE *to, char *const strings[], int count) {
 static void write_place(FILE *to, const struct map_place *p) {
     fputs(", \"label\": ", to);
     write_string(to, p->label);
-    fprintf(to, ", \"length\": %lld, \"layout\": \"%s\", \"option\": \"%s\", \"gradient\": \"%s\", \"dtype\": \"%s\"",
-            (long long)p->length, p->layout, p->option, p->gradient, p->dtype);
+    fprintf(to, ", \"length\": %lld, \"layout\": ", (long long)p->length);
+    write_string(to, p->layout);
+    fputs(", \"option\": ", to);
+    write_string(to, p->option);
+    fputs(", \"gradient\": ", to);
+    write_string(to, p->gradient);
+    fputs(", \"dtype\": ", to);
+    write_string(to, p->dtype);
 }
 
 static void write_cell(FILE *to, const struct table *t, const struct row *row, int column) {
@@ -111,15 +117,18 @@ static void write_table(FILE *to, const struct table *t) {
     }
     fputs("    {\"title\": ", to);
     write_string(to, t->title);
-    fprintf(to, ", \"metric\": \"%s\", \"x\": \"%s\", \"extras\": %u, \"columns\": ", metric_names[t->metric],
-            t->x_name, t->extras);
+    fprintf(to, ", \"metric\": \"%s\", \"x\": ", metric_names[t->metric]);
+    write_string(to, t->x_name);
+    fprintf(to, ", \"extras\": %u, \"columns\": ", t->extras);
     write_strings(to, columns, count);
     fputs(", \"ours\": ", to);
     write_strings(to, ours, own);
     fputs(", \"gradient_in_forward\": ", to);
     write_strings(to, early, marked);
-    if (t->map[0])
-        fprintf(to, ", \"map\": \"%s\"", t->map);
+    if (t->map[0]) {
+        fputs(", \"map\": ", to);
+        write_string(to, t->map);
+    }
     fputs(", \"notes\": ", to);
     write_strings(to, t->note, t->notes);
     fputs("}", to);

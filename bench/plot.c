@@ -8,11 +8,12 @@ enum { WIDTH = 760, HEIGHT = 400, LEFT = 62, RIGHT = 110, TOP = 14, BOTTOM = 46,
 
 void write_escaped(FILE *to, const char *text) {
     for (; *text; text++) {
-        const char *entity = *text == '&'   ? "&amp;"
-                             : *text == '<' ? "&lt;"
-                             : *text == '>' ? "&gt;"
-                             : *text == '"' ? "&quot;"
-                                            : NULL;
+        const char *entity = *text == '&'    ? "&amp;"
+                             : *text == '<'  ? "&lt;"
+                             : *text == '>'  ? "&gt;"
+                             : *text == '"'  ? "&quot;"
+                             : *text == '\'' ? "&#39;"
+                                             : NULL;
         if (entity)
             fputs(entity, to);
         else
@@ -20,19 +21,29 @@ void write_escaped(FILE *to, const char *text) {
     }
 }
 
+void write_link(FILE *to, const struct table *t, const char *text) {
+    fputs("<a href=\"#", to);
+    write_escaped(to, t->title);
+    fputs("\">", to);
+    write_escaped(to, text);
+    fputs("</a>", to);
+}
+
 struct axes {
     double x_low, x_high, y_low, y_high; /* logarithms to base 10 */
 };
 
-static bool is_drawn(const struct cell *c) {
-    return c->state == CELL_MEASURED && c->value.median > 0;
+/* Both axes are logarithmic, so both values must be above 0. */
+static bool is_drawn(const struct row *row, int column) {
+    const struct cell *c = &row->cell[column];
+    return row->x > 0 && c->state == CELL_MEASURED && c->value.median > 0 && isfinite(c->value.median);
 }
 
 static bool find_axes(const struct table *t, struct axes *a) {
     *a = (struct axes){INFINITY, -INFINITY, INFINITY, -INFINITY};
     for (int i = 0; i < t->rows; i++)
         for (int k = 0; k < t->columns; k++) {
-            if (!is_drawn(&t->row[i].cell[k]))
+            if (!is_drawn(&t->row[i], k))
                 continue;
             const double x = log10((double)t->row[i].x), y = log10(t->row[i].cell[k].value.median);
             a->x_low = fmin(a->x_low, x);
@@ -71,6 +82,8 @@ static void draw_axes(const struct table *t, const struct axes *a, FILE *to) {
             fprintf(to, "<text x=\"%d\" y=\"%.1f\" text-anchor=\"end\">%g</text>\n", LEFT - 8, y + 4, value);
         }
     for (int i = 0; i < t->rows; i++) {
+        if (t->row[i].x <= 0)
+            continue;
         const double x = place_x(a, (double)t->row[i].x);
         if (log10((double)t->row[i].x) < a->x_low - 1e-9 || log10((double)t->row[i].x) > a->x_high + 1e-9)
             continue;
@@ -78,25 +91,28 @@ static void draw_axes(const struct table *t, const struct axes *a, FILE *to) {
         fprintf(to, "<text x=\"%.1f\" y=\"%d\" text-anchor=\"middle\">%lld</text>\n", x, HEIGHT - BOTTOM + 18,
                 (long long)t->row[i].x);
     }
-    fprintf(to, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">%s</text>", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8,
-            t->x_name);
-    fprintf(to, "<text transform=\"translate(14 %d) rotate(-90)\" text-anchor=\"middle\">%s</text>\n",
+    fprintf(to, "<text x=\"%d\" y=\"%d\" text-anchor=\"middle\">", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8);
+    write_escaped(to, t->x_name);
+    fprintf(to, "</text><text transform=\"translate(14 %d) rotate(-90)\" text-anchor=\"middle\">%s</text>\n",
             (TOP + HEIGHT - BOTTOM) / 2, metric_units[t->metric]);
 }
 
 static void draw_line(const struct table *t, const struct axes *a, int column, FILE *to) {
     fprintf(to, "<polyline class=\"%s\" points=\"", t->ours[column] ? "ours" : "peer");
     for (int i = 0; i < t->rows; i++)
-        if (is_drawn(&t->row[i].cell[column]))
+        if (is_drawn(&t->row[i], column))
             fprintf(to, "%.1f,%.1f ", place_x(a, (double)t->row[i].x), place_y(a, t->row[i].cell[column].value.median));
     fputs("\"/>\n", to);
     for (int i = 0; i < t->rows; i++) {
         const struct cell *c = &t->row[i].cell[column];
-        if (!is_drawn(c))
+        if (!is_drawn(&t->row[i], column))
             continue;
-        fprintf(to, "<circle class=\"p\" cx=\"%.1f\" cy=\"%.1f\" r=\"%s\" data-v=\"%s, %s = %lld: %.4g %s",
-                place_x(a, (double)t->row[i].x), place_y(a, c->value.median), t->ours[column] ? "4" : "3",
-                t->column[column], t->x_name, (long long)t->row[i].x, c->value.median, metric_units[t->metric]);
+        fprintf(to, "<circle class=\"p\" cx=\"%.1f\" cy=\"%.1f\" r=\"%s\" data-v=\"", place_x(a, (double)t->row[i].x),
+                place_y(a, c->value.median), t->ours[column] ? "4" : "3");
+        write_escaped(to, t->column[column]);
+        fputs(", ", to);
+        write_escaped(to, t->x_name);
+        fprintf(to, " = %lld: %.4g %s", (long long)t->row[i].x, c->value.median, metric_units[t->metric]);
         if (t->metric == METRIC_SPEED && c->repeats > 1)
             fprintf(to, " (%.4g to %.4g)", c->value.p10, c->value.p90);
         fputs("\"/>\n", to);
@@ -109,7 +125,7 @@ static void draw_names(const struct table *t, const struct axes *a, FILE *to) {
     int order[REPORT_COLUMNS], count = 0;
     for (int k = 0; k < t->columns; k++)
         for (int i = t->rows - 1; i >= 0; i--)
-            if (is_drawn(&t->row[i].cell[k])) {
+            if (is_drawn(&t->row[i], k)) {
                 wanted[k] = place_y(a, t->row[i].cell[k].value.median);
                 int place = count++;
                 while (place > 0 && wanted[order[place - 1]] > wanted[k]) {
@@ -131,20 +147,26 @@ static void draw_names(const struct table *t, const struct axes *a, FILE *to) {
         const int k = order[i];
         fprintf(to, "<path class=\"lead c%d\" d=\"M%d %.1f L%d %.1f\"/>", k % PLOT_COLOURS, WIDTH - RIGHT + 4,
                 wanted[k], WIDTH - RIGHT + 16, at[i]);
-        fprintf(to, "<text class=\"%s\" x=\"%d\" y=\"%.1f\">%s%s</text>\n", t->ours[k] ? "own" : "other",
-                WIDTH - RIGHT + 20, at[i] + 4, t->column[k], t->early[k] ? "*" : "");
+        fprintf(to, "<text class=\"%s\" x=\"%d\" y=\"%.1f\">", t->ours[k] ? "own" : "other", WIDTH - RIGHT + 20,
+                at[i] + 4);
+        write_escaped(to, t->column[k]);
+        fputs(t->early[k] ? "*</text>\n" : "</text>\n", to);
     }
 }
 
 static void describe(const struct table *t, FILE *to) {
-    fprintf(to, "%s in %s against %s, both axes logarithmic.", t->metric == METRIC_SPEED ? "Time" : "Memory",
-            metric_units[t->metric], t->x_name);
     const struct row *last = &t->row[t->rows - 1];
     const char *separator = "";
-    fprintf(to, " At %s = %lld: ", t->x_name, (long long)last->x);
+    fprintf(to, "%s in %s against ", t->metric == METRIC_SPEED ? "Time" : "Memory", metric_units[t->metric]);
+    write_escaped(to, t->x_name);
+    fputs(", both axes logarithmic. At ", to);
+    write_escaped(to, t->x_name);
+    fprintf(to, " = %lld: ", (long long)last->x);
     for (int k = 0; k < t->columns; k++)
-        if (is_drawn(&last->cell[k])) {
-            fprintf(to, "%s%s %.4g", separator, t->column[k], last->cell[k].value.median);
+        if (is_drawn(last, k)) {
+            fputs(separator, to);
+            write_escaped(to, t->column[k]);
+            fprintf(to, " %.4g", last->cell[k].value.median);
             separator = ", ";
         }
 }

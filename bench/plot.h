@@ -12,7 +12,10 @@ enum { PLOT_COLOURS = 10 };
  * with its text in data-v. */
 void plot_write(const struct table *t, FILE *to);
 
-/* Writes text with HTML's reserved characters escaped. */
+/* Writes text with HTML's reserved characters escaped, for elements and for quoted attributes. Every
+ * string of a report is written by it: the report may be anybody's. */
 void write_escaped(FILE *to, const char *text);
+/* A link to the table's section. */
+void write_link(FILE *to, const struct table *t, const char *text);
 
 #endif

@@ -367,6 +367,42 @@ PYTHON
     [ "$(find "$folder/titled/csv" -type f | wc -l)" = 7 ] || fail "--csv does not write one file per title"
 fi
 
+# --- pages of a report whose strings are HTML: no tag and no attribute comes from it; resumed, it is written as JSON again
+if command -v python3 >/dev/null; then
+    for report in old map; do
+        python3 - "$folder/$report.json" "$folder/hostile.json" <<'PYTHON'
+import json, sys
+def spoil(value, key=""):
+    if isinstance(value, dict):
+        return {k: spoil(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [spoil(v, key) for v in value]
+    keep = value == "rafter" or key in ("cpu", "metric")
+    return value if keep or not isinstance(value, str) else "\"'><script>" + value
+report = spoil(json.load(open(sys.argv[1])))
+json.dump(dict(report, gpu="\"'><script>"), open(sys.argv[2] + ".page", "w"))
+json.dump(report, open(sys.argv[2], "w"))
+PYTHON
+        expect 0 '<!doctype html>' "$rafter" page "$folder/hostile.json.page"
+        python3 - "$folder/out" <<'PYTHON' || fail "the page of a hostile $report.json has its markup"
+import html.parser, sys
+class Page(html.parser.HTMLParser):
+    scripts, names = 0, set()
+    def handle_starttag(self, tag, attributes):
+        self.scripts += tag == "script"
+        self.names |= {name for name, _ in attributes}
+text = open(sys.argv[1]).read()
+page = Page()
+page.feed(text)
+assert text.count("<script") == page.scripts == 1, text.count("<script")
+assert all(name.isascii() and name.replace("-", "").isalnum() for name in page.names), page.names
+assert "&quot;&#39;&gt;&lt;script&gt;" in text
+PYTHON
+        expect 0 scale "$rafter" bench scale --preset map --cells 1 --seconds 0.001 --json "$folder/hostile.json" --resume
+        python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$folder/hostile.json" || fail "a hostile $report.json is resumed as bad JSON"
+    done
+fi
+
 if [ $failures -gt 0 ]; then
     cat "$folder/bad.txt"
     exit 1
