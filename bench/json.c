@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A report as JSON, written and read back. */
 #include <errno.h>
+#include <limits.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -187,9 +188,19 @@ static void copy_text(char *to, size_t size, const struct json *from, const char
     snprintf(to, size, "%s", json_text(from, key));
 }
 
+static int read_count(const struct json *from, const char *key) {
+    return (int)json_integer(from, key, 0, INT_MAX);
+}
+
+/* Finite: 1e999 is an infinity to the reader. */
+static double read_number(const struct json *from, const char *key, double otherwise) {
+    const double value = json_number(from, key, otherwise);
+    return isfinite(value) ? value : otherwise;
+}
+
 static struct gpu_state read_gpu_state(const struct json *s) {
-    return (struct gpu_state){(int)json_number(s, "clock_mhz", 0), (int)json_number(s, "memory_clock_mhz", 0),
-                              (int)json_number(s, "temperature", 0), (int)json_number(s, "watts", 0)};
+    return (struct gpu_state){read_count(s, "clock_mhz"), read_count(s, "memory_clock_mhz"),
+                              read_count(s, "temperature"), read_count(s, "watts")};
 }
 
 static void mark_columns(struct table *t, const struct json *names, bool marks[]) {
@@ -203,7 +214,7 @@ static void read_table(struct report *r, const struct json *from) {
     copy_text(t->title, sizeof t->title, from, "title");
     copy_text(t->x_name, sizeof t->x_name, from, "x");
     t->metric = strcmp(json_text(from, "metric"), metric_names[METRIC_MEMORY]) == 0 ? METRIC_MEMORY : METRIC_SPEED;
-    t->extras = (unsigned)json_number(from, "extras", 0);
+    t->extras = (unsigned)json_integer(from, "extras", 0, (1 << EXTRAS) - 1);
     copy_text(t->map, sizeof t->map, from, "map");
     bool columns[REPORT_COLUMNS];
     mark_columns(t, json_get(from, "columns"), columns);
@@ -216,7 +227,7 @@ static void read_table(struct report *r, const struct json *from) {
 }
 
 static void read_place(struct map_place *p, const struct json *from) {
-    p->length = (int64_t)json_number(from, "length", 0);
+    p->length = json_integer(from, "length", 0, INT64_MAX);
     copy_text(p->label, sizeof p->label, from, "label");
     copy_text(p->layout, sizeof p->layout, from, "layout");
     copy_text(p->option, sizeof p->option, from, "option");
@@ -228,28 +239,29 @@ static void read_cell(struct report *r, const struct json *from) {
     struct table *t = report_find_table(r, json_text(from, "table"));
     if (!t)
         return;
-    const int64_t x = (int64_t)json_number(from, "x", 0);
+    const int64_t x = json_integer(from, "x", 0, INT64_MAX);
     struct row *row = table_find_row(t, x);
     row = row ? row : table_add_row(t, x);
-    row->bytes = json_number(from, "bytes", 0);
-    row->flops = json_number(from, "flops", 0);
-    row->gradient_bytes = json_number(from, "gradient_bytes", 0);
+    row->bytes = read_number(from, "bytes", 0);
+    row->flops = read_number(from, "flops", 0);
+    row->gradient_bytes = read_number(from, "gradient_bytes", 0);
     if (t->map[0])
         read_place(&row->place, from);
     struct cell *c = &row->cell[table_column(t, json_text(from, "provider"))];
-    c->value.median = json_number(from, "median", NAN);
-    c->value.p10 = json_number(from, "p10", NAN);
-    c->value.p90 = json_number(from, "p90", NAN);
-    c->repeats = (int)json_number(from, "repeats", 0);
-    c->max_error = json_number(from, "max_error", 0);
-    c->share = json_number(from, "share", 0);
-    c->host = json_number(from, "host_us", 0);
-    c->first = json_number(from, "first_ms", 0);
+    c->value.median = read_number(from, "median", NAN);
+    c->value.p10 = read_number(from, "p10", NAN);
+    c->value.p90 = read_number(from, "p90", NAN);
+    c->repeats = read_count(from, "repeats");
+    c->max_error = read_number(from, "max_error", 0);
+    c->share = read_number(from, "share", 0);
+    c->host = read_number(from, "host_us", 0);
+    c->first = read_number(from, "first_ms", 0);
     copy_text(c->variant, sizeof c->variant, from, "variant");
     c->state = json_number(from, "wrong", 0) != 0 ? CELL_WRONG : isnan(c->value.median) ? CELL_EMPTY : CELL_MEASURED;
     const struct json *samples = json_get(from, "samples");
     for (const struct json *s = samples ? samples->first : NULL; s; s = s->next)
-        samples_add(&c->samples, s->number);
+        if (isfinite(s->number))
+            samples_add(&c->samples, s->number);
 }
 
 bool json_read_report(struct report *r, const char *path) {
@@ -261,11 +273,11 @@ bool json_read_report(struct report *r, const char *path) {
         json_free(from);
         return false;
     }
-    *r = (struct report){.threads = (int)json_number(from, "threads", 0),
-                         .read = json_number(from, "read_bytes_per_second", 0),
-                         .copy = json_number(from, "copy_bytes_per_second", 0),
-                         .matrix = json_number(from, "matrix_flops_per_second", 0),
-                         .seconds = json_number(from, "seconds", 0),
+    *r = (struct report){.threads = read_count(from, "threads"),
+                         .read = read_number(from, "read_bytes_per_second", 0),
+                         .copy = read_number(from, "copy_bytes_per_second", 0),
+                         .matrix = read_number(from, "matrix_flops_per_second", 0),
+                         .seconds = read_number(from, "seconds", 0),
                          .interrupted = json_number(from, "interrupted", 0) != 0,
                          .before = read_gpu_state(json_get(from, "gpu_before")),
                          .after = read_gpu_state(json_get(from, "gpu_after"))};

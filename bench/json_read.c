@@ -2,6 +2,7 @@
 #include "json_read.h"
 
 #include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -142,10 +143,13 @@ static const char *parse_value(const char *at, struct json *value, int depth) {
         value->kind = *at == '[' ? JSON_ARRAY : JSON_OBJECT;
         return parse_items(at + 1, value, *at == '[' ? ']' : '}', depth);
     }
+    const char digit = at[*at == '-']; /* strtod also takes inf, nan and leading spaces */
+    if (digit < '0' || digit > '9')
+        return NULL;
     char *end;
     value->kind = JSON_NUMBER;
     value->number = strtod(at, &end);
-    return end == at || !strchr("-0123456789", *at) ? NULL : end;
+    return end;
 }
 
 struct json *json_parse(const char *text) {
@@ -208,6 +212,12 @@ const struct json *json_get(const struct json *object, const char *key) {
 double json_number(const struct json *object, const char *key, double otherwise) {
     const struct json *item = json_get(object, key);
     return item && (item->kind == JSON_NUMBER || item->kind == JSON_BOOL) ? item->number : otherwise;
+}
+
+int64_t json_integer(const struct json *object, const char *key, int64_t low, int64_t high) {
+    const double number = json_number(object, key, 0), value = isnan(number) ? 0 : number;
+    /* INT64_MAX as a double is 2^63, which does not fit: hence the equality */
+    return value <= (double)low ? low : value >= (double)high ? high : (int64_t)value;
 }
 
 const char *json_text(const struct json *object, const char *key) {

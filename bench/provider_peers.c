@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The columns that run in Python. Each is a provider; the Python worker makes their calls. */
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -229,7 +230,8 @@ static bool time_peer(struct session *s, double *seconds) {
     *seconds = json_number(answer, "seconds", -1);
     s->host_seconds = json_number(answer, "host", 0);
     json_free(answer);
-    return answer && (*seconds >= 0 || session_fail(s, "the Python worker gave no time"));
+    return answer && ((*seconds >= 0 && isfinite(*seconds) && isfinite(s->host_seconds)) ||
+                      session_fail(s, "the Python worker gave no time"));
 }
 
 static bool measure_memory(struct session *s, double *bytes) {
@@ -339,7 +341,7 @@ double peers_matrix_rate(rafter_context *context, const struct pace *pace, rafte
     struct json *answer = order_send(&s, &order, CALL_LIMIT);
     const double rate = json_number(answer, "rate", 0);
     json_free(answer);
-    return rate;
+    return rate > 0 && isfinite(rate) ? rate : 0;
 }
 
 /* The package is Rafter, so it is held to Rafter's error bounds. */

@@ -44,7 +44,8 @@ for line in channel:
                 os.close(int(sys.argv[1]))
             while misbehaviour == "talk":
                 os.write(int(sys.argv[1]), b" " * 65536)
-            time.sleep(1000)
+            if misbehaviour != "exaggerate":
+                time.sleep(1000)
     if order["do"] == "collect":
         result = logsumexp(row["path"], next(t for t in row["tensors"] if t["name"] == "x"))
         wanted = order["results"][0]
@@ -54,6 +55,10 @@ for line in channel:
             struct.pack_into(f"<{len(result)}f", memory, wanted["at"], *(2 * v if column == "to" else v for v in result))
         say(written=["lse"])
     elif order["do"] == "time":
-        say(seconds=1e-3, host=1e-3)
+        if column == "rtr":  # json.dumps would not write this
+            channel.write('{"seconds": 1e999, "host": 1e-3}\n')
+            channel.flush()
+        else:
+            say(seconds=1e-3, host=1e-3)
     else:
         say(first=0.5)

@@ -295,6 +295,8 @@ if command -v python3 >/dev/null; then
         timeout 20 "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter,rtr --limit 1
     expect 0 "rtr at n = 64: the Python worker's answer is longer than the limit of 1048576 bytes" "${bad_worker[@]}" RAFTER_TEST_RTR=talk \
         timeout 20 "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter,rtr --limit 10
+    expect 0 "rtr at n = 64: the Python worker gave no time" "${bad_worker[@]}" RAFTER_TEST_RTR=exaggerate \
+        timeout 20 "$rafter" bench logsumexp --x 64 --mode fwd --seconds 0.001 --providers rafter,rtr --limit 10
 fi
 
 # --- Ctrl-C does not wait for a Python column that hangs
@@ -400,6 +402,36 @@ assert "&quot;&#39;&gt;&lt;script&gt;" in text
 PYTHON
         expect 0 scale "$rafter" bench scale --preset map --cells 1 --seconds 0.001 --json "$folder/hostile.json" --resume
         python3 -c 'import json, sys; json.load(open(sys.argv[1]))' "$folder/hostile.json" || fail "a hostile $report.json is resumed as bad JSON"
+    done
+fi
+
+# --- numbers of a report that fit no integer are cut, and infinities are no results
+if command -v python3 >/dev/null; then
+    for report in old map; do
+        for number in 1e300 -1e300 1e999 -1e999 1e19 -1 0; do
+            python3 - "$folder/$report.json" "$folder/hostile.json" $number <<'PYTHON'
+import json, sys
+def spoil(value, key=""):
+    if isinstance(value, dict):
+        return {k: spoil(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [spoil(v, key) for v in value]
+    return "NUMBER" if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+text = json.dumps(spoil(json.load(open(sys.argv[1]))))
+open(sys.argv[2], "w").write(text.replace('"NUMBER"', sys.argv[3]))
+PYTHON
+            expect 0 '<!doctype html>' "$rafter" page "$folder/hostile.json"
+            unwanted='-9223372036854775808|-2147483648'
+            [[ $number = *e999 ]] && unwanted+='|[^a-z](nan|inf)[^a-z]'
+            ! grep -qE -- "$unwanted" "$folder/out" || fail "the page of $report.json with $number everywhere has $(
+                grep -oEm1 -- ".{20}($unwanted)" "$folder/out" | head -n 1)"
+            "$rafter" compare "$folder/hostile.json" "$folder/hostile.json" >/dev/null 2>&1
+            [ $? -le 2 ] || fail "compare of $report.json with $number everywhere crashes"
+        done
+    done
+    for number in nan -nan -inf infinity; do
+        echo "{\"tables\": [], \"rows\": [], \"threads\": $number}" >"$folder/hostile.json"
+        expect 2 'not a report' "$rafter" page "$folder/hostile.json"
     done
 fi
 
