@@ -24,6 +24,9 @@
  * in inputs. Inputs are fp32, bf16 or fp16; everything inside is computed in fp32 or better and
  * rounded once, to nearest even, when stored. Labels and positions are int32 or int64.
  *
+ * Sizes: a tensor has at most 2^47 elements, stride 0 included, and none of them lies 2^47 elements
+ * or more behind the first. linear_cross_entropy has at most 2^47 logits, N V. More is refused.
+ *
  * Argument structs: set `.size` to sizeof the struct, so that the struct can grow without breaking
  * the ABI. Leave what you do not need at zero: zero means default. A NULL output is not computed.
  * Reserved fields must be zero.

@@ -65,6 +65,45 @@ static struct text set_text(unsigned dtypes) {
     return text;
 }
 
+/* Fills in numel, shape and stride. The one place that bounds them: see RAFTER_MOST_ELEMENTS. */
+static rafter_status take_sizes(rafter_context *context, const char *name, const DLTensor *tensor, rafter_view *view) {
+    const rafter_status bad = RAFTER_INVALID_ARGUMENT;
+    const int64_t most = RAFTER_MOST_ELEMENTS;
+    int64_t product = 1; /* of the sizes above 0: also the other sizes of an empty tensor are bounded */
+    for (int d = 0; d < view->ndim; d++) {
+        const int64_t size = view->shape[d] = tensor->shape[d];
+        if (size < 0)
+            return rafter_fail(context, bad, "%s has shape %s, wanted no negative size", name,
+                               shape_text(tensor->ndim, tensor->shape).s);
+        if (size == 0)
+            view->numel = 0;
+        else if (__builtin_mul_overflow(product, size, &product) || product > most)
+            return rafter_fail(context, bad, "%s has shape %s, wanted at most 2^47 elements", name,
+                               shape_text(tensor->ndim, tensor->shape).s);
+    }
+    if (view->numel == 0)
+        return RAFTER_OK;
+    int64_t last = 0; /* offset of the last element */
+    for (int d = view->ndim - 1; d >= 0; d--) {
+        const int64_t stride = tensor->strides ? tensor->strides[d] : view->numel;
+        if (view->shape[d] > 1) {
+            if (stride < 0)
+                return rafter_fail(context, bad, "%s has stride %lld in dimension %d, wanted no negative stride", name,
+                                   (long long)stride, d);
+            view->stride[d] = stride;
+            int64_t span;
+            if (__builtin_mul_overflow(view->shape[d] - 1, stride, &span) ||
+                __builtin_add_overflow(last, span, &last) || last >= most)
+                return rafter_fail(context, bad,
+                                   "%s has stride %lld in dimension %d of size %lld, wanted all elements within 2^47 "
+                                   "of the first",
+                                   name, (long long)stride, d, (long long)view->shape[d]);
+        }
+        view->numel *= view->shape[d];
+    }
+    return RAFTER_OK;
+}
+
 rafter_status rafter_take_tensor(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view) {
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
@@ -94,41 +133,18 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
                            set_text(dtypes).s);
 
     *view = (rafter_view){.dtype = (rafter_dtype)dtype, .ndim = tensor->ndim, .numel = 1};
-    const int64_t bytes = rafter_dtype_bytes(view->dtype);
-    bool empty = false;
-    for (int d = 0; d < view->ndim; d++) {
-        view->shape[d] = tensor->shape[d];
-        if (view->shape[d] < 0)
-            return rafter_fail(context, bad, "%s has shape %s, wanted no negative size", name,
-                               shape_text(tensor->ndim, tensor->shape).s);
-        empty |= view->shape[d] == 0;
-    }
-    if (empty) {
-        view->numel = 0;
+    RAFTER_TRY(take_sizes(context, name, tensor, view));
+    if (view->numel == 0)
         return RAFTER_OK;
-    }
-    int64_t last = 0; /* offset of the last element */
-    for (int d = view->ndim - 1; d >= 0; d--) {
-        const int64_t stride = tensor->strides ? tensor->strides[d] : view->numel;
-        if (view->shape[d] > 1) {
-            if (stride < 0)
-                return rafter_fail(context, bad, "%s has stride %lld in dimension %d, wanted no negative stride", name,
-                                   (long long)stride, d);
-            view->stride[d] = stride;
-            int64_t span;
-            if (__builtin_mul_overflow(view->shape[d] - 1, stride, &span) ||
-                __builtin_add_overflow(last, span, &last) || last >= INT64_MAX / bytes / 2)
-                return rafter_fail(context, bad,
-                                   "%s has stride %lld in dimension %d of size %lld: past the address space", name,
-                                   (long long)stride, d, (long long)view->shape[d]);
-        }
-        if (__builtin_mul_overflow(view->numel, view->shape[d], &view->numel))
-            return rafter_fail(context, bad, "%s has shape %s: more elements than 63 bits count", name,
-                               shape_text(tensor->ndim, tensor->shape).s);
-    }
     if (!tensor->data)
         return rafter_fail(context, bad, "%s.data is NULL, wanted %lld elements", name, (long long)view->numel);
+    uintptr_t begin, end;
+    if (__builtin_add_overflow((uintptr_t)tensor->data, tensor->byte_offset, &begin) ||
+        __builtin_add_overflow(begin, (uintptr_t)rafter_span_bytes(view), &end))
+        return rafter_fail(context, bad, "%s.byte_offset is %llu: past the address space", name,
+                           (unsigned long long)tensor->byte_offset);
     view->data = (char *)tensor->data + tensor->byte_offset;
+    const int64_t bytes = rafter_dtype_bytes(view->dtype);
     if (context->device.device_type != kDLCPU && (uintptr_t)view->data % (uintptr_t)bytes != 0)
         return rafter_fail(context, bad, "%s begins at %p, wanted a multiple of %lld bytes on a GPU", name,
                            (void *)view->data, (long long)bytes);

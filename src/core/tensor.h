@@ -15,6 +15,12 @@ extern "C" {
 /* Most dimensions of a caller's tensor, and of a view, which may gain two. */
 enum { RAFTER_MAX_DIMS = 16, RAFTER_VIEW_DIMS = RAFTER_MAX_DIMS + 2 };
 
+/* The most elements of a tensor, and the most that lie between its first and its last one. No GPU
+ * or CPU has that much memory, and any product of a tensor's sizes, padded to a tile and times the
+ * bytes of an element or of a row's statistics, stays far below 2^63. Ops whose tensors together
+ * span a larger grid bound that grid as well. */
+#define RAFTER_MOST_ELEMENTS ((int64_t)1 << 47)
+
 /* A tensor that has passed the checks: byte offset applied, strides filled in. */
 typedef struct rafter_view {
     char *data;
@@ -36,7 +42,7 @@ static inline int64_t rafter_dtype_bytes(rafter_dtype dtype) {
 const char *rafter_dtype_name(rafter_dtype dtype);
 
 /* Checks that `tensor` is given, is on the context's device, has one of `dtypes`, and valid sizes
- * and strides. */
+ * and strides within RAFTER_MOST_ELEMENTS. */
 rafter_status rafter_take_tensor(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
 

@@ -91,6 +91,12 @@ void with_ledger(struct ledger *ledger);
     X(test_none_copies_nothing_in_place)                                                                               \
     X(test_scaling_by_one_touches_nothing)                                                                             \
     X(test_zero_sizes)
+#define LIMIT_TESTS(X)                                                                                                 \
+    X(test_weight_past_the_limit)                                                                                      \
+    X(test_logits_past_the_limit)                                                                                      \
+    X(test_logsumexp_past_the_limit)                                                                                   \
+    X(test_other_sizes_past_the_limit)                                                                                 \
+    X(test_workspace_at_the_limit)
 #define CONTEXT_TESTS(X)                                                                                               \
     X(test_context)                                                                                                    \
     X(test_bad_contexts)                                                                                               \
@@ -102,6 +108,7 @@ void with_ledger(struct ledger *ledger);
 ARGUMENT_TESTS(DECLARE_TEST)
 OPTION_TESTS(DECLARE_TEST)
 MEMORY_TESTS(DECLARE_TEST)
+LIMIT_TESTS(DECLARE_TEST)
 CONTEXT_TESTS(DECLARE_TEST)
 #undef DECLARE_TEST
 

@@ -64,6 +64,16 @@ static rafter_status take_inputs(rafter_context *context, const rafter_linear_cr
     return rafter_want_shape(context, "bias", bias, 1, &classes);
 }
 
+/* The grid of logits is no tensor of the call, but sizes of workspace follow from it. */
+static rafter_status check_logits(rafter_context *context, const struct rafter_loss *loss) {
+    int64_t logits;
+    if (!__builtin_mul_overflow(loss->rows, loss->classes, &logits) && logits <= RAFTER_MOST_ELEMENTS)
+        return RAFTER_OK;
+    return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                       "x has %lld rows and weight %lld, wanted at most 2^47 logits in all", (long long)loss->rows,
+                       (long long)loss->classes);
+}
+
 static rafter_status take_gradients(rafter_context *context, const rafter_linear_cross_entropy_args *a,
                                     struct linear_cross_entropy_call *call) {
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
@@ -138,6 +148,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     const int leading = call->x.ndim - 1;
     RAFTER_TRY(rafter_loss_take(context, &loss_args, direction, "x without its last dimension", leading, call->x.shape,
                                 call->weight.shape[0], &call->loss));
+    RAFTER_TRY(check_logits(context, &call->loss));
     RAFTER_TRY(take_gradients(context, &a, call));
     RAFTER_TRY(check_overlaps(context, call));
 
