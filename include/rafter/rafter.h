@@ -37,7 +37,8 @@
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride
  * 0), except where a block below says "in place". Scratch memory comes from `.workspace` if given,
- * else from the context's allocator. rafter_<op>_workspace() returns how many bytes a call with the
+ * else from the context's allocator. None of the .workspace_bytes may lie between the first and the
+ * last element of a tensor of the call, nor in `.saved`; such a call is refused. rafter_<op>_workspace() returns how many bytes a call with the
  * same arguments takes. The default allocator of a CPU context keeps the last block of 4 MiB or
  * more until the context is destroyed, and uses it for later calls that fit.
  *
@@ -157,7 +158,7 @@ typedef enum rafter_dtype {
 } rafter_dtype;
 
 /* A row-major, compact CPU tensor over your memory. `shape` must outlive it. A convenience: any
- * DLTensor works. */
+ * DLTensor works. A dtype that is none of these gives a tensor that every call refuses. */
 RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
 
 typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;

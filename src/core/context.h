@@ -5,6 +5,7 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 #include "core/cpu.h"
 #include "rafter/rafter.h"
@@ -23,6 +24,14 @@ struct rafter_considered {
     const char *variant, *reason; /* reason: NULL for the variant that was taken */
 };
 
+/* Memory of the call's tensors that have elements, from the first byte of each to its last, in the
+ * order of the checks. */
+enum { RAFTER_MOST_TAKEN = 24 };
+struct rafter_taken {
+    const char *name;
+    uintptr_t begin, end;
+};
+
 struct rafter_context {
     DLDevice device;
     const struct rafter_cuda *cuda;       /* NULL on the CPU */
@@ -34,6 +43,8 @@ struct rafter_context {
     int compute_capability; /* of a CUDA device: 90 for 9.0 */
     struct rafter_considered considered[RAFTER_MOST_CONSIDERED]; /* by the last call */
     int considered_count;
+    struct rafter_taken taken[RAFTER_MOST_TAKEN]; /* by the call whose arguments are being checked */
+    int taken_count;
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;

@@ -148,7 +148,7 @@ rafter_status rafter_take_tensor(rafter_context *context, const char *name, cons
     if (context->device.device_type != kDLCPU && (uintptr_t)view->data % (uintptr_t)bytes != 0)
         return rafter_fail(context, bad, "%s begins at %p, wanted a multiple of %lld bytes on a GPU", name,
                            (void *)view->data, (long long)bytes);
-    return RAFTER_OK;
+    return rafter_note_memory(context, name, view->data, (size_t)rafter_span_bytes(view));
 }
 
 int64_t rafter_span_bytes(const rafter_view *view) {
@@ -333,4 +333,31 @@ int rafter_collapse(rafter_view *const views[], int count, int from, int to) {
         view->ndim -= to - kept;
     }
     return kept - from;
+}
+
+/* Where the memory ends; the last address if that is past the address space. */
+static uintptr_t end_of(const void *memory, size_t bytes) {
+    uintptr_t end;
+    return __builtin_add_overflow((uintptr_t)memory, bytes, &end) ? UINTPTR_MAX : end;
+}
+
+rafter_status rafter_note_memory(rafter_context *context, const char *name, const void *memory, size_t bytes) {
+    if (context->taken_count == RAFTER_MOST_TAKEN)
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "%s is one tensor too many, wanted at most %d", name,
+                           RAFTER_MOST_TAKEN);
+    context->taken[context->taken_count++] =
+        (struct rafter_taken){.name = name, .begin = (uintptr_t)memory, .end = end_of(memory, bytes)};
+    return RAFTER_OK;
+}
+
+rafter_status rafter_want_unused(rafter_context *context, const char *name, const void *memory, size_t bytes) {
+    const uintptr_t begin = (uintptr_t)memory, end = end_of(memory, bytes);
+    for (int i = 0; memory && bytes > 0 && i < context->taken_count; i++) {
+        const struct rafter_taken *const taken = &context->taken[i];
+        if (begin < taken->end && taken->begin < end)
+            return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                               "%s (%p, %zu bytes) overlaps %s (%p, %zu bytes), wanted separate memory", name, memory,
+                               bytes, taken->name, (void *)taken->begin, (size_t)(taken->end - taken->begin));
+    }
+    return RAFTER_OK;
 }

@@ -42,13 +42,20 @@ static inline int64_t rafter_dtype_bytes(rafter_dtype dtype) {
 const char *rafter_dtype_name(rafter_dtype dtype);
 
 /* Checks that `tensor` is given, is on the context's device, has one of `dtypes`, and valid sizes
- * and strides within RAFTER_MOST_ELEMENTS. */
+ * and strides within RAFTER_MOST_ELEMENTS. Notes its memory. */
 rafter_status rafter_take_tensor(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
 
 /* The same, and that no two indices of it share memory. */
 rafter_status rafter_take_output(rafter_context *context, const char *name, const DLTensor *tensor, unsigned dtypes,
                                  rafter_view *view);
+
+/* Notes memory that the call uses under this name. */
+rafter_status rafter_note_memory(rafter_context *context, const char *name, const void *memory, size_t bytes);
+
+/* Fails if the memory overlaps any that has been noted: "workspace (..., 64 bytes) overlaps x". The
+ * gaps of a strided tensor count as its memory. */
+rafter_status rafter_want_unused(rafter_context *context, const char *name, const void *memory, size_t bytes);
 
 /* Fails with "name has shape [2, 3], wanted [2, 4]" unless the view has this shape. */
 rafter_status rafter_want_shape(rafter_context *context, const char *name, const rafter_view *view, int ndim,

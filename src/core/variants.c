@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "core/tensor.h"
 
 static const struct rafter_op *const ops[RAFTER_OP_COUNT] = {
 #define RAFTER_OP(name) &rafter_op_##name,
@@ -79,7 +80,10 @@ static rafter_status pick(rafter_context *context, const struct rafter_op *op, c
                        op->name, reason ? reason : "there is none for this device");
 }
 
-rafter_status rafter_check_direction(rafter_context *context, rafter_direction direction) {
+rafter_status rafter_begin_call(rafter_context *context, const char *name, const void *args, void *copy, size_t size,
+                                rafter_direction direction) {
+    RAFTER_TRY(rafter_take_args(context, name, args, copy, size));
+    context->taken_count = 0;
     if (direction == RAFTER_FORWARD || direction == RAFTER_BACKWARD)
         return RAFTER_OK;
     return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted 0 (forward) or 1 (backward)",
@@ -90,6 +94,7 @@ rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, co
     context->considered_count = 0;
     if (call->empty)
         return RAFTER_OK;
+    RAFTER_TRY(rafter_want_unused(context, "workspace", call->workspace, call->workspace_bytes));
     struct rafter_plan plan;
     RAFTER_TRY(pick(context, op, call, &plan));
     if (context->cuda)

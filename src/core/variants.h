@@ -102,10 +102,12 @@ struct rafter_op {
 #include "ops/ops.inc"
 #undef RAFTER_OP
 
-/* Checks the `direction` argument of the public functions. */
-rafter_status rafter_check_direction(rafter_context *context, rafter_direction direction);
+/* Every op's checks begin here: rafter_take_args for the op's struct, no memory noted so far, and a
+ * `direction` that exists. */
+rafter_status rafter_begin_call(rafter_context *context, const char *name, const void *args, void *copy, size_t size,
+                                rafter_direction direction);
 
-/* Picks the variant, takes the workspace, runs. Every op's forward and backward end here. */
+/* Checks that the caller's workspace overlaps nothing, picks the variant, takes the workspace, runs. Every op's forward and backward end here. */
 rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call);
 
 /* The bytes of workspace that rafter_run would take. Every rafter_<op>_workspace ends here. */

@@ -96,7 +96,11 @@ void with_ledger(struct ledger *ledger);
     X(test_logits_past_the_limit)                                                                                      \
     X(test_logsumexp_past_the_limit)                                                                                   \
     X(test_other_sizes_past_the_limit)                                                                                 \
-    X(test_workspace_at_the_limit)
+    X(test_workspace_at_the_limit)                                                                                     \
+    X(test_workspace_over_a_tensor)                                                                                    \
+    X(test_saved_over_a_tensor)                                                                                        \
+    X(test_unknown_dtype)                                                                                              \
+    X(test_mask_of_an_empty_tensor)
 #define CONTEXT_TESTS(X)                                                                                               \
     X(test_context)                                                                                                    \
     X(test_bad_contexts)                                                                                               \

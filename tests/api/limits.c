@@ -136,3 +136,77 @@ void test_workspace_at_the_limit(void **state) {
     assert_int_equal(rafter_cross_entropy_workspace(f.context, &f.ce, RAFTER_FORWARD, &bytes), RAFTER_OK);
     assert_true(bytes < (size_t)1 << 60);
 }
+
+/* ---- overlaps -------------------------------------------------------------------------------- */
+
+/* Expects that a workspace over `tensor` is refused, whether it begins inside it or before it. */
+#define EXPECT_OVERLAP(call, args, tensor, name)                                                                       \
+    do {                                                                                                               \
+        (args).workspace = (char *)(tensor).data + 3;                                                                  \
+        (args).workspace_bytes = 1;                                                                                    \
+        EXPECT_INVALID(call(f.context, &(args)), "workspace (", "overlaps", name);                                     \
+        (args).workspace = (char *)(tensor).data - 8;                                                                  \
+        (args).workspace_bytes = 9;                                                                                    \
+        EXPECT_INVALID(call(f.context, &(args)), "workspace (", "overlaps " name " (");                                \
+        (args).workspace = NULL;                                                                                       \
+    } while (0)
+
+void test_workspace_over_a_tensor(void **state) {
+    (void)state;
+    EXPECT_OVERLAP(rafter_linear_cross_entropy_forward, f.lce, f.target, "target");
+    EXPECT_OVERLAP(rafter_linear_cross_entropy_forward, f.lce, f.dweight, "dweight");
+    EXPECT_OVERLAP(rafter_linear_cross_entropy_backward, f.lce, f.hidden, "x");
+    EXPECT_OVERLAP(rafter_cross_entropy_forward, f.ce, f.row_lse, "lse");
+    EXPECT_OVERLAP(rafter_logsumexp_forward, f.logsumexp, f.lse, "lse");
+    EXPECT_OVERLAP(rafter_logsumexp_backward, f.logsumexp, f.dx, "dx");
+    EXPECT_OVERLAP(rafter_act_forward, f.act, f.x, "x");
+    EXPECT_OVERLAP(rafter_act_backward, f.act, f.dy, "dy");
+    EXPECT_OVERLAP(rafter_scale_forward, f.scale, f.loss, "factor");
+    lrpe_shapes();
+    EXPECT_OVERLAP(rafter_lrpe_cosine_forward, f.lrpe, f.theta, "theta");
+    EXPECT_OVERLAP(rafter_lrpe_cosine_backward, f.lrpe, f.dx, "dx");
+
+    /* Tensors of earlier calls are forgotten. */
+    char own[64];
+    f.scale.workspace = own;
+    f.scale.workspace_bytes = sizeof own;
+    f.y.shape = f.shape_x;
+    assert_int_equal(rafter_scale_forward(f.context, &f.scale), RAFTER_OK);
+    f.scale.workspace = f.theta_data;
+    assert_int_equal(rafter_scale_forward(f.context, &f.scale), RAFTER_OK);
+}
+
+void test_saved_over_a_tensor(void **state) {
+    (void)state;
+    static _Alignas(16) char memory[1 << 12];
+    f.lce.dx = f.lce.dweight = NULL;
+    f.weight.data = memory + sizeof memory - sizeof(float) * V * D;
+    f.lce.saved = memory;
+    f.lce.saved_bytes = sizeof memory;
+    EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "saved (", "overlaps weight");
+    f.weight.data = f.weight_data; /* separate: refused for another reason */
+    EXPECT_INVALID(rafter_linear_cross_entropy_forward(f.context, &f.lce), "saved", "CPU");
+}
+
+/* ---- other arguments ------------------------------------------------------------------------- */
+
+void test_unknown_dtype(void **state) {
+    (void)state;
+    const int bad[] = {-1, 6, 1 << 30};
+    for (int i = 0; i < 3; i++) {
+        f.x = rafter_tensor(f.x_data, (rafter_dtype)bad[i], 4, f.shape_x);
+        EXPECT_INVALID(rafter_act_forward(f.context, &f.act), "x has dtype", "wanted fp32 or bf16 or fp16");
+    }
+}
+
+/* The mask of no elements has no bytes, whatever the other sizes are. */
+void test_mask_of_an_empty_tensor(void **state) {
+    (void)state;
+    static int64_t empty[] = {0, 5}, none[] = {0};
+    f.x = f.y = f.dy = f.dx = rafter_tensor(NULL, RAFTER_F32, 2, empty);
+    DLTensor mask = rafter_tensor(NULL, RAFTER_U8, 1, none);
+    f.act.kind = RAFTER_ACT_RELU;
+    f.act.relu_mask = &mask;
+    assert_int_equal(rafter_act_forward(f.context, &f.act), RAFTER_OK);
+    assert_int_equal(rafter_act_backward(f.context, &f.act), RAFTER_OK);
+}

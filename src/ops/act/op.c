@@ -24,6 +24,8 @@ enum {
 /* ---- checks ---------------------------------------------------------------------------------- */
 
 static bool contiguous(const rafter_view *view) {
+    if (view->numel == 0)
+        return true;
     int64_t step = 1;
     for (int d = view->ndim - 1; d >= 0; d--) {
         if (view->shape[d] > 1 && view->stride[d] != step)
@@ -79,10 +81,9 @@ static bool in_place(const struct act_call *call) {
 static rafter_status check(rafter_context *context, const rafter_act_args *args, rafter_direction direction,
                            struct act_call *call) {
     rafter_act_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_act_args", args, &a, sizeof a));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_act_args", args, &a, sizeof a, direction));
     if ((int)a.kind < RAFTER_ACT_NONE || a.kind > RAFTER_ACT_SOFTMAX)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "kind is %d, wanted 0 (none) to 4 (softmax)", (int)a.kind);
-    RAFTER_TRY(rafter_check_direction(context, direction));
     *call = (struct act_call){
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
         .kind = a.kind};

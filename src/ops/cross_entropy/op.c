@@ -27,8 +27,7 @@ enum {
 static rafter_status check(rafter_context *context, const rafter_cross_entropy_args *args, rafter_direction direction,
                            struct cross_entropy_call *call) {
     rafter_cross_entropy_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_cross_entropy_args", args, &a, sizeof a));
-    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_cross_entropy_args", args, &a, sizeof a, direction));
     *call = (struct cross_entropy_call){
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes}};
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;

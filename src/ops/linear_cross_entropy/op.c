@@ -120,6 +120,8 @@ static rafter_status check_saved(rafter_context *context, const rafter_linear_cr
         return rafter_fail(context, bad, "saved begins at %p, wanted a multiple of 16 bytes", a->saved);
     if (call->common.direction == RAFTER_FORWARD && gradients)
         return rafter_fail(context, bad, "saved is given to forward with a gradient, wanted one or the other");
+    RAFTER_TRY(rafter_want_unused(context, "saved", a->saved, a->saved_bytes));
+    RAFTER_TRY(rafter_note_memory(context, "saved", a->saved, a->saved_bytes));
     if (!context->cuda)
         return rafter_fail(context, bad, "saved is given, wanted NULL on a CPU, where nothing is saved");
     call->saved = a->saved;
@@ -129,8 +131,7 @@ static rafter_status check_saved(rafter_context *context, const rafter_linear_cr
 static rafter_status check(rafter_context *context, const rafter_linear_cross_entropy_args *args,
                            rafter_direction direction, struct linear_cross_entropy_call *call) {
     rafter_linear_cross_entropy_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_linear_cross_entropy_args", args, &a, sizeof a));
-    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_linear_cross_entropy_args", args, &a, sizeof a, direction));
     RAFTER_TRY(check_choices(context, &a));
     *call = (struct linear_cross_entropy_call){
         .common = {.direction = direction,

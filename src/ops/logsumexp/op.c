@@ -45,8 +45,7 @@ static rafter_status take_reduced(rafter_context *context, const char *name, con
 static rafter_status check(rafter_context *context, const rafter_logsumexp_args *args, rafter_direction direction,
                            struct logsumexp_call *call) {
     rafter_logsumexp_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_logsumexp_args", args, &a, sizeof a));
-    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_logsumexp_args", args, &a, sizeof a, direction));
     if ((int)a.algorithm < RAFTER_LOGSUMEXP_AUTO || a.algorithm > RAFTER_LOGSUMEXP_RECURRENCE)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "algorithm is %d, wanted 0 (auto), 1 (parallel) or 2 (recurrence)", (int)a.algorithm);

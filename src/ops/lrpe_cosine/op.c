@@ -127,8 +127,7 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
                            struct lrpe_cosine_call *call) {
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
     rafter_lrpe_cosine_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_lrpe_cosine_args", args, &a, sizeof a));
-    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_lrpe_cosine_args", args, &a, sizeof a, direction));
     RAFTER_TRY(check_options(context, &a));
     *call = (struct lrpe_cosine_call){
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},

@@ -17,8 +17,7 @@ enum { TASK = 1 << 16 }; /* elements per task */
 static rafter_status check(rafter_context *context, const rafter_scale_args *args, rafter_direction direction,
                            struct scale_call *call) {
     rafter_scale_args a;
-    RAFTER_TRY(rafter_take_args(context, "rafter_scale_args", args, &a, sizeof a));
-    RAFTER_TRY(rafter_check_direction(context, direction));
+    RAFTER_TRY(rafter_begin_call(context, "rafter_scale_args", args, &a, sizeof a, direction));
     if (direction != RAFTER_FORWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted %d (forward): scale has no other",
                            (int)direction, (int)RAFTER_FORWARD);
