@@ -85,6 +85,8 @@ SPOIL(act_bad_dim, (c.act.kind = RAFTER_ACT_SOFTMAX, c.act.dim = 4))
 SPOIL(act_wrong_dtype, c.y_t.dtype.bits = 16)
 SPOIL(act_wrong_shape, c.y_t.ndim = 3)
 SPOIL(act_overlap, (c.y_t.data = c.x + 1))
+SPOIL(act_workspace_over_y, (c.act.workspace = c.y, c.act.workspace_bytes = 1))
+SPOIL(act_too_large, c.shape_x[0] = (int64_t)1 << 47)
 SPOIL(act_mask, c.act.relu_mask = &c.y_t)
 SPOIL(act_backward_no_dy, c.act.dx = &c.dx_t)
 SPOIL(nothing, (void)0)
@@ -115,6 +117,8 @@ static const struct bad_call {
     {act_wrong_dtype, call_act},
     {act_wrong_shape, call_act},
     {act_overlap, call_act},
+    {act_workspace_over_y, call_act},
+    {act_too_large, call_act},
     {act_mask, call_act},
     {act_backward_no_dy, call_act_backward},
     {nothing, ask_act},
