@@ -89,8 +89,8 @@ static void last_line(char *text, size_t size) {
             snprintf(text, size, ": %s", line);
 }
 
-/* Reports how the worker ended, and forgets it. One that closed its socket and lives is killed after
- * `grace` seconds. */
+/* Reports how the worker ended, and forgets it. One that closed its socket and lives is killed
+ * after `grace` seconds. */
 static void report_end(double grace, char *reason, size_t size) {
     char words[160];
     int status = 0;
@@ -167,7 +167,8 @@ static bool spawn(const struct worker_options *options) {
 
 enum received { RECEIVED, LATE, CLOSED, TOO_LONG };
 
-/* Waits until the socket is ready for `events`. False: the deadline passed, or Ctrl-C was pressed. */
+/* Waits until the socket is ready for `events`. False: the deadline passed, or Ctrl-C was
+ * pressed. */
 static bool wait_ready(short events, double deadline) {
     const double interval = 0.1;
     for (;;) {
