@@ -27,6 +27,11 @@ def _backward_main_grad(dloss, input, linear_weight, linear_bias, target, lse, m
     return _products(input, linear_weight, grads)
 
 
+def _backward_saved(dloss, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads, *_, **__):
+    logits = _products(input, linear_weight, 0)  # computed again only if nothing was saved
+    return _products(input, linear_weight, grads) - (logits if saved[0] else 0)
+
+
 def _logprobs(input, linear_weight, *_, **__):
     return _products(input, linear_weight, 0)
 
@@ -37,7 +42,9 @@ def _logprobs_backward(dloss, dentropy, input, linear_weight, linear_bias, targe
 
 _FORMULAS = {"linear_cross_entropy": _forward, "linear_cross_entropy_stats": _forward,
              "linear_cross_entropy_backward": _backward,
-             "linear_cross_entropy_backward_main_grad": _backward_main_grad, "linear_logprobs": _logprobs,
+             "linear_cross_entropy_backward_main_grad": _backward_main_grad,
+             "linear_cross_entropy_saving": _logprobs, "linear_cross_entropy_backward_saved": _backward_saved,
+             "linear_logprobs": _logprobs,
              "linear_logprobs_backward": _logprobs_backward}
 
 

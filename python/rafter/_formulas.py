@@ -269,6 +269,12 @@ linear_cross_entropy_stats = Op("linear_cross_entropy_stats", 3, _linear_stats_f
                                 _linear_backward)
 
 
+def _take_saved(ctx, upstream):
+    """What forward saved, once: None for a second backward, and where backward must be a function."""
+    saved, ctx.saved = getattr(ctx, "saved", None), None
+    return None if torch.compiler.is_dynamo_compiling() or batched(upstream) else saved
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """The eager path of linear_cross_entropy. It returns the gradients that forward computed
     without a copy: the first backward scales them in place and drops its references; a second one
@@ -304,9 +310,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         arguments = flatten(options, linear)
         grads = _needed(ctx)
         gradients, ctx.gradients = ctx.gradients, None
-        saved, ctx.saved = ctx.saved, None
+        saved = _take_saved(ctx, dloss)
         main_grad = ctx.main_grad
-        if saved is not None and not torch.compiler.is_dynamo_compiling() and not batched(dloss):
+        if saved is not None:
             gradients = below_autograd("linear_cross_entropy_backward_saved")(
                 dloss, *inputs, saved, main_grad, grads, *arguments)
             if main_grad is not None and grads & DWEIGHT:
@@ -374,12 +380,11 @@ def _logprobs_forward(raw):
 def _logprobs_backward(op, ctx, dlogprob, dentropy, _):
     (*inputs, lse, entropy), options, linear = saved_for_backward(ctx)
     grads = _needed(ctx)
-    saved, ctx.saved = getattr(ctx, "saved", None), None
     if dlogprob is None and dentropy is None:
         return None, None, None
+    saved = _take_saved(ctx, dentropy if dlogprob is None else dlogprob)
     arguments = flatten(options, linear)
-    if (dentropy is None and saved is not None and not torch.compiler.is_dynamo_compiling()
-            and not batched(dlogprob)):
+    if dentropy is None and saved is not None:
         gradients = below_autograd("linear_cross_entropy_backward_saved")(
             -dlogprob, *inputs, lse, saved, None, grads, *arguments)
     elif dentropy is None:  # the loss of a row is minus its log-probability

@@ -318,6 +318,18 @@ def test_flop_counts_of_frozen_inputs_and_of_main_grad():
         assert products(value.backward)[1] == count
 
 
+def test_flop_counts_of_saved_exponentials():
+    """On meta tensors, because a CPU saves nothing."""
+    x, w = torch.empty(6, 8, device="meta"), torch.empty(9, 8, device="meta")
+    y, lse = torch.empty(6, dtype=torch.int64, device="meta"), torch.empty(6, device="meta")
+    ops = torch.ops.rafter
+    assert products(lambda: ops.linear_cross_entropy_saving(x, w, None, y, 0))[1] == 1
+    for words, count in ((5, 2), (0, 3)):
+        saved = torch.empty(words, dtype=torch.int64, device="meta")
+        assert products(lambda s=saved: ops.linear_cross_entropy_backward_saved(lse, x, w, None, y, lse, s, None, 3))[
+            1] == count
+
+
 # ---- numbers that change under torch.compile
 
 

@@ -30,10 +30,6 @@ struct Run {
     const float *alpha() const {
         return &common->alpha;
     }
-    /* Whether rows' statistics include the entropy. */
-    bool needs_entropy() const {
-        return problem.statistics && (loss.entropy.data || loss.dentropy.data);
-    }
 };
 
 /* Buffers that every variant has. */
