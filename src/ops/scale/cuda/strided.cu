@@ -1,34 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* scale of tensors with any strides, element by element. In place, a factor of 1 ends it at once,
- * as in flat.cu. */
-#include "cuda/launch.cuh"
+/* scale of tensors with any strides: see cuda/elementwise.cuh. In place, a factor of 1 ends it at
+ * once, as in flat.cu. */
+#include "cuda/elementwise.cuh"
 #include "cuda/variant.cuh"
 #include "ops/scale/call.h"
 
 namespace {
 
-enum { X, Y }; /* the order of the walk's offsets */
+constexpr int BLOCKS = 16; /* per multiprocessor, so that all blocks run at a time */
 
-constexpr int THREADS = 256; /* per block */
-constexpr int BLOCKS = 8;    /* per multiprocessor, so that all blocks run at a time */
+struct Multiply {
+    const float *factor;
+    bool in_place;
 
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-    scale_strided(const T *x, T *y, const __grid_constant__ Walk walk, int64_t n, const float *factor) {
-    const float f = *factor;
-    if (f == 1.0f && x == y)
-        return;
-    for (int64_t i = int64_t(blockIdx.x) * THREADS + threadIdx.x; i < n; i += int64_t(gridDim.x) * THREADS) {
-        int64_t at[3];
-        walk.offsets(i, at);
-        y[at[Y]] = from_float<T>(to_float(x[at[X]]) * f);
+    DEVICE bool done() const {
+        return in_place && *factor == 1.0f;
     }
-}
+    template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
+        const float f = *factor;
+        float x[N];
+        unpack(in[0], x);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[j] *= f;
+        return packed<T, N>(x);
+    }
+};
 
 struct Strided {
     typedef scale_call Call;
     struct Plan {
-        Walk walk;
         int64_t blocks;
     };
 
@@ -37,18 +38,15 @@ struct Strided {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const rafter_view *const views[3] = {&call.x, &call.y, NULL};
-        plan->walk = walk_over(views, 0, call.y.ndim);
-        plan->blocks = min(ceil_div(call.y.numel, int64_t(THREADS)), int64_t(BLOCKS) * device.multiprocessors);
+        plan->blocks = call.in_place ? int64_t(BLOCKS) * device.multiprocessors : INT32_MAX;
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.y.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, {plan.blocks, THREADS}, scale_strided<T>, reinterpret_cast<const T *>(call.x.data),
-                     reinterpret_cast<T *>(call.y.data), plan.walk, call.y.numel,
-                     static_cast<const float *>(call.factor));
+            elementwise::launch_all<T>(context, elementwise::Views<1>{{call.y, call.x}},
+                                       Multiply{static_cast<const float *>(call.factor), call.in_place}, plan.blocks);
         });
         return RAFTER_OK;
     }
