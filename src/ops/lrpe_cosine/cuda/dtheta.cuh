@@ -8,7 +8,7 @@
 
 #include "ops/lrpe_cosine/cuda/problem.cuh"
 
-namespace {
+namespace lrpe {
 
 struct DTheta {
     void *data;
@@ -20,7 +20,7 @@ struct DTheta {
 
 /* dtheta[h, d], also summed over all h or all d if theta has one value for all. A block per
  * element. */
-__global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
+static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     __shared__ double sums[THREADS];
     const int64_t h = blockIdx.x / dtheta.features, d = blockIdx.x % dtheta.features;
     const int64_t over_h = dtheta.heads == 1 ? dtheta.all_heads : 1,
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
 }
 
 /* `moments`: of `chunks` chunks. No chunks give zeros. */
-void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call &call, const double *moments,
-                        int64_t chunks) {
+inline void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call &call, const double *moments,
+                               int64_t chunks) {
     const rafter_view &view = call.dtheta;
     const DTheta dtheta = {view.data,      view.dtype,      view.shape[0],   view.shape[1], view.stride[0],
                            view.stride[1], call.x.shape[2], call.x.shape[3], chunks,        moments};
@@ -58,6 +58,6 @@ void launch_sum_moments(const rafter_context *context, const lrpe_cosine_call &c
         launch(context, {view.numel, THREADS}, sum_moments, dtheta);
 }
 
-} // namespace
+} // namespace lrpe
 
 #endif

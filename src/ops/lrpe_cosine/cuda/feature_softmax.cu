@@ -8,6 +8,8 @@
 
 namespace {
 
+using namespace lrpe;
+
 /* statistics [B, N, H, these]: the maximum, 1 / sum, and in backward the sum of p g. A warp per
  * row. */
 template <typename T, int N, bool FORWARD>
@@ -43,7 +45,7 @@ __global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, 
             for (int j = 0; j < N; j++) {
                 const AngleStep step = angle_step(a.theta_at(h, d + j));
                 float sine[1], cosine[1];
-                sincos_of(&step, 0, position, sine, cosine);
+                sincos_of<T>(&step, 0, position, sine, cosine);
                 dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
             }
         }
@@ -77,7 +79,7 @@ struct FeatureSoftmax {
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         plan->width = pack_width(call);
-        plan->tiling = plan_rotate(device, call, plan->width, ROW_STATISTICS);
+        plan->tiling = plan_rotate(device, call, ROW_STATISTICS);
         plan->rows = rafter_extent(&call.x, 0, 3);
         plan->statistics_at = call.dtheta.data ? moments_bytes(call, plan->tiling.chunks()) : 0;
         const int64_t numbers = call.common.direction == RAFTER_FORWARD ? 2 : 3;
@@ -90,13 +92,9 @@ struct FeatureSoftmax {
         tiling.statistics = reinterpret_cast<float *>(workspace + plan.statistics_at);
         for_types(call, plan.width, [&](auto zero, auto n, auto forward) {
             typedef decltype(zero) T;
-            const Arguments<T> a = arguments<T>(call);
             ::launch(context, {ceil_div(plan.rows, (int64_t)(THREADS / WARP)), THREADS}, row_statistics<T, n, forward>,
-                     a, tiling.statistics);
-            if constexpr (!forward)
-                if (call.dtheta.data)
-                    return launch_rotate<RUNTIME_F, true, T, n, false>(context, a, tiling);
-            launch_rotate<n == 1 ? (int)RUNTIME_F : (int)ROW_STATISTICS, false, T, n, forward>(context, a, tiling);
+                     arguments<T>(call), tiling.statistics);
+            launch_rotate<ROW_STATISTICS, T, forward>(context, call, tiling, call.dtheta.data != NULL);
         });
         if (call.dtheta.data)
             launch_sum_moments(context, call, tiling.moments, tiling.chunks());

@@ -15,7 +15,7 @@
 #include "cuda/variant.cuh"
 #include "ops/lrpe_cosine/call.h"
 
-namespace {
+namespace lrpe {
 
 constexpr int THREADS_LOG2 = 8, THREADS = 1 << THREADS_LOG2; /* per block */
 
@@ -65,7 +65,7 @@ template <typename T> struct Arguments {
     }
 };
 
-Strides strides_of(const rafter_view &view) {
+inline Strides strides_of(const rafter_view &view) {
     return {view.stride[0], view.stride[1], view.stride[2], view.stride[3]};
 }
 
@@ -94,14 +94,22 @@ template <typename T> Arguments<T> arguments(const lrpe_cosine_call &call) {
     return a;
 }
 
-/* Elements per pack: 16 bytes of them if all tensors allow such accesses, else 1. */
-int pack_width(const lrpe_cosine_call &call) {
-    const int width = 16 / rafter_dtype_bytes(call.x.dtype);
+/* Whether a thread can load and store 16 bytes of features at a time. `expanded`: dy may be one
+ * number for all features of a row. */
+inline bool takes_packs(const lrpe_cosine_call &call, bool expanded) {
     const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
-    bool wide = call.x.shape[3] % width == 0; /* each half of y and dy must begin with a pack */
-    for (const rafter_view *view : views)
-        wide = wide && (!view->data || allows_wide_access(*view, 4));
-    return wide ? width : 1;
+    /* Each half of y and dy must begin with a pack. */
+    bool all = call.x.shape[3] % (16 / rafter_dtype_bytes(call.x.dtype)) == 0;
+    for (const rafter_view *view : views) {
+        const bool is_expanded = expanded && view == &call.dy && view->stride[3] == 0;
+        all = all && (!view->data || is_expanded || allows_wide_access(*view, 4));
+    }
+    return all;
+}
+
+/* Elements per pack of a kernel that takes packs, or else single elements. */
+inline int pack_width(const lrpe_cosine_call &call) {
+    return takes_packs(call, false) ? 16 / rafter_dtype_bytes(call.x.dtype) : 1;
 }
 
 /* f(zero of the storage type, elements per pack, whether it is forward), the last two as
@@ -131,14 +139,20 @@ enum {
     RUNTIME_F = -1                     /* as a template argument: f is Tiling::f */
 };
 
-/* A block takes a tile of `width` packs side by side, `tokens` tokens and `sequences` sequences.
- * A head gets `lanes` threads of a row; the last ones may be idle. A tile holds a part of a
- * head, or several whole heads. */
+/* How the features of a thread lie in a row. */
+enum Spread {
+    PACKED,         /* adjacent: one access of 16 bytes */
+    SPREAD_IN_HEAD, /* `lanes` apart in a head: adjacent threads have adjacent features */
+    SPREAD_IN_TILE  /* `width` apart in the tile, whatever heads they are in */
+};
+
+/* A block takes a tile of `width` threads side by side, `tokens` tokens and `sequences` sequences.
+ * A head gets `lanes` threads of a row; the last ones may be idle. */
 struct Tiling {
-    int width_log2, lanes; /* lanes: a multiple of the width, or a power of two below it */
-    int lanes_log2, heads; /* in a tile: log2 of a head's threads; heads */
+    int width_log2, lanes;
+    int spread; /* a Spread */
     int f, sequences;
-    Divisor tiles, tiles_per_head, token_chunks;
+    Divisor tiles, head_lanes, features, token_chunks;
     int64_t sequence_chunks, tokens;
     /* Statistics of a softmax: a maximum, or a number near it; 1 / sum; in backward the sum of p g.
      * ROW_STATISTICS: [B, N, H, these]. COLUMN_STATISTICS: [these, B, H, D]. */
@@ -149,13 +163,17 @@ struct Tiling {
         return 1 << width_log2;
     }
     struct Place {
-        int64_t h, pack; /* pack of the head */
+        int64_t h, d;
     };
-    /* What thread `column` of a row of a tile has. */
-    DEVICE Place place(unsigned tile, int column) const {
-        const unsigned head = tiles_per_head.quotient(tile);
-        return {(int64_t)head * heads + (column >> lanes_log2),
-                (int64_t)(tile - head * tiles_per_head.number) * width() + (column & ((1 << lanes_log2) - 1))};
+    /* The j-th feature of thread `column` of a tile, N features per thread. Either may be past the
+     * last one. */
+    template <int N> DEVICE Place place(unsigned tile, int column, int j) const {
+        if (spread == SPREAD_IN_TILE) {
+            const unsigned i = tile * (N << width_log2) + (j << width_log2) + column, h = features.quotient(i);
+            return {h, i - h * features.number};
+        }
+        const unsigned i = (tile << width_log2) + column, h = head_lanes.quotient(i), lane = i - h * head_lanes.number;
+        return {h, spread == PACKED ? int64_t(lane) * N + j : int64_t(j) * lanes + lane};
     }
     int64_t chunks() const {
         return token_chunks.number * sequence_chunks;
@@ -166,24 +184,25 @@ struct Tiling {
 };
 
 /* Bytes of the moments [chunks, H, D] of dtheta, rounded up so that what follows is aligned. */
-size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
+inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
     return round_up((size_t)(chunks * call.x.shape[2] * call.x.shape[3]) * sizeof(double), (size_t)256);
 }
 
-/* Tiles of at most `most` packs side by side. */
-void plan_tiles(Tiling *tiling, int64_t heads, int64_t packs, int most) {
-    tiling->lanes = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, (int64_t)WARP);
-    const int64_t side_by_side = heads * tiling->lanes;
+/* Tiles of at most `most` threads side by side, `n` features each. `together`: the threads of a
+ * head are in one warp, and their number is a power of two. */
+inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, bool together) {
+    const int64_t packs = ceil_div(features, int64_t(n));
+    tiling->lanes = together ? power_at_least(packs, 1, WARP) : (int)packs;
+    const int64_t side_by_side =
+        tiling->spread == SPREAD_IN_TILE ? ceil_div(heads * features, int64_t(n)) : heads * tiling->lanes;
     const int width = power_at_least(side_by_side, 1, most);
     while (tiling->width() < width)
         tiling->width_log2++;
-    while (1 << tiling->lanes_log2 < min(tiling->lanes, width))
-        tiling->lanes_log2++;
-    tiling->heads = tiling->lanes < width ? width / tiling->lanes : 1;
     tiling->tiles = Divisor(ceil_div(side_by_side, (int64_t)width));
-    tiling->tiles_per_head = Divisor(tiling->lanes > width ? tiling->lanes / width : 1);
+    tiling->head_lanes = Divisor(tiling->lanes);
+    tiling->features = Divisor(features);
 }
 
-} // namespace
+} // namespace lrpe
 
 #endif

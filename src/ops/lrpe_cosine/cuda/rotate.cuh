@@ -11,7 +11,7 @@
 #include "cuda/line_statistics.cuh"
 #include "ops/lrpe_cosine/cuda/problem.cuh"
 
-namespace {
+namespace lrpe {
 
 /* ---- a softmax within the lanes of a warp ---------------------------------------------------- */
 
@@ -66,27 +66,34 @@ DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int
 
 /* The fastest by measurement: SEQUENCES are worked on side by side; STAGES groups of them are
  * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
- * 2 bytes: such packs have no stages, and those of several sequences are loaded together. */
-template <typename T, int N, bool FORWARD, int F, bool DTHETA> struct Pipeline {
+ * 2 bytes: those have no stages, and those of several sequences are loaded together. */
+template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD> struct Pipeline {
     static_assert(N * WARP <= THREADS, "one entry of the table of angles per thread");
-    static constexpr bool ASYNC = sizeof(Pack<T, N>) >= 4;
+    static constexpr bool ASYNC = !SPREAD && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
-    static constexpr int SEQUENCES = !ASYNC ? 4 : FORWARD ? 2 : 1;
+    static constexpr int SEQUENCES = SPREAD ? 1 : !ASYNC ? 4 : FORWARD ? 2 : 1;
     static constexpr int STAGES = ASYNC ? 4 : 0;
-    static constexpr int BLOCKS_PER_SM = FORWARD || F == COLUMN_STATISTICS ? 3 : DTHETA ? 2 : 4;
+    static constexpr int BLOCKS_PER_SM = SPREAD && !FORWARD                  ? 2
+                                         : FORWARD || F == COLUMN_STATISTICS ? 3
+                                         : DTHETA                            ? 2
+                                                                             : 4;
     typedef Pack<T, N> Stage[SEQUENCES][INPUTS][THREADS]; /* threads use their own packs only */
 };
 
 /* The part of the call that a block, and a thread of it, works on. */
-template <typename T, int N> struct RotatePlace {
+template <typename T, int N, bool SPREAD> struct RotatePlace {
     unsigned chunk, tile;
     int64_t first_token, end_token; /* of the block */
     int64_t first_b;
     int sequences;
     int64_t h, d; /* the thread's head and first feature */
     bool active;  /* whether they exist */
+    /* SPREAD: which of the thread's features exist, and where they are in x, in y or dy, and in the
+     * output, from the beginning of the token on. */
+    static constexpr int FEATURES = SPREAD ? N : 1;
+    unsigned exists, x_at[FEATURES], y_at[FEATURES], out_at[FEATURES];
 
-    DEVICE RotatePlace(const Arguments<T> &a, const Tiling &tiling, int column) {
+    DEVICE RotatePlace(const Arguments<T> &a, const Tiling &tiling, int column, bool forward) {
         chunk = tiling.tiles.quotient(blockIdx.x);
         tile = blockIdx.x - chunk * tiling.tiles.number;
         const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
@@ -95,17 +102,48 @@ template <typename T, int N> struct RotatePlace {
         first_b = (int64_t)sequence_chunk * tiling.sequences;
         const int64_t left = a.batch - first_b;
         sequences = left < tiling.sequences ? (int)left : tiling.sequences;
-        const Tiling::Place place = tiling.place(tile, column);
-        h = place.h;
-        d = place.pack * N;
+        const Tiling::Place first = tiling.place<N>(tile, column, 0);
+        h = first.h;
+        d = first.d;
         active = h < a.heads && d < a.features;
+        if constexpr (SPREAD) {
+            exists = 0;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const Tiling::Place place = tiling.place<N>(tile, column, j);
+                exists |= unsigned(place.h < a.heads && place.d < a.features) << j;
+                const auto at = [&](const Strides &stride) {
+                    return static_cast<unsigned>(place.h * stride.h + place.d * stride.d);
+                };
+                x_at[j] = at(a.x_stride);
+                y_at[j] = at(a.y_stride);
+                out_at[j] = forward ? y_at[j] : at(a.dx_stride);
+            }
+        }
     }
-    /* If N > 1, features are adjacent in memory. */
-    DEVICE static int64_t feature(int64_t i, const Strides &stride) {
-        return N > 1 ? i : i * stride.d;
-    }
+    /* Of the thread's first feature; SPREAD: of the token. */
     DEVICE int64_t offset(int64_t n, const Strides &stride) const {
-        return first_b * stride.b + n * stride.n + h * stride.h + feature(d, stride);
+        return first_b * stride.b + n * stride.n + (SPREAD ? 0 : h * stride.h + d * stride.d);
+    }
+    /* N elements of x (input 0) or dy; `instead` for those that do not exist. */
+    DEVICE void load(const T *from, int input, const Pack<T, N> &instead, Pack<T, N> *pack) const {
+        if constexpr (SPREAD) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                pack->v[j] = exists >> j & 1 ? from[input == 0 ? x_at[j] : y_at[j]] : instead.v[j];
+        } else {
+            *pack = load_once<T, N>(from);
+        }
+    }
+    DEVICE void store(T *to, const Pack<T, N> &pack) const {
+        if constexpr (SPREAD) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (exists >> j & 1)
+                    to[out_at[j]] = pack.v[j];
+        } else {
+            store_once(to, pack);
+        }
     }
 };
 
@@ -116,21 +154,23 @@ template <typename T, int N> DEVICE Pack<T, N> neutral_pack(bool softmax, int in
 
 /* The packs that a thread works on, in order: groups of SEQUENCES sequences of a token, then
  * those of the thread's next token. */
-template <typename T, int N, bool FORWARD, class Pipeline> struct Inputs {
+template <typename T, int N, bool FORWARD, bool SPREAD, class Pipeline> struct Inputs {
     static constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES, STAGES = Pipeline::STAGES;
     const Arguments<T> &a;
+    const RotatePlace<T, N, SPREAD> &place;
     typename Pipeline::Stage *const stages;
     const bool softmax, reads_x;
+    const bool expanded;     /* dy is one number for all features of a row */
     const T *x, *dy;         /* addresses of the next group to load */
     int64_t half;            /* from a cosine of dy to its sine */
     int sequences, last;     /* last: the first sequence of the last group */
     int64_t x_back, dy_back; /* from the last group of a token to the next token's first */
     int tokens_left, group;  /* group: the first sequence of the next group */
 
-    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N> &place, int64_t half, int row, int step_log2,
+    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N, SPREAD> &place, int64_t half, int row, int step_log2,
                   char *stages, bool softmax, bool reads_x)
-        : a(a), stages(reinterpret_cast<typename Pipeline::Stage *>(stages)), softmax(softmax), reads_x(reads_x),
-          half(half), sequences(place.sequences) {
+        : a(a), place(place), stages(reinterpret_cast<typename Pipeline::Stage *>(stages)), softmax(softmax),
+          reads_x(reads_x), expanded(!FORWARD && a.y_stride.d == 0), half(half), sequences(place.sequences) {
         const int step = 1 << step_log2;
         const int64_t first_n = place.first_token + row;
         x = a.x + place.offset(first_n, a.x_stride);
@@ -163,8 +203,11 @@ template <typename T, int N, bool FORWARD, class Pipeline> struct Inputs {
     /* Starts to load the next group. */
     DEVICE void request(int to) {
         next([&](int k, int input, const T *from, bool valid) {
-            if (valid)
-                copy_async(&stages[to][k][input][threadIdx.x], from);
+            Pack<T, N> *const stage = &stages[to][k][input][threadIdx.x];
+            if (valid && input > 0 && expanded)
+                *stage = all_of<T, N>(to_float(*from));
+            else if (valid)
+                copy_async(stage, from);
         });
         copy_commit();
     }
@@ -191,7 +234,10 @@ template <typename T, int N, bool FORWARD, class Pipeline> struct Inputs {
                 packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
         } else {
             next([&](int k, int input, const T *from, bool valid) {
-                packs[k][input] = valid ? load_once<T, N>(from) : neutral_pack<T, N>(softmax, input);
+                const Pack<T, N> neutral = neutral_pack<T, N>(softmax, input);
+                packs[k][input] = neutral;
+                if (valid)
+                    place.load(from, input, neutral, &packs[k][input]);
             });
         }
     }
@@ -233,16 +279,26 @@ DEVICE float softmax_of_row(float (&v)[N], const Tiling &tiling, int64_t row) {
     return FORWARD ? 0.0f : statistics[2];
 }
 
-/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b. */
-template <int SEQUENCES, int COUNT, int N>
-DEVICE void read_column_statistics(const float *from, int64_t row_columns, int64_t columns, bool has_token, int b,
-                                   int sequences, float (&statistics)[SEQUENCES][COUNT][N]) {
+/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b.
+ * SPREAD: the thread's columns are `width` apart. */
+template <int SEQUENCES, int COUNT, typename T, int N, bool SPREAD>
+DEVICE void read_column_statistics(const RotatePlace<T, N, SPREAD> &place, int width, const float *from,
+                                   int64_t row_columns, int64_t columns, bool has_token, int b,
+                                   float (&statistics)[SEQUENCES][COUNT][N]) {
 #pragma unroll
     for (int k = 0; k < SEQUENCES; k++)
-        if (has_token && (SEQUENCES == 1 || b + k < sequences))
+        if (has_token && (SEQUENCES == 1 || b + k < place.sequences))
 #pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                read_numbers(from + k * row_columns + i * columns, statistics[k][i]);
+            for (int i = 0; i < COUNT; i++) {
+                const float *const at = from + k * row_columns + i * columns;
+                if constexpr (SPREAD) {
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        statistics[k][i][j] = place.exists >> j & 1 ? at[j * width] : 0.0f;
+                } else {
+                    read_numbers(at, statistics[k][i]);
+                }
+            }
 }
 
 /* Replaces x by its softmax over the sequence, from the statistics of the pack's columns. */
@@ -286,9 +342,9 @@ DEVICE void input_gradient(int f, bool reads_x, const float (&v)[N], float scale
 
 /* Sums the moments of a block's threads, in `shared`, and stores them. Threads `width` apart
  * have the same features. */
-template <typename T, int N>
-DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N> &place, int width,
-                          int step, const double (&moment)[N], double *shared) {
+template <typename T, int N, bool SPREAD>
+DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N, SPREAD> &place,
+                          int width, int step, const double (&moment)[N], double *shared) {
 #pragma unroll
     for (int j = 0; j < N; j++)
         shared[threadIdx.x * N + j] = moment[j];
@@ -297,19 +353,18 @@ DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const Rot
         double sum = 0.0;
         for (int r = 0; r < step; r++)
             sum += shared[r * width * N + i];
-        const Tiling::Place at = tiling.place(place.tile, i / N);
-        const int64_t d = at.pack * N + i % N;
-        if (at.h < a.heads && d < a.features)
-            tiling.moments[(place.chunk * a.heads + at.h) * a.features + d] = sum;
+        const Tiling::Place at = tiling.place<N>(place.tile, i / N, i % N);
+        if (at.h < a.heads && at.d < a.features)
+            tiling.moments[(place.chunk * a.heads + at.h) * a.features + at.d] = sum;
     }
 }
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <typename T, int N, bool FORWARD, int F, bool DTHETA>
-__global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::BLOCKS_PER_SM)
+template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD>
+__global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SPREAD>::BLOCKS_PER_SM)
     rotate(const Arguments<T> a, const Tiling tiling) {
-    typedef Pipeline<T, N, FORWARD, F, DTHETA> Pipeline;
+    typedef Pipeline<T, N, FORWARD, F, DTHETA, SPREAD> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     extern __shared__ __align__(128) char dynamic[];
     __shared__ AngleStep angle_steps[N * WARP]; /* [element of a pack][pack] */
@@ -319,13 +374,14 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
               step = 1 << step_log2;
     const bool softmax = f >= LANE_SOFTMAX, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
 
-    const RotatePlace<T, N> place(a, tiling, column);
-    const int64_t half = place.feature(a.features, a.y_stride); /* from cosines to sines */
+    const RotatePlace<T, N, SPREAD> place(a, tiling, column, FORWARD);
+    const int64_t half = a.features * a.y_stride.d; /* from cosines to sines */
 
     /* Loaded first: the table of angles waits for it, and everything else for the table. */
-    const float theta = place.active && row < N ? a.theta_at(place.h, place.d + row) : 0.0f;
+    const Tiling::Place angle = tiling.place<N>(place.tile, column, row < N ? row : 0);
+    const float theta = row < N && angle.h < a.heads && angle.d < a.features ? a.theta_at(angle.h, angle.d) : 0.0f;
 
-    Inputs<T, N, FORWARD, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
+    Inputs<T, N, FORWARD, SPREAD, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
     inputs.start(f == LANE_SOFTMAX && !place.active);
 
     if (row < N)
@@ -343,7 +399,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
         const bool has_token = place.active && n < place.end_token;
         const int64_t token = has_token ? a.position(place.first_b, n) : 0;
         float cosine[N], sine[N], angle_gradient[DTHETA ? N : 1] = {};
-        sincos_of(angle_steps + column, width, position_of(token), sine, cosine);
+        sincos_of<T>(angle_steps + column, width, position_of(token), sine, cosine);
 
         T *out = a.out + place.offset(n, out_stride);
         const float *column_statistics = tiling.statistics + a.column(place.first_b, place.h, place.d);
@@ -352,7 +408,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
             Pack<T, N> packs[SEQUENCES][INPUTS];
             float given[SEQUENCES][FORWARD ? 2 : 3][N]; /* COLUMN_STATISTICS */
             if (f == COLUMN_STATISTICS)
-                read_column_statistics(column_statistics, row_columns, columns, has_token, b, place.sequences, given);
+                read_column_statistics(place, width, column_statistics, row_columns, columns, has_token, b, given);
             column_statistics += SEQUENCES * row_columns;
             inputs.take(stage, packs);
             /* x; then for a softmax p / scale, with the sum of p g in dot */
@@ -373,8 +429,8 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
                     float c[N], s[N];
                     y_of<T>(f, v[k], scale, cosine, sine, c, s);
                     if (valid) {
-                        store_once(out, packed<T, N>(c));
-                        store_once(out + half, packed<T, N>(s));
+                        place.store(out, packed<T, N>(c));
+                        place.store(out + half, packed<T, N>(s));
                     }
                 } else {
                     float c[N], s[N], g[N], sums[1] = {};
@@ -392,7 +448,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
                         dot[k] = lane_sum(sums, tiling.lanes) * scale;
                     input_gradient<T>(f, reads_x, v[k], scale, dot[k], given[k][2], g);
                     if (valid && (!DTHETA || a.out))
-                        store_once(out, packed<T, N>(g));
+                        place.store(out, packed<T, N>(g));
                 }
                 out += out_stride.b;
             }
@@ -410,28 +466,56 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA>::B
 
 /* ---- planning and launching ------------------------------------------------------------------ */
 
-/* Tiles and chunks of `rotate`, `n` elements per pack. */
-Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n, int f) {
+/* Whether the features of all heads of a token are less than 2^32 elements apart in all tensors. */
+inline bool fits_32_bits(const lrpe_cosine_call &call) {
+    const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
+    bool all = true;
+    for (const rafter_view *view : views)
+        all = all &&
+              (!view->data || view->shape[2] * view->stride[2] + view->shape[3] * view->stride[3] < int64_t(1) << 32);
+    return all;
+}
+
+/* What `rotate` is instantiated for: features per thread, and whether they are spread. bp has narrow
+ * tiles, which packs fill. */
+struct RotateForm {
+    int n;
+    bool spread;
+
+    explicit RotateForm(const lrpe_cosine_call &call) {
+        const bool packs = takes_packs(call, true);
+        spread = !packs && call.algorithm != RAFTER_LRPE_BP && fits_32_bits(call);
+        n = packs || spread ? 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype)) : 1;
+    }
+};
+
+/* Tiles and chunks of `rotate`. */
+inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_call &call, int f) {
     Tiling tiling = {};
+    const RotateForm form(call);
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
-                  packs = call.x.shape[3] / n;
+                  features = call.x.shape[3];
     tiling.f = f;
-    const bool bp = call.algorithm == RAFTER_LRPE_BP,
+    const bool bp = call.algorithm == RAFTER_LRPE_BP, over_features = f == LANE_SOFTMAX || f == ROW_STATISTICS,
                own_positions = call.positions.data && call.positions.stride[0] != 0;
 
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
-    const int least = f == LANE_SOFTMAX ? power_at_least(packs, 1, WARP) : 1;
-    plan_tiles(&tiling, heads, packs, bp ? max(least, 8) : WARP);
+    tiling.spread = !form.spread ? PACKED : over_features ? SPREAD_IN_HEAD : SPREAD_IN_TILE;
+    const int narrowest = f == LANE_SOFTMAX ? power_at_least(ceil_div(features, int64_t(form.n)), 1, WARP) : 1;
+    plan_tiles(&tiling, heads, features, form.n, bp ? max(narrowest, 8) : WARP, f == LANE_SOFTMAX);
     const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
     if (bp) {
         tiling.tokens = length;
         tiling.sequences = 1;
     } else {
         /* Many steps per block save tables, moments of dtheta and loads of column statistics;
-         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. */
-        const int64_t most = f == COLUMN_STATISTICS ? (call.common.direction == RAFTER_FORWARD ? 1 : 2)
-                             : call.dtheta.data     ? INT64_MAX / step
-                                                    : 1;
+         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. A table should serve
+         * SERVED steps or sequences. */
+        constexpr int64_t SERVED = 8;
+        const int64_t together = own_positions ? 1 : min(batch, SERVED);
+        const int64_t least = f == COLUMN_STATISTICS && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
+        const int64_t most =
+            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(least, SERVED / together);
         const int64_t wanted_blocks = (int64_t)device.multiprocessors * 8;
         const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
         tiling.tokens = step * max(min(steps, most), int64_t(1));
@@ -447,14 +531,26 @@ Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_call &call
     return tiling;
 }
 
-template <int F, bool DTHETA, typename T, int N, bool FORWARD>
-void launch_rotate(const rafter_context *context, const Arguments<T> &a, const Tiling &tiling) {
-    typedef Pipeline<T, N, FORWARD, F, DTHETA> Pipeline;
+template <int F, bool DTHETA, typename T, int N, bool FORWARD, bool SPREAD>
+void launch_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
+    typedef Pipeline<T, N, FORWARD, F, DTHETA, SPREAD> Pipeline;
     const size_t stages = Pipeline::STAGES * sizeof(typename Pipeline::Stage);
     launch(context, {tiling.blocks(), THREADS, stages, 1, tiling.f == COLUMN_STATISTICS},
-           rotate<T, N, FORWARD, F, DTHETA>, a, tiling);
+           rotate<T, N, FORWARD, F, DTHETA, SPREAD>, arguments<T>(call), tiling);
 }
 
-} // namespace
+/* Features that are not packed, and dtheta. These kernels test f while they run; they are compiled
+ * once, in rotate.cu. */
+void launch_general(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta);
+
+template <int F, typename T, bool FORWARD>
+void launch_rotate(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
+    if (dtheta || !takes_packs(call, true))
+        launch_general(context, call, tiling, dtheta);
+    else
+        launch_form<F, false, T, WIDE<T>, FORWARD, false>(context, call, tiling);
+}
+
+} // namespace lrpe
 
 #endif

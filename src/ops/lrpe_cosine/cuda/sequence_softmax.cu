@@ -10,6 +10,8 @@
 
 namespace {
 
+using namespace lrpe;
+
 /* ---- statistics of columns ------------------------------------------------------------------- */
 
 /* A block walks down the columns of some adjacent packs of one sequence, over its part of the
@@ -148,9 +150,9 @@ template <typename T, int N> struct ColumnsPlace {
         const unsigned from_last = batch.quotient(chunk);
         b = chunk - from_last * batch.number;
         part = tiling.token_chunks.number - 1 - from_last;
-        const Tiling::Place place = tiling.place(tile, column);
+        const Tiling::Place place = tiling.place<N>(tile, column, 0);
         h = place.h;
-        d = place.pack * N;
+        d = place.d;
         first = part * tiling.tokens + row;
         const int64_t end = (part + 1) * tiling.tokens < a.length ? (part + 1) * tiling.tokens : a.length;
         active = h < a.heads && d < a.features;
@@ -233,7 +235,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             cover_loosely(mine, v, packs[0]);
 
             if constexpr (!INCREMENTAL)
-                sincos_of(angle_steps + column, width, position_of(token(i)), sine, cosine);
+                sincos_of<T>(angle_steps + column, width, position_of(token(i)), sine, cosine);
             else if (i % REFRESH == 0)
                 approximate_angles(angle_steps + column, width, a.offset + place.first + (int64_t)i * step, sine,
                                    cosine);
@@ -254,10 +256,10 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     const int lines = width * N;
     if (threadIdx.x < lines) {
         typename Columns::One all = combine_groups(groups, tiling.width_log2, lines, (int)threadIdx.x);
-        const Tiling::Place at = tiling.place(place.tile, threadIdx.x / N);
-        const int64_t at_d = at.pack * N + threadIdx.x % N, columns = a.batch * a.heads * a.features;
-        if (at.h < a.heads && at_d < a.features) {
-            const int64_t index = a.column(place.b, at.h, at_d);
+        const Tiling::Place at = tiling.place<N>(place.tile, threadIdx.x / N, threadIdx.x % N);
+        const int64_t columns = a.batch * a.heads * a.features;
+        if (at.h < a.heads && at.d < a.features) {
+            const int64_t index = a.column(place.b, at.h, at.d);
             if (parts) {
 #pragma unroll
                 for (int k = 0; k < COUNT; k++)
@@ -303,7 +305,7 @@ Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &cal
     Tiling tiling = {};
     const int64_t batch = call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
-    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3] / n, one_part ? NARROW_TILE : WARP);
+    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part ? NARROW_TILE : WARP, false);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
     const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), most = length / (step * 8);
     const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
@@ -316,7 +318,7 @@ Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &cal
 struct SequenceSoftmax {
     typedef lrpe_cosine_call Call;
     struct Plan {
-        int width; /* elements per pack */
+        int width; /* elements per pack of column_statistics */
         Tiling columns, rotate;
         int64_t count, parts;           /* columns; parts of the sequence */
         size_t statistics_at, parts_at; /* bytes into the workspace, after dtheta's moments */
@@ -334,7 +336,7 @@ struct SequenceSoftmax {
         const bool forward = call.common.direction == RAFTER_FORWARD;
         plan->width = pack_width(call);
         plan->columns = plan_columns(device, call, plan->width);
-        plan->rotate = plan_rotate(device, call, plan->width, COLUMN_STATISTICS);
+        plan->rotate = plan_rotate(device, call, COLUMN_STATISTICS);
         plan->count = call.x.shape[0] * call.x.shape[2] * call.x.shape[3];
         plan->parts = plan->columns.token_chunks.number;
         plan->statistics_at = call.dtheta.data ? moments_bytes(call, call.x.shape[0]) : 0;
@@ -364,7 +366,7 @@ struct SequenceSoftmax {
             ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS, 0, 1, true},
                      merge_statistics<Columns::SUMS, DTHETA>, columns, parts, plan.count);
         if (a.out)
-            launch_rotate<N == 1 ? (int)RUNTIME_F : (int)COLUMN_STATISTICS, false, T, N, FORWARD>(context, a, tiling);
+            launch_rotate<COLUMN_STATISTICS, T, FORWARD>(context, call, tiling, false);
         if (DTHETA)
             launch_sum_moments(context, call, columns.moments, a.batch);
     }
