@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * lrpe_cosine with a softmax over features, for rows of any length: one kernel computes the
- * statistics of rows, then `rotate` reads them.
+ * lrpe_cosine with a softmax over features in one pass over memory, for rows that a warp cannot hold
+ * but a block can.
  */
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"
@@ -10,91 +10,48 @@ namespace {
 
 using namespace lrpe;
 
-/* statistics [B, N, H, these]: the maximum, 1 / sum, and in backward the sum of p g. A warp per
- * row. */
-template <typename T, int N, bool FORWARD>
-__global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, float *statistics) {
-    const int lane = threadIdx.x % WARP;
-    const int64_t row = (int64_t)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
-    if (row >= a.batch * a.length * a.heads)
-        return;
-    const int64_t h = row % a.heads, n = row / a.heads % a.length, b = row / a.heads / a.length;
-    const T *const x_row = a.x + b * a.x_stride.b + n * a.x_stride.n + h * a.x_stride.h;
-    Statistics<1, true, 1> mine;
-    mine.clear();
-    for (int64_t d = lane * N; d < a.features; d += WARP * N) {
-        const Pack<T, N> pack = load_l2<T, N>(x_row + d * a.x_stride.d);
-        float x[N];
-        unpack(pack, x);
-        cover<false, 1>(mine, 0, pack);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            mine.sum[0][0] += exp2_fast((x[j] - mine.max[0]) * LOG2E);
-    }
-    mine.rebase(0, warp_max(mine.max[0]));
-    const float max = mine.max[0], scale = 1.0f / warp_sum(mine.sum[0][0]);
-    float dot = 0.0f;
-    if constexpr (!FORWARD) {
-        const Position position = position_of(a.position(b, n));
-        const T *const dy_row = a.dy + b * a.y_stride.b + n * a.y_stride.n + h * a.y_stride.h;
-        for (int64_t d = lane * N; d < a.features; d += WARP * N) {
-            float x[N], c[N], s[N];
-            unpack(load_l2<T, N>(x_row + d * a.x_stride.d), x);
-            unpack(load_l2<T, N>(dy_row + d * a.y_stride.d), c);
-            unpack(load_l2<T, N>(dy_row + (d + a.features) * a.y_stride.d), s);
-            for (int j = 0; j < N; j++) {
-                const AngleStep step = angle_step(a.theta_at(h, d + j));
-                float sine[1], cosine[1];
-                sincos_of<T>(&step, 0, position, sine, cosine);
-                dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
-            }
-        }
-        dot = warp_sum(dot) * scale;
-    }
-    if (lane == 0) {
-        float *const out = statistics + row * (FORWARD ? 2 : 3);
-        out[0] = max;
-        out[1] = scale;
-        if (!FORWARD)
-            out[2] = dot;
-    }
-}
-
 struct FeatureSoftmax {
     typedef lrpe_cosine_call Call;
     struct Plan {
-        int width; /* elements per pack */
         Tiling tiling;
-        int64_t rows;
-        size_t statistics_at; /* bytes into the workspace, after dtheta's moments */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (call.x.numel == 0)
             return "x is empty";
-        return call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_FEATURE
-                   ? NULL
-                   : "act is not a softmax over features";
+        if (call.act != RAFTER_ACT_SOFTMAX || call.softmax_over != RAFTER_OVER_FEATURE)
+            return "act is not a softmax over features";
+        const RotateForm form(call);
+        return form.n == 1                                   ? "features are loaded one by one"
+               : call.x.shape[3] > int64_t(THREADS) * form.n ? "the threads of a block cannot hold a row"
+                                                             : NULL;
     }
 
+    /* The workspace holds the moments of dtheta. */
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        plan->width = pack_width(call);
-        plan->tiling = plan_rotate(device, call, ROW_STATISTICS);
-        plan->rows = rafter_extent(&call.x, 0, 3);
-        plan->statistics_at = call.dtheta.data ? moments_bytes(call, plan->tiling.chunks()) : 0;
-        const int64_t numbers = call.common.direction == RAFTER_FORWARD ? 2 : 3;
-        return plan->statistics_at + (size_t)(plan->rows * numbers) * sizeof(float);
+        plan->tiling = plan_rotate(device, call, BLOCK_SOFTMAX);
+        return call.dtheta.data ? moments_bytes(call, plan->tiling.chunks()) : 0;
+    }
+
+    template <typename T, bool SPREAD>
+    static void launch_direction(rafter_context *context, const Call &call, const Tiling &tiling) {
+        if (call.common.direction == RAFTER_FORWARD)
+            launch_form<BLOCK_SOFTMAX, false, T, WIDE<T>, true, SPREAD>(context, call, tiling);
+        else if (call.dtheta.data)
+            launch_form<BLOCK_SOFTMAX, true, T, WIDE<T>, false, SPREAD>(context, call, tiling);
+        else
+            launch_form<BLOCK_SOFTMAX, false, T, WIDE<T>, false, SPREAD>(context, call, tiling);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         Tiling tiling = plan.tiling;
         tiling.moments = reinterpret_cast<double *>(workspace);
-        tiling.statistics = reinterpret_cast<float *>(workspace + plan.statistics_at);
-        for_types(call, plan.width, [&](auto zero, auto n, auto forward) {
+        for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, {ceil_div(plan.rows, (int64_t)(THREADS / WARP)), THREADS}, row_statistics<T, n, forward>,
-                     arguments<T>(call), tiling.statistics);
-            launch_rotate<ROW_STATISTICS, T, forward>(context, call, tiling, call.dtheta.data != NULL);
+            if (RotateForm(call).spread)
+                launch_direction<T, true>(context, call, tiling);
+            else
+                launch_direction<T, false>(context, call, tiling);
         });
         if (call.dtheta.data)
             launch_sum_moments(context, call, tiling.moments, tiling.chunks());

@@ -136,6 +136,7 @@ enum {
     LANE_SOFTMAX = RAFTER_ACT_SOFTMAX, /* over features; the lanes that hold a row compute them */
     ROW_STATISTICS,                    /* over features; from memory */
     COLUMN_STATISTICS,                 /* over the sequence; from memory */
+    BLOCK_SOFTMAX,                     /* over features; the warps that hold a row compute them */
     RUNTIME_F = -1                     /* as a template argument: f is Tiling::f */
 };
 
@@ -189,10 +190,10 @@ inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
 }
 
 /* Tiles of at most `most` threads side by side, `n` features each. `together`: the threads of a
- * head are in one warp, and their number is a power of two. */
+ * head are in one tile, and their number is a power of two. */
 inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, bool together) {
     const int64_t packs = ceil_div(features, int64_t(n));
-    tiling->lanes = together ? power_at_least(packs, 1, WARP) : (int)packs;
+    tiling->lanes = together ? power_at_least(packs, 1, THREADS) : (int)packs;
     const int64_t side_by_side =
         tiling->spread == SPREAD_IN_TILE ? ceil_div(heads * features, int64_t(n)) : heads * tiling->lanes;
     const int width = power_at_least(side_by_side, 1, most);

@@ -13,54 +13,79 @@
 
 namespace lrpe {
 
-/* ---- a softmax within the lanes of a warp ---------------------------------------------------- */
+/* ---- a softmax within the lanes of a warp, or the warps of a block --------------------------- */
 
-/* Sums, and maxima, over groups of `lanes` lanes, a power of two, for COUNT rows at once. All
- * five butterfly steps are made: one that would leave the group adds nothing, or compares a lane
- * with itself. A branch around it would cost more. */
-template <int COUNT> DEVICE void sum_in_lanes(float (&x)[COUNT], int lanes) {
+/* The threads that hold a row: `lanes` lanes of a warp, a power of two; or if BLOCK, `warps` warps
+ * of the block. All threads of the block take part in every sum and maximum, of COUNT rows at
+ * once. */
+template <bool BLOCK> struct RowThreads {
+    static constexpr int MOST_ROWS = 4;
+    typedef float Exchange[2][THREADS / WARP][MOST_ROWS]; /* two in turns, so that one barrier is enough */
+    int lanes, warps;
+    Exchange &exchange;
+    int turn = 0;
+
+    /* Combines x over the warps of a row, in their order. */
+    template <int COUNT, class F> DEVICE void combine_warps(float (&x)[COUNT], F combine) {
+        const int warp = threadIdx.x / WARP, first = warp & ~(warps - 1);
+        float(&numbers)[THREADS / WARP][MOST_ROWS] = exchange[turn];
+        turn ^= 1;
+        if (threadIdx.x % WARP == 0)
 #pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const float other = __shfl_xor_sync(~0u, x[i], step);
-            if (step < lanes)
-                x[i] += other;
-        }
-}
-DEVICE float lane_sum(float (&x)[1], int lanes) {
-    sum_in_lanes(x, lanes);
-    return x[0];
-}
-template <int COUNT> DEVICE void max_in_lanes(float (&x)[COUNT], int lanes) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
+            for (int i = 0; i < COUNT; i++)
+                numbers[warp][i] = x[i];
+        __syncthreads();
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], step & (lanes - 1)));
-}
-
-/* Replaces x by e^(x - max) and returns its sum, over rows that `lanes` lanes hold, COUNT rows
- * at once. */
-template <typename T, int COUNT, int N>
-DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int lanes) {
-    float max[COUNT];
+            x[i] = numbers[first][i];
+        for (int w = 1; w < warps; w++)
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        max[i] = -FLT_MAX;
-        sum[i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            max[i] = fmaxf(max[i], x[i][j]);
+            for (int i = 0; i < COUNT; i++)
+                x[i] = combine(x[i], numbers[first + w][i]);
     }
-    max_in_lanes(max, lanes);
+    /* All five butterfly steps are made: one that would leave the group adds nothing, or compares
+     * a lane with itself. A branch around it would cost more. */
+    template <int COUNT> DEVICE void sum(float (&x)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++)
+        for (int step = WARP / 2; step > 0; step /= 2)
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            sum[i] += x[i][j] = exp_as<T>(x[i][j] - max[i]);
-    sum_in_lanes(sum, lanes);
-}
+            for (int i = 0; i < COUNT; i++) {
+                const float other = __shfl_xor_sync(~0u, x[i], step);
+                if (BLOCK || step < lanes)
+                    x[i] += other;
+            }
+        if constexpr (BLOCK)
+            combine_warps(x, [](float a, float b) { return a + b; });
+    }
+    template <int COUNT> DEVICE void max(float (&x)[COUNT]) {
+#pragma unroll
+        for (int step = WARP / 2; step > 0; step /= 2)
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], BLOCK ? step : step & (lanes - 1)));
+        if constexpr (BLOCK)
+            combine_warps(x, [](float a, float b) { return fmaxf(a, b); });
+    }
+    /* Replaces x by e^(x - max); `all` gets its sum. */
+    template <typename T, int COUNT, int N> DEVICE void exponentials(float (&x)[COUNT][N], float (&all)[COUNT]) {
+        float top[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            top[i] = -FLT_MAX;
+            all[i] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                top[i] = fmaxf(top[i], x[i][j]);
+        }
+        max(top);
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[i] += x[i][j] = exp_as<T>(x[i][j] - top[i]);
+        sum(all);
+    }
+};
 
 /* ---- loading --------------------------------------------------------------------------------- */
 
@@ -68,16 +93,19 @@ DEVICE void exponentials_in_lanes(float (&x)[COUNT][N], float (&sum)[COUNT], int
  * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
  * 2 bytes: those have no stages, and those of several sequences are loaded together. */
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD> struct Pipeline {
-    static_assert(N * WARP <= THREADS, "one entry of the table of angles per thread");
     static constexpr bool ASYNC = !SPREAD && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
     static constexpr int SEQUENCES = SPREAD ? 1 : !ASYNC ? 4 : FORWARD ? 2 : 1;
     static constexpr int STAGES = ASYNC ? 4 : 0;
-    static constexpr int BLOCKS_PER_SM = SPREAD && !FORWARD                  ? 2
+    static constexpr bool BLOCK = F == BLOCK_SOFTMAX;
+    static constexpr int BLOCKS_PER_SM = (SPREAD || BLOCK) && !FORWARD       ? 2
                                          : FORWARD || F == COLUMN_STATISTICS ? 3
                                          : DTHETA                            ? 2
                                                                              : 4;
-    typedef Pack<T, N> Stage[SEQUENCES][INPUTS][THREADS]; /* threads use their own packs only */
+    typedef Pack<T, N> Stage[SEQUENCES][INPUTS][THREADS];       /* threads use their own packs only */
+    static constexpr int ANGLES = N * (BLOCK ? THREADS : WARP); /* entries of the table of angles */
+    static constexpr size_t STAGED = STAGES * sizeof(Stage),
+                            BYTES = STAGED + ANGLES * sizeof(AngleStep); /* of dynamic shared memory */
 };
 
 /* The part of the call that a block, and a thread of it, works on. */
@@ -367,25 +395,36 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
     typedef Pipeline<T, N, FORWARD, F, DTHETA, SPREAD> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     extern __shared__ __align__(128) char dynamic[];
-    __shared__ AngleStep angle_steps[N * WARP]; /* [element of a pack][pack] */
+    /* [feature of a thread][thread] */
+    AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic + Pipeline::STAGED);
+    __shared__ typename RowThreads<Pipeline::BLOCK>::Exchange exchange;
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == RUNTIME_F ? tiling.f : F, width = tiling.width(), column = threadIdx.x & (width - 1);
     const int row = threadIdx.x >> tiling.width_log2, step_log2 = THREADS_LOG2 - tiling.width_log2,
               step = 1 << step_log2;
     const bool softmax = f >= LANE_SOFTMAX, reads_x = FORWARD || DTHETA || f != RAFTER_ACT_NONE;
+    const bool on_chip = Pipeline::BLOCK || f == LANE_SOFTMAX; /* the threads of a row normalise it */
+    RowThreads<Pipeline::BLOCK> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
 
     const RotatePlace<T, N, SPREAD> place(a, tiling, column, FORWARD);
     const int64_t half = a.features * a.y_stride.d; /* from cosines to sines */
 
     /* Loaded first: the table of angles waits for it, and everything else for the table. */
-    const Tiling::Place angle = tiling.place<N>(place.tile, column, row < N ? row : 0);
-    const float theta = row < N && angle.h < a.heads && angle.d < a.features ? a.theta_at(angle.h, angle.d) : 0.0f;
+    const auto theta_of = [&](int i) {
+        const Tiling::Place at = tiling.place<N>(place.tile, i & (width - 1), i >> tiling.width_log2);
+        return at.h < a.heads && at.d < a.features ? a.theta_at(at.h, at.d) : 0.0f;
+    };
+    const int angles = N << tiling.width_log2;
+    const float theta = (int)threadIdx.x < angles ? theta_of(threadIdx.x) : 0.0f;
 
     Inputs<T, N, FORWARD, SPREAD, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
-    inputs.start(f == LANE_SOFTMAX && !place.active);
+    inputs.start(on_chip && !place.active);
 
-    if (row < N)
-        angle_steps[row * width + column] = angle_step(theta);
+    if ((int)threadIdx.x < angles)
+        angle_steps[threadIdx.x] = angle_step(theta);
+    if constexpr (Pipeline::BLOCK)
+        for (int i = threadIdx.x + THREADS; i < angles; i += THREADS)
+            angle_steps[i] = angle_step(theta_of(i));
     __syncthreads();
     if (f == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
@@ -415,12 +454,12 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
             float v[SEQUENCES][N], sum[SEQUENCES], dot[SEQUENCES] = {};
             if (reads_x)
                 unpack_x(packs, v);
-            if (f == LANE_SOFTMAX)
-                exponentials_in_lanes<T>(v, sum, tiling.lanes);
+            if (on_chip)
+                row_threads.template exponentials<T>(v, sum);
 #pragma unroll
             for (int k = 0; k < SEQUENCES; k++) {
                 const bool valid = has_token && (SEQUENCES == 1 || b + k < place.sequences);
-                const float scale = f == LANE_SOFTMAX ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
+                const float scale = on_chip ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
                 if (f == ROW_STATISTICS && valid)
                     dot[k] = softmax_of_row<T, FORWARD>(v[k], tiling, a.row(place.first_b + b + k, n, place.h));
                 if (f == COLUMN_STATISTICS)
@@ -441,11 +480,13 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
                         if constexpr (DTHETA)
                             if (const float value = activate<T>(f, v[k][j], scale); valid)
                                 angle_gradient[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
-                        if (f == LANE_SOFTMAX)
+                        if (on_chip)
                             sums[0] = fmaf(v[k][j], g[j], sums[0]);
                     }
-                    if (f == LANE_SOFTMAX)
-                        dot[k] = lane_sum(sums, tiling.lanes) * scale;
+                    if (on_chip) {
+                        row_threads.sum(sums);
+                        dot[k] = sums[0] * scale;
+                    }
                     input_gradient<T>(f, reads_x, v[k], scale, dot[k], given[k][2], g);
                     if (valid && (!DTHETA || a.out))
                         place.store(out, packed<T, N>(g));
@@ -496,13 +537,15 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
                   features = call.x.shape[3];
     tiling.f = f;
-    const bool bp = call.algorithm == RAFTER_LRPE_BP, over_features = f == LANE_SOFTMAX || f == ROW_STATISTICS,
+    const bool bp = call.algorithm == RAFTER_LRPE_BP,
+               over_features = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX || f == ROW_STATISTICS,
                own_positions = call.positions.data && call.positions.stride[0] != 0;
 
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
     tiling.spread = !form.spread ? PACKED : over_features ? SPREAD_IN_HEAD : SPREAD_IN_TILE;
-    const int narrowest = f == LANE_SOFTMAX ? power_at_least(ceil_div(features, int64_t(form.n)), 1, WARP) : 1;
-    plan_tiles(&tiling, heads, features, form.n, bp ? max(narrowest, 8) : WARP, f == LANE_SOFTMAX);
+    const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
+    const int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), 1, THREADS) : 1;
+    plan_tiles(&tiling, heads, features, form.n, max(row_threads, bp ? 8 : WARP), together);
     const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
     if (bp) {
         tiling.tokens = length;
@@ -510,12 +553,12 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     } else {
         /* Many steps per block save tables, moments of dtheta and loads of column statistics;
          * few steps read and write memory faster: docs/perf/lrpe_cosine.md. A table should serve
-         * SERVED steps or sequences. */
-        constexpr int64_t SERVED = 8;
-        const int64_t together = own_positions ? 1 : min(batch, SERVED);
+         * SERVED tokens. */
+        constexpr int64_t SERVED = 64;
+        const int64_t served = min(step * (own_positions ? 1 : batch), SERVED);
         const int64_t least = f == COLUMN_STATISTICS && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
         const int64_t most =
-            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(least, SERVED / together);
+            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(least, SERVED / served);
         const int64_t wanted_blocks = (int64_t)device.multiprocessors * 8;
         const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
         tiling.tokens = step * max(min(steps, most), int64_t(1));
@@ -533,10 +576,10 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
 
 template <int F, bool DTHETA, typename T, int N, bool FORWARD, bool SPREAD>
 void launch_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
-    typedef Pipeline<T, N, FORWARD, F, DTHETA, SPREAD> Pipeline;
-    const size_t stages = Pipeline::STAGES * sizeof(typename Pipeline::Stage);
-    launch(context, {tiling.blocks(), THREADS, stages, 1, tiling.f == COLUMN_STATISTICS},
-           rotate<T, N, FORWARD, F, DTHETA, SPREAD>, arguments<T>(call), tiling);
+    launch(
+        context,
+        {tiling.blocks(), THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SPREAD>::BYTES, 1, tiling.f == COLUMN_STATISTICS},
+        rotate<T, N, FORWARD, F, DTHETA, SPREAD>, arguments<T>(call), tiling);
 }
 
 /* Features that are not packed, and dtheta. These kernels test f while they run; they are compiled
