@@ -91,11 +91,17 @@ static int64_t last_level_cache(void) {
     return found > 0 ? found : 32 << 20;
 }
 
+/* 0: not known yet. Every thread that races there writes the same value. */
+static _Atomic int64_t stream_limit;
+
 bool rafter_should_stream(int64_t bytes) {
-    static _Atomic int64_t cache; /* every thread that races here writes the same value */
-    if (cache == 0)
-        cache = last_level_cache();
-    return bytes > cache / 2;
+    if (stream_limit == 0)
+        stream_limit = last_level_cache() / 2;
+    return bytes > stream_limit;
+}
+
+void rafter_stream_above(int64_t bytes) {
+    stream_limit = bytes;
 }
 
 static const char *const names[] = {

@@ -28,6 +28,9 @@ enum rafter_isa rafter_cpu_isa(void);
  * last-level cache. */
 bool rafter_should_stream(int64_t bytes);
 
+/* Sets the limit for this process: outputs of more than `bytes` are streamed. For measurements. */
+void rafter_stream_above(int64_t bytes);
+
 const char *rafter_isa_name(enum rafter_isa isa);
 
 /* The level called `name`, or RAFTER_ISA_COUNT. */
