@@ -89,7 +89,9 @@ typedef enum rafter_status {
     RAFTER_LABEL_OUT_OF_RANGE = 3,  /* a label outside [0, V) that is not ignore_index (CPU; see cross_entropy) */
     RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
     RAFTER_WORKSPACE_TOO_SMALL = 5, /* .workspace_bytes, or the byte budget, is under what the call needs */
-    RAFTER_DEVICE_ERROR = 6         /* the CUDA runtime failed; rafter_last_error() has its message */
+    RAFTER_DEVICE_ERROR = 6,        /* the CUDA runtime failed; rafter_last_error() has its message */
+    RAFTER_COLLECTIVE_FAILED = 7,   /* a function of a rafter_communicator returned something else than 0 */
+    RAFTER_RANKS_DISAGREE = 8       /* ranks of a group made different calls, or the call failed on another rank */
 } rafter_status;
 
 /* "ok", "invalid argument", ...: a static string, for any value. */
@@ -162,6 +164,60 @@ typedef enum rafter_dtype {
 RAFTER_API DLTensor rafter_tensor(void *data, rafter_dtype dtype, int32_t ndim, int64_t *shape);
 
 typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter_direction;
+
+/* -------------------------------------------------------------------------------------------------
+ * Groups of ranks: one call, made by several processes or GPUs together
+ *
+ * A rafter_communicator is the caller's own engine behind three functions: rafter/mpi.h and
+ * rafter/nccl.h fill it in for MPI and NCCL. The library has no transport of its own. It calls the
+ * functions in the same order on every rank of the group.
+ *
+ * Every function enqueues its work on `stream`, the context's cudaStream_t, in the order of that
+ * stream; on a CPU `stream` is NULL, and the function returns when the data is there. Memory is that
+ * of the context's device. 0 is success; anything else fails the call with RAFTER_COLLECTIVE_FAILED,
+ * and `describe`, if given, has the words for it.
+ *     all_gather          `bytes` bytes of `send` from every rank, in rank order, into `receive`
+ *     all_reduce_sum      in place: `data` becomes the fp32 sum over the ranks, the same bits on all
+ *     reduce_scatter_sum  rank r receives the sums of elements [r count, (r + 1) count) of `send`,
+ *                         which has ranks * count elements. NULL: none.
+ *
+ * The struct and what it points to must live until the call returns; on CUDA `user` until the work
+ * that was enqueued is done.
+ *
+ * class_group (in rafter_loss_options): the classes are cut into shards, one per rank, in the order
+ * of the ranks. A rank passes the logits, or the rows of weight and bias, of classes [first_class,
+ * first_class + n), where n is the size of its own tensor: any number, also 0. The shards together
+ * are [0, classes). Everything else is the same on every rank: x, the labels, which are numbers in
+ * [0, classes), row weights, dloss, and class_weight, which has all `classes` elements. Every rank
+ * gets the same outputs, bit for bit, those of the loss over all classes (argmax counts from 0 over
+ * all classes), and the gradients of its own tensors; dx is summed over the ranks, in fp32, and is
+ * the same on every rank. If the communicator has reduce_scatter_sum, dx may instead be the [rows /
+ * ranks, D] of this rank's share of the rows, counted in rank order.
+ * What a call moves: one all-gather of 16 bytes per row and rank (32 with label smoothing, entropy,
+ * dentropy or argmax) if statistics are computed, and one sum of dx if that is wanted. On a CPU also
+ * one all-gather of 320 bytes per rank in which the ranks compare their calls.
+ *
+ * row_group: each rank has rows of its own, any number of them, also 0. Sums and means are over the
+ * rows of all ranks: the loss is the sum over all ranks, and so is mean's denominator unless it is
+ * given. Every rank gets the same loss. Gradients are those of that loss: sum them over the ranks,
+ * do not average them. Per-row outputs, and reduction none, do not change.
+ *
+ * Both groups may be given: a grid of ranks, in which class_group is this rank's row of the grid.
+ *
+ * Errors on a CPU: if the ranks of a group disagree in what must be the same, or the call fails on
+ * one of them, the call fails on every rank, before anything is written; the message names the rank
+ * and what differs. What cannot be known on CUDA without waiting is in docs/distributed.md.
+ */
+
+typedef struct rafter_communicator {
+    size_t size; /* sizeof(rafter_communicator) */
+    void *user;  /* given to every function */
+    int32_t rank, ranks;
+    int (*all_gather)(void *user, const void *send, void *receive, size_t bytes, void *stream);
+    int (*all_reduce_sum)(void *user, float *data, size_t count, void *stream);
+    int (*reduce_scatter_sum)(void *user, const float *send, float *receive, size_t count, void *stream);
+    const char *(*describe)(void *user, int error); /* NULL: only the number is reported */
+} rafter_communicator;
 
 /* -------------------------------------------------------------------------------------------------
  * act: y = f(x), element by element, or softmax over one dimension
@@ -267,9 +323,14 @@ typedef struct rafter_loss_options {
     float z_loss;                 /* coefficient of r^2 */
     float softcap;                /* 0: none */
     float logit_scale;            /* 1 / temperature; 0 means 1 */
-    const DLTensor *class_weight; /* fp32 [V] */
+    const DLTensor *class_weight; /* fp32 [V]; with class_group all V of them, on every rank */
     const DLTensor *row_weight;   /* fp32, shaped as the labels */
     const DLTensor *denominator;  /* fp32, one element, on the tensors' device: replaces mean's denominator */
+    /* See "Groups of ranks". Without class_group, first_class and classes are 0. */
+    const rafter_communicator *class_group; /* NULL: this call has all classes */
+    int64_t first_class;                    /* of this rank's shard */
+    int64_t classes;                        /* V: of all ranks together */
+    const rafter_communicator *row_group;   /* NULL: this call has all rows */
 } rafter_loss_options;
 
 /* -------------------------------------------------------------------------------------------------

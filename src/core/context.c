@@ -28,6 +28,8 @@ const char *rafter_status_name(rafter_status status) {
     case RAFTER_OUT_OF_MEMORY: return "out of memory";
     case RAFTER_WORKSPACE_TOO_SMALL: return "workspace too small";
     case RAFTER_DEVICE_ERROR: return "device error";
+    case RAFTER_COLLECTIVE_FAILED: return "collective failed";
+    case RAFTER_RANKS_DISAGREE: return "ranks disagree";
     }
     return "unknown status";
 }

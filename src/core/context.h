@@ -32,6 +32,13 @@ struct rafter_taken {
     uintptr_t begin, end;
 };
 
+/* Groups whose ranks have not heard yet whether the call can go on here: see core/group.h. */
+enum { RAFTER_MOST_OWED = 2 };
+struct rafter_owed {
+    const char *name;
+    rafter_communicator group;
+};
+
 struct rafter_context {
     DLDevice device;
     const struct rafter_cuda *cuda;       /* NULL on the CPU */
@@ -45,6 +52,8 @@ struct rafter_context {
     int considered_count;
     struct rafter_taken taken[RAFTER_MOST_TAKEN]; /* by the call whose arguments are being checked */
     int taken_count;
+    struct rafter_owed owed[RAFTER_MOST_OWED]; /* by the call that is running */
+    int owed_count;
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;

@@ -82,6 +82,8 @@ static rafter_status pick(rafter_context *context, const struct rafter_op *op, c
 
 rafter_status rafter_begin_call(rafter_context *context, const char *name, const void *args, void *copy, size_t size,
                                 rafter_direction direction) {
+    if (context)
+        context->owed_count = 0;
     RAFTER_TRY(rafter_take_args(context, name, args, copy, size));
     context->taken_count = 0;
     if (direction == RAFTER_FORWARD || direction == RAFTER_BACKWARD)

@@ -43,6 +43,42 @@ static rafter_status check_options(rafter_context *context, const rafter_loss_op
     return RAFTER_OK;
 }
 
+rafter_status rafter_loss_begin(rafter_context *context, const rafter_loss_options *options) {
+    if (!options)
+        return RAFTER_OK;
+    rafter_loss_options o;
+    rafter_communicator group;
+    RAFTER_TRY(rafter_take_args(context, "rafter_loss_options", options, &o, sizeof o));
+    RAFTER_TRY(rafter_group_take(context, "options.class_group", o.class_group, true, &group));
+    return rafter_group_take(context, "options.row_group", o.row_group, false, &group);
+}
+
+/* Takes the groups, and this rank's classes among those of all ranks. */
+static rafter_status take_groups(rafter_context *context, const rafter_loss_options *o, struct rafter_loss *loss) {
+    const rafter_status bad = RAFTER_INVALID_ARGUMENT;
+    loss->all_classes = loss->classes;
+    if (o->row_group)
+        RAFTER_TRY(rafter_group_take(context, "options.row_group", o->row_group, false, &loss->row_group));
+    if (!o->class_group) {
+        if (o->first_class != 0 || o->classes != 0)
+            return rafter_fail(context, bad, "options.%s is %lld without options.class_group, wanted 0",
+                               o->first_class ? "first_class" : "classes",
+                               (long long)(o->first_class ? o->first_class : o->classes));
+        return RAFTER_OK;
+    }
+    RAFTER_TRY(rafter_group_take(context, "options.class_group", o->class_group, true, &loss->class_group));
+    if (o->classes < 0 || o->classes > RAFTER_MOST_ELEMENTS)
+        return rafter_fail(context, bad, "options.classes is %lld, wanted 0 to 2^47", (long long)o->classes);
+    if (o->first_class < 0 || o->first_class > o->classes - loss->classes)
+        return rafter_fail(context, bad,
+                           "options.first_class is %lld, wanted 0 to %lld: this rank has %lld of %lld classes",
+                           (long long)o->first_class, (long long)(o->classes - loss->classes), (long long)loss->classes,
+                           (long long)o->classes);
+    loss->all_classes = o->classes;
+    loss->first_class = o->first_class;
+    return RAFTER_OK;
+}
+
 /* A tensor of the loss, for checks over all of them. */
 struct named {
     const char *name;
@@ -94,6 +130,7 @@ rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss
     *loss = (struct rafter_loss){.direction = direction, .classes = classes};
     rafter_loss_options o;
     RAFTER_TRY(check_options(context, args->options, &o, loss));
+    RAFTER_TRY(take_groups(context, &o, loss));
 
     const unsigned f32 = RAFTER_SET(RAFTER_F32);
     RAFTER_TRY(rafter_take_tensor(context, "target", args->target, RAFTER_INTS, &loss->target));
@@ -136,11 +173,16 @@ rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss
     RAFTER_TRY(take_scalar(context, "options.denominator", o.denominator, false, &loss->denominator));
     if (o.class_weight) {
         RAFTER_TRY(rafter_take_tensor(context, "options.class_weight", o.class_weight, f32, &loss->class_weight));
-        RAFTER_TRY(rafter_want_shape(context, "options.class_weight", &loss->class_weight, 1, &classes));
+        RAFTER_TRY(rafter_want_shape(context, "options.class_weight", &loss->class_weight, 1, &loss->all_classes));
     }
-    if (loss->argmax.dtype == RAFTER_I32 && rafter_loss_has(&loss->argmax) && classes - 1 > INT32_MAX)
+    if (loss->argmax.dtype == RAFTER_I32 && rafter_loss_has(&loss->argmax) && loss->all_classes - 1 > INT32_MAX)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "argmax has dtype int32, wanted int64 for %lld classes",
-                           (long long)classes);
+                           (long long)loss->all_classes);
+
+    if (rafter_group_has(&loss->class_group) && rafter_loss_has(&loss->argmax) && loss->all_classes - 1 > INT32_MAX)
+        return rafter_fail(context, RAFTER_UNSUPPORTED,
+                           "argmax is wanted of %lld classes, wanted at most 2^31 with options.class_group",
+                           (long long)loss->all_classes);
 
     struct named all[TENSORS];
     list_tensors(loss, all);
@@ -304,7 +346,7 @@ static void read_task(void *arg, int64_t task) {
     struct labels_read read = {.counted = 0, .first_bad = -1};
     if (!rafter_loss_has(&loss->class_weight) && loss->target.dtype == RAFTER_I64 && in_sequence(&loss->target)) {
         int64_t bad;
-        read.counted = count_labels(at(&loss->target, first), end - first, loss->classes, loss->ignore_index, &bad);
+        read.counted = count_labels(at(&loss->target, first), end - first, loss->all_classes, loss->ignore_index, &bad);
         read.weight = (double)read.counted;
         if (bad == 0) {
             reading->part[task] = read;
@@ -316,7 +358,7 @@ static void read_task(void *arg, int64_t task) {
         const int64_t label = raw_label(loss, row);
         if (label == loss->ignore_index)
             continue;
-        if (label < 0 || label >= loss->classes) {
+        if (label < 0 || label >= loss->all_classes) {
             read.first_bad = row;
             break;
         }
@@ -326,6 +368,12 @@ static void read_task(void *arg, int64_t task) {
     reading->part[task] = read;
 }
 
+double rafter_loss_denominator(const struct rafter_loss *loss) {
+    if (loss->reduction != RAFTER_MEAN)
+        return 1.0;
+    return rafter_loss_has(&loss->denominator) ? (double)get(&loss->denominator, 0) : loss->label_weight;
+}
+
 rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
     struct reading reading = {.loss = loss, .per_task = READ_ROWS};
     if (loss->rows > READ_ROWS * READ_TASKS)
@@ -333,25 +381,24 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
     const int64_t tasks = (loss->rows + reading.per_task - 1) / reading.per_task;
     rafter_parallel(context, tasks, read_task, &reading);
     loss->counted = 0;
-    double weight = 0.0;
+    loss->label_weight = 0.0;
     for (int64_t task = 0; task < tasks; task++) {
         const struct labels_read *const read = &reading.part[task];
         if (read->first_bad >= 0)
             return rafter_fail(context, RAFTER_LABEL_OUT_OF_RANGE,
                                "the target of row %lld is %lld, wanted 0 to %lld (V = %lld) or ignore_index, %lld",
                                (long long)read->first_bad, (long long)raw_label(loss, read->first_bad),
-                               (long long)loss->classes - 1, (long long)loss->classes, (long long)loss->ignore_index);
+                               (long long)loss->all_classes - 1, (long long)loss->all_classes,
+                               (long long)loss->ignore_index);
         loss->counted += read->counted;
-        weight += read->weight;
+        loss->label_weight += read->weight;
     }
-    loss->mean_denominator = 1.0;
-    if (loss->reduction == RAFTER_MEAN)
-        loss->mean_denominator = rafter_loss_has(&loss->denominator) ? (double)get(&loss->denominator, 0) : weight;
+    loss->mean_denominator = rafter_loss_denominator(loss);
 
-    loss->class_weight_sum = (double)loss->classes;
+    loss->class_weight_sum = (double)loss->all_classes;
     if (rafter_loss_has(&loss->class_weight)) {
         loss->class_weight_sum = 0.0;
-        for (int64_t v = 0; v < loss->classes; v++)
+        for (int64_t v = 0; v < loss->all_classes; v++)
             loss->class_weight_sum += (double)get(&loss->class_weight, v);
     }
     return RAFTER_OK;
@@ -406,7 +453,7 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
         nll = non_negative((stats->max - stats->target) + log_sum); /* r - u_y; r itself may lose the logarithm */
         value = (1.0 - s) * (double)rafter_loss_class_weight(loss, label) * nll;
         if (s != 0.0)
-            value += s / (double)loss->classes *
+            value += s / (double)loss->all_classes *
                      ((stats->max * loss->class_weight_sum - stats->weighted) + log_sum * loss->class_weight_sum);
         if (loss->z_loss != 0.0f)
             value += (double)loss->z_loss * lse * lse;
@@ -443,7 +490,7 @@ static struct rafter_row_gradient gradient(const struct rafter_loss *loss, int64
                                            double share, double lse, double surprise) {
     const double dloss = rafter_loss_has(&loss->dloss) ? (double)get(&loss->dloss, row) : 1.0;
     const double upstream = dloss * (double)row_weight(loss, row) / loss->mean_denominator * (double)loss->scale;
-    const double spread = (double)loss->smoothing / (double)loss->classes;
+    const double spread = (double)loss->smoothing / (double)loss->all_classes;
     const double target = (1.0 - (double)loss->smoothing) * (double)rafter_loss_class_weight(loss, label);
     double whole = target + spread * loss->class_weight_sum;
     if (loss->z_loss != 0.0f)

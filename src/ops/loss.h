@@ -17,10 +17,12 @@
  *     per row                    rafter_loss_label; the op computes the row's statistics;
  *                                rafter_loss_write_row and rafter_loss_gradient
  *     rafter_loss_write          once, with the sum of the row losses
+ * Calls with groups of ranks take some more steps, which are in loss_group.h.
  */
 #ifndef RAFTER_OPS_LOSS_H
 #define RAFTER_OPS_LOSS_H
 
+#include "core/group.h"
 #include "core/tensor.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -35,7 +37,12 @@ struct rafter_loss_args {
  * the shape of the labels are collapsed, each by itself: element `row` is at
  * rafter_offset(view, 0, view->ndim, row). */
 struct rafter_loss {
-    int64_t rows, classes;
+    int64_t rows;
+    int64_t classes; /* of this rank: the columns of its logits */
+    /* Of all ranks: V, and the first of this rank's. Labels are in [0, all_classes), and class_weight
+     * has all_classes elements. Without class_group: classes, 0. */
+    int64_t all_classes, first_class;
+    rafter_communicator class_group, row_group; /* see rafter_group_has */
     rafter_reduction reduction;
     rafter_direction direction;
     bool zero_if_all_ignored;
@@ -45,7 +52,7 @@ struct rafter_loss {
     float scale;   /* never 0 */
 
     rafter_view target, row_weight; /* the shape of the labels */
-    rafter_view class_weight;       /* [classes], any stride */
+    rafter_view class_weight;       /* [all_classes], any stride */
     rafter_view denominator;        /* one element */
     rafter_view dloss;              /* one element; with reduction none, the shape of the labels */
     rafter_view dentropy;           /* the shape of the labels; only linear_cross_entropy has it */
@@ -57,9 +64,10 @@ struct rafter_loss {
     rafter_view row_loss, logprob, argmax; /* the shape of the labels */
 
     /* Set by rafter_loss_read. */
-    int64_t counted;         /* rows that are not ignored */
+    int64_t counted;         /* rows that are not ignored; of all ranks of row_group */
+    double label_weight;     /* the sum of w_y over them */
     double mean_denominator; /* 1 unless the reduction is mean */
-    double class_weight_sum; /* over all classes; without weights, the number of classes */
+    double class_weight_sum; /* over all_classes; without weights, their number */
 };
 
 /* Whether the caller gave the tensor and it has elements. */
@@ -67,8 +75,11 @@ static inline bool rafter_loss_has(const rafter_view *view) {
     return view->data != NULL;
 }
 
+/* Registers the groups of a call, before anything else is checked: see core/group.h. */
+rafter_status rafter_loss_begin(rafter_context *context, const rafter_loss_options *options);
+
 /* Checks options, shapes, dtypes and overlaps among these tensors. `shape`: the leading dimensions
- * of logits or x, which error messages call `rows_name`. */
+ * of logits or x, which error messages call `rows_name`. classes: of this rank. */
 rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss_args *args, rafter_direction direction,
                                const char *rows_name, int ndim, const int64_t *shape, int64_t classes,
                                struct rafter_loss *loss);
@@ -81,7 +92,10 @@ rafter_status rafter_loss_want_disjoint(rafter_context *context, const struct ra
 /* Checks every label (RAFTER_LABEL_OUT_OF_RANGE) and computes the sums that rows depend on. */
 rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss);
 
-/* The row's class in [0, classes), or -1 if the row is ignored. */
+/* The mean's denominator, from label_weight or from the caller. */
+double rafter_loss_denominator(const struct rafter_loss *loss);
+
+/* The row's class in [0, all_classes), or -1 if the row is ignored. */
 int64_t rafter_loss_label(const struct rafter_loss *loss, int64_t row);
 
 /* Whether the rows' statistics must be computed: backward may have been given all it needs. */

@@ -2,7 +2,8 @@
 /*
  * cross_entropy: checks, and the CPU plan. Short rows, and rows whose classes are not contiguous,
  * run in tiles (tiles.h). Otherwise a task is some whole rows or, if rows are few and long, one
- * chunk of the columns of one row.
+ * chunk of the columns of one row. If the classes are spread over ranks, statistics are always taken
+ * by chunks, of all rows, before the first result is written.
  */
 #include <math.h>
 
@@ -11,6 +12,7 @@
 #include "ops/cross_entropy/call.h"
 #include "ops/cross_entropy/kernels.h"
 #include "ops/cross_entropy/tiles.h"
+#include "ops/loss_group.h"
 
 enum {
     /* A row's statistics are always merged from those of chunks of this many columns, whether a
@@ -20,6 +22,7 @@ enum {
     FEW_ROWS = 64,          /* with fewer rows than this, a task is one chunk */
     MOST_TASKS = 1024,      /* of whole rows */
     LEAST_ELEMENTS = 65536, /* per task of whole rows */
+    MERGED_ROWS = 64,       /* per task that merges statistics of ranks */
 };
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -28,6 +31,7 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
                            struct cross_entropy_call *call) {
     rafter_cross_entropy_args a;
     RAFTER_TRY(rafter_begin_call(context, "rafter_cross_entropy_args", args, &a, sizeof a, direction));
+    RAFTER_TRY(rafter_loss_begin(context, a.options));
     *call = (struct cross_entropy_call){
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes}};
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;
@@ -58,6 +62,8 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
     const bool reduces = rafter_loss_has(&loss->loss) && loss->reduction != RAFTER_NONE;
     call->common.empty =
         loss->rows == 0 ? !reduces : context->cuda && direction == RAFTER_BACKWARD && loss->classes == 0;
+    if (rafter_loss_grouped(loss)) /* the other ranks wait for this one */
+        call->common.empty = false;
     return RAFTER_OK;
 }
 
@@ -68,8 +74,32 @@ struct plan {
     struct cross_entropy_tiles tiles;
     struct cross_entropy_row row; /* what all rows share */
     bool split;                   /* a task is one chunk; else rows_per_task rows */
-    int64_t chunks, rows_per_task, tasks;
+    bool shared;                  /* classes are spread over ranks: a task is chunks_per_task chunks */
+    int64_t chunks, rows_per_task, chunks_per_task, tasks;
+    struct {
+        int64_t rank_prefix, chunk_prefix, records, stats, exchange;
+    } at; /* shared: offsets in the workspace, see struct work */
 };
+
+/* Lays out the workspace of a call whose classes are spread over ranks; returns its bytes. */
+static size_t plan_shared(const struct rafter_loss *loss, struct plan *plan) {
+    const int64_t units = loss->rows * plan->chunks;
+    int64_t used = 0;
+#define PLACE(array, bytes)                                                                                            \
+    do {                                                                                                               \
+        plan->at.array = used;                                                                                         \
+        used += round_up((int64_t)(bytes), RAFTER_SCRATCH_ALIGNMENT);                                                  \
+    } while (0)
+    PLACE(rank_prefix, (size_t)(loss->class_group.ranks + 1) * sizeof(double));
+    PLACE(chunk_prefix, (size_t)(plan->chunks + 1) * sizeof(double));
+    PLACE(records, (size_t)units * sizeof(struct rafter_row_record));
+    PLACE(stats, (size_t)loss->rows * sizeof(struct rafter_row_stats));
+    PLACE(exchange, rafter_loss_exchange_bytes(loss, loss->rows));
+#undef PLACE
+    plan->chunks_per_task = LEAST_ELEMENTS / (min64(loss->classes, CHUNK) + 1) + 1;
+    plan->tasks = ceil_div(units, plan->chunks_per_task);
+    return (size_t)used;
+}
 
 /* Returns the bytes of workspace: the statistics of chunks, or the loss of each task. */
 static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
@@ -80,7 +110,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const int64_t rows = loss->rows, classes = loss->classes;
     const bool forward = common->direction == RAFTER_FORWARD, in_place = call->logits.data == call->dlogits.data;
     *plan = (struct plan){.chunks = ceil_div(classes, CHUNK)};
-    plan->tiled = cross_entropy_plan_tiles(call, &plan->tiles);
+    plan->shared = rafter_group_has(&loss->class_group);
+    plan->tiled = !plan->shared && cross_entropy_plan_tiles(call, &plan->tiles);
     if (plan->tiled)
         return forward ? (size_t)plan->tiles.tasks * sizeof(double) : 0;
     plan->row = (struct cross_entropy_row){
@@ -89,13 +120,17 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .dz_stride = classes > 1 && call->gradient ? call->dlogits.stride[call->dlogits.ndim - 1] : 1,
         .softcap = loss->softcap,
         .scale = loss->scale,
-        .weight = loss->smoothing != 0.0f ? loss->class_weight.data : NULL,
+        .weight = loss->smoothing != 0.0f && rafter_loss_has(&loss->class_weight)
+                      ? rafter_at(&loss->class_weight, loss->first_class * loss->class_weight.stride[0])
+                      : NULL,
         .weight_stride = loss->class_weight.stride[0],
         .weighted = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
         .stream = call->gradient && !in_place && rafter_should_stream(rafter_span_bytes(&call->dlogits)),
     };
+    if (plan->shared)
+        return plan_shared(loss, plan);
     plan->split = rows < FEW_ROWS && plan->chunks > 1;
     if (plan->split) {
         plan->tasks = rows * plan->chunks;
@@ -114,14 +149,18 @@ struct work {
     const struct cross_entropy_call *call;
     const struct plan *plan;
     const struct cross_entropy_kernels *kernels;
-    struct rafter_row_stats *stats; /* split: ordered by row, then chunk */
+    struct rafter_row_stats *stats; /* split: ordered by row, then chunk. shared: of whole rows */
     double *sums;                   /* not split, forward: the sum of the row losses of each task */
+    /* shared: */
+    double *rank_prefix, *chunk_prefix; /* sums of the class weights before each rank, each chunk, and of all */
+    struct rafter_row_record *records;  /* ordered by row, then chunk */
+    char *exchange;                     /* see rafter_loss_exchange_bytes */
 };
 
 static struct cross_entropy_row row_at(const struct work *work, int64_t index, int64_t label) {
     const rafter_view *const logits = &work->call->logits, *const dlogits = &work->call->dlogits;
     struct cross_entropy_row row = work->plan->row;
-    row.label = label;
+    row.label = label - work->call->loss.first_class; /* outside of the columns if another rank has it */
     row.z = rafter_at(logits, rafter_offset(logits, 0, logits->ndim - 1, index));
     if (work->call->gradient)
         row.dz = rafter_at(dlogits, rafter_offset(dlogits, 0, dlogits->ndim - 1, index));
@@ -261,24 +300,151 @@ static double run_split(const rafter_context *context, struct work *work) {
     return sum;
 }
 
+/* ---- classes spread over ranks --------------------------------------------------------------- */
+
+static int64_t units_end(const struct work *work, int64_t task) {
+    return min64((task + 1) * work->plan->chunks_per_task, work->call->loss.rows * work->plan->chunks);
+}
+
+static void record_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const int64_t chunks = work->plan->chunks;
+    for (int64_t unit = task * work->plan->chunks_per_task; unit < units_end(work, task); unit++) {
+        const int64_t index = unit / chunks, chunk = unit % chunks;
+        const int64_t label = rafter_loss_label(&work->call->loss, index);
+        struct rafter_row_stats stats = rafter_row_empty;
+        if (label >= 0) {
+            const struct cross_entropy_row row = row_at(work, index, label);
+            chunk_stats(work, &row, chunk, &stats);
+            stats.argmax += stats.argmax < 0 ? 0 : work->call->loss.first_class;
+        }
+        work->records[unit] = rafter_row_record_of(&stats, work->chunk_prefix[chunk + 1] - work->chunk_prefix[chunk]);
+    }
+}
+
+static int64_t rows_end(const struct work *work, int64_t task) {
+    return min64((task + 1) * MERGED_ROWS, work->call->loss.rows);
+}
+
+/* Statistics of rows over this rank's classes. */
+static void send_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const int64_t chunks = work->plan->chunks;
+    const size_t bytes = sizeof *work->records;
+    const double *const prefix = work->chunk_prefix;
+    for (int64_t index = task * MERGED_ROWS; index < rows_end(work, task); index++) {
+        const char *const parts = (const char *)(work->records + index * chunks);
+        const struct rafter_row_stats stats = rafter_row_merge_tree(parts, bytes, bytes, prefix, 0, chunks);
+        const struct rafter_row_record record = rafter_row_record_of(&stats, prefix[chunks] - prefix[0]);
+        rafter_loss_put_record(&work->call->loss, work->exchange, index, &record);
+    }
+}
+
+/* Statistics of rows over all classes. */
+static void merge_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const struct rafter_loss *const loss = &work->call->loss;
+    for (int64_t index = task * MERGED_ROWS; index < rows_end(work, task); index++)
+        work->stats[index] = rafter_loss_merged(loss, work->exchange, loss->rows, index, work->rank_prefix);
+}
+
+static void shared_gradient_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const int64_t chunks = work->plan->chunks;
+    for (int64_t unit = task * work->plan->chunks_per_task; unit < units_end(work, task); unit++) {
+        const int64_t index = unit / chunks, chunk = unit % chunks;
+        const int64_t label = rafter_loss_label(&work->call->loss, index);
+        const struct cross_entropy_row row = row_at(work, index, label);
+        const struct rafter_row_gradient gradient = row_gradient(work->call, index, label, &work->stats[index]);
+        columns_gradient(work, &row, chunk * CHUNK, chunk_end(work, chunk), &gradient);
+    }
+    if (work->plan->row.stream)
+        work->kernels->fence();
+}
+
+/* Whether some row's statistics must be computed. The answer is the same on every rank: labels and
+ * lse are. */
+static bool needs_exchange(const struct cross_entropy_call *call) {
+    for (int64_t index = 0; index < call->loss.rows; index++)
+        if (needs_stats(call, index, rafter_loss_label(&call->loss, index)))
+            return true;
+    return false;
+}
+
+static rafter_status run_shared(rafter_context *context, struct work *work, double *sum) {
+    const struct cross_entropy_call *const call = work->call;
+    const int64_t rows = call->loss.rows, row_tasks = ceil_div(rows, MERGED_ROWS);
+    int64_t first = call->loss.first_class;
+    work->chunk_prefix[0] = work->rank_prefix[call->loss.class_group.rank];
+    for (int64_t chunk = 0; chunk < work->plan->chunks; chunk++) {
+        const int64_t end = call->loss.first_class + chunk_end(work, chunk);
+        work->chunk_prefix[chunk + 1] = rafter_loss_add_weights(&call->loss, work->chunk_prefix[chunk], first, end);
+        first = end;
+    }
+    if (needs_exchange(call)) {
+        rafter_parallel(context, work->plan->tasks, record_task, work);
+        rafter_parallel(context, row_tasks, send_task, work);
+        RAFTER_TRY(rafter_loss_exchange(context, &call->loss, work->exchange, rows));
+        rafter_parallel(context, row_tasks, merge_task, work);
+    }
+    for (int64_t index = 0; call->common.direction == RAFTER_FORWARD && index < rows; index++)
+        *sum += rafter_loss_write_row(&call->loss, index, rafter_loss_label(&call->loss, index), &work->stats[index]);
+    if (call->gradient)
+        rafter_parallel(context, work->plan->tasks, shared_gradient_task, work);
+    return RAFTER_OK;
+}
+
+/* Reads the labels and agrees with the other ranks. */
+static rafter_status agree(rafter_context *context, struct cross_entropy_call *call, double *rank_prefix) {
+    const rafter_status status = rafter_loss_read(context, &call->loss);
+    const struct rafter_loss_terms terms = {.op = RAFTER_OP_INDEX_cross_entropy,
+                                            .dtype = call->logits.dtype,
+                                            .exchange = status == RAFTER_OK && needs_exchange(call)};
+    return rafter_loss_agree(context, &call->loss, &terms, status, rank_prefix);
+}
+
+static rafter_status run_planned(rafter_context *context, const struct cross_entropy_call *call,
+                                 const struct plan *plan, const void *kernels, char *workspace);
+
+static rafter_status run_grouped(rafter_context *context, const struct cross_entropy_call *common,
+                                 const struct plan *planned, const void *kernels, char *workspace) {
+    struct cross_entropy_call call = *common;
+    struct plan plan = *planned;
+    RAFTER_TRY(agree(context, &call, plan.shared ? (double *)(void *)(workspace + plan.at.rank_prefix) : NULL));
+    plan.tiles.tiling.class_weight_sum = call.loss.class_weight_sum;
+    plan.tiles.tiling.denominator = call.loss.mean_denominator;
+    return run_planned(context, &call, &plan, kernels, workspace);
+}
+
 /* ---- running --------------------------------------------------------------------------------- */
 
-static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan_storage,
+static rafter_status run_planned(rafter_context *context, const struct cross_entropy_call *call,
+                                 const struct plan *plan, const void *kernels, char *workspace) {
+    const bool forward = call->common.direction == RAFTER_FORWARD;
+    struct work work = {.call = call, .plan = plan, .kernels = kernels};
+    double sum = 0.0;
+    if (plan->shared) {
+        work.rank_prefix = (double *)(void *)(workspace + plan->at.rank_prefix);
+        work.chunk_prefix = (double *)(void *)(workspace + plan->at.chunk_prefix);
+        work.records = (struct rafter_row_record *)(void *)(workspace + plan->at.records);
+        work.stats = (struct rafter_row_stats *)(void *)(workspace + plan->at.stats);
+        work.exchange = workspace + plan->at.exchange;
+        RAFTER_TRY(run_shared(context, &work, &sum));
+    } else if (plan->split) {
+        work.stats = (struct rafter_row_stats *)(void *)workspace;
+        sum = run_split(context, &work);
+    } else {
+        work.sums = forward ? (double *)(void *)workspace : NULL;
+        sum = plan->tiled ? cross_entropy_run_tiles(context, call, &plan->tiles, kernels, work.sums)
+                          : run_rows(context, &work);
+    }
+    return forward ? rafter_loss_write_sum(context, &call->loss, sum) : RAFTER_OK;
+}
+
+static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan,
                          const void *kernels, char *workspace) {
     const struct cross_entropy_call *const call = (const void *)common;
-    const struct plan *const plan = plan_storage;
-    const bool forward = common->direction == RAFTER_FORWARD;
-    struct work work = {.call = call, .plan = plan, .kernels = kernels};
-    if (plan->split)
-        work.stats = (struct rafter_row_stats *)(void *)workspace;
-    else if (forward)
-        work.sums = (double *)(void *)workspace;
-    const double sum = plan->tiled   ? cross_entropy_run_tiles(context, call, &plan->tiles, kernels, work.sums)
-                       : plan->split ? run_split(context, &work)
-                                     : run_rows(context, &work);
-    if (forward)
-        rafter_loss_write(&call->loss, sum);
-    return RAFTER_OK;
+    return (rafter_loss_grouped(&call->loss) ? run_grouped : run_planned)(context, call, plan, kernels, workspace);
 }
 
 const struct rafter_variant_functions rafter_cross_entropy_on_cpu = {NULL, make_plan, run};
@@ -288,10 +454,12 @@ const struct rafter_variant_functions rafter_cross_entropy_on_cpu = {NULL, make_
 static rafter_status check_and_run(rafter_context *context, const rafter_cross_entropy_args *args,
                                    rafter_direction direction) {
     struct cross_entropy_call call;
-    RAFTER_TRY(check(context, args, direction, &call));
-    if (!context->cuda)
-        RAFTER_TRY(rafter_loss_read(context, &call.loss));
-    return rafter_run(context, &rafter_op_cross_entropy, &call.common);
+    rafter_status status = check(context, args, direction, &call);
+    if (status == RAFTER_OK && !context->cuda && !rafter_loss_grouped(&call.loss))
+        status = rafter_loss_read(context, &call.loss);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_cross_entropy, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_cross_entropy_forward(rafter_context *context, const rafter_cross_entropy_args *args) {

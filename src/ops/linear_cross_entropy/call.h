@@ -12,6 +12,7 @@ struct linear_cross_entropy_call {
     struct rafter_loss loss;        /* before rafter_loss_read */
     rafter_view x, weight, bias;    /* rows of x and dx are collapsed. bias: data NULL if there is none */
     rafter_view dx, dweight, dbias; /* data NULL: not wanted, or empty */
+    int dx_rows;                    /* 0: dx is not wanted; 1: of all rows; 2: of this rank's share */
     rafter_lce_mode mode;
     bool native;                  /* partial sums may be kept in a 16-bit gradient */
     bool accumulate_into_dweight; /* dweight is fp32 then */

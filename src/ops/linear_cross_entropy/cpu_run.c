@@ -7,6 +7,7 @@
 #include "core/threads.h"
 #include "ops/linear_cross_entropy/call.h"
 #include "ops/linear_cross_entropy/plan.h"
+#include "ops/loss_group.h"
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
@@ -29,6 +30,7 @@ const struct linear_cross_entropy_kernels *lce_kernels_of(const rafter_context *
 static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
     const struct linear_cross_entropy_call *const call = (const void *)common;
     struct plan *const plan = storage;
+    const bool shared = rafter_group_has(&call->loss.class_group);
     plan->problem = (struct lce_problem){
         .format = lce_kernels_of(context)->format[call->x.dtype],
         .rows = call->loss.rows,
@@ -36,11 +38,13 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .depth = call->x.shape[call->x.ndim - 1],
         .stats = rafter_loss_needs_statistics(&call->loss),
         .dentropy = rafter_loss_has(&call->loss.dentropy),
-        .dx = call->dx.data != NULL,
+        .dx = call->dx_rows == 2 ? call->x.numel > 0 : call->dx.data != NULL,
         .dweight = call->dweight.data != NULL,
         .dbias = call->dbias.data != NULL,
-        .sums_dx = !call->native && call->dx.dtype != RAFTER_F32,
+        .sums_dx = !call->native && !shared && call->dx.dtype != RAFTER_F32,
         .sums_dweight = !call->native && call->dweight.dtype != RAFTER_F32,
+        .ranks = call->loss.class_group.ranks,
+        .exchange = (int64_t)rafter_loss_exchange_bytes(&call->loss, call->loss.rows),
     };
     const size_t alignment = rafter_scratch_request(1) - 1, given = common->budget;
     const size_t budget = given > alignment ? given - alignment : given ? 1 : 0;
@@ -68,6 +72,7 @@ struct run {
     float scale;                 /* those factors, applied when gradients are stored */
     int64_t rows;                /* not ignored */
     double loss_sum;             /* over the rows so far */
+    rafter_view dx;              /* the caller's; or dx_sum, if classes are spread over ranks */
     int64_t x_logits, x_dweight, w_logits, w_dx; /* the group or slice that is packed; -1: none yet */
     int64_t vectors;                             /* the slice whose bias and class weights are loaded */
 };
@@ -122,7 +127,7 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
                                    .scale = run->loss.scale,
                                    .softcap = run->loss.softcap,
                                    .label = b->label + s.first_row,
-                                   .first_class = s.first_class};
+                                   .first_class = run->loss.first_class + s.first_class};
     return s;
 }
 
@@ -184,8 +189,8 @@ static void plan_packing(struct step *s, bool logits, bool dx, bool dweight) {
             run->kernels->widen(bias->dtype, rafter_at(bias, s->first_class * bias->stride[0]), bias->stride[0],
                                 s->classes, run->b.bias);
         if (rafter_loss_has(weight))
-            run->kernels->widen(RAFTER_F32, rafter_at(weight, s->first_class * weight->stride[0]), weight->stride[0],
-                                s->classes, run->b.weight);
+            run->kernels->widen(RAFTER_F32, rafter_at(weight, s->logits.first_class * weight->stride[0]),
+                                weight->stride[0], s->classes, run->b.weight);
         run->vectors = s->slice;
     }
     s->pack_w_logits = logits && run->w_logits != s->slice;
@@ -224,7 +229,7 @@ static void fold(const struct step *s, int64_t task) {
             here.moment = (double)block[LCE_MOMENT * padded + i];
             here.weighted = (double)block[LCE_WEIGHTED * padded + i];
             here.best = (double)block[LCE_BEST * padded + i];
-            here.argmax = s->first_class + argmax;
+            here.argmax = s->logits.first_class + argmax;
         }
         *merged = rafter_row_merge(merged, &here);
     }
@@ -267,18 +272,43 @@ static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradi
     }
 }
 
+enum { MERGED_ROWS = 64 }; /* per task that merges statistics of ranks */
+
+static void merge_ranks_task(void *arg, int64_t task) {
+    const struct run *const run = arg;
+    for (int64_t i = task * MERGED_ROWS; i < min64((task + 1) * MERGED_ROWS, run->rows); i++)
+        run->b.stats[i] = rafter_loss_merged(&run->loss, run->b.exchange, run->rows, i, run->b.rank_prefix);
+}
+
+/* The statistics of all rows become those over the classes of all ranks. */
+static rafter_status exchange_rows(struct run *run) {
+    const int rank = run->loss.class_group.rank;
+    const double weights = run->b.rank_prefix[rank + 1] - run->b.rank_prefix[rank];
+    for (int64_t i = 0; i < run->rows; i++) {
+        const struct rafter_row_record record = rafter_row_record_of(&run->b.stats[i], weights);
+        rafter_loss_put_record(&run->loss, run->b.exchange, i, &record);
+    }
+    RAFTER_TRY(rafter_loss_exchange(run->context, &run->loss, run->b.exchange, run->rows));
+    rafter_parallel(run->context, ceil_div(run->rows, MERGED_ROWS), merge_ranks_task, run);
+    return RAFTER_OK;
+}
+
 /* Results of the rows [from, to), whose statistics are complete, and the coefficients
  * of their gradients. */
-static void finish_rows(struct run *run, int64_t from, int64_t to) {
+static rafter_status finish_rows(struct run *run, int64_t from, int64_t to) {
     const struct linear_cross_entropy_call *c = run->call;
+    for (int64_t i = from; i < to; i++)
+        run->b.stats[i].target = (double)run->b.target_logit[i];
+    if (rafter_group_has(&run->loss.class_group))
+        RAFTER_TRY(exchange_rows(run));
     for (int64_t i = from; i < to; i++) {
         struct rafter_row_stats *const stats = &run->b.stats[i];
-        stats->target = (double)run->b.target_logit[i];
         if (c->common.direction == RAFTER_FORWARD)
             run->loss_sum += rafter_loss_write_row(&run->loss, run->b.row[i], run->b.label[i], stats);
         if (run->b.pivot)
             put_coefficients(run, i, rafter_loss_gradient(&run->unscaled, run->b.row[i], run->b.label[i], stats));
     }
+    return RAFTER_OK;
 }
 
 /* ---- gradients ------------------------------------------------------------------------------- */
@@ -309,7 +339,7 @@ static void store_block(const struct step *s, const struct lce_product *job, int
     const struct linear_cross_entropy_call *c = s->run->call;
     const struct lce_format *f = &s->run->problem->format;
     const bool is_dx = job == &s->dx;
-    const rafter_view *to = is_dx ? &c->dx : &c->dweight;
+    const rafter_view *to = is_dx ? &s->run->dx : &c->dweight;
     const int64_t column = column_block * LCE_COLUMNS, columns = min64(LCE_COLUMNS, job->n - column);
     const int64_t column_stride = to->stride[to->ndim - 1];
     const bool add = is_dx ? s->add_dx : s->add_dweight;
@@ -359,7 +389,7 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
                                        .weight = b->weight,
                                        .cap = run->loss.scale * run->loss.softcap,
                                        .label = s.logits.label,
-                                       .first_class = s.first_class,
+                                       .first_class = s.logits.first_class,
                                        .pivot = b->pivot + s.first_row,
                                        .p = b->p + s.first_row,
                                        .target = b->target + s.first_row,
@@ -401,7 +431,7 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
 
 /* ---- the call -------------------------------------------------------------------------------- */
 
-static void run_fast(struct run *run) {
+static rafter_status run_fast(struct run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dweight(q, run->plan);
     const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
@@ -409,15 +439,16 @@ static void run_fast(struct run *run) {
         if (q->stats) {
             for (int64_t slice = 0; slice < slices; slice++)
                 statistics_step(run, group, slice);
-            finish_rows(run, group * run->plan->group, min64((group + 1) * run->plan->group, run->rows));
+            RAFTER_TRY(finish_rows(run, group * run->plan->group, min64((group + 1) * run->plan->group, run->rows)));
         }
         for (int64_t slice = 0; slice < slices; slice++)
             gradient_step(run, group, slice, sum_over_inner(q->dx, slice, slices),
                           sum_over_outer(q->dweight, in_workspace, group, groups, slice), q->dbias);
     }
+    return RAFTER_OK;
 }
 
-static void run_compact(struct run *run) {
+static rafter_status run_compact(struct run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dx(q, run->plan), split = run->plan->split;
     const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
@@ -426,7 +457,7 @@ static void run_compact(struct run *run) {
         for (int64_t slice = 0; slice < slices; slice++)
             for (int64_t group = 0; group < groups; group++)
                 statistics_step(run, group, slice);
-        finish_rows(run, 0, run->rows);
+        RAFTER_TRY(finish_rows(run, 0, run->rows));
     }
     if ((q->dx && !split) || q->dweight || q->dbias)
         for (int64_t slice = 0; slice < slices; slice++)
@@ -437,6 +468,7 @@ static void run_compact(struct run *run) {
         for (int64_t group = 0; group < groups; group++)
             for (int64_t slice = 0; slice < slices; slice++)
                 gradient_step(run, group, slice, sum_over_inner(true, slice, slices), none, false);
+    return RAFTER_OK;
 }
 
 /* Lists the rows that are not ignored; writes the results of the others. */
@@ -450,8 +482,10 @@ static void list_rows(struct run *run) {
             run->b.label[i] = label;
             run->b.x_row[i] =
                 run->problem->depth ? rafter_at(&c->x, rafter_offset(&c->x, 0, c->x.ndim - 1, row)) : NULL;
-            if (run->b.stats)
+            if (run->b.stats) {
                 run->b.stats[i] = rafter_row_empty;
+                run->b.target_logit[i] = 0.0f; /* if another rank has the class */
+            }
         } else if (c->common.direction == RAFTER_FORWARD) {
             rafter_loss_write_row(&run->loss, row, label, NULL);
         }
@@ -473,7 +507,7 @@ static void store_zeros(const struct run *run, const rafter_view *to, int64_t ro
 static void store_missing(const struct run *run) {
     const struct linear_cross_entropy_call *c = run->call;
     const struct lce_problem *q = run->problem;
-    if (q->dx)
+    if (q->dx && q->ranks == 0) /* dx_sum was zero from the start */
         for (int64_t row = 0, i = 0; row < q->rows; row++) {
             if (i < run->rows && run->b.row[i] == row)
                 i++;
@@ -507,6 +541,54 @@ static void separate_scale(struct run *run) {
     run->scale = run->rows > 0 ? (float)scale : 1.0f;
 }
 
+/* Reads the labels and agrees with the other ranks. */
+static rafter_status agree(struct run *run) {
+    const struct linear_cross_entropy_call *const call = run->call;
+    const struct rafter_loss_terms terms = {.op = RAFTER_OP_INDEX_linear_cross_entropy,
+                                            .dtype = call->x.dtype,
+                                            .depth = run->problem->depth,
+                                            .dx = call->dx_rows,
+                                            .exchange = run->problem->stats};
+    const rafter_status status = rafter_loss_read(run->context, &run->loss);
+    if (!rafter_loss_grouped(&run->loss))
+        return status;
+    return rafter_loss_agree(run->context, &run->loss, &terms, status, run->b.rank_prefix);
+}
+
+/* Where steps store dx: into the caller's tensor, or into sums that are zero so far. */
+static void place_dx(struct run *run) {
+    const struct lce_problem *const q = run->problem;
+    run->dx = run->call->dx;
+    if (!run->b.dx_sum)
+        return;
+    memset(run->b.dx_sum, 0, (size_t)(q->rows * q->depth) * sizeof *run->b.dx_sum);
+    run->dx = (rafter_view){.data = (char *)run->b.dx_sum,
+                            .dtype = RAFTER_F32,
+                            .ndim = 2,
+                            .numel = q->rows * q->depth,
+                            .shape = {q->rows, q->depth},
+                            .stride = {q->depth, 1}};
+}
+
+/* Sums dx over the ranks and stores what the caller wants of it. */
+static rafter_status sum_dx(struct run *run) {
+    const struct lce_problem *const q = run->problem;
+    const rafter_communicator *const group = &run->loss.class_group;
+    const rafter_view *const to = &run->call->dx;
+    const bool share = run->call->dx_rows == 2;
+    const int64_t rows = share ? q->rows / q->ranks : q->rows, d = q->depth;
+    const float *sums = share ? run->b.dx_share : run->b.dx_sum;
+    if (share)
+        RAFTER_TRY(rafter_group_scatter(run->context, "options.class_group", group, run->b.dx_sum, run->b.dx_share,
+                                        (size_t)(rows * d)));
+    else
+        RAFTER_TRY(rafter_group_sum(run->context, "options.class_group", group, run->b.dx_sum, (size_t)(rows * d)));
+    for (int64_t row = 0; row < rows; row++)
+        run->kernels->store(to->dtype, sums + row * d, d, 1.0f, false,
+                            rafter_at(to, rafter_offset(to, 0, to->ndim - 1, row)), to->stride[to->ndim - 1]);
+    return RAFTER_OK;
+}
+
 static rafter_status run_call(rafter_context *context, const struct rafter_call *common, const void *storage,
                               const void *kernels, char *workspace) {
     const struct linear_cross_entropy_call *const call = (const void *)common;
@@ -521,7 +603,8 @@ static rafter_status run_call(rafter_context *context, const struct rafter_call 
 #define X(type, name) run.b.name = plan->plan.layout.name < 0 ? NULL : (void *)(workspace + plan->plan.layout.name);
     LCE_BUFFERS(X)
 #undef X
-    RAFTER_TRY(rafter_loss_read(context, &run.loss));
+    RAFTER_TRY(agree(&run));
+    place_dx(&run);
     list_rows(&run);
     separate_scale(&run);
 
@@ -536,14 +619,12 @@ static rafter_status run_call(rafter_context *context, const struct rafter_call 
             put_coefficients(&run, i,
                              rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
                                                            rafter_loss_given_lse(&run.loss, run.b.row[i])));
-    if (run.rows > 0 && plan->plan.fast)
-        run_fast(&run);
-    else if (run.rows > 0)
-        run_compact(&run);
+    if (run.rows > 0)
+        RAFTER_TRY((plan->plan.fast ? run_fast : run_compact)(&run));
     store_missing(&run);
-    if (common->direction == RAFTER_FORWARD)
-        rafter_loss_write(&run.loss, run.loss_sum);
-    return RAFTER_OK;
+    if (run.b.dx_sum)
+        RAFTER_TRY(sum_dx(&run));
+    return common->direction == RAFTER_FORWARD ? rafter_loss_write_sum(context, &run.loss, run.loss_sum) : RAFTER_OK;
 }
 
 const struct rafter_variant_functions rafter_linear_cross_entropy_on_cpu = {NULL, make_plan, run_call};

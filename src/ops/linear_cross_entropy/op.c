@@ -4,6 +4,7 @@
 
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/call.h"
+#include "ops/loss_group.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 
@@ -15,6 +16,29 @@ static rafter_status take_gradient(rafter_context *context, const char *name, co
     const unsigned dtypes = RAFTER_SET(RAFTER_F32) | RAFTER_SET(input->dtype);
     RAFTER_TRY(rafter_take_output(context, name, tensor, dtypes, view));
     return rafter_want_same_shape(context, name, view, input_name, input);
+}
+
+/* dx: of x's shape; or, if the sums over class_group can be scattered, of this rank's share of the
+ * rows. */
+static rafter_status take_dx(rafter_context *context, const DLTensor *tensor, struct linear_cross_entropy_call *call) {
+    const rafter_communicator *const group = &call->loss.class_group;
+    const int64_t rows = call->loss.rows, depth = call->weight.shape[1];
+    if (!tensor)
+        return RAFTER_OK;
+    call->dx_rows = 1;
+    if (!rafter_group_has(group) || !group->reduce_scatter_sum || group->ranks == 1 || tensor->ndim != 2 ||
+        !tensor->shape || tensor->shape[0] == rows)
+        return take_gradient(context, "dx", tensor, "x", &call->x, &call->dx);
+    const unsigned dtypes = RAFTER_SET(RAFTER_F32) | RAFTER_SET(call->x.dtype);
+    RAFTER_TRY(rafter_take_output(context, "dx", tensor, dtypes, &call->dx));
+    if (rows % group->ranks != 0 || call->dx.shape[0] != rows / group->ranks || call->dx.shape[1] != depth)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                           "dx has shape [%lld, %lld], wanted the shape of x, with %lld rows, or [rows / %d, %lld], "
+                           "this rank's share",
+                           (long long)call->dx.shape[0], (long long)call->dx.shape[1], (long long)rows,
+                           (int)group->ranks, (long long)depth);
+    call->dx_rows = 2;
+    return RAFTER_OK;
 }
 
 static rafter_status check_choices(rafter_context *context, const rafter_linear_cross_entropy_args *a) {
@@ -77,7 +101,7 @@ static rafter_status check_logits(rafter_context *context, const struct rafter_l
 static rafter_status take_gradients(rafter_context *context, const rafter_linear_cross_entropy_args *a,
                                     struct linear_cross_entropy_call *call) {
     const rafter_status bad = RAFTER_INVALID_ARGUMENT;
-    RAFTER_TRY(take_gradient(context, "dx", a->dx, "x", &call->x, &call->dx));
+    RAFTER_TRY(take_dx(context, a->dx, call));
     RAFTER_TRY(take_gradient(context, "dweight", a->dweight, "weight", &call->weight, &call->dweight));
     RAFTER_TRY(take_gradient(context, "dbias", a->dbias, "bias", &call->bias, &call->dbias));
     if (a->accumulate_into_dweight && a->dweight && call->dweight.dtype != RAFTER_F32)
@@ -132,6 +156,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
                            rafter_direction direction, struct linear_cross_entropy_call *call) {
     rafter_linear_cross_entropy_args a;
     RAFTER_TRY(rafter_begin_call(context, "rafter_linear_cross_entropy_args", args, &a, sizeof a, direction));
+    RAFTER_TRY(rafter_loss_begin(context, a.options));
     RAFTER_TRY(check_choices(context, &a));
     *call = (struct linear_cross_entropy_call){
         .common = {.direction = direction,
@@ -156,12 +181,14 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     rafter_view *const x[] = {&call->x}, *const dx[] = {&call->dx};
     rafter_collapse(x, 1, 0, leading);
     if (a.dx)
-        rafter_collapse(dx, 1, 0, leading);
+        rafter_collapse(dx, 1, 0, call->dx.ndim - 1);
     const bool gradients = call->dx.data || call->dweight.data || call->dbias.data;
     RAFTER_TRY(check_saved(context, &a, gradients, call));
-    if (!gradients)
+    /* A rank without classes has no dweight of its own, but the others wait for it. */
+    const bool grouped = rafter_loss_grouped(&call->loss);
+    if (!gradients && !grouped)
         call->loss.dentropy.data = NULL; /* so that it costs no statistics */
-    call->common.empty = direction == RAFTER_BACKWARD && !gradients;
+    call->common.empty = direction == RAFTER_BACKWARD && !gradients && !grouped;
     return RAFTER_OK;
 }
 
@@ -170,15 +197,19 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
 rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
                                                   const rafter_linear_cross_entropy_args *args) {
     struct linear_cross_entropy_call call;
-    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
-    return rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+    rafter_status status = check(context, args, RAFTER_FORWARD, &call);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_linear_cross_entropy_backward(rafter_context *context,
                                                    const rafter_linear_cross_entropy_args *args) {
     struct linear_cross_entropy_call call;
-    RAFTER_TRY(check(context, args, RAFTER_BACKWARD, &call));
-    return rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+    rafter_status status = check(context, args, RAFTER_BACKWARD, &call);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_linear_cross_entropy_workspace(rafter_context *context,

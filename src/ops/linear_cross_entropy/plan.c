@@ -64,6 +64,10 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(dweight, q->dweight, lce_out_bytes(f, slice, d) * (lce_stores_all_dweight(q, plan) ? slices : 1));
     PLACE(block_dbias, q->dbias, ceil_div(group, LCE_COLUMNS) * slice * 4);
     PLACE(dbias, q->dbias, q->classes * 4);
+    PLACE(rank_prefix, q->ranks > 0, (q->ranks + 1) * 8);
+    PLACE(exchange, q->ranks > 0 && q->stats, q->exchange);
+    PLACE(dx_sum, q->ranks > 0 && q->dx, n * d * 4);
+    PLACE(dx_share, q->ranks > 0 && q->dx, n * d / q->ranks * 4);
 #undef PLACE
     plan->bytes = (size_t)used;
 }
@@ -119,7 +123,7 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
     *best = (struct lce_plan){.bytes = SIZE_MAX};
     double least = INFINITY;
     struct lce_plan plan = {.fast = fast, .split = split, .group = INT64_MAX};
-    for (int64_t groups = 1; plan.group > UNIT; groups = more(groups)) {
+    for (int64_t groups = 1; plan.group > UNIT && (groups == 1 || !fast || q->ranks == 0); groups = more(groups)) {
         plan.group = part(q->rows, groups, LCE_COLUMNS);
         plan.slice = INT64_MAX;
         for (int64_t slices = 1; plan.slice > UNIT; slices = more(slices)) {

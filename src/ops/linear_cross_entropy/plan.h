@@ -18,6 +18,9 @@
  * the caller's tensor is fp32 or accumulate is native, in the caller's tensor. If the budget has no
  * space for such sums of dx, compact forms the logits once more (`split`): for dW as above, and
  * then group by group for dx.
+ *
+ * If the classes are spread over ranks, the statistics of all rows are exchanged at once: ranks may
+ * cut their shards otherwise than one another, but exchange equally often. fast then has one group.
  */
 #ifndef RAFTER_LCE_PLAN_H
 #define RAFTER_LCE_PLAN_H
@@ -32,6 +35,8 @@ struct lce_problem {
     bool dentropy;                /* given */
     bool dx, dweight, dbias;      /* wanted */
     bool sums_dx, sums_dweight;   /* partial sums must be in the workspace, not in the caller's tensor */
+    int64_t exchange;             /* bytes; classes are spread over ranks, whose number is `ranks` */
+    int ranks;                    /* 0: they are not */
 };
 
 /* The buffers of the workspace. Arrays over rows cover all rows that are not ignored, in
@@ -60,10 +65,14 @@ struct lce_problem {
     X(int64_t, blocks_done) /* of classes, for each block of rows */                                                   \
     X(char, dz_by_row)                                                                                                 \
     X(char, dz_by_class)                                                                                               \
-    X(float, dx)          /* of the group, or of all groups */                                                         \
-    X(float, dweight)     /* of the slice, or of all slices */                                                         \
-    X(float, block_dbias) /* of the slice, by blocks of rows */                                                        \
-    X(float, dbias)       /* of all classes */
+    X(float, dx)           /* of the group, or of all groups */                                                        \
+    X(float, dweight)      /* of the slice, or of all slices */                                                        \
+    X(float, block_dbias)  /* of the slice, by blocks of rows */                                                       \
+    X(float, dbias)        /* of all classes */                                                                        \
+    X(double, rank_prefix) /* only if classes are spread over ranks: see rafter_loss_agree */                          \
+    X(char, exchange)      /* see rafter_loss_exchange_bytes */                                                        \
+    X(float, dx_sum)       /* of all rows, ignored ones too, [rows, D]: before and after the sum over ranks */         \
+    X(float, dx_share)     /* this rank's share of it */
 
 /* Offsets in bytes; -1: the plan needs no such buffer. */
 struct lce_layout {
