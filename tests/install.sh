@@ -27,6 +27,20 @@ cp "$source_dir"/examples/*.c "$work"
 count=0
 for program in "$work"/*.c; do
     name=$(basename "$program" .c)
+    if grep -q 'rafter/mpi.h' "$program"; then
+        command -v mpicc >/dev/null && command -v mpirun >/dev/null || continue
+        # shellcheck disable=SC2046
+        mpicc -std=c11 -Wall -Wextra -Werror "$program" -o "$work/$name" $(pkg-config --cflags --libs rafter) -lm
+        for ranks in 1 3; do
+            OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 \
+                PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe OMPI_MCA_btl_vader_single_copy_mechanism=none \
+                mpirun -n $ranks "$work/$name" >"$work/$name.$ranks" || { echo "$name failed on $ranks ranks"; exit 1; }
+        done
+        # The loss does not depend on the number of ranks.
+        diff <(grep -o 'loss [0-9.]*' "$work/$name.1") <(grep -o 'loss [0-9.]*' "$work/$name.3")
+        count=$((count + 1))
+        continue
+    fi
     # shellcheck disable=SC2046
     ${CC:-cc} -std=c11 -Wall -Wextra -Werror "$program" -o "$work/$name" $(pkg-config --cflags --libs rafter) -lm
     "$work/$name" >"$work/$name.out" || { echo "$name failed:"; cat "$work/$name.out"; exit 1; }
