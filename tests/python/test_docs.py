@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Python blocks of docs/pytorch.md in order, in one namespace, as a reader would."""
+"""Runs the Python blocks of the pages in order, in one namespace, as a reader would."""
 import os
 import re
 
-PAGE = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "pytorch.md")
+DOCS = os.path.join(os.path.dirname(__file__), "..", "..", "docs")
+PAGE = os.path.join(DOCS, "pytorch.md")
+
+
+def blocks_of(page):
+    with open(page, encoding="utf-8") as file:
+        return re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
 
 
 def test_every_example_runs():
-    with open(PAGE, encoding="utf-8") as file:
-        blocks = re.findall(r"^```python\n(.*?)^```", file.read(), re.M | re.S)
+    blocks = blocks_of(PAGE)
     assert len(blocks) > 8
     namespace = {}
     for block in blocks:
@@ -20,6 +25,19 @@ def test_every_example_runs():
         exec(compile(block, PAGE, "exec"), namespace)
     head = namespace["head"]
     assert head is not None and namespace["out"].entropy.requires_grad
+
+
+def test_every_example_with_arrays_runs():
+    page = os.path.join(DOCS, "array.md")
+    blocks = blocks_of(page)
+    namespace = {}
+    for block in blocks:
+        try:
+            exec(compile(block, page, "exec"), namespace)
+        except ModuleNotFoundError as error:
+            assert error.name in ("numpy", "jax")
+            continue
+    assert len(blocks) >= 2
 
 
 def test_every_public_name_is_on_the_page():
