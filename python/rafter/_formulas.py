@@ -5,8 +5,8 @@ value."""
 import torch
 
 from ._ops import Op, batched, below_autograd, declare, direct, kernels, no_double_backward, public
-from ._options import (ACTS, DBIAS, DWEIGHT, DX, ENTROPY, GRADIENTS, LOGPROB, NONE, RELU, SOFTMAX, STATISTICS, flatten,
-                       save_for_backward, saved_for_backward, unflatten)
+from ._options import (ACTS, ARGMAX, DBIAS, DWEIGHT, DX, ENTROPY, GRADIENTS, LOGPROB, NONE, RELU, SOFTMAX, STATISTICS,
+                       flatten, save_for_backward, saved_for_backward, unflatten)
 
 
 def _absent(like):
@@ -344,30 +344,32 @@ linear_eager = direct(LinearCrossEntropy)
 # ---- linear_logprobs
 #
 # The statistics of linear_cross_entropy, with gradients for logprob and entropy. Arguments: the
-# four inputs, wants_entropy, then the LossOptions and LinearOptions.
+# four inputs, wants_entropy, wants_argmax, then the LossOptions and LinearOptions.
 
 
-def _logprobs_fake(input, linear_weight, linear_bias, target, wants_entropy, *_):
+def _logprobs_fake(input, linear_weight, linear_bias, target, wants_entropy, wants_argmax, *_):
     shapes = (target.shape, target.shape if wants_entropy else 0, target.shape)
-    return tuple(target.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    argmax = target.new_empty(target.shape if wants_argmax else 0, dtype=torch.int64)
+    return *(target.new_empty(shape, dtype=torch.float32) for shape in shapes), argmax
 
 
 def _logprobs_save(ctx, args, results):
-    _, entropy, lse = results
-    save_for_backward(ctx, (*args[:4], lse, entropy), *unflatten(args[5:]))
+    _, entropy, lse, argmax = results
+    save_for_backward(ctx, (*args[:4], lse, entropy), *unflatten(args[6:]))
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*((lse,) if args[4] else (entropy, lse)))
+    ctx.mark_non_differentiable(*(() if args[4] else (entropy,)), lse, argmax)
 
 
 def _logprobs_forward(raw):
     def forward(ctx, input, linear_weight, linear_bias, rest):
-        saves, target, wants_entropy, *arguments = rest
-        args = (input, linear_weight, linear_bias, target, wants_entropy, *arguments)
+        saves, target, wants_entropy, wants_argmax, *arguments = rest
+        args = (input, linear_weight, linear_bias, target, wants_entropy, wants_argmax, *arguments)
         saved = None
         if saves:  # as LinearCrossEntropy
-            _, lse, saved, _, logprob, entropy, _ = below_autograd("linear_cross_entropy_saving")(
-                *args[:4], LOGPROB | (ENTROPY if wants_entropy else 0), *arguments)
-            results = logprob, entropy, lse
+            which = LOGPROB | (ENTROPY if wants_entropy else 0) | (ARGMAX if wants_argmax else 0)
+            _, lse, saved, _, logprob, entropy, argmax = below_autograd("linear_cross_entropy_saving")(
+                *args[:4], which, *arguments)
+            results = logprob, entropy, lse, argmax
         else:
             results = raw(*args)
         _logprobs_save(ctx, args, results)
@@ -377,7 +379,7 @@ def _logprobs_forward(raw):
     return forward
 
 
-def _logprobs_backward(op, ctx, dlogprob, dentropy, _):
+def _logprobs_backward(op, ctx, dlogprob, dentropy, *_):
     (*inputs, lse, entropy), options, linear = saved_for_backward(ctx)
     grads = _needed(ctx)
     if dlogprob is None and dentropy is None:

@@ -43,10 +43,12 @@ class LossOutput(NamedTuple):
 
 
 class LogProbs(NamedTuple):
-    """The result of linear_logprobs. Both have gradients; entropy is None unless requested."""
+    """The result of linear_logprobs. The first two have gradients; entropy and is_top are None unless
+    requested."""
 
     logprob: Tensor
     entropy: Optional[Tensor] = None
+    is_top: Optional[Tensor] = None
 
 
 for _result in (LossOutput, LogProbs):
@@ -507,12 +509,12 @@ def _main_grad(weight):
 
 def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
                     temperature: float = 1.0, softcap: Optional[float] = None, ignore_index: int = -100,
-                    entropy: bool = False, mode: Mode = "auto", budget: int = 0) -> LogProbs:
-    """Log-probability of each target under softmax(logits / temperature), never above 0, and the
-    entropy if requested.
+                    entropy: bool = False, is_top: bool = False, mode: Mode = "auto", budget: int = 0) -> LogProbs:
+    """Log-probability of each target under softmax(logits / temperature), never above 0; if requested,
+    the entropy, and whether the target has the largest logit (of equal ones, the first).
 
-    For reinforcement learning: both have gradients. logits = input @ linear_weight.T + linear_bias
-    are never stored. Both are 0 for ignored targets.
+    For reinforcement learning: log-probability and entropy have gradients. logits = input @
+    linear_weight.T + linear_bias are never stored. For ignored targets the results are 0 and False.
     """
     _no_gradient("temperature", temperature)
     if not 1.0 / _F32_MAX <= temperature <= 1.0 / _F32_TINY:
@@ -528,7 +530,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
                             logit_scale=logit_scale)
     linear = _as_torch_multiplies(_linear_options(mode, "float32", budget), input)
-    rest = (target, entropy, *flatten(options, linear))
+    rest = (target, entropy, is_top, *flatten(options, linear))
     op = _formulas.linear_logprobs
     if not _plain(input, linear_weight, linear_bias, target):
         results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
@@ -539,7 +541,12 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
         results = op.eager(input, linear_weight, linear_bias, (saves, *rest))
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
-    return LogProbs(results[0], results[1] if entropy else None)
+    top = None
+    if is_top:
+        top = results[3] == target
+        if ignore_index == -1:  # also the argmax of ignored rows
+            top = top & (target != -1)
+    return LogProbs(results[0], results[1] if entropy else None, top)
 
 
 # ---- lrpe_cosine

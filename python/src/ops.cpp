@@ -371,16 +371,17 @@ void linear_check_budget(Call &call) {
     session(rafter_linear_cross_entropy_workspace(session, &args, RAFTER_BACKWARD, &bytes));
 }
 
-/* Per-row log-probability and entropy: the statistics of linear_cross_entropy, without the loss. */
+/* Per-row log-probability, entropy and argmax: the statistics of linear_cross_entropy, without the loss. */
 void linear_logprobs(Call &call) {
     const LinearInputs in(call);
-    const bool wants_entropy = call.flag();
+    const bool wants_entropy = call.flag(), wants_argmax = call.flag();
     const LossOptions options(call);
     rafter_linear_cross_entropy_args args = linear_args(call, in, options);
-    Outputs out(args, in.target, options, call.device(), true, LOGPROB | (wants_entropy ? ENTROPY : 0));
+    Outputs out(args, in.target, options, call.device(), true,
+                LOGPROB | (wants_entropy ? ENTROPY : 0) | (wants_argmax ? ARGMAX : 0));
     args.loss = nullptr;
     run("linear_logprobs", call, rafter_linear_cross_entropy_forward, args);
-    call.return_tensors(out.logprob, out.entropy, out.lse);
+    call.return_tensors(out.logprob, out.entropy, out.lse, out.argmax);
 }
 
 /* Gradients of sum(dloss * loss) + sum(dentropy * entropy), from the results of linear_logprobs. */
@@ -525,8 +526,8 @@ const OpEntry ops[] = {
      ") -> ()",
      kernel<linear_check_budget>},
     {"linear_logprobs",
-     "(" LINEAR_INPUTS ", bool wants_entropy, " LOSS_OPTIONS ", " LINEAR_OPTIONS
-     ") -> (Tensor logprob, Tensor entropy, Tensor lse)",
+     "(" LINEAR_INPUTS ", bool wants_entropy, bool wants_argmax, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> (Tensor logprob, Tensor entropy, Tensor lse, Tensor argmax)",
      kernel<linear_logprobs>},
     {"linear_logprobs_backward",
      "(Tensor dloss, Tensor dentropy, " LINEAR_INPUTS ", Tensor lse, Tensor entropy, int grads, " LOSS_OPTIONS

@@ -40,7 +40,7 @@ def samples(device):
         "linear_cross_entropy_backward_saved": [
             (one, x, w, None, y, wide, torch.empty(0, dtype=torch.int64, device=device), None, 3),
             (one, x, w, b, y, wide, torch.empty(0, dtype=torch.int64, device=device), torch.zeros_like(w), 7)],
-        "linear_logprobs": [(x, w, None, y, False, *per_row), (x, w, b, y, True, *per_row)],
+        "linear_logprobs": [(x, w, None, y, False, False, *per_row), (x, w, b, y, True, True, *per_row)],
         "linear_logprobs_backward": [(rows, rows, x, w, b, y, wide, rows.abs(), 7, *per_row),
                                      (rows, rows, x, w, None, y, wide, rows.abs(), 2, *per_row, 2, 0, 0)],
         "lrpe_cosine": [(cube, theta), (cube, theta[:1], torch.arange(3, device=device), 0, 3),
@@ -126,7 +126,7 @@ def model(device):
         loss = loss + rafter.logsumexp(logits, -1).sum() + rafter.logsumexp(h.bfloat16(), 0, dtype=torch.float32).sum()
         if linear:
             loss = loss + rafter.linear_cross_entropy(h, w, y) + rafter.linear_cross_entropy(h, w, y, mode="compact")
-            logprob, entropy = rafter.linear_logprobs(h, w, y, entropy=True, temperature=0.7)
+            logprob, entropy, _ = rafter.linear_logprobs(h, w, y, entropy=True, temperature=0.7)
             loss = loss + (logprob * 0.5).sum() + 0.1 * entropy.sum()
         return loss
 

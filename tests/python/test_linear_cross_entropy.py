@@ -294,7 +294,7 @@ def test_logprobs(device, dtype, options, parts):
     def ours(x, w, b):
         out = rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=parts != "logprob", **options)
         assert bool((out.logprob <= 0).all())
-        return pick(*out)
+        return pick(*out[:2])
 
     compare(ours, expected, [x, w, b], uneven)
 
@@ -309,10 +309,35 @@ def test_logprobs_read_no_ignored_row(device, dtype):
     for fill in (0.0, float("nan")):
         rows = leaf(x.detach().masked_fill(padding, fill))
         out = rafter.linear_logprobs(rows, w, y, linear_bias=b, entropy=True)
-        results.append((*out, *torch.autograd.grad((out.logprob + 0.5 * out.entropy).sum(), [rows, w, b])))
+        results.append((*out[:2], *torch.autograd.grad((out.logprob + 0.5 * out.entropy).sum(), [rows, w, b])))
     for clean, filled in zip(*results):
         assert torch.equal(clean, filled)
     assert not results[1][2][padding[:, 0]].any()
+
+
+@on_devices
+@parametrize("ignore_index", [-100, -1])
+def test_logprobs_say_whether_the_target_is_the_top_class(device, ignore_index):
+    """In the same call as log-probability and entropy, with their gradients."""
+    skip_unless(OP, device)
+    x, w, b, y = problem(device, torch.float32, bias=True)
+    z = logits(x, w, b).detach()
+    y = torch.where(torch.arange(len(y), device=device) % 2 == 0, z.argmax(-1), y.clamp(min=0))
+    y[1] = y[2] = ignore_index
+    expected = (z.argmax(-1) == y) & (y != ignore_index)
+    out = rafter.linear_logprobs(x, w, y, linear_bias=b, ignore_index=ignore_index, entropy=True, is_top=True)
+    assert out.is_top.dtype is torch.bool and torch.equal(out.is_top, expected) and 3 < int(expected.sum()) < len(y)
+    two = rafter.linear_logprobs(x, w, y, linear_bias=b, ignore_index=ignore_index, entropy=True)
+    assert two.is_top is None
+    loss = lambda o: (o.logprob - 0.1 * o.entropy).sum()  # noqa: E731
+    for one, other in zip(torch.autograd.grad(loss(out), [x, w, b]), torch.autograd.grad(loss(two), [x, w, b])):
+        assert torch.equal(one, other)
+    with torch.no_grad():
+        plain = rafter.linear_logprobs(x, w, y, linear_bias=b, ignore_index=ignore_index, is_top=True)
+    assert torch.equal(plain.is_top, expected) and plain.entropy is None
+    ties = rafter.linear_logprobs(torch.ones(2, 4, device=device), torch.ones(3, 4, device=device),
+                                  torch.tensor([0, 1], device=device), is_top=True)
+    assert ties.is_top.tolist() == [True, False]  # of equal logits, the first
 
 
 @on_devices

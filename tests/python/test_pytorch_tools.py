@@ -51,6 +51,7 @@ CALLS = {
                                    "x w y scale"),
     "linear_logprobs": (logprobs(budget=1 << 30), "x w b y"),
     "linear_logprobs entropy": (logprobs(entropy=True, temperature=0.7), "x w b y"),
+    "linear_logprobs all": (logprobs(entropy=True, is_top=True), "x w b y"),
     "cross_entropy": (loss(), "z y"),
     "cross_entropy none": (loss(reduction="none", label_smoothing=0.1), "z y"),
     "cross_entropy extras": (loss(extras=STATISTICS), "z y"),
@@ -278,6 +279,7 @@ PRODUCTS = {
     "linear_cross_entropy extras": (3, 0, 1),
     "linear_logprobs": (1, 3, 1),
     "linear_logprobs entropy": (1, 3, 1),
+    "linear_logprobs all": (1, 3, 1),
     "cross_entropy": (0, 0, 0),
     "silu": (0, 0, 0),
 }
@@ -339,7 +341,7 @@ NUMBERS = {
         made["x"], made["w"], made["y"], linear_bias=made["b"], logit_scale=s), "x w b"),
     "denominator": (lambda made, s: rafter.cross_entropy(made["z"], made["y"], denominator=s), "z"),
     "temperature": (lambda made, s: sum(rafter.linear_logprobs(
-        made["x"], made["w"], made["y"], linear_bias=made["b"], temperature=s, entropy=True)).sum(), "x w b"),
+        made["x"], made["w"], made["y"], linear_bias=made["b"], temperature=s, entropy=True)[:2]).sum(), "x w b"),
 }
 
 
