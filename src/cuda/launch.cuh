@@ -153,7 +153,7 @@ struct Walk {
         at[0] = at[1] = at[2] = 0;
 #pragma unroll 1
         for (int d = dims - 1; d > 0; d--) {
-            const int64_t outer = index / size[d], inner = index - outer * size[d];
+            const int64_t outer = quotient(index, size[d]), inner = index - outer * size[d];
             index = outer;
             for (int t = 0; t < 3; t++)
                 at[t] += inner * stride[t][d];

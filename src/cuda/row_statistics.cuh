@@ -43,7 +43,7 @@ struct Rows {
         int64_t at = 0;
 #pragma unroll 1
         for (int d = dims - 1; d > 0; d--) {
-            const int64_t outer = row / shape[d];
+            const int64_t outer = quotient(row, shape[d]);
             at += (row - outer * shape[d]) * stride[d];
             row = outer;
         }

@@ -23,6 +23,13 @@ constexpr int WARP = 32;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 
+/* a / b for a >= 0, b > 0: in 32 bits where the numbers allow, a fifth of the instructions. */
+DEVICE int64_t quotient(int64_t a, int64_t b) {
+    if (static_cast<uint64_t>(a | b) >> 32 == 0)
+        return static_cast<unsigned>(a) / static_cast<unsigned>(b);
+    return a / b;
+}
+
 /* ---- conversions ----------------------------------------------------------------------------- */
 
 DEVICE float to_float(float a) {

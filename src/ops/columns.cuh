@@ -71,6 +71,21 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge(LossStats<OPTIONS> a, Los
     return a;
 }
 
+/* The statistics of the lane whose number differs by `step`, a power of two. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> other_lane(const LossStats<OPTIONS> &g, int step) {
+    LossStats<OPTIONS> other = g;
+    other.s = {__shfl_xor_sync(~0u, g.s.max, step), __shfl_xor_sync(~0u, g.s.sum, step)};
+    if constexpr (OPTIONS != PLAIN)
+        other.weighted = __shfl_xor_sync(~0u, g.weighted, step);
+    if constexpr (OPTIONS == FULL) {
+        other.z_label = __shfl_xor_sync(~0u, g.z_label, step);
+        other.moment = __shfl_xor_sync(~0u, g.moment, step);
+        other.best = __shfl_xor_sync(~0u, g.best, step);
+        other.argmax = __shfl_xor_sync(~0u, g.argmax, step);
+    }
+    return other;
+}
+
 template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g, float scale) {
     rebase(g, warp_max(g.s.max), scale);
     g.s.sum = warp_sum(g.s.sum);
@@ -148,6 +163,8 @@ template <int OPTIONS, typename T> struct ColumnGradient {
     ScaledExp<T> exp;
     float spread, level, tilt;
 
+    DEVICE ColumnGradient() {
+    }
     DEVICE ColumnGradient(const RowGradient &row, const Loss &loss)
         : exp(row.p, row.pivot, loss.scale), spread(row.spread), level(row.level), tilt(row.tilt) {
     }

@@ -3,42 +3,10 @@
  * Backward with lse from forward, contiguous rows, any options: a thread per row computes
  * coefficients, then short blocks of 4 KB of a row each write the gradient.
  */
+#include "ops/cross_entropy/cuda/coefficients.cuh"
 #include "ops/cross_entropy/cuda/gradients.cuh"
 
 namespace {
-
-/* A thread per row. The whole warp reads the rows whose lse is not accurate enough. */
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(ROW_THREADS) void compute_coefficients(const __grid_constant__ Args c,
-                                                                    RowCoefficients *coefficients) {
-    start_next_kernel();
-    const Loss &loss = c.loss;
-    const int lane = threadIdx.x % WARP;
-    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
-    const float lse = row < loss.rows ? loss.lse.get(row) : 0.0f;
-    const int64_t label = loss.class_of(loaded);
-    const float given = label >= 0 ? lse : 0.0f, z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
-    wait_for_previous_kernel();
-    const double common = common_factor(c); /* while the load of the label's logit is in flight */
-    RowGradient gradient = gradient_of_skipped(label);
-    if (label >= 0 && lse_is_accurate<T>(given))
-        gradient = gradient_from_lse(loss, common, row, label, z_label, given);
-    for (unsigned left = __ballot_sync(~0u, !lse_is_accurate<T>(given)); left != 0; left &= left - 1) {
-        const int owner = __ffs(left) - 1;
-        const AlignedSpan<const T> span(c.z.at<const T>(row - lane + owner), loss.classes);
-        PackGroup<T, AHEAD<OPTIONS>> group;
-        group.load(span, lane, WARP);
-        const LossStats<OPTIONS> g = merge_warp(span_stats<OPTIONS>(span, 0, group, lane, WARP, loss), loss.scale);
-        if (lane == owner)
-            gradient = gradient_from_stats(loss, common, row, label, z_label, whole_row_stats(g, z_label, loss));
-    }
-    if (row < loss.rows) {
-        if (label < 0)
-            write_skipped(loss, row, label, nullptr);
-        coefficients[row] = {gradient, label};
-    }
-}
 
 struct FromLse {
     typedef cross_entropy_call Call;
@@ -73,7 +41,7 @@ struct FromLse {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = IN_BACKWARD<decltype(o)::value>;
-                sequence.run(Launch{plan.row_blocks, ROW_THREADS}, compute_coefficients<T, OPTIONS>, args,
+                sequence.run(Launch{plan.row_blocks, ROW_THREADS}, compute_coefficients<T, OPTIONS, false>, args,
                              coefficients);
                 sequence.run(Launch{args.loss.rows * plan.parts, GRADIENT_THREADS}, gradients<T, OPTIONS>, args,
                              coefficients, static_cast<unsigned>(plan.parts));

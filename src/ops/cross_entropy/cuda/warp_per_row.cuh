@@ -3,17 +3,9 @@
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_WARP_PER_ROW_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_WARP_PER_ROW_CUH
 
-#include "ops/cross_entropy/cuda/general.cuh"
+#include "ops/cross_entropy/cuda/coefficients.cuh"
 
 namespace {
-
-/* The statistics of one lane's share of a row with any stride. */
-template <int OPTIONS, typename T> DEVICE LossStats<OPTIONS> strided_stats(const T *z, int lane, const Args &c) {
-    LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    for (int64_t v = lane; v < c.loss.classes; v += WARP)
-        add_one(g, z[v * c.z_step], v, c.loss);
-    return g;
-}
 
 /* FORWARD: the call may be forward. GRADIENT: it may want dz. STRIDED: columns have any stride, and
  * are loaded one at a time. */

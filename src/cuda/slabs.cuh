@@ -1,0 +1,242 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Rows in any layout, for ops that reduce one dimension.
+ *
+ * A slab is what the rows of one outer index share: `inner` rows of `length` elements, of which
+ * element l of row c lies at l * step + c * across. Rows whose elements are adjacent are slabs of
+ * one row. If the reduced dimension is not the last one, the innermost dimension lies across a
+ * slab. A dense slab is one span of adjacent elements, length * inner of them, where element i
+ * belongs to row i % inner.
+ */
+#ifndef RAFTER_CUDA_SLABS_CUH
+#define RAFTER_CUDA_SLABS_CUH
+
+#include "cuda/launch.cuh"
+#include "cuda/row_statistics.cuh"
+
+/* As a kernel argument. Index 0: the input, 1: its gradient. Strides are in elements. */
+struct Slabs {
+    int64_t outer, inner, length;
+    char *data[2];
+    int64_t step[2], across[2];
+    int64_t row_step; /* from the number of a row to that of the next row of the slab */
+    Walk walk;        /* over the outer indices: the slab in each tensor, and the number of its first row */
+
+    template <typename T> DEVICE T *at(int tensor, int64_t offset) const {
+        return reinterpret_cast<T *>(data[tensor]) + offset;
+    }
+    int64_t rows() const {
+        return outer * inner;
+    }
+    int64_t slab_elements() const {
+        return length * inner;
+    }
+    bool dense(int tensor) const {
+        return inner == 1 ? step[tensor] == 1 : across[tensor] == 1 && step[tensor] == inner;
+    }
+    /* Whether slabs follow each other without gaps. */
+    bool packed(int tensor) const {
+        return dense(tensor) && walk.dims <= 1 && (outer <= 1 || walk.stride[tensor][0] == slab_elements());
+    }
+    /* Whether the slabs begin at multiples of 16 bytes. */
+    bool aligned(int tensor, int bytes) const {
+        bool all = reinterpret_cast<uintptr_t>(data[tensor]) % 16 == 0;
+        for (int d = 0; d < walk.dims; d++)
+            all = all && (walk.size[d] <= 1 || walk.stride[tensor][d] * bytes % 16 == 0);
+        return all;
+    }
+    /* Whether each step of a slab consists of whole, aligned packs of 16 bytes. */
+    bool packs_across(int tensor, int bytes) const {
+        return aligned(tensor, bytes) && across[tensor] == 1 && inner * bytes % 16 == 0 &&
+               (length <= 1 || step[tensor] * bytes % 16 == 0);
+    }
+};
+
+/* The row dimensions of a view, taken off from the last one. */
+struct RowDims {
+    const rafter_view *view;
+    int dim;
+    int64_t left, taken; /* of the current dimension */
+
+    explicit RowDims(const rafter_view *of) : view(of), dim(of ? of->ndim - 1 : 0), left(1), taken(1) {
+        next();
+    }
+    void next() {
+        while (left == 1 && dim > 0) {
+            dim--;
+            left = view->shape[dim];
+            taken = 1;
+        }
+    }
+    int64_t stride() const {
+        return view->stride[dim] * taken;
+    }
+    void take(int64_t n) {
+        left /= n;
+        taken *= n;
+        next();
+    }
+};
+
+/* The reduced dimension is the last one of the views. The gradient, which may be NULL, has the same
+ * shape, but its row dimensions may have been merged otherwise. At least one row and one element. */
+static inline Slabs slabs_of(const rafter_view &x, const rafter_view *dx) {
+    const rafter_view *const views[2] = {&x, dx ? dx : &x};
+    Slabs s = {};
+    s.length = x.shape[x.ndim - 1];
+    bool contiguous = true;
+    for (int t = 0; t < 2; t++) {
+        s.data[t] = views[t]->data;
+        s.step[t] = s.length > 1 ? views[t]->stride[views[t]->ndim - 1] : 1;
+        contiguous = contiguous && s.step[t] == 1;
+    }
+    /* The dimensions of rows, the last one first; numbers of rows count from there. */
+    int dims = 0;
+    int64_t size[2 * RAFTER_VIEW_DIMS], stride[3][2 * RAFTER_VIEW_DIMS], rows = 1;
+    RowDims a(views[0]), b(views[1]);
+    while (a.left > 1) {
+        const int64_t n = min(a.left, b.left);
+        size[dims] = n;
+        stride[0][dims] = a.stride();
+        stride[1][dims] = b.stride();
+        stride[2][dims++] = rows;
+        rows *= n;
+        a.take(n);
+        b.take(n);
+    }
+    /* The innermost dimension lies across slabs, unless the elements of rows are adjacent. */
+    int inner = -1;
+    for (int d = 0; d < dims && !contiguous; d++) {
+        const auto rank = [&](int of) { return stride[0][of] == 0 ? INT64_MAX : stride[0][of]; };
+        if (inner < 0 || rank(d) < rank(inner))
+            inner = d;
+    }
+    s.inner = inner < 0 ? 1 : size[inner];
+    s.row_step = inner < 0 ? 1 : stride[2][inner];
+    for (int t = 0; t < 2; t++)
+        s.across[t] = inner < 0 ? 1 : stride[t][inner];
+    s.outer = rows / s.inner;
+    for (int d = dims - 1; d >= 0; d--)
+        if (d != inner) {
+            s.walk.size[s.walk.dims] = size[d];
+            for (int t = 0; t < 3; t++)
+                s.walk.stride[t][s.walk.dims] = stride[t][d];
+            s.walk.dims++;
+        }
+    if (s.walk.dims == 0)
+        s.walk.size[s.walk.dims++] = 1;
+    return s;
+}
+
+/* ---- short slabs in shared memory ------------------------------------------------------------ */
+
+/*
+ * A tile is some slabs. Its spans of adjacent elements, all slabs or one each, are copied into
+ * shared memory by 16-byte packs, whatever their alignment: an element lies there as far from a
+ * 16-byte boundary as in memory, so that only the packs at the ends of a span are copied one
+ * element at a time.
+ */
+struct Stage {
+    int slabs;      /* per tile */
+    int per_span;   /* slabs per span: all or 1 */
+    int pitch;      /* elements of shared memory per span, whole packs */
+    int span_packs; /* packs that a span may touch */
+    Divisor by_packs;
+    int64_t bytes; /* of shared memory */
+};
+
+/* Whether short slabs of the tensor can be staged. */
+static inline Stage stage_of(const Slabs &s, bool both, int slabs, int bytes) {
+    const int64_t wide = 16 / bytes, slab = s.slab_elements();
+    Stage stage = {};
+    stage.slabs = slabs;
+    /* Whole packs per slab would put the same element of many rows into the same bank. */
+    const bool one_span = s.packed(0) && (!both || s.packed(1)) && slab % wide != 0;
+    stage.per_span = one_span ? slabs : 1;
+    stage.span_packs = static_cast<int>(ceil_div<int64_t>(stage.per_span * slab + wide - 1, wide));
+    stage.pitch = static_cast<int>((one_span ? stage.span_packs : stage.span_packs | 1) * wide);
+    stage.by_packs = Divisor(stage.span_packs);
+    stage.bytes = ceil_div(slabs, stage.per_span) * int64_t(stage.pitch) * bytes;
+    return stage;
+}
+
+/* Where a tile lies. */
+template <typename T> struct StagedTile {
+    const Slabs &s;
+    const Stage &stage;
+    int64_t first; /* slab */
+    int count;     /* slabs of this tile */
+
+    DEVICE T *slab(int tensor, int slab_of_tile) const {
+        int64_t at[3];
+        s.walk.offsets(first + slab_of_tile, at);
+        return s.at<T>(tensor, at[tensor]);
+    }
+    static DEVICE int phase(const T *p) {
+        return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (WIDE<T> - 1);
+    }
+    /* Where a slab begins in shared memory, in elements. */
+    DEVICE int place(int slab_of_tile) const {
+        if (stage.per_span == 1)
+            return slab_of_tile * stage.pitch + phase(slab(0, slab_of_tile));
+        return phase(slab(0, 0)) + slab_of_tile * static_cast<int>(s.length * s.inner);
+    }
+
+    /* Calls whole(to, p) for each aligned pack in memory that lies inside a span, and part(to, p, n)
+     * for the n elements of the span in a pack that does not; `to` is the place in shared memory of
+     * the first element, by the alignment of the input. */
+    template <typename Whole, typename Part> DEVICE void for_packs(int tensor, Whole whole, Part part) const {
+        constexpr int N = WIDE<T>;
+        const int spans = stage.per_span == 1 ? count : 1;
+        const int length = static_cast<int>(s.length * s.inner) * (stage.per_span == 1 ? 1 : count);
+        for (int i = threadIdx.x; i < spans * stage.span_packs; i += blockDim.x) {
+            const int span = static_cast<int>(stage.by_packs.quotient(static_cast<unsigned>(i)));
+            T *const begin = slab(tensor, span);
+            const int from = (i - span * stage.span_packs) * N - phase(begin); /* element of the span */
+            const int to = span * stage.pitch + from + (tensor == 0 ? phase(begin) : phase(slab(0, span)));
+            if (from >= 0 && from + N <= length)
+                whole(to, begin + from);
+            else if (from < length && from + N > 0) {
+                const int skipped = from < 0 ? -from : 0;
+                part(to + skipped, begin + from + skipped, min(length - from, N) - skipped);
+            }
+        }
+    }
+    /* Starts to copy the input; the caller waits for the copies. */
+    DEVICE void load(T *shared) const {
+        constexpr int N = WIDE<T>;
+        for_packs(
+            0, [&](int to, const T *p) { copy_async(reinterpret_cast<Pack<T, N> *>(shared + to), p); },
+            [&](int to, const T *p, int n) {
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (j < n)
+                        shared[to + j] = p[j];
+            });
+        copy_commit();
+    }
+    /* Copies shared memory to the gradient. */
+    DEVICE void store(const T *shared) const {
+        constexpr int N = WIDE<T>;
+        for_packs(
+            1,
+            [&](int from, T *p) {
+                Pack<T, N> pack;
+                if (from % N == 0)
+                    pack = *reinterpret_cast<const Pack<T, N> *>(shared + from);
+                else
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        pack.v[j] = shared[from + j];
+                store_once<T, N>(p, pack);
+            },
+            [&](int from, T *p, int n) {
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (j < n)
+                        p[j] = shared[from + j];
+            });
+    }
+};
+
+#endif
