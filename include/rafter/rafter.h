@@ -212,7 +212,8 @@ typedef enum rafter_direction { RAFTER_FORWARD = 0, RAFTER_BACKWARD = 1 } rafter
 typedef struct rafter_communicator {
     size_t size; /* sizeof(rafter_communicator) */
     void *user;  /* given to every function */
-    int32_t rank, ranks;
+    int32_t rank;
+    int32_t ranks;
     int (*all_gather)(void *user, const void *send, void *receive, size_t bytes, void *stream);
     int (*all_reduce_sum)(void *user, float *data, size_t count, void *stream);
     int (*reduce_scatter_sum)(void *user, const float *send, float *receive, size_t count, void *stream);

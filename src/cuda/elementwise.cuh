@@ -30,17 +30,56 @@ constexpr int64_t MOST_ELEMENTS = int64_t(1) << 30; /* per launch: indices take 
 
 /* ---- addresses ------------------------------------------------------------------------------- */
 
+/* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
+DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
+    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (bytes & 8)
+#pragma unroll
+        for (int i = 0; i < 6; i++)
+            w[i] = w[i + 2];
+    if (bytes & 4)
+#pragma unroll
+        for (int i = 0; i < 5; i++)
+            w[i] = w[i + 1];
+    if (bytes & 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
+    return {w[0], w[1], w[2], w[3]};
+}
+
 /* The output, then the inputs. */
 template <int INPUTS> struct Tensors {
     char *data[1 + INPUTS];
-    int64_t inner[1 + INPUTS];  /* strides of the last dimension */
-    int64_t across[1 + INPUTS]; /* by_tiles: strides of the dimension that inputs are contiguous along */
+    const char *end[1 + INPUTS]; /* of the last element */
+    int64_t inner[1 + INPUTS];   /* strides of the last dimension */
+    int64_t across[1 + INPUTS];  /* by_tiles: strides of the dimension that inputs are contiguous along */
 
     template <typename T> DEVICE T *output() const {
         return reinterpret_cast<T *>(data[0]);
     }
     template <typename T> DEVICE const T *input(int i) const {
         return reinterpret_cast<const T *>(data[1 + i]);
+    }
+    /* WIDE elements at any address. Elements outside of the tensor are not read; those between its
+     * rows may be. */
+    template <typename T> DEVICE Pack<T, WIDE<T>> load(int i, const T *first) const {
+        constexpr int N = WIDE<T>;
+        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
+        const T *const aligned = first - ragged, *const begin = input<T>(i),
+                       *const past = reinterpret_cast<const T *>(end[1 + i]);
+        if (ragged == 0 && first >= begin && first + N <= past)
+            return load_once<T, N>(first);
+        Pack<T, N> pack;
+        if (aligned >= begin && aligned + 2 * N <= past) {
+            const uint4 *const both = reinterpret_cast<const uint4 *>(aligned);
+            reinterpret_cast<uint4 &>(pack) = shifted(both[0], both[1], ragged * static_cast<int>(sizeof(T)));
+            return pack;
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            pack.v[j] = first + j >= begin && first + j < past ? first[j] : from_float<T>(0.0f);
+        return pack;
     }
 };
 
@@ -77,50 +116,11 @@ template <int INPUTS> struct Outer {
     }
 };
 
-/* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
-DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
-    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (bytes & 8)
-#pragma unroll
-        for (int i = 0; i < 6; i++)
-            w[i] = w[i + 2];
-    if (bytes & 4)
-#pragma unroll
-        for (int i = 0; i < 5; i++)
-            w[i] = w[i + 1];
-    if (bytes & 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
-    return {w[0], w[1], w[2], w[3]};
-}
-
-/* Elements [column, column + WIDE) of a row of n adjacent elements at any address. Those outside
- * the row are not read. */
-template <typename T> DEVICE Pack<T, WIDE<T>> load_columns(const T *row, int64_t column, int64_t n) {
-    constexpr int N = WIDE<T>;
-    const T *const first = row + column;
-    const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
-    const int64_t aligned = column - ragged;
-    if (ragged == 0 && column >= 0 && column + N <= n)
-        return load_once<T, N>(first);
-    Pack<T, N> pack;
-    if (aligned >= 0 && aligned + 2 * N <= n) {
-        const uint4 *const both = reinterpret_cast<const uint4 *>(row + aligned);
-        reinterpret_cast<uint4 &>(pack) = shifted(both[0], both[1], ragged * static_cast<int>(sizeof(T)));
-        return pack;
-    }
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        pack.v[j] = column + j >= 0 && column + j < n ? first[j] : from_float<T>(0.0f);
-    return pack;
-}
-
 /* ---- kernels --------------------------------------------------------------------------------- */
 
 /* An item is a pack of a row. F: has `bool done()`, true if there is nothing to do, and
  * `of(packs)`, which makes a pack of the output of one pack of each input. */
-template <typename T, int INPUTS, typename F>
+template <typename T, int INPUTS, int DIMS, typename F>
 __global__ void __launch_bounds__(ROW_THREADS)
     by_rows(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int64_t n,
             Divisor row_packs, unsigned items, F f) {
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
         for (int k = 0; k < ROW_PACKS; k++) {
             const unsigned i = item + k * ROW_THREADS, row = row_packs.quotient(i < items ? i : 0);
             int64_t at[1 + INPUTS];
-            outer.template offsets<ANY>(row, at);
+            outer.template offsets<DIMS>(row, at);
             to[k] = tensors.template output<T>() + at[0];
             const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(to[k]) % 16 / sizeof(T));
             column[k] = i < items ? int64_t(i - row * row_packs.number) * N - ragged : n;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
                     for (int j = 0; j < N; j++)
                         in[k][t].v[j] = *from;
                 else
-                    in[k][t] = load_columns(from, column[k], n);
+                    in[k][t] = tensors.template load<T>(t, from + column[k]);
             }
         }
 #pragma unroll
@@ -200,16 +200,18 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 }
 
 /* Tiles along the last dimension, of n elements, and another one, of m elements, along which an
- * input is contiguous if it is not contiguous (or expanded) along the last. */
-template <typename T, int INPUTS, typename F>
+ * input is contiguous if it is not contiguous (or expanded) along the last. N: elements of a row of
+ * the output that a thread takes at a time; if not 1, all rows of the output and of contiguous
+ * inputs are aligned packs. */
+template <typename T, int INPUTS, int N, typename F>
 __global__ void __launch_bounds__(TILE_THREADS)
     by_tiles(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int64_t n,
              int64_t m, Divisor tiles_n, Divisor tiles_m, unsigned tiles, F f) {
-    constexpr int N = WIDE<T>, PACKS = TILE / N;
+    constexpr int PACKS = TILE / WIDE<T>;
     /* An odd number of words: neither the threads that write packs nor those that read elements
-     * meet in a bank. */
+     * meet in a bank (two do if N is 8). */
     constexpr int PITCH = TILE + 4 / int(sizeof(T));
-    constexpr int ROWS_AT_ONCE = TILE_THREADS / TILE, AT_ONCE = 8;
+    constexpr int ACROSS = TILE / N, DOWN = TILE_THREADS / ACROSS, AT_ONCE = TILE / DOWN < 8 ? TILE / DOWN : 8;
     __shared__ T tile[INPUTS][TILE * PITCH];
     if (f.done())
         return;
@@ -224,43 +226,54 @@ __global__ void __launch_bounds__(TILE_THREADS)
         for (int t = 0; t < INPUTS; t++) {
             if (tensors.inner[1 + t] <= 1)
                 continue;
-            const T *const from = tensors.template input<T>(t) + at[1 + t] + first_n * tensors.inner[1 + t];
-#pragma unroll 4
-            for (int i = threadIdx.x; i < TILE * PACKS; i += TILE_THREADS) {
-                const int row = i / PACKS, pack = i % PACKS;
-                if (first_n + row >= n)
-                    break;
-                const Pack<T, N> loaded = load_columns(from + row * tensors.inner[1 + t], first_m + pack * N, m);
-                unsigned *const words = reinterpret_cast<unsigned *>(&tile[t][row * PITCH + pack * N]);
+            const T *const from = tensors.template input<T>(t) + at[1 + t] + first_n * tensors.inner[1 + t] + first_m;
+#pragma unroll
+            for (int k = 0; k < TILE * PACKS / TILE_THREADS; k++) {
+                const int i = threadIdx.x + k * TILE_THREADS, row = i / PACKS, column = i % PACKS * WIDE<T>;
+                if (first_n + row >= n || first_m + column >= m)
+                    continue;
+                const Pack<T, WIDE<T>> loaded = tensors.template load<T>(t, from + row * tensors.inner[1 + t] + column);
+                unsigned *const words = reinterpret_cast<unsigned *>(&tile[t][row * PITCH + column]);
 #pragma unroll
                 for (int w = 0; w < 4; w++)
                     words[w] = reinterpret_cast<const unsigned(&)[4]>(loaded)[w];
             }
         }
         __syncthreads();
-        const int column = threadIdx.x % TILE;
+        const int column = threadIdx.x % ACROSS * N;
         if (first_n + column >= n)
             continue;
 #pragma unroll 1
-        for (int first = threadIdx.x / TILE; first < TILE; first += ROWS_AT_ONCE * AT_ONCE) {
-            Pack<T, 1> in[AT_ONCE][INPUTS];
+        for (int first = threadIdx.x / ACROSS; first < TILE; first += DOWN * AT_ONCE) {
+            Pack<T, N> in[AT_ONCE][INPUTS];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+                for (int t = 0; t < INPUTS; t++) {
+                    const int64_t row = first_m + first + k * DOWN;
+                    const T *const from = tensors.template input<T>(t) + at[1 + t] + row * tensors.across[1 + t];
+                    if (row >= m || tensors.inner[1 + t] > 1)
+                        continue;
+                    if (tensors.inner[1 + t] == 1)
+                        in[k][t] = load_once<T, N>(from + first_n + column);
+                    else
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            in[k][t].v[j] = *from;
+                }
 #pragma unroll
             for (int k = 0; k < AT_ONCE; k++) {
-                const int row = first + k * ROWS_AT_ONCE;
+                const int row = first + k * DOWN;
 #pragma unroll
                 for (int t = 0; t < INPUTS; t++)
                     if (tensors.inner[1 + t] > 1)
-                        in[k][t].v[0] = tile[t][column * PITCH + row];
-                    else if (first_m + row < m)
-                        in[k][t].v[0] =
-                            tensors.template input<T>(t)[at[1 + t] + (first_m + row) * tensors.across[1 + t] +
-                                                         (first_n + column) * tensors.inner[1 + t]];
-            }
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; k++) {
-                const int64_t row = first_m + first + k * ROWS_AT_ONCE;
-                if (row < m)
-                    tensors.template output<T>()[at[0] + row * tensors.across[0] + first_n + column] = f.of(in[k]).v[0];
+                        for (int j = 0; j < N; j++)
+                            in[k][t].v[j] = tile[t][(column + j) * PITCH + row];
+                if (first_m + row < m)
+                    store_once<T, N>(tensors.template output<T>() + at[0] + (first_m + row) * tensors.across[0] +
+                                         first_n + column,
+                                     f.of(in[k]));
             }
         }
     }
@@ -284,6 +297,14 @@ template <int INPUTS> struct Views {
         bool all = true;
         for (int t = 0; t <= INPUTS; t++)
             all = all && direct(t);
+        return all;
+    }
+    /* Whether the rows of the output, and of the inputs that are contiguous along the last
+     * dimension, are whole, aligned packs. */
+    bool has_packs() const {
+        bool all = true;
+        for (int t = 0; t <= INPUTS; t++)
+            all = all && (view[t].stride[last()] != 1 || allows_wide_access(view[t], view[t].ndim));
         return all;
     }
     /* The dimension that all inputs are contiguous along which are not along the last one, or
@@ -314,6 +335,7 @@ template <int INPUTS> struct Views {
         Tensors<INPUTS> tensors = {};
         for (int t = 0; t <= INPUTS; t++) {
             tensors.data[t] = view[t].data;
+            tensors.end[t] = view[t].data + rafter_span_bytes(&view[t]);
             tensors.inner[t] = view[t].shape[last()] == 1 ? t == 0 : view[t].stride[last()];
             tensors.across[t] = other < 0 ? 0 : view[t].stride[other];
         }
@@ -351,16 +373,19 @@ void launch_all(const rafter_context *context, Views<INPUTS> views, const F &f, 
     if (views.all_direct() && n * int64_t(sizeof(T)) >= SHORT_ROW_BYTES) {
         /* Packs that a row touches wherever it begins. */
         const int64_t row_packs = ceil_div(n + WIDE<T> - 1, int64_t(WIDE<T>)), items = rows * row_packs;
-        launch(context, {grid(items, ROW_THREADS * ROW_PACKS), ROW_THREADS}, by_rows<T, INPUTS, F>, views.tensors(-1),
-               views.outer(-1), n, Divisor(row_packs), static_cast<unsigned>(items), f);
+        const Outer<INPUTS> outer = views.outer(-1);
+        const auto kernel = outer.dims <= 1 ? by_rows<T, INPUTS, 1, F> : by_rows<T, INPUTS, ANY, F>;
+        launch(context, {grid(items, ROW_THREADS * ROW_PACKS), ROW_THREADS}, kernel, views.tensors(-1), outer, n,
+               Divisor(row_packs), static_cast<unsigned>(items), f);
         return;
     }
     const int other = views.all_direct() ? -1 : views.other_dim();
     if (other >= 0) {
         const int64_t m = views.view[0].shape[other], tiles_n = ceil_div(n, int64_t(TILE)),
                       tiles_m = ceil_div(m, int64_t(TILE)), tiles = rows / m * tiles_n * tiles_m;
-        launch(context, {grid(tiles, 1), TILE_THREADS}, by_tiles<T, INPUTS, F>, views.tensors(other),
-               views.outer(other), n, m, Divisor(tiles_n), Divisor(tiles_m), static_cast<unsigned>(tiles), f);
+        const auto kernel = views.has_packs() ? by_tiles<T, INPUTS, WIDE<T>, F> : by_tiles<T, INPUTS, 1, F>;
+        launch(context, {grid(tiles, 1), TILE_THREADS}, kernel, views.tensors(other), views.outer(other), n, m,
+               Divisor(tiles_n), Divisor(tiles_m), static_cast<unsigned>(tiles), f);
         return;
     }
     const Outer<INPUTS> outer = views.outer(-1);

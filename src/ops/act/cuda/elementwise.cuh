@@ -11,11 +11,10 @@ namespace {
 template <typename T> struct ElementwiseArgs {
     const T *in, *dy;
     T *out;
-    rafter_act_kind kind;
 
     explicit ElementwiseArgs(const act_call &call)
         : in(reinterpret_cast<const T *>(input_of(call).data)), dy(reinterpret_cast<const T *>(call.dy.data)),
-          out(reinterpret_cast<T *>(call.out.data)), kind(call.kind) {
+          out(reinterpret_cast<T *>(call.out.data)) {
     }
 };
 

@@ -16,6 +16,17 @@ struct DTheta {
     int64_t heads, features, stride_h, stride_d; /* of dtheta */
     int64_t all_heads, all_features, chunks;     /* of moments [chunk, H, D] */
     const double *moments;
+
+    DEVICE void store(int64_t h, int64_t d, double sum) const {
+        const int64_t at = h * stride_h + d * stride_d;
+        const float value = (float)sum;
+        if (dtype == RAFTER_F32)
+            static_cast<float *>(data)[at] = value;
+        else if (dtype == RAFTER_BF16)
+            static_cast<bf16 *>(data)[at] = from_float<bf16>(value);
+        else
+            static_cast<fp16 *>(data)[at] = from_float<fp16>(value);
+    }
 };
 
 /* dtheta[h, d], also summed over all h or all d if theta has one value for all. A block per
@@ -36,16 +47,30 @@ static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dthet
         if (threadIdx.x < step)
             sums[threadIdx.x] += sums[threadIdx.x + step];
     }
-    if (threadIdx.x == 0) {
-        const int64_t at = h * dtheta.stride_h + d * dtheta.stride_d;
-        const float value = (float)sums[0];
-        if (dtheta.dtype == RAFTER_F32)
-            static_cast<float *>(dtheta.data)[at] = value;
-        else if (dtheta.dtype == RAFTER_BF16)
-            static_cast<bf16 *>(dtheta.data)[at] = from_float<bf16>(value);
-        else
-            static_cast<fp16 *>(dtheta.data)[at] = from_float<fp16>(value);
-    }
+    if (threadIdx.x == 0)
+        dtheta.store(h, d, sums[0]);
+}
+
+/* The same if theta has a value for every h and d: 32 adjacent elements per block, whose chunks the
+ * warps share. */
+static __global__ void __launch_bounds__(THREADS) sum_moments_of_all(const DTheta dtheta) {
+    constexpr int WARPS = THREADS / WARP;
+    __shared__ double sums[WARPS][WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int64_t all = dtheta.all_heads * dtheta.all_features, i = int64_t(blockIdx.x) * WARP + lane;
+    double sum = 0.0;
+    if (i < all)
+#pragma unroll 4
+        for (int64_t chunk = warp; chunk < dtheta.chunks; chunk += WARPS)
+            sum += dtheta.moments[chunk * all + i];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp > 0 || i >= all)
+        return;
+    for (int w = 1; w < WARPS; w++)
+        sum += sums[w][lane];
+    const int64_t h = i / dtheta.all_features, d = i - h * dtheta.all_features;
+    dtheta.store(h, d, sum);
 }
 
 /* `moments`: of `chunks` chunks. No chunks give zeros. */
@@ -54,7 +79,11 @@ inline void launch_sum_moments(const rafter_context *context, const lrpe_cosine_
     const rafter_view &view = call.dtheta;
     const DTheta dtheta = {view.data,      view.dtype,      view.shape[0],   view.shape[1], view.stride[0],
                            view.stride[1], call.x.shape[2], call.x.shape[3], chunks,        moments};
-    if (view.numel > 0)
+    if (view.numel == 0)
+        return;
+    if (view.numel == dtheta.all_heads * dtheta.all_features)
+        launch(context, {ceil_div(view.numel, int64_t(WARP)), THREADS}, sum_moments_of_all, dtheta);
+    else
         launch(context, {view.numel, THREADS}, sum_moments, dtheta);
 }
 

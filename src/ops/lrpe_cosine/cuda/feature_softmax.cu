@@ -33,25 +33,16 @@ struct FeatureSoftmax {
         return call.dtheta.data ? moments_bytes(call, plan->tiling.chunks()) : 0;
     }
 
-    template <typename T, bool SPREAD>
-    static void launch_direction(rafter_context *context, const Call &call, const Tiling &tiling) {
-        if (call.common.direction == RAFTER_FORWARD)
-            launch_form<BLOCK_SOFTMAX, false, T, WIDE<T>, true, SPREAD>(context, call, tiling);
-        else if (call.dtheta.data)
-            launch_form<BLOCK_SOFTMAX, true, T, WIDE<T>, false, SPREAD>(context, call, tiling);
-        else
-            launch_form<BLOCK_SOFTMAX, false, T, WIDE<T>, false, SPREAD>(context, call, tiling);
-    }
-
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         Tiling tiling = plan.tiling;
         tiling.moments = reinterpret_cast<double *>(workspace);
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (RotateForm(call).spread)
-                launch_direction<T, true>(context, call, tiling);
+            const bool dtheta = call.dtheta.data != NULL;
+            if (call.common.direction == RAFTER_FORWARD)
+                launch_any_form<BLOCK_SOFTMAX, T, true>(context, call, tiling, false);
             else
-                launch_direction<T, false>(context, call, tiling);
+                launch_any_form<BLOCK_SOFTMAX, T, false>(context, call, tiling, dtheta);
         });
         if (call.dtheta.data)
             launch_sum_moments(context, call, tiling.moments, tiling.chunks());

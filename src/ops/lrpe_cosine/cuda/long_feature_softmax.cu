@@ -94,7 +94,7 @@ struct LongFeatureSoftmax {
             typedef decltype(zero) T;
             ::launch(context, {ceil_div(plan.rows, (int64_t)(THREADS / WARP)), THREADS}, row_statistics<T, n, forward>,
                      arguments<T>(call), tiling.statistics);
-            launch_rotate<ROW_STATISTICS, T, forward>(context, call, tiling, call.dtheta.data != NULL);
+            launch_any_form<ROW_STATISTICS, T, forward>(context, call, tiling, call.dtheta.data != NULL);
         });
         if (call.dtheta.data)
             launch_sum_moments(context, call, tiling.moments, tiling.chunks());

@@ -137,7 +137,7 @@ enum {
     ROW_STATISTICS,                    /* over features; from memory */
     COLUMN_STATISTICS,                 /* over the sequence; from memory */
     BLOCK_SOFTMAX,                     /* over features; the warps that hold a row compute them */
-    RUNTIME_F = -1                     /* as a template argument: f is Tiling::f */
+    RUNTIME_F = -1                     /* as a template argument: Tiling::f, an act or LANE_SOFTMAX */
 };
 
 /* How the features of a thread lie in a row. */
@@ -189,11 +189,10 @@ inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
     return round_up((size_t)(chunks * call.x.shape[2] * call.x.shape[3]) * sizeof(double), (size_t)256);
 }
 
-/* Tiles of at most `most` threads side by side, `n` features each. `together`: the threads of a
- * head are in one tile, and their number is a power of two. */
-inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, bool together) {
-    const int64_t packs = ceil_div(features, int64_t(n));
-    tiling->lanes = together ? power_at_least(packs, 1, THREADS) : (int)packs;
+/* Tiles of at most `most` threads side by side, `n` features each. `row_threads`: if not 0, a head
+ * gets so many threads, which are in one tile. */
+inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, int row_threads) {
+    tiling->lanes = row_threads ? row_threads : (int)ceil_div(features, int64_t(n));
     const int64_t side_by_side =
         tiling->spread == SPREAD_IN_TILE ? ceil_div(heads * features, int64_t(n)) : heads * tiling->lanes;
     const int width = power_at_least(side_by_side, 1, most);

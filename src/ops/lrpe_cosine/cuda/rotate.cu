@@ -6,45 +6,22 @@
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"
 
-namespace lrpe {
-
-void launch_general(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
-    const RotateForm form(call);
-    for_dtype(call.x.dtype, [&](auto zero) {
-        typedef decltype(zero) T;
-        const auto with = [&](auto n, auto spread) {
-            if (call.common.direction == RAFTER_FORWARD)
-                launch_form<RUNTIME_F, false, T, n, true, spread>(context, call, tiling);
-            else if (dtheta)
-                launch_form<RUNTIME_F, true, T, n, false, spread>(context, call, tiling);
-            else
-                launch_form<RUNTIME_F, false, T, n, false, spread>(context, call, tiling);
-        };
-        const std::integral_constant<int, WIDE<T>> wide;
-        if (form.spread)
-            with(wide, std::true_type());
-        else if (form.n == 1)
-            with(std::integral_constant<int, 1>(), std::false_type());
-        else
-            launch_form<RUNTIME_F, true, T, wide, false, false>(context, call, tiling);
-    });
-}
-
-} // namespace lrpe
-
 namespace {
 
 using namespace lrpe;
 
+/* Packs without dtheta have a kernel for each f; the kernels of other forms test f while they run. */
 template <typename T, bool FORWARD>
 void launch_for_f(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
-    const bool dtheta = call.dtheta.data != NULL;
+    if (call.dtheta.data || !takes_packs(call, true))
+        return launch_any_form<RUNTIME_F, T, FORWARD>(context, call, tiling, call.dtheta.data != NULL);
+    const auto with = [&](auto f) { launch_form<f, false, T, WIDE<T>, FORWARD, false>(context, call, tiling); };
     switch (tiling.f) {
-    case RAFTER_ACT_NONE: return launch_rotate<RAFTER_ACT_NONE, T, FORWARD>(context, call, tiling, dtheta);
-    case RAFTER_ACT_RELU: return launch_rotate<RAFTER_ACT_RELU, T, FORWARD>(context, call, tiling, dtheta);
-    case RAFTER_ACT_SIGMOID: return launch_rotate<RAFTER_ACT_SIGMOID, T, FORWARD>(context, call, tiling, dtheta);
-    case RAFTER_ACT_SILU: return launch_rotate<RAFTER_ACT_SILU, T, FORWARD>(context, call, tiling, dtheta);
-    default: return launch_rotate<LANE_SOFTMAX, T, FORWARD>(context, call, tiling, dtheta);
+    case RAFTER_ACT_NONE: return with(std::integral_constant<int, RAFTER_ACT_NONE>());
+    case RAFTER_ACT_RELU: return with(std::integral_constant<int, RAFTER_ACT_RELU>());
+    case RAFTER_ACT_SIGMOID: return with(std::integral_constant<int, RAFTER_ACT_SIGMOID>());
+    case RAFTER_ACT_SILU: return with(std::integral_constant<int, RAFTER_ACT_SILU>());
+    default: return with(std::integral_constant<int, LANE_SOFTMAX>());
     }
 }
 

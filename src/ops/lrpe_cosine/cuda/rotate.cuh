@@ -95,7 +95,7 @@ template <bool BLOCK> struct RowThreads {
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD> struct Pipeline {
     static constexpr bool ASYNC = !SPREAD && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
-    static constexpr int SEQUENCES = SPREAD ? 1 : !ASYNC ? 4 : FORWARD ? 2 : 1;
+    static constexpr int SEQUENCES = !ASYNC && !SPREAD ? 4 : FORWARD && !(SPREAD && F == COLUMN_STATISTICS) ? 2 : 1;
     static constexpr int STAGES = ASYNC ? 4 : 0;
     static constexpr bool BLOCK = F == BLOCK_SOFTMAX;
     static constexpr int BLOCKS_PER_SM = (SPREAD || BLOCK) && !FORWARD       ? 2
@@ -426,7 +426,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
         for (int i = threadIdx.x + THREADS; i < angles; i += THREADS)
             angle_steps[i] = angle_step(theta_of(i));
     __syncthreads();
-    if (f == COLUMN_STATISTICS)
+    if (F == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
     const Strides &out_stride = FORWARD ? a.y_stride : a.dx_stride;
@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
         for (int b = 0; b < place.sequences; b += SEQUENCES) {
             Pack<T, N> packs[SEQUENCES][INPUTS];
             float given[SEQUENCES][FORWARD ? 2 : 3][N]; /* COLUMN_STATISTICS */
-            if (f == COLUMN_STATISTICS)
+            if (F == COLUMN_STATISTICS)
                 read_column_statistics(place, width, column_statistics, row_columns, columns, has_token, b, given);
             column_statistics += SEQUENCES * row_columns;
             inputs.take(stage, packs);
@@ -460,9 +460,9 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
             for (int k = 0; k < SEQUENCES; k++) {
                 const bool valid = has_token && (SEQUENCES == 1 || b + k < place.sequences);
                 const float scale = on_chip ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
-                if (f == ROW_STATISTICS && valid)
+                if (F == ROW_STATISTICS && valid)
                     dot[k] = softmax_of_row<T, FORWARD>(v[k], tiling, a.row(place.first_b + b + k, n, place.h));
-                if (f == COLUMN_STATISTICS)
+                if (F == COLUMN_STATISTICS)
                     softmax_of_columns<T>(v[k], given[k]);
                 if constexpr (FORWARD) {
                     float c[N], s[N];
@@ -544,8 +544,9 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
     tiling.spread = !form.spread ? PACKED : over_features ? SPREAD_IN_HEAD : SPREAD_IN_TILE;
     const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
-    const int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), 1, THREADS) : 1;
-    plan_tiles(&tiling, heads, features, form.n, max(row_threads, bp ? 8 : WARP), together);
+    const int least = f == BLOCK_SOFTMAX ? WARP : 1;
+    const int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
+    plan_tiles(&tiling, heads, features, form.n, max(row_threads, bp ? 8 : WARP), row_threads);
     const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
     if (bp) {
         tiling.tokens = length;
@@ -556,10 +557,10 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
          * SERVED tokens. */
         constexpr int64_t SERVED = 64;
         const int64_t served = min(step * (own_positions ? 1 : batch), SERVED);
-        const int64_t least = f == COLUMN_STATISTICS && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
+        const int64_t fewest = f == COLUMN_STATISTICS && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
         const int64_t most =
-            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(least, SERVED / served);
-        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 8;
+            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(fewest, SERVED / served);
+        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 4; /* they run at a time */
         const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
         tiling.tokens = step * max(min(steps, most), int64_t(1));
         /* Few blocks: cut the batch too, into one wave of blocks and not a little more than one. */
@@ -582,16 +583,23 @@ void launch_form(const rafter_context *context, const lrpe_cosine_call &call, co
         rotate<T, N, FORWARD, F, DTHETA, SPREAD>, arguments<T>(call), tiling);
 }
 
-/* Features that are not packed, and dtheta. These kernels test f while they run; they are compiled
- * once, in rotate.cu. */
-void launch_general(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta);
-
+/* The form of kernel that the call needs. `dtheta`: the kernel computes its moments. */
 template <int F, typename T, bool FORWARD>
-void launch_rotate(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
-    if (dtheta || !takes_packs(call, true))
-        launch_general(context, call, tiling, dtheta);
-    else
-        launch_form<F, false, T, WIDE<T>, FORWARD, false>(context, call, tiling);
+void launch_any_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
+    const RotateForm form(call);
+    const auto with = [&](auto n, auto spread) {
+        if constexpr (!FORWARD && F != COLUMN_STATISTICS)
+            if (dtheta)
+                return launch_form<F, true, T, n, FORWARD, spread>(context, call, tiling);
+        launch_form<F, false, T, n, FORWARD, spread>(context, call, tiling);
+    };
+    const std::integral_constant<int, WIDE<T>> wide;
+    if (form.spread)
+        with(wide, std::true_type());
+    else if (form.n > 1)
+        with(wide, std::false_type());
+    else if constexpr (F != BLOCK_SOFTMAX)
+        with(std::integral_constant<int, 1>(), std::false_type());
 }
 
 } // namespace lrpe

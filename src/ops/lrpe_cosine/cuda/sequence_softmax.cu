@@ -305,7 +305,7 @@ Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &cal
     Tiling tiling = {};
     const int64_t batch = call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
-    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part ? NARROW_TILE : WARP, false);
+    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part ? NARROW_TILE : WARP, 0);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
     const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), most = length / (step * 8);
     const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
@@ -366,7 +366,7 @@ struct SequenceSoftmax {
             ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS, 0, 1, true},
                      merge_statistics<Columns::SUMS, DTHETA>, columns, parts, plan.count);
         if (a.out)
-            launch_rotate<COLUMN_STATISTICS, T, FORWARD>(context, call, tiling, false);
+            launch_any_form<COLUMN_STATISTICS, T, FORWARD>(context, call, tiling, false);
         if (DTHETA)
             launch_sum_moments(context, call, columns.moments, a.batch);
     }
