@@ -255,7 +255,9 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
                 if (pending)
                     job.store(packed, k, staging);
         }
-        const TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
+        TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
+        if constexpr (Job::KEEPS_PARTS)
+            origin.row += scheduler.part_of(item) * ROWS;
         rows.load(job, origin.row + own_row);
 #pragma unroll 1
         for (int k = BEGIN; k < count; k++)
@@ -267,7 +269,8 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
             barrier_wait(full_at + ring.step * 8, ring.parity);
             held[i] = steps + ring.step * STEP_BYTES;
         }
-        pending = item < scheduler.whole || add_split_sums(d, split, scheduler, item, group, &barriers.last[group]);
+        pending = Job::KEEPS_PARTS || item < scheduler.whole ||
+                  add_split_sums(d, split, scheduler, item, group, &barriers.last[group]);
         if (pending)
             job.finish(d, origin, rows, staging, held, packed);
         else
@@ -288,6 +291,8 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
  *     Rows           what a thread loads about its two rows while they are being summed:
  *                    load(job, row); the other row is row + 8
  *     PACKED         results are 16-bit, and are stored while the next tile is being summed
+ *     KEEPS_PARTS    all tiles are split, and there is one tile of rows: the results of part n are
+ *                    stored ROWS * n rows further down, and the next kernel adds them up
  *     HELD           steps of the ring, after those of a tile's depth, that finish has to itself
  *     finish(d, origin, rows, staging, held, packed)
  *                    converts the sums to results. multiply_64x256x16 says who holds which sums.

@@ -198,8 +198,9 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
                          const Dz &rest, const Matrix &x_scaled);
 
 /* Active rows' dx from its sums, and zeros for the other rows among [first, first + rows).
- * `gradients`: as in DxInput. */
-void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients);
+ * `gradients`: as in DxInput. The sums are in `parts` parts, part_stride elements apart. */
+void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
+                   int parts = 1, int64_t part_stride = 0);
 
 /* ---- sums over rows: kernels/column_sums.cu -------------------------------------------------- */
 

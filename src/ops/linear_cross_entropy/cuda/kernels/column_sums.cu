@@ -12,9 +12,10 @@ namespace lce {
 
 namespace {
 
-constexpr int SUM_THREADS = 256, WARPS = SUM_THREADS / WARP, IN_FLIGHT_ROWS = 8;
+constexpr int SUM_THREADS = 256, WARPS = SUM_THREADS / WARP, IN_FLIGHT_ROWS = 4;
+constexpr int BLOCKS_PER_SM = 5; /* registers allow that many */
 constexpr int COLUMNS = WARP * WIDE<bf16>;
-constexpr int64_t BLOCKS = 528, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
+constexpr int64_t BLOCKS = 2048, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
 
 /* ---- what is summed -------------------------------------------------------------------------- */
 
@@ -98,8 +99,9 @@ template <typename T> struct DzRows {
 /* parts[chunk][columns] = sums over the chunk's rows. `subtracted` has its own sum in
  * spread_parts[chunk], if that is not NULL. Rows begin at multiples of 16 bytes. */
 template <typename T, typename Source>
-__global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__ Source source, int64_t columns,
-                                                         int chunks, float *parts, float *spread_parts) {
+__global__ __launch_bounds__(SUM_THREADS, BLOCKS_PER_SM) void sum_chunk(const __grid_constant__ Source source,
+                                                                        int64_t columns, int chunks, float *parts,
+                                                                        float *spread_parts) {
     constexpr int N = WIDE<T>;
     __shared__ float sums[WARPS][COLUMNS];
     wait_for_previous_kernel();
@@ -138,17 +140,17 @@ __global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__
             unpack(pack[i], values);
             if (coefficient[i] == 0.0f && !Source::HAS_LABELS) /* an ignored row, which may hold NaN */
                 continue;
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                sum[j] = fmaf(coefficient[i], j == label[i] ? 0.0f : values[j], sum[j]);
             if constexpr (Source::HAS_LABELS)
-                if (label[i] >= 0 && label[i] < N) {
+                if (label[i] >= 0 && label[i] < N) { /* rare */
                     const float element = source.at_label(first + i * WARPS);
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         if (j == label[i])
-                            sum[j] += element;
+                            sum[j] += element, values[j] = 0.0f;
                 }
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum[j] = fmaf(coefficient[i], values[j], sum[j]);
         }
     }
 #pragma unroll

@@ -47,8 +47,9 @@ struct DxTask {
     bool wide; /* tiles::ClusterShape */
 };
 
-/* dx itself; or fp32 sums of active rows, written or added to. */
-enum DxEnd { RESULTS, SUMS, MORE_SUMS };
+/* dx itself; or fp32 sums of active rows, written or added to; or the sums of each part of the
+ * classes, apart. */
+enum DxEnd { RESULTS, SUMS, MORE_SUMS, PART_SUMS };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -62,7 +63,7 @@ struct NoRows {
 /* dW is stored as U: T, or fp32. */
 template <typename T, typename U, bool ADD> struct DweightJob {
     typedef NoRows Rows;
-    static constexpr bool PACKED = sizeof(U) == 2;
+    static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = false;
     static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &x, &out;
     const DweightTask &task;
@@ -172,7 +173,7 @@ struct DxRows {
 
 template <typename T, typename U, int END> struct DxJob {
     typedef std::conditional_t<END == RESULTS, DxRows, NoRows> Rows;
-    static constexpr bool PACKED = sizeof(U) == 2;
+    static constexpr bool PACKED = sizeof(U) == 2, KEEPS_PARTS = END == PART_SUMS;
     static constexpr int HELD = PACKED ? 0 : tiles::HELD_FOR_FLOATS;
     const CUtensorMap &dz, &dz_rest, &w, &out;
     const DxTask &task;
@@ -250,6 +251,8 @@ template <typename T, typename U, int END> struct DxJob {
                        char *const *held, tiles::Packed &packed) const {
         constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
         const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + loaded.row;
+        if (KEEPS_PARTS && (row & ~15) % tiles::ROWS >= rows) /* the warp's 16 rows do not exist */
+            return;
         packed.row = row;
         packed.column = origin.column;
         if constexpr (END == RESULTS) {
@@ -399,10 +402,31 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype ou
     return RAFTER_OK;
 }
 
+/* The parts that all tiles of dx are split into, if there is one tile of rows; 1: they are not
+ * split. */
+int dx_parts(const HopperRun &run, const DxInput &in) {
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
+    const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
+    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
+    const tiles::TileScheduler scheduler =
+        tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
+                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.split.capacity);
+    return shape.wide && scheduler.whole == 0 ? scheduler.parts : 1;
+}
+
 } // namespace
 
 rafter_status hopper_dx(const HopperRun &run, const DxInput &input) {
     const rafter_view &dx = run.call.dx;
+    /* Few rows: parts are many and large. All blocks add them up faster than the blocks that finish
+     * last. */
+    if (const int parts = dx_parts(run, input); parts > 1) {
+        const int64_t stride = run.problem.depth_stride();
+        RAFTER_TRY(launch_dx<PART_SUMS>(run, input, RAFTER_F32,
+                                        {run.split.sums, int64_t(parts) * tiles::ROWS, run.problem.depth, stride}));
+        store_dx_rows(run, input.first, input.rows, run.split.sums, input.gradients, parts, tiles::ROWS * stride);
+        return RAFTER_OK;
+    }
     return launch_dx<RESULTS>(run, input, dx.dtype,
                               {dx.data, input.first + input.rows, run.problem.depth, run.problem.dx_layout.stride});
 }

@@ -437,7 +437,7 @@ template <typename T, int MODE, int OPTIONS> struct Results {
 template <typename T, int MODE, int OPTIONS> struct LogitJob {
     typedef TileRows<MODE> Rows;
     static constexpr int HELD = 0;
-    static constexpr bool PACKED = MODE == EXPONENTIALS;
+    static constexpr bool PACKED = MODE == EXPONENTIALS, KEEPS_PARTS = false;
     const CUtensorMap &x, &w, &out;
     const LogitTask &task;
     const int rows, first, steps;

@@ -283,15 +283,22 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
 }
 
 /* dx of active rows from `first` on, from their sums of dz W or, if there are gradients, of e W;
- * zeros for the other rows of the grid. A block per row. `wide`: rows of all matrices begin at
- * multiples of 16 bytes and are contiguous. */
+ * zeros for the other rows of the grid. `row_blocks` blocks per row. The sums are in `parts` parts,
+ * part_stride elements apart. `wide`: rows of all matrices begin at multiples of 16 bytes and are
+ * contiguous. */
 template <typename T, typename U>
-__global__ __launch_bounds__(LABEL_THREADS) void store_dx(
-    const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first,
-    const __grid_constant__ Rows dx, int64_t step, bool wide, int64_t columns, const float *sums, int64_t stride,
-    const float *alpha, const RowGradient *gradients, const T *weight, int64_t weight_stride, const float *weight_sum) {
+__global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant__ Loss loss,
+                                                          const __grid_constant__ ActiveRows active, int64_t first,
+                                                          const __grid_constant__ Rows dx, int64_t step, bool wide,
+                                                          int64_t columns, const float *sums, int64_t stride, int parts,
+                                                          int64_t part_stride, int row_blocks, const float *alpha,
+                                                          const RowGradient *gradients, const T *weight,
+                                                          int64_t weight_stride, const float *weight_sum) {
+    constexpr int AT_ONCE = 8;
     wait_for_previous_kernel();
-    const int64_t k = first + blockIdx.x, row = active.order[k];
+    const int own = blockIdx.x / row_blocks, piece = blockIdx.x - own * row_blocks;
+    const int64_t share = round_up<int64_t>(ceil_div<int64_t>(columns, row_blocks), 4), begin = piece * share;
+    const int64_t k = first + own, row = active.order[k];
     const bool is_active = k < *active.count;
     const float p = gradients && is_active ? gradients[k].p : 1.0f,
                 at_label = gradients && is_active ? gradients[k].at_label : 0.0f,
@@ -300,8 +307,18 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(
     const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
         float sum[n.value] = {}, label_weight[n.value] = {}, all_weights[n.value] = {};
-        if (is_active)
-            load_floats(sum, sums + blockIdx.x * stride + i);
+        for (int part = 0; part < parts && is_active; part += AT_ONCE) {
+            float some[AT_ONCE][n.value] = {};
+#pragma unroll
+            for (int p = 0; p < AT_ONCE; p++)
+                if (part + p < parts)
+                    load_floats(some[p], sums + (part + p) * part_stride + own * stride + i);
+#pragma unroll
+            for (int p = 0; p < AT_ONCE; p++)
+#pragma unroll
+                for (int j = 0; j < n.value; j++)
+                    sum[j] += some[p][j];
+        }
         if (w)
             load_floats(label_weight, w + i);
         if (weight_sum)
@@ -312,10 +329,11 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(
                 is_active ? *alpha * fmaf(p, sum[j], fmaf(at_label, label_weight[j], -spread * all_weights[j])) : 0.0f;
         store_once<U, n.value>(to + i * step, packed<U>(sum));
     };
+    const int64_t count = max(int64_t(0), min(share, columns - begin));
     if (wide)
-        for_elements<4>(columns, store_some);
+        for_elements<4>(count, [&](int64_t i, auto n) { store_some(begin + i, n); });
     else
-        for_elements<1>(columns, store_some);
+        for_elements<1>(count, [&](int64_t i, auto n) { store_some(begin + i, n); });
 }
 
 /* ---- host side ------------------------------------------------------------------------------- */
@@ -376,17 +394,22 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
     });
 }
 
-void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients) {
+void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
+                   int parts, int64_t part_stride) {
     const Problem &p = run.problem;
+    /* Few rows: several blocks for each, which have 4 columns per thread. */
+    const int64_t wanted = ceil_div<int64_t>(2 * run.context->cuda_state->multiprocessors, rows),
+                  most = ceil_div<int64_t>(p.depth, 4 * LABEL_THREADS);
+    const int row_blocks = static_cast<int>(max(int64_t(1), min(wanted, most)));
     const rafter_view &dx = run.call.dx;
     const int last = dx.ndim - 1;
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         const auto launch_with = [&](auto dx_zero) {
-            launch(run.context, overlapping(rows, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss, run.active,
-                   first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct, p.depth,
-                   sums, p.depth_stride(), run.alpha(), gradients, static_cast<const T *>(run.w.data), run.w.stride,
-                   gradients ? run.weight_sum : NULL);
+            launch(run.context, overlapping(rows * row_blocks, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss,
+                   run.active, first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct,
+                   p.depth, sums, p.depth_stride(), parts, part_stride, row_blocks, run.alpha(), gradients,
+                   static_cast<const T *>(run.w.data), run.w.stride, gradients ? run.weight_sum : NULL);
         };
         if (dx.dtype == RAFTER_F32)
             launch_with(0.0f);
