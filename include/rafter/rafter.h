@@ -476,7 +476,7 @@ RAFTER_API rafter_status rafter_linear_cross_entropy_workspace(rafter_context *c
  * of 4. *bytes: what `saved` must hold, about 2 N V; 0 if this call cannot use it (on a CPU, without
  * Hopper's kernels, for fp32 inputs, with a budget, with mode compact, with softcap and label
  * smoothing together); then leave `saved` NULL. `saved` begins at a multiple of 16 bytes. Backward
- * with dentropy does not take it. */
+ * overwrites it. With dentropy it uses `saved` if it is given the entropy and there is no softcap. */
 RAFTER_API rafter_status rafter_linear_cross_entropy_saved(rafter_context *context,
                                                            const rafter_linear_cross_entropy_args *args, size_t *bytes);
 

@@ -256,7 +256,7 @@ def _saving_fake(input, linear_weight, linear_bias, target, which, *arguments):
     return *_loss_fake(target, arguments), target.new_empty(0, dtype=torch.int64), *_statistics_fake(target, which)
 
 
-def _linear_saved_fake(dloss, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads, *_):
+def _linear_saved_fake(dloss, dentropy, entropy, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads, *_):
     return _gradients_fake(input, linear_weight, linear_bias, grads if main_grad is None else grads & ~DWEIGHT)
 
 
@@ -314,7 +314,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         main_grad = ctx.main_grad
         if saved is not None:
             gradients = below_autograd("linear_cross_entropy_backward_saved")(
-                dloss, *inputs, saved, main_grad, grads, *arguments)
+                dloss, None, None, *inputs, saved, main_grad, grads, *arguments)
             if main_grad is not None and grads & DWEIGHT:
                 torch.autograd.graph.increment_version(main_grad)
                 grads &= ~DWEIGHT
@@ -386,13 +386,14 @@ def _logprobs_backward(op, ctx, dlogprob, dentropy, *_):
         return None, None, None
     saved = _take_saved(ctx, dentropy if dlogprob is None else dlogprob)
     arguments = flatten(options, linear)
-    if dentropy is None and saved is not None:
+    # The loss of a row is minus its log-probability.
+    dloss = torch.zeros_like(dentropy) if dlogprob is None else -dlogprob
+    if saved is not None:
         gradients = below_autograd("linear_cross_entropy_backward_saved")(
-            -dlogprob, *inputs, lse, saved, None, grads, *arguments)
-    elif dentropy is None:  # the loss of a row is minus its log-probability
-        gradients = op("linear_cross_entropy_backward")(-dlogprob, *inputs, lse, grads, *arguments)
+            dloss, dentropy, None if dentropy is None else entropy, *inputs, lse, saved, None, grads, *arguments)
+    elif dentropy is None:
+        gradients = op("linear_cross_entropy_backward")(dloss, *inputs, lse, grads, *arguments)
     else:
-        dloss = torch.zeros_like(dentropy) if dlogprob is None else -dlogprob
         gradients = op("linear_logprobs_backward")(dloss, dentropy, *inputs, lse, entropy, grads, *arguments)
     return _select(gradients, grads)
 

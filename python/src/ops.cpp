@@ -309,9 +309,10 @@ void linear_cross_entropy_saving(Call &call) {
     call.return_tensors(out.loss, out.lse, saved, out.row_loss, out.logprob, out.entropy, out.argmax);
 }
 
-/* Backward from what forward saved, if it did. dweight is added to main_grad, if that is given. */
+/* Backward from what forward saved, if it did. dweight is added to main_grad, if that is given.
+ * dentropy and entropy: both or neither. */
 void linear_cross_entropy_backward_saved(Call &call) {
-    const Tensor dloss = call.tensor();
+    const Tensor dloss = call.tensor(), dentropy = call.optional_tensor(), entropy = call.optional_tensor();
     const LinearInputs in(call);
     const Tensor lse = call.tensor(), saved = call.tensor(), main_grad = call.optional_tensor();
     const int64_t grads = call.integer();
@@ -322,6 +323,10 @@ void linear_cross_entropy_backward_saved(Call &call) {
     args.lse = lse.dl();
     args.saved_bytes = static_cast<size_t>(saved.dl()->shape[0]) * 8;
     args.saved = args.saved_bytes > 0 ? saved.dl()->data : nullptr;
+    if (dentropy.present()) {
+        args.dentropy = dentropy.dl();
+        args.entropy = entropy.dl();
+    }
     if (main_grad.present() && (grads & DWEIGHT)) {
         args.dweight = main_grad.dl();
         args.accumulate_into_dweight = 1;
@@ -518,8 +523,9 @@ const OpEntry ops[] = {
      ") -> (Tensor loss, Tensor lse, Tensor saved, Tensor row_loss, Tensor logprob, Tensor entropy, Tensor argmax)",
      kernel<linear_cross_entropy_saving>},
     {"linear_cross_entropy_backward_saved",
-     "(Tensor dloss, " LINEAR_INPUTS ", Tensor lse, Tensor(a!) saved, Tensor(b!)? main_grad, int grads, " LOSS_OPTIONS
-     ", " LINEAR_OPTIONS ") -> (" GRADIENTS ")",
+     "(Tensor dloss, Tensor? dentropy, Tensor? entropy, " LINEAR_INPUTS
+     ", Tensor lse, Tensor(a!) saved, Tensor(b!)? main_grad, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS
+     ") -> (" GRADIENTS ")",
      kernel<linear_cross_entropy_backward_saved>},
     {"linear_check_budget",
      "(" LINEAR_INPUTS ", bool into_main_grad, bool with_entropy, int grads, " LOSS_OPTIONS ", " LINEAR_OPTIONS

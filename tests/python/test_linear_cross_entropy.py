@@ -438,7 +438,7 @@ def test_forward_saves_only_where_it_helps(device):
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 @parametrize("uses_entropy", [False, True])
 def test_logprobs_from_saved_exponentials(device, dtype, uses_entropy):
-    """Entropy is computed in any case. If nothing depends on it, backward may use what was saved."""
+    """Backward uses what was saved, whether the entropy has an upstream gradient or not."""
     skip_unless(OP, device)
     x, w, b, y = problem(device, dtype, rows=200, features=64, classes=1000, bias=True)
     results = [rafter.linear_logprobs(x, w, y, linear_bias=b, entropy=True, temperature=0.8, mode=mode)

@@ -33,9 +33,12 @@ struct HopperSaved {
             return "mode is compact";
         if (call.common.budget)
             return "there is a budget";
-        if (p.dentropy)
-            return "the gradient of the entropy does not use what is saved";
+        if (p.dentropy && !call.loss.entropy.data)
+            return "the gradient of the entropy needs the entropy";
+        if (p.dentropy && p.caps)
+            return "the gradient of the entropy cannot read logits out of exponentials with a softcap";
         p.statistics = p.dweight = true;
+        p.dentropy = false;
         return why_not_hopper_fast(device, p);
     }
 

@@ -181,7 +181,9 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
     if (k >= active.all)
         return;
     const int label = active.classes[k];
-    const LossStats<FULL> g = saved[k];
+    LossStats<FULL> g = saved[k];
+    if (loss.dentropy.data) /* the entropy is log(sum) - scale * moment / sum */
+        g.moment = (logf(g.s.sum) - loss.entropy.get(active.order[k])) * g.s.sum / loss.scale;
     Totals totals = {};
     RowGradient gradient = finish_row(loss, active.order[k], label, &g, row_scale, true, &totals);
     put_gradient(loss, k, label, &gradient, spread_apart, gradients, labels);
@@ -249,6 +251,22 @@ __global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_const
         rescale_tiles(e, index, stats + index * tiles, tiles, saved[index].s.max, loss);
 }
 
+/* Multiplies e^t of a row by level + tilt * t: the gradient of the entropy. t is the logarithm of the
+ * rounded e^t; its error, 2^-9 or 2^-12, is as large as that of the product's rounding. By a block. */
+template <typename T>
+DEVICE void tilt_exponentials(const Exponentials<T> &e, int64_t index, const RowGradient &gradient, int64_t classes) {
+    constexpr int N = WIDE<T>;
+    for (int64_t v = threadIdx.x * N; v < classes; v += blockDim.x * N) {
+        float all[N];
+        load_floats(all, e.at(index, v));
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            all[j] *= tilted(gradient.level, gradient.tilt, __logf(all[j]));
+        store_once<T, N>(e.at(index, v), packed<T>(all));
+    }
+    __syncthreads();
+}
+
 /* Rescales tiles (`stats` NULL: all have the row's pivot), zeroes the label's e, and writes x_scaled:
  * the last of its x_rows rows are the group's. A block per row. */
 template <typename T>
@@ -267,6 +285,8 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
     if (!gradient.constant) {
         if (stats)
             rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
+        if (loss.dentropy.data)
+            tilt_exponentials(e, index, gradient, loss.classes);
         if (threadIdx.x == 0)
             *e.at(index, loss.load_label(x.active.order[first + index])) = from_float<T>(0.0f);
     }
