@@ -8,7 +8,7 @@ set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
 file(GLOB cuda_kernels CONFIGURE_DEPENDS src/ops/*/cuda/kernels/*.cu) # kernels that several variants share
-add_library(rafter_cuda SHARED src/cuda/backend.cu src/cuda/products.cu ${cuda_variants} ${cuda_kernels} src/core/fail.c
+add_library(rafter_cuda SHARED src/cuda/backend.cu src/cuda/products.cu src/ops/row_group.cu ${cuda_variants} ${cuda_kernels} src/core/collectives.c src/core/fail.c
   src/core/scratch.c src/core/tensor.c)
 foreach(op ${ops})
   add_library(rafter_cuda_${op}_rows OBJECT src/cuda/variant_rows.c)

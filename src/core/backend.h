@@ -19,7 +19,9 @@ extern "C" {
 /* Both libraries are built from one tree, and share structs. Two checks at load keep a file of
  * another build from being used: this number, for changes of struct rafter_cuda itself, and a hash
  * of all headers that declare shared structs (RAFTER_SHARED_HEADERS, from CMakeLists.txt). */
-enum { RAFTER_CUDA_INTERFACE = 6 };
+enum { RAFTER_CUDA_INTERFACE = 7 };
+
+struct rafter_loss;
 
 struct rafter_cuda {
     int interface;
@@ -42,6 +44,11 @@ struct rafter_cuda {
     /* Waits for the stream. *found: a kernel has seen a label out of range since the last call of
      * this function. */
     rafter_status (*bad_labels)(rafter_context *context, bool *found);
+
+    /* A loss with a row_group, before and after the call: mean's denominator becomes that of all
+     * ranks, in memory of the context; the loss becomes the sum over all ranks. */
+    rafter_status (*begin_rows)(rafter_context *context, struct rafter_loss *loss);
+    rafter_status (*end_rows)(rafter_context *context, const struct rafter_loss *loss);
 };
 
 /* The one symbol that librafter_cuda exports. */

@@ -154,17 +154,18 @@ static rafter_status open_context(rafter_context *context) {
     const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
     char *memory = NULL;
-    cudaError_t error = cudaMalloc(&memory, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + sizeof zero_and_one);
+    cudaError_t error =
+        cudaMalloc(&memory, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + RAFTER_CUDA_ROWS_BLOCK + sizeof zero_and_one);
     state->counters = reinterpret_cast<unsigned *>(memory);
     state->small = memory + counters_bytes;
-    state->zero_and_one = reinterpret_cast<float *>(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK);
+    state->rows_block = memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK;
+    state->zero_and_one = reinterpret_cast<float *>(state->rows_block + RAFTER_CUDA_ROWS_BLOCK);
     if (error == cudaSuccess)
         error = cudaMemset(state->counters, 0, counters_bytes);
     if (error == cudaSuccess)
-        error = cudaMemcpy(memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK, zero_and_one, sizeof zero_and_one,
-                           cudaMemcpyHostToDevice);
+        error = cudaMemcpy(state->zero_and_one, zero_and_one, sizeof zero_and_one, cudaMemcpyHostToDevice);
     if (error == cudaSuccess)
-        error = cudaHostAlloc(&flag, sizeof(int), cudaHostAllocMapped);
+        error = cudaHostAlloc(&flag, 2 * sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)
         error = cudaHostGetDevicePointer(&flag_on_device, flag, 0);
     if (error == cudaSuccess)
@@ -176,7 +177,7 @@ static rafter_status open_context(rafter_context *context) {
         close_context(context);
         return rafter_cuda_check(context, "opening the GPU", error);
     }
-    *state->bad_labels = 0;
+    state->bad_labels[0] = state->bad_labels[1] = 0;
 
     if (!context->allocate) {
         context->allocate = scratch_allocate;
@@ -194,8 +195,13 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
         return rafter_fail(context, RAFTER_UNSUPPORTED, "the stream is being captured, and cannot be waited for");
     CurrentDevice current(context);
     RAFTER_TRY(rafter_cuda_check(context, "waiting for the stream", cudaStreamSynchronize(state->stream)));
-    *found = *state->bad_labels != 0;
-    *state->bad_labels = 0;
+    const bool disagreed = state->bad_labels[1] != 0;
+    *found = state->bad_labels[0] != 0;
+    state->bad_labels[0] = state->bad_labels[1] = 0;
+    if (disagreed)
+        return rafter_fail(context, RAFTER_RANKS_DISAGREE,
+                           "ranks of a class_group made different calls (sizes, options or dtypes), or are numbered "
+                           "otherwise; the results of those calls are NaN");
     return RAFTER_OK;
 }
 
@@ -224,6 +230,8 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.set_stream = set_stream;
     table.run = run;
     table.bad_labels = bad_labels;
+    table.begin_rows = rafter_cuda_begin_rows;
+    table.end_rows = rafter_cuda_end_rows;
 #define RAFTER_OP(name) table.rows[RAFTER_OP_INDEX_##name] = rafter_cuda_rows_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP

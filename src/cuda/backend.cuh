@@ -7,7 +7,12 @@
 
 #include "core/backend.h"
 
-enum { RAFTER_CUDA_COUNTERS = 1 << 16, RAFTER_CUDA_SMALL_BLOCK = 1 << 20, RAFTER_CUDA_ALLOWED = 256 };
+enum {
+    RAFTER_CUDA_COUNTERS = 1 << 16,
+    RAFTER_CUDA_SMALL_BLOCK = 1 << 20,
+    RAFTER_CUDA_ALLOWED = 256,
+    RAFTER_CUDA_ROWS_BLOCK = 1 << 16
+};
 
 struct rafter_cuda_state {
     int device;
@@ -23,7 +28,7 @@ struct rafter_cuda_state {
     float *zero_and_one; /* {0, 1} in device memory: alpha and beta of matrix products */
 
     /* Set by kernels that see a label out of range. In host memory that the device can write. */
-    volatile int *bad_labels; /* as the host sees it */
+    volatile int *bad_labels; /* as the host sees it; behind it, whether ranks made different calls */
     int *bad_labels_on_device;
 
     const void *allowed[RAFTER_CUDA_ALLOWED]; /* kernels whose shared memory limit was raised: see allow_shared */
@@ -34,6 +39,7 @@ struct rafter_cuda_state {
     /* Scratch memory for small calls, also in contexts with an allocator of their own: any
      * allocator would cost the host more than the rest of such a call. */
     void *small;
+    char *rows_block; /* RAFTER_CUDA_ROWS_BLOCK bytes: see ops/row_group.cu */
 
     /* The default scratch allocator: one block, which grows. Blocks that a graph was captured with
      * live as long as the context. */
@@ -67,6 +73,10 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
         return RAFTER_OK;
     return rafter_fail(context, RAFTER_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
 }
+
+/* See struct rafter_cuda: ops/row_group.cu. */
+rafter_status rafter_cuda_begin_rows(rafter_context *context, struct rafter_loss *loss);
+rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_loss *loss);
 
 bool rafter_cuda_capturing(const rafter_cuda_state *state);
 

@@ -17,8 +17,24 @@
 #ifndef RAFTER_CUDA_VARIANT_CUH
 #define RAFTER_CUDA_VARIANT_CUH
 
+#include <type_traits>
+
 #include "core/variants.h"
 #include "cuda/backend.cuh"
+
+/* Losses may have classes that are spread over ranks. A variant that serves such calls says
+ *     static constexpr bool SHARES_CLASSES = true; */
+template <class Variant, class = void> struct SharesClasses : std::false_type {};
+template <class Variant>
+struct SharesClasses<Variant, std::void_t<decltype(Variant::SHARES_CLASSES)>>
+    : std::bool_constant<Variant::SHARES_CLASSES> {};
+
+template <class Call> auto has_shared_classes(const Call &call, int) -> decltype(call.loss.class_group.ranks > 0) {
+    return call.loss.class_group.ranks > 0;
+}
+template <class Call> bool has_shared_classes(const Call &, long) {
+    return false;
+}
 
 template <class Variant> struct VariantFunctions {
     typedef typename Variant::Call Call;
@@ -29,6 +45,8 @@ template <class Variant> struct VariantFunctions {
         return *reinterpret_cast<const Call *>(call);
     }
     static const char *why_not(const rafter_context *context, const struct rafter_call *call) {
+        if (!SharesClasses<Variant>::value && has_shared_classes(typed(call), 0))
+            return "classes are spread over ranks";
         return Variant::why_not(*context->cuda_state, typed(call));
     }
     static size_t plan(const rafter_context *context, const struct rafter_call *call, void *plan) {

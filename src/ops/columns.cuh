@@ -127,7 +127,7 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
             if (column >= 0 && loss.softcap != 0.0f)
                 v[k][j] = capped(v[k][j], loss.softcap);
             if (column >= 0 && loss.weighted)
-                g.weighted += static_cast<float>(loss.weight_of(column)) * v[k][j];
+                g.weighted += static_cast<float>(loss.column_weight(column)) * v[k][j];
             max = fmaxf(max, v[k][j]);
         }
     rebase(g, max, loss.scale);
@@ -173,7 +173,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         if constexpr (OPTIONS != FULL) {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
-            const float w = loss.weighted ? static_cast<float>(loss.weight_of(column)) : 1.0f;
+            const float w = loss.weighted ? static_cast<float>(loss.column_weight(column)) : 1.0f;
             const float v = loss.softcap == 0.0f ? z : capped(z, loss.softcap);
             float e = exp.exp(v);
             if (loss.dentropy.data)

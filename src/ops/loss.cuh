@@ -35,7 +35,10 @@ DEVICE double loss_divisor(bool mean, const float *given, double weight) {
 
 /* struct rafter_loss as a kernel argument. */
 struct Loss {
-    int64_t rows, classes, ignore_index;
+    int64_t rows, ignore_index;
+    int64_t classes;                  /* of this rank: columns */
+    int64_t all_classes, first_class; /* of all ranks; without class_group: classes, 0 */
+    bool shared;                      /* classes are spread over ranks */
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
     bool weighted;         /* label smoothing: the loss needs sum(w u) */
@@ -44,9 +47,10 @@ struct Loss {
     double label_share, spread; /* 1 - s, s / V */
 
     Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
-    Rows entropy;                            /* backward: given by the caller, only with dentropy */
-    Rows dentropy;                           /* data NULL: no gradient of the entropy */
-    const float *class_weight, *denominator; /* NULL: not given */
+    Rows entropy;              /* backward: given by the caller, only with dentropy */
+    Rows dentropy;             /* data NULL: no gradient of the entropy */
+    const float *class_weight; /* of this rank's first class; NULL: not given. Those of all classes can be read */
+    const float *denominator;  /* NULL: not given */
     int64_t class_stride;
 
     int *bad_labels;          /* set to 1 when a label is out of range */
@@ -60,13 +64,24 @@ struct Loss {
                                           : reinterpret_cast<const int *>(target.data)[i];
     }
     DEVICE int64_t class_of(int64_t label) const {
-        return label == ignore_index ? IGNORED : label < 0 || label >= classes ? OUT_OF_RANGE : label;
+        return label == ignore_index ? IGNORED : label < 0 || label >= all_classes ? OUT_OF_RANGE : label;
     }
+    /* The column of a class; outside of [0, classes) if another rank has it. */
+    DEVICE int64_t column_of(int64_t y) const {
+        return y - first_class;
+    }
+    DEVICE bool has_class(int64_t y) const {
+        return static_cast<uint64_t>(y - first_class) < static_cast<uint64_t>(classes);
+    }
+    /* By class, and by column. */
     DEVICE double weight_of(int64_t y) const {
-        return class_weight ? class_weight[y * class_stride] : 1.0;
+        return class_weight ? class_weight[(y - first_class) * class_stride] : 1.0;
+    }
+    DEVICE double column_weight(int64_t column) const {
+        return class_weight ? class_weight[column * class_stride] : 1.0;
     }
     DEVICE double class_weight_sum() const {
-        return prepared ? prepared->class_weight_sum : static_cast<double>(classes);
+        return prepared ? prepared->class_weight_sum : static_cast<double>(all_classes);
     }
     DEVICE double row_weight_at(int64_t row) const {
         return row_weight.data ? *row_weight.at<float>(row) : 1.0;
@@ -91,6 +106,9 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     Loss loss = {};
     loss.rows = from->rows;
     loss.classes = from->classes;
+    loss.all_classes = from->all_classes;
+    loss.first_class = from->first_class;
+    loss.shared = from->class_group.ranks > 0;
     loss.ignore_index = from->ignore_index;
     loss.reduction = from->reduction;
     loss.zero_if_all_ignored = from->zero_if_all_ignored;
@@ -100,7 +118,8 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     loss.softcap = from->softcap;
     loss.scale = from->scale;
     loss.label_share = 1.0 - static_cast<double>(from->smoothing);
-    loss.spread = from->classes ? static_cast<double>(from->smoothing) / static_cast<double>(from->classes) : 0.0;
+    loss.spread =
+        from->all_classes ? static_cast<double>(from->smoothing) / static_cast<double>(from->all_classes) : 0.0;
     loss.target = loss_rows(from->target);
     loss.row_weight = loss_rows(from->row_weight);
     loss.dloss = loss_rows(from->dloss);
@@ -113,8 +132,10 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     }
     loss.entropy = loss_rows(from->entropy);
     loss.dentropy = loss_rows(from->dentropy);
-    loss.class_weight = reinterpret_cast<const float *>(from->class_weight.data);
     loss.class_stride = from->class_weight.stride[0];
+    if (from->class_weight.data)
+        loss.class_weight =
+            reinterpret_cast<const float *>(from->class_weight.data) + from->first_class * loss.class_stride;
     loss.denominator = reinterpret_cast<const float *>(from->denominator.data);
     loss.bad_labels = device.bad_labels_on_device;
     return loss;

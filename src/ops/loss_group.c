@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/backend.h"
+
 static const char class_group[] = "options.class_group", row_group[] = "options.row_group";
 
 /* ---- agreement ------------------------------------------------------------------------------- */
@@ -252,4 +254,13 @@ rafter_status rafter_loss_write_sum(rafter_context *context, const struct rafter
     }
     rafter_loss_write(loss, sum);
     return RAFTER_OK;
+}
+
+rafter_status rafter_loss_run(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call,
+                              struct rafter_loss *loss) {
+    const bool spread = context->cuda && rafter_group_has(&loss->row_group);
+    if (spread)
+        RAFTER_TRY(context->cuda->begin_rows(context, loss));
+    RAFTER_TRY(rafter_run(context, op, call));
+    return spread ? context->cuda->end_rows(context, loss) : RAFTER_OK;
 }

@@ -12,6 +12,7 @@
 #ifndef RAFTER_OPS_LOSS_GROUP_H
 #define RAFTER_OPS_LOSS_GROUP_H
 
+#include "core/variants.h"
 #include "ops/loss.h"
 
 /* struct rafter_row_stats of some columns, as it is sent. The second half only if the call needs
@@ -75,6 +76,11 @@ rafter_status rafter_loss_exchange(rafter_context *context, const struct rafter_
                                    int64_t rows);
 struct rafter_row_stats rafter_loss_merged(const struct rafter_loss *loss, const char *exchange, int64_t rows,
                                            int64_t row, const double *prefix);
+
+/* rafter_run for a loss. On CUDA also what row_group needs before and after it. `loss`: the
+ * call's. */
+rafter_status rafter_loss_run(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call,
+                              struct rafter_loss *loss);
 
 /* rafter_loss_write, with the sum over all ranks of row_group. */
 rafter_status rafter_loss_write_sum(rafter_context *context, const struct rafter_loss *loss, double sum);

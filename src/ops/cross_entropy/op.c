@@ -62,7 +62,8 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
     const bool reduces = rafter_loss_has(&loss->loss) && loss->reduction != RAFTER_NONE;
     call->common.empty =
         loss->rows == 0 ? !reduces : context->cuda && direction == RAFTER_BACKWARD && loss->classes == 0;
-    if (rafter_loss_grouped(loss)) /* the other ranks wait for this one */
+    /* The other ranks wait for this one; on CUDA they exchange nothing without rows. */
+    if (rafter_loss_grouped(loss) && !(context->cuda && loss->rows == 0))
         call->common.empty = false;
     return RAFTER_OK;
 }
@@ -458,7 +459,7 @@ static rafter_status check_and_run(rafter_context *context, const rafter_cross_e
     if (status == RAFTER_OK && !context->cuda && !rafter_loss_grouped(&call.loss))
         status = rafter_loss_read(context, &call.loss);
     if (status == RAFTER_OK)
-        status = rafter_run(context, &rafter_op_cross_entropy, &call.common);
+        status = rafter_loss_run(context, &rafter_op_cross_entropy, &call.common, &call.loss);
     return rafter_group_settle(context, status);
 }
 

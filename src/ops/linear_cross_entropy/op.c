@@ -185,7 +185,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     const bool gradients = call->dx.data || call->dweight.data || call->dbias.data;
     RAFTER_TRY(check_saved(context, &a, gradients, call));
     /* A rank without classes has no dweight of its own, but the others wait for it. */
-    const bool grouped = rafter_loss_grouped(&call->loss);
+    const bool grouped = rafter_loss_grouped(&call->loss) && !(context->cuda && call->loss.rows == 0);
     if (!gradients && !grouped)
         call->loss.dentropy.data = NULL; /* so that it costs no statistics */
     call->common.empty = direction == RAFTER_BACKWARD && !gradients && !grouped;
@@ -199,7 +199,7 @@ rafter_status rafter_linear_cross_entropy_forward(rafter_context *context,
     struct linear_cross_entropy_call call;
     rafter_status status = check(context, args, RAFTER_FORWARD, &call);
     if (status == RAFTER_OK)
-        status = rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+        status = rafter_loss_run(context, &rafter_op_linear_cross_entropy, &call.common, &call.loss);
     return rafter_group_settle(context, status);
 }
 
@@ -208,7 +208,7 @@ rafter_status rafter_linear_cross_entropy_backward(rafter_context *context,
     struct linear_cross_entropy_call call;
     rafter_status status = check(context, args, RAFTER_BACKWARD, &call);
     if (status == RAFTER_OK)
-        status = rafter_run(context, &rafter_op_linear_cross_entropy, &call.common);
+        status = rafter_loss_run(context, &rafter_op_linear_cross_entropy, &call.common, &call.loss);
     return rafter_group_settle(context, status);
 }
 

@@ -15,8 +15,9 @@ struct alignas(16) KnownTerms {
 
 /* A thread per row: merges the row's parts in order, writes its outputs and, if not NULL,
  * coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
- * which dz may have overwritten. */
-template <typename T, int OPTIONS>
+ * which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the label's
+ * logit, which may be another rank's. */
+template <typename T, int OPTIONS, bool SHARED = false>
 __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, unsigned parts,
                                                       const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
                                                       RowCoefficients *coefficients) {
@@ -24,7 +25,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    float z_label = label >= 0 && !known ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
     wait_for_previous_kernel();
     const double common = coefficients ? common_factor(c) : 0.0;
     Totals totals = {};
@@ -36,6 +37,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
                 g = merge(g, part_stats[row * parts + part], loss.scale);
             if (known)
                 z_label = known[row].z_label;
+            if constexpr (SHARED)
+                z_label = g.z_label;
             const WholeRowStats stats = whole_row_stats(g, z_label, loss);
             if (coefficients)
                 gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
@@ -45,7 +48,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
             write_skipped(loss, row, label, &totals);
         }
         if (coefficients)
-            coefficients[row] = {gradient, label};
+            coefficients[row] = {gradient, loss.column_of(label)};
     }
     if (loss.forward)
         add_up(c, totals);

@@ -121,7 +121,7 @@ DEVICE LossStats<OPTIONS> span_stats(const AlignedSpan<const T> &row, int64_t or
 /* What kernels that write the gradient of a row need besides its logits. */
 struct alignas(16) RowCoefficients {
     RowGradient gradient;
-    int64_t label;
+    int64_t label; /* the label's column */
 };
 
 template <int OPTIONS, typename T> struct RowWriter {
@@ -204,7 +204,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
                   step = gridDim.x * int64_t(PREPARE_THREADS);
     double classes = 0.0;
-    for (int64_t v = first; v < c.loss.classes; v += step)
+    for (int64_t v = first; v < c.loss.all_classes; v += step)
         classes += c.loss.weight_of(v);
     const Totals totals = c.loss.needs_totals() && c.gradient ? count(c.loss, first, step) : Totals{};
     const Prepared mine = {block_sum(classes), block_sum(totals)};

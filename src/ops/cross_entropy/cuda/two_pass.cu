@@ -2,10 +2,12 @@
 /*
  * Contiguous rows of any length, any options: statistics by a block per row, or per part of a row
  * if rows are few; outputs by a thread per row; then the gradient, if it is wanted, by short blocks
- * that read the logits a second time, from L2 if it holds them.
+ * that read the logits a second time, from L2 if it holds them. If classes are spread over ranks, the
+ * statistics are exchanged before the outputs.
  */
 #include "ops/cross_entropy/cuda/finish.cuh"
 #include "ops/cross_entropy/cuda/gradients.cuh"
+#include "ops/loss_group.cuh"
 
 namespace {
 
@@ -34,12 +36,52 @@ __global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statist
         part_stats[blockIdx.x] = g;
 }
 
+/* A thread per row: this rank's statistics of the row, for the other ranks. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constant__ Args c, unsigned parts,
+                                                            const LossStats<OPTIONS> *part_stats,
+                                                            const __grid_constant__ Exchange exchange) {
+    start_next_kernel();
+    const Loss &loss = c.loss;
+    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    wait_for_previous_kernel();
+    if (row >= loss.rows)
+        return;
+    const int64_t label = loss.class_of(loss.load_label(row));
+    LossStats<FULL> all = no_columns<FULL>();
+    if (label >= 0 && parts > 0) {
+        LossStats<OPTIONS> g = part_stats[row * parts];
+        for (unsigned part = 1; part < parts; part++)
+            g = merge(g, part_stats[row * parts + part], loss.scale);
+        if constexpr (OPTIONS == FULL)
+            all = g;
+        else
+            all.s = g.s;
+        if constexpr (OPTIONS == SMOOTH)
+            all.weighted = g.weighted;
+        all.z_label = loss.has_class(label) ? to_float(c.z.at<const T>(row)[loss.column_of(label)]) : 0.0f;
+    }
+    loss_group::publish(exchange, row, all, loss);
+}
+
+__global__ __launch_bounds__(ROW_THREADS) void merge_ranks(const __grid_constant__ Args c,
+                                                           const __grid_constant__ Exchange exchange,
+                                                           LossStats<FULL> *rows) {
+    start_next_kernel();
+    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    wait_for_previous_kernel();
+    if (row < c.loss.rows)
+        rows[row] = loss_group::merged(exchange, row, c.loss);
+}
+
 struct TwoPass {
     typedef cross_entropy_call Call;
+    static constexpr bool SHARES_CLASSES = true;
     struct Plan {
         GeneralPlan general;
         Split split;                /* parts 0: there are no rows */
         size_t stats, coefficients; /* offsets in the workspace */
+        size_t exchange, merged;    /* the same, if classes are spread over ranks */
         int64_t row_blocks, gradient_parts;
     };
 
@@ -47,7 +89,7 @@ struct TwoPass {
         const Problem p(call);
         if (p.strided)
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-        return p.classes == 0 ? "there are no classes" : NULL;
+        return p.classes == 0 && call.loss.class_group.ranks == 0 ? "there are no classes" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -55,10 +97,14 @@ struct TwoPass {
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
         plan->gradient_parts = p.gradient_parts();
-        plan->split = p.rows > 0 ? split_rows(p, call.logits.dtype) : Split{};
+        plan->split = p.rows > 0 && p.classes > 0 ? split_rows(p, call.logits.dtype) : Split{};
         plan->general.fill(device, p, call, plan->row_blocks, &layout);
         plan->stats = layout.add(p.rows * plan->split.parts * plan->general.stats_bytes());
         plan->coefficients = p.gradient ? layout.add(p.rows * int64_t(sizeof(RowCoefficients))) : 0;
+        if (call.loss.class_group.ranks > 0) {
+            plan->exchange = layout.add(Exchange::workspace(call.loss));
+            plan->merged = layout.add(p.rows * int64_t(sizeof(LossStats<FULL>)));
+        }
         return layout.bytes;
     }
 
@@ -69,23 +115,39 @@ struct TwoPass {
         const unsigned parts = static_cast<unsigned>(plan.split.parts);
         RowCoefficients *const coefficients =
             args.gradient ? at_offset<RowCoefficients>(workspace, plan.coefficients) : nullptr;
+        const bool shared = call.loss.class_group.ranks > 0 && rows > 0;
+        rafter_status status = RAFTER_OK;
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats = at_offset<LossStats<OPTIONS>>(workspace, plan.stats);
-                if (rows > 0)
+                if (rows > 0 && parts > 0)
                     sequence.run(Launch{rows * parts, plan.split.threads}, statistics<T, OPTIONS>, args, parts,
                                  plan.split.part, stats);
-                sequence.run(Launch{plan.row_blocks, ROW_THREADS}, finish<T, OPTIONS>, args, parts, stats,
-                             static_cast<const KnownTerms *>(nullptr), coefficients);
+                const Launch per_row = {plan.row_blocks, ROW_THREADS};
+                const KnownTerms *const known = nullptr;
+                if (shared) {
+                    const Exchange exchange =
+                        loss_group::exchange_of(context, call.loss, workspace + plan.exchange,
+                                                {RAFTER_OP_INDEX_cross_entropy, call.logits.dtype});
+                    LossStats<FULL> *const merged = at_offset<LossStats<FULL>>(workspace, plan.merged);
+                    sequence.run(per_row, publish_rows<T, OPTIONS>, args, parts, stats, exchange);
+                    status = loss_group::gather(context, call.loss, exchange);
+                    if (status != RAFTER_OK)
+                        return;
+                    sequence.run(per_row, merge_ranks, args, exchange, merged);
+                    sequence.run(per_row, finish<T, FULL, true>, args, 1u, merged, known, coefficients);
+                } else {
+                    sequence.run(per_row, finish<T, OPTIONS>, args, parts, stats, known, coefficients);
+                }
                 if (coefficients)
                     sequence.run(Launch{rows * plan.gradient_parts, GRADIENT_THREADS},
                                  gradients<T, IN_BACKWARD<OPTIONS>>, args, coefficients,
                                  static_cast<unsigned>(plan.gradient_parts));
             });
         });
-        return RAFTER_OK;
+        return status;
     }
 };
 

@@ -33,10 +33,13 @@ struct Common {
  * x of the active rows may be copied. The copy has as many rows as the call, and ends with the last
  * active row: loads past it are out of the tensor map and return 0. If all rows are active, the
  * call's own x has the same form. */
+constexpr int ELSEWHERE = INT_MAX; /* the label's class is another rank's */
+
 struct ActiveRows {
     const int *order, *count;
-    const int *classes; /* the rows' labels in that order, as Loss::class_of returns them */
-    int64_t all;        /* rows of the call */
+    const int
+        *classes; /* the rows' labels in that order, as Loss::class_of returns them; but as columns, or ELSEWHERE */
+    int64_t all;  /* rows of the call */
 
     /* How many of the list's rows [first, first + rows) are active. */
     DEVICE int among(int64_t first, int64_t rows) const {

@@ -92,8 +92,30 @@ void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout
 void store_dbias(const Run &run, const float *sums);
 
 /* After products that multiplied ignored rows as zeros: their dx is 0 * alpha, which is NaN if alpha
- * is not finite. Then this writes zeros. */
-void zero_ignored_dx(const Run &run);
+ * is not finite. Then this writes zeros. dx has the call's rows [first, first + rows). */
+void zero_ignored_dx(const Run &run, int64_t first, int64_t rows);
+
+/* ---- classes that are spread over ranks: kernels/rank_kernels.cu ------------------------------ */
+
+/* Buffers of such calls. */
+struct RankBuffers {
+    Buffer<LossStats<FULL>> stats; /* of every row; not of Hopper's if that has a buffer of its own */
+    Buffer<char> exchange;
+    Buffer<float> dx; /* of all rows, in their order: before and after the sum over ranks */
+    Buffer<float> dx_share;
+
+    void place(Layout *layout, const Problem &p);
+};
+
+/* `stats`: of the rows in `order` (NULL: in the call's), over this rank's classes; then over all. */
+rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, LossStats<FULL> *stats);
+
+/* to[order[k]] = sums[k] for the first *count rows, and 0 for the others. */
+void put_in_order(const Run &run, const ActiveRows &active, const float *sums, float *to);
+
+/* Sums dx over the ranks and stores it, or this rank's share. `dx`: without alpha, in the order of
+ * the call's rows. If the rank has no classes, it is set to 0 first. */
+rafter_status sum_dx(const Run &run, float *dx, float *share);
 
 /* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
  * active. */

@@ -13,7 +13,7 @@ const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call
 }
 
 size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan) {
-    const bool sums_dx = p.dx && slice < p.classes && !p.sum_in_dx;
+    const bool sums_dx = p.dx && (p.shared || (slice < p.classes && !p.sum_in_dx));
     *plan = {};
     plan->group = group;
     plan->slice = slice;
@@ -26,11 +26,12 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     const int64_t tile_stride = round_up(slice, int64_t(8));
     Layout layout;
     plan->common.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
-    layout.place(&plan->stats, p.statistics, p.rows * int64_t(sizeof(LossStats<FULL>)));
+    plan->ranks.place(&layout, p);
+    layout.place(&plan->stats, p.statistics && !p.shared, p.rows * int64_t(sizeof(LossStats<FULL>)));
     layout.place(&plan->x, !p.x.direct, p.rows * p.depth_stride() * p.bytes());
     layout.place(&plan->z, true, group * tile_stride * 4);
     layout.place(&plan->dz, p.dx || p.dweight, p.rows * tile_stride * p.bytes());
-    layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
+    layout.place(&plan->dx, p.dx && !plan->direct_dx && !p.shared, p.rows * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     layout.place(&plan->dbias, p.dbias, p.classes * 4);
     layout.place(&plan->products, plan->product_bytes > 0, static_cast<int64_t>(plan->product_bytes));
@@ -57,8 +58,9 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
     const ProductWorkspace products = {plan.products.in(base), plan.product_bytes};
     const int64_t tile_stride = round_up(plan.slice, int64_t(8));
     char *const all_dz = plan.dz.in(base);
-    float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base);
-    LossStats<FULL> *const stats = plan.stats.in(base);
+    float *const dx = p.shared ? plan.ranks.dx.in(base) : plan.dx.in(base), *const dweight = plan.dweight.in(base),
+                 *const dbias = plan.dbias.in(base);
+    LossStats<FULL> *const stats = p.shared ? plan.ranks.stats.in(base) : plan.stats.in(base);
     const Operand x =
         p.x.direct ? Operand{call.x.data, p.x.stride, false} : Operand{plan.x.in(base), p.depth_stride(), false};
     plan.common.use(&run, base);
@@ -81,6 +83,8 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
         RAFTER_TRY(for_groups(v, min(plan.slice, p.classes - v), [&](const LogitTile &tile) {
             collect_statistics(run, tile, 1, v == 0, stats + tile.first_row);
         }));
+    if (p.shared && p.statistics)
+        RAFTER_TRY(exchange_statistics(run, NULL, plan.ranks.exchange.in(base), stats));
     finish_rows(&run, NULL, 0, p.rows, stats, 1);
 
     if (plan.redo_nonfinite)
@@ -105,10 +109,13 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
                                    plan.direct_dx ? into_tensor(run, call.dx, p.dx_layout, 0) : into_sums(run, dx),
                                    v > 0));
     }
-    if (p.dx && !plan.direct_dx)
-        store_rows(run, call.dx, p.dx_layout, false, 0, p.rows, dx);
-    if (p.dx)
-        zero_ignored_dx(run);
+    if (p.dx && p.shared) {
+        RAFTER_TRY(sum_dx(run, dx, plan.ranks.dx_share.in(base)));
+    } else if (p.dx) {
+        if (!plan.direct_dx)
+            store_rows(run, call.dx, p.dx_layout, false, 0, p.rows, dx);
+        zero_ignored_dx(run, 0, p.rows);
+    }
     if (p.dbias)
         store_dbias(run, dbias);
     finish_call(run, {}, false);

@@ -13,6 +13,7 @@ namespace lce {
 
 struct CublasLtCompact {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool SHARES_CLASSES = true;
 
     struct Plan {
         int64_t group, slice; /* rows, classes of a tile of logits */
@@ -24,6 +25,7 @@ struct CublasLtCompact {
         Buffer<LossStats<FULL>> stats;
         Buffer<char> x, dz, products; /* dz: of all rows and a slice */
         Buffer<float> z, dx, dweight, dbias;
+        RankBuffers ranks;
     };
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call);

@@ -107,7 +107,7 @@ rafter_status CublasLtFast::launch(rafter_context *context, const Call &call, co
     if (p.dweight && !plan.direct_dweight)
         store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
     if (p.dx)
-        zero_ignored_dx(run);
+        zero_ignored_dx(run, 0, p.rows);
     if (p.dbias)
         store_dbias(run, dbias);
     finish_call(run, {}, false);

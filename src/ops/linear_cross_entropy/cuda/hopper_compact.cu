@@ -24,7 +24,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
     plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows);
-    plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes);
+    plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared;
     plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
@@ -42,6 +42,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     layout.place(&plan->column_parts, p.dbias || p.logit_sums,
                  max(p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0,
                      p.logit_sums ? ColumnSums::bytes(p.classes, p.depth) : 0));
+    plan->ranks.place(&layout, p);
     layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     return layout.bytes();
@@ -83,6 +84,7 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     char *const workspace_dz = plan.dz.in(base);
     RowStats *const stats = reinterpret_cast<RowStats *>(workspace_dz);
     OptionStats *const more = plan.more.in(base);
+    LossStats<FULL> *const row_stats = plan.ranks.stats.in(base);
     float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base);
     run.column_parts = plan.column_parts.in(base);
     const Operand x = {run.x.data, run.x.stride, false};
@@ -97,7 +99,11 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         LogitTask task = statistics_task(run, first, rows, stats);
         task.more = more;
         RAFTER_TRY(multiply_logits(run, STATISTICS, task, {}));
-        finish_tiles(&run, first, rows, stats, more, {});
+        finish_tiles(&run, first, rows, stats, more, {}, row_stats, p.shared);
+    }
+    if (p.shared && p.statistics) {
+        RAFTER_TRY(exchange_statistics(run, run.active.order, plan.ranks.exchange.in(base), row_stats));
+        finish_rows(&run, run.active.order, 0, p.rows, row_stats, 1);
     }
     if (!p.statistics)
         finish_rows(&run, run.active.order, 0, p.rows, NULL, 1);
@@ -129,10 +135,16 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     }
     if (p.dbias)
         store_dbias(run, dbias);
-    if (p.dx && !plan.direct_dx)
-        store_dx_rows(run, 0, p.rows, dx, NULL);
-    if (p.dx && !plan.setup.drop_ignored)
-        zero_ignored_dx(run);
+    if (p.dx && p.shared) {
+        float *const in_order = plan.ranks.dx.in(base);
+        put_in_order(run, run.active, dx, in_order);
+        RAFTER_TRY(sum_dx(run, in_order, plan.ranks.dx_share.in(base)));
+    } else if (p.dx) {
+        if (!plan.direct_dx)
+            store_dx_rows(run, 0, p.rows, dx, NULL);
+        if (!plan.setup.drop_ignored)
+            zero_ignored_dx(run, 0, p.rows);
+    }
     finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
     return RAFTER_OK;
 }

@@ -16,6 +16,7 @@ namespace lce {
 
 struct HopperCompact {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool SHARES_CLASSES = true;
 
     struct Plan {
         HopperSetup setup;
@@ -28,6 +29,7 @@ struct HopperCompact {
         Buffer<OptionStats> more; /* of a group's tiles */
         Buffer<float> dbias, weight_sum, logit_sums, column_parts;
         Buffer<float> dx, dweight;
+        RankBuffers ranks;
     };
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call);

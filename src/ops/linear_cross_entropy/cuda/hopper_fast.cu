@@ -246,7 +246,7 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
     if (p.dweight && !plan.direct_dweight)
         store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
     if (p.dx && !plan.setup.drop_ignored)
-        zero_ignored_dx(run);
+        zero_ignored_dx(run, 0, p.rows);
     finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
     return RAFTER_OK;
 }

@@ -182,9 +182,9 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
 /* Results and coefficients of active rows [first, first + rows) from the statistics of their tiles.
  * `more`: or NULL. `to_dz`, if its data is not NULL: exponentials of these rows, to be converted to
  * dz in place.
- * Adds rows to run->labels if wanted. */
+ * Adds rows to run->labels if wanted. only_save: stores the statistics in `saved`, and nothing else. */
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
-                  const Dz &to_dz, LossStats<FULL> *saved = NULL);
+                  const Dz &to_dz, LossStats<FULL> *saved = NULL, bool only_save = false);
 
 /* For a later backward. finish_tiles stores the statistics of all active rows in `saved`; then all
  * tiles of a row get one pivot; backward begins with finish_saved_rows. */

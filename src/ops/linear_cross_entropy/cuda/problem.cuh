@@ -47,6 +47,10 @@ struct Problem {
     bool divides_upstream;          /* rows have coefficients of their own that fp16 might not hold: see Prepared */
     bool dentropy;                  /* given: gradients need every row's entropy */
     bool saves;                     /* forward saves exponentials for backward, or they were saved */
+    bool shared;                    /* classes are spread over ranks: dx is always summed in the workspace */
+    int ranks;                      /* of those */
+    int64_t exchange_bytes;         /* what they exchange, in the workspace: see ops/loss_group.cuh */
+    bool share_of_dx;               /* dx is wanted of this rank's share of the rows */
     bool dx, dweight, dbias;        /* wanted */
     bool adds_dweight;              /* to what the caller's dweight holds */
     bool sum_in_dx, sum_in_dweight; /* partial sums may be kept in the caller's tensor */
@@ -71,13 +75,17 @@ struct Problem {
         divides_upstream = dentropy || (dtype == RAFTER_F16 && !alike);
         all_statistics = caps || smooths || loss.entropy.data || dentropy || loss.argmax.data;
         saves = call.saved;
-        dx = call.dx.data;
+        ranks = loss.class_group.ranks;
+        shared = ranks > 0;
+        share_of_dx = call.dx_rows == 2;
+        exchange_bytes = (rows + 1) * (loss.entropy.data || dentropy || loss.argmax.data ? 32 : 16) * (1 + ranks);
+        dx = share_of_dx ? rows * depth > 0 : call.dx.data != NULL;
         dweight = call.dweight.data;
         dbias = call.dbias.data;
         adds_dweight = call.accumulate_into_dweight;
         x = row_layout(call.x);
         weight = row_layout(call.weight);
-        dx_layout = dx ? row_layout(call.dx) : RowLayout{};
+        dx_layout = call.dx.data ? row_layout(call.dx) : RowLayout{};
         dweight_layout = dweight ? row_layout(call.dweight) : RowLayout{};
         dx_bytes = rafter_dtype_bytes(call.dx.dtype);
         dweight_bytes = rafter_dtype_bytes(call.dweight.dtype);
@@ -112,12 +120,13 @@ inline const char *why_not_fast(const Problem &p) {
     return NULL;
 }
 
+/* If classes are spread over ranks, compact is the only way, and a rank may have none. */
 inline const char *why_not_compact(const Problem &p) {
-    if (p.rows == 0 || p.classes == 0)
+    if (p.rows == 0 || (p.classes == 0 && !p.shared))
         return "there are no rows or no classes";
     if (p.saves)
         return "saved is given";
-    return p.mode == RAFTER_LCE_FAST && p.gradients() ? "mode is fast" : NULL;
+    return p.mode == RAFTER_LCE_FAST && p.gradients() && !p.shared ? "mode is fast" : NULL;
 }
 
 /* ---- limits of the workspace ----------------------------------------------------------------- */
@@ -232,15 +241,16 @@ template <typename RowBytes, typename Make>
 size_t fit_slices(const Problem &p, size_t budget, int64_t slice, int64_t tile, RowBytes row_bytes_of, Make make) {
     const size_t limit = budget ? budget : SIZE_MAX;
     for (;;) {
-        const int64_t row_bytes = row_bytes_of(min(slice, p.classes)), most = tile / row_bytes;
+        const int64_t classes = max(p.classes, int64_t(1)); /* a rank may have none */
+        const int64_t row_bytes = row_bytes_of(min(slice, classes)), most = tile / row_bytes;
         const int64_t group = even_part(p.rows, max(most, LEAST_GROUP), unit_of(most));
-        const size_t bytes = make(group, min(slice, p.classes));
+        const size_t bytes = make(group, min(slice, classes));
         if (bytes <= limit)
             return bytes;
         if (group > LEAST_GROUP && tile > row_bytes * LEAST_GROUP)
             tile /= 2;
         else if (slice > LEAST_SLICE)
-            slice = max(min(slice, p.classes) / 2 / 64 * 64, LEAST_SLICE); /* 64: a step of the products */
+            slice = max(min(slice, classes) / 2 / 64 * 64, LEAST_SLICE); /* 64: a step of the products */
         else
             return bytes;
     }

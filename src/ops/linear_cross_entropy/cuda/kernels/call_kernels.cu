@@ -37,6 +37,13 @@ DEVICE void copy_row(const CopyOfActive &copy, int64_t row, bool ignored, int64_
         destination[i] = ignored ? uint16_t(0) : from[i * copy.step];
 }
 
+/* As ActiveRows has it: see there. */
+DEVICE int column_of_class(const Loss &loss, int row_class) {
+    if (row_class < 0 || !loss.shared)
+        return row_class;
+    return loss.has_class(row_class) ? static_cast<int>(loss.column_of(row_class)) : ELSEWHERE;
+}
+
 /* ActiveRows' order and classes, and the copy of x, for this block's share of the rows. Each block
  * counts the active rows before its share itself. */
 DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, int *order, int *classes,
@@ -69,7 +76,7 @@ DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, in
         if (row < end) {
             const int at = bits >> lane & 1 ? k : rows - 1 - (static_cast<int>(row) - k);
             order[at] = static_cast<int>(row);
-            classes[at] = row_class;
+            classes[at] = column_of_class(loss, row_class);
         }
         active += warp_sum(lane_total);
     }
@@ -131,9 +138,9 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
         counters[i] = 0;
     double classes = 0.0;
 #pragma unroll 8
-    for (int64_t v = threadIdx.x; v < loss.classes && loss.class_weight; v += PREPARE_THREADS)
+    for (int64_t v = threadIdx.x; v < loss.all_classes && loss.class_weight; v += PREPARE_THREADS)
         classes += loss.weight_of(v);
-    classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.classes);
+    classes = loss.class_weight ? block_sum(classes) : static_cast<double>(loss.all_classes);
     Prepared prepared = {classes, block_sum(count(loss, threadIdx.x, PREPARE_THREADS)), 0.0, 0.0};
     const double shared_factor =
         loss.divides_upstream ? divide_upstream(loss, &prepared) : common_upstream(loss, prepared.totals);
@@ -257,11 +264,11 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
 /* See zero_ignored_dx. */
 template <typename T>
 __global__ void zero_ignored(const __grid_constant__ Loss loss, const float *alpha, const __grid_constant__ Out dx,
-                             int64_t columns) {
+                             int64_t first, int64_t rows, int64_t columns) {
     if (fabsf(*alpha) < INFINITY)
         return;
-    for (int64_t row = blockIdx.x; row < loss.rows; row += gridDim.x) {
-        if (loss.class_of(loss.load_label(row)) != IGNORED)
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        if (loss.class_of(loss.load_label(first + row)) != IGNORED)
             continue;
         T *const to = dx.rows.at<T>(row);
         for (int64_t i = threadIdx.x; i < columns; i += blockDim.x)
@@ -380,7 +387,7 @@ void store_dbias(const Run &run, const float *sums) {
     store_rows(run, as_row(run.call.dbias), RowLayout{}, false, 0, 1, sums);
 }
 
-void zero_ignored_dx(const Run &run) {
+void zero_ignored_dx(const Run &run, int64_t first, int64_t rows) {
     /* Otherwise alpha is the logit scale over a number of rows. */
     const bool may_be_infinite = run.loss.reduction != RAFTER_NONE && !run.loss.dentropy.data &&
                                  (run.loss.dloss.data || run.loss.denominator || run.loss.class_weight);
@@ -391,8 +398,8 @@ void zero_ignored_dx(const Run &run) {
         return;
     const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, false};
     for_dtype(view.dtype, [&](auto zero) {
-        launch(run.context, {min(run.problem.rows, most), 128}, zero_ignored<decltype(zero)>, run.loss, run.alpha(),
-               out, columns);
+        launch(run.context, {min(rows, most), 128}, zero_ignored<decltype(zero)>, run.loss, run.alpha(), out, first,
+               rows, columns);
     });
 }
 

@@ -195,7 +195,7 @@ __global__ __launch_bounds__(SUM_THREADS) void add_chunks(const float *parts, co
         spread += spread_parts ? spread_parts[i] : 0.0f;
     }
     if (spread != 0.0f)
-        sum -= spread * static_cast<float>(loss.weight_of(first_class + c));
+        sum -= spread * static_cast<float>(loss.column_weight(first_class + c));
     to[c] = add && c < columns ? to[c] + sum : sum;
 }
 

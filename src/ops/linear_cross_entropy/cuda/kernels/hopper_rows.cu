@@ -59,7 +59,7 @@ template <typename T> struct RowConversion {
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         if (v + j < loss.classes)
-                            all[j] -= gradient.spread * static_cast<float>(loss.weight_of(v + j));
+                            all[j] -= gradient.spread * static_cast<float>(loss.column_weight(v + j));
 #pragma unroll
                 for (int j = 0; j < N; j++)
                     all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
@@ -116,7 +116,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
     const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
     double row_scale, RowGradient *gradients, bool spread_apart, const __grid_constant__ Labels labels, T *exponentials,
-    int64_t stride, LossStats<FULL> *saved, Totals *block_totals) {
+    int64_t stride, LossStats<FULL> *saved, bool only_save, Totals *block_totals) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -150,10 +150,15 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
             g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
         g.s = merge_lanes<WARP>(g.s, loss.scale);
     }
-    if (lane < count)
+    if (lane < count && label != ELSEWHERE)
         g.z_label = z_label[first + index];
     if (lane < count && logit_sums)
         g.weighted = logit_sums[first + index];
+    if (only_save) {
+        if (own)
+            saved[first + index] = g;
+        return;
+    }
     Totals totals = {};
     RowGradient gradient = gradient_of_skipped(IGNORED);
     if (own) {
@@ -370,7 +375,7 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
 } // namespace
 
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
-                  const Dz &to_dz, LossStats<FULL> *saved) {
+                  const Dz &to_dz, LossStats<FULL> *saved, bool only_save) {
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
@@ -380,9 +385,9 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
                each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
                static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
-               reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved, run->block_totals + run->blocks);
+               reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved, only_save, run->block_totals + run->blocks);
     });
-    run->blocks += blocks;
+    run->blocks += only_save ? 0 : blocks;
 }
 
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {

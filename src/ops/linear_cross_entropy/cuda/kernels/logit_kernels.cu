@@ -90,7 +90,7 @@ DEVICE LossStats<FULL> collect_part(float (&z)[PACKS][4], const float *row, cons
         all = g;
     else
         all.s = g.s;
-    const int64_t at = label - first_class;
+    const int64_t at = loss.column_of(label) - first_class;
     all.z_label = at >= 0 && at < n ? row[at] + (bias ? bias[at] : 0.0f) : 0.0f;
     return all;
 }
@@ -124,7 +124,7 @@ template <typename T, int OPTIONS>
 DEVICE float gradient_at(const ColumnGradient<OPTIONS, T> &of, const RowGradient &row, float z, int64_t column,
                          int64_t label, const Loss &loss) {
     const float d = of.of(z, column, loss);
-    if (column != label)
+    if (column != loss.column_of(label))
         return d;
     return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss.softcap) : 1.0f);
 }

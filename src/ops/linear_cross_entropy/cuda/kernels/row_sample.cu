@@ -44,7 +44,7 @@ __global__ __launch_bounds__((SAMPLES + 1) * WARP) void sample_rows(const __grid
     const int warp = threadIdx.x / WARP, label = x.active.classes[k];
     const int64_t v = warp < SAMPLES ? loss.classes * warp / SAMPLES : label;
     float z = -INFINITY;
-    if (v >= 0) {
+    if (v >= 0 && v < loss.classes) {
         z = warp_dot(x.at(k), weight + v * stride, depth) + (bias ? bias[v] : 0.0f);
         if (loss.softcap != 0.0f)
             z = capped(z, loss.softcap);
@@ -97,7 +97,7 @@ __global__ __launch_bounds__(1024) void sum_weighted_bias(const __grid_constant_
     wait_for_previous_kernel();
     double sum = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes; v += blockDim.x)
-        sum += loss.weight_of(v) * bias[v];
+        sum += loss.column_weight(v) * bias[v];
     sum = block_sum(sum);
     if (threadIdx.x == 0)
         *to = static_cast<float>(sum);

@@ -1,0 +1,85 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Classes that are spread over ranks: see call_steps.cuh. */
+#include "ops/linear_cross_entropy/cuda/call_steps.cuh"
+#include "ops/loss_group.cuh"
+
+namespace lce {
+
+namespace {
+
+/* A thread per row. `stats` NULL: this rank has no classes. */
+__global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constant__ Loss loss, const int *order,
+                                                            const LossStats<FULL> *stats,
+                                                            const __grid_constant__ Exchange exchange) {
+    const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    if (k >= loss.rows)
+        return;
+    const int64_t row = order ? order[k] : k;
+    const bool counted = loss.class_of(loss.load_label(row)) >= 0;
+    loss_group::publish(exchange, row, counted && stats ? stats[k] : no_columns<FULL>(), loss);
+}
+
+__global__ __launch_bounds__(ROW_THREADS) void merge_ranks(const __grid_constant__ Loss loss, const int *order,
+                                                           const __grid_constant__ Exchange exchange,
+                                                           LossStats<FULL> *stats) {
+    const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    if (k < loss.rows)
+        stats[k] = loss_group::merged(exchange, order ? order[k] : k, loss);
+}
+
+/* A block per row. */
+__global__ __launch_bounds__(256) void scatter_rows(const __grid_constant__ ActiveRows active, int64_t stride,
+                                                    const float *sums, float *to) {
+    const int64_t k = blockIdx.x;
+    const bool is_active = k < *active.count;
+    float *const row = to + active.order[k] * stride;
+    for (int64_t i = threadIdx.x; i < stride; i += blockDim.x)
+        row[i] = is_active ? sums[k * stride + i] : 0.0f;
+}
+
+} // namespace
+
+void RankBuffers::place(Layout *layout, const Problem &p) {
+    const int64_t dx_bytes = p.rows * p.depth_stride() * 4;
+    layout->place(&stats, p.shared && p.statistics, p.rows * int64_t(sizeof(LossStats<FULL>)));
+    layout->place(&exchange, p.shared && p.statistics, p.exchange_bytes);
+    layout->place(&dx, p.shared && p.dx, dx_bytes);
+    layout->place(&dx_share, p.share_of_dx && p.dx, p.share_of_dx ? dx_bytes / p.ranks : 0);
+}
+
+rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, LossStats<FULL> *stats) {
+    const Problem &p = run.problem;
+    const struct rafter_loss &loss = run.call.loss;
+    const Launch per_row = {ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS};
+    const Exchange e = loss_group::exchange_of(
+        run.context, loss, exchange, {RAFTER_OP_INDEX_linear_cross_entropy, p.dtype, p.depth, run.call.dx_rows});
+    const LossStats<FULL> *const own = p.classes > 0 ? stats : NULL;
+    launch(run.context, per_row, publish_rows, run.loss, order, own, e);
+    RAFTER_TRY(loss_group::gather(run.context, loss, e));
+    launch(run.context, per_row, merge_ranks, run.loss, order, e, stats);
+    return RAFTER_OK;
+}
+
+void put_in_order(const Run &run, const ActiveRows &active, const float *sums, float *to) {
+    launch(run.context, {run.problem.rows, 256}, scatter_rows, active, run.problem.depth_stride(), sums, to);
+}
+
+rafter_status sum_dx(const Run &run, float *dx, float *share) {
+    const Problem &p = run.problem;
+    const rafter_communicator &group = run.call.loss.class_group;
+    const int64_t rows = p.share_of_dx ? p.rows / p.ranks : p.rows, count = rows * p.depth_stride();
+    const char *const name = "options.class_group";
+    if (p.classes == 0)
+        RAFTER_TRY(rafter_cuda_check(
+            run.context, "linear_cross_entropy",
+            cudaMemsetAsync(dx, 0, p.rows * p.depth_stride() * sizeof *dx, run.context->cuda_state->stream)));
+    if (p.share_of_dx)
+        RAFTER_TRY(rafter_group_scatter(run.context, name, &group, dx, share, static_cast<size_t>(count)));
+    else
+        RAFTER_TRY(rafter_group_sum(run.context, name, &group, dx, static_cast<size_t>(count)));
+    store_rows(run, run.call.dx, p.dx_layout, false, 0, rows, p.share_of_dx ? share : dx);
+    zero_ignored_dx(run, p.share_of_dx ? rows * group.rank : 0, rows);
+    return RAFTER_OK;
+}
+
+} // namespace lce
