@@ -49,7 +49,16 @@
  * with the context's stream. The stream must outlive the context.
  *
  * Threads: a context serves one call at a time. Different contexts may be used from different
- * threads.
+ * threads. All contexts share the library's worker threads, of which there are never more than the
+ * largest context asks for; calls that run at the same time divide them, so that no more threads run
+ * than there are processors or one context asks for. If threads cannot be created, a call has fewer.
+ * After fork(), parent and child may go on calling, from any thread; the child gets workers of its
+ * own. Workers handle no signals but faults and SIGPROF, and end when the process exits or the
+ * library is unloaded, which must not happen during a call.
+ *
+ * Floating-point environment: on a CPU, every thread of a call rounds, and flushes subnormal
+ * numbers, as the caller does. No call traps, whatever exceptions the caller traps, nor does one
+ * change the caller's exception flags.
  *
  * Determinism: the same call gives the same bits every time, for any number of threads.
  *
@@ -110,7 +119,7 @@ typedef struct rafter_context_options {
     size_t size;      /* sizeof(rafter_context_options) */
     DLDevice device;  /* zero: the CPU */
     void *stream;     /* CUDA: the cudaStream_t that calls are enqueued on */
-    int32_t threads;  /* CPU threads a call may use; 0: as many as OpenMP would */
+    int32_t threads;  /* CPU threads a call may use, at most 1024; 0: OMP_NUM_THREADS, else all processors */
     int32_t reserved; /* zero */
     /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "avx512", ...): no
      * newer CPU kernels than this. A CUDA variant (`rafter info` lists them): ops that have a

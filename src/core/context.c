@@ -6,10 +6,11 @@
 #include <string.h>
 
 #include <dlfcn.h>
-#include <omp.h>
 #include <sys/mman.h>
 
 #include "core/backend.h"
+#include "core/pool.h"
+#include "core/threads.h"
 #include "core/variants.h"
 
 #define STRING_(x) #x
@@ -126,7 +127,9 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     if (o.device.device_type != 0)
         context->device = o.device;
     context->stream = o.stream;
-    context->threads = o.threads > 0 ? o.threads : omp_get_max_threads();
+    context->threads = o.threads > 0 ? o.threads : rafter_default_threads();
+    if (context->threads > RAFTER_MOST_THREADS)
+        context->threads = RAFTER_MOST_THREADS;
     context->allocate = o.allocate;
     context->release = o.release;
     context->user = o.user;

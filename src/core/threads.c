@@ -1,35 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/threads.h"
 
+#include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-#include <omp.h>
+#include "core/pool.h"
+
+int rafter_default_threads(void) {
+    const char *const given = getenv("OMP_NUM_THREADS");
+    const long threads = given ? strtol(given, NULL, 10) : 0; /* the first number of a list */
+    if (threads <= 0)
+        return rafter_pool_processors();
+    return threads < RAFTER_MOST_THREADS ? (int)threads : RAFTER_MOST_THREADS;
+}
 
 void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg) {
-    const int64_t threads = context->threads < tasks ? context->threads : tasks;
-    if (threads <= 1) {
-        for (int64_t task = 0; task < tasks; task++)
-            body(arg, task);
-        return;
-    }
-#pragma omp parallel for num_threads((int)threads) schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; task++)
-        body(arg, task);
+    rafter_pool_run(context->threads, tasks, body, arg);
 }
 
 struct timed {
     void (*body)(void *arg, int64_t task);
     void *arg;
-    double busy;
+    _Atomic int64_t busy; /* nanoseconds */
 };
+
+static int64_t nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 static void timed_body(void *arg, int64_t task) {
     struct timed *const timed = arg;
-    const double start = omp_get_wtime();
+    const int64_t start = nanoseconds();
     timed->body(timed->arg, task);
-    const double seconds = omp_get_wtime() - start;
-#pragma omp atomic
-    timed->busy += seconds;
+    atomic_fetch_add(&timed->busy, nanoseconds() - start);
 }
 
 /* The phase of this name. Names past the end of the table share its last entry. */
@@ -48,12 +55,12 @@ void rafter_parallel_phase(const rafter_context *context, const char *name, int6
         rafter_parallel(context, tasks, body, arg);
         return;
     }
-    struct timed timed = {body, arg, 0};
-    const double start = omp_get_wtime();
+    struct timed timed = {.body = body, .arg = arg};
+    const int64_t start = nanoseconds();
     rafter_parallel(context, tasks, timed_body, &timed);
     struct rafter_phase *const phase = find_phase(context->phases, name);
-    phase->wall += omp_get_wtime() - start;
-    phase->busy += timed.busy;
+    phase->wall += 1e-9 * (double)(nanoseconds() - start);
+    phase->busy += 1e-9 * (double)timed.busy;
     phase->tasks += tasks;
     phase->runs++;
 }

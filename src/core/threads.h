@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The one place that spawns threads. */
+/* The one way to spread work over threads; the threads themselves are in core/pool.c. */
 #ifndef RAFTER_CORE_THREADS_H
 #define RAFTER_CORE_THREADS_H
 
 #include <stdint.h>
 
 #include "core/context.h"
+
+/* Threads of a context that does not say: OMP_NUM_THREADS, else the processors of this process. */
+int rafter_default_threads(void);
 
 /* Runs body(arg, task) for every task in [0, tasks), spread over the context's threads. Tasks must
  * not depend on one another. For results that do not depend on the number of threads, cut work into

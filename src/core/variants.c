@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "core/backend.h"
+#include "core/fp.h"
 #include "core/tensor.h"
 
 static const struct rafter_op *const ops[RAFTER_OP_COUNT] = {
@@ -93,6 +94,7 @@ rafter_status rafter_begin_call(rafter_context *context, const char *name, const
 }
 
 rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call) {
+    RAFTER_QUIET_FP;
     context->considered_count = 0;
     if (call->empty)
         return RAFTER_OK;
@@ -111,6 +113,7 @@ rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, co
 
 rafter_status rafter_ask_workspace(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call,
                                    size_t *bytes) {
+    RAFTER_QUIET_FP;
     context->considered_count = 0;
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");

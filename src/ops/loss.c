@@ -4,6 +4,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "core/fp.h"
 #include "core/threads.h"
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -127,6 +128,7 @@ static rafter_status take_scalar(rafter_context *context, const char *name, cons
 rafter_status rafter_loss_take(rafter_context *context, const struct rafter_loss_args *args, rafter_direction direction,
                                const char *rows_name, int ndim, const int64_t *shape, int64_t classes,
                                struct rafter_loss *loss) {
+    RAFTER_QUIET_FP;
     *loss = (struct rafter_loss){.direction = direction, .classes = classes};
     rafter_loss_options o;
     RAFTER_TRY(check_options(context, args->options, &o, loss));
@@ -375,6 +377,7 @@ double rafter_loss_denominator(const struct rafter_loss *loss) {
 }
 
 rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
+    RAFTER_QUIET_FP;
     struct reading reading = {.loss = loss, .per_task = READ_ROWS};
     if (loss->rows > READ_ROWS * READ_TASKS)
         reading.per_task = (loss->rows + READ_TASKS - 1) / READ_TASKS;
