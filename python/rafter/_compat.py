@@ -107,3 +107,14 @@ def tf32_products():
 # What torch.compiler.assume_constant_result would do, without importing torch._dynamo at once. Dynamo
 # cannot trace the function. Its guards contain the setting, so that a change compiles again.
 tf32_products._dynamo_marked_constant = True
+
+
+def wrapper_tensor(cls, shape, dtype, device):
+    """A tensor of a subclass that has no memory of its own; every op goes to its __torch_dispatch__.
+    PyTorch documents no other way to make one."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+
+def version(tensor):
+    """Autograd's count of in-place writes to the tensor; None for one of inference mode, which has none."""
+    return None if tensor.is_inference() else tensor._version

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rafter.patch(model): the training loss of a Hugging Face causal LM without ever forming
+"""rafter.patch(model), or of a trainer: the loss of a Hugging Face causal LM without ever forming
 logits."""
 import functools
 import inspect
-import math
 from typing import Any, TypeVar
 
 import torch
 
-from . import functional
+from . import _trl, functional
+from ._logits import CannotPatch, LazyLogits, Logits
 
-_Model = TypeVar("_Model", bound=torch.nn.Module)
+_Model = TypeVar("_Model")
 _KEY = "_rafter_patch"  # the attribute of a model that holds its _Patch
 _SET_BY_PATCH = {"input", "linear_weight", "target", "linear_bias", "ignore_index", "denominator", "reduction",
                  "extras"}
@@ -31,115 +31,6 @@ class _Replacement:
         return self.method(*args, **kwargs)
 
 
-class _Logits:
-    """Stands in for the logits of a training forward, which are never computed. It records how the
-    model makes them: a sum of products, and then perhaps a softcap and a scale. The sum has one
-    product, or several if LoRA adapts the output layer. Whatever else the model does with its logits
-    raises."""
-
-    def __init__(self, products, scale=1.0, cap=None):
-        # products: (factor, input, layer) each, for factor * layer(input). logits = scale * sum, or
-        # with a cap: cap * tanh(scale * sum).
-        self.products, self.scale, self.cap = products, scale, cap
-
-    @property
-    def dtype(self):
-        return self.products[0][1].dtype
-
-    def float(self):
-        return self  # the loss is computed in fp32
-
-    def contiguous(self):
-        return self
-
-    def to(self, target, non_blocking=False):
-        if isinstance(target, torch.dtype) and target not in (self.dtype, torch.float32):
-            self._refuse(f"to({target})")
-        return self  # also for a device: the loss is computed on that of the hidden states
-
-    def __mul__(self, factor):
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < abs(factor) < math.inf:
-            self._refuse(f"a product with {factor!r}")
-        if self.cap is None:
-            return _Logits(self.products, self.scale * factor)
-        return _Logits(self.products, self.scale, self.cap * factor)
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor):
-        if not isinstance(divisor, (int, float)) or divisor == 0:
-            self._refuse(f"a division by {divisor!r}")
-        return self * (1.0 / divisor)
-
-    def __add__(self, other):  # what LoRA adds
-        if not isinstance(other, _Logits) or self.cap is not None or other.cap is not None:
-            self._refuse("a sum")
-        return _Logits([(factor * part.scale, *product) for part in (self, other)
-                        for factor, *product in part.products])
-
-    def tanh(self):
-        if self.cap is not None:
-            self._refuse("a second tanh")
-        return _Logits(self.products, self.scale, 1.0)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse(name)
-
-    def __getitem__(self, _):
-        return self._refuse("an index")
-
-    def __sub__(self, _):
-        return self._refuse("a difference")
-
-    __rsub__ = __sub__
-
-    def __neg__(self):
-        return self._refuse("a sign")
-
-    def __pow__(self, _):
-        return self._refuse("a power")
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.tanh:
-            return args[0].tanh()
-        return cls._refuse(getattr(function, "__name__", str(function)))
-
-    @staticmethod
-    def _refuse(what):
-        raise RuntimeError(f"rafter.patch: the model changes its logits between the output layer and the loss ({what}) "
-                           "and cannot be patched, unless it only scales and softcaps them; rafter.unpatch(model) "
-                           "restores it")
-
-    def options(self):
-        """softcap and logit_scale of linear_cross_entropy."""
-        softcap, scale = None, self.scale
-        if self.cap is not None:  # cap * tanh(scale * z) = scale * cap * (1 / scale) * tanh(z / (1 / scale))
-            softcap, scale = 1.0 / self.scale, self.scale * self.cap
-        if scale <= 0 or softcap is not None and softcap <= 0:
-            self._refuse(f"a scale of {scale}")
-        options = {} if softcap is None else {"softcap": softcap}
-        return options if abs(scale - 1.0) < 1e-12 else {**options, "logit_scale": scale}
-
-    def linear(self):
-        """input, weight and bias of one layer that computes the sum. Several products become one by
-        concatenation of their inputs and weights, which is exact and leaves the gradients of LoRA's A
-        and B to autograd."""
-        (_, input, layer), *more = self.products
-        if not more:
-            return input, layer.weight, layer.bias
-        inputs, weights, bias = [], [], None
-        for factor, x, each in self.products:
-            inputs.append((x if factor == 1 else x * factor).to(input.dtype))
-            weights.append(each.weight.to(layer.weight.dtype))
-            if each.bias is not None:
-                part = (each.bias * factor).to(layer.weight.dtype)
-                bias = part if bias is None else bias + part
-        return torch.cat(inputs, -1), torch.cat(weights, -1), bias
-
-
 def _is_linear(module):
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
 
@@ -156,86 +47,157 @@ def _linears(layer):
     adapters = getattr(layer, "lora_B", None)
     if isinstance(adapters, torch.nn.ModuleDict) and hasattr(layer, "base_layer"):
         return sum(map(_linears, adapters.values()), _linears(layer.base_layer))
-    raise TypeError("rafter.patch needs a causal LM whose output layer is a torch.nn.Linear, plain or adapted by PEFT "
-                    f"with LoRA or modules_to_save; this one is {type(layer).__module__}.{type(layer).__qualname__}")
+    raise CannotPatch("its output layer has to be a torch.nn.Linear, plain or adapted by PEFT with LoRA or "
+                      f"modules_to_save; this one is {type(layer).__module__}.{type(layer).__qualname__}")
 
 
 class _Layer:
-    """The forward of an output layer: _Logits while a training loss is computed."""
+    """The forward of an output layer: Logits while a training loss is computed."""
 
     def __init__(self, patch, layer):
         self.patch, self.layer, self.forward = patch, layer, layer.forward
 
     def __call__(self, input):
-        return _Logits([(1.0, input, self.layer)]) if self.patch.active else self.forward(input)
+        return Logits([(1.0, input, self.layer)]) if self.patch.active else self.forward(input)
+
+
+class _Conflict(ValueError):
+    """An option of rafter.patch that the model has itself."""
 
 
 class _Patch:
-    """While the model's forward computes a training loss, its output layer returns _Logits, and its
-    loss function uses what they recorded. Otherwise both are the model's own."""
+    """While the model's forward computes a loss, its output layer returns Logits, and its loss function
+    uses what they recorded. Otherwise both are the model's own."""
 
     def __init__(self, model, options):
         self.model, self.options = model, options
-        kind = type(model).__name__
+        self.kind = type(model).__name__
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise CannotPatch("it is an encoder-decoder, as T5 and BART are, and computes its loss itself; "
+                              "rafter.linear_cross_entropy(decoder_output, lm_head.weight, labels) does the same")
         self.layers = _linears(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
         if not hasattr(type(model), "loss_function"):
-            raise TypeError(f"rafter.patch needs a model with a loss_function (transformers 4.46 or later); {kind} has "
-                            "none; if it wraps another model, patch the inner one")
+            raise CannotPatch("it has no loss_function, as models of transformers 4.46 and later do; if it wraps another "
+                              "model, patch the inner one")
         self.loss = model.loss_function
         if getattr(self.loss, "__name__", None) != "ForCausalLMLoss":
-            raise TypeError("rafter.patch needs a model whose loss is ForCausalLMLoss of transformers; this "
-                            f"{kind} has {self.loss!r}")
-        self.active = False  # between the start of a training forward and its loss_function
-        self.forward = model.forward
-        self.labels_at = list(inspect.signature(model.forward).parameters).index("labels")
+            raise CannotPatch(f"its loss has to be ForCausalLMLoss of transformers; this one is {self.loss!r}")
+        parameters = list(inspect.signature(model.forward).parameters)
+        if "labels" not in parameters:
+            raise CannotPatch("its forward takes no labels")
+        self.labels_at = parameters.index("labels")
+        self.active = False  # between the start of a forward with labels and its loss_function
+        self.trying = False  # in a trial, whose loss nobody needs
+        self.off = False  # undone, but called by what was wrapped around it
+        self.forward, self.own_forward = model.forward, model.__dict__.get("forward")
         # transformers has no public way to ask whether a model has a loss_function of its own; the
         # property of that name stores it here.
         self.own_loss = model.__dict__.get("_loss_function")
-        model.forward = _Replacement(self.model_forward, model.forward)
+        self.replacement = model.forward = _Replacement(self.model_forward, model.forward)
         for layer in self.layers:
             layer.forward = _Replacement(_Layer(self, layer), layer.forward)
         model.loss_function = self.loss_function
+        # TRL asks for the output layer, and multiplies by its weight itself.
+        model.get_output_embeddings = _Replacement(self.get_output_embeddings, model.get_output_embeddings)
 
     def undo(self):
-        del self.model.forward, self.model._loss_function
+        del self.model._loss_function, self.model.get_output_embeddings
+        if self.model.forward is not self.replacement:  # a trainer has wrapped it
+            self.off = True
+        elif self.own_forward is None:
+            del self.model.forward
+        else:
+            self.model.forward = self.own_forward
         for layer in self.layers:
             del layer.forward
         if self.own_loss is not None:
             self.model.loss_function = self.own_loss
 
-    def model_forward(self, *args, **kwargs):
-        labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
-        if not self.model.training or not torch.is_grad_enabled() or labels is None:
-            return self.forward(*args, **kwargs)
+    def get_output_embeddings(self):
+        _trl.announce(self)
+        return type(self.model).get_output_embeddings(self.model)
+
+    def trial(self):
+        """Runs the model's forward on two tokens, without its layers and without the loss. It raises
+        CannotPatch if this forward is one that cannot be followed. A forward that fails for another
+        reason, because it needs other inputs, decides in its first step."""
+        inside = self.model.base_model
+        if inside is self.model:
+            return
+        weight = self.layers[0].weight
+        hidden = torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        tokens = torch.zeros(1, 2, dtype=torch.long, device=weight.device)
+        had, own = "forward" in inside.__dict__, inside.forward
+        inside.forward = lambda *args, **kwargs: _trial_output(hidden)
+        self.trying = True
+        devices = [weight.device] if weight.is_cuda else []
+        try:
+            with torch.random.fork_rng(devices), torch.enable_grad():
+                self.recorded_forward(input_ids=tokens, labels=tokens)
+        except (CannotPatch, _Conflict):
+            raise
+        except Exception:
+            pass
+        finally:
+            self.trying = False
+            del inside.forward
+            if had:
+                inside.forward = own
+
+    def recorded_forward(self, *args, **kwargs):
+        """The model's forward, with its loss by Rafter."""
         self.active = True
         try:
             output = self.forward(*args, **kwargs)
             if self.active:
-                raise RuntimeError(f"rafter.patch: {type(self.model).__name__} did not call its loss_function; "
-                                   "rafter.unpatch(model) restores it")
+                raise CannotPatch("it did not call its loss_function")
+            return output
         finally:
             self.active = False
+
+    def model_forward(self, *args, **kwargs):
+        labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
+        training = self.model.training and torch.is_grad_enabled()
+        if (self.off or labels is None or kwargs.get("fused_lm_head")
+                or not training and not self.may_be_lazy(kwargs)):
+            return self.forward(*args, **kwargs)
+        try:
+            output = self.recorded_forward(*args, **kwargs)
+        except CannotPatch as reason:
+            raise RuntimeError(f"rafter.patch: {self.kind} cannot be served: {reason}; rafter.unpatch(model) restores "
+                               "it") from None
         if isinstance(output, tuple):
             return (output[0], None, *output[2:])
-        output.logits = None
+        output.logits = None if training else LazyLogits(output.logits)
         return output
+
+    def may_be_lazy(self, kwargs):
+        """Whether an evaluation's logits can wait for a reader: not if a gradient may be wanted of them,
+        nor if the weight may be elsewhere by then (FSDP, DeepSpeed)."""
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return_dict = kwargs.get("return_dict")
+        if return_dict is None:
+            return_dict = getattr(self.model.config, "return_dict", True)
+        return (return_dict and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+                and not (distributed and torch.distributed.get_world_size() > 1))
 
     def loss_function(self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100,
                       shift_labels=None, **kwargs):
         if not self.active:
             return self.loss(logits, labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
                              ignore_index=ignore_index, shift_labels=shift_labels, **kwargs)
-        if not isinstance(logits, _Logits):
-            raise RuntimeError(f"rafter.patch: the logits of {type(self.model).__name__} do not come from the output "
-                               "layer that was patched; rafter.unpatch(model) restores it, and adapters have to be "
-                               "added before rafter.patch")
+        if not isinstance(logits, Logits):
+            raise CannotPatch("its logits do not come from the output layer that was patched (adapters have to be added "
+                              "before rafter.patch)")
         own = logits.options()
         for name in ("softcap", "logit_scale"):
             if own and name in self.options:
-                raise ValueError(f"rafter.patch: {name} is {self.options[name]}, but {type(self.model).__name__} has "
-                                 f"{', '.join(f'{key} {value:.6g}' for key, value in own.items())} of its own")
+                raise _Conflict(f"rafter.patch: {name} is {self.options[name]}, but {self.kind} has "
+                                f"{', '.join(f'{key} {value:.6g}' for key, value in own.items())} of its own")
         self.active = False
         hidden, weight, bias = logits.linear()
+        if self.trying:
+            return hidden.new_zeros(())
         if shift_labels is None:  # token n predicts token n + 1; the last token predicts nothing
             shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         shift_labels = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
@@ -246,31 +208,74 @@ class _Patch:
                                                **self.options)
 
 
+def _trial_output(hidden):
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+    return MoeModelOutputWithPast(last_hidden_state=hidden)
+
+
 def _inner(model):
     """The model itself, or the one that PEFT has wrapped."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
+def _models(thing):
+    """The models to patch: the one given, or those of a trainer, TRL's reference model included."""
+    if isinstance(thing, torch.nn.Module):
+        return [_inner(thing)]
+    if not isinstance(getattr(thing, "model", None), torch.nn.Module):
+        raise TypeError(f"rafter.patch takes a model or a trainer with a model, not a {type(thing).__qualname__}")
+    models = [_inner(thing.model)]
+    reference = getattr(thing, "ref_model", None)
+    return models + ([_inner(reference)] if isinstance(reference, torch.nn.Module) else [])
+
+
+def _check_trainer(trainer, options):
+    """Refuses settings with which the trainer would compute its loss from logits, past the patch."""
+    if getattr(trainer, "label_smoother", None) is not None:
+        raise ValueError("rafter.patch: the trainer has label_smoothing_factor, and computes that from logits; leave it "
+                         "at 0 and pass label_smoothing to rafter.patch")
+    if getattr(trainer, "compute_loss_func", None) is not None:
+        raise ValueError("rafter.patch: the trainer has a compute_loss_func, which reads logits; leave it out")
+    if _trl.is_trainer(trainer):
+        _trl.check_options(options)
+
+
 def patch(model: _Model, **options: Any) -> _Model:
-    """Makes model(input_ids, labels=labels) compute its training loss with
-    rafter.linear_cross_entropy, and returns the model. The logits of the output are then None.
-    Nothing changes without labels, without gradients or in eval mode. `options` are keyword
-    arguments of linear_cross_entropy: mode, budget, label_smoothing, z_loss ... A model that PEFT
-    has wrapped is patched inside."""
-    inner = _inner(model)
-    if _KEY in inner.__dict__:
-        raise RuntimeError("rafter.patch: the model is already patched")
+    """Makes model(input_ids, labels=labels) compute its loss with rafter.linear_cross_entropy, and
+    returns the model. In training the logits of the output are then None; under no_grad they are
+    computed when they are read. Nothing changes without labels. `model` may also be a trainer of
+    transformers or of TRL (SFT, DPO, GRPO, KTO, RLOO), which has a model. `options` are keyword
+    arguments of linear_cross_entropy: mode, budget, label_smoothing, z_loss ...; with TRL, mode and
+    budget. A model that PEFT has wrapped is patched inside. Raises, and leaves the model as it is, if
+    the model cannot be patched."""
+    models = _models(model)
     for name in options:
         if name not in _OPTIONS:
             raise TypeError(f"rafter.patch has no option {name!r}, wanted one of {', '.join(_OPTIONS)}")
-    inner.__dict__[_KEY] = _Patch(inner, options)
+    if any(_KEY in inner.__dict__ for inner in models):
+        raise RuntimeError("rafter.patch: the model is already patched")
+    if not isinstance(model, torch.nn.Module):
+        _check_trainer(model, options)
+    done = []
+    try:
+        for inner in models:
+            done.append(_Patch(inner, options))
+            inner.__dict__[_KEY] = done[-1]
+            done[-1].trial()
+    except Exception as error:
+        for each in done:
+            each.model.__dict__.pop(_KEY).undo()
+        if isinstance(error, CannotPatch):
+            raise TypeError(f"rafter.patch cannot patch {type(inner).__name__}: {error}") from None
+        raise
     return model
 
 
 def unpatch(model: _Model) -> _Model:
-    """Undoes rafter.patch and returns the model."""
-    inner = _inner(model)
-    if _KEY not in inner.__dict__:
+    """Undoes rafter.patch and returns the model, or the trainer."""
+    models = _models(model)
+    if not all(_KEY in inner.__dict__ for inner in models):
         raise RuntimeError("rafter.unpatch: the model is not patched")
-    inner.__dict__.pop(_KEY).undo()
+    for inner in models:
+        inner.__dict__.pop(_KEY).undo()
     return model

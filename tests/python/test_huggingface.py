@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import tempfile
 
 import pytest
 import torch
@@ -96,6 +97,12 @@ def test_patched_model_agrees(device, make, more):
     model.eval()  # logits as before, and the model's own loss
     torch.testing.assert_close(model(**batch(device)).logits, expected.logits)
     torch.testing.assert_close(model(**batch(device), **more).loss, expected.loss)
+    with torch.no_grad():  # logits when they are read
+        out = model(**batch(device), **more)
+        torch.testing.assert_close(out.loss, expected.loss.detach())
+        assert (out.logits.shape, out.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
+        torch.testing.assert_close(out.logits + 0, expected.logits.detach())
+        assert type(model(**batch(device), return_dict=False)[1]) is torch.Tensor
     model.train()
     with torch.no_grad():
         assert model(**batch(device)).logits is not None
@@ -267,8 +274,10 @@ def test_options_and_refusals():
     rafter.unpatch(model)
     with pytest.raises(RuntimeError, match="not patched"):
         rafter.unpatch(model)
-    with pytest.raises(TypeError, match="output layer"):
+    with pytest.raises(TypeError, match="cannot patch GPT2Model: its output layer has to be a torch.nn.Linear"):
         rafter.patch(model.transformer)
+    with pytest.raises(TypeError, match="takes a model or a trainer with a model, not a str"):
+        rafter.patch("gpt2")
     with pytest.raises(TypeError, match="'zloss', wanted one of .*z_loss"):
         rafter.patch(model, zloss=1e-2)
     model.loss_function = lambda logits, labels, **_: logits.sum()
@@ -279,9 +288,10 @@ def test_options_and_refusals():
 def test_options_beside_those_of_the_model():
     for make, name in ((gemma2, "softcap 0.2"), (cohere, "logit_scale 5")):
         for option in ("softcap", "logit_scale"):
-            model = rafter.patch(make().train(), **{option: 2.0})
+            model = make().train()
             with pytest.raises(ValueError, match=f"{option} is 2.0, but {type(model).__name__} has {name} of its own"):
-                model(**batch("cpu"))
+                rafter.patch(model, **{option: 2.0})
+            assert model(**batch("cpu")).logits is not None  # as it was
     torch.manual_seed(0)
     model = llama().train()
     logits = model(batch("cpu")["input_ids"]).logits[:, :-1].flatten(0, 1)
@@ -321,7 +331,7 @@ def test_other_output_layers_are_refused():
 
     model = gpt2()
     model.set_output_embeddings(Scaled(32, VOCABULARY, bias=False))
-    with pytest.raises(TypeError, match="output layer is a torch.nn.Linear, .*; this one is .*Scaled"):
+    with pytest.raises(TypeError, match="output layer has to be a torch.nn.Linear, .*; this one is .*Scaled"):
         rafter.patch(model)
 
 
@@ -384,8 +394,133 @@ def test_changes_of_the_logits_that_are_followed(name):
 
 @parametrize("name", list(REFUSED))
 def test_other_changes_of_the_logits_are_refused(name):
-    model = rafter.patch(changing(REFUSED[name]))
-    with pytest.raises(RuntimeError, match="rafter.patch: the (model changes its )?logits"):
+    """When the model is patched, and if it changes its ways, in the forward."""
+    model = changing(REFUSED[name])
+    with pytest.raises(TypeError, match="rafter.patch cannot patch Changing: it(s logits| changes its logits)"):
+        rafter.patch(model)
+    assert not [key for key in model.__dict__ if key in ("forward", "_loss_function", "get_output_embeddings")]
+    model.change = lambda z: z
+    rafter.patch(model)
+    model.change = REFUSED[name]
+    with pytest.raises(RuntimeError, match="rafter.patch: Changing cannot be served: it(s logits| changes its logits)"):
         model(**batch("cpu"))
     model.change = lambda z: z
     assert model(**batch("cpu")).logits is None  # nothing is left of the failure
+
+
+def encoder_decoders():
+    small = dict(vocab_size=VOCABULARY, d_model=16, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    yield transformers.T5ForConditionalGeneration(transformers.T5Config(d_kv=4, d_ff=16, num_layers=1, num_heads=2,
+                                                                        **small))
+    yield transformers.BartForConditionalGeneration(transformers.BartConfig(
+        encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16, encoder_attention_heads=2,
+        decoder_attention_heads=2, **small))
+
+
+def test_encoder_decoders_are_refused_with_a_sentence():
+    for model in encoder_decoders():
+        with pytest.raises(TypeError, match=f"cannot patch {type(model).__name__}: it is an encoder-decoder"):
+            rafter.patch(model)
+
+
+def test_a_model_that_computes_its_loss_itself_is_refused():
+    class Own(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None):
+            logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=None, logits=logits)
+
+    with pytest.raises(TypeError, match="cannot patch Own: it did not call its loss_function"):
+        rafter.patch(Own(transformers.LlamaConfig(**SMALL)))
+
+
+def test_patching_runs_no_layer_and_keeps_the_random_state():
+    model = llama().train()
+    model.model.layers[0].forward = None  # would raise
+    state = torch.random.get_rng_state()
+    rafter.patch(model)
+    assert torch.equal(torch.random.get_rng_state(), state) and "forward" not in model.model.__dict__
+
+
+# ---- evaluation
+
+
+@parametrize("make", [llama, gemma2, cohere])
+def test_evaluation_forms_no_logits_until_they_are_read(make):
+    torch.manual_seed(0)
+    model = make().eval()
+    inputs = batch("cpu")
+    size = inputs["input_ids"].numel() * VOCABULARY
+    with torch.no_grad():
+        expected = model(**inputs)
+        rafter.patch(model)
+        kept = []
+        assert largest_tensor(lambda: kept.append(model(**inputs))) < size
+        (out,) = kept
+        torch.testing.assert_close(out.loss, expected.loss)
+        assert list(out.keys())[:2] == ["loss", "logits"]
+        pairs = tuple(out.items())  # as the Trainer of transformers does, whether it needs them or not
+        assert out.logits.detach().float().computed is None
+        assert out.logits.computed is None
+        assert torch.equal(out.logits.argmax(-1), expected.logits.argmax(-1))
+        assert out.logits.computed.shape == expected.logits.shape
+        for read in (lambda t: t.numpy(), lambda t: t.tolist(), lambda t: copy.deepcopy(t).numpy(),
+                     lambda t: pickle.loads(pickle.dumps(t)).numpy(), lambda t: torch.cat([t[:1], t[1:]]),
+                     lambda t: t.double().float()):
+            again = model(**inputs)
+            torch.testing.assert_close(torch.as_tensor(read(again.logits)), expected.logits)
+        assert "tensor(" in repr(pairs[1][1])
+    late = None
+    with torch.no_grad():
+        late = model(**inputs)
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+        with pytest.raises(RuntimeError, match="read after the output layer has changed"):
+            late.logits.sum()
+
+
+def test_evaluation_under_autocast():
+    torch.manual_seed(0)
+    model = llama().eval()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = model(**batch("cpu")).logits
+            out = rafter.patch(model)(**batch("cpu"))
+        assert out.logits.dtype is torch.bfloat16
+        torch.testing.assert_close(out.logits.float(), expected.float())
+
+
+# ---- the Trainer
+
+FOLDER = tempfile.TemporaryDirectory()  # what a trainer writes
+
+
+def trainer_of(model, folder, **arguments):
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCABULARY, (8, 12)).tolist()]
+    arguments = dict(max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no",
+                     disable_tqdm=True, **arguments)
+    return transformers.Trainer(model=model, args=transformers.TrainingArguments(folder, **arguments),
+                                train_dataset=rows, eval_dataset=rows)
+
+
+def test_a_trainer_is_patched_by_one_line():
+    pytest.importorskip("accelerate")
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_of(llama(), FOLDER.name, gradient_accumulation_steps=2, learning_rate=1.0,
+                             optim="sgd")
+        if patched:
+            assert rafter.patch(trainer) is trainer
+            assert largest_tensor(lambda: results.append(trainer.evaluate()["eval_loss"])) < 12 * VOCABULARY * 8
+        else:
+            results.append(trainer.evaluate()["eval_loss"])
+        results[-1] = (results[-1], trainer.train().training_loss,
+                       {n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+    (own_eval, own_loss, own), (eval_loss, loss, ours) = results
+    assert abs(own_eval - eval_loss) < 1e-5 and abs(own_loss - loss) < 1e-5
+    for name in own:
+        torch.testing.assert_close(ours[name], own[name], rtol=1e-3, atol=1e-5, msg=name)
+    rafter.unpatch(trainer)
+    smoothed = trainer_of(llama(), FOLDER.name, label_smoothing_factor=0.1)
+    with pytest.raises(ValueError, match="label_smoothing_factor"):
+        rafter.patch(smoothed)

@@ -139,13 +139,13 @@ def test_logits_are_never_formed():
 
 def test_what_is_refused():
     """Adapters that change more of the output layer, and adapters that come after the patch."""
-    with pytest.raises(TypeError, match="this one is peft.tuners.ia3"):
+    with pytest.raises(TypeError, match="cannot patch LlamaForCausalLM: .* this one is peft.tuners.ia3"):
         rafter.patch(peft.get_peft_model(llama(), peft.IA3Config(
             task_type="CAUSAL_LM", target_modules=["q_proj", "lm_head"], feedforward_modules=[])))
-    dora = rafter.patch(peft.get_peft_model(llama(), lora("lm_head", use_dora=True)).train())
-    with pytest.raises(RuntimeError, match="changes its logits"):
-        dora(**batch("cpu"))
-    assert rafter.unpatch(dora)(**batch("cpu")).logits.shape[-1] == VOCABULARY
+    dora = peft.get_peft_model(llama(), lora("lm_head", use_dora=True)).train()
+    with pytest.raises(TypeError, match="changes its logits"):
+        rafter.patch(dora)
+    assert dora(**batch("cpu")).logits.shape[-1] == VOCABULARY
     late = peft.get_peft_model(rafter.patch(llama()), lora("lm_head")).train()
     with pytest.raises(RuntimeError, match="changes its logits"):
         late(**batch("cpu"))
