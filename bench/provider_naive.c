@@ -13,9 +13,11 @@ static const struct naive_op *find_op(const char *name) {
         const char *name;
         const struct naive_op *level[CPU_LEVELS];
     } ops[] = {
-#define RAFTER_OP(op) {#op, {&naive_##op##_portable, &naive_##op##_avx2, &naive_##op##_avx512}},
+#define LEVEL(op, isa) &naive_##op##_##isa,
+#define RAFTER_OP(op) {#op, {CPU_LEVEL_LIST(LEVEL, op)}},
 #include "ops/ops.inc"
 #undef RAFTER_OP
+#undef LEVEL
     };
     for (size_t i = 0; i < sizeof ops / sizeof *ops; i++)
         if (strcmp(ops[i].name, name) == 0)

@@ -14,7 +14,9 @@
 #include "provider.h"
 
 static const struct streams *best_streams(void) {
-    static const struct streams *const by_level[CPU_LEVELS] = {&streams_portable, &streams_avx2, &streams_avx512};
+#define LEVEL(what, isa) &what##isa,
+    static const struct streams *const by_level[CPU_LEVELS] = {CPU_LEVEL_LIST(LEVEL, streams_)};
+#undef LEVEL
     return by_level[cpu_level()];
 }
 

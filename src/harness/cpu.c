@@ -8,8 +8,13 @@
 #include "ops/linear_cross_entropy/kernels.h"
 
 enum cpu_level cpu_level(void) {
-    const enum rafter_isa isa = rafter_cpu_isa();
-    return isa >= RAFTER_ISA_avx512 ? CPU_AVX512 : isa >= RAFTER_ISA_avx2 ? CPU_AVX2 : CPU_PORTABLE;
+    enum cpu_level level = CPU_LEVEL_portable;
+#define CPU_LEVEL_TAKE(what, isa)                                                                                      \
+    if (rafter_cpu_isa() >= RAFTER_ISA_##isa)                                                                          \
+        level = what##isa;
+    CPU_LEVEL_LIST(CPU_LEVEL_TAKE, CPU_LEVEL_)
+#undef CPU_LEVEL_TAKE
+    return level;
 }
 
 struct peak {

@@ -7,8 +7,21 @@
 
 #include "rafter/rafter.h"
 
-/* The ISA levels that the naive baselines and the memory streams are compiled for. */
-enum cpu_level { CPU_PORTABLE, CPU_AVX2, CPU_AVX512, CPU_LEVELS };
+/* The ISA levels that the naive baselines and the memory streams are compiled for (naive_isas in
+ * bench/CMakeLists.txt). Elsewhere than on x86-64 the compiler's baseline is enough: on aarch64 it
+ * has NEON. */
+#if defined(__x86_64__)
+#define CPU_LEVEL_LIST(X, what) X(what, portable) X(what, avx2) X(what, avx512)
+#else
+#define CPU_LEVEL_LIST(X, what) X(what, portable)
+#endif
+
+enum cpu_level {
+#define CPU_LEVEL_ENUM(what, isa) what##isa,
+    CPU_LEVEL_LIST(CPU_LEVEL_ENUM, CPU_LEVEL_)
+#undef CPU_LEVEL_ENUM
+        CPU_LEVELS
+};
 
 /* The highest of them that this machine runs. */
 enum cpu_level cpu_level(void);

@@ -18,6 +18,7 @@
 #include <string.h>
 
 #include "core/sizes.h"
+#include "harness/cpu.h"
 #include "harness/problem.h"
 
 enum { NAIVE_SLOTS = 8, NAIVE_BLOCK = 512 };
@@ -45,8 +46,8 @@ struct naive_op {
 #define NAIVE_PASTE(op, isa) NAIVE_PASTE_(op, isa)
 #define NAIVE_OP(op) NAIVE_PASTE(op, RAFTER_ISA)
 
-#define RAFTER_OP(name)                                                                                                \
-    extern const struct naive_op naive_##name##_portable, naive_##name##_avx2, naive_##name##_avx512;
+#define NAIVE_DECLARE(name, isa) extern const struct naive_op naive_##name##_##isa;
+#define RAFTER_OP(name) CPU_LEVEL_LIST(NAIVE_DECLARE, name)
 #include "ops/ops.inc"
 #undef RAFTER_OP
 

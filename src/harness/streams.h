@@ -6,6 +6,8 @@
 
 #include <stddef.h>
 
+#include "harness/cpu.h"
+
 struct streams {
     /* Sums all words. Here and below addresses are aligned to 64 bytes and sizes are multiples of
      * 1024. */
@@ -14,6 +16,8 @@ struct streams {
     void (*copy)(void *to, const void *from, size_t bytes);
 };
 
-extern const struct streams streams_portable, streams_avx2, streams_avx512;
+#define STREAMS_DECLARE(what, isa) extern const struct streams what##isa;
+CPU_LEVEL_LIST(STREAMS_DECLARE, streams_)
+#undef STREAMS_DECLARE
 
 #endif

@@ -5,6 +5,9 @@
 
 #define V_LANES 8
 #define V_FMA 1 /* v_fma rounds once */
+#define V_INT16 1
+#define V_SPLIT_BF16 1
+#define V_NEON 0
 
 #include "simd/types.h"
 
@@ -108,12 +111,16 @@ V_INLINE v16 v_select_negative_16(v16 x, v16 a, v16 b) {
     return _mm256_blendv_epi8(b, a, _mm256_srai_epi16(x, 15));
 }
 
-V_INLINE __m128i v_fold_max_i16(v16 a) {
-    return _mm_max_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+/* One instruction finds the smallest of eight unsigned integers; with the bits flipped, the largest
+ * signed. */
+V_INLINE int16_t v_fold_max_i16(v16 a) {
+    const __m128i part = _mm_max_epi16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    return (int16_t)(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi16(0x7fff))), 0) ^ 0x7fff);
 }
 
-V_INLINE __m128i v_fold_min_u16(v16 a) {
-    return _mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+V_INLINE uint16_t v_fold_min_u16(v16 a) {
+    const __m128i part = _mm_min_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    return (uint16_t)_mm_extract_epi16(_mm_minpos_epu16(part), 0);
 }
 
 /* ---- loads and stores ------------------------------------------------------------------------ */

@@ -5,6 +5,9 @@
 
 #define V_LANES 16
 #define V_FMA 1 /* v_fma rounds once */
+#define V_INT16 1
+#define V_SPLIT_BF16 1
+#define V_NEON 0
 
 #include "simd/types.h"
 
@@ -125,14 +128,17 @@ V_INLINE v16 v_select_negative_16(v16 x, v16 a, v16 b) {
     return _mm512_mask_mov_epi16(b, _mm512_movepi16_mask(x), a);
 }
 
-V_INLINE __m128i v_fold_max_i16(v16 a) {
+/* As in avx2.h. */
+V_INLINE int16_t v_fold_max_i16(v16 a) {
     const __m256i half = _mm256_max_epi16(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
-    return _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i part = _mm_max_epi16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return (int16_t)(_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(part, _mm_set1_epi16(0x7fff))), 0) ^ 0x7fff);
 }
 
-V_INLINE __m128i v_fold_min_u16(v16 a) {
+V_INLINE uint16_t v_fold_min_u16(v16 a) {
     const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(a), _mm512_extracti64x4_epi64(a, 1));
-    return _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i part = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return (uint16_t)_mm_extract_epi16(_mm_minpos_epu16(part), 0);
 }
 
 /* ---- loads and stores ------------------------------------------------------------------------ */

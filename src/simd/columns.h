@@ -37,7 +37,7 @@ V_INLINE vf v_pivots(vf max) {
 /* Brings an array of one 32-bit value per column from the order of memory into that of units. */
 V_INLINE void v_order_columns(int dtype, int64_t columns, void *values) {
     float *const at = values;
-    for (int64_t c = 0; dtype == RAFTER_BF16 && c + V_UNIT <= columns; c += V_UNIT) {
+    for (int64_t c = 0; v_is_split(dtype) && c + V_UNIT <= columns; c += V_UNIT) {
         vf a = v_load(RAFTER_F32, at + c), b = v_load(RAFTER_F32, at + c + V_LANES);
         v_pair(dtype, &a, &b);
         v_store(RAFTER_F32, at + c, a);
@@ -48,7 +48,7 @@ V_INLINE void v_order_columns(int dtype, int64_t columns, void *values) {
 /* The inverse. */
 V_INLINE void v_restore_columns(int dtype, int64_t columns, void *values) {
     float *const at = values;
-    for (int64_t c = 0; dtype == RAFTER_BF16 && c + V_UNIT <= columns; c += V_UNIT) {
+    for (int64_t c = 0; v_is_split(dtype) && c + V_UNIT <= columns; c += V_UNIT) {
         vf a = v_load(RAFTER_F32, at + c), b = v_load(RAFTER_F32, at + c + V_LANES);
         v_unpair(dtype, &a, &b);
         v_store(RAFTER_F32, at + c, a);

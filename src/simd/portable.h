@@ -5,6 +5,9 @@
 
 #define V_LANES 4
 #define V_FMA 0 /* v_fma rounds twice */
+#define V_INT16 0
+#define V_SPLIT_BF16 1
+#define V_NEON 0
 
 #include "simd/types.h"
 

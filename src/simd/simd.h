@@ -2,16 +2,22 @@
 /*
  * The vector vocabulary of the CPU kernels. A kernel is written once and compiled once per ISA
  * level; the compiler flags of the level pick the width. A vector `vf` has V_LANES floats: 16 with
- * AVX-512, 8 with AVX2, 4 in portable code. + - * / and comparisons are the compiler's vector
- * extensions. The rest is defined in two layers:
+ * AVX-512, 8 with AVX2, 4 with NEON and in portable code. + - * / and comparisons are the compiler's
+ * vector extensions. The rest is defined in two layers:
  *
- *   avx512.h, avx2.h, portable.h   primitives, one file per width
- *   simd.h (this file)             what all widths share, and fallbacks for AVX-512 instructions
+ *   avx512.h, avx2.h, neon.h, portable.h   primitives, one file per kind of vector
+ *   simd.h (this file)                     what all share, and fallbacks for single instructions
  *
  * A dtype argument must be a compile-time constant at every call: write kernels as V_INLINE
  * functions that take the dtype, and instantiate them from a switch at the top (see V_FOR_DTYPE).
  *
- * Every width file defines V_LANES, V_FMA (1 if v_fma rounds once) and the functions below.
+ * Every such file defines the following constants and the functions below.
+ *
+ *   V_LANES                   floats in a vector
+ *   V_FMA                     1 if v_fma rounds once
+ *   V_INT16                   1 if it has v_narrow2 and v16 (below)
+ *   V_SPLIT_BF16              1 if a pair of bf16 vectors (see v_load_pair) is its even and odd elements
+ *   V_NEON                    1 in neon.h
  *
  *   v_set(a)                  a in all lanes
  *   v_fma(a, b, c)            a * b + c, rounded once if V_FMA; v_fma_d: the same for doubles
@@ -29,22 +35,27 @@
  *   V_EVEN, V_ODD             shuffle indices: lanes 0, 2, 4 ... or 1, 3, 5 ... of two vectors
  *   V_ZIP_LOW, V_ZIP_HIGH     shuffle indices: two vectors interleaved, first or second half
  *
- * All roundings are to nearest even; NaN stays NaN and subnormals are kept. AVX-512 and AVX2 also
- * define the following.
+ * All roundings are to nearest even; NaN stays NaN and subnormals are kept. With V_INT16 there are
+ * also the following.
  *
  *   v_narrow2(dtype, a, b)    two vectors narrowed into one register: cheaper than one at a time
  *   v_set_16, v_load_16, v_max_i16, v_min_u16, v_select_negative_16   on vectors v16 of 2 V_LANES
- *                             16-bit integers; v_fold_max_i16, v_fold_min_u16 reduce one to 8
+ *                             16-bit integers; v_fold_max_i16, v_fold_min_u16: of all of them
  *
- * avx512.h also defines the functions that other widths get from an #if V_LANES < 16 below.
+ * avx512.h and neon.h also define the functions that others get from an #if V_LANES < 16 or #if
+ * !V_NEON below.
  */
 #ifndef RAFTER_SIMD_H
 #define RAFTER_SIMD_H
 
-#if defined(__AVX512F__)
+#if defined(RAFTER_PORTABLE) /* the level "portable", whatever the compiler's flags allow */
+#include "simd/portable.h"
+#elif defined(__AVX512F__)
 #include "simd/avx512.h"
 #elif defined(__AVX2__)
 #include "simd/avx2.h"
+#elif defined(__aarch64__)
+#include "simd/neon.h"
 #else
 #include "simd/portable.h"
 #endif
@@ -75,6 +86,20 @@ V_INLINE int64_t v_bytes(int dtype) {
 
 /* ---- arithmetic ------------------------------------------------------------------------------ */
 
+#if !V_NEON /* NEON has instructions for these */
+
+/* The larger or smaller; if either is NaN: NaN or b, and NaN if b is. For bounds that let NaN pass:
+ * one instruction everywhere, which v_max is not. */
+V_INLINE vf v_max_nan(vf a, vf b) {
+    return v_max(a, b);
+}
+
+V_INLINE vf v_min_nan(vf a, vf b) {
+    return v_min(a, b);
+}
+
+#endif
+
 #if V_LANES < 16 /* AVX-512 has instructions for these */
 
 /* a where the sign bit of x is set, b where it is clear. */
@@ -93,9 +118,8 @@ V_INLINE vi v_from_bits(unsigned bits) {
 /* a * 2^n for integer n and a in [1, 2]. Overflows to infinity, underflows through the subnormals
  * to zero. */
 V_INLINE vf v_scale(vf a, vf n) {
-    /* v_min and v_max return their second operand for NaN, so NaN passes both bounds; the result
-     * gets it from a. */
-    n = v_min(v_set(258.0f), v_max(v_set(-300.0f), n));
+    /* NaN passes both bounds; the result gets it from a. */
+    n = v_min_nan(v_set(258.0f), v_max_nan(v_set(-300.0f), n));
     const vi integer = __builtin_convertvector(n, vi), half = integer >> 1;
     return a * (vf)((half + 127) << 23) * (vf)((integer - half + 127) << 23);
 }
@@ -115,9 +139,13 @@ V_INLINE float v_sum(vf a) {
     return v_fold(a, false);
 }
 
+#if !V_NEON /* NEON has an instruction */
+
 V_INLINE float v_hmax(vf a) {
     return v_fold(a, true);
 }
+
+#endif
 
 /* ---- loads and stores, any alignment --------------------------------------------------------- */
 
@@ -143,7 +171,7 @@ V_INLINE void v_store(int dtype, void *p, vf a) {
 
 /* Two adjacent vectors. */
 V_INLINE void v_store2(int dtype, void *p, vf a, vf b) {
-#if V_LANES > 4
+#if V_INT16
     if (dtype != RAFTER_F32) {
         const vu both = v_narrow2(dtype, a, b);
         memcpy(p, &both, sizeof both);
@@ -154,7 +182,7 @@ V_INLINE void v_store2(int dtype, void *p, vf a, vf b) {
     v_store(dtype, (char *)p + V_LANES * v_bytes(dtype), b);
 }
 
-#if V_LANES < 16 /* AVX-512 has masked loads and stores */
+#if V_LANES < 16 && !V_NEON /* AVX-512 has masked loads and stores, and NEON has few lanes */
 
 /* The first n (at most V_LANES) elements; the other lanes hold `fill`. Reads nothing past them. */
 V_INLINE vf v_load_part(int dtype, const void *p, int64_t n, float fill) {
@@ -191,7 +219,7 @@ V_INLINE void v_put(int dtype, void *p, float a) {
 
 /* Two adjacent vectors. */
 V_INLINE void v_stream2(int dtype, void *p, vf a, vf b) {
-#if V_LANES > 4
+#if V_INT16
     if (dtype != RAFTER_F32) {
         v_stream_bits(p, v_narrow2(dtype, a, b));
         return;
@@ -211,11 +239,15 @@ V_INLINE void v_fence(void) {
 
 /* ---- pairs ----------------------------------------------------------------------------------- */
 
-/* A pair is 2 V_LANES adjacent elements in two vectors, in an order that depends on the dtype: for
- * bf16 the even elements and the odd ones. v_store_pair and v_stream_pair restore the order of
- * memory. Where the order does not matter, a pair halves the cost of unpacking and packing. */
+/* A pair is 2 V_LANES adjacent elements in two vectors, in the order of memory or split: the even
+ * elements and the odd ones. v_store_pair and v_stream_pair restore the order of memory. Where the
+ * order does not matter, splitting halves the cost of unpacking and packing bf16 on x86. */
+V_INLINE bool v_is_split(int dtype) {
+    return V_SPLIT_BF16 && dtype == RAFTER_BF16;
+}
+
 V_INLINE void v_load_pair(int dtype, const void *p, vf *a, vf *b) {
-    if (dtype == RAFTER_BF16) {
+    if (v_is_split(dtype)) {
         vu both;
         memcpy(&both, p, sizeof both);
         *a = (vf)(both << 16);
@@ -229,7 +261,7 @@ V_INLINE void v_load_pair(int dtype, const void *p, vf *a, vf *b) {
 /* Reorders a pair to two adjacent vectors in the order of memory. */
 V_INLINE void v_unpair(int dtype, vf *a, vf *b) {
     const vf even = *a, odd = *b;
-    if (dtype != RAFTER_BF16)
+    if (!v_is_split(dtype))
         return;
     *a = __builtin_shufflevector(even, odd, V_ZIP_LOW);
     *b = __builtin_shufflevector(even, odd, V_ZIP_HIGH);
@@ -238,7 +270,7 @@ V_INLINE void v_unpair(int dtype, vf *a, vf *b) {
 /* The inverse of v_unpair. */
 V_INLINE void v_pair(int dtype, vf *a, vf *b) {
     const vf first = *a, second = *b;
-    if (dtype != RAFTER_BF16)
+    if (!v_is_split(dtype))
         return;
     *a = __builtin_shufflevector(first, second, V_EVEN);
     *b = __builtin_shufflevector(first, second, V_ODD);
@@ -276,6 +308,8 @@ V_INLINE void v_store_d(double *p, vd a) {
     memcpy(p, &a, sizeof a);
 }
 
+#if !V_NEON /* NEON has instructions */
+
 V_INLINE void v_to_d(vf a, vd *low, vd *high) {
     typedef float half_vector __attribute__((vector_size(V_LANES * 2)));
     half_vector half[2];
@@ -283,6 +317,8 @@ V_INLINE void v_to_d(vf a, vd *low, vd *high) {
     *low = __builtin_convertvector(half[0], vd);
     *high = __builtin_convertvector(half[1], vd);
 }
+
+#endif
 
 /* The even or odd 32-bit words of two vectors; of doubles: their low or high halves. */
 V_INLINE vi v_even_words(vi a, vi b) {
@@ -352,7 +388,7 @@ V_INLINE vf v_exp2(vf t) {
     /* 2^r on [-1/2, 1/2] by a minimax polynomial of relative error 9.2e-8. Adding 1.5 * 2^23 rounds
      * t to an integer and leaves it in the low bits. 2^integer is applied as two factors, so that
      * their product overflows or underflows in one rounding. NaN passes the bounds. */
-    t = v_min(v_set(200.0f), v_max(v_set(-200.0f), t));
+    t = v_min_nan(v_set(200.0f), v_max_nan(v_set(-200.0f), t));
     const vf magic = v_set(0x1.8p23f), whole = t + magic, r = t - (whole - magic);
     const vf p = v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
     const vu half = (vu)whole << 22 & 0xff800000u, rest = ((vu)whole << 23) - half;
@@ -367,7 +403,7 @@ V_INLINE vf v_exp2(vf t) {
  * of 1e-7 * |x| is acceptable. */
 V_INLINE vf v_exp(vf x) {
     /* whole = floor(x log2(e)); whole ln(2) is subtracted in two steps, the first one exact. */
-    const vf bounded = v_min(v_set(90.0f), v_max(v_set(-105.0f), x));
+    const vf bounded = v_min_nan(v_set(90.0f), v_max_nan(v_set(-105.0f), x));
     const vf whole = v_floor(bounded * v_set(V_LOG2E));
     const vf high = v_fma(whole, v_set(-0.693145751953125f), bounded);
     const vf rest = v_fma(whole, v_set(-1.42860682030941723212e-6f), high);

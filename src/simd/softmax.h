@@ -74,8 +74,8 @@ V_INLINE vf v_lse(vf max, vf sum) {
  * `magic`, which is 1.5 * 2^23 - log2 * V_STEPS, rounds to k and leaves k in the low bits, so the
  * scaling costs nothing per term. Terms under 2^-125 count as 2^-125.
  *
- * Relative error of a term: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable 9.2e-8) and two
- * roundings. The error of log2(e), |x| * 1.3e-8, is common to all terms and cancels when the sum is
+ * Relative error of a term: 5.3e-8 from the polynomial (AVX2 2.5e-8, NEON and portable 9.2e-8)
+ * and two roundings. The error of log2(e), |x| * 1.3e-8, is common to all terms and cancels when the sum is
  * divided by one of them.
  */
 #if V_LANES == 16
@@ -141,7 +141,7 @@ V_INLINE vu v_step_bits(vf k) {
 
 /* sum + e^(x - base.pivot). `near` is base.near as a compile-time constant. NaN stays NaN. */
 V_INLINE vf v_add_exp(vf sum, vf x, const struct v_base *base, bool near) {
-    const vf d = v_max(base->low, near ? x : x - base->shift), scale = v_set(V_STEPS * V_LOG2E);
+    const vf d = v_max_nan(base->low, near ? x : x - base->shift), scale = v_set(V_STEPS * V_LOG2E);
     const vf k = v_fma(d, scale, base->magic);
     const vf r = v_fma(d, scale, base->magic - k);
 #if V_LANES == 16
@@ -184,23 +184,35 @@ V_INLINE float v_term(float x, const struct v_base *base) {
  * add + scale * e^(x - pivot), where pivot and scale are the same for many x: the form of softmax
  * and of its gradients. x may exceed the pivot by at most 80. The exponential is computed in the
  * steps described above; the scale is folded into the coefficients of the polynomial, so it costs
- * nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, portable
- * 9.2e-8), three roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125
+ * nothing. Relative error of the exponential: 5.3e-8 from the polynomial (AVX2 2.5e-8, NEON and
+ * portable 9.2e-8), three roundings, and |x - pivot| * 4.3e-8 (portable 1.6e-7). Exponentials under 2^-125
  * count as 0. NaN stays NaN, and +inf gives NaN.
  */
 struct v_scaled_exp {
-    vf pivot, scale, c1, c2, c3;
+    vf pivot, scale, c1, c2, c3, c4, c5;
 };
 
 V_INLINE struct v_scaled_exp v_scaled_exp_of(float pivot, float scale) {
 #if V_LANES == 16
-    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.0216611661f * scale),
-                                 v_set(0.0002345961839f * scale), v_set(0.0f)};
+    return (struct v_scaled_exp){
+        v_set(pivot), v_set(scale), v_set(0.0216611661f * scale), v_set(0.0002345961839f * scale), v_set(0.0f),
+        v_set(0.0f),  v_set(0.0f)};
 #elif V_LANES == 8
-    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.08664340526f * scale),
-                                 v_set(0.003754025558f * scale), v_set(0.0001083910611f * scale)};
+    return (struct v_scaled_exp){v_set(pivot),
+                                 v_set(scale),
+                                 v_set(0.08664340526f * scale),
+                                 v_set(0.003754025558f * scale),
+                                 v_set(0.0001083910611f * scale),
+                                 v_set(0.0f),
+                                 v_set(0.0f)};
 #else
-    return (struct v_scaled_exp){v_set(pivot), v_set(scale), v_set(0.0f), v_set(0.0f), v_set(0.0f)};
+    return (struct v_scaled_exp){v_set(pivot),
+                                 v_set(scale),
+                                 v_set(0.6931470037f * scale),
+                                 v_set(0.2402224243f * scale),
+                                 v_set(0.05550733581f * scale),
+                                 v_set(0.009671512991f * scale),
+                                 v_set(0.001326472731f * scale)};
 #endif
 }
 
@@ -214,12 +226,13 @@ V_INLINE vf v_scaled_exp(vf x, const struct v_scaled_exp *e, vf add) {
     const vf power = (vf)(v_step_bits(k) + ((vu)k << V_STEP_SHIFT));
     return (vf)_mm512_mask3_fmadd_ps((__m512)p, (__m512)power, (__m512)add, counts);
 #else
-    const vf bounded = v_max(low, d);
+    const vf bounded = v_max_nan(low, d);
     const vf k = v_fma(bounded, step, magic), r = v_fma(bounded, step, magic - k);
 #if V_LANES == 8
     const vf p = v_fma(v_fma(v_fma(e->c3, r, e->c2), r, e->c1), r, e->scale);
 #else
-    const vf p = e->scale * v_poly5(r, 0.6931470037f, 0.2402224243f, 0.05550733581f, 0.009671512991f, 0.001326472731f);
+    const vf high = v_fma(v_fma(e->c5, r, e->c4), r, e->c3);
+    const vf p = v_fma(v_fma(v_fma(high, r, e->c2), r, e->c1), r, e->scale);
 #endif
     const vu power = (v_step_bits(k) + ((vu)k << V_STEP_SHIFT)) & (vu)(d > low);
     return v_fma(p, (vf)power, add);
@@ -237,20 +250,20 @@ V_INLINE float v_max_row(int dtype, const void *x, int64_t n) {
     return v_hmax(n ? v_max(v_load_part(dtype, p, n, -INFINITY), max) : max);
 }
 
-/* Running maxima of pairs (see v_load_pair), lane by lane. With AVX2 and AVX-512, maxima of 16-bit
+/* Running maxima of pairs (see v_load_pair), lane by lane. With V_INT16, maxima of 16-bit
  * floats are computed on their bits, 2 V_LANES at a time: among encodings with the sign bit clear
  * the largest integer is the largest float; among the others the smallest unsigned integer is. A
  * NaN may hide a maximum; the result is then NaN. */
 struct v_peak {
     vf value[2];
-#if V_LANES > 4
+#if V_INT16
     v16 positive, negative;
 #endif
 };
 
 V_INLINE struct v_peak v_peak_empty(void) {
     struct v_peak peak = {.value = {v_set(-INFINITY), v_set(-INFINITY)}};
-#if V_LANES > 4
+#if V_INT16
     peak.positive = v_set_16(-0x8000), peak.negative = v_set_16(-1);
 #endif
     return peak;
@@ -259,7 +272,7 @@ V_INLINE struct v_peak v_peak_empty(void) {
 /* Adds the pair at p, which a and b hold. */
 V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf b) {
     (void)dtype, (void)p;
-#if V_LANES > 4
+#if V_INT16
     if (dtype != RAFTER_F32) {
         const v16 bits = v_load_16(p);
         peak->positive = v_max_i16(peak->positive, bits);
@@ -267,8 +280,8 @@ V_INLINE void v_peak_add(int dtype, struct v_peak *peak, const void *p, vf a, vf
         return;
     }
 #endif
-    peak->value[0] = v_max(a, peak->value[0]);
-    peak->value[1] = v_max(b, peak->value[1]);
+    peak->value[0] = v_max_nan(a, peak->value[0]);
+    peak->value[1] = v_max_nan(b, peak->value[1]);
 }
 
 /* The maxima lane by lane, in the order of a pair. */
@@ -276,7 +289,7 @@ V_INLINE void v_peak_pair(int dtype, const struct v_peak *peak, vf *a, vf *b) {
     *a = peak->value[0];
     *b = peak->value[1];
     (void)dtype;
-#if V_LANES > 4
+#if V_INT16
     if (dtype != RAFTER_F32) {
         const v16 bits = v_select_negative_16(peak->positive, peak->negative, peak->positive);
         v_load_pair(dtype, &bits, a, b);
@@ -286,16 +299,12 @@ V_INLINE void v_peak_pair(int dtype, const struct v_peak *peak, vf *a, vf *b) {
 
 /* The largest of all lanes. */
 V_INLINE float v_peak_value(int dtype, const struct v_peak *peak) {
-    const float value = v_hmax(v_max(peak->value[0], peak->value[1]));
+    const float value = v_hmax(v_max_nan(peak->value[0], peak->value[1]));
     (void)dtype;
-#if V_LANES > 4
+#if V_INT16
     if (dtype != RAFTER_F32) {
-        const __m128i positive = v_fold_max_i16(peak->positive), negative = v_fold_min_u16(peak->negative);
-        /* One instruction finds the smallest of eight unsigned integers; with the bits flipped, the
-         * largest signed. */
-        const __m128i flip = _mm_set1_epi16(0x7fff);
-        const int largest = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(positive, flip)), 0) ^ 0x7fff;
-        const uint16_t bits = (uint16_t)(largest & 0x8000 ? _mm_extract_epi16(_mm_minpos_epu16(negative), 0) : largest);
+        const int16_t positive = v_fold_max_i16(peak->positive);
+        const uint16_t bits = positive < 0 ? v_fold_min_u16(peak->negative) : (uint16_t)positive;
         const float top = v_get(dtype, &bits);
         return value > top ? value : top;
     }

@@ -33,6 +33,8 @@ V_INLINE void v_zip(vf *a, int count) {
         a[i] = b[i];
 }
 
+#if !V_NEON /* there in neon.h */
+
 /* Elements of a by index, lane by lane. */
 V_INLINE vf v_permute(vf a, vi index) {
 #if V_LANES == 16
@@ -43,6 +45,8 @@ V_INLINE vf v_permute(vf a, vi index) {
     return (vf){a[index[0]], a[index[1]], a[index[2]], a[index[3]]};
 #endif
 }
+
+#endif
 
 /* ---- packed rows of up to V_LANES / 2 elements ----------------------------------------------- */
 

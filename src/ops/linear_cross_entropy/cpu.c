@@ -76,7 +76,7 @@ enum { PANELS = 4 };
 /* One vector of a row (with pairs: of two rows) of a right panel: n elements, then zeros. NULL
  * stands for a row of zeros. */
 V_INLINE vf right_vector(int dtype, const char *even, const char *odd, int64_t n) {
-    if (n <= 0)
+    if (n <= 0 || !even)
         return v_set(0.0f);
     if (is_pairs(dtype))
         return join_pairs(load_halves(even, n), load_halves(odd, n));
@@ -107,6 +107,8 @@ V_INLINE void pack_right_as(int dtype, const struct lce_matrix *m, char *right, 
                         right_vector(dtype, even ? even + at : NULL, odd ? odd + at : NULL, min64(V_LANES, n - i - c)));
                 }
         }
+        for (int64_t i = 0; is_pairs(dtype) && i < n; i += f.columns)
+            order_right(base + (j + i / f.columns) * panel_bytes + (from - block) * f.columns * f.element, to - from);
     }
 }
 
@@ -141,6 +143,8 @@ V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, ch
                     for (int i = 0; u + i < units; i++)
                         v_store(RAFTER_F32, out + (u + i) * row_bytes, row[i]);
             }
+            if (is_pairs(dtype) && (c + V_LANES) % f.columns == 0) /* the panel is complete */
+                order_right(right + (k * columns + c / f.columns * f.columns * in_block) * f.element, in_block);
         }
     }
 }

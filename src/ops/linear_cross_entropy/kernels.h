@@ -15,7 +15,8 @@
  * LCE_DEPTH_BYTES of one left row.
  *     left   [k block][m panel][k unit][row of the panel][LCE_UNIT_BYTES]: what a micro-tile reads is
  *            contiguous, and so is an AMX tile
- *     right  [k block][n panel][k][columns]; bf16 pairs: [k block][n panel][k / 2][columns][2]
+ *     right  [k block][n panel][k][columns]; bf16 pairs: [k block][n panel][k / 2][columns][2], with
+ *            NEON [k / 4][columns][4]
  *     out    fp32, [n block of LCE_COLUMNS][m][columns]
  * m is padded to whole micro-tiles (with anything), n to whole panels and k to whole
  * steps (with zeros).

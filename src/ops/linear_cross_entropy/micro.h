@@ -2,8 +2,9 @@
 /*
  * Micro-kernels: out[rows, columns] (+)= left[rows, k] right[k, columns] on packed panels (see
  * kernels.h), with the whole micro-tile in registers. Everything that depends on the ISA level is
- * here. All levels have fp32, written in the vector vocabulary. Levels that multiply bf16 pairs in
- * hardware (LCE_PAIRS) have a second one: with AVX-512 dot products or with AMX tiles.
+ * here and in micro_neon.h. All levels have fp32, written in the vector vocabulary or for NEON.
+ * Levels that multiply bf16 pairs in hardware (LCE_PAIRS) have a second one: with AVX-512 dot
+ * products, with AMX tiles, or with NEON's matrix products.
  */
 #ifndef RAFTER_LCE_MICRO_H
 #define RAFTER_LCE_MICRO_H
@@ -13,10 +14,14 @@
 
 /* ---- fp32 ------------------------------------------------------------------------------------ */
 
+#if V_NEON
+
+#include "ops/linear_cross_entropy/micro_neon.h"
+
+#else
+
 /* The sums fill all but a few of the vector registers. */
-enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES };
-#define F32_FORMAT                                                                                                     \
-    { 4, F32_ROWS, F32_COLUMNS, 1 }
+enum { F32_ROWS = V_LANES == 16 ? 12 : 6, F32_VECTORS = 2, F32_COLUMNS = F32_VECTORS * V_LANES, F32_STEP = 1 };
 
 static void micro_f32(int64_t k, const char *left, const char *right, float *out, int64_t stride, bool accumulate) {
     const float *a = (const float *)left, *b = (const float *)right;
@@ -50,9 +55,14 @@ static void micro_f32(int64_t k, const char *left, const char *right, float *out
         }
 }
 
+#endif
+
+#define F32_FORMAT                                                                                                     \
+    { 4, F32_ROWS, F32_COLUMNS, F32_STEP }
+
 /* ---- bf16 pairs ------------------------------------------------------------------------------ */
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) && V_LANES == 16
 
 /* 2 x 2 tiles of 16 x 16 sums. A step multiplies two tiles of 16 rows x 32 k by two of 32 k x 16
  * columns. K blocks are halved, so that a left panel (16 KiB) stays in L1 while the right panels
@@ -110,7 +120,7 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
     _tile_stored(3, below + 16, out_bytes);
 }
 
-#elif defined(__AVX512BF16__)
+#elif defined(__AVX512BF16__) && V_LANES == 16
 
 #define LCE_PAIRS 1
 enum { PAIR_ROWS = 12, PAIR_VECTORS = 2, PAIR_COLUMNS = 32, PAIR_STEP = 32, PAIR_DEPTH = LCE_DEPTH_BYTES / 2 };
@@ -153,6 +163,16 @@ static void micro_pairs(int64_t k, const char *left, const char *right, float *o
         }
 }
 
+#elif V_NEON && V_NEON_BF16
+
+#define LCE_PAIRS 1
+
+V_INLINE void begin_pairs(void) {
+}
+
+V_INLINE void end_pairs(void) {
+}
+
 #else
 
 #define LCE_PAIRS 0
@@ -173,9 +193,16 @@ V_INLINE void end_pairs(void) {
     { 2, PAIR_ROWS, PAIR_COLUMNS, PAIR_STEP }
 #endif
 
+#if !(V_NEON && LCE_PAIRS)
+/* k rows of a right panel as the micro-kernel wants them: as they are. */
+V_INLINE void order_right(char *panel, int64_t k) {
+    (void)panel, (void)k;
+}
+#endif
+
 /* V_LANES floats, rounded to bf16. */
 V_INLINE vh round_halves(vf a) {
-#if LCE_PAIRS
+#if LCE_PAIRS && !V_NEON
     return (vh)_mm512_cvtneps_pbh((__m512)a);
 #else
     return v_narrow(RAFTER_BF16, a);

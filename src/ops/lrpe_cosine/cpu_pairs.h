@@ -89,7 +89,7 @@ V_INLINE struct pair pair_pivot(struct pair max) {
 /* The index of feature d in an array in pair order. */
 static int64_t pair_order_index(int dtype, int64_t d) {
     const int64_t within = d % PAIR;
-    return dtype == RAFTER_BF16 ? d - within + within % 2 * V_LANES + within / 2 : d;
+    return v_is_split(dtype) ? d - within + within % 2 * V_LANES + within / 2 : d;
 }
 
 #endif

@@ -33,7 +33,7 @@ V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int6
     if (contiguous != buffer && count < PAIR)
         contiguous = memcpy(buffer, p, (size_t)(count * v_bytes(dtype)));
     const struct pair v = {v_load(dtype, contiguous), v_load(dtype, contiguous + V_LANES * v_bytes(dtype))};
-    if (x_dtype != RAFTER_BF16)
+    if (!v_is_split(x_dtype))
         return v;
     return (struct pair){(vf)v_even_words((vi)v.a, (vi)v.b), (vf)v_odd_words((vi)v.a, (vi)v.b)};
 }
