@@ -72,8 +72,9 @@ static rafter_status pick(rafter_context *context, const struct rafter_op *op, c
             return RAFTER_OK;
     }
     if (least_budget > 0)
-        return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL, "budget is %zu bytes, wanted at least %zu",
-                           call->budget, least_budget);
+        return rafter_fail(context, RAFTER_WORKSPACE_TOO_SMALL,
+                           "budget is %zu bytes of workspace, wanted at least %zu, or 0 for no limit", call->budget,
+                           least_budget);
     if (forced)
         return rafter_fail(context, RAFTER_UNSUPPORTED, "variant '%s' of %s does not serve this call: %s", forced->name,
                            op->name, reason);

@@ -169,6 +169,6 @@ def smallest_budget(function):
             return budget
         except RuntimeError as error:
             assert "budget is" in str(error)
-            wanted = int(str(error).split("wanted at least ")[1])
+            wanted = int(str(error).split("wanted at least ")[1].split(",")[0])
             assert wanted > budget
             budget = wanted
