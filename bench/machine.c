@@ -10,8 +10,22 @@
 
 #include "core/sizes.h"
 
+/* The numbers by which Arm's server cores name themselves. */
+static const char *arm_core(long implementer, long part) {
+    static const struct {
+        long part;
+        const char *name;
+    } cores[] = {{0xd0c, "Arm Neoverse N1"}, {0xd40, "Arm Neoverse V1"}, {0xd49, "Arm Neoverse N2"},
+                 {0xd4f, "Arm Neoverse V2"}, {0xd84, "Arm Neoverse V3"}, {0xd8e, "Arm Neoverse N3"}};
+    for (size_t i = 0; implementer == 0x41 && i < sizeof cores / sizeof *cores; i++)
+        if (cores[i].part == part)
+            return cores[i].name;
+    return NULL;
+}
+
 const char *machine_cpu(void) {
     static char model[128];
+    long implementer = 0;
     if (model[0])
         return model;
     snprintf(model, sizeof model, "unknown");
@@ -21,6 +35,17 @@ const char *machine_cpu(void) {
         const char *colon = strchr(line, ':');
         if (colon && strncmp(line, "model name", 10) == 0) {
             snprintf(model, sizeof model, "%.*s", (int)strcspn(colon + 2, "\n"), colon + 2);
+            break;
+        }
+        if (colon && strncmp(line, "CPU implementer", 15) == 0)
+            implementer = strtol(colon + 1, NULL, 16);
+        if (colon && strncmp(line, "CPU part", 8) == 0) { /* there is no model name on aarch64 */
+            const long part = strtol(colon + 1, NULL, 16);
+            const char *name = arm_core(implementer, part);
+            if (name)
+                snprintf(model, sizeof model, "%s", name);
+            else
+                snprintf(model, sizeof model, "aarch64, implementer 0x%lx, part 0x%lx", implementer, part);
             break;
         }
     }

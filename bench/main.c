@@ -65,7 +65,8 @@ static void help(FILE *to) {
         "\n"
         "Ops: cross_entropy, linear_cross_entropy (lce), logsumexp, act, lrpe_cosine, scale; all of them if none is "
         "named.\n"
-        "RAFTER_VARIANT=NAME in the environment: a CPU level (portable, avx2, ...) allows no newer CPU kernels; a "
+        "RAFTER_VARIANT=NAME in the environment: a CPU level (portable, avx2, neon, ...) allows no newer CPU kernels; "
+        "a "
         "CUDA\n"
         "variant is used in all ops that have it.\n",
         to);

@@ -121,7 +121,7 @@ typedef struct rafter_context_options {
     void *stream;     /* CUDA: the cudaStream_t that calls are enqueued on */
     int32_t threads;  /* CPU threads a call may use, at most 1024; 0: OMP_NUM_THREADS, else all processors */
     int32_t reserved; /* zero */
-    /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "avx512", ...): no
+    /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "neon", ...): no
      * newer CPU kernels than this. A CUDA variant (`rafter info` lists them): ops that have a
      * variant of that name use no other, and refuse calls that it does not serve. The environment
      * variable RAFTER_VARIANT, if set, overrides this. */
@@ -580,7 +580,8 @@ RAFTER_API int rafter_describe_variant(const rafter_context *context, const char
 RAFTER_API int rafter_considered_variant(const rafter_context *context, int index, const char **variant,
                                          const char **reason);
 
-/* "avx2 fma f16c avx512f ...": what was found on this CPU. */
+/* "avx2 fma f16c avx512f ...", "neon fp16 bf16 ...": what was found on this CPU; "" if the library
+ * has only portable code for it. */
 RAFTER_API const char *rafter_cpu_features(void);
 
 /* Threads a CPU call on this context may use. */

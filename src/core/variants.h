@@ -4,7 +4,8 @@
  *
  * An op's variants.inc lists its variants, in order of preference:
  *
- *     CPU(avx512)                 the op's cpu.c, compiled for that ISA level
+ *     CPU(avx512)                 the op's cpu.c, compiled for that ISA level; rows of another
+ *                                 architecture's levels are within #if
  *     CUDA(packed_rows, sm80)     the op's cuda/packed_rows.cu, for compute capability 8.0 and later
  *     CUDA(hopper_fast, sm90a)    for compute capability 9.0 exactly
  *
