@@ -216,7 +216,9 @@ static bool ran(const struct variant *v, const rafter_context *context) {
 
 /* All modes of an allocated problem, with all variants. */
 static void walk_modes(problem *p, struct variant variants[], int count) {
-    const bool thorough = p->layout == PROBLEM_COMPACT && p->values == PROBLEM_ORDINARY;
+    const bool thorough =
+        p->values == PROBLEM_ORDINARY &&
+        (p->layout == PROBLEM_COMPACT || p->layout == PROBLEM_CROSSED || p->layout == PROBLEM_BROADCAST);
     bool served[VARIANTS_MOST + 1] = {false};
     for (int m = 0; m < PROBLEM_MODES; m++) {
         const enum problem_mode mode = (enum problem_mode)m;

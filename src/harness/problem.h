@@ -43,9 +43,10 @@ enum problem_layout {
     PROBLEM_PADDED,     /* rows wider than the last dimension; calls must not change the padding */
     PROBLEM_TRANSPOSED, /* the last two dimensions swapped in memory */
     PROBLEM_EXPANDED,   /* inputs: stride 0 in the first dimension */
+    PROBLEM_CROSSED,    /* inputs and upstream gradients transposed, results compact */
+    PROBLEM_BROADCAST,  /* upstream gradients: stride 0 in every dimension, as the gradient of a sum */
     PROBLEM_LAYOUTS,
-    PROBLEM_RESIDENT, /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
-    PROBLEM_BROADCAST /* bench only, inputs: stride 0 in every dimension, as the gradient of a sum */
+    PROBLEM_RESIDENT /* bench only: stride 0 in all but the last dimension, outputs too, so that data stays in L1 */
 };
 extern const char *const problem_layout_names[];
 

@@ -64,8 +64,11 @@ bool problem_lays_out(const problem_tensor *t, enum problem_layout layout) {
     switch (layout) {
     case PROBLEM_PADDED:
     case PROBLEM_RESIDENT: return t->ndim >= 2;
+    case PROBLEM_CROSSED: return !problem_is_result(t) && problem_lays_out(t, PROBLEM_TRANSPOSED);
     case PROBLEM_TRANSPOSED: return t->ndim >= 2 && t->shape[t->ndim - 1] > 1 && t->shape[t->ndim - 2] > 1;
     case PROBLEM_EXPANDED: return !problem_is_result(t) && !t->in_place_of && t->ndim >= 1 && t->shape[0] > 1;
+    case PROBLEM_BROADCAST:
+        return t->role == PROBLEM_UPSTREAM && !t->in_place_of && t->ndim >= 1 && t->shape[0] > 1;
     default: return true;
     }
 }
@@ -84,8 +87,10 @@ bool problem_has_layout(const problem *p, enum problem_layout layout) {
     bool any = false;
     for (int i = 0; i < p->tensors; i++) {
         any |= problem_lays_out(&p->tensor[i], layout);
-        if (layout == PROBLEM_EXPANDED && partner(p, &p->tensor[i]))
-            return false; /* outputs with stride 0 are refused */
+        const bool results_differ =
+            layout == PROBLEM_EXPANDED || layout == PROBLEM_CROSSED || layout == PROBLEM_BROADCAST;
+        if (results_differ && partner(p, &p->tensor[i]))
+            return false; /* two tensors in one memory have one layout */
     }
     return any;
 }
@@ -95,7 +100,7 @@ static void set_strides(problem_tensor *t, enum problem_layout layout) {
     for (int d = 0; d < t->ndim; d++)
         order[d] = d;
     const bool lays = problem_lays_out(t, layout);
-    if (lays && layout == PROBLEM_TRANSPOSED) {
+    if (lays && (layout == PROBLEM_TRANSPOSED || layout == PROBLEM_CROSSED)) {
         order[t->ndim - 2] = t->ndim - 1;
         order[t->ndim - 1] = t->ndim - 2;
     }

@@ -285,6 +285,45 @@ V_INLINE void v_store_pair(int dtype, void *p, vf a, vf b) {
     }
 }
 
+/* The first n (fewer than 2 V_LANES) elements of a pair; the others are `fill`, which is 0 or infinite.
+ * Reads nothing past them. */
+V_INLINE void v_load_pair_part(int dtype, const void *p, int64_t n, float fill, vf *a, vf *b) {
+#if V_LANES == 16
+    if (dtype == RAFTER_BF16) {
+        const __mmask32 mask = (1u << n) - 1u;
+        int32_t bits;
+        memcpy(&bits, &fill, sizeof bits); /* its high half: 0 and the infinities are exact in bf16 */
+        const __m512i both = _mm512_mask_loadu_epi16(_mm512_set1_epi16((short)(bits >> 16)), mask, p);
+        *a = (vf)((vu)both << 16);
+        *b = (vf)((vu)both & 0xffff0000u);
+        return;
+    }
+    *a = v_load_part(dtype, p, n < V_LANES ? n : V_LANES, fill);
+    *b = n > V_LANES ? v_load_part(dtype, (const char *)p + V_LANES * v_bytes(dtype), n - V_LANES, fill) : v_set(fill);
+#else
+    char buffer[2 * V_LANES * 4];
+    v_store2(dtype, buffer, v_set(fill), v_set(fill));
+    memcpy(buffer, p, (size_t)(n * v_bytes(dtype)));
+    v_load_pair(dtype, buffer, a, b);
+#endif
+}
+
+V_INLINE void v_store_pair_part(int dtype, void *p, vf a, vf b, int64_t n) {
+#if V_LANES == 16
+    if (dtype == RAFTER_BF16) {
+        _mm512_mask_storeu_epi16(p, (1u << n) - 1u, (__m512i)v_narrow_pair_bf16(a, b));
+        return;
+    }
+    v_store_part(dtype, p, a, n < V_LANES ? n : V_LANES);
+    if (n > V_LANES)
+        v_store_part(dtype, (char *)p + V_LANES * v_bytes(dtype), b, n - V_LANES);
+#else
+    char buffer[2 * V_LANES * 4];
+    v_store_pair(dtype, buffer, a, b);
+    memcpy(p, buffer, (size_t)(n * v_bytes(dtype)));
+#endif
+}
+
 V_INLINE void v_stream_pair(int dtype, void *p, vf a, vf b) {
     if (dtype == RAFTER_BF16)
         v_stream_bits(p, v_narrow_pair_bf16(a, b));
@@ -437,6 +476,16 @@ V_INLINE vf v_tanh(vf x) {
 V_INLINE const void *v_gather(int dtype, const void *p, int64_t stride, int64_t n, void *buffer) {
     if (stride == 1)
         return p;
+    if (stride == 0) { /* compilers turn these loops into vectors only without the stride */
+        uint32_t word = 0;
+        memcpy(&word, p, (size_t)v_bytes(dtype));
+        word |= dtype == RAFTER_F32 ? 0 : word << 16;
+        for (int64_t i = 0; i < n * v_bytes(dtype) / 4; i++)
+            memcpy((char *)buffer + i * 4, &word, 4);
+        if (n * v_bytes(dtype) % 4)
+            memcpy((char *)buffer + (n - 1) * 2, &word, 2);
+        return buffer;
+    }
     if (dtype == RAFTER_F32)
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)buffer + i * 4, (const char *)p + i * stride * 4, 4);

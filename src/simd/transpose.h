@@ -205,4 +205,69 @@ V_INLINE void v_columns_to_rows(int dtype, const float *from, int64_t from_pitch
                                 y + (r * pitch + c) * v_bytes(dtype), pitch);
 }
 
+/* ---- elements as they are -------------------------------------------------------------------- */
+
+/* `count` elements of a dtype, bit by bit, a lane each; the other lanes are undefined. */
+V_INLINE vf v_load_bits(int dtype, const void *p, int64_t count) {
+    if (dtype == RAFTER_F32)
+        return count == V_LANES ? v_load(RAFTER_F32, p) : v_load_part(RAFTER_F32, p, count, 0.0f);
+    vh h = {0};
+    if (count == V_LANES)
+        memcpy(&h, p, sizeof h);
+    else
+#if V_LANES == 16
+        h = (vh)_mm256_maskz_loadu_epi16((__mmask16)((1u << count) - 1), p);
+#else
+        memcpy(&h, p, (size_t)count * sizeof(uint16_t));
+#endif
+    return (vf) __builtin_convertvector(h, vu);
+}
+
+V_INLINE void v_store_bits(int dtype, void *p, vf a, int64_t count) {
+    if (dtype == RAFTER_F32) {
+        if (count == V_LANES)
+            v_store(RAFTER_F32, p, a);
+        else
+            v_store_part(RAFTER_F32, p, a, count);
+        return;
+    }
+    const vh h = __builtin_convertvector((vu)a, vh);
+    if (count == V_LANES)
+        memcpy(p, &h, sizeof h);
+    else
+#if V_LANES == 16
+        _mm256_mask_storeu_epi16(p, (__mmask16)((1u << count) - 1), (__m256i)h);
+#else
+        memcpy(p, &h, (size_t)count * sizeof(uint16_t));
+#endif
+}
+
+/* One square of v_turn. `whole`: all of it is there. */
+V_INLINE void v_turn_square(int dtype, bool whole, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to,
+                            int64_t to_pitch) {
+    vf a[V_LANES];
+    for (int i = 0; i < V_LANES; i++)
+        a[i] = whole || i < rows ? v_load_bits(dtype, x + i * pitch, whole ? V_LANES : n) : v_set(0.0f);
+    for (int w = 1; w < V_LANES; w *= 2)
+        v_unzip(a, V_LANES);
+    for (int i = 0; i < V_LANES; i++)
+        if (whole || i < n)
+            v_store_bits(dtype, to + i * to_pitch, a[i], whole ? V_LANES : rows);
+}
+
+/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, without conversion. */
+V_INLINE void v_turn(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
+    const int64_t bytes = v_bytes(dtype), from_step = pitch * bytes, to_step = to_pitch * bytes;
+    for (int64_t r = 0; r < rows; r += V_LANES)
+        for (int64_t c = 0; c < n; c += V_LANES) {
+            const char *const from = x + r * from_step + c * bytes;
+            char *const at = to + c * to_step + r * bytes;
+            const int64_t there = min64(rows - r, V_LANES), wide = min64(n - c, V_LANES);
+            if (there == V_LANES && wide == V_LANES)
+                v_turn_square(dtype, true, from, from_step, V_LANES, V_LANES, at, to_step);
+            else
+                v_turn_square(dtype, false, from, from_step, there, wide, at, to_step);
+        }
+}
+
 #endif

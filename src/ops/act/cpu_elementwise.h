@@ -31,6 +31,10 @@ V_INLINE vf backward(const vf in[], const void *env) {
 
 V_INLINE void map_as(int dtype, int kind, bool is_forward, const struct act_block *b) {
     const struct elementwise env = {dtype, kind};
+    if (lies_across(is_forward ? 1 : 2, b)) {
+        map_tiles(dtype, is_forward ? 1 : 2, b, is_forward ? forward : backward, &env);
+        return;
+    }
     for (int64_t row = 0; row < b->rows; row++)
         map_row(dtype, is_forward ? 1 : 2, b, row, is_forward ? forward : backward, &env);
 }
@@ -43,6 +47,14 @@ V_INLINE vf identity(const vf in[], const void *env) {
 /* Copies the bits, so that a NaN keeps its payload. */
 V_INLINE void copy(int dtype, int from, const struct act_block *b) {
     const int64_t bytes = v_bytes(dtype), n = b->columns, step = b->column_stride[from];
+    if (step != 1 && b->row_stride[from] == 1 && b->column_stride[ACT_OUT] == 1) {
+        for (int64_t row = 0; row < b->rows; row += TILE_ROWS)
+            for (int64_t i = 0; i < n; i += TILE_COLUMNS)
+                v_turn(dtype, row_at(dtype, b, from, row) + i * step * bytes, step, min64(n - i, TILE_COLUMNS),
+                       min64(b->rows - row, TILE_ROWS), row_at(dtype, b, ACT_OUT, row) + i * bytes,
+                       b->row_stride[ACT_OUT]);
+        return;
+    }
     for (int64_t row = 0; row < b->rows; row++) {
         const char *const in = row_at(dtype, b, from, row);
         char *const out = row_at(dtype, b, ACT_OUT, row);
@@ -53,9 +65,12 @@ V_INLINE void copy(int dtype, int from, const struct act_block *b) {
         } else {
             char buffer[GATHER * 4];
             for (int64_t i = 0; i < n; i += GATHER) {
-                const int64_t part = min64(n - i, GATHER);
-                v_scatter(dtype, v_gather(dtype, in + i * step * bytes, step, part, buffer),
-                          out + i * b->column_stride[ACT_OUT] * bytes, b->column_stride[ACT_OUT], part);
+                const int64_t part = min64(n - i, GATHER), out_step = b->column_stride[ACT_OUT];
+                if (out_step == 1)
+                    v_gather(dtype, in + i * step * bytes, step, part, out + i * bytes);
+                else
+                    v_scatter(dtype, v_gather(dtype, in + i * step * bytes, step, part, buffer),
+                              out + i * out_step * bytes, out_step, part);
             }
         }
     }

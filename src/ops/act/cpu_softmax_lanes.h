@@ -15,8 +15,10 @@
 /* ---- short rows ------------------------------------------------------------------------------ */
 
 enum {
-    TURNED = 2048,     /* elements of each tensor turned at a time */
+    TURNED = 2048,     /* elements of each tensor turned at a time, or as many as a vector of rows has */
     TURNED_ROWS = 256, /* rows at a time, at most */
+    /* Elements of the buffer; backward has two tensors in it. */
+    MOST_TURNED = ACT_JOINED * V_LANES > 2 * TURNED ? ACT_JOINED *V_LANES : 2 * TURNED,
     /* Rows of up to this length are turned. Backward turns three tensors, and pays for it only
      * where several rows fit a vector. */
     SHORTEST_FORWARD = 40,
@@ -63,19 +65,22 @@ V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n
 }
 
 V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b) {
-    _Alignas(64) float in[TURNED], dy[TURNED];
-    const int64_t n = b->columns, pitch = min64(TURNED / n / V_LANES * V_LANES, TURNED_ROWS);
+    _Alignas(64) float buffer[MOST_TURNED];
+    const int64_t n = b->columns, inner = b->inner;
+    const int64_t pitch = min64(max64(TURNED / n / V_LANES, 1) * V_LANES, TURNED_ROWS);
+    float *const in = buffer, *const dy = buffer + n * pitch;
     for (int64_t r = 0; r < b->rows; r += pitch) {
         const int64_t rows = min64(b->rows - r, pitch);
         v_rows_to_columns(dtype, row_at(dtype, b, ACT_IN, r), b->row_stride[ACT_IN], rows, n, in, pitch);
         if (!is_forward)
             v_rows_to_columns(dtype, row_at(dtype, b, ACT_DY, r), b->row_stride[ACT_DY], rows, n, dy, pitch);
-        for (int64_t i = 0; i < rows; i += V_LANES) {
-            if (is_forward)
-                lanes_forward(in + i, pitch, n);
-            else
-                lanes_backward(in + i, dy + i, pitch, n);
-        }
+        for (int64_t line = 0; line < inner; line++)
+            for (int64_t i = line * pitch; i < line * pitch + rows; i += V_LANES) {
+                if (is_forward)
+                    lanes_forward(in + i, inner * pitch, n / inner);
+                else
+                    lanes_backward(in + i, dy + i, inner * pitch, n / inner);
+            }
         v_columns_to_rows(dtype, in, pitch, rows, n, row_at(dtype, b, ACT_OUT, r), b->row_stride[ACT_OUT]);
     }
 }
@@ -112,7 +117,7 @@ V_INLINE void any_rows_in_registers(int dtype, const struct act_block *b) {
 
 /* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
-    if (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1) {
+    if (b->inner > 1 || (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1)) {
         if (is_forward)
             V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, true, b))
         else

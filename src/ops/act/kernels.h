@@ -18,6 +18,7 @@ struct act_block {
     rafter_act_kind kind;
     bool stream; /* write past the caches. The output is aligned to its elements; the caller ends with v_fence() */
     int64_t rows, columns;
+    int64_t inner; /* whole_rows: a row is `inner` lines, whose elements take turns; else 1 */
     char *data[ACT_TENSORS];
     int64_t row_stride[ACT_TENSORS], column_stride[ACT_TENSORS]; /* in elements */
     uint8_t *mask; /* relu_mask at the first element, or NULL. With a mask, the block is one contiguous row */
@@ -32,6 +33,12 @@ enum {
     ACT_SHORT = 8192 + ACT_SHORT_MARGIN,
     /* Elements of rows, with margins, that are read twice and should stay in L1. */
     ACT_ROWS_BLOCK = 2048,
+    /* Blocks of fewer than so many columns, if there are so many blocks of at most so many elements
+     * (they are turned, a lane each), become rows of several lines. */
+    ACT_JOINED_COLUMNS = 32,
+    ACT_JOINED_BLOCKS = 16,
+    ACT_JOINED = 448,
+    ACT_JOINED_BACKWARD = ACT_JOINED / 2,
     /* Most lines of a block. */
     ACT_MOST_LINES = 512,
     /* Floats per line. Forward: the maximum, and the sum of exponentials relative to it. Backward:
@@ -43,8 +50,8 @@ enum {
 struct act_kernels {
     /* The elementwise kinds, by direction. */
     void (*map[2])(const struct act_block *block);
-    /* Softmax of any number of rows of up to ACT_SHORT elements with column stride 1, in one step;
-     * by direction. */
+    /* Softmax of any number of rows of up to ACT_SHORT elements (ACT_JOINED if a row is several
+     * lines) with column stride 1, in one step; by direction. */
     void (*whole_rows[2])(const struct act_block *block);
     /* Softmax by form and direction, in two steps: statistics of the lines, then the result from
      * them. */

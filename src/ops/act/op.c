@@ -4,9 +4,14 @@
  * elements, the same for all of its tensors. The grid is cut into blocks of rows x columns, and
  * kernels take one block at a time. Elementwise kinds may be cut anywhere. The lines of softmax are
  * the rows of the grid if their elements are adjacent in memory, and its columns if the lines are
- * adjacent. They stay whole unless there are too few of them to keep all threads busy. All of that
- * follows from shapes and strides alone, so that results do not depend on the number of threads.
+ * adjacent. They stay whole unless there are too few of them to keep all threads busy. If the lines
+ * of the input of forward, or of dy, lie otherwise than those of the output, they are copied to the
+ * output first, and the call goes on in place. All of that follows from shapes and strides alone, so
+ * that results do not depend on the number of threads.
  */
+#include <string.h>
+
+#include "core/cpu.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/act/call.h"
@@ -14,11 +19,14 @@
 #include "simd/simd.h"
 
 enum {
-    TASK = 1 << 16,     /* elements per task */
-    LINE_BYTES = 64,    /* of a cache line */
-    FEW_BLOCKS = 8,     /* with fewer blocks than this, lines are split, */
-    ENOUGH_BLOCKS = 64, /* into parts that make about so many blocks */
-    PART_MULTIPLE = 64  /* elements: parts keep the alignment of the line */
+    TASK = 1 << 16,       /* elements per task */
+    TILES_ROWS = 64,      /* rows of a block of which some tensor lies across the output's rows, */
+    TILES_COLUMNS = 1024, /* and columns: several of the kernel's tiles in both directions */
+    FEW_LINES = 4,        /* with fewer lines than this, a repeated gradient is copied in full */
+    LINE_BYTES = 64,      /* of a cache line */
+    FEW_BLOCKS = 8,       /* with fewer blocks than this, lines are split, */
+    ENOUGH_BLOCKS = 64,   /* into parts that make about so many blocks */
+    PART_MULTIPLE = 64    /* elements: parts keep the alignment of the line */
 };
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -126,11 +134,15 @@ struct plan {
     int row, column;        /* the two dimensions that blocks have; those before them are outer */
     bool softmax, is_short; /* is_short: rows for the whole_rows kernels */
     bool stream;            /* the output is written past the caches */
+    bool copied;            /* the input, or dy, is copied to the output first */
+    bool repeated;          /* dy is one element: a line of it is made in the workspace */
     enum act_form form;
     int64_t rows, columns;             /* of a block; the last block along a dimension may be smaller */
     int64_t row_blocks, column_blocks; /* per outer index */
     int64_t blocks, per_task;          /* blocks in all; blocks per task */
     int64_t lines, parts;              /* softmax: lines of a block; parts of a line */
+    int64_t inner;                     /* of rows that are several lines: see act_block */
+    size_t statistics;                 /* bytes of the workspace; behind them is the line of dy */
 };
 
 /* The tensors that the call has. Their dimensions are reordered and merged alike. */
@@ -139,16 +151,48 @@ struct used {
     int count;
 };
 
+static bool view_adjacent(const rafter_view *view, int dim) {
+    return view->stride[dim] == 1 || view->shape[dim] == 1;
+}
+
 static bool adjacent(const struct used *used, int dim) {
     bool all = true;
     for (int v = 0; v < used->count; v++)
-        all &= used->view[v]->stride[dim] == 1 || used->view[v]->shape[dim] == 1;
+        all &= view_adjacent(used->view[v], dim);
     return all;
 }
 
+static void swap_dims(const struct used *used, int a, int b) {
+    for (int v = 0; v < used->count; v++) {
+        rafter_view *const view = used->view[v];
+        const int64_t shape = view->shape[a], stride = view->stride[a];
+        view->shape[a] = view->shape[b], view->stride[a] = view->stride[b];
+        view->shape[b] = shape, view->stride[b] = stride;
+    }
+}
+
+/* Elementwise kinds: if some tensor is contiguous in another dimension than the columns, makes it
+ * that of the rows, so that the kernel can turn tiles. */
+static void find_rows(const struct plan *plan, const struct used *used) {
+    for (int v = 0; v < used->count; v++)
+        for (int d = 0; d < plan->row && !view_adjacent(used->view[v], plan->column); d++)
+            if (used->view[v]->stride[d] == 1 && used->view[v]->shape[d] > 1) {
+                swap_dims(used, d, plan->row);
+                return;
+            }
+}
+
+static bool lies_across(const struct plan *plan, const struct used *used) {
+    bool across = false;
+    for (int v = 0; v < used->count; v++)
+        across |= !view_adjacent(used->view[v], plan->column) && used->view[v]->stride[plan->row] == 1;
+    return across;
+}
+
 /* Brings the views into the form of the grid. Dimensions are in the order of the output's memory,
- * so that a transposed tensor is walked like any other. */
-static void arrange(struct plan *plan, const struct used *used, int dim) {
+ * so that a transposed tensor is walked like any other. The form of softmax follows from the layout
+ * of `fixed`, the tensors that cannot be copied to the output. */
+static void arrange(struct plan *plan, const struct used *used, const struct used *fixed, int dim) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     if (!plan->softmax) {
         rafter_order_by_stride(used->view, used->count, out, out->ndim);
@@ -160,12 +204,71 @@ static void arrange(struct plan *plan, const struct used *used, int dim) {
         rafter_move_dim_last(used->view, used->count, dim);
         rafter_order_by_stride(used->view, used->count, out, out->ndim - 1);
         const int line = rafter_collapse(used->view, used->count, 0, out->ndim - 1);
-        plan->form = !adjacent(used, line) && adjacent(used, line - 1) ? ACT_COLUMNS : ACT_ROWS;
+        plan->form = !adjacent(fixed, line) && adjacent(fixed, line - 1) ? ACT_COLUMNS : ACT_ROWS;
         if (plan->form == ACT_COLUMNS)
             rafter_move_dim_last(used->view, used->count, line - 1);
     }
     plan->row = out->ndim - 2;
     plan->column = out->ndim - 1;
+    if (!plan->softmax)
+        find_rows(plan, used);
+}
+
+static bool repeats_one_element(const rafter_view *view) {
+    bool all = true;
+    for (int d = 0; d < view->ndim; d++)
+        all &= view->stride[d] == 0 || view->shape[d] == 1;
+    return all;
+}
+
+/* Softmax: arranges the views. If only `movable` (the input of forward, or dy) has another layout
+ * than the output, it is replaced. */
+static void arrange_softmax(struct plan *plan, const struct used *used, int movable, int dim) {
+    struct plan trial = *plan;
+    struct used trial_used = {.count = 0}, trial_fixed = {.count = 0}, fixed = {.count = 0};
+    for (int t = 0; t < ACT_TENSORS; t++) {
+        if (!plan->view[t].data)
+            continue;
+        trial_used.view[trial_used.count++] = &trial.view[t];
+        if (t != movable) {
+            trial_fixed.view[trial_fixed.count++] = &trial.view[t];
+            fixed.view[fixed.count++] = &plan->view[t];
+        }
+    }
+    arrange(&trial, &trial_used, &trial_fixed, dim);
+    if (adjacent(&trial_used, trial.column) || !adjacent(&trial_fixed, trial.column)) {
+        arrange(plan, used, &fixed, dim);
+        return;
+    }
+    const bool one = repeats_one_element(&plan->view[movable]);
+    arrange(plan, &fixed, &fixed, dim);
+    const rafter_view *const out = &plan->view[ACT_OUT];
+    plan->repeated = one && movable == ACT_DY && out->numel / out->shape[plan->column] >= FEW_LINES;
+    plan->copied = !plan->repeated;
+    plan->view[movable] = *out;
+}
+
+/* Small blocks of a few columns: makes each block, which is contiguous in every tensor, one row of
+ * several lines. */
+static void join_lines(struct plan *plan, const struct used *used) {
+    const rafter_view *const out = &plan->view[ACT_OUT];
+    const int row = plan->row, column = plan->column;
+    const int64_t columns = out->shape[column], n = out->shape[row] * columns;
+    const bool forward = used->count == 2;
+    bool packed = row > 0 && columns < ACT_JOINED_COLUMNS && n <= (forward ? ACT_JOINED : ACT_JOINED_BACKWARD);
+    for (int v = 0; v < used->count; v++)
+        packed &= used->view[v]->stride[row] == columns && used->view[v]->stride[column] == 1;
+    if (!packed || out->numel / n < ACT_JOINED_BLOCKS)
+        return;
+    for (int v = 0; v < used->count; v++) {
+        used->view[v]->shape[row] = n;
+        used->view[v]->stride[row] = 1;
+        used->view[v]->ndim--;
+    }
+    plan->inner = columns;
+    plan->form = ACT_ROWS;
+    plan->row--;
+    plan->column--;
 }
 
 /* Columns of a block of softmax over columns: all of them, because memory is read fastest in
@@ -182,7 +285,10 @@ static size_t cut(struct plan *plan, const struct used *used) {
     const int64_t outer = rafter_extent(out, 0, plan->row), bytes = rafter_dtype_bytes(out->dtype);
     const bool by_rows = plan->form == ACT_ROWS;
     size_t statistics = 0;
-    if (!plan->softmax) {
+    if (!plan->softmax && lies_across(plan, used)) {
+        plan->columns = min64(columns, TILES_COLUMNS);
+        plan->rows = min64(rows, TILES_ROWS);
+    } else if (!plan->softmax) {
         plan->columns = min64(columns, TASK);
         plan->rows = min64(rows, max64(TASK / columns, 1));
     } else if (by_rows) {
@@ -218,20 +324,35 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     struct plan *const plan = storage;
     *plan = (struct plan){.view = {[ACT_IN] = call->in, [ACT_DY] = call->dy, [ACT_OUT] = call->out},
                           .softmax = call->kind == RAFTER_ACT_SOFTMAX};
+    const bool forward = common->direction == RAFTER_FORWARD;
     struct used used = {.count = 0};
     for (int t = 0; t < ACT_TENSORS; t++)
         if (plan->view[t].data)
             used.view[used.count++] = &plan->view[t];
-    arrange(plan, &used, call->dim);
-    const size_t statistics = cut(plan, &used);
+    if (plan->softmax) {
+        arrange_softmax(plan, &used, forward ? ACT_IN : ACT_DY, call->dim);
+        if (plan->form == ACT_COLUMNS)
+            join_lines(plan, &used);
+    } else {
+        arrange(plan, &used, &used, 0);
+    }
+    plan->statistics = cut(plan, &used);
+    size_t line_bytes = 0;
+    if (plan->repeated) {
+        rafter_view *const dy = &plan->view[ACT_DY];
+        for (int d = 0; d < dy->ndim; d++)
+            dy->stride[d] = d == plan->column;
+        line_bytes = (size_t)(dy->shape[plan->column] * rafter_dtype_bytes(dy->dtype));
+    }
 
     /* In place, the output's cache lines are already in the cache: streaming would gain nothing.
      * The span counts, not the number of elements: the bench writes a few elements again and
      * again. */
     const rafter_view *const out = &plan->view[ACT_OUT];
-    plan->stream = !in_place(call) && (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
+    plan->stream = !in_place(call) && !plan->copied &&
+                   (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
                    rafter_should_stream(rafter_span_bytes(out));
-    return statistics;
+    return plan->statistics + line_bytes;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
@@ -242,6 +363,7 @@ struct work {
     const struct plan *plan;
     const struct act_kernels *kernels;
     float *statistics; /* of split lines, in units of ACT_STATISTICS * lines * parts */
+    char *dy;          /* a line of dy, if it is repeated */
     bool merged;       /* the statistics of parts have been merged: this pass writes the results */
 };
 
@@ -258,6 +380,7 @@ static struct act_block block_at(const struct work *work, int64_t outer, int64_t
         .dtype = out->dtype,
         .kind = work->call->kind,
         .stream = plan->stream,
+        .inner = max64(plan->inner, 1),
         .rows = min64(plan->rows, out->shape[plan->row] - row * plan->rows),
         .columns = min64(plan->columns, out->shape[plan->column] - column * plan->columns),
     };
@@ -271,6 +394,8 @@ static struct act_block block_at(const struct work *work, int64_t outer, int64_t
             rafter_at(view, rafter_offset(view, 0, plan->row, outer) + row * plan->rows * block.row_stride[t] +
                                 column * plan->columns * block.column_stride[t]);
     }
+    if (work->dy) /* blocks may begin inside a line */
+        block.data[ACT_DY] = work->dy;
     if (work->call->mask) /* the grid is one contiguous row, cut at multiples of TASK */
         block.mask = work->call->mask + column * plan->columns / 8;
     return block;
@@ -323,11 +448,38 @@ static void run_task(void *arg, int64_t task) {
     v_fence(); /* once for all blocks: it waits until their streamed stores are done */
 }
 
-static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan_storage,
+/* Copies the input, or dy, to the output. */
+static void copy_first(const rafter_context *context, const struct act_call *call, const struct act_kernels *kernels) {
+    const bool forward = call->common.direction == RAFTER_FORWARD;
+    struct act_call copy = {.common.direction = RAFTER_FORWARD,
+                            .kind = RAFTER_ACT_NONE,
+                            .in = forward ? call->in : call->dy,
+                            .out = call->out};
+    struct plan plan;
+    make_plan(context, &copy.common, &plan);
+    plan.stream = false; /* the output is read next */
+    struct work work = {.call = &copy, .plan = &plan, .kernels = kernels};
+    rafter_parallel(context, ceil_div(plan.blocks, plan.per_task), run_task, &work);
+}
+
+/* Makes a line of the one element that dy repeats. */
+static void repeat_element(const rafter_view *dy, const struct plan *plan, char *line) {
+    const int64_t bytes = rafter_dtype_bytes(dy->dtype), n = plan->view[ACT_DY].shape[plan->column];
+    for (int64_t done = 0; done < n; done += max64(done, 1))
+        memcpy(line + done * bytes, done ? line : dy->data, (size_t)(min64(max64(done, 1), n - done) * bytes));
+}
+
+static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan_storage,
                          const void *kernels, char *workspace) {
+    const struct act_call *const call = (const void *)common;
     const struct plan *const plan = plan_storage;
-    struct work work = {
-        .call = (const void *)call, .plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
+    struct work work = {.call = call, .plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
+    if (plan->copied)
+        copy_first(context, call, kernels);
+    if (plan->repeated) {
+        work.dy = workspace + plan->statistics;
+        repeat_element(&call->dy, plan, work.dy);
+    }
     const int64_t tasks = ceil_div(plan->blocks, plan->per_task);
     rafter_parallel(context, tasks, run_task, &work);
     if (plan->parts > 1) { /* so far only statistics */

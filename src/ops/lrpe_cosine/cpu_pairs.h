@@ -12,29 +12,23 @@ struct pair {
     vf a, b;
 };
 
-/* The next `count` elements, at most a whole pair; `fill` past their end. */
+/* The next `count` elements, at most a whole pair; `fill`, 0 or infinite, past their end. */
 V_INLINE struct pair load_part(int dtype, const char *p, int64_t count, float fill) {
     struct pair v;
-    char buffer[PAIR * 4];
-    if (count < PAIR) {
-        v_store2(dtype, buffer, v_set(fill), v_set(fill));
-        memcpy(buffer, p, (size_t)(count * v_bytes(dtype)));
-        p = buffer;
-    }
-    v_load_pair(dtype, p, &v.a, &v.b);
+    if (count < PAIR)
+        v_load_pair_part(dtype, p, count, fill, &v.a, &v.b);
+    else
+        v_load_pair(dtype, p, &v.a, &v.b);
     return v;
 }
 
 V_INLINE void store_part(int dtype, char *p, struct pair v, int64_t count, bool stream) {
-    if (count < PAIR) {
-        char buffer[PAIR * 4];
-        v_store_pair(dtype, buffer, v.a, v.b);
-        memcpy(p, buffer, (size_t)(count * v_bytes(dtype)));
-    } else if (stream) {
+    if (count < PAIR)
+        v_store_pair_part(dtype, p, v.a, v.b, count);
+    else if (stream)
         v_stream_pair(dtype, p, v.a, v.b);
-    } else {
+    else
         v_store_pair(dtype, p, v.a, v.b);
-    }
 }
 
 /* A pair of an fp32 array that is already in pair order: sines, statistics and the like. */

@@ -4,6 +4,7 @@
 #define RAFTER_LRPE_COSINE_CPU_SLABS_H
 
 #include "ops/lrpe_cosine/cpu_tiles.h"
+#include "simd/transpose.h"
 
 /* Strides of tensors are in bytes, strides of fp32 and fp64 arrays in elements. */
 struct input {
@@ -44,7 +45,17 @@ static struct input open_input(const rafter_view *view, int halves, const struct
     if (step[3] == 1)
         return in;
     const int64_t half = t->width * bytes, head = halves * half, row = t->heads * head;
-    for (int64_t r = 0; r < t->rows; r++)
+    const bool across = step[2] == 1 && t->heads > 1; /* the heads are contiguous instead */
+    for (int64_t r = 0; r < t->rows && across; r++)
+        for (int k = 0; k < halves; k++) {
+            const char *from = at + r * in.row + k * in.half;
+            char *const to = buffer + r * row + k * half;
+            if (bytes == 4)
+                v_turn(RAFTER_F32, from, step[3], t->width, t->heads, to, head / bytes);
+            else
+                v_turn(RAFTER_BF16, from, step[3], t->width, t->heads, to, head / bytes);
+        }
+    for (int64_t r = 0; r < t->rows && !across; r++)
         for (int64_t h = 0; h < t->heads; h++)
             for (int k = 0; k < halves; k++) {
                 const char *from = at + r * in.row + h * in.head + k * in.half;
