@@ -135,8 +135,14 @@ static int64_t last_level_cache(void) {
 static _Atomic int64_t stream_limit;
 
 bool rafter_should_stream(int64_t bytes) {
-    if (stream_limit == 0)
-        stream_limit = last_level_cache() / 2;
+    /* Half of the cache, but no more than this: virtual machines see the whole cache of a processor
+     * that they share with others (300 MiB on a Xeon, where copies of 32 MiB and more are a third
+     * faster past the caches). */
+    const int64_t most = 32 << 20;
+    if (stream_limit == 0) {
+        const int64_t half = last_level_cache() / 2;
+        stream_limit = half < most ? half : most;
+    }
     return bytes > stream_limit;
 }
 

@@ -354,9 +354,33 @@ static void gradient(const struct cross_entropy_row *row, int64_t first, int64_t
     V_FOR_DTYPE(row->dtype, dtype, gradient_of_dtype(dtype, row, first, n, g));
 }
 
+/* ---- blocks of adjacent rows ----------------------------------------------------------------- */
+
+static void load_block(rafter_dtype any, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
+                       int64_t pitch) {
+    V_FOR_DTYPE(any, dtype, v_rows_to_columns(dtype, z, class_stride, n, rows, to, pitch));
+}
+
+V_INLINE void store_rows(int dtype, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
+                         int64_t row_stride) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < n; i += V_LANES)
+            v_store_part(dtype, dz + (r * row_stride + i) * v_bytes(dtype), v_load(RAFTER_F32, from + r * pitch + i),
+                         min64(n - i, V_LANES));
+}
+
+static void store_block(rafter_dtype any, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
+                        int64_t row_stride, int64_t class_stride) {
+    if (class_stride == 1)
+        V_FOR_DTYPE(any, dtype, store_rows(dtype, from, pitch, rows, n, dz, row_stride))
+    else
+        V_FOR_DTYPE(any, dtype, v_columns_to_rows(dtype, from, pitch, n, rows, dz, class_stride))
+}
+
 static void fence(void) {
     v_fence();
 }
 
 extern const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy);
-const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats, gradient, tile, fence};
+const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats,      gradient,    tile,
+                                                                    load_block, store_block, fence};

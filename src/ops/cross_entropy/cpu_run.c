@@ -62,8 +62,8 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
                                   : t->forward ? SHORT_ROWS
                                                : SHORT_ROWS_BACKWARD);
     const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && t->scale == 1.0f;
-    /* Few rows with many classes are better cut into chunks of those. */
-    t->direct = adjacent && (fits ? t->run >= LEAST_ROWS : loss->rows >= LEAST_ROWS);
+    /* Fewer rows would leave lanes empty. With many classes they are turned in blocks (op.c). */
+    t->direct = adjacent && t->run >= LEAST_ROWS;
     if (!t->direct && !fits)
         return false;
     int64_t rows = CROSS_ENTROPY_TILE;

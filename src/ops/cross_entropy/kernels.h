@@ -33,6 +33,11 @@ static inline bool cross_entropy_gradient_buffered(const struct cross_entropy_ro
 }
 
 enum {
+    CROSS_ENTROPY_BLOCK_ROWS = 16, /* most adjacent rows that are turned at a time, */
+    CROSS_ENTROPY_BLOCK = 7168     /* and elements, in a buffer on the stack */
+};
+
+enum {
     CROSS_ENTROPY_TILE = 256,      /* the most rows of a tile */
     CROSS_ENTROPY_TURNED = 1 << 12 /* the most elements of a tile that is copied to a buffer */
 };
@@ -75,6 +80,14 @@ struct cross_entropy_kernels {
 
     /* The whole of a tile: statistics, outputs, gradient. Returns the sum of the row losses. */
     double (*tile)(const struct cross_entropy_tiling *tiling, struct cross_entropy_tile *tile);
+
+    /* Copies n classes of `rows` adjacent rows to fp32, where classes are adjacent and rows `pitch`
+     * apart: whole vectors, so pitch is at least n rounded up to 16. And back, to rows whose classes
+     * or which themselves are adjacent. Strides are in elements. */
+    void (*load_block)(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
+                       int64_t pitch);
+    void (*store_block)(rafter_dtype dtype, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
+                        int64_t row_stride, int64_t class_stride);
 
     /* Called at the end of every task that wrote dz with `stream` set. */
     void (*fence)(void);

@@ -2,8 +2,9 @@
 /*
  * cross_entropy: checks, and the CPU plan. Short rows, and rows whose classes are not contiguous,
  * run in tiles (tiles.h). Otherwise a task is some whole rows or, if rows are few and long, one
- * chunk of the columns of one row. If the classes are spread over ranks, statistics are always taken
- * by chunks, of all rows, before the first result is written.
+ * chunk of the columns of one row. Rows that are adjacent, so that their classes are not, and that
+ * tiles do not serve, are turned in blocks. If the classes are spread over ranks, statistics are always
+ * taken by chunks, of all rows, before the first result is written.
  */
 #include <math.h>
 
@@ -80,6 +81,10 @@ struct plan {
     struct {
         int64_t rank_prefix, chunk_prefix, records, stats, exchange;
     } at; /* shared: offsets in the workspace, see struct work */
+    /* If rows are adjacent instead of classes, a block of them takes the place of a row: at most
+     * block_rows rows of a run of `run` rows, which are turned `piece` classes at a time. 0: no
+     * blocks. */
+    int64_t run, block_rows, blocks_per_run, blocks, piece;
 };
 
 /* Lays out the workspace of a call whose classes are spread over ranks; returns its bytes. */
@@ -100,6 +105,23 @@ static size_t plan_shared(const struct rafter_loss *loss, struct plan *plan) {
     plan->chunks_per_task = LEAST_ELEMENTS / (min64(loss->classes, CHUNK) + 1) + 1;
     plan->tasks = ceil_div(units, plan->chunks_per_task);
     return (size_t)used;
+}
+
+/* Plans blocks of adjacent rows, if the layout has them. */
+static void plan_blocks(const struct cross_entropy_call *call, struct plan *plan) {
+    const rafter_view *const z = &call->logits, *const dz = call->gradient ? &call->dlogits : z;
+    const int row = z->ndim - 2, dz_row = dz->ndim - 2;
+    const int64_t run = min64(z->shape[row], dz->shape[dz_row]);
+    const bool adjacent = plan->row.z_stride != 1 && z->stride[row] == 1 && run > 1;
+    const bool stores = plan->row.dz_stride == 1 || dz->stride[dz_row] == 1;
+    if (!adjacent || !stores || z->shape[row] % run || dz->shape[dz_row] % run)
+        return;
+    plan->run = run;
+    plan->block_rows = min64(run, CROSS_ENTROPY_BLOCK_ROWS);
+    plan->blocks_per_run = ceil_div(run, plan->block_rows);
+    plan->blocks = call->loss.rows / run * plan->blocks_per_run;
+    plan->piece = min64(CROSS_ENTROPY_BLOCK / plan->block_rows, CROSS_ENTROPY_PIECE) / 16 * 16;
+    plan->row.stream = false; /* blocks are written through a buffer */
 }
 
 /* Returns the bytes of workspace: the statistics of chunks, or the loss of each task. */
@@ -132,13 +154,15 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     };
     if (plan->shared)
         return plan_shared(loss, plan);
-    plan->split = rows < FEW_ROWS && plan->chunks > 1;
+    plan_blocks(call, plan);
+    const int64_t units = plan->blocks ? plan->blocks : rows, unit_rows = max64(plan->block_rows, 1);
+    plan->split = units < FEW_ROWS && plan->chunks > 1;
     if (plan->split) {
-        plan->tasks = rows * plan->chunks;
-        return (size_t)plan->tasks * sizeof(struct rafter_row_stats);
+        plan->tasks = units * plan->chunks;
+        return (size_t)(rows * plan->chunks) * sizeof(struct rafter_row_stats);
     }
-    plan->rows_per_task = max64(ceil_div(rows, MOST_TASKS), LEAST_ELEMENTS / (classes + 1) + 1);
-    plan->tasks = ceil_div(rows, plan->rows_per_task);
+    plan->rows_per_task = max64(ceil_div(units, MOST_TASKS), LEAST_ELEMENTS / (classes * unit_rows + 1) + 1);
+    plan->tasks = ceil_div(units, plan->rows_per_task);
     return forward ? (size_t)plan->tasks * sizeof(double) : 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
@@ -217,6 +241,115 @@ static struct rafter_row_gradient row_gradient(const struct cross_entropy_call *
     return rafter_loss_gradient_from_lse(&call->loss, index, label, rafter_loss_given_lse(&call->loss, index));
 }
 
+/* ---- blocks of adjacent rows ----------------------------------------------------------------- */
+
+/* Rows [first, first + rows) of one run. */
+struct block {
+    int64_t first, rows;
+    int64_t label[CROSS_ENTROPY_BLOCK_ROWS];
+    const char *z;
+    char *dz;
+};
+
+static struct block block_at(const struct work *work, int64_t index) {
+    const struct plan *const plan = work->plan;
+    const rafter_view *const z = &work->call->logits, *const dz = &work->call->dlogits;
+    const int64_t in_run = index % plan->blocks_per_run * plan->block_rows;
+    struct block block = {.first = index / plan->blocks_per_run * plan->run + in_run,
+                          .rows = min64(plan->block_rows, plan->run - in_run)};
+    for (int64_t r = 0; r < block.rows; r++)
+        block.label[r] = rafter_loss_label(&work->call->loss, block.first + r);
+    block.z = rafter_at(z, rafter_offset(z, 0, z->ndim - 1, block.first));
+    if (work->call->gradient)
+        block.dz = rafter_at(dz, rafter_offset(dz, 0, dz->ndim - 1, block.first));
+    return block;
+}
+
+/* Copies some classes of the block to the buffer. Returns what its rows share, as fp32. */
+static struct cross_entropy_row load_piece(const struct work *work, const struct block *block, int64_t first, int64_t n,
+                                           float *buffer) {
+    struct cross_entropy_row row = work->plan->row;
+    work->kernels->load_block(row.dtype, block->z + first * row.z_stride * rafter_dtype_bytes(row.dtype), row.z_stride,
+                              block->rows, n, buffer, work->plan->piece);
+    row.dtype = RAFTER_F32;
+    row.z_stride = row.dz_stride = 1;
+    return row;
+}
+
+/* Row r of the piece in the buffer; kernels count classes from 0. */
+static void take_row(const struct plan *plan, const struct block *block, int64_t r, int64_t first, float *buffer,
+                     struct cross_entropy_row *row) {
+    row->label = block->label[r];
+    row->dz = (char *)(buffer + r * plan->piece) - first * (int64_t)sizeof(float);
+    row->z = row->dz;
+}
+
+/* The statistics of a chunk of every row: stats[r * step]. */
+static void block_stats(const struct work *work, const struct block *block, int64_t chunk,
+                        struct rafter_row_stats *stats, int64_t step) {
+    _Alignas(64) float buffer[CROSS_ENTROPY_BLOCK];
+    bool needed = false;
+    for (int64_t r = 0; r < block->rows; r++)
+        needed |= needs_stats(work->call, block->first + r, block->label[r]);
+    for (int64_t r = 0; r < block->rows && !needed; r++)
+        stats[r * step] = rafter_row_empty;
+    const int64_t start = chunk * CHUNK, end = needed ? chunk_end(work, chunk) : start;
+    for (int64_t first = start, n; first < end; first += n) {
+        n = min64(work->plan->piece, end - first);
+        struct cross_entropy_row row = load_piece(work, block, first, n, buffer);
+        for (int64_t r = 0; r < block->rows; r++) {
+            struct rafter_row_stats part;
+            take_row(work->plan, block, r, first, buffer, &row);
+            work->kernels->stats(&row, first, n, &part);
+            stats[r * step] = first == start ? part : rafter_row_merge(&stats[r * step], &part);
+        }
+    }
+}
+
+static void block_gradient(const struct work *work, const struct block *block, int64_t start, int64_t end,
+                           const struct rafter_row_gradient *gradient) {
+    _Alignas(64) float buffer[CROSS_ENTROPY_BLOCK];
+    const rafter_view *const dz = &work->call->dlogits;
+    const int64_t stride = work->plan->row.dz_stride;
+    for (int64_t first = start, n; first < end; first += n) {
+        n = min64(work->plan->piece, end - first);
+        struct cross_entropy_row row = load_piece(work, block, first, n, buffer);
+        for (int64_t r = 0; r < block->rows; r++) {
+            take_row(work->plan, block, r, first, buffer, &row);
+            work->kernels->gradient(&row, first, n, &gradient[r]);
+        }
+        work->kernels->store_block(dz->dtype, buffer, work->plan->piece, block->rows, n,
+                                   block->dz + first * stride * rafter_dtype_bytes(dz->dtype), dz->stride[dz->ndim - 2],
+                                   stride);
+    }
+}
+
+/* The gradient of some classes, from statistics: stats[r * step]. */
+static void block_gradient_from(const struct work *work, const struct block *block, int64_t start, int64_t end,
+                                const struct rafter_row_stats *stats, int64_t step) {
+    struct rafter_row_gradient gradient[CROSS_ENTROPY_BLOCK_ROWS];
+    for (int64_t r = 0; r < block->rows; r++)
+        gradient[r] = row_gradient(work->call, block->first + r, block->label[r], &stats[r * step]);
+    block_gradient(work, block, start, end, gradient);
+}
+
+static double whole_block(const struct work *work, int64_t index) {
+    const struct cross_entropy_call *const call = work->call;
+    const struct block block = block_at(work, index);
+    struct rafter_row_stats stats[CROSS_ENTROPY_BLOCK_ROWS], part[CROSS_ENTROPY_BLOCK_ROWS];
+    for (int64_t chunk = 0; chunk < work->plan->chunks; chunk++) {
+        block_stats(work, &block, chunk, chunk ? part : stats, 1);
+        for (int64_t r = 0; r < block.rows && chunk > 0; r++)
+            stats[r] = rafter_row_merge(&stats[r], &part[r]);
+    }
+    double loss = 0.0;
+    for (int64_t r = 0; r < block.rows && call->common.direction == RAFTER_FORWARD; r++)
+        loss += rafter_loss_write_row(&call->loss, block.first + r, block.label[r], &stats[r]);
+    if (call->gradient)
+        block_gradient_from(work, &block, 0, call->loss.classes, stats, 1);
+    return loss;
+}
+
 /* ---- tasks of whole rows --------------------------------------------------------------------- */
 
 static double whole_row(const struct work *work, int64_t index) {
@@ -241,11 +374,12 @@ static double whole_row(const struct work *work, int64_t index) {
 
 static void rows_task(void *arg, int64_t task) {
     const struct work *const work = arg;
-    const int64_t from = task * work->plan->rows_per_task, rows = work->call->loss.rows;
-    const int64_t to = min64(from + work->plan->rows_per_task, rows);
+    const int64_t from = task * work->plan->rows_per_task;
+    const int64_t all = work->plan->blocks ? work->plan->blocks : work->call->loss.rows;
+    const int64_t to = min64(from + work->plan->rows_per_task, all);
     double sum = 0.0;
     for (int64_t index = from; index < to; index++)
-        sum += whole_row(work, index);
+        sum += work->plan->blocks ? whole_block(work, index) : whole_row(work, index);
     if (work->sums)
         work->sums[task] = sum;
     if (work->plan->row.stream)
@@ -264,16 +398,28 @@ static double run_rows(const rafter_context *context, struct work *work) {
 
 static void stats_task(void *arg, int64_t task) {
     const struct work *const work = arg;
-    const int64_t index = task / work->plan->chunks, label = rafter_loss_label(&work->call->loss, index);
+    const int64_t chunks = work->plan->chunks;
+    if (work->plan->blocks) {
+        const struct block block = block_at(work, task / chunks);
+        block_stats(work, &block, task % chunks, &work->stats[block.first * chunks + task % chunks], chunks);
+        return;
+    }
+    const int64_t index = task / chunks, label = rafter_loss_label(&work->call->loss, index);
     if (needs_stats(work->call, index, label)) {
         const struct cross_entropy_row row = row_at(work, index, label);
-        chunk_stats(work, &row, task % work->plan->chunks, &work->stats[task]);
+        chunk_stats(work, &row, task % chunks, &work->stats[task]);
     }
 }
 
 static void gradient_task(void *arg, int64_t task) {
     const struct work *const work = arg;
     const int64_t index = task / work->plan->chunks, chunk = task % work->plan->chunks;
+    if (work->plan->blocks) {
+        const struct block block = block_at(work, index);
+        block_gradient_from(work, &block, chunk * CHUNK, chunk_end(work, chunk),
+                            &work->stats[block.first * work->plan->chunks], work->plan->chunks);
+        return;
+    }
     const int64_t label = rafter_loss_label(&work->call->loss, index);
     const struct cross_entropy_row row = row_at(work, index, label);
     const struct rafter_row_gradient gradient =
