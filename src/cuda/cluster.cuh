@@ -46,4 +46,13 @@ DEVICE void store_to_cluster(void *shared, float2 value, unsigned rank) {
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
+/* Loads from the same shared variable of block `rank`, on the same terms. */
+DEVICE float2 load_from_cluster(const void *shared, unsigned rank) {
+    unsigned address;
+    float2 value;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
+    return value;
+}
+
 #endif

@@ -143,12 +143,25 @@ template <class Job> struct ChunkPart {
         for (int input = 0; input < Job::INPUTS; input++) {
             const int64_t stride = job.row_stride(input), apart = items.step * stride;
             const typename Job::T *from = job.source(place, input) + items.down * stride;
-            /* Must be unrolled: nvcc 13.0 compiles a loop of these copies to illegal instructions
-             * (docs/perf/act.md). */
+            if constexpr (sizeof(typename Items<Job>::P) < 4) {
+                /* There are no asynchronous copies of 2 bytes. All loads first: the compiler cannot
+                 * move one above a store to shared memory. */
+                typename Items<Job>::P loaded[Job::ITEMS];
 #pragma unroll
-            for (int i = 0; i < Job::ITEMS; i++, from += apart)
-                if (i < items.count)
-                    copy_async(&items.in(i, input), from, policy);
+                for (int i = 0; i < Job::ITEMS; i++, from += apart)
+                    loaded[i] = load_once_if<typename Job::T, Job::N>(i < items.count, from, 0.0f);
+#pragma unroll
+                for (int i = 0; i < Job::ITEMS; i++)
+                    if (i < items.count)
+                        items.in(i, input) = loaded[i];
+            } else {
+                /* Must be unrolled: nvcc 13.0 compiles a loop of these copies to illegal
+                 * instructions (docs/perf/act.md). */
+#pragma unroll
+                for (int i = 0; i < Job::ITEMS; i++, from += apart)
+                    if (i < items.count)
+                        copy_async(&items.in(i, input), from, policy);
+            }
         }
         copy_commit();
     }

@@ -169,8 +169,10 @@ static const struct {
     {1, {4, {2, 5, 3, 4}}},
     {-2, {4, {2, 3, 1, 5}}},
 };
-/* Lines so few and so long that they are split into parts; for GPUs also column tiles of one chunk
- * and of many chunks, and rows for a warp, a block, and clusters of 2, 4, 8 and 16 blocks. */
+/* Lines so few and so long that they are split into parts. For GPUs also column tiles of one chunk
+ * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks;
+ * chunks of short lines; interleaved lines in a block and in clusters; and short columns in packs of
+ * 16 bytes, of two elements and of one. */
 static const struct {
     rafter_dtype dtype;
     int dim;
@@ -186,7 +188,18 @@ static const struct {
                   {RAFTER_BF16, -1, {2, {300, 4096}}, true},      {RAFTER_F16, -1, {2, {31, 16392}}, true},
                   {RAFTER_BF16, -1, {2, {30, 50257}}, true},      {RAFTER_F32, -1, {2, {5, 20001}}, true},
                   {RAFTER_BF16, -1, {2, {9, 131072}}, true},      {RAFTER_BF16, -1, {2, {5, 262144}}, true},
-                  {RAFTER_F16, -1, {2, {3, 524288}}, true}};
+                  {RAFTER_F16, -1, {2, {3, 524288}}, true},       {RAFTER_F32, -1, {2, {2, 700001}}, true},
+                  {RAFTER_BF16, -1, {2, {999, 8}}, true},         {RAFTER_F16, -1, {2, {998, 16}}, true},
+                  {RAFTER_BF16, -1, {2, {997, 24}}, true},        {RAFTER_BF16, -1, {2, {5001, 2}}, true},
+                  {RAFTER_F16, -1, {2, {3001, 9}}, true},         {RAFTER_BF16, -1, {2, {1999, 33}}, true},
+                  {RAFTER_BF16, 1, {3, {900, 21, 7}}, true},      {RAFTER_F16, 1, {3, {1500, 32, 2}}, true},
+                  {RAFTER_F32, 1, {3, {700, 2, 64}}, true},       {RAFTER_BF16, 1, {3, {40, 257, 7}}, true},
+                  {RAFTER_F16, 1, {3, {4, 1000, 513}}, true},     {RAFTER_F32, 1, {3, {3, 5000, 7}}, true},
+                  {RAFTER_BF16, 1, {3, {2, 40000, 2}}, true},     {RAFTER_F16, 1, {3, {2, 130001, 7}}, true},
+                  {RAFTER_BF16, 1, {3, {5, 600, 64}}, true},      {RAFTER_BF16, 1, {3, {3, 33, 4096}}, true},
+                  {RAFTER_F16, 0, {2, {100, 5242}}, true},        {RAFTER_BF16, 0, {2, {9, 6393}}, true},
+                  {RAFTER_F32, 0, {2, {21, 6391}}, true},         {RAFTER_BF16, 0, {2, {1031, 1302}}, true},
+                  {RAFTER_F16, 0, {2, {2100, 1031}}, true}};
 
 static const struct {
     rafter_act_kind kind;

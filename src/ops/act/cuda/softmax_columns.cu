@@ -9,19 +9,23 @@ struct Columns {
     typedef PlannedPanels<true> Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(call) ? "dim is contiguous" : NULL;
+        const OrderedCall ordered(call, false);
+        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(ordered.call) ? "dim is contiguous" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const SoftmaxViews views(call);
-        const ColumnPanels columns(call, views);
+        const OrderedCall ordered(call, false);
+        const SoftmaxViews views(ordered.call);
+        const ColumnPanels columns(ordered.call, views);
         plan->tensors = columns.tensors;
         plan->wide = columns.wide;
         return plan->make(device, call, columns.panels, columns.rows);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        plan.launch(context, call, workspace);
+        const OrderedCall ordered(call, false);
+        ordered.copy(context);
+        plan.launch(context, ordered.call, workspace);
         return RAFTER_OK;
     }
 };

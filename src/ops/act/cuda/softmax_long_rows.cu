@@ -9,16 +9,18 @@ struct LongRows {
     typedef PlannedPanels<false> Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(call) ? NULL : "dim is strided";
+        const OrderedCall ordered(call, false);
+        return !is_softmax(call) ? "kind is not softmax" : dim_is_contiguous(ordered.call) ? NULL : "dim is strided";
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const SoftmaxViews views(call);
+        const OrderedCall ordered(call, false);
+        const SoftmaxViews views(ordered.call);
         const int dim = views.ndim() - 1;
         const int64_t length = views.size(dim), rows = views.numel() / length;
         plan->wide = views.wide();
         const int64_t width = plan->wide ? 16 / rafter_dtype_bytes(call.out.dtype) : 1;
-        plan->tensors = panel_tensors(call);
+        plan->tensors = panel_tensors(ordered.call);
         plan->tensors.outer = walk_over(views.pointer, 0, dim);
         plan->tensors.panels_across = Divisor(1);
         plan->tensors.across = 1;
@@ -29,7 +31,9 @@ struct LongRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        plan.launch(context, call, workspace);
+        const OrderedCall ordered(call, false);
+        ordered.copy(context);
+        plan.launch(context, ordered.call, workspace);
         return RAFTER_OK;
     }
 };

@@ -4,7 +4,7 @@
 #define RAFTER_ACT_CUDA_SOFTMAX_PANELS_CUH
 
 #include "cuda/panel_softmax.cuh"
-#include "ops/act/cuda/problem.cuh"
+#include "ops/act/cuda/softmax_layout.cuh"
 
 namespace {
 
@@ -22,8 +22,9 @@ struct PanelTensors {
 
 template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : PanelTensors {
     typedef T_ T;
-    static constexpr int N = N_, LINES = COLUMNS ? N : 1, MOST_LINES = !COLUMNS ? 1 : N == 1 ? WARP : 8 * N;
-    static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = 8, SUMS = 1, THREADS = 256, PER_SM = FORWARD ? 5 : 3;
+    static constexpr int N = N_, LINES = COLUMNS ? N : 1, MOST_LINES = !COLUMNS ? 1 : N * sizeof(T) < 16 ? 128 : 8 * N;
+    static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = N == 1 ? 16 : 8, SUMS = 1, THREADS = 256,
+                         PER_SM = FORWARD ? 5 : 3;
     static constexpr bool HAS_MAX = FORWARD;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
@@ -147,9 +148,9 @@ struct ColumnPanels {
         rows = views.size(dim);
         tensors.outer = walk_over(views.pointer, 0, dim);
         tensors.packs = views.size(column) / width;
-        /* 128 bytes wide: narrower panels split DRAM pages, and fewer of the wider ones fit in
-         * L2. */
-        tensors.across = power_at_least(tensors.packs, 1, wide ? 8 : WARP);
+        /* 128 bytes wide: narrower panels split DRAM pages, and fewer of the wider ones fit in L2.
+         * 256 bytes if rows begin anywhere: they share a sector of 32 bytes with each neighbour. */
+        tensors.across = power_at_least(tensors.packs, 1, wide ? 8 : 256 / (int)rafter_dtype_bytes(call.out.dtype));
         const int64_t panels_across = ceil_div(tensors.packs, int64_t(tensors.across));
         tensors.panels_across = Divisor(panels_across);
         for (int t = 0; t < TENSORS; t++)

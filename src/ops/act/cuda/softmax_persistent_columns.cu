@@ -57,10 +57,11 @@ struct PersistentColumnSoftmax {
     static const char *why_not(const rafter_cuda_state &device, const Call &call) {
         if (!is_softmax(call))
             return "kind is not softmax";
-        if (dim_is_contiguous(call))
+        const OrderedCall ordered(call, false);
+        if (dim_is_contiguous(ordered.call))
             return "dim is contiguous";
-        const SoftmaxViews views(call);
-        const ColumnPanels columns(call, views);
+        const SoftmaxViews views(ordered.call);
+        const ColumnPanels columns(ordered.call, views);
         if (!columns.wide)
             return "columns are not aligned packs of 16 bytes";
         return with_persistent_job(call, columns.tensors, [&](const auto &job) {
@@ -73,8 +74,9 @@ struct PersistentColumnSoftmax {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const SoftmaxViews views(call);
-        const ColumnPanels columns(call, views);
+        const OrderedCall ordered(call, false);
+        const SoftmaxViews views(ordered.call);
+        const ColumnPanels columns(ordered.call, views);
         plan->tensors = columns.tensors;
         return with_persistent_job(call, columns.tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
@@ -84,7 +86,9 @@ struct PersistentColumnSoftmax {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const SoftmaxViews views(call);
+        const OrderedCall ordered(call, false);
+        ordered.copy(context);
+        const SoftmaxViews views(ordered.call);
         return with_persistent_job(call, plan.tensors, [&](const auto &job) {
             InputMaps<std::decay_t<decltype(job)>> maps;
             if (!map_columns(views, &maps))

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over contiguous rows that fit in the registers of 8, 16 or 32 lanes.
+ * Softmax over contiguous rows of whole, aligned packs that fit in the registers of 1 to 32 lanes.
  *
  * Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum
  * starts from the lowest finite number, so that a row of all -inf is 0 / 0: NaN.
@@ -93,11 +93,10 @@ struct RowInRegisters {
     struct Plan {
         Walk walk; /* over rows */
         int64_t rows;
-        int packs; /* per row: of 16 bytes if wide, else of one element */
-        bool wide;
+        int packs; /* per row */
     };
 
-    enum { MOST_PACKS = 128, MOST_ELEMENTS = 512 }; /* per row: wide, not wide */
+    enum { MOST_PACKS = 128 }; /* per row */
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (!is_softmax(call))
@@ -106,9 +105,9 @@ struct RowInRegisters {
             return "dim is strided";
         const SoftmaxViews views(call);
         const int64_t length = views.size(views.ndim() - 1), width = 16 / rafter_dtype_bytes(call.out.dtype);
-        if (views.wide())
-            return length <= MOST_PACKS * width ? NULL : "rows are longer than 128 packs of 16 bytes";
-        return length <= MOST_ELEMENTS ? NULL : "rows are longer than 512 elements, and not aligned packs";
+        if (!views.wide())
+            return "rows are not aligned packs of 16 bytes";
+        return length <= MOST_PACKS * width ? NULL : "rows are longer than 128 packs of 16 bytes";
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
@@ -117,8 +116,7 @@ struct RowInRegisters {
         const int64_t length = views.size(dim);
         plan->walk = walk_over(views.pointer, 0, dim);
         plan->rows = views.numel() / length;
-        plan->wide = views.wide();
-        plan->packs = static_cast<int>(plan->wide ? length * rafter_dtype_bytes(call.out.dtype) / 16 : length);
+        plan->packs = static_cast<int>(length * rafter_dtype_bytes(call.out.dtype) / 16);
         return 0;
     }
 
@@ -138,10 +136,12 @@ struct RowInRegisters {
                                  plan.rows,
                                  plan.packs};
         constexpr int N = WIDE<T>;
-        if (!plan.wide)
-            return plan.packs <= 32    ? launch_shape<T, 1, FORWARD, WARP, 1, 4>(context, args)
-                   : plan.packs <= 128 ? launch_shape<T, 1, FORWARD, WARP, 4, 2>(context, args)
-                                       : launch_shape<T, 1, FORWARD, WARP, 16, 1>(context, args);
+        if (plan.packs == 1)
+            return launch_shape<T, N, FORWARD, 1, 1, 4>(context, args);
+        if (plan.packs == 2)
+            return launch_shape<T, N, FORWARD, 2, 1, 4>(context, args);
+        if (plan.packs <= 4)
+            return launch_shape<T, N, FORWARD, 4, 1, 4>(context, args);
         if (plan.packs <= 8)
             return launch_shape<T, N, FORWARD, 8, 1, 4>(context, args);
         if (plan.packs <= 16)
