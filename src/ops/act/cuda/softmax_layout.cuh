@@ -89,7 +89,7 @@ struct SlabViews : Views {
 
 /* ---- inputs in another order than the output ------------------------------------------------- */
 
-constexpr int COPY_TILE = 64, COPY_THREADS = 256;
+constexpr int COPY_ELEMENTS = 4096, COPY_THREADS = 256; /* of a tile; per block */
 
 template <typename T> struct CopyArgs {
     const T *from;
@@ -98,33 +98,73 @@ template <typename T> struct CopyArgs {
     int64_t rows, size; /* `size` elements are adjacent in `to`; rows: the dimension that is adjacent in `from` */
     int64_t from_row, from_column, to_row;
     Divisor tiles_across, tiles_down;
+    int rows_log2; /* of a tile; its columns are the rest of COPY_ELEMENTS */
+    int pitch;     /* of a column of the tile in shared memory: no two rows share a bank */
+    /* copy_small: */
+    int64_t outside; /* indices of `walk` */
+    int per_block;   /* of them */
+    Divisor by_size, by_all;
 };
 
-/* A tile of COPY_TILE by COPY_TILE, read along the rows and written along the columns. */
+/* A tile, read along the rows and written along the columns. */
 template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_transposed(const CopyArgs<T> a) {
-    constexpr int EACH = COPY_TILE * COPY_TILE / COPY_THREADS, STEP = COPY_THREADS / COPY_TILE;
-    __shared__ T tile[COPY_TILE][COPY_TILE + (sizeof(T) == 2 ? 2 : 1)];
+    constexpr int EACH = COPY_ELEMENTS / COPY_THREADS;
+    extern __shared__ uint4 copy_memory[];
+    T *const tile = reinterpret_cast<T *>(copy_memory);
+    const int rows = 1 << a.rows_log2, columns = COPY_ELEMENTS >> a.rows_log2;
     const unsigned rest = a.tiles_across.quotient(blockIdx.x), outside = a.tiles_down.quotient(rest);
-    const int64_t column = int64_t(blockIdx.x - rest * a.tiles_across.number) * COPY_TILE,
-                  row = int64_t(rest - outside * a.tiles_down.number) * COPY_TILE;
-    const int x = threadIdx.x % COPY_TILE, y = threadIdx.x / COPY_TILE;
+    const int64_t column = int64_t(blockIdx.x - rest * a.tiles_across.number) * columns,
+                  row = int64_t(rest - outside * a.tiles_down.number) * rows;
     int64_t at[3];
     a.walk.offsets(outside, at);
-    const T *const from = a.from + at[IN] + (row + x) * a.from_row + column * a.from_column;
-    T *const to = a.to + at[OUT] + row * a.to_row + column + x;
+    const T *const from = a.from + at[IN] + row * a.from_row + column * a.from_column;
+    T *const to = a.to + at[OUT] + row * a.to_row + column;
+    const int rows_left = static_cast<int>(min(a.rows - row, int64_t(rows))),
+              columns_left = static_cast<int>(min(a.size - column, int64_t(columns)));
     T value[EACH];
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
-        if (row + x < a.rows && column + y + k * STEP < a.size)
-            value[k] = from[(y + k * STEP) * a.from_column];
+    for (int k = 0; k < EACH; k++) {
+        const int i = threadIdx.x + k * COPY_THREADS, x = i & (rows - 1), y = i >> a.rows_log2;
+        if (x < rows_left && y < columns_left)
+            value[k] = from[x * a.from_row + y * a.from_column];
+    }
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
-        tile[y + k * STEP][x] = value[k];
+    for (int k = 0; k < EACH; k++) {
+        const int i = threadIdx.x + k * COPY_THREADS;
+        tile[(i >> a.rows_log2) * a.pitch + (i & (rows - 1))] = value[k];
+    }
     __syncthreads();
 #pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int i = threadIdx.x + k * COPY_THREADS, x = i & (columns - 1), y = i / columns;
+        if (x < columns_left && y < rows_left)
+            to[y * a.to_row + x] = tile[x * a.pitch + y];
+    }
+}
+
+/* Where rows * size is so small that a block takes several of them: in the order of the output. What
+ * is read apart in `from` lies close enough for the cache. */
+template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_small(const CopyArgs<T> a) {
+    constexpr int EACH = COPY_ELEMENTS / COPY_THREADS;
+    const int64_t first = (int64_t)blockIdx.x * a.per_block;
+    const int count = static_cast<int>(min(int64_t(a.per_block), a.outside - first)) * (int)a.by_all.number;
+    T value[EACH], *to[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const unsigned i = threadIdx.x + k * COPY_THREADS;
+        if ((int)i < count) {
+            const unsigned index = a.by_all.quotient(i), rest = i - index * a.by_all.number,
+                           y = a.by_size.quotient(rest), x = rest - y * a.by_size.number;
+            int64_t at[3];
+            a.walk.offsets(first + index, at);
+            to[k] = a.to + at[OUT] + y * a.to_row + x;
+            value[k] = a.from[at[IN] + y * a.from_row + x * a.from_column];
+        }
+    }
+#pragma unroll
     for (int k = 0; k < EACH; k++)
-        if (column + x < a.size && row + y + k * STEP < a.rows)
-            to[(y + k * STEP) * a.to_row] = tile[x][y + k * STEP];
+        if ((int)threadIdx.x + k * COPY_THREADS < count)
+            *to[k] = value[k];
 }
 
 /* A call whose inputs are in the order of the output's memory, and the copy that this takes. */
@@ -137,7 +177,8 @@ struct OrderedCall {
         if (!is_softmax(original))
             return;
         const rafter_view &input = is_forward(original) ? original.in : original.dy;
-        if (in_order(input, original.out) || (takes_expanded && is_constant(input)))
+        if (in_order(input, original.out) ||
+            (takes_expanded && !is_forward(original) && SlabViews(original).is_expanded(DY)))
             return;
         copied = &input;
         (is_forward(original) ? call.in : call.dy) = original.out;
@@ -148,12 +189,6 @@ struct OrderedCall {
             if (out.stride[d] == 1 && out.shape[d] > 1)
                 return input.stride[d] == 1;
         return true;
-    }
-    static bool is_constant(const rafter_view &input) {
-        bool all = true;
-        for (int d = 0; d < input.ndim; d++)
-            all = all && (input.stride[d] == 0 || input.shape[d] == 1);
-        return all;
     }
 
     /* Enqueues the copy, if there is one. */
@@ -191,10 +226,24 @@ struct OrderedCall {
             int64_t many = 1;
             for (int d = 0; d < outside; d++)
                 many *= to.shape[d];
-            const int64_t across = ceil_div(a.size, int64_t(COPY_TILE)), down = ceil_div(a.rows, int64_t(COPY_TILE));
+            if (a.rows * a.size <= COPY_ELEMENTS / 2) {
+                a.outside = many;
+                a.by_size = Divisor(a.size);
+                a.by_all = Divisor(a.rows * a.size);
+                a.per_block = static_cast<int>(COPY_ELEMENTS / (a.rows * a.size));
+                return ::launch(context, {ceil_div(many, int64_t(a.per_block)), COPY_THREADS}, copy_small<T>, a);
+            }
+            /* Square, or as narrow as the copy is. */
+            const int rows =
+                a.rows < 64 ? power_at_least(a.rows, 2, 64) : COPY_ELEMENTS / power_at_least(a.size, 2, 64);
+            const int64_t columns = COPY_ELEMENTS / rows, across = ceil_div(a.size, columns),
+                          down = ceil_div(a.rows, int64_t(rows));
+            a.rows_log2 = Divisor(rows).shift;
+            a.pitch = rows + (sizeof(T) == 2 ? 2 : 1);
             a.tiles_across = Divisor(across);
             a.tiles_down = Divisor(down);
-            ::launch(context, {across * down * many, COPY_THREADS}, copy_transposed<T>, a);
+            ::launch(context, {across * down * many, COPY_THREADS, columns * a.pitch * sizeof(T)}, copy_transposed<T>,
+                     a);
         });
     }
 };
