@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int COLUMN_THREADS = 256;
-template <int N> constexpr int STEPS = N == 1 ? 16 : 8; /* per thread, at most */
-constexpr int LEAST_BYTES = 64;                         /* of adjacent columns */
+constexpr int WIDE_THREADS = 256, NARROW_THREADS = 1024;        /* per block, at most: packs of 16 bytes; less */
+template <int BYTES> constexpr int STEPS = BYTES < 16 ? 16 : 8; /* per thread, at most, of packs of BYTES */
+constexpr int LEAST_BYTES = 64;                                 /* of adjacent columns */
 
 struct ColumnPlan {
     Walk outer;
@@ -20,7 +20,7 @@ struct ColumnPlan {
     int64_t columns;         /* packs of all outer indices */
     int64_t stride[TENSORS]; /* between steps */
     int length, steps;       /* steps: per thread, at most */
-    int down_log2;           /* threads per column */
+    int threads, down_log2;  /* per block; threads per column */
     bool expanded;           /* dy is one number per outer index */
 };
 
@@ -34,13 +34,13 @@ template <typename T> struct ColumnArgs {
 template <bool FORWARD, int N>
 DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, int across, int down, int place, float2 *shared) {
     const int columns = across * N;
-    float2 *const totals = shared + COLUMN_THREADS * N;
+    float2 *const totals = shared + blockDim.x * N;
     const int row = threadIdx.x / across; /* `across` is a power of two */
 #pragma unroll
     for (int j = 0; j < N; j++)
         shared[row * columns + place * N + j] = make_float2(mine.max[j], mine.sum[0][j]);
     __syncthreads();
-    for (int column = threadIdx.x; column < columns; column += COLUMN_THREADS) {
+    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
         Statistics<1, FORWARD, 1> all, one;
         all.clear();
         for (int i = 0; i < down; i++) {
@@ -61,11 +61,12 @@ DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, int across, int down, in
 }
 
 template <typename T, int N, bool FORWARD>
-__global__ void __launch_bounds__(COLUMN_THREADS) softmax_short_column(const __grid_constant__ ColumnArgs<T> a) {
+__global__ void __launch_bounds__(N == WIDE<T> ? WIDE_THREADS : NARROW_THREADS)
+    softmax_short_column(const __grid_constant__ ColumnArgs<T> a) {
     extern __shared__ uint4 column_memory[];
-    constexpr int COUNT = STEPS<N>;
+    constexpr int COUNT = STEPS<N * sizeof(T)>;
     const ColumnPlan &plan = a.plan;
-    const int down = 1 << plan.down_log2, across = COLUMN_THREADS >> plan.down_log2;
+    const int down = 1 << plan.down_log2, across = plan.threads >> plan.down_log2;
     const int place = threadIdx.x & (across - 1), row = (int)threadIdx.x / across;
     const unsigned column = blockIdx.x * across + place, outside = plan.packs.quotient(column);
     const int64_t pack = column - outside * plan.packs.number;
@@ -145,13 +146,17 @@ struct ShortColumns {
         ColumnPlan columns;
     };
 
-    /* log2 of the threads per column. */
-    static int down_for(int64_t length, int width) {
-        const int most = width == 1 ? STEPS<1> : STEPS<2>;
-        int log2 = 0;
-        while (length > int64_t(most) << log2)
-            log2++;
-        return log2;
+    /* Threads per block and log2 of those per column. False if the dimension is too long. */
+    static bool cut(int64_t length, int width, int bytes, ColumnPlan *plan) {
+        const bool wide = width * bytes == 16;
+        plan->threads = WIDE_THREADS;
+        plan->down_log2 = 0;
+        while (length > int64_t(wide ? STEPS<16> : STEPS<1>) << plan->down_log2 && plan->down_log2 < 10)
+            plan->down_log2++;
+        const int least = 2 * LEAST_BYTES << plan->down_log2; /* so that a block is twice LEAST_BYTES wide */
+        while (!wide && plan->threads < NARROW_THREADS && plan->threads * width * bytes < least)
+            plan->threads *= 2;
+        return plan->threads * width * bytes >= (wide ? least : least / 2);
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -167,8 +172,8 @@ struct ShortColumns {
         const int64_t bytes = rafter_dtype_bytes(call.out.dtype);
         if (views.inner() * bytes < LEAST_BYTES)
             return "there are less than 64 bytes of adjacent columns";
-        if ((COLUMN_THREADS >> down_for(min(views.length(), int64_t(COLUMN_THREADS * 16)), width)) * width * bytes <
-            2 * LEAST_BYTES)
+        ColumnPlan plan;
+        if (!cut(views.length(), width, static_cast<int>(bytes), &plan))
             return "the dimension is too long for the registers of a block";
         if (views.inner() / width * views.slabs() > INT32_MAX / 2)
             return "it counts columns in 30 bits";
@@ -183,7 +188,7 @@ struct ShortColumns {
         columns.length = static_cast<int>(views.length());
         columns.packs = Divisor(views.inner() / plan->width);
         columns.columns = views.inner() / plan->width * views.slabs();
-        columns.down_log2 = down_for(columns.length, plan->width);
+        cut(columns.length, plan->width, static_cast<int>(rafter_dtype_bytes(call.out.dtype)), &columns);
         columns.steps = ceil_div(columns.length, 1 << columns.down_log2);
         columns.outer = walk_over(views.pointer, 0, views.dim());
         for (int t = 0; t < TENSORS; t++)
@@ -197,9 +202,10 @@ struct ShortColumns {
         const ColumnArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
                                     reinterpret_cast<const T *>(call.dy.data), reinterpret_cast<T *>(call.out.data),
                                     plan};
-        Launch how = {ceil_div(plan.columns, int64_t(COLUMN_THREADS >> plan.down_log2)), COLUMN_THREADS};
+        const int across = plan.threads >> plan.down_log2;
+        Launch how = {ceil_div(plan.columns, int64_t(across)), plan.threads};
         if (plan.down_log2 > 0)
-            how.shared = (COLUMN_THREADS + (COLUMN_THREADS >> plan.down_log2)) * N * sizeof(float2);
+            how.shared = (plan.threads + across) * N * sizeof(float2);
         ::launch(context, how, is_forward(call) ? softmax_short_column<T, N, true> : softmax_short_column<T, N, false>,
                  args);
     }
