@@ -15,8 +15,8 @@
 
 namespace {
 
-constexpr int CHUNK_THREADS = 256, STEPS = 16; /* elements per lane, at most */
-constexpr int MOST_LENGTH = WARP * STEPS;
+constexpr int CHUNK_THREADS = 256, MOST_STEPS = 16; /* elements per lane, at most */
+constexpr int MOST_LENGTH = WARP * MOST_STEPS;
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
 struct ChunkPlan {
@@ -28,10 +28,9 @@ struct ChunkPlan {
     int steps;         /* elements per lane, at most */
     int slots;         /* packs per slab of a tensor with gaps between slabs, at most */
     int bytes;         /* of one tensor's chunk in shared memory */
-    Divisor by_inner, by_slots;
+    Divisor by_inner, by_slots, by_elements;
     bool dense[TENSORS]; /* no gaps between slabs */
     bool expanded;       /* dy is one number per slab */
-    bool rotate;         /* lines of a warp begin in the same banks: they start at different steps */
 };
 
 template <typename T> struct ChunkArgs {
@@ -110,7 +109,77 @@ template <typename T> struct ChunkInput {
     }
 };
 
-template <typename T, bool FORWARD, bool ROTATE>
+/* The lines of a chunk, STEPS elements per lane. All of a lane's elements are read before the first
+ * is used. Lanes past the end of a line read what follows it, and ignore it. */
+template <typename T, bool FORWARD, int STEPS>
+DEVICE void softmax_of_lines(const ChunkArgs<T> &a, const ChunkInput<T> &in, const ChunkInput<T> &dy, T *results,
+                             int lines) {
+    const ChunkPlan &plan = a.plan;
+    const int lanes = 1 << plan.lanes_log2, lane = threadIdx.x & (lanes - 1), apart = lanes * plan.inner;
+    const bool partial = lane + (STEPS - 1) * lanes >= plan.length; /* the last step has no element of this lane */
+    for (int base = 0; base < lines; base += CHUNK_THREADS >> plan.lanes_log2) {
+        const int own = base + ((int)threadIdx.x >> plan.lanes_log2), line = min(own, lines - 1);
+        const int slab = static_cast<int>(plan.by_inner.quotient(line)),
+                  place = line - slab * plan.inner + lane * plan.inner;
+        float v[STEPS], w[STEPS], max = -FLT_MAX, sum = 0.0f;
+        const T *x = in.slab(slab) + place;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, x += apart)
+            v[k] = to_float(*x);
+        if (!FORWARD) {
+            if (plan.expanded) {
+                int64_t at[3];
+                a.outer.offsets(in.first + slab, at);
+                const float upstream = to_float(a.dy[at[DY]]);
+#pragma unroll
+                for (int k = 0; k < STEPS; k++)
+                    w[k] = upstream;
+            } else {
+                const T *d = dy.slab(slab) + place;
+#pragma unroll
+                for (int k = 0; k < STEPS; k++, d += apart)
+                    w[k] = to_float(*d);
+            }
+        }
+        if (partial) {
+            v[STEPS - 1] = FORWARD ? -INFINITY : 0.0f;
+            w[STEPS - 1] = 0.0f;
+        }
+        if (FORWARD) {
+#pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                max = fmaxf(max, v[k]);
+            for (int step = lanes / 2; step > 0; step /= 2)
+                max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+        }
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            if (FORWARD)
+                v[k] = exp_as<T>(v[k] - max);
+            sum = FORWARD ? sum + v[k] : fmaf(v[k], w[k], sum);
+        }
+        for (int step = lanes / 2; step > 0; step /= 2)
+            sum += __shfl_xor_sync(~0u, sum, step);
+        if (own >= lines)
+            continue;
+        const float scale = 1.0f / sum;
+        T *to = results + slab * plan.elements + place;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, to += apart)
+            if (k < STEPS - 1 || !partial)
+                *to = from_float<T>(FORWARD ? v[k] * scale : v[k] * (w[k] - sum));
+    }
+}
+
+/* Calls f with the number of steps as a constant. */
+template <int STEPS, class F> DEVICE void with_steps(int steps, F f) {
+    if constexpr (STEPS > 1)
+        if (steps < STEPS)
+            return with_steps<STEPS - 1>(steps, f);
+    f(std::integral_constant<int, STEPS>());
+}
+
+template <typename T, bool FORWARD>
 __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
     constexpr int N = WIDE<T>;
     extern __shared__ uint4 chunk_memory[];
@@ -118,7 +187,6 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     const ChunkPlan &plan = a.plan;
     const int64_t first = (int64_t)blockIdx.x * plan.per_chunk;
     const int slabs = static_cast<int>(min(int64_t(plan.per_chunk), plan.slabs - first));
-    const int lines = slabs * plan.inner, lanes = 1 << plan.lanes_log2, lane = threadIdx.x & (lanes - 1);
 
     ChunkInput<T> in = {reinterpret_cast<T *>(memory), a.in, &a.outer, first, IN, 0, 0, plan.dense[IN]};
     in.fill(plan, slabs, a.in_end);
@@ -128,79 +196,33 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     copy_commit();
     T *const results = reinterpret_cast<T *>(memory + (FORWARD ? 1 : 2) * plan.bytes);
     T *const out = a.out + first * plan.elements; /* if dense */
-    const int out_shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
+    const int shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
     copy_wait<0>();
     __syncthreads();
-
-    for (int base = 0; base < lines; base += CHUNK_THREADS >> plan.lanes_log2) {
-        const int line = base + ((int)threadIdx.x >> plan.lanes_log2);
-        const bool active = line < lines; /* the others take part in shuffles */
-        const int slab = active ? static_cast<int>(plan.by_inner.quotient(line)) : 0,
-                  column = active ? line - slab * plan.inner : 0;
-        const T *const x = in.slab(slab) + column;
-        const T *const d = FORWARD || plan.expanded ? x : dy.slab(slab) + column;
-        int64_t at[3] = {};
-        if (!plan.dense[OUT] || plan.expanded)
-            a.outer.offsets(first + slab, at);
-        const float upstream = !FORWARD && plan.expanded ? to_float(a.dy[at[DY]]) : 0.0f;
-        const int begin = ROTATE ? line % plan.steps : 0;
-        const int stop = active ? plan.length : 0;
-
-        float v[STEPS], w[STEPS], max = -FLT_MAX, sum = 0.0f;
-        int step = begin;
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            if (k < plan.steps) {
-                const int i = (step << plan.lanes_log2) + lane;
-                v[k] = FORWARD ? -INFINITY : 0.0f;
-                w[k] = upstream;
-                if (i < stop) {
-                    v[k] = to_float(x[i * plan.inner]);
-                    if (!FORWARD && !plan.expanded)
-                        w[k] = to_float(d[i * plan.inner]);
-                }
-                max = fmaxf(max, v[k]);
-                step = ROTATE && step + 1 == plan.steps ? 0 : step + 1;
-            }
-        }
-        if (FORWARD)
-            for (int apart = lanes / 2; apart > 0; apart /= 2)
-                max = fmaxf(max, __shfl_xor_sync(~0u, max, apart));
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-            if (k < plan.steps) {
-                if (FORWARD)
-                    v[k] = exp_as<T>(v[k] - max);
-                sum = FORWARD ? sum + v[k] : fmaf(v[k], w[k], sum);
-            }
-        for (int apart = lanes / 2; apart > 0; apart /= 2)
-            sum += __shfl_xor_sync(~0u, sum, apart);
-
-        const float scale = 1.0f / sum;
-        T *const to = plan.dense[OUT] ? results + out_shift + slab * plan.elements + column : a.out + at[OUT] + column;
-        step = begin;
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-            if (k < plan.steps) {
-                const int i = (step << plan.lanes_log2) + lane;
-                if (i < stop)
-                    to[i * plan.inner] = from_float<T>(FORWARD ? v[k] * scale : v[k] * (w[k] - sum));
-                step = ROTATE && step + 1 == plan.steps ? 0 : step + 1;
-            }
-    }
-    if (!plan.dense[OUT])
-        return;
+    with_steps<MOST_STEPS>(plan.steps, [&](auto steps) {
+        softmax_of_lines<T, FORWARD, decltype(steps)::value>(a, in, dy, results + shift, slabs * plan.inner);
+    });
     __syncthreads();
-    const int end = out_shift + slabs * plan.elements, packs = (end + N - 1) / N;
-    for (int i = threadIdx.x; i < packs; i += CHUNK_THREADS) {
+
+    const int end = shift + slabs * plan.elements;
+    if (!plan.dense[OUT]) {
+        for (int i = threadIdx.x; i < end; i += CHUNK_THREADS) {
+            const int slab = static_cast<int>(plan.by_elements.quotient(i));
+            int64_t at[3];
+            a.outer.offsets(first + slab, at);
+            a.out[at[OUT] + i - slab * plan.elements] = results[i];
+        }
+        return;
+    }
+    for (int i = threadIdx.x; i * N < end; i += CHUNK_THREADS) {
         const Pack<T, N> pack = reinterpret_cast<const Pack<T, N> *>(results)[i];
-        if (i * N >= out_shift && (i + 1) * N <= end) {
-            store_once(out - out_shift + i * N, pack);
+        if (i * N >= shift && (i + 1) * N <= end) {
+            store_once(out - shift + i * N, pack);
         } else {
 #pragma unroll
             for (int j = 0; j < N; j++)
-                if (i * N + j >= out_shift && i * N + j < end)
-                    out[i * N + j - out_shift] = pack.v[j];
+                if (i * N + j >= shift && i * N + j < end)
+                    out[i * N + j - shift] = pack.v[j];
         }
     }
 }
@@ -225,9 +247,24 @@ struct Chunks {
             return "columns are packs, which registers hold";
         if (views.elements() * rafter_dtype_bytes(call.out.dtype) > CHUNK_BYTES)
             return "slabs are larger than 16 KB";
-        if (3 * (CHUNK_BYTES + 64) > device.shared_bytes)
+        if (4 * CHUNK_BYTES > device.shared_bytes)
             return "the GPU has too little shared memory";
         return NULL;
+    }
+
+    /* How many words of one bank of shared memory a warp reads at a time, at most. */
+    static int most_in_a_bank(const ChunkPlan &chunk, int bytes) {
+        int count[WARP] = {}, last[WARP], most = 0;
+        for (int t = 0; t < WARP; t++) {
+            const int line = t >> chunk.lanes_log2, lane = t & ((1 << chunk.lanes_log2) - 1);
+            const int word =
+                (line / chunk.inner * chunk.elements + line % chunk.inner + lane * chunk.inner) * bytes / 4;
+            const int bank = word % WARP;
+            if (count[bank] == 0 || last[bank] != word)
+                most = max(most, ++count[bank]);
+            last[bank] = word;
+        }
+        return most;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -249,19 +286,24 @@ struct Chunks {
             }
         chunk.expanded = !is_forward(call) && !views.is_slab(DY);
         chunk.slots = ceil_div(chunk.elements + width - 1, width);
-        while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > STEPS)
+        while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > MOST_STEPS ||
+               (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
             chunk.lanes_log2++;
         chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);
         chunk.by_inner = Divisor(chunk.inner);
         chunk.by_slots = Divisor(chunk.slots);
-        /* Lines that begin a multiple of 16 bytes apart share few banks. */
-        chunk.rotate = chunk.inner == 1 && chunk.lanes_log2 < 5 && chunk.length * bytes % 16 == 0;
+        chunk.by_elements = Divisor(chunk.elements);
         /* As many slabs as fit, but enough chunks for all multiprocessors. */
         const int pitch = all_dense ? chunk.elements : chunk.slots * width;
         const int64_t fit = max(CHUNK_BYTES / (pitch * bytes), 1),
                       share = ceil_div(chunk.slabs, int64_t(device.multiprocessors) * 4);
         chunk.per_chunk = static_cast<int>(max(min(fit, share), int64_t(1)));
-        chunk.bytes = round_up(max(chunk.per_chunk * pitch, chunk.per_chunk * chunk.elements) * bytes + 16, 16);
+        const int at_a_time = CHUNK_THREADS >> chunk.lanes_log2, lines = chunk.per_chunk * chunk.inner;
+        if (lines > at_a_time) /* all lanes busy in the last round too */
+            chunk.per_chunk = max(lines / at_a_time * at_a_time / chunk.inner, 1);
+        /* Lanes read past the end of a line: up to as many elements as there are lanes. */
+        const int slack = 16 + (chunk.inner << chunk.lanes_log2) * bytes;
+        chunk.bytes = round_up(max(chunk.per_chunk * pitch, chunk.per_chunk * chunk.elements) * bytes + slack, 16);
         return 0;
     }
 
@@ -279,7 +321,7 @@ struct Chunks {
                                    plan.chunk};
         const size_t shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
         ::launch(context, {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS, shared},
-                 plan.chunk.rotate ? softmax_chunk<T, FORWARD, true> : softmax_chunk<T, FORWARD, false>, args);
+                 softmax_chunk<T, FORWARD>, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
