@@ -23,7 +23,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->slice = slice;
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
-    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows);
+    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows, true);
     plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared;
     plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
@@ -50,7 +50,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
 
 size_t HopperCompact::fit(const Problem &p, const Limits &limits, int clusters, Plan *plan) {
     const int64_t split_bytes =
-        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows) * tiles::SPLIT_BYTES : 0;
+        p.gradients() ? split_capacity_for(p, limits, clusters, p.rows, true) * tiles::SPLIT_BYTES : 0;
     return fit_slices(
         p, limits.budget, slice_for(p, min(DZ_BYTES, ALL_BYTES - split_bytes)),
         p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,

@@ -63,7 +63,7 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
             plan->classes_in_dweight = classes;
         }
     }
-    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->first_group);
+    plan->setup.split_capacity = split_capacity_for(p, limits, clusters, plan->first_group, false);
 
     const int64_t first = plan->first_group;
     const int64_t first_dz = first * round_up(p.classes - plan->classes_in_dweight, int64_t(8)),

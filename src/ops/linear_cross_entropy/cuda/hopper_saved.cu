@@ -49,7 +49,7 @@ struct HopperSaved {
         *plan = {};
         plan->setup.drop_ignored = true;
         plan->setup.clusters = clusters_of(device);
-        plan->setup.split_capacity = split_capacity_for(p, limits_of(call), plan->setup.clusters, p.rows);
+        plan->setup.split_capacity = split_capacity_for(p, limits_of(call), plan->setup.clusters, p.rows, false);
         plan->direct_dx = p.dx_layout.direct;
         plan->direct_dweight = p.dweight_layout.direct;
         const bool weight_sum = p.smooths && forward, spread_x = p.smooths && p.dweight;

@@ -44,8 +44,9 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 /* ---- plans ----------------------------------------------------------------------------------- */
 
 /* Parts of split tiles to reserve memory for, if splitting makes one of the products, of `rows`
- * rows and all classes, 2 % faster; else 0. */
-int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows);
+ * rows and all classes, 2 % faster; else 0. As many as these products use; `sliced`: products are of
+ * some of the classes, and use as many as the limits allow. */
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced);
 
 /* Rows whose dz of all classes fits into dW's own memory; 0 if dW must not be used for that. dW is
  * free until the products write it, unless it is added to, has gaps, or is not written by

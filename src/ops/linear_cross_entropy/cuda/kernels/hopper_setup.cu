@@ -42,18 +42,25 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
 
 /* ---- plans ----------------------------------------------------------------------------------- */
 
-int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows) {
-    const int capacity = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
-    const auto gains = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
+int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced) {
+    const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
+    bool gains = false;
+    int capacity = 0;
+    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(shape.tiles(down, across)),
                   steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
+        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, most);
         const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
-        return whole - tiles::TileScheduler::of(tiles, steps, clusters, capacity).time > whole / 50;
+        gains = gains || whole - split.time > whole / 50;
+        capacity = max(capacity, split.rest * split.parts);
     };
     const tiles::ClusterShape shape = tiles::ClusterShape::of(rows);
-    const bool any = gains(shape, rows, p.classes, p.depth) || (p.dx && gains(shape, rows, p.depth, p.classes)) ||
-                     (p.dweight && gains(tiles::ClusterShape(false), p.classes, p.depth, rows));
-    return any ? capacity : 0;
+    add_product(shape, rows, p.classes, p.depth);
+    if (p.dx)
+        add_product(shape, rows, p.depth, p.classes);
+    if (p.dweight)
+        add_product(tiles::ClusterShape(false), p.classes, p.depth, rows);
+    return !gains ? 0 : sliced ? most : capacity;
 }
 
 int64_t rows_in_dweight(const Problem &p, bool direct_dweight) {
