@@ -311,6 +311,19 @@ void rafter_loss_store_rows(const rafter_view *view, int64_t first, int64_t n, c
             put(view, first + i, (double)values[i]);
 }
 
+static void put_index(const rafter_view *view, int64_t row, int64_t index) {
+    const int32_t narrow = (int32_t)index;
+    if (view->dtype == RAFTER_I64)
+        memcpy(at(view, row), &index, sizeof index);
+    else
+        memcpy(at(view, row), &narrow, sizeof narrow);
+}
+
+void rafter_loss_store_argmax(const struct rafter_loss *loss, int64_t first, int64_t n, const int32_t *index) {
+    for (int64_t i = 0; i < n && rafter_loss_has(&loss->argmax); i++)
+        put_index(&loss->argmax, first + i, index[i]);
+}
+
 /* ---- labels ---------------------------------------------------------------------------------- */
 
 enum { READ_ROWS = 1 << 14, READ_TASKS = 256 }; /* rows per task, at least; tasks, at most */
@@ -470,13 +483,8 @@ double rafter_loss_write_row(const struct rafter_loss *loss, int64_t row, int64_
     put(&loss->lse, row, lse);
     put(&loss->logprob, row, 0.0 - nll);
     put(&loss->entropy, row, entropy);
-    if (rafter_loss_has(&loss->argmax)) {
-        const int32_t narrow = (int32_t)argmax;
-        if (loss->argmax.dtype == RAFTER_I64)
-            memcpy(at(&loss->argmax, row), &argmax, sizeof argmax);
-        else
-            memcpy(at(&loss->argmax, row), &narrow, sizeof narrow);
-    }
+    if (rafter_loss_has(&loss->argmax))
+        put_index(&loss->argmax, row, argmax);
     return value;
 }
 

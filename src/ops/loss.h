@@ -120,6 +120,9 @@ void rafter_loss_load_rows(const rafter_view *view, int64_t first, int64_t n, fl
 /* Writes them to an optional output. */
 void rafter_loss_store_rows(const rafter_view *view, int64_t first, int64_t n, const float *values);
 
+/* Stores argmax of n rows, if the caller wants it. */
+void rafter_loss_store_argmax(const struct rafter_loss *loss, int64_t first, int64_t n, const int32_t *index);
+
 /* ---- rows ------------------------------------------------------------------------------------ */
 
 /* Statistics of a row, or of some of its columns. A NaN or +inf among u makes the sum NaN. */

@@ -5,64 +5,16 @@
 
 #include "core/variants.h"
 #include "ops/cross_entropy/cpu_tile.h"
+#include "ops/cross_entropy/cpu_u.h"
 #include "simd/softmax.h"
 
 enum { PIECE = CROSS_ENTROPY_PIECE };
 
-/* u is the logit itself, the scaled logit, or the scaled and capped logit. */
-enum { PLAIN, SCALED, CAPPED };
-
-static inline int kind_of(const struct cross_entropy_row *row) {
-    return row->softcap != 0.0f ? CAPPED : row->scale != 1.0f ? SCALED : PLAIN;
-}
-
-/* tanh x to about 3 units in the last place, and its derivative, without cancellation where tanh x
- * is near 1. */
-struct tanh {
-    vf value, slope;
-};
-
-V_INLINE struct tanh tanh_of(vf x) {
-    const vf magnitude = (vf)((vi)x & 0x7fffffff), one = v_set(1.0f);
-    const vf q = v_exp2(magnitude * v_set(-2.0f * V_LOG2E)), share = one / (one + q), twice = (q + q) * share;
-    const vf large = (vf)((vi)(one - twice) | ((vi)x & (vi)((vu){0} + 0x80000000u)));
-    const vf s = x * x;
-    vf p = v_fma(v_set(-0.00570498795486f), s, v_set(0.0206390881102f)); /* as v_tanh, for |x| below 0.625 */
-    p = v_fma(p, s, v_set(-0.05373971535f));
-    p = v_fma(p, s, v_set(0.133314422013f));
-    p = v_fma(p, s, v_set(-0.333332819421f));
-    return (struct tanh){v_select(magnitude < v_set(0.625f), v_fma(x * s, p, x), large), (twice + twice) * share};
-}
-
-/* The constants of u(z), in registers. */
-struct transform {
-    vf inverse_cap, cap, scale;
-};
-
-static inline struct transform transform_of(const struct cross_entropy_row *row) {
-    /* If 1 / softcap overflows, every logit but 0 is at the cap. */
-    const float inverse = row->softcap < 1e-38f ? 1e38f : 1.0f / row->softcap;
-    return (struct transform){v_set(inverse), v_set(row->softcap), v_set(row->scale)};
-}
-
-/* u. *slope is du/dz without the factor scale. */
-V_INLINE vf to_u(int kind, vf z, struct transform t, vf *slope) {
-    *slope = v_set(1.0f);
-    if (kind == PLAIN)
-        return z;
-    if (kind == CAPPED) {
-        const struct tanh tanh = tanh_of(z * t.inverse_cap);
-        z = t.cap * tanh.value;
-        *slope = tanh.slope;
-    }
-    return t.scale * z;
-}
-
 /* u of the target, and its slope. */
 V_INLINE float target_u(int dtype, const struct cross_entropy_row *row, float *slope) {
     const vf z = v_set(v_get(dtype, row->z + row->label * row->z_stride * v_bytes(dtype)));
-    const int kind = kind_of(row);
-    const struct transform t = transform_of(row);
+    const int kind = kind_of(row->softcap, row->scale);
+    const struct transform t = transform_of(row->softcap, row->scale);
     vf s;
     const vf u = kind == PLAIN ? z : kind == SCALED ? to_u(SCALED, z, t, &s) : to_u(CAPPED, z, t, &s);
     *slope = kind == CAPPED ? s[0] : 1.0f;
@@ -72,7 +24,7 @@ V_INLINE float target_u(int dtype, const struct cross_entropy_row *row, float *s
 /* ---- statistics ------------------------------------------------------------------------------ */
 
 V_INLINE void u_of_piece(int dtype, int kind, const struct cross_entropy_row *row, const char *z, int64_t n, float *u) {
-    const struct transform t = transform_of(row);
+    const struct transform t = transform_of(row->softcap, row->scale);
     vf slope;
     for (; n >= V_LANES; n -= V_LANES, z += V_LANES * v_bytes(dtype), u += V_LANES)
         v_store(RAFTER_F32, u, to_u(kind, v_load(dtype, z), t, &slope));
@@ -180,7 +132,7 @@ V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int
                              struct rafter_row_stats *stats) {
     char gathered[PIECE * sizeof(float)];
     float u[PIECE];
-    const int kind = kind_of(row);
+    const int kind = kind_of(row->softcap, row->scale);
     const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
     *stats = rafter_row_empty;
     if (kind == PLAIN) {
@@ -277,7 +229,7 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
                                 const struct coefficients *c, float at_target) {
     char gathered[PIECE * sizeof(float)], made[PIECE * sizeof(float)];
     float weights[PIECE];
-    const int kind = kind_of(row);
+    const int kind = kind_of(row->softcap, row->scale);
     char *dz = row->dz + first * row->dz_stride * v_bytes(dtype),
          *out = row->dz_stride == 1 && !row->stream ? dz : made;
     const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
@@ -323,7 +275,8 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
     /* Where the exponential is 0, a NaN scale has no effect. Through the spread the whole row
      * becomes NaN. */
     const float spread = g->p != g->p ? NAN : (float)g->spread;
-    const struct coefficients c = {transform_of(row), v_scaled_exp_of(g->pivot, (float)g->p), v_set(spread)};
+    const struct coefficients c = {transform_of(row->softcap, row->scale), v_scaled_exp_of(g->pivot, (float)g->p),
+                                   v_set(spread)};
     const int64_t end = first + n, bytes = v_bytes(dtype);
     const bool has_target = row->label >= first && row->label < end;
     const float at_target = has_target ? target_gradient(dtype, row, g) : 0.0f; /* dz may overwrite z */

@@ -28,8 +28,7 @@ enum {
 static bool served(const struct cross_entropy_call *call) {
     const struct rafter_loss *const loss = &call->loss;
     const bool dense_weights = !rafter_loss_has(&loss->class_weight) || loss->class_weight.stride[0] == 1;
-    return loss->softcap == 0.0f && !rafter_loss_has(&loss->entropy) && !rafter_loss_has(&loss->argmax) &&
-           dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows > 0;
+    return dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows > 0;
 }
 
 bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cross_entropy_tiles *tiles) {
@@ -53,15 +52,20 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
                    .smoothing = loss->smoothing,
                    .z_loss = loss->z_loss,
                    .scale = loss->scale,
+                   .softcap = loss->softcap,
+                   .entropy = rafter_loss_has(&loss->entropy),
+                   .argmax = rafter_loss_has(&loss->argmax),
                    .class_weight_sum = loss->class_weight_sum,
                    .denominator = loss->mean_denominator,
                    .weight = loss->smoothing != 0.0f ? (const float *)(const void *)loss->class_weight.data : NULL,
                    .lse_bound = cross_entropy_lse_bound(z->dtype)}};
     const bool contiguous = t->z_class == 1 && t->dz_class == 1;
-    const bool fits = classes <= (!contiguous  ? CROSS_ENTROPY_TURNED / LEAST_ROWS
-                                  : t->forward ? SHORT_ROWS
+    const int64_t turned = cross_entropy_turned(t->gradient, t->softcap);
+    const bool fits = classes <= (!contiguous  ? turned / LEAST_ROWS
+                                  : t->forward ? min64(SHORT_ROWS, turned / LEAST_ROWS)
                                                : SHORT_ROWS_BACKWARD);
-    const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && t->scale == 1.0f;
+    const bool as_they_are = t->scale == 1.0f && t->softcap == 0.0f && !t->entropy && !t->argmax;
+    const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && as_they_are;
     /* Fewer rows would leave lanes empty. With many classes they are turned in blocks (op.c). */
     t->direct = adjacent && t->run >= LEAST_ROWS;
     if (!t->direct && !fits)
@@ -70,7 +74,7 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
     if (loss->rows < FEW_TILES * rows)
         rows = UNIT_ROWS;
     if (!t->direct)
-        rows = min64(rows, CROSS_ENTROPY_TURNED / classes / LEAST_ROWS * LEAST_ROWS);
+        rows = min64(rows, turned / classes / LEAST_ROWS * LEAST_ROWS);
     if (t->run >= rows || t->direct) {
         rows = min64(rows, t->run);
         tiles->per_run = ceil_div(t->run, rows);
@@ -126,6 +130,8 @@ static void store_tile(const struct rafter_loss *loss, int64_t first, const stru
     rafter_loss_store_rows(&loss->row_loss, first, tile->rows, tile->row_loss);
     rafter_loss_store_rows(&loss->lse, first, tile->rows, tile->lse);
     rafter_loss_store_rows(&loss->logprob, first, tile->rows, tile->logprob);
+    rafter_loss_store_rows(&loss->entropy, first, tile->rows, tile->entropy);
+    rafter_loss_store_argmax(loss, first, tile->rows, tile->argmax);
 }
 
 static void tiles_task(void *arg, int64_t task) {

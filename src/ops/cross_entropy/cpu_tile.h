@@ -8,6 +8,7 @@
 #ifndef RAFTER_CROSS_ENTROPY_CPU_TILE_H
 #define RAFTER_CROSS_ENTROPY_CPU_TILE_H
 
+#include "ops/cross_entropy/cpu_u.h"
 #include "ops/cross_entropy/kernels.h"
 #include "simd/columns.h"
 #include "simd/transpose.h"
@@ -18,6 +19,7 @@ enum { TILE = CROSS_ENTROPY_TILE };
 struct lanes {
     _Alignas(64) float pivot[TILE], sum[TILE], target[TILE]; /* target: u_y */
     float weighted[TILE];                                    /* the sum of w u, if smoothing needs it */
+    float moment[TILE];                                      /* of (u - pivot) e^(u - pivot), for the entropy */
     float log_sum[TILE];
     /* Of the gradient: p e^(u - pivot) - spread w, less at_target for the label; 0 unless active. */
     float p[TILE], spread[TILE], at_target[TILE];
@@ -46,8 +48,45 @@ V_INLINE void tile_load(int dtype, const struct cross_entropy_tiling *t, const s
                 v_store_part(RAFTER_F32, to + c * pitch + row + r, v_load_part(dtype, adjacent, count, 0.0f), count);
             }
     }
-    for (int64_t i = 0; t->scale != 1.0f && i < t->classes * pitch; i++)
-        to[i] *= t->scale;
+}
+
+/* Logits in the buffer become u. slope: space for du/dz without the factor scale, or NULL. */
+V_INLINE void tile_transform(int kind, const struct cross_entropy_tiling *t, float *u, float *slope, int64_t n) {
+    const struct transform transform = transform_of(t->softcap, t->scale);
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        vf s;
+        v_store(RAFTER_F32, u + i, to_u(kind, v_load(RAFTER_F32, u + i), transform, &s));
+        if (kind == CAPPED && slope)
+            v_store(RAFTER_F32, slope + i, s);
+    }
+}
+
+/* The gradient with respect to u in the buffer becomes that with respect to the logits. A 0 stays:
+ * the logits of an ignored row may be NaN. */
+static void tile_apply_slope(float *d, const float *slope, int64_t n) {
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        const vf a = v_load(RAFTER_F32, d + i);
+        v_store(RAFTER_F32, d + i, v_select(a == v_set(0.0f), a, a * v_load(RAFTER_F32, slope + i)));
+    }
+}
+
+/* The first index of the largest logit of every row; NaN is larger than everything. */
+static void tile_argmax(const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile, const float *z,
+                        int64_t pitch) {
+    for (int64_t r = 0; r < tile->rows; r += V_LANES) {
+        vf best = v_set(-INFINITY), index = (vf)(vi){0};
+        vi nan = {0};
+        for (int64_t c = 0; c < t->classes; c++) {
+            const vf a = v_load(RAFTER_F32, z + c * pitch + r);
+            const vi better = ((a > best) | (a != a)) & ~nan;
+            best = v_select(better, a, best);
+            index = v_select(better, (vf)((vi){0} + (int32_t)c), index);
+            nan |= a != a;
+        }
+        v_store(RAFTER_F32, tile->argmax + r, index);
+        for (int64_t i = r; i < min64(r + V_LANES, tile->rows); i++)
+            tile->argmax[i] = tile->label[i] < 0 ? -1 : tile->argmax[i];
+    }
 }
 
 V_INLINE void tile_store(int dtype, const struct cross_entropy_tiling *t, const struct cross_entropy_tile *tile,
@@ -96,6 +135,28 @@ V_INLINE void tile_weighted(int dtype, const struct cross_entropy_tiling *t, con
     }
 }
 
+/* The sums of (u - pivot) e^(u - pivot), as tile_weighted; 0 for u = -inf. */
+static void tile_moments(const struct cross_entropy_tiling *t, const float *u, int64_t pitch, int64_t rows,
+                         struct lanes *l) {
+    enum { SOME = 16 };
+    for (int64_t r = 0; r < rows; r += V_LANES) {
+        vf pivot = v_load(RAFTER_F32, l->pivot + r);
+        pivot = v_select(pivot == v_set(-INFINITY), v_set(0.0f), pivot);
+        vd low = v_set_d(0.0), high = low, low_part, high_part;
+        for (int64_t c = 0; c < t->classes; c += SOME) {
+            vf sum = v_set(0.0f);
+            for (int64_t i = c; i < min64(c + SOME, t->classes); i++) {
+                const vf a = v_load(RAFTER_F32, u + i * pitch + r);
+                sum = v_fma(v_max(v_set(-1e4f), a - pivot), v_exp_from(a, pivot), sum);
+            }
+            v_to_d(sum, &low_part, &high_part);
+            low += low_part;
+            high += high_part;
+        }
+        v_store(RAFTER_F32, l->moment + r, v_from_d(low, high));
+    }
+}
+
 V_INLINE void tile_statistics(int dtype, const struct cross_entropy_tiling *t, const char *z, int64_t pitch,
                               int64_t rows, struct lanes *l) {
     v_column_statistics(dtype, z, pitch, rows, t->classes, l->label, l->target, l->pivot, l->sum);
@@ -136,6 +197,10 @@ static double tile_losses(const struct cross_entropy_tiling *t, struct cross_ent
         tile->row_loss[r] = (float)values[r];
         tile->lse[r] = active ? (float)lse : 0.0f;
         tile->logprob[r] = active ? (float)(0.0 - nll) : 0.0f;
+        if (t->entropy) {
+            const double entropy = log_sum - (double)l->moment[r] / (double)l->sum[r];
+            tile->entropy[r] = !active ? 0.0f : entropy < 0.0 ? 0.0f : (float)entropy;
+        }
     }
     int64_t r = 0;
     for (; r + SUMS <= tile->rows; r += SUMS)
@@ -255,6 +320,8 @@ V_INLINE double tile_of(int dtype, const struct cross_entropy_tiling *t, struct 
     v_order_columns(dtype, rows, l.label);
     if (statistics)
         tile_statistics(dtype, t, z, z_pitch, rows, &l);
+    if (t->forward && t->entropy) /* in the buffer */
+        tile_moments(t, (const float *)(const void *)z, z_pitch / 4, rows, &l);
     if (t->forward)
         sum = tile_losses(t, tile, &l);
     if (t->gradient) {
@@ -281,9 +348,18 @@ static __attribute__((noinline)) double tile_of_any(rafter_dtype any, const stru
 
 V_INLINE double buffered_tile(int dtype, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile) {
     _Alignas(64) float buffer[CROSS_ENTROPY_TURNED];
-    const int64_t pitch = round_up(tile->rows, V_LANES);
+    const int64_t pitch = round_up(tile->rows, V_LANES), n = t->classes * pitch;
+    float *const slope = t->gradient && t->softcap != 0.0f ? buffer + n : NULL;
     tile_load(dtype, t, tile, buffer, pitch);
+    if (t->forward && t->argmax)
+        tile_argmax(t, tile, buffer, pitch);
+    if (t->softcap != 0.0f)
+        tile_transform(CAPPED, t, buffer, slope, n);
+    else if (t->scale != 1.0f)
+        tile_transform(SCALED, t, buffer, NULL, n);
     const double sum = tile_of_any(RAFTER_F32, t, tile, (const char *)buffer, pitch * 4, (char *)buffer, pitch * 4);
+    if (slope)
+        tile_apply_slope(buffer, slope, n);
     if (t->gradient)
         tile_store(dtype, t, tile, buffer, pitch);
     return sum;

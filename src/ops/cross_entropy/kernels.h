@@ -42,6 +42,11 @@ enum {
     CROSS_ENTROPY_TURNED = 1 << 12 /* the most elements of a tile that is copied to a buffer */
 };
 
+/* The most elements of a tile in the buffer: with a soft cap, the gradient needs the slopes too. */
+static inline int64_t cross_entropy_turned(bool gradient, float softcap) {
+    return gradient && softcap != 0.0f ? CROSS_ENTROPY_TURNED / 2 : CROSS_ENTROPY_TURNED;
+}
+
 /* What is the same for all tiles of a call. Strides are in elements. */
 struct cross_entropy_tiling {
     rafter_dtype dtype;
@@ -51,6 +56,8 @@ struct cross_entropy_tiling {
     int64_t run; /* rows of a run, in which rows are a constant stride apart */
     int64_t z_row, z_class, dz_row, dz_class;
     float smoothing, z_loss, scale;
+    float softcap; /* only if not direct, like the next two; 0: none */
+    bool entropy, argmax;
     double class_weight_sum, denominator;
     const float *weight; /* contiguous class weights, if there are any and label smoothing needs them all */
     float lse_bound;     /* backward uses a given lse up to this size, and statistics otherwise */
@@ -63,10 +70,12 @@ struct cross_entropy_tile {
     char *dz[CROSS_ENTROPY_TILE];
 
     /* By row. The caller sets the labels (-1: ignored), the factors, and in backward lse, if it is
-     * given. Forward sets lse, row_loss and logprob. */
+     * given. Forward sets lse, row_loss and logprob, and entropy and argmax if they are wanted. */
     int32_t label[CROSS_ENTROPY_TILE];
     float label_weight[CROSS_ENTROPY_TILE], row_weight[CROSS_ENTROPY_TILE], dloss[CROSS_ENTROPY_TILE];
     float lse[CROSS_ENTROPY_TILE], row_loss[CROSS_ENTROPY_TILE], logprob[CROSS_ENTROPY_TILE];
+    float entropy[CROSS_ENTROPY_TILE];
+    int32_t argmax[CROSS_ENTROPY_TILE];
     bool given_lse;
 };
 
