@@ -34,8 +34,9 @@ struct Views {
     const rafter_view *pointer[TENSORS]; /* NULL: the call has no such tensor */
     rafter_view *used[TENSORS];          /* the tensors that the call has */
     int count;
+    const rafter_view *expanded; /* one of them that is read as a number, whose layout does not matter; or NULL */
 
-    explicit Views(const act_call &call) : count(0) {
+    explicit Views(const act_call &call) : count(0), expanded(NULL) {
         view[IN] = input_of(call);
         view[DY] = call.dy;
         view[OUT] = call.out;
@@ -55,13 +56,13 @@ struct Views {
     bool wide() const {
         bool all = true;
         for (int v = 0; v < count; v++)
-            all = all && allows_wide_access(*used[v], ndim());
+            all = all && (used[v] == expanded || allows_wide_access(*used[v], ndim()));
         return all;
     }
     bool contiguous(int dim) const {
         bool all = true;
         for (int v = 0; v < count; v++)
-            all = all && (used[v]->stride[dim] == 1 || used[v]->shape[dim] == 1);
+            all = all && (used[v] == expanded || used[v]->stride[dim] == 1 || used[v]->shape[dim] == 1);
         return all;
     }
 };
@@ -90,7 +91,9 @@ bool dim_is_contiguous(const act_call &call) {
 /* Softmax: the tensors as [outer ..., dim] if dim is contiguous, else as [outer ..., dim, columns].
  * The other dimensions are in the order of the output's memory, and merged where strides allow. */
 struct SoftmaxViews : Views {
-    explicit SoftmaxViews(const act_call &call) : Views(call) {
+    explicit SoftmaxViews(const act_call &call, bool dy_is_expanded = false) : Views(call) {
+        if (dy_is_expanded)
+            expanded = &view[DY];
         if (ndim() == 0) /* a scalar is a row of one element */
             rafter_collapse(used, count, 0, 0);
         else

@@ -171,14 +171,17 @@ template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_small
 struct OrderedCall {
     act_call call;
     const rafter_view *copied; /* of the original call: to be copied into the output; NULL: nothing */
+    bool expanded;             /* dy is one number per outer index, and is read as that */
 
     /* `original` must outlive this. `takes_expanded`: the variant reads an expanded dy as it is. */
-    OrderedCall(const act_call &original, bool takes_expanded) : call(original), copied(NULL) {
+    OrderedCall(const act_call &original, bool takes_expanded) : call(original), copied(NULL), expanded(false) {
         if (!is_softmax(original))
             return;
         const rafter_view &input = is_forward(original) ? original.in : original.dy;
-        if (in_order(input, original.out) ||
-            (takes_expanded && !is_forward(original) && SlabViews(original).is_expanded(DY)))
+        if (in_order(input, original.out))
+            return;
+        expanded = takes_expanded && !is_forward(original) && SlabViews(original).is_expanded(DY);
+        if (expanded)
             return;
         copied = &input;
         (is_forward(original) ? call.in : call.dy) = original.out;
@@ -189,6 +192,14 @@ struct OrderedCall {
             if (out.stride[d] == 1 && out.shape[d] > 1)
                 return input.stride[d] == 1;
         return true;
+    }
+
+    /* Whether the elements along `dim` are adjacent in all tensors but an expanded one. */
+    bool dim_is_contiguous() const {
+        act_call without = call;
+        if (expanded)
+            without.dy = call.out;
+        return ::dim_is_contiguous(without);
     }
 
     /* Enqueues the copy, if there is one. */

@@ -19,6 +19,7 @@ struct LongRows {
         const int dim = views.ndim() - 1;
         const int64_t length = views.size(dim), rows = views.numel() / length;
         plan->wide = views.wide();
+        plan->expanded = false;
         const int64_t width = plan->wide ? 16 / rafter_dtype_bytes(call.out.dtype) : 1;
         plan->tensors = panel_tensors(ordered.call);
         plan->tensors.outer = walk_over(views.pointer, 0, dim);

@@ -20,11 +20,15 @@ struct PanelTensors {
     int64_t pack_stride[TENSORS], row_strides[TENSORS];
 };
 
-template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : PanelTensors {
+/* Backward with an expanded dy has one input. */
+enum Kind { FORWARDS, BACKWARDS, EXPANDED };
+
+template <typename T_, int N_, bool COLUMNS, Kind KIND> struct Softmax : PanelTensors {
     typedef T_ T;
+    static constexpr bool FORWARD = KIND == FORWARDS;
     static constexpr int N = N_, LINES = COLUMNS ? N : 1, MOST_LINES = !COLUMNS ? 1 : N * sizeof(T) < 16 ? 128 : 8 * N;
-    static constexpr int INPUTS = FORWARD ? 1 : 2, ITEMS = N == 1 ? 16 : 8, SUMS = 1, THREADS = 256,
-                         PER_SM = FORWARD ? 5 : 3;
+    static constexpr int INPUTS = KIND == BACKWARDS ? 2 : 1, ITEMS = N == 1 ? 16 : 8, SUMS = 1, THREADS = 256,
+                         PER_SM = KIND == BACKWARDS ? 3 : 5;
     static constexpr bool HAS_MAX = FORWARD;
     typedef Statistics<LINES, HAS_MAX, SUMS> Stats;
     struct Table {};
@@ -35,6 +39,7 @@ template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : Pane
     struct Place {
         const T *in[INPUTS];
         T *out;
+        float upstream; /* dy, if expanded */
         int column;
         bool active;
     };
@@ -51,8 +56,10 @@ template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : Pane
             at[t] += pack * pack_stride[t] + row * row_strides[t];
         Place place;
         place.in[0] = static_cast<const T *>(in) + at[IN];
-        if constexpr (!FORWARD)
+        if constexpr (KIND == BACKWARDS)
             place.in[1] = static_cast<const T *>(dy) + at[DY];
+        if constexpr (KIND == EXPANDED)
+            place.upstream = to_float(static_cast<const T *>(dy)[at[DY]]);
         place.out = static_cast<T *>(out) + at[OUT];
         place.column = column;
         place.active = pack < packs;
@@ -68,14 +75,18 @@ template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : Pane
     }
     /* Forward: x. Backward: y in x, and dy in d. */
     template <class AnyItems>
-    DEVICE static void unpack_item(const AnyItems &items, int i, float (&x)[N], float (&d)[N]) {
+    DEVICE static void unpack_item(const AnyItems &items, int i, const Place &place, float (&x)[N], float (&d)[N]) {
         unpack(items.in(i, 0), x);
-        if constexpr (!FORWARD)
+        if constexpr (KIND == BACKWARDS)
             unpack(items.in(i, 1), d);
+        if constexpr (KIND == EXPANDED)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                d[j] = place.upstream;
     }
 
     template <bool FIRST, class AnyItems>
-    DEVICE void accumulate(Stats &statistics, const AnyItems &items, const Place &, const Table &) const {
+    DEVICE void accumulate(Stats &statistics, const AnyItems &items, const Place &place, const Table &) const {
         if (items.count == 0)
             return;
         if constexpr (FORWARD) {
@@ -85,7 +96,7 @@ template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : Pane
         }
         items.template for_each<2>([&](int i) {
             float x[N], d[N];
-            unpack_item(items, i, x, d);
+            unpack_item(items, i, place, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 float &sum = statistics.sum[0][j % LINES];
@@ -111,7 +122,7 @@ template <typename T_, int N_, bool COLUMNS, bool FORWARD> struct Softmax : Pane
             read_numbers(values[k] + place.column * LINES, value[k]);
         items.template for_each<2>([&](int i) {
             float x[N], d[N];
-            unpack_item(items, i, x, d);
+            unpack_item(items, i, place, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const int line = j % LINES;
@@ -162,13 +173,20 @@ struct ColumnPanels {
     }
 };
 
-/* Calls f with the job that runs the panels. */
-template <bool COLUMNS, class F> auto with_job(const act_call &call, bool wide, const PanelTensors &tensors, F f) {
+/* Calls f with the job that runs the panels. Rows take no expanded dy. */
+template <bool COLUMNS, class F>
+auto with_job(const act_call &call, bool wide, bool expanded, const PanelTensors &tensors, F f) {
     return for_dtype(call.out.dtype, [&](auto zero) {
         typedef decltype(zero) T;
+        constexpr Kind ONE_INPUT = COLUMNS ? EXPANDED : BACKWARDS;
         if (is_forward(call))
-            return wide ? f(Softmax<T, WIDE<T>, COLUMNS, true>{tensors}) : f(Softmax<T, 1, COLUMNS, true>{tensors});
-        return wide ? f(Softmax<T, WIDE<T>, COLUMNS, false>{tensors}) : f(Softmax<T, 1, COLUMNS, false>{tensors});
+            return wide ? f(Softmax<T, WIDE<T>, COLUMNS, FORWARDS>{tensors})
+                        : f(Softmax<T, 1, COLUMNS, FORWARDS>{tensors});
+        if (expanded)
+            return wide ? f(Softmax<T, WIDE<T>, COLUMNS, ONE_INPUT>{tensors})
+                        : f(Softmax<T, 1, COLUMNS, ONE_INPUT>{tensors});
+        return wide ? f(Softmax<T, WIDE<T>, COLUMNS, BACKWARDS>{tensors})
+                    : f(Softmax<T, 1, COLUMNS, BACKWARDS>{tensors});
     });
 }
 
@@ -176,18 +194,19 @@ template <bool COLUMNS, class F> auto with_job(const act_call &call, bool wide, 
 template <bool COLUMNS> struct PlannedPanels {
     PanelTensors tensors;
     PanelPlan plan;
-    bool wide;
+    bool wide, expanded;
 
     /* Returns the bytes of workspace. */
     size_t make(const rafter_cuda_state &device, const act_call &call, int64_t panels, int64_t rows) {
-        return with_job<COLUMNS>(call, wide, tensors, [&](const auto &job) {
+        return with_job<COLUMNS>(call, wide, expanded, tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
             plan = plan_panels<Job>(device, panels, rows, tensors.across);
             return PanelWorkspaceBytes<Job>(plan).all();
         });
     }
     void launch(rafter_context *context, const act_call &call, char *workspace) const {
-        with_job<COLUMNS>(call, wide, tensors, [&](const auto &job) { launch_panels(context, job, plan, workspace); });
+        with_job<COLUMNS>(call, wide, expanded, tensors,
+                          [&](const auto &job) { launch_panels(context, job, plan, workspace); });
     }
 };
 

@@ -6,8 +6,8 @@
 
 namespace {
 
-template <typename T, bool FORWARD> struct PersistentSoftmax : Softmax<T, WIDE<T>, true, FORWARD> {
-    typedef typename Softmax<T, WIDE<T>, true, FORWARD>::Panel Panel;
+template <typename T, Kind KIND> struct PersistentSoftmax : Softmax<T, WIDE<T>, true, KIND> {
+    typedef typename Softmax<T, WIDE<T>, true, KIND>::Panel Panel;
 
     DEVICE TileOrigin tile_origin(const Panel &panel) const {
         TileOrigin at = {(int)panel.pack * WIDE<T>, {0, 0, 0}};
@@ -40,10 +40,12 @@ template <class Job> bool map_columns(const SoftmaxViews &views, InputMaps<Job> 
 }
 
 /* Calls f with the job that runs the panels. */
-template <class F> auto with_persistent_job(const act_call &call, const PanelTensors &tensors, F f) {
-    return for_dtype(call.out.dtype, [&](auto zero) {
+template <class F> auto with_persistent_job(const OrderedCall &ordered, const PanelTensors &tensors, F f) {
+    return for_dtype(ordered.call.out.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        return is_forward(call) ? f(PersistentSoftmax<T, true>{tensors}) : f(PersistentSoftmax<T, false>{tensors});
+        return is_forward(ordered.call) ? f(PersistentSoftmax<T, FORWARDS>{tensors})
+               : ordered.expanded       ? f(PersistentSoftmax<T, EXPANDED>{tensors})
+                                        : f(PersistentSoftmax<T, BACKWARDS>{tensors});
     });
 }
 
@@ -57,14 +59,14 @@ struct PersistentColumnSoftmax {
     static const char *why_not(const rafter_cuda_state &device, const Call &call) {
         if (!is_softmax(call))
             return "kind is not softmax";
-        const OrderedCall ordered(call, false);
-        if (dim_is_contiguous(ordered.call))
+        const OrderedCall ordered(call, true);
+        if (ordered.dim_is_contiguous())
             return "dim is contiguous";
-        const SoftmaxViews views(ordered.call);
+        const SoftmaxViews views(ordered.call, ordered.expanded);
         const ColumnPanels columns(ordered.call, views);
         if (!columns.wide)
             return "columns are not aligned packs of 16 bytes";
-        return with_persistent_job(call, columns.tensors, [&](const auto &job) {
+        return with_persistent_job(ordered, columns.tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
             InputMaps<Job> maps;
             const char *const reason =
@@ -74,11 +76,11 @@ struct PersistentColumnSoftmax {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const OrderedCall ordered(call, false);
-        const SoftmaxViews views(ordered.call);
+        const OrderedCall ordered(call, true);
+        const SoftmaxViews views(ordered.call, ordered.expanded);
         const ColumnPanels columns(ordered.call, views);
         plan->tensors = columns.tensors;
-        return with_persistent_job(call, columns.tensors, [&](const auto &job) {
+        return with_persistent_job(ordered, columns.tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
             plan->plan = plan_persistent<Job>(device, columns.panels, columns.rows);
             return persistent_bytes<Job>(plan->plan);
@@ -86,10 +88,10 @@ struct PersistentColumnSoftmax {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const OrderedCall ordered(call, false);
+        const OrderedCall ordered(call, true);
         ordered.copy(context);
-        const SoftmaxViews views(ordered.call);
-        return with_persistent_job(call, plan.tensors, [&](const auto &job) {
+        const SoftmaxViews views(ordered.call, ordered.expanded);
+        return with_persistent_job(ordered, plan.tensors, [&](const auto &job) {
             InputMaps<std::decay_t<decltype(job)>> maps;
             if (!map_columns(views, &maps))
                 return rafter_fail(context, RAFTER_DEVICE_ERROR, "act: TMA cannot address the layout");
