@@ -605,6 +605,84 @@ static void test_share_of_dx(void **state) {
     world_close(&one);
 }
 
+/* ---- logsumexp ------------------------------------------------------------------------------- */
+
+enum { LINES = 7, LENGTH = 50 };
+
+struct lse_world {
+    int ranks, dim;
+    const int64_t *cut;
+    float x[LINES * LENGTH], other[LENGTH * LINES]; /* [LINES, LENGTH], and its transpose */
+    struct loopback *wire;
+    rafter_context *context[MOST];
+    char lse[MOST][LINES * sizeof(float)];
+    rafter_status status[MOST];
+    char error[MOST][512];
+    int64_t odd_lines; /* what rank 1 has fewer of */
+};
+
+static void lse_body(void *arg, int r) {
+    struct lse_world *const w = arg;
+    const int64_t own = w->cut[r + 1] - w->cut[r], lines = LINES - (r == 1 ? w->odd_lines : 0);
+    int64_t rows[] = {lines, own}, row_strides[] = {LENGTH, 1}, columns[] = {own, lines}, column_strides[] = {LINES, 1};
+    int64_t shape[] = {lines};
+    DLTensor x = w->dim == 1 ? rafter_tensor(w->x + w->cut[r], RAFTER_F32, 2, rows)
+                             : rafter_tensor(w->other + w->cut[r] * LINES, RAFTER_F32, 2, columns);
+    x.strides = w->dim == 1 ? row_strides : column_strides;
+    DLTensor lse = rafter_tensor(w->lse[r], RAFTER_F32, 1, shape);
+    const rafter_communicator group = loopback_rank(w->wire, r, w->context[r]);
+    const rafter_logsumexp_args args = {.size = sizeof args, .x = &x, .dim = w->dim, .lse = &lse, .group = &group};
+    w->status[r] = rafter_logsumexp_forward(w->context[r], &args);
+    snprintf(w->error[r], sizeof w->error[r], "%s", rafter_last_error(w->context[r]));
+}
+
+static void test_logsumexp(void **state) {
+    (void)state;
+    static const int64_t cuts[][MOST + 1] = {{0, 50}, {0, 25, 50}, {0, 1, 1, 50}, {0, 0, 20, 50, 50}};
+    static struct lse_world w;
+    for (int ranks = 1; ranks <= 4; ranks++)
+        for (int dim = 0; dim < 2; dim++) {
+            w = (struct lse_world){.ranks = ranks, .dim = dim, .cut = cuts[ranks - 1], .wire = loopback_new(ranks)};
+            for (int i = 0; i < LINES * LENGTH; i++)
+                w.x[i] = 3 * noise((uint64_t)i);
+            for (int v = 0; v < LENGTH; v++)
+                w.x[LENGTH + v] = -INFINITY; /* line 1 is empty, line 2 infinite, line 3 has a NaN */
+            w.x[2 * LENGTH + 30] = INFINITY;
+            w.x[3 * LENGTH + 7] = NAN;
+            for (int i = 0; i < LINES * LENGTH; i++)
+                w.other[i % LENGTH * LINES + i / LENGTH] = w.x[i];
+            for (int r = 0; r < ranks; r++)
+                assert_int_equal(rafter_context_create(&w.context[r], NULL), RAFTER_OK);
+            loopback_run(ranks, lse_body, &w);
+            for (int r = 0; r < ranks; r++) {
+                assert_int_equal(w.status[r], RAFTER_OK);
+                assert_memory_equal(w.lse[r], w.lse[0], sizeof w.lse[r]);
+            }
+            for (int line = 0; line < LINES; line++) {
+                double sum = 0;
+                float got;
+                memcpy(&got, w.lse[0] + line * (int)sizeof got, sizeof got);
+                for (int v = 0; v < LENGTH; v++)
+                    sum += exp((double)w.x[line * LENGTH + v]);
+                const double want = log(sum);
+                assert_true(isnan(want)   ? isnan(got)
+                            : isinf(want) ? (double)got == want
+                                          : fabs((double)got - want) < 2e-6);
+            }
+            if (ranks > 1) {
+                w.odd_lines = 1;
+                loopback_run(ranks, lse_body, &w);
+                for (int r = 0; r < ranks; r++) {
+                    assert_int_equal(w.status[r], RAFTER_RANKS_DISAGREE);
+                    assert_non_null(strstr(w.error[r], "the number of lines is 7 on rank 0 and 6 on rank 1"));
+                }
+            }
+            for (int r = 0; r < ranks; r++)
+                rafter_context_destroy(w.context[r]);
+            loopback_free(w.wire);
+        }
+}
+
 int main(void) {
     unsetenv("RAFTER_VARIANT");
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_arguments),        cmocka_unit_test(test_disagreements),
@@ -612,6 +690,7 @@ int main(void) {
                                        cmocka_unit_test(test_broken_wire),      cmocka_unit_test(test_traffic),
                                        cmocka_unit_test(test_same_bits),        cmocka_unit_test(test_no_offset),
                                        cmocka_unit_test(test_smoothing_and_dx), cmocka_unit_test(test_row_mean),
-                                       cmocka_unit_test(test_unequal_chunks),   cmocka_unit_test(test_share_of_dx)};
+                                       cmocka_unit_test(test_unequal_chunks),   cmocka_unit_test(test_share_of_dx),
+                                       cmocka_unit_test(test_logsumexp)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

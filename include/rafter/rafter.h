@@ -283,6 +283,9 @@ RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const raf
  * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx
  * may be x (in place). A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that
  * holds +inf has lse +inf.
+ * group: x is this rank's part of `dim`, of any length, also 0, and lse is that over the parts of all
+ * ranks, the same bits on every rank; see "Groups of ranks". Forward gathers 4 bytes per line and rank,
+ * and lse has one rounding more. Backward needs nothing of other ranks: leave group NULL. CPU only.
  */
 
 typedef enum rafter_logsumexp_algorithm {
@@ -301,6 +304,7 @@ typedef struct rafter_logsumexp_args {
     const DLTensor *dx;
     void *workspace;
     size_t workspace_bytes;
+    const rafter_communicator *group; /* NULL: this call has all of dim */
 } rafter_logsumexp_args;
 
 RAFTER_API rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_logsumexp_args *args);

@@ -3,8 +3,13 @@
  * logsumexp: checks, and the CPU plan. A call is brought into the form [outer ..., lines, length],
  * the same for all of its tensors, with one lse per line. A block is some neighbouring lines, or
  * parts of them; a task is some blocks. All of that follows from shapes and strides alone, so that
- * results do not depend on the number of threads.
+ * results do not depend on the number of threads. If `dim` is spread over ranks, each computes the lse
+ * of its part in fp32; they gather these and merge them alike.
  */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/logsumexp/call.h"
@@ -53,6 +58,10 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
         .algorithm = a.algorithm};
     const bool backward = direction == RAFTER_BACKWARD;
+    RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
+    if (a.group && (backward || context->cuda))
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given %s, wanted NULL",
+                           backward ? "to backward, which needs nothing of other ranks" : "on CUDA");
     rafter_view *const x = &call->x, *const lse = &call->lse, *const dlse = &call->dlse, *const dx = &call->dx;
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
     RAFTER_TRY(rafter_take_dim(context, a.dim, x->ndim, &call->dim));
@@ -66,7 +75,7 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
         insert_dim(dx, 0);
     }
     RAFTER_TRY(take_reduced(context, "lse", a.lse, !backward, x, call->dim, lse));
-    call->common.empty = backward ? dx->numel == 0 : lse->numel == 0;
+    call->common.empty = backward ? dx->numel == 0 : lse->numel == 0 && !a.group;
     if (!backward)
         return rafter_want_disjoint(context, "lse", lse, "x", x);
     RAFTER_TRY(take_reduced(context, "dlse", a.dlse, false, x, call->dim, dlse));
@@ -87,7 +96,18 @@ struct plan {
     int64_t line_blocks, parts; /* blocks of lines per outer index; parts of a line */
     int64_t blocks, per_task;   /* blocks in all; blocks per task */
     bool stream;                /* dx is written past the caches */
+    int64_t own;                /* with a group, offset in the workspace: this rank's lse, then those of all ranks */
 };
+
+/* Fp32, row-major. */
+static void make_compact(rafter_view *view) {
+    int64_t step = 1;
+    for (int d = view->ndim - 1; d >= 0; d--) {
+        view->stride[d] = view->shape[d] > 1 ? step : 0;
+        step *= view->shape[d];
+    }
+    view->dtype = RAFTER_F32;
+}
 
 static bool adjacent(const rafter_view *view, int dim) {
     return view->stride[dim] == 1 || view->shape[dim] <= 1;
@@ -100,6 +120,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     struct plan *const plan = storage;
     const bool backward = common->direction == RAFTER_BACKWARD;
     *plan = (struct plan){.x = call->x, .lse = call->lse, .dlse = call->dlse, .dx = backward ? call->dx : call->x};
+    if (rafter_group_has(&call->group))
+        make_compact(&plan->lse); /* its address is known when the call runs */
     rafter_view *const views[] = {&plan->x, &plan->lse, &plan->dx, &plan->dlse};
     const int count = backward ? 4 : 3;
     /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked
@@ -129,7 +151,12 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     plan->per_task = max64(TASK / max64(plan->lines * plan->length, 1), 1);
     if (backward)
         plan->stream = plan->dx.data != plan->x.data && rafter_should_stream(rafter_span_bytes(&plan->dx));
-    return !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
+    const size_t statistics =
+        !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
+    if (!rafter_group_has(&call->group))
+        return statistics;
+    plan->own = round_up((int64_t)statistics, RAFTER_SCRATCH_ALIGNMENT);
+    return (size_t)(plan->own + call->lse.numel * (1 + (int64_t)call->group.ranks) * (int64_t)sizeof(float));
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
@@ -224,9 +251,8 @@ static void gradient_task(void *arg, int64_t task) {
     }
 }
 
-static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan_storage,
-                         const void *kernels, char *workspace) {
-    const struct plan *const plan = plan_storage;
+static void run_planned(rafter_context *context, const struct rafter_call *call, const struct plan *plan,
+                        const void *kernels, char *workspace) {
     struct work work = {.plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
     const int64_t tasks = ceil_div(plan->blocks, plan->per_task);
     if (call->direction == RAFTER_BACKWARD) {
@@ -237,6 +263,61 @@ static rafter_status run(rafter_context *context, const struct rafter_call *call
         rafter_parallel(context, tasks, parts_task, &work);
         rafter_parallel(context, ceil_div(plan->blocks / plan->parts, plan->per_task), merge_task, &work);
     }
+}
+
+/* ---- over ranks ------------------------------------------------------------------------------ */
+
+static rafter_status agree(rafter_context *context, const struct logsumexp_call *call) {
+    const double term[RAFTER_MOST_TERMS] = {RAFTER_OP_INDEX_logsumexp, call->x.dtype, (double)call->lse.numel};
+    static const char *const names[RAFTER_MOST_TERMS] = {"the op", "the dtype", "the number of lines"};
+    struct rafter_tender *const all = malloc((size_t)call->group.ranks * sizeof *all);
+    if (!all)
+        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for what %d ranks say of their calls",
+                           (int)call->group.ranks);
+    const rafter_status status = rafter_group_agree(context, "group", &call->group, RAFTER_OK, term, names, all);
+    free(all);
+    return status;
+}
+
+/* lse of one line, from those of all ranks, which are `lines` numbers apart. */
+static void merge_ranks(const struct logsumexp_call *call, const struct logsumexp_kernels *kernels, const float *all,
+                        int64_t lines, int64_t line, float *statistics) {
+    for (int r = 0; r < call->group.ranks; r++) {
+        const float lse = all[r * lines + line];
+        statistics[2 * r] = isnan(lse) ? 0.0f : lse;
+        statistics[2 * r + 1] = isnan(lse) ? NAN : lse == -INFINITY ? 0.0f : 1.0f;
+    }
+    const rafter_view *const to = &call->lse;
+    kernels->finish(statistics, call->group.ranks, 1, to->dtype, rafter_at(to, rafter_offset(to, 0, to->ndim, line)),
+                    1);
+}
+
+static rafter_status run_over_ranks(rafter_context *context, const struct logsumexp_call *call,
+                                    const struct plan *planned, const void *kernels, char *workspace) {
+    struct plan plan = *planned;
+    const int64_t lines = call->lse.numel;
+    float *const own = (float *)(void *)(workspace + plan.own), *const all = own + lines;
+    float *const statistics = malloc((size_t)call->group.ranks * 2 * sizeof *statistics);
+    if (!statistics)
+        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for %d ranks", (int)call->group.ranks);
+    plan.lse.data = (char *)own;
+    rafter_status status = agree(context, call);
+    if (status == RAFTER_OK && lines > 0) {
+        run_planned(context, &call->common, &plan, kernels, workspace);
+        status = rafter_group_gather(context, "group", &call->group, own, all, (size_t)lines * sizeof *own);
+    }
+    for (int64_t line = 0; line < lines && status == RAFTER_OK; line++)
+        merge_ranks(call, kernels, all, lines, line, statistics);
+    free(statistics);
+    return status;
+}
+
+static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan,
+                         const void *kernels, char *workspace) {
+    const struct logsumexp_call *const call = (const void *)common;
+    if (rafter_group_has(&call->group))
+        return run_over_ranks(context, call, plan, kernels, workspace);
+    run_planned(context, common, plan, kernels, workspace);
     return RAFTER_OK;
 }
 
@@ -246,8 +327,10 @@ const struct rafter_variant_functions rafter_logsumexp_on_cpu = {NULL, make_plan
 
 rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_logsumexp_args *args) {
     struct logsumexp_call call;
-    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
-    return rafter_run(context, &rafter_op_logsumexp, &call.common);
+    rafter_status status = check(context, args, RAFTER_FORWARD, &call);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_logsumexp, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_logsumexp_backward(rafter_context *context, const rafter_logsumexp_args *args) {
