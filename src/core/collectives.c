@@ -20,17 +20,16 @@ rafter_status rafter_group_gather(rafter_context *context, const char *name, con
 }
 
 rafter_status rafter_group_sum(rafter_context *context, const char *name, const rafter_communicator *group, float *data,
-                               size_t count) {
+                               size_t count, void *stream) {
     if (count == 0)
         return RAFTER_OK;
-    return checked(context, name, group, "all_reduce_sum",
-                   group->all_reduce_sum(group->user, data, count, context->stream));
+    return checked(context, name, group, "all_reduce_sum", group->all_reduce_sum(group->user, data, count, stream));
 }
 
 rafter_status rafter_group_scatter(rafter_context *context, const char *name, const rafter_communicator *group,
-                                   const float *send, float *receive, size_t count) {
+                                   const float *send, float *receive, size_t count, void *stream) {
     if (count == 0)
         return RAFTER_OK;
     return checked(context, name, group, "reduce_scatter_sum",
-                   group->reduce_scatter_sum(group->user, send, receive, count, context->stream));
+                   group->reduce_scatter_sum(group->user, send, receive, count, stream));
 }

@@ -49,13 +49,13 @@ rafter_status rafter_group_agree(rafter_context *context, const char *name, cons
  * have not heard of it yet are told. */
 rafter_status rafter_group_settle(rafter_context *context, rafter_status status);
 
-/* The functions of a communicator. */
+/* The functions of a communicator: on the context's stream, or on `stream`. */
 rafter_status rafter_group_gather(rafter_context *context, const char *name, const rafter_communicator *group,
                                   const void *send, void *receive, size_t bytes);
 rafter_status rafter_group_sum(rafter_context *context, const char *name, const rafter_communicator *group, float *data,
-                               size_t count);
+                               size_t count, void *stream);
 rafter_status rafter_group_scatter(rafter_context *context, const char *name, const rafter_communicator *group,
-                                   const float *send, float *receive, size_t count);
+                                   const float *send, float *receive, size_t count, void *stream);
 
 #ifdef __cplusplus
 }

@@ -110,6 +110,12 @@ static void close_context(rafter_context *context) {
             cudaFreeAsync(retired->block, state->stream);
             free(retired);
         }
+        if (state->side)
+            cudaStreamDestroy(state->side);
+        if (state->fork)
+            cudaEventDestroy(state->fork);
+        if (state->join)
+            cudaEventDestroy(state->join);
         cudaFree(state->counters);
         cudaFreeHost(const_cast<int *>(state->bad_labels));
     }
@@ -164,6 +170,12 @@ static rafter_status open_context(rafter_context *context) {
         error = cudaMemset(state->counters, 0, counters_bytes);
     if (error == cudaSuccess)
         error = cudaMemcpy(state->zero_and_one, zero_and_one, sizeof zero_and_one, cudaMemcpyHostToDevice);
+    if (error == cudaSuccess)
+        error = cudaStreamCreateWithFlags(&state->side, cudaStreamNonBlocking);
+    if (error == cudaSuccess)
+        error = cudaEventCreateWithFlags(&state->fork, cudaEventDisableTiming);
+    if (error == cudaSuccess)
+        error = cudaEventCreateWithFlags(&state->join, cudaEventDisableTiming);
     if (error == cudaSuccess)
         error = cudaHostAlloc(&flag, 2 * sizeof(int), cudaHostAllocMapped);
     if (error == cudaSuccess)

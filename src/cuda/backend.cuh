@@ -17,6 +17,9 @@ enum {
 struct rafter_cuda_state {
     int device;
     cudaStream_t stream;
+    /* For collectives that run beside other work: see the two functions below. */
+    cudaStream_t side;
+    cudaEvent_t fork, join;
     int multiprocessors;
     int compute_capability; /* 90 for 9.0 */
     int shared_bytes;       /* most shared memory of one block */
@@ -77,6 +80,20 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
 /* See struct rafter_cuda: ops/row_group.cu. */
 rafter_status rafter_cuda_begin_rows(rafter_context *context, struct rafter_loss *loss);
 rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_loss *loss);
+
+/* What is enqueued on state->side between these two calls runs after everything before the first
+ * one, and before everything after the second; beside what is enqueued on state->stream between
+ * them. */
+static inline rafter_status rafter_cuda_fork(rafter_context *context) {
+    rafter_cuda_state *const state = context->cuda_state;
+    RAFTER_TRY(rafter_cuda_check(context, "a second stream", cudaEventRecord(state->fork, state->stream)));
+    return rafter_cuda_check(context, "a second stream", cudaStreamWaitEvent(state->side, state->fork, 0));
+}
+static inline rafter_status rafter_cuda_join(rafter_context *context) {
+    rafter_cuda_state *const state = context->cuda_state;
+    RAFTER_TRY(rafter_cuda_check(context, "a second stream", cudaEventRecord(state->join, state->side)));
+    return rafter_cuda_check(context, "a second stream", cudaStreamWaitEvent(state->stream, state->join, 0));
+}
 
 bool rafter_cuda_capturing(const rafter_cuda_state *state);
 

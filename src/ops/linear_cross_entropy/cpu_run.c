@@ -5,9 +5,7 @@
 
 #include "core/sizes.h"
 #include "core/threads.h"
-#include "ops/linear_cross_entropy/call.h"
-#include "ops/linear_cross_entropy/plan.h"
-#include "ops/loss_group.h"
+#include "ops/linear_cross_entropy/cpu_run.h"
 
 /* ---- plan ------------------------------------------------------------------------------------ */
 
@@ -54,32 +52,9 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
 
 /* ---- steps ----------------------------------------------------------------------------------- */
 
-struct buffers {
-#define X(type, name) type *name;
-    LCE_BUFFERS(X)
-#undef X
-};
-
-struct run {
-    rafter_context *context;
-    const struct linear_cross_entropy_call *call;
-    const struct linear_cross_entropy_kernels *kernels;
-    const struct lce_problem *problem;
-    const struct lce_plan *plan;
-    struct buffers b;
-    struct rafter_loss loss;     /* the call's, after rafter_loss_read */
-    struct rafter_loss unscaled; /* the same without the factors that all rows share, for coefficients */
-    float scale;                 /* those factors, applied when gradients are stored */
-    int64_t rows;                /* not ignored */
-    double loss_sum;             /* over the rows so far */
-    rafter_view dx;              /* the caller's; or dx_sum, if classes are spread over ranks */
-    int64_t x_logits, x_dweight, w_logits, w_dx; /* the group or slice that is packed; -1: none yet */
-    int64_t vectors;                             /* the slice whose bias and class weights are loaded */
-};
-
 /* A group of rows and a slice of classes. */
 struct step {
-    struct run *run;
+    struct lce_run *run;
     int64_t group, slice;
     int64_t first_row, rows, first_class, classes;
     int64_t w_chunks, x_panels, x_chunks; /* packing tasks, in this order */
@@ -92,9 +67,9 @@ struct step {
     bool store_dx, add_dx, store_dweight, add_dweight;
 };
 
-static struct step step_at(struct run *run, int64_t group, int64_t slice) {
+static struct step step_at(struct lce_run *run, int64_t group, int64_t slice) {
     const struct linear_cross_entropy_call *c = run->call;
-    const struct buffers *b = &run->b;
+    const struct lce_buffers *b = &run->b;
     const struct lce_plan *plan = run->plan;
     const struct lce_format *f = &run->problem->format;
     const int64_t depth = run->problem->depth;
@@ -133,7 +108,7 @@ static struct step step_at(struct run *run, int64_t group, int64_t slice) {
 
 /* Runs tasks on all threads, or on this one if the tasks together cost less than waking the
  * threads: about a microsecond per 4096 elements. */
-static void run_tasks(const struct run *run, const char *phase, int64_t tasks, double elements,
+static void run_tasks(const struct lce_run *run, const char *phase, int64_t tasks, double elements,
                       void (*body)(void *, int64_t), struct step *s) {
     if (elements >= 1 << 16)
         rafter_parallel_phase(run->context, phase, tasks, body, s);
@@ -151,7 +126,7 @@ static int64_t product_tasks(const struct lce_product *job) {
 static void pack_task(void *arg, int64_t task) {
     const struct step *s = arg;
     const struct linear_cross_entropy_kernels *k = s->run->kernels;
-    const struct buffers *b = &s->run->b;
+    const struct lce_buffers *b = &s->run->b;
     if (task < s->w_chunks) {
         const int64_t from = task * LCE_CHUNK, to = min64(from + LCE_CHUNK, s->classes);
         if (s->pack_w_logits)
@@ -181,7 +156,7 @@ static double packed_elements(const struct step *s) {
 /* Loads bias and class weights of the slice, and finds which operands of the step's products are to
  * be packed: those that are not packed already. */
 static void plan_packing(struct step *s, bool logits, bool dx, bool dweight) {
-    struct run *run = s->run;
+    struct lce_run *run = s->run;
     const struct linear_cross_entropy_call *c = run->call;
     const rafter_view *bias = &c->bias, *weight = &run->loss.class_weight;
     if (run->vectors != s->slice) {
@@ -214,7 +189,7 @@ static double work(const struct step *s) {
 /* Merges statistics of one block of rows over the whole slice, and with those of the slices
  * before. */
 static void fold(const struct step *s, int64_t task) {
-    const struct buffers *b = &s->run->b;
+    const struct lce_buffers *b = &s->run->b;
     s->run->kernels->fold(&s->logits, task);
 
     const int64_t padded = round_up(s->rows, LCE_COLUMNS);
@@ -248,7 +223,7 @@ static void logits_task(void *arg, int64_t task) {
         fold(s, at.column);
 }
 
-static void statistics_step(struct run *run, int64_t group, int64_t slice) {
+static void statistics_step(struct lce_run *run, int64_t group, int64_t slice) {
     struct step s = step_at(run, group, slice);
     const struct rafter_loss *loss = &run->loss;
     plan_packing(&s, true, false, false);
@@ -261,7 +236,7 @@ static void statistics_step(struct run *run, int64_t group, int64_t slice) {
     run_tasks(run, "logits", product_tasks(&s.logits.product), work(&s), logits_task, &s);
 }
 
-static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradient g) {
+static void put_coefficients(struct lce_run *run, int64_t i, struct rafter_row_gradient g) {
     run->b.pivot[i] = g.zero ? 0.0f : g.pivot;
     run->b.p[i] = g.zero ? 0.0f : (float)g.p;
     run->b.target[i] = g.zero ? 0.0f : (float)g.target;
@@ -272,35 +247,14 @@ static void put_coefficients(struct run *run, int64_t i, struct rafter_row_gradi
     }
 }
 
-enum { MERGED_ROWS = 64 }; /* per task that merges statistics of ranks */
-
-static void merge_ranks_task(void *arg, int64_t task) {
-    const struct run *const run = arg;
-    for (int64_t i = task * MERGED_ROWS; i < min64((task + 1) * MERGED_ROWS, run->rows); i++)
-        run->b.stats[i] = rafter_loss_merged(&run->loss, run->b.exchange, run->rows, i, run->b.rank_prefix);
-}
-
-/* The statistics of all rows become those over the classes of all ranks. */
-static rafter_status exchange_rows(struct run *run) {
-    const int rank = run->loss.class_group.rank;
-    const double weights = run->b.rank_prefix[rank + 1] - run->b.rank_prefix[rank];
-    for (int64_t i = 0; i < run->rows; i++) {
-        const struct rafter_row_record record = rafter_row_record_of(&run->b.stats[i], weights);
-        rafter_loss_put_record(&run->loss, run->b.exchange, i, &record);
-    }
-    RAFTER_TRY(rafter_loss_exchange(run->context, &run->loss, run->b.exchange, run->rows));
-    rafter_parallel(run->context, ceil_div(run->rows, MERGED_ROWS), merge_ranks_task, run);
-    return RAFTER_OK;
-}
-
 /* Results of the rows [from, to), whose statistics are complete, and the coefficients
  * of their gradients. */
-static rafter_status finish_rows(struct run *run, int64_t from, int64_t to) {
+static rafter_status finish_rows(struct lce_run *run, int64_t from, int64_t to) {
     const struct linear_cross_entropy_call *c = run->call;
     for (int64_t i = from; i < to; i++)
         run->b.stats[i].target = (double)run->b.target_logit[i];
     if (rafter_group_has(&run->loss.class_group))
-        RAFTER_TRY(exchange_rows(run));
+        RAFTER_TRY(lce_exchange_rows(run));
     for (int64_t i = from; i < to; i++) {
         struct rafter_row_stats *const stats = &run->b.stats[i];
         if (c->common.direction == RAFTER_FORWARD)
@@ -374,11 +328,11 @@ static void pack_or_gradient_task(void *arg, int64_t task) {
     s->run->kernels->gradient(s->x.dtype, &s->gradient, at.row, at.column);
 }
 
-static void gradient_step(struct run *run, int64_t group, int64_t slice, struct partial_sum dx,
+static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, struct partial_sum dx,
                           struct partial_sum dweight, bool dbias) {
     struct step s = step_at(run, group, slice);
     const struct linear_cross_entropy_call *c = run->call;
-    const struct buffers *b = &run->b;
+    const struct lce_buffers *b = &run->b;
     const struct lce_format *f = &run->problem->format;
     const int64_t depth = run->problem->depth;
     const bool stored_logits = lce_stores_logits(run->problem, run->plan);
@@ -431,7 +385,7 @@ static void gradient_step(struct run *run, int64_t group, int64_t slice, struct 
 
 /* ---- the call -------------------------------------------------------------------------------- */
 
-static rafter_status run_fast(struct run *run) {
+static rafter_status run_fast(struct lce_run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dweight(q, run->plan);
     const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
@@ -448,7 +402,7 @@ static rafter_status run_fast(struct run *run) {
     return RAFTER_OK;
 }
 
-static rafter_status run_compact(struct run *run) {
+static rafter_status run_compact(struct lce_run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dx(q, run->plan), split = run->plan->split;
     const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
@@ -472,7 +426,7 @@ static rafter_status run_compact(struct run *run) {
 }
 
 /* Lists the rows that are not ignored; writes the results of the others. */
-static void list_rows(struct run *run) {
+static void list_rows(struct lce_run *run) {
     const struct linear_cross_entropy_call *c = run->call;
     for (int64_t row = 0; row < run->loss.rows; row++) {
         const int64_t label = rafter_loss_label(&run->loss, row);
@@ -494,7 +448,7 @@ static void list_rows(struct run *run) {
 
 static const float zeros[LCE_COLUMNS];
 
-static void store_zeros(const struct run *run, const rafter_view *to, int64_t row) {
+static void store_zeros(const struct lce_run *run, const rafter_view *to, int64_t row) {
     const int last = to->ndim - 1;
     const int64_t at = rafter_offset(to, 0, last, row), stride = to->stride[last];
     for (int64_t i = 0; i < to->shape[last]; i += LCE_COLUMNS)
@@ -504,7 +458,7 @@ static void store_zeros(const struct run *run, const rafter_view *to, int64_t ro
 
 /* Gradients that no step has written: of ignored rows, and all gradients if every row is
  * ignored; and dbias. */
-static void store_missing(const struct run *run) {
+static void store_missing(const struct lce_run *run) {
     const struct linear_cross_entropy_call *c = run->call;
     const struct lce_problem *q = run->problem;
     if (q->dx && q->ranks == 0) /* dx_sum was zero from the start */
@@ -525,7 +479,7 @@ static void store_missing(const struct run *run) {
 /* Factors that all rows share could make small gradients underflow in bf16. So coefficients of rows
  * are computed without them, and they are applied to the results. The gradient of the entropy shares
  * only the logit scale with that of the loss. */
-static void separate_scale(struct run *run) {
+static void separate_scale(struct lce_run *run) {
     const struct rafter_loss *const loss = &run->loss;
     const bool loss_only = !rafter_loss_has(&loss->dentropy);
     double scale = (double)loss->scale / (loss_only ? loss->mean_denominator : 1.0);
@@ -541,70 +495,22 @@ static void separate_scale(struct run *run) {
     run->scale = run->rows > 0 ? (float)scale : 1.0f;
 }
 
-/* Reads the labels and agrees with the other ranks. */
-static rafter_status agree(struct run *run) {
-    const struct linear_cross_entropy_call *const call = run->call;
-    const struct rafter_loss_terms terms = {.op = RAFTER_OP_INDEX_linear_cross_entropy,
-                                            .dtype = call->x.dtype,
-                                            .depth = run->problem->depth,
-                                            .dx = call->dx_rows,
-                                            .exchange = run->problem->stats};
-    const rafter_status status = rafter_loss_read(run->context, &run->loss);
-    if (!rafter_loss_grouped(&run->loss))
-        return status;
-    return rafter_loss_agree(run->context, &run->loss, &terms, status, run->b.rank_prefix);
-}
-
-/* Where steps store dx: into the caller's tensor, or into sums that are zero so far. */
-static void place_dx(struct run *run) {
-    const struct lce_problem *const q = run->problem;
-    run->dx = run->call->dx;
-    if (!run->b.dx_sum)
-        return;
-    memset(run->b.dx_sum, 0, (size_t)(q->rows * q->depth) * sizeof *run->b.dx_sum);
-    run->dx = (rafter_view){.data = (char *)run->b.dx_sum,
-                            .dtype = RAFTER_F32,
-                            .ndim = 2,
-                            .numel = q->rows * q->depth,
-                            .shape = {q->rows, q->depth},
-                            .stride = {q->depth, 1}};
-}
-
-/* Sums dx over the ranks and stores what the caller wants of it. */
-static rafter_status sum_dx(struct run *run) {
-    const struct lce_problem *const q = run->problem;
-    const rafter_communicator *const group = &run->loss.class_group;
-    const rafter_view *const to = &run->call->dx;
-    const bool share = run->call->dx_rows == 2;
-    const int64_t rows = share ? q->rows / q->ranks : q->rows, d = q->depth;
-    const float *sums = share ? run->b.dx_share : run->b.dx_sum;
-    if (share)
-        RAFTER_TRY(rafter_group_scatter(run->context, "options.class_group", group, run->b.dx_sum, run->b.dx_share,
-                                        (size_t)(rows * d)));
-    else
-        RAFTER_TRY(rafter_group_sum(run->context, "options.class_group", group, run->b.dx_sum, (size_t)(rows * d)));
-    for (int64_t row = 0; row < rows; row++)
-        run->kernels->store(to->dtype, sums + row * d, d, 1.0f, false,
-                            rafter_at(to, rafter_offset(to, 0, to->ndim - 1, row)), to->stride[to->ndim - 1]);
-    return RAFTER_OK;
-}
-
 static rafter_status run_call(rafter_context *context, const struct rafter_call *common, const void *storage,
                               const void *kernels, char *workspace) {
     const struct linear_cross_entropy_call *const call = (const void *)common;
     const struct plan *const plan = storage;
-    struct run run = {.context = context,
-                      .call = call,
-                      .kernels = kernels,
-                      .problem = &plan->problem,
-                      .plan = &plan->plan,
-                      .loss = call->loss};
+    struct lce_run run = {.context = context,
+                          .call = call,
+                          .kernels = kernels,
+                          .problem = &plan->problem,
+                          .plan = &plan->plan,
+                          .loss = call->loss};
     run.x_logits = run.x_dweight = run.w_logits = run.w_dx = run.vectors = -1;
 #define X(type, name) run.b.name = plan->plan.layout.name < 0 ? NULL : (void *)(workspace + plan->plan.layout.name);
     LCE_BUFFERS(X)
 #undef X
-    RAFTER_TRY(agree(&run));
-    place_dx(&run);
+    RAFTER_TRY(lce_agree(&run));
+    lce_place_dx(&run);
     list_rows(&run);
     separate_scale(&run);
 
@@ -623,7 +529,7 @@ static rafter_status run_call(rafter_context *context, const struct rafter_call 
         RAFTER_TRY((plan->plan.fast ? run_fast : run_compact)(&run));
     store_missing(&run);
     if (run.b.dx_sum)
-        RAFTER_TRY(sum_dx(&run));
+        RAFTER_TRY(lce_sum_dx(&run));
     return common->direction == RAFTER_FORWARD ? rafter_loss_write_sum(context, &run.loss, run.loss_sum) : RAFTER_OK;
 }
 

@@ -107,15 +107,18 @@ struct RankBuffers {
     void place(Layout *layout, const Problem &p);
 };
 
-/* `stats`: of the rows in `order` (NULL: in the call's), over this rank's classes; then over all. */
-rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, LossStats<FULL> *stats);
+/* `own`: of the rows in `order` (NULL: in the call's), over this rank's classes. `merged`: over all; may
+ * be `own`. */
+rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, const LossStats<FULL> *own,
+                                  LossStats<FULL> *merged);
 
 /* to[order[k]] = sums[k] for the first *count rows, and 0 for the others. */
 void put_in_order(const Run &run, const ActiveRows &active, const float *sums, float *to);
 
-/* Sums dx over the ranks and stores it, or this rank's share. `dx`: without alpha, in the order of
- * the call's rows. If the rank has no classes, it is set to 0 first. */
-rafter_status sum_dx(const Run &run, float *dx, float *share);
+/* Sums dx over the ranks, on the second stream; then stores it, or this rank's share. `dx`: without
+ * alpha, in the order of the call's rows. If the rank has no classes, it is set to 0 first. */
+rafter_status begin_dx_sum(const Run &run, float *dx, float *share);
+rafter_status end_dx_sum(const Run &run, const float *dx, const float *share);
 
 /* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
  * active. */

@@ -84,7 +84,7 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
             collect_statistics(run, tile, 1, v == 0, stats + tile.first_row);
         }));
     if (p.shared && p.statistics)
-        RAFTER_TRY(exchange_statistics(run, NULL, plan.ranks.exchange.in(base), stats));
+        RAFTER_TRY(exchange_statistics(run, NULL, plan.ranks.exchange.in(base), stats, stats));
     finish_rows(&run, NULL, 0, p.rows, stats, 1);
 
     if (plan.redo_nonfinite)
@@ -110,7 +110,8 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
                                    v > 0));
     }
     if (p.dx && p.shared) {
-        RAFTER_TRY(sum_dx(run, dx, plan.ranks.dx_share.in(base)));
+        RAFTER_TRY(begin_dx_sum(run, dx, plan.ranks.dx_share.in(base)));
+        RAFTER_TRY(end_dx_sum(run, dx, plan.ranks.dx_share.in(base)));
     } else if (p.dx) {
         if (!plan.direct_dx)
             store_rows(run, call.dx, p.dx_layout, false, 0, p.rows, dx);

@@ -102,7 +102,7 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         finish_tiles(&run, first, rows, stats, more, {}, row_stats, p.shared);
     }
     if (p.shared && p.statistics) {
-        RAFTER_TRY(exchange_statistics(run, run.active.order, plan.ranks.exchange.in(base), row_stats));
+        RAFTER_TRY(exchange_statistics(run, run.active.order, plan.ranks.exchange.in(base), row_stats, row_stats));
         finish_rows(&run, run.active.order, 0, p.rows, row_stats, 1);
     }
     if (!p.statistics)
@@ -138,7 +138,8 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     if (p.dx && p.shared) {
         float *const in_order = plan.ranks.dx.in(base);
         put_in_order(run, run.active, dx, in_order);
-        RAFTER_TRY(sum_dx(run, in_order, plan.ranks.dx_share.in(base)));
+        RAFTER_TRY(begin_dx_sum(run, in_order, plan.ranks.dx_share.in(base)));
+        RAFTER_TRY(end_dx_sum(run, in_order, plan.ranks.dx_share.in(base)));
     } else if (p.dx) {
         if (!plan.direct_dx)
             store_dx_rows(run, 0, p.rows, dx, NULL);

@@ -192,6 +192,10 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
 void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz);
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
 
+/* If classes are spread over ranks: results and coefficients of all rows. `own`: their statistics over
+ * this rank's classes, whose pivots the exponentials have; `merged`: over all. */
+void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged);
+
 /* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
  * with another pivot to the row's (`stats` NULL: there are none), removes the label's element, and writes x_scaled = p * x: see
  * "exponentials" in hopper_rows.cu. */
@@ -202,6 +206,9 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
  * `gradients`: as in DxInput. The sums are in `parts` parts, part_stride elements apart. */
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
                    int parts = 1, int64_t part_stride = 0);
+/* dx of all rows as fp32 and without alpha, in the call's order, depth_stride() apart: this rank's part
+ * of a sum. */
+void store_dx_sums(const HopperRun &run, const float *sums, const RowGradient *gradients, float *to);
 
 /* ---- sums over rows: kernels/column_sums.cu -------------------------------------------------- */
 

@@ -194,6 +194,40 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
     put_gradient(loss, k, label, &gradient, spread_apart, gradients, labels);
 }
 
+/* Results and coefficients of all rows, from their statistics over the classes of all ranks. The
+ * coefficients are for this rank's exponentials, which have the pivots of its own statistics. The
+ * label's element belongs to the rank that has the class. A thread per row. */
+__global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constant__ Loss loss,
+                                                            const __grid_constant__ ActiveRows active,
+                                                            const LossStats<FULL> *own, const LossStats<FULL> *merged,
+                                                            double row_scale, RowGradient *gradients, bool spread_apart,
+                                                            const __grid_constant__ Labels labels,
+                                                            Totals *block_totals) {
+    wait_for_previous_kernel();
+    const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    Totals totals = {};
+    if (k < active.all) {
+        const int64_t row = active.order[k], label = loss.class_of(loss.load_label(row));
+        const LossStats<FULL> g = merged[k];
+        RowGradient gradient = finish_row(loss, row, label, &g, row_scale, true, &totals);
+        const bool here = label >= 0 && loss.has_class(label);
+        if (!gradient.constant) {
+            const float pivot = own[k].s.max;
+            gradient.p *= pivot == -INFINITY ? 0.0f : expf((pivot_at(pivot) - gradient.pivot) * loss.scale);
+            gradient.pivot = pivot;
+            if (!here)
+                gradient.at_label = 0.0f;
+            else if (spread_apart)
+                gradient.at_label += gradient.spread * static_cast<float>(loss.weight_of(label));
+        }
+        gradients[k] = gradient;
+        if (labels.of_row)
+            labels.add(static_cast<int>(k),
+                       here && gradient.at_label != 0.0f ? static_cast<int>(loss.column_of(label)) : -1);
+    }
+    add_block_totals(totals, block_totals);
+}
+
 /* ---- exponentials ---------------------------------------------------------------------------- */
 
 /* dz of a row is p * e at all classes but the label's. There it is at_label, in most rows the
@@ -292,8 +326,9 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
             rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
         if (loss.dentropy.data)
             tilt_exponentials(e, index, gradient, loss.classes);
-        if (threadIdx.x == 0)
-            *e.at(index, loss.load_label(x.active.order[first + index])) = from_float<T>(0.0f);
+        const int64_t label = loss.load_label(x.active.order[first + index]);
+        if (threadIdx.x == 0 && loss.has_class(label))
+            *e.at(index, loss.column_of(label)) = from_float<T>(0.0f);
     }
     const T *const from = x.at(first + index);
     T *const to = x_scaled + (x_rows - count + index) * scaled_stride;
@@ -329,7 +364,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
                 at_label = gradients && is_active ? gradients[k].at_label : 0.0f,
                 spread = weight_sum && is_active ? gradients[k].spread : 0.0f;
     U *const to = dx.at<U>(row);
-    const T *const w = at_label != 0.0f ? weight + loss.load_label(row) * weight_stride : NULL;
+    const T *const w = at_label != 0.0f ? weight + loss.column_of(loss.load_label(row)) * weight_stride : NULL;
     const auto store_some = [&](int64_t i, auto n) {
         float sum[n.value] = {}, label_weight[n.value] = {}, all_weights[n.value] = {};
         for (int part = 0; part < parts && is_active; part += AT_ONCE) {
@@ -396,6 +431,14 @@ void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {
            run.labels);
 }
 
+void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged) {
+    const int64_t blocks = ceil_div<int64_t>(run->problem.rows, ROW_THREADS);
+    launch(run->context, overlapping(blocks, ROW_THREADS), finish_ranks, run->loss, run->active, own, merged,
+           static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
+           run->block_totals + run->blocks);
+    run->blocks += blocks;
+}
+
 void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz) {
     for_16_bit(run.problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
@@ -416,6 +459,26 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
                static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
                run.active_x<T>(), x_scaled.columns, static_cast<T *>(const_cast<void *>(x_scaled.data)), x_scaled.rows,
                x_scaled.stride);
+    });
+}
+
+void store_dx_sums(const HopperRun &run, const float *sums, const RowGradient *gradients, float *to) {
+    const Problem &p = run.problem;
+    rafter_view view = {};
+    view.data = reinterpret_cast<char *>(to);
+    view.dtype = RAFTER_F32;
+    view.ndim = 2;
+    view.numel = p.rows * p.depth;
+    view.shape[0] = p.rows;
+    view.shape[1] = p.depth;
+    view.stride[0] = p.depth_stride();
+    view.stride[1] = 1;
+    const float *const one = run.context->cuda_state->zero_and_one + 1;
+    for_16_bit(p.dtype, [&](auto zero) {
+        typedef decltype(zero) T;
+        launch(run.context, overlapping(p.rows, LABEL_THREADS), store_dx<T, float>, run.loss, run.active, int64_t(0),
+               rows_of(view, 1), int64_t(1), true, p.depth, sums, p.depth_stride(), 1, int64_t(0), 1, one, gradients,
+               static_cast<const T *>(run.w.data), run.w.stride, run.weight_sum);
     });
 }
 

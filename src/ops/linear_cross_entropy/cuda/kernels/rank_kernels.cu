@@ -47,16 +47,17 @@ void RankBuffers::place(Layout *layout, const Problem &p) {
     layout->place(&dx_share, p.share_of_dx && p.dx, p.share_of_dx ? dx_bytes / p.ranks : 0);
 }
 
-rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, LossStats<FULL> *stats) {
+rafter_status exchange_statistics(const Run &run, const int *order, char *exchange, const LossStats<FULL> *own,
+                                  LossStats<FULL> *merged) {
     const Problem &p = run.problem;
     const struct rafter_loss &loss = run.call.loss;
     const Launch per_row = {ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS};
     const Exchange e = loss_group::exchange_of(
         run.context, loss, exchange, {RAFTER_OP_INDEX_linear_cross_entropy, p.dtype, p.depth, run.call.dx_rows});
-    const LossStats<FULL> *const own = p.classes > 0 ? stats : NULL;
-    launch(run.context, per_row, publish_rows, run.loss, order, own, e);
+    const LossStats<FULL> *const known = p.classes > 0 ? own : NULL;
+    launch(run.context, per_row, publish_rows, run.loss, order, known, e);
     RAFTER_TRY(loss_group::gather(run.context, loss, e));
-    launch(run.context, per_row, merge_ranks, run.loss, order, e, stats);
+    launch(run.context, per_row, merge_ranks, run.loss, order, e, merged);
     return RAFTER_OK;
 }
 
@@ -64,21 +65,31 @@ void put_in_order(const Run &run, const ActiveRows &active, const float *sums, f
     launch(run.context, {run.problem.rows, 256}, scatter_rows, active, run.problem.depth_stride(), sums, to);
 }
 
-rafter_status sum_dx(const Run &run, float *dx, float *share) {
+/* Rows of dx that this rank gets. */
+static int64_t rows_of_dx(const Problem &p) {
+    return p.share_of_dx ? p.rows / p.ranks : p.rows;
+}
+
+rafter_status begin_dx_sum(const Run &run, float *dx, float *share) {
     const Problem &p = run.problem;
     const rafter_communicator &group = run.call.loss.class_group;
-    const int64_t rows = p.share_of_dx ? p.rows / p.ranks : p.rows, count = rows * p.depth_stride();
+    const size_t count = static_cast<size_t>(rows_of_dx(p) * p.depth_stride());
     const char *const name = "options.class_group";
+    rafter_cuda_state *const state = run.context->cuda_state;
     if (p.classes == 0)
-        RAFTER_TRY(rafter_cuda_check(
-            run.context, "linear_cross_entropy",
-            cudaMemsetAsync(dx, 0, p.rows * p.depth_stride() * sizeof *dx, run.context->cuda_state->stream)));
-    if (p.share_of_dx)
-        RAFTER_TRY(rafter_group_scatter(run.context, name, &group, dx, share, static_cast<size_t>(count)));
-    else
-        RAFTER_TRY(rafter_group_sum(run.context, name, &group, dx, static_cast<size_t>(count)));
+        RAFTER_TRY(rafter_cuda_check(run.context, "linear_cross_entropy",
+                                     cudaMemsetAsync(dx, 0, p.rows * p.depth_stride() * sizeof *dx, state->stream)));
+    RAFTER_TRY(rafter_cuda_fork(run.context));
+    return p.share_of_dx ? rafter_group_scatter(run.context, name, &group, dx, share, count, state->side)
+                         : rafter_group_sum(run.context, name, &group, dx, count, state->side);
+}
+
+rafter_status end_dx_sum(const Run &run, const float *dx, const float *share) {
+    const Problem &p = run.problem;
+    const int64_t rows = rows_of_dx(p);
+    RAFTER_TRY(rafter_cuda_join(run.context));
     store_rows(run, run.call.dx, p.dx_layout, false, 0, rows, p.share_of_dx ? share : dx);
-    zero_ignored_dx(run, p.share_of_dx ? rows * group.rank : 0, rows);
+    zero_ignored_dx(run, p.share_of_dx ? rows * run.call.loss.class_group.rank : 0, rows);
     return RAFTER_OK;
 }
 

@@ -1,0 +1,46 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A call that is running on the CPU, and the steps that it takes if its classes or rows are spread over
+ * ranks (cpu_ranks.c). */
+#ifndef RAFTER_LCE_CPU_RUN_H
+#define RAFTER_LCE_CPU_RUN_H
+
+#include "ops/linear_cross_entropy/call.h"
+#include "ops/linear_cross_entropy/plan.h"
+#include "ops/loss_group.h"
+
+struct lce_buffers {
+#define X(type, name) type *name;
+    LCE_BUFFERS(X)
+#undef X
+};
+
+struct lce_run {
+    rafter_context *context;
+    const struct linear_cross_entropy_call *call;
+    const struct linear_cross_entropy_kernels *kernels;
+    const struct lce_problem *problem;
+    const struct lce_plan *plan;
+    struct lce_buffers b;
+    struct rafter_loss loss;     /* the call's, after rafter_loss_read */
+    struct rafter_loss unscaled; /* the same without the factors that all rows share, for coefficients */
+    float scale;                 /* those factors, applied when gradients are stored */
+    int64_t rows;                /* not ignored */
+    double loss_sum;             /* over the rows so far */
+    rafter_view dx;              /* the caller's; or dx_sum, if classes are spread over ranks */
+    int64_t x_logits, x_dweight, w_logits, w_dx; /* the group or slice that is packed; -1: none yet */
+    int64_t vectors;                             /* the slice whose bias and class weights are loaded */
+};
+
+/* Reads the labels and agrees with the other ranks, if there are any. */
+rafter_status lce_agree(struct lce_run *run);
+
+/* The statistics of all rows become those over the classes of all ranks. */
+rafter_status lce_exchange_rows(struct lce_run *run);
+
+/* Where steps store dx: into the caller's tensor, or into sums that are zero so far. */
+void lce_place_dx(struct lce_run *run);
+
+/* Sums dx over the ranks and stores what the caller wants of it. */
+rafter_status lce_sum_dx(struct lce_run *run);
+
+#endif
