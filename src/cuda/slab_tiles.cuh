@@ -22,17 +22,30 @@ struct SlabTiles {
     int elements;                 /* per pack: WIDE, or 1 */
     int lines;                    /* rows per pack: 1, or `elements` */
     bool dense;                   /* the span of a slab begins at any element */
+    bool direct;                  /* no two threads share a row */
+    bool rows;                    /* a slab is one column: its threads are 2^n lanes of a warp, or whole warps */
     int packs, width, wide_tiles; /* columns of packs per slab, and per tile; tiles side by side */
-    int group, down;
+    int group, down, threads;
     int columns;                 /* rows of a slab that a tile has */
     int64_t stride, pack_stride; /* between steps, and between columns of packs, of the input */
     int64_t grad_stride, grad_pack_stride;
-    int64_t steps;       /* per slab, at most */
-    int64_t parts, part; /* blocks per tile; steps per block */
-    int64_t tiles;       /* times parts */
-    int lanes;           /* that merge the statistics of a row */
-    int threads;
-    Divisor by_packs, by_columns;
+    int steps;       /* per slab, at most */
+    int parts, part; /* blocks per tile; steps per block */
+    int64_t tiles;                         /* times parts */
+    int lanes;                             /* that merge the statistics of a row, unless `rows` or `direct` */
+    int batch;                             /* tiles whose rows a block finishes at a time */
+    Divisor by_packs, by_columns, by_rows; /* by_rows: rows of a tile */
+
+    __host__ DEVICE int rows_of_tile() const {
+        return group * columns;
+    }
+    /* Statistics that the threads of a tile store for each other. */
+    __host__ DEVICE int entries() const {
+        return direct || (rows && down <= WARP) ? 0 : rows ? threads / WARP : threads * lines;
+    }
+    __host__ DEVICE bool has_edges() const {
+        return dense && lines > 1;
+    }
 };
 
 /* What a thread of a tile works on. */
@@ -49,24 +62,34 @@ template <typename T, int N> struct SlabThread {
 
 /* One block's part of one tile, decoded. */
 struct SlabTile {
-    int64_t tile;     /* among all tiles */
-    int64_t slab;     /* the first one */
-    int64_t from, to; /* steps */
-    int pack;         /* the first column of packs */
-    bool first_part;
-    int slabs; /* of this tile */
+    unsigned tile;   /* among all tiles, and the part of it */
+    int part, slabs; /* slabs: of this tile */
+    int pack;        /* the first column of packs */
+    int64_t slab;    /* the first one */
 
     DEVICE SlabTile(const SlabTiles &t, unsigned index) {
-        const unsigned parts = static_cast<unsigned>(t.parts), wide = static_cast<unsigned>(t.wide_tiles);
-        const unsigned number = parts == 1 ? index : index / parts, part = index - number * parts;
-        const unsigned group = wide == 1 ? number : number / wide;
-        tile = number;
+        const unsigned parts = t.parts, wide = t.wide_tiles;
+        tile = parts == 1 ? index : index / parts;
+        part = index - tile * parts;
+        const unsigned group = wide == 1 ? tile : tile / wide;
         slab = int64_t(group) * t.group;
         slabs = t.slabs.outer - slab < t.group ? static_cast<int>(t.slabs.outer - slab) : t.group;
-        pack = static_cast<int>(number - group * wide) * t.width;
-        from = part * t.part;
-        to = from + t.part;
-        first_part = part == 0;
+        pack = static_cast<int>(tile - group * wide) * t.width;
+    }
+};
+
+/* A row of a tile. */
+struct TileRow {
+    int slab, column; /* slab of the tile; row of the slab, not less than `inner`: there is none */
+    int64_t row, at;  /* among all rows; offset of its first element */
+
+    DEVICE TileRow(const SlabTiles &t, const SlabTile &tile, int row_of_tile) {
+        slab = static_cast<int>(t.by_columns.quotient(static_cast<unsigned>(row_of_tile)));
+        column = tile.pack * t.lines + row_of_tile - slab * t.columns;
+        int64_t offset[3];
+        t.slabs.walk.offsets(tile.slab + slab, offset);
+        row = offset[2] + column * t.slabs.row_step;
+        at = offset[0] + column * t.slabs.across[0];
     }
 };
 
@@ -75,30 +98,32 @@ template <typename T, int N> struct SlabSpan {
     const T *begin; /* of the slab */
     int head;       /* elements before the first pack */
     int edges;      /* before the first and after the last pack */
-    int64_t packs;  /* dense: of the slab */
+    int packs;      /* dense: of the slab */
 
     DEVICE SlabSpan(const SlabTiles &t, const T *slab) : begin(slab), head(0), edges(0), packs(0) {
         if (N > 1 && t.dense) {
             const AlignedSpan<const T> span(slab, t.slabs.length * t.slabs.inner);
             head = span.head;
             edges = span.edges;
-            packs = span.packs;
+            packs = static_cast<int>(span.packs);
         }
     }
     /* Steps that a column of packs has. */
-    DEVICE int64_t steps(const SlabTiles &t, int pack) const {
+    DEVICE int steps(const SlabTiles &t, int pack) const {
         if (N == 1 || !t.dense)
-            return t.slabs.length;
-        return packs <= pack ? 0 : 1 + t.by_packs.quotient(static_cast<unsigned>(packs - 1 - pack));
+            return t.steps;
+        return packs <= pack ? 0 : 1 + static_cast<int>(t.by_packs.quotient(static_cast<unsigned>(packs - 1 - pack)));
     }
-    /* The position in the slab of an edge element, and the row it belongs to. */
+    /* The position in the slab of an edge element. */
     DEVICE int64_t edge(int e, int64_t elements) const {
         return e < head ? e : elements - (edges - e);
     }
-    DEVICE int row_of_edge(int e, int inner) const {
-        return e < head ? e % inner : (inner - (edges - e) % inner) % inner;
-    }
 };
+
+/* The row of a slab that edge element e belongs to. */
+DEVICE int row_of_edge(int e, int head, int edges, int inner) {
+    return e < head ? e % inner : (inner - (edges - e) % inner) % inner;
+}
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
@@ -118,6 +143,12 @@ static inline int64_t gcd_of(int64_t a, int64_t b) {
     return b == 0 ? a : gcd_of(b, a % b);
 }
 
+/* Numbers that the kernels count in 31 bits. */
+static inline bool too_large(const Slabs &s) {
+    const int64_t most = INT32_MAX / 2;
+    return s.inner > most || (s.length > most && !(s.inner == 1 && s.length / 8 < most)) || s.rows() > most * 64;
+}
+
 static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &how) {
     SlabTiles t = {};
     t.slabs = s;
@@ -133,68 +164,64 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     t.elements = packs ? wide : 1;
     t.lines = packs && s.inner > 1 ? wide : 1;
     t.dense = t.dense && !(across && s.inner > 1);
-    int64_t columns = s.inner;
+    int64_t columns = s.inner, steps = s.length;
     if (t.dense) {
         columns = period;
         t.stride = t.grad_stride = period * wide;
         t.pack_stride = t.grad_pack_stride = wide;
-        t.steps = ceil_div(s.slab_elements(), t.stride);
+        steps = ceil_div(s.slab_elements(), t.stride);
     } else {
         columns = s.inner / t.elements;
         t.stride = s.step[0];
         t.grad_stride = s.step[1];
         t.pack_stride = s.across[0] * t.elements;
         t.grad_pack_stride = s.across[1] * t.elements;
-        t.steps = s.length;
     }
     const int in_flight = t.elements == 1 ? 2 * how.in_flight : how.in_flight;
-    const int64_t bytes_of_all = s.rows() * s.length * bytes;
-    const int usual = bytes_of_all < 8 << 20 ? 128 : 256;
-    const int64_t most_columns = INT32_MAX;
-    if (columns > most_columns)
-        columns = most_columns; /* refused by why_not */
-    t.packs = static_cast<int>(columns);
+    const int usual = s.rows() * s.length * bytes < 8 << 20 ? 128 : 256;
+    t.packs = static_cast<int>(min(columns, int64_t(INT32_MAX))); /* more are refused: see too_large */
+    t.steps = static_cast<int>(min(steps, int64_t(INT32_MAX)));
     /* Threads down the steps: as many as have full loads. */
-    const int64_t full = max(t.steps / in_flight, int64_t(1));
-    t.down = 1;
-    const int most_down = columns == 1 ? usual : columns < WARP ? static_cast<int>(usual / columns) : 8;
-    if (columns == 1)
-        while (t.down < most_down && t.down < full)
-            t.down *= 2;
+    const int64_t full = max(ceil_div<int64_t>(steps, in_flight), int64_t(1));
+    t.rows = columns == 1;
+    if (t.rows && full <= WARP)
+        t.down = power_at_least(full, 1, WARP);
+    else if (t.rows)
+        t.down = static_cast<int>(round_up<int64_t>(ceil_div(full, ceil_div<int64_t>(full, usual)), WARP));
     else
-        t.down = static_cast<int>(max(min(full, int64_t(most_down)), int64_t(1)));
-    const bool keep_whole = t.dense && whole;
+        t.down = static_cast<int>(max(min(full, columns < WARP ? usual / columns : int64_t(8)), int64_t(1)));
+    const bool keep_whole = t.dense && whole && !t.rows;
+    while (keep_whole && t.down > 1 && t.down * columns > how.most_threads / 2)
+        t.down--;
     const int64_t widest = keep_whole ? columns : max(usual / t.down, 1);
-    if (keep_whole)
-        while (t.down > 1 && t.down * columns > max(int64_t(how.most_threads / 2), columns))
-            t.down--;
     t.wide_tiles = static_cast<int>(ceil_div<int64_t>(columns, widest));
     t.width = static_cast<int>(ceil_div<int64_t>(columns, t.wide_tiles));
     t.group = 1;
     if (t.wide_tiles == 1) {
         const int64_t fit = max(usual / (t.width * t.down), 1), enough = s.outer / ENOUGH_TILES;
         t.group = static_cast<int>(max(min(fit, enough), int64_t(1)));
+        if (t.rows) /* whole warps */
+            while (t.group * t.down % WARP != 0 && t.group < fit)
+                t.group++;
     }
     t.threads = round_up(t.group * t.width * t.down, WARP);
     t.columns = t.wide_tiles == 1 ? static_cast<int>(s.inner) : t.width * t.lines;
+    t.direct = t.down == 1 && !keep_whole;
     const int64_t whole_tiles = ceil_div<int64_t>(s.outer, t.group) * t.wide_tiles;
     const int64_t least = int64_t(t.down) * in_flight; /* steps of a part */
-    t.parts = 1;
-    if (how.split && whole_tiles < ENOUGH_TILES)
-        t.parts = max(min(ceil_div(ENOUGH_TILES, whole_tiles), t.steps / least), int64_t(1));
-    if (!how.split) /* nothing to merge: short blocks */
-        t.parts =
-            max(max(t.steps / (4 * least), min(ceil_div(ENOUGH_TILES, whole_tiles), t.steps / least)), int64_t(1));
-    t.part = ceil_div(t.steps, t.parts);
-    t.parts = ceil_div(t.steps, t.part);
+    const int64_t filling = min(ceil_div(ENOUGH_TILES, whole_tiles), steps / least);
+    const int64_t parts = max(how.split ? filling : max(filling, steps / (4 * least)), int64_t(1));
+    t.part = static_cast<int>(ceil_div(steps, parts));
+    t.parts = static_cast<int>(ceil_div<int64_t>(steps, t.part));
     t.tiles = whole_tiles * t.parts;
-    const int64_t entries =
-        t.dense && t.lines > 1 ? ceil_div<int64_t>(int64_t(t.width) * t.lines, s.inner) * t.down : t.down;
+    const int64_t entries = keep_whole ? ceil_div<int64_t>(int64_t(t.width) * t.lines, s.inner) * t.down : t.down;
     t.lanes = 1;
-    while (t.lanes < WARP && t.lanes < entries && 2 * t.lanes * t.group * t.columns <= t.threads)
+    while (t.lanes < WARP && t.lanes < entries && 2 * t.lanes * t.rows_of_tile() <= t.threads)
         t.lanes *= 2;
+    t.batch = t.parts > 1 ? 1 : max(t.threads / t.rows_of_tile(), 1);
     t.by_packs = Divisor(t.packs);
     t.by_columns = Divisor(t.columns);
+    t.by_rows = Divisor(t.rows_of_tile());
     return t;
 }
 

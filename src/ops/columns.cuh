@@ -71,19 +71,39 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge(LossStats<OPTIONS> a, Los
     return a;
 }
 
-/* The statistics of the lane whose number differs by `step`, a power of two. */
-template <int OPTIONS> DEVICE LossStats<OPTIONS> other_lane(const LossStats<OPTIONS> &g, int step) {
-    LossStats<OPTIONS> other = g;
-    other.s = {__shfl_xor_sync(~0u, g.s.max, step), __shfl_xor_sync(~0u, g.s.sum, step)};
-    if constexpr (OPTIONS != PLAIN)
-        other.weighted = __shfl_xor_sync(~0u, g.weighted, step);
-    if constexpr (OPTIONS == FULL) {
-        other.z_label = __shfl_xor_sync(~0u, g.z_label, step);
-        other.moment = __shfl_xor_sync(~0u, g.moment, step);
-        other.best = __shfl_xor_sync(~0u, g.best, step);
-        other.argmax = __shfl_xor_sync(~0u, g.argmax, step);
+/* Merges groups of `lanes` adjacent lanes, a power of two; each lane gets its group's result. All
+ * lanes of the warp take part. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_lanes(LossStats<OPTIONS> g, int lanes, float scale) {
+    float max = g.s.max;
+    for (int step = lanes / 2; step > 0; step /= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    rebase(g, max, scale);
+    for (int step = lanes / 2; step > 0; step /= 2) {
+        g.s.sum += __shfl_xor_sync(~0u, g.s.sum, step);
+        if constexpr (OPTIONS != PLAIN)
+            g.weighted += __shfl_xor_sync(~0u, g.weighted, step);
+        if constexpr (OPTIONS == FULL) {
+            g.z_label += __shfl_xor_sync(~0u, g.z_label, step);
+            g.moment += __shfl_xor_sync(~0u, g.moment, step);
+            update_argmax(g, __shfl_xor_sync(~0u, g.best, step), __shfl_xor_sync(~0u, g.argmax, step));
+        }
     }
-    return other;
+    return g;
+}
+
+/* Loads statistics that another block has stored. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTIONS> *stored) {
+    LossStats<OPTIONS> g;
+    g.s = load_stats(&stored->s);
+    if constexpr (OPTIONS != PLAIN)
+        g.weighted = __ldcg(&stored->weighted);
+    if constexpr (OPTIONS == FULL) {
+        g.z_label = __ldcg(&stored->z_label);
+        g.moment = __ldcg(&stored->moment);
+        g.best = __ldcg(&stored->best);
+        g.argmax = __ldcg(reinterpret_cast<const long long *>(&stored->argmax));
+    }
+    return g;
 }
 
 template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g, float scale) {
@@ -116,20 +136,44 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_block_for_all(LossStats<O
  * then and has no effect. Exponentials are accurate enough to be rounded to T. */
 template <typename T, int COUNT, int N, typename F>
 DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, const Loss &loss) {
+    if (loss.argmax.data) {
+        float top = v[0][0], all = 0.0f; /* all: NaN if any of them is */
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                top = fmaxf(top, v[k][j]);
+                all = fmaf(v[k][j], 0.0f, all);
+            }
+        /* Rarely: a thread's running maximum grows a logarithmic number of times. Infinities make
+         * `all` NaN too. */
+        if (g.argmax < 0 || top > g.best || all != all)
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (column_of(k, j) >= 0)
+                        update_argmax(g, v[k][j], column_of(k, j));
+    }
+    if (loss.softcap != 0.0f)
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) /* tanh(-inf) would count */
+                v[k][j] = column_of(k, j) >= 0 ? capped(v[k][j], loss.softcap) : -INFINITY;
+    if (loss.weighted)
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (column_of(k, j) >= 0)
+                    g.weighted = fmaf(static_cast<float>(loss.column_weight(column_of(k, j))), v[k][j], g.weighted);
     float max = g.s.max;
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const int64_t column = column_of(k, j);
-            if (column >= 0 && loss.argmax.data)
-                update_argmax(g, v[k][j], column);
-            if (column >= 0 && loss.softcap != 0.0f)
-                v[k][j] = capped(v[k][j], loss.softcap);
-            if (column >= 0 && loss.weighted)
-                g.weighted += static_cast<float>(loss.column_weight(column)) * v[k][j];
+        for (int j = 0; j < N; j++)
             max = fmaxf(max, v[k][j]);
-        }
     rebase(g, max, loss.scale);
     const float pivot = pivot_at(max);
 #pragma unroll

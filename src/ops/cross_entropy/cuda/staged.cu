@@ -75,8 +75,7 @@ DEVICE LossStats<OPTIONS> staged_stats(const T *z, int inner, int length, int la
             add_columns<T>(
                 g, x, [&](int k, int) { return v + k * lanes < length ? v + k * lanes : -1; }, loss);
         }
-        for (int step = lanes / 2; step > 0; step /= 2)
-            g = merge(g, other_lane(g, step), loss.scale);
+        g = merge_lanes(g, lanes, loss.scale);
     }
     return g;
 }

@@ -26,7 +26,7 @@ struct Tiles {
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
-        return s.inner > INT32_MAX / 2 || s.rows() > int64_t(INT32_MAX) * 64 ? "it counts columns in 31 bits" : NULL;
+        return too_large(s) ? "it counts rows and columns in 31 bits" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -37,18 +37,19 @@ struct Tiles {
         plan->general.fill(device, p, call, 0, &unused);
         const bool full = plan->general.options == FULL;
         plan->statistics = !p.lse_given;
-        plan->forward = tiles_of(s, bytes, {false, !full, full ? 2 : 4, 1024, true});
+        plan->forward = tiles_of(s, bytes, {false, !full, full ? 2 : 4, 576, true});
         if (p.gradient)
-            plan->backward = tiles_of(s, bytes, {true, !full, full ? 2 : 4, 1024, false});
+            plan->backward = tiles_of(s, bytes, {true, !full, full ? 2 : 4, 576, false});
         const SlabTiles &t = plan->forward;
-        const int64_t stats = plan->general.stats_bytes(), rows_of_tile = int64_t(t.group) * t.columns;
-        const int64_t edges = t.dense && t.lines > 1 ? t.group * (32 + 8) : 0;
-        plan->shared = static_cast<size_t>((int64_t(t.threads) * t.lines + rows_of_tile) * stats + edges);
-        const int64_t own = 3 << 10, per_sm = min(int64_t(t.lines > 1 ? 1024 : 1024) / t.threads,
+        const int64_t stats = plan->general.stats_bytes();
+        plan->shared = static_cast<size_t>((2 * t.entries() + int64_t(t.batch) * t.rows_of_tile()) * stats +
+                                           (t.has_edges() ? 2 * t.group * (32 + 8) : 0));
+        const int64_t own = 3 << 10, per_sm = min(int64_t(t.lines > 1 ? 576 : 768) / t.threads,
                                                   (device.shared_bytes + 1024) / (int64_t(plan->shared) + own));
         plan->blocks = min(t.tiles, max(per_sm, int64_t(1)) * device.multiprocessors);
         plan->general.fill(device, p, call, plan->blocks, &layout);
-        plan->part_stats = t.parts > 1 && plan->statistics ? layout.add(t.tiles * rows_of_tile * stats) : 0;
+        plan->part_stats =
+            t.parts > 1 && plan->statistics ? layout.add(t.tiles * int64_t(t.rows_of_tile()) * stats) : 0;
         plan->coefficients = p.gradient ? layout.add(p.rows * int64_t(sizeof(RowCoefficients))) : 0;
         return layout.bytes;
     }

@@ -1,0 +1,325 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The loops over tiles of slabs (slab_tiles.cuh), for every op that reduces rows: statistics, and
+ * what is written element by element afterwards. An Op says what the statistics are:
+ *
+ *     typedef ... Stats;      statistics of some elements of a row; can be merged
+ *     typedef ... Row;        what is loaded of a row before its statistics are known
+ *     Stats none()
+ *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
+ *     void add_lines(Stats (&)[N], const Pack<T, N> (&packs)[COUNT], int valid)   a row per element
+ *     Stats merge(Stats, Stats), Stats merge_lanes(Stats, int lanes), Stats load(const Stats *)
+ *     void begin()            after the first loads: waits for the previous kernel
+ *     Row load_row(int64_t row, const T *first), void finish(const Row &, const Stats &)
+ */
+#ifndef RAFTER_CUDA_SLAB_KERNELS_CUH
+#define RAFTER_CUDA_SLAB_KERNELS_CUH
+
+#include "cuda/slab_tiles.cuh"
+
+/* ---- statistics ------------------------------------------------------------------------------ */
+
+template <typename T> struct SlabEdges {
+    T element[2 * WIDE<T>];
+    int head, edges;
+};
+
+/* Where the statistics of a block are in shared memory. */
+template <class Stats, typename T> struct SlabShared {
+    Stats *entries, *rows; /* of threads or warps, twice; of rows */
+    SlabEdges<T> *edges;   /* twice */
+
+    DEVICE SlabShared(const SlabTiles &t, void *memory) {
+        entries = static_cast<Stats *>(memory);
+        rows = entries + 2 * t.entries();
+        edges = reinterpret_cast<SlabEdges<T> *>(rows + t.batch * t.rows_of_tile());
+    }
+};
+
+/* Merges `count` statistics by `lanes` lanes; each gets the result. */
+template <class Op, typename F>
+DEVICE typename Op::Stats merge_all(const Op &op, int count, int lane, int lanes, F load) {
+    typename Op::Stats g = op.none();
+    if (lane < count)
+        g = load(lane);
+    for (int e = lane + lanes; e < count; e += lanes)
+        g = op.merge(g, load(e));
+    return op.merge_lanes(g, lanes);
+}
+
+/* The edges of a dense slab whose packs hold several rows, to shared memory. */
+template <typename T, int N>
+DEVICE void store_edges(const SlabTiles &t, const SlabThread<T, N> &own, const SlabSpan<T, N> &span, bool first_part,
+                        SlabEdges<T> *slabs) {
+    SlabEdges<T> &edges = slabs[own.slab_of_tile];
+    for (int e = own.pack; e < span.edges; e += t.width)
+        edges.element[e] = span.begin[span.edge(e, t.slabs.length * t.slabs.inner)];
+    if (own.pack == 0) {
+        edges.head = span.head;
+        edges.edges = first_part ? span.edges : 0;
+    }
+}
+
+/* The threads' statistics to those of the tile's rows, of which `slabs` slabs exist. Only some
+ * threads write; a barrier follows before they are read. */
+template <class Op, typename T, int N, int LINES>
+DEVICE void merge_tile(const Op &op, const SlabTiles &t, int slabs, const SlabThread<T, N> &own,
+                       typename Op::Stats (&g)[LINES], typename Op::Stats *entries, const SlabEdges<T> *slab_edges,
+                       typename Op::Stats *rows) {
+    typedef typename Op::Stats Stats;
+    if (LINES == 1 && t.rows) {
+        const int lanes = t.down < WARP ? t.down : WARP, warps = t.down / WARP;
+        const Stats all = op.merge_lanes(g[0], lanes);
+        if (t.down <= WARP) {
+            if (own.down == 0 && own.slab_of_tile < t.group)
+                rows[own.slab_of_tile] = all;
+            return;
+        }
+        if (threadIdx.x % WARP == 0)
+            entries[threadIdx.x / WARP] = all;
+        __syncthreads();
+        if (threadIdx.x < t.group)
+            rows[threadIdx.x] = merge_all(op, warps, 0, 1, [&](int e) { return entries[threadIdx.x * warps + e]; });
+        return;
+    }
+    const int inner = static_cast<int>(t.slabs.inner);
+#pragma unroll
+    for (int j = 0; j < LINES; j++)
+        entries[threadIdx.x * LINES + j] = g[j];
+    __syncthreads();
+    const int lane = threadIdx.x & (t.lanes - 1), groups = blockDim.x / t.lanes, all_rows = t.rows_of_tile();
+    for (int base = 0; base < all_rows; base += groups) {
+        const int r = base + threadIdx.x / t.lanes;
+        const int slab = r < all_rows ? static_cast<int>(t.by_columns.quotient(static_cast<unsigned>(r))) : t.group;
+        const bool valid = slab < slabs;
+        const int column = r - slab * t.columns;
+        int place = column, repeats = 1; /* of the row's elements in a step of the tile */
+        if (LINES > 1 && t.dense && valid) {
+            const int head = slab_edges[slab].head % inner, across = t.width * LINES;
+            place = column - head + (column < head ? inner : 0);
+            repeats = place < across ? (across - place - 1) / inner + 1 : 0;
+        }
+        const int begin = slab * t.down * t.width * LINES + place;
+        Stats all = merge_all(op, valid ? repeats * t.down : 0, lane, t.lanes, [&](int e) {
+            const int repeat = repeats == 1 ? 0 : e / t.down, down = e - repeat * t.down;
+            return entries[begin + down * t.width * LINES + repeat * inner];
+        });
+        if (!valid || lane != 0)
+            continue;
+        if (LINES > 1 && t.dense) {
+            const SlabEdges<T> &edges = slab_edges[slab];
+            for (int e = 0; e < edges.edges; e++)
+                if (row_of_edge(e, edges.head, edges.edges, inner) == column) {
+                    const Pack<T, 1> one[1] = {{{edges.element[e]}}};
+                    op.add(all, one, 1, 0, 1);
+                }
+        }
+        rows[r] = all;
+    }
+}
+
+/* Stores the statistics of a part of a tile. The last block to do so gets those of the whole tile:
+ * the parts merged in order. Called by all threads; false in all other blocks. */
+template <class Op>
+DEVICE bool merge_parts(const Op &op, const SlabTiles &t, unsigned index, unsigned *counters,
+                        typename Op::Stats *part_stats, typename Op::Stats *rows) {
+    const int rows_of_tile = t.rows_of_tile();
+    const unsigned tile = index / t.parts;
+    typename Op::Stats *const stored = part_stats + int64_t(tile) * rows_of_tile * t.parts;
+    __syncthreads();
+    for (int r = threadIdx.x; r < rows_of_tile; r += blockDim.x)
+        stored[int64_t(r) * t.parts + (index - tile * t.parts)] = rows[r];
+    if (!block_arrives_last(counters + tile, static_cast<unsigned>(t.parts)))
+        return false;
+    int lanes = 1;
+    while (lanes < WARP && lanes < t.parts && 2 * lanes * rows_of_tile <= blockDim.x)
+        lanes *= 2;
+    for (int base = 0; base < rows_of_tile; base += blockDim.x / lanes) {
+        const int r = base + threadIdx.x / lanes;
+        const typename Op::Stats all = merge_all(op, r < rows_of_tile ? t.parts : 0, threadIdx.x & (lanes - 1), lanes,
+                                                 [&](int e) { return op.load(stored + int64_t(r) * t.parts + e); });
+        if (r < rows_of_tile && (threadIdx.x & (lanes - 1)) == 0)
+            rows[r] = all;
+    }
+    return true;
+}
+
+/* Row `slot` of the tiles that are finished together: tile index + k * gridDim.x is the k-th. */
+template <class Op, typename T>
+DEVICE typename Op::Row load_slot(const Op &op, const SlabTiles &t, unsigned index, int slot) {
+    const int k = static_cast<int>(t.by_rows.quotient(static_cast<unsigned>(slot)));
+    const int64_t of = index + int64_t(k) * gridDim.x;
+    if (k < t.batch && of < t.tiles) {
+        const SlabTile place(t, static_cast<unsigned>(of));
+        const TileRow at(t, place, slot - k * t.rows_of_tile());
+        if (at.slab < place.slabs && at.column < t.slabs.inner)
+            return op.load_row(at.row, t.slabs.at<const T>(0, at.at));
+    }
+    return op.no_row();
+}
+
+template <class Op, typename T, int N, int LINES, int STEPS>
+DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, unsigned *counters,
+                            typename Op::Stats *part_stats) {
+    typedef typename Op::Stats Stats;
+    const SlabShared<Stats, T> shared(t, shared_memory);
+    const SlabThread<T, N> own(t);
+    const int rows_of_tile = t.rows_of_tile();
+    const int64_t ahead = t.down * t.stride; /* from one load to the next */
+    Pack<T, N> packs[STEPS];
+    SlabSpan<T, N> span(t, nullptr);
+    const T *p = nullptr; /* of step s */
+    int s = 0, to = 0;
+    bool active = false;
+    const auto load = [&] {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+            packs[k] = load_once_if<T, N>(s + k * t.down < to, p + k * ahead, -INFINITY);
+    };
+    /* Loads the first packs of a tile. Returns how many slabs it has. */
+    const auto start = [&](unsigned index) {
+        const SlabTile tile(t, index);
+        const int pack = tile.pack + own.pack;
+        active = own.slab_of_tile < tile.slabs && pack < t.packs;
+        int64_t offset[3];
+        t.slabs.walk.offsets(tile.slab + (active ? own.slab_of_tile : 0), offset);
+        span = SlabSpan<T, N>(t, t.slabs.at<const T>(0, offset[0]));
+        s = tile.part * t.part + own.down;
+        to = active ? min(span.steps(t, pack), (tile.part + 1) * t.part) : 0;
+        p = span.begin + span.head + pack * t.pack_stride + s * t.stride;
+        load();
+        return tile.slabs;
+    };
+    unsigned index = blockIdx.x, first = index; /* first: of the tiles that are finished together */
+    int filled = 0, buffer = 0, slabs = start(index);
+    typename Op::Row row = load_slot<Op, T>(op, t, first, threadIdx.x);
+    op.begin();
+    while (true) {
+        const bool first_part = t.parts == 1 || index % t.parts == 0;
+        Stats g[LINES];
+#pragma unroll
+        for (int j = 0; j < LINES; j++)
+            g[j] = op.none();
+        while (s < to) {
+            int valid = 0;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                valid += s + k * t.down < to;
+            if constexpr (LINES == 1)
+                op.add(g[0], packs, valid, N > 1 ? span.head + int64_t(s) * N : s, int64_t(t.down) * N);
+            else
+                op.add_lines(g, packs, valid);
+            s += STEPS * t.down;
+            p += STEPS * ahead;
+            if (s < to)
+                load();
+        }
+        if (LINES == 1 && N > 1 && active && first_part)
+            for (int e = own.down; e < span.edges; e += t.down) {
+                const int64_t at = span.edge(e, t.slabs.length);
+                const Pack<T, 1> one[1] = {{{span.begin[at]}}};
+                op.add(g[0], one, 1, at, 1);
+            }
+        Stats *const rows = shared.rows + filled * rows_of_tile;
+        if (t.direct) {
+            if (active)
+#pragma unroll
+                for (int j = 0; j < LINES; j++)
+                    rows[own.slab_of_tile * t.columns + own.pack * LINES + j] = g[j];
+        } else if (LINES > 1 && t.dense && active && own.down == 0) {
+            store_edges(t, own, span, first_part, shared.edges + buffer * t.group);
+        }
+        const unsigned next = index + gridDim.x;
+        const int slabs_before = slabs;
+        if (next < t.tiles) /* in flight while this tile is merged */
+            slabs = start(next);
+        if (!t.direct)
+            merge_tile<Op, T, N, LINES>(op, t, slabs_before, own, g, shared.entries + buffer * t.entries(),
+                                        shared.edges + buffer * t.group, rows);
+        buffer ^= 1;
+        filled++;
+        const bool finish =
+            t.parts > 1 ? merge_parts(op, t, index, counters, part_stats, rows) : filled == t.batch || next >= t.tiles;
+        if (finish) {
+            __syncthreads();
+            for (int slot = threadIdx.x; slot < filled * rows_of_tile; slot += blockDim.x) {
+                if (slot != threadIdx.x)
+                    row = load_slot<Op, T>(op, t, first, slot);
+                op.finish(row, shared.rows[slot]);
+            }
+        }
+        if (next >= t.tiles)
+            break;
+        if (finish || t.parts > 1) {
+            filled = 0;
+            first = next;
+            row = load_slot<Op, T>(op, t, first, threadIdx.x);
+            __syncthreads(); /* the next tiles overwrite the statistics */
+        }
+        index = next;
+    }
+}
+
+/* ---- elementwise ----------------------------------------------------------------------------- */
+
+/* Stores packs of adjacent elements to an address that is not aligned. All lanes of the warp take
+ * part. `position`: of the pack in its span; lanes with consecutive positions in one span exchange
+ * the elements that belong to each other's aligned packs; the others are stored one by one. */
+template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &pack, bool valid, int position) {
+    const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (N - 1);
+    if (!__any_sync(~0u, valid && ragged != 0)) {
+        if (valid)
+            store_once<T, N>(p, pack);
+        return;
+    }
+    const int mark = valid ? position : -2;
+    const int before = __shfl_up_sync(~0u, mark, 1), after = __shfl_down_sync(~0u, mark, 1);
+    const int lane = threadIdx.x % WARP;
+    const bool joined_before = lane > 0 && valid && before + 1 == mark,
+               joined_after = lane < WARP - 1 && valid && after == mark + 1;
+    constexpr int WORDS = N * (int)sizeof(T) / 4, EACH = N / WORDS;
+    unsigned w[2 * WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        w[i] = reinterpret_cast<const unsigned *>(&pack)[i];
+        w[WORDS + i] = __shfl_down_sync(~0u, w[i], 1);
+    }
+    if (!valid)
+        return;
+    const int skip = (N - ragged) & (N - 1); /* elements before the first aligned one */
+    if (skip == 0) {
+        store_once<T, N>(p, pack);
+        return;
+    }
+    if (!joined_before)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < skip)
+                p[j] = pack.v[j];
+    if (!joined_after) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j >= skip)
+                p[j] = pack.v[j];
+        return;
+    }
+    /* The 16 bytes from element `skip` of this pack and the next one. */
+    const int words = skip / EACH;
+#pragma unroll
+    for (int by = WORDS / 2; by > 0; by /= 2)
+        if (words & by)
+#pragma unroll
+            for (int i = 0; i + by < 2 * WORDS; i++)
+                w[i] = w[i + by];
+    if (EACH == 2 && skip & 1)
+#pragma unroll
+        for (int i = 0; i < WORDS; i++)
+            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
+    Pack<T, N> out;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+        reinterpret_cast<unsigned *>(&out)[i] = w[i];
+    store_once<T, N>(p + skip, out);
+}
+
+#endif
