@@ -228,6 +228,17 @@ template <int LANES> DEVICE RowStats merge_lanes(RowStats s, float scale) {
     return {max, sum};
 }
 
+/* The same for a number of lanes that is not known before. */
+DEVICE RowStats merge_some_lanes(RowStats s, int lanes, float scale) {
+    float max = s.max;
+    for (int step = lanes / 2; step > 0; step /= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    float sum = s.sum * expf((s.max - pivot_at(max)) * scale);
+    for (int step = lanes / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(~0u, sum, step);
+    return {max, sum};
+}
+
 /* Loads statistics that another block has stored. */
 DEVICE RowStats load_stats(const RowStats *stored) {
     const float2 both = __ldcg(reinterpret_cast<const float2 *>(stored));
@@ -283,6 +294,26 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
             sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
     }
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+/* Adds packs in which each element belongs to a row of its own. */
+template <typename T, int N, int COUNT>
+DEVICE void add_lines_of(RowStats (&lines)[N], const Pack<T, N> (&packs)[COUNT], float scale) {
+    float x[COUNT][N], top[N];
+    unpack(max_of_each(packs), top);
+#pragma unroll
+    for (int k = 0; k < COUNT; k++)
+        unpack(packs[k], x[k]);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        RowStats &s = lines[j];
+        const float max = fmaxf(s.max, top[j]), pivot = pivot_at(max);
+        float sum = s.sum * exp_term<T>(s.max - pivot, scale);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            sum += exp_term<T>(x[k][j] - pivot, scale);
+        s = {max, sum};
+    }
 }
 
 /* The statistics of one thread's share of a row: every threads-th pack and edge element. */

@@ -10,7 +10,14 @@
  *     void add_lines(Stats (&)[N], const Pack<T, N> (&packs)[COUNT], int valid)   a row per element
  *     Stats merge(Stats, Stats), Stats merge_lanes(Stats, int lanes), Stats load(const Stats *)
  *     void begin()            after the first loads: waits for the previous kernel
- *     Row load_row(int64_t row, const T *first), void finish(const Row &, const Stats &)
+ *     Row no_row(), Row load_row(int64_t row, const T *first), void finish(const Row &, const Stats &)
+ *
+ * and an Op of a gradient:
+ *
+ *     bool LABELS             whether a row may have an element with a value of its own
+ *     template <int LINES> struct Lines { set(op, j, row); Pack<T, N> of(op, pack, column) }
+ *     void begin(), T of_one(int64_t row, T x, int64_t column)
+ *     int64_t label(int64_t row), T at_label(int64_t row)
  */
 #ifndef RAFTER_CUDA_SLAB_KERNELS_CUH
 #define RAFTER_CUDA_SLAB_KERNELS_CUH
@@ -52,9 +59,9 @@ template <typename T, int N>
 DEVICE void store_edges(const SlabTiles &t, const SlabThread<T, N> &own, const SlabSpan<T, N> &span, bool first_part,
                         SlabEdges<T> *slabs) {
     SlabEdges<T> &edges = slabs[own.slab_of_tile];
-    for (int e = own.pack; e < span.edges; e += t.width)
+    for (int e = own.down * t.width + own.pack; e < span.edges; e += t.down * t.width)
         edges.element[e] = span.begin[span.edge(e, t.slabs.length * t.slabs.inner)];
-    if (own.pack == 0) {
+    if (own.pack == 0 && own.down == 0) {
         edges.head = span.head;
         edges.edges = first_part ? span.edges : 0;
     }
@@ -226,7 +233,7 @@ DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, uns
 #pragma unroll
                 for (int j = 0; j < LINES; j++)
                     rows[own.slab_of_tile * t.columns + own.pack * LINES + j] = g[j];
-        } else if (LINES > 1 && t.dense && active && own.down == 0) {
+        } else if (LINES > 1 && t.dense && active) {
             store_edges(t, own, span, first_part, shared.edges + buffer * t.group);
         }
         const unsigned next = index + gridDim.x;
@@ -320,6 +327,91 @@ template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &p
     for (int i = 0; i < WORDS; i++)
         reinterpret_cast<unsigned *>(&out)[i] = w[i];
     store_once<T, N>(p + skip, out);
+}
+
+/* Writes the gradient element by element; a block per tile. */
+template <class Op, typename T, int N, int LINES, int STEPS>
+DEVICE void slab_gradients(const Op &op, const SlabTiles &t) {
+    const int inner = static_cast<int>(t.slabs.inner);
+    const SlabThread<T, N> own(t);
+    const SlabTile tile(t, blockIdx.x);
+    const int pack = tile.pack + own.pack;
+    const bool active = own.slab_of_tile < tile.slabs && pack < t.packs;
+    int64_t offset[3];
+    t.slabs.walk.offsets(tile.slab + (active ? own.slab_of_tile : 0), offset);
+    const SlabSpan<T, N> span(t, t.slabs.at<const T>(0, offset[0]));
+    T *const begin = t.slabs.at<T>(1, offset[1]);
+    const int from = tile.part * t.part, end = min(from + t.part, t.steps),
+              to = active ? min(span.steps(t, pack), end) : 0;
+    int s = from + own.down;
+    const T *x = span.begin + span.head + pack * t.pack_stride + s * t.stride;
+    T *dx = begin + span.head + pack * t.grad_pack_stride + s * t.grad_stride;
+    const int64_t ahead = t.down * t.stride, grad_ahead = t.down * t.grad_stride;
+    Pack<T, N> packs[STEPS];
+    const auto load = [&] {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+            if (s + k * t.down < to)
+                packs[k] = load_once<T, N>(x + k * ahead);
+    };
+    const auto column_of =
+        [&](int j) { /* the row of the slab that line j is */
+                     return !active ? 0 : t.dense ? (span.head + pack * N + j) % inner : pack * LINES + j;
+        };
+    const auto row_of = [&](int column) { return offset[2] + column * t.slabs.row_step; };
+    load();
+    op.begin();
+    typename Op::template Lines<LINES> lines;
+#pragma unroll
+    for (int j = 0; j < LINES; j++)
+        lines.set(op, j, row_of(column_of(j)));
+    /* All threads of a warp take the same number of turns: they exchange elements. */
+    for (int turn = from; turn < end; turn += STEPS * t.down) {
+        if (turn != from)
+            load();
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            const int step = s + k * t.down;
+            const bool valid = step < to;
+            const Pack<T, N> out = lines.of(op, packs[k], N > 1 && LINES == 1 ? span.head + int64_t(step) * N : step);
+            if constexpr (N == 1) {
+                if (valid)
+                    dx[k * grad_ahead] = out.v[0];
+            } else {
+                store_shifted<T, N>(dx + k * grad_ahead, out, valid, step * t.packs + pack);
+            }
+        }
+        s += STEPS * t.down;
+        x += STEPS * ahead;
+        dx += STEPS * grad_ahead;
+    }
+    if (N > 1 && t.dense && active && tile.part == 0)
+        for (int e = own.down * t.width + own.pack; e < span.edges; e += t.down * t.width) {
+            const int64_t at = span.edge(e, t.slabs.length * t.slabs.inner);
+            const int column = LINES == 1 ? 0 : row_of_edge(e, span.head, span.edges, inner);
+            begin[at] = op.of_one(row_of(column), span.begin[at], LINES == 1 ? at : (at - column) / inner);
+        }
+    if constexpr (Op::LABELS) {
+        /* The labels' columns once more, by the threads that have them: they have a term of their
+         * own. */
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < LINES; j++) {
+            const int column = column_of(j);
+            const int64_t label = active ? op.label(row_of(column)) : -1;
+            int step = static_cast<int>(label);
+            bool mine = label >= 0;
+            if (N > 1 && t.dense) {
+                const int64_t position = label * inner + column - span.head;
+                mine = mine && position >= 0 && position < int64_t(span.packs) * N; /* else an edge, written above */
+                const unsigned of = static_cast<unsigned>(position / N);
+                step = static_cast<int>(t.by_packs.quotient(of));
+                mine = mine && static_cast<int>(of) - step * t.packs == pack && (LINES == 1 || position % N == j);
+            }
+            if (mine && step >= from && step < end && (step - from) % t.down == own.down)
+                begin[column * t.slabs.across[1] + label * t.slabs.step[1]] = op.at_label(row_of(column));
+        }
+    }
 }
 
 #endif

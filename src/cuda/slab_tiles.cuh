@@ -29,8 +29,8 @@ struct SlabTiles {
     int columns;                 /* rows of a slab that a tile has */
     int64_t stride, pack_stride; /* between steps, and between columns of packs, of the input */
     int64_t grad_stride, grad_pack_stride;
-    int steps;       /* per slab, at most */
-    int parts, part; /* blocks per tile; steps per block */
+    int steps;                             /* per slab, at most */
+    int parts, part;                       /* blocks per tile; steps per block */
     int64_t tiles;                         /* times parts */
     int lanes;                             /* that merge the statistics of a row, unless `rows` or `direct` */
     int batch;                             /* tiles whose rows a block finishes at a time */
@@ -156,7 +156,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     const bool dense = s.dense(0) && (!how.both || s.dense(1));
     const bool across = s.packs_across(0, bytes) && (!how.both || s.packs_across(1, bytes));
     const int64_t common = gcd_of(s.inner, wide), period = s.inner / common; /* packs of a dense step */
-    const bool whole = common < wide; /* a row has elements in several columns of packs */
+    const bool whole = !across && s.inner > 1; /* a row has elements in several columns of packs, or may */
     const bool fits = s.slab_elements() / wide < INT32_MAX && (!whole || period <= how.most_threads);
     const bool long_enough = !whole || s.slab_elements() >= 2 * period * wide * how.in_flight;
     t.dense = dense && fits && long_enough && (s.inner == 1 || how.lines);
@@ -183,14 +183,14 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     t.steps = static_cast<int>(min(steps, int64_t(INT32_MAX)));
     /* Threads down the steps: as many as have full loads. */
     const int64_t full = max(ceil_div<int64_t>(steps, in_flight), int64_t(1));
-    t.rows = columns == 1;
+    t.rows = columns == 1 && t.lines == 1;
     if (t.rows && full <= WARP)
         t.down = power_at_least(full, 1, WARP);
     else if (t.rows)
         t.down = static_cast<int>(round_up<int64_t>(ceil_div(full, ceil_div<int64_t>(full, usual)), WARP));
     else
         t.down = static_cast<int>(max(min(full, columns < WARP ? usual / columns : int64_t(8)), int64_t(1)));
-    const bool keep_whole = t.dense && whole && !t.rows;
+    const bool keep_whole = t.dense && whole;
     while (keep_whole && t.down > 1 && t.down * columns > how.most_threads / 2)
         t.down--;
     const int64_t widest = keep_whole ? columns : max(usual / t.down, 1);

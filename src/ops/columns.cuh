@@ -147,7 +147,7 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
             }
         /* Rarely: a thread's running maximum grows a logarithmic number of times. Infinities make
          * `all` NaN too. */
-        if (g.argmax < 0 || top > g.best || all != all)
+        if (g.argmax < 0 || top >= g.best || all != all)
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
 #pragma unroll

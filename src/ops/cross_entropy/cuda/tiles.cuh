@@ -51,24 +51,23 @@ template <typename T, int OPTIONS> struct LossOp {
     template <int N, int COUNT>
     DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int valid) const {
         static_assert(OPTIONS != FULL, "packs of several rows have no columns");
-        float x[COUNT][N], top[N];
-        unpack(max_of_each(packs), top);
+        RowStats lines[N];
 #pragma unroll
-        for (int k = 0; k < COUNT; k++)
-            unpack(packs[k], x[k]);
+        for (int j = 0; j < N; j++)
+            lines[j] = g[j].s;
+        add_lines_of(lines, packs, loss.scale);
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            RowStats &s = g[j].s;
-            const float max = fmaxf(s.max, top[j]), pivot = pivot_at(max);
-            float sum = s.sum * exp_term<T>(s.max - pivot, loss.scale);
+        for (int j = 0; j < N; j++)
+            g[j].s = lines[j];
+        if constexpr (OPTIONS == SMOOTH)
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                sum += exp_term<T>(x[k][j] - pivot, loss.scale);
-                if constexpr (OPTIONS == SMOOTH)
-                    g[j].weighted += k < valid ? x[k][j] : 0.0f;
+                float x[N];
+                unpack(packs[k], x);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    g[j].weighted += k < valid ? x[j] : 0.0f;
             }
-            s = {max, sum};
-        }
     }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, loss.scale);
@@ -123,121 +122,58 @@ __global__ __launch_bounds__(TILE_THREADS<LINES>,
 
 /* ---- gradient -------------------------------------------------------------------------------- */
 
-/* The gradient of a thread's rows. */
-template <int OPTIONS, typename T, int N, int LINES> struct LineGradients {
-    ColumnGradient<OPTIONS, T> of_line[LINES];
-    unsigned constant; /* a bit for each line */
+/* What slab_kernels.cuh asks of an op that writes gradients. */
+template <typename T, int OPTIONS> struct LossGradient {
+    static constexpr bool LABELS = true;
+    const TileArgs &a;
 
-    DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {
-        float z[N];
-        unpack(pack, z);
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const ColumnGradient<OPTIONS, T> &g = of_line[j % LINES];
-            const float d = g.of(z[j], column + j, loss);
-            z[j] = constant >> (j % LINES) & 1 ? g.exp.factor : d;
+    /* The gradients of a thread's rows. */
+    template <int LINES> struct Lines {
+        ColumnGradient<OPTIONS, T> of_line[LINES];
+        unsigned constant = 0; /* a bit for each line */
+
+        DEVICE void set(const LossGradient &op, int j, int64_t row) {
+            const RowGradient g = op.a.coefficients[row].gradient;
+            of_line[j] = ColumnGradient<OPTIONS, T>(g, op.a.call.loss);
+            if (g.constant) {
+                constant |= 1u << j;
+                of_line[j].exp.factor = g.p;
+            }
         }
-        return packed<T>(z);
+        template <int N> DEVICE Pack<T, N> of(const LossGradient &op, const Pack<T, N> &pack, int64_t column) const {
+            float z[N];
+            unpack(pack, z);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const ColumnGradient<OPTIONS, T> &g = of_line[j % LINES];
+                const float d = g.of(z[j], column + j, op.a.call.loss);
+                z[j] = constant >> (j % LINES) & 1 ? g.exp.factor : d;
+            }
+            return packed<T>(z);
+        }
+    };
+    DEVICE void begin() const {
+        wait_for_previous_kernel();
+    }
+    DEVICE T of_one(int64_t row, T z, int64_t column) const {
+        const RowCoefficients c = a.coefficients[row];
+        return RowWriter<OPTIONS, T>(c.gradient, c.label, a.call.loss).of_one(z, column);
+    }
+    /* The column of the row that has a value of its own, or -1. */
+    DEVICE int64_t label(int64_t row) const {
+        const RowCoefficients &c = a.coefficients[row];
+        return c.gradient.constant ? -1 : c.label;
+    }
+    DEVICE T at_label(int64_t row) const {
+        return from_float<T>(a.coefficients[row].gradient.at_label);
     }
 };
 
 template <typename T, int OPTIONS, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_gradients(const __grid_constant__ TileArgs a) {
-    constexpr int STEPS = TILE_STEPS<OPTIONS, N>;
-    const Loss &loss = a.call.loss;
-    const SlabTiles &t = a.tiles;
-    const int inner = static_cast<int>(t.slabs.inner);
-    const SlabThread<T, N> own(t);
-    const SlabTile tile(t, blockIdx.x);
-    const int pack = tile.pack + own.pack;
-    const bool active = own.slab_of_tile < tile.slabs && pack < t.packs;
-    int64_t offset[3];
-    t.slabs.walk.offsets(tile.slab + (active ? own.slab_of_tile : 0), offset);
-    const SlabSpan<T, N> span(t, t.slabs.at<const T>(0, offset[0]));
-    T *const begin = t.slabs.at<T>(1, offset[1]);
-    const int from = tile.part * t.part, end = min(from + t.part, t.steps),
-              to = active ? min(span.steps(t, pack), end) : 0;
-    int s = from + own.down;
-    const T *z = span.begin + span.head + pack * t.pack_stride + s * t.stride;
-    T *dz = begin + span.head + pack * t.grad_pack_stride + s * t.grad_stride;
-    const int64_t ahead = t.down * t.stride, grad_ahead = t.down * t.grad_stride;
-    Pack<T, N> packs[STEPS];
-    const auto load = [&] {
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-            if (s + k * t.down < to)
-                packs[k] = load_once<T, N>(z + k * ahead);
-    };
-    load();
-    wait_for_previous_kernel();
-
-    const RowCoefficients *const rows = a.coefficients + offset[2]; /* of the slab */
-    LineGradients<OPTIONS, T, N, LINES> gradients;
-    gradients.constant = 0;
-#pragma unroll
-    for (int j = 0; j < LINES; j++) {
-        const int column = !active ? 0 : t.dense ? (span.head + pack * N + j) % inner : pack * LINES + j;
-        const RowGradient row = rows[column * t.slabs.row_step].gradient;
-        gradients.of_line[j] = ColumnGradient<OPTIONS, T>(row, loss);
-        if (row.constant) {
-            gradients.constant |= 1u << j;
-            gradients.of_line[j].exp.factor = row.p;
-        }
-    }
-    /* All threads of a warp take the same number of turns: they exchange elements. */
-    for (int turn = from; turn < end; turn += STEPS * t.down) {
-        if (turn != from)
-            load();
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-            const int step = s + k * t.down;
-            const bool valid = step < to;
-            const Pack<T, N> out =
-                gradients.of(packs[k], N > 1 && LINES == 1 ? span.head + int64_t(step) * N : step, loss);
-            if constexpr (N == 1) {
-                if (valid)
-                    dz[k * grad_ahead] = out.v[0];
-            } else {
-                store_shifted<T, N>(dz + k * grad_ahead, out, valid, step * t.packs + pack);
-            }
-        }
-        s += STEPS * t.down;
-        z += STEPS * ahead;
-        dz += STEPS * grad_ahead;
-    }
-    if (N > 1 && t.dense && active && tile.part == 0 && own.down == 0)
-        for (int e = own.pack; e < span.edges; e += t.width) {
-            const int64_t at = span.edge(e, t.slabs.length * t.slabs.inner);
-            const int column = LINES == 1 ? 0 : row_of_edge(e, span.head, span.edges, inner);
-            const RowCoefficients row = rows[column * t.slabs.row_step];
-            const RowWriter<OPTIONS, T> writer(row.gradient, row.label, loss);
-            begin[at] = writer.of_one(span.begin[at], LINES == 1 ? at : (at - column) / inner);
-        }
-    /* The labels' columns once more, by the threads that have them: they have a term of their own. */
-    __syncwarp();
-    if (!active)
-        return;
-#pragma unroll
-    for (int j = 0; j < LINES; j++) {
-        const int column = t.dense ? (span.head + pack * N + j) % inner : pack * LINES + j;
-        const RowCoefficients &row = rows[column * t.slabs.row_step];
-        const int64_t label = row.label;
-        if (label < 0 || row.gradient.constant)
-            continue;
-        int step = static_cast<int>(label);
-        bool mine = true;
-        if (N > 1 && t.dense) {
-            const int64_t position = label * inner + column - span.head;
-            if (position < 0 || position >= int64_t(span.packs) * N)
-                continue; /* an edge, written with its label */
-            const unsigned of = static_cast<unsigned>(position / N);
-            step = static_cast<int>(t.by_packs.quotient(of));
-            mine = static_cast<int>(of) - step * t.packs == pack && (LINES == 1 || position % N == j);
-        }
-        if (mine && step >= from && step < end && (step - from) % t.down == own.down)
-            begin[column * t.slabs.across[1] + label * t.slabs.step[1]] = from_float<T>(row.gradient.at_label);
-    }
+    const LossGradient<T, OPTIONS> op = {a};
+    slab_gradients<LossGradient<T, OPTIONS>, T, N, LINES, TILE_STEPS<OPTIONS, N>>(op, a.tiles);
 }
 
 } // namespace

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * logsumexp of rows of any length in any layout: tiles of slabs (cuda/slab_tiles.cuh). Few long rows
+ * are split among blocks; the last block of a row to finish merges its parts, in order.
+ */
+#include "cuda/slab_kernels.cuh"
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+struct TileArgs {
+    SlabTiles tiles;
+    Rows lse, dlse;
+    unsigned *counters;   /* one per tile, if tiles have parts */
+    RowStats *part_stats; /* of each row and part, if tiles have parts */
+};
+
+/* Threads per block, at most, and blocks per multiprocessor. */
+template <int LINES> constexpr int TILE_THREADS = LINES > 1 ? 576 : 256;
+template <int LINES> constexpr int TILES_PER_SM = LINES > 1 ? 1 : 4;
+
+/* Packs that a thread loads before it uses the first one. */
+template <int N> constexpr int TILE_STEPS = N == 1 ? 2 * IN_FLIGHT : IN_FLIGHT;
+
+/* What slab_kernels.cuh asks of an op. */
+template <typename T> struct LogsumexpOp {
+    typedef RowStats Stats;
+    struct Row {
+        int64_t row; /* -1: none */
+    };
+    const TileArgs &a;
+
+    DEVICE Stats none() const {
+        return no_elements();
+    }
+    template <int N, int COUNT>
+    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
+        add_packs(g, packs, 1.0f);
+    }
+    template <int N, int COUNT> DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int) const {
+        add_lines_of(g, packs, 1.0f);
+    }
+    DEVICE Stats merge(const Stats &x, const Stats &y) const {
+        return ::merge(x, y, 1.0f);
+    }
+    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
+        return merge_some_lanes(g, lanes, 1.0f);
+    }
+    DEVICE Stats load(const Stats *stored) const {
+        return load_stats(stored);
+    }
+    DEVICE void begin() const {
+    }
+    DEVICE Row no_row() const {
+        return {-1};
+    }
+    DEVICE Row load_row(int64_t row, const T *) const {
+        return {row};
+    }
+    DEVICE void finish(const Row &row, const Stats &g) const {
+        if (row.row >= 0)
+            a.lse.put(row.row, lse_of(g));
+    }
+};
+
+template <typename T, int N, int LINES>
+__global__ __launch_bounds__(TILE_THREADS<LINES>,
+                             TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
+    extern __shared__ uint4 dynamic[];
+    LogsumexpOp<T> op = {a};
+    slab_statistics<LogsumexpOp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
+}
+
+/* dlse * e^(x - lse). */
+template <typename T> struct LogsumexpGradient {
+    static constexpr bool LABELS = false;
+    const TileArgs &a;
+
+    template <int LINES> struct Lines {
+        ScaledExp<T> of_line[LINES];
+
+        DEVICE void set(const LogsumexpGradient &op, int j, int64_t row) {
+            of_line[j] = gradient_of_row<T>(op.a.lse.get(row), op.a.dlse.get(row));
+        }
+        template <int N> DEVICE Pack<T, N> of(const LogsumexpGradient &, const Pack<T, N> &pack, int64_t) const {
+            float x[N];
+            unpack(pack, x);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                x[j] = of_line[j % LINES].of(x[j]);
+            return packed<T>(x);
+        }
+    };
+    DEVICE void begin() const {
+    }
+    DEVICE T of_one(int64_t row, T x, int64_t) const {
+        return from_float<T>(gradient_of_row<T>(a.lse.get(row), a.dlse.get(row)).of(to_float(x)));
+    }
+};
+
+template <typename T, int N, int LINES>
+__global__ __launch_bounds__(TILE_THREADS<LINES>,
+                             TILES_PER_SM<LINES>) void tile_gradients(const __grid_constant__ TileArgs a) {
+    const LogsumexpGradient<T> op = {a};
+    slab_gradients<LogsumexpGradient<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles);
+}
+
+struct Tiles {
+    typedef logsumexp_call Call;
+    struct Plan {
+        SlabTiles tiles;
+        int64_t blocks;
+        size_t shared;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.rows == 0 || p.n == 0)
+            return "there are no rows or no elements";
+        if (call.algorithm != RAFTER_LOGSUMEXP_AUTO)
+            return "the algorithm is given";
+        if (p.backward && p.contiguous && p.row_bytes() >= 256)
+            return "rows are contiguous and dx is aligned as x: the gradient needs no tiles";
+        return too_large(slabs_of(p.x, p.backward ? &p.dx : NULL)) ? "it counts rows and columns in 31 bits" : NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        SlabTiles &t = plan->tiles;
+        t = tiles_of(slabs_of(p.x, p.backward ? &p.dx : NULL), bytes, {p.backward, true, IN_FLIGHT, 576, !p.backward});
+        plan->blocks = t.tiles;
+        plan->shared = 0;
+        if (p.backward)
+            return 0;
+        plan->shared = (2 * t.entries() + static_cast<size_t>(t.batch) * t.rows_of_tile()) * sizeof(RowStats) +
+                       (t.has_edges() ? 2 * t.group * (32 + 8) : 0);
+        const int64_t per_sm = min(int64_t(t.lines > 1 ? 576 : 1024) / t.threads,
+                                   (device.shared_bytes + 1024) / (int64_t(plan->shared) + 2048));
+        plan->blocks = min(t.tiles, max(per_sm, int64_t(1)) * device.multiprocessors);
+        return t.parts > 1 ? static_cast<size_t>(t.tiles * t.rows_of_tile()) * sizeof(RowStats) : 0;
+    }
+
+    template <typename T, int N, int LINES>
+    static void run(const rafter_context *context, const Plan &plan, const TileArgs &args, bool backward) {
+        const Launch how = {plan.blocks, plan.tiles.threads, plan.shared};
+        if (backward)
+            ::launch(context, how, tile_gradients<T, N, LINES>, args);
+        else
+            ::launch(context, how, tile_statistics<T, N, LINES>, args);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const bool backward = call.common.direction == RAFTER_BACKWARD;
+        const TileArgs args = {plan.tiles, reduced_rows(call.lse, call),
+                               backward ? reduced_rows(call.dlse, call) : Rows{}, context->cuda_state->counters,
+                               reinterpret_cast<RowStats *>(workspace)};
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (plan.tiles.elements == 1)
+                run<T, 1, 1>(context, plan, args, backward);
+            else if (plan.tiles.lines == 1)
+                run<T, WIDE<T>, 1>(context, plan, args, backward);
+            else
+                run<T, WIDE<T>, WIDE<T>>(context, plan, args, backward);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, tiles, Tiles)
