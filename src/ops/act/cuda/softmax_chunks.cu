@@ -188,6 +188,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     const int64_t first = (int64_t)blockIdx.x * plan.per_chunk;
     const int slabs = static_cast<int>(min(int64_t(plan.per_chunk), plan.slabs - first));
 
+    wait_for_previous_kernel();
     ChunkInput<T> in = {reinterpret_cast<T *>(memory), a.in, &a.outer, first, IN, 0, 0, plan.dense[IN]};
     in.fill(plan, slabs, a.in_end);
     ChunkInput<T> dy = {reinterpret_cast<T *>(memory + plan.bytes), a.dy, &a.outer, first, DY, 0, 0, plan.dense[DY]};
@@ -308,7 +309,8 @@ struct Chunks {
     }
 
     template <typename T, bool FORWARD>
-    static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+    static void launch_as(rafter_context *context, const OrderedCall &ordered, const Plan &plan) {
+        const Call &call = ordered.call;
         const auto end = [](const rafter_view &view) {
             return view.data ? reinterpret_cast<const T *>(view.data + rafter_span_bytes(&view)) : NULL;
         };
@@ -319,9 +321,10 @@ struct Chunks {
                                    end(call.dy),
                                    plan.outer,
                                    plan.chunk};
-        const size_t shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
-        ::launch(context, {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS, shared},
-                 softmax_chunk<T, FORWARD>, args);
+        Launch how = {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS};
+        how.shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
+        how.overlaps = ordered.copied;
+        ::launch(context, how, softmax_chunk<T, FORWARD>, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
@@ -329,8 +332,7 @@ struct Chunks {
         ordered.copy(context);
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            is_forward(call) ? launch_as<T, true>(context, ordered.call, plan)
-                             : launch_as<T, false>(context, ordered.call, plan);
+            is_forward(call) ? launch_as<T, true>(context, ordered, plan) : launch_as<T, false>(context, ordered, plan);
         });
         return RAFTER_OK;
     }

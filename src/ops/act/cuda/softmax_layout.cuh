@@ -111,6 +111,7 @@ template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_trans
     constexpr int EACH = COPY_ELEMENTS / COPY_THREADS;
     extern __shared__ uint4 copy_memory[];
     T *const tile = reinterpret_cast<T *>(copy_memory);
+    start_next_kernel();
     const int rows = 1 << a.rows_log2, columns = COPY_ELEMENTS >> a.rows_log2;
     const unsigned rest = a.tiles_across.quotient(blockIdx.x), outside = a.tiles_down.quotient(rest);
     const int64_t column = int64_t(blockIdx.x - rest * a.tiles_across.number) * columns,
@@ -146,6 +147,7 @@ template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_trans
  * is read apart in `from` lies close enough for the cache. */
 template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_small(const CopyArgs<T> a) {
     constexpr int EACH = COPY_ELEMENTS / COPY_THREADS;
+    start_next_kernel();
     const int64_t first = (int64_t)blockIdx.x * a.per_block;
     const int count = static_cast<int>(min(int64_t(a.per_block), a.outside - first)) * (int)a.by_all.number;
     T value[EACH], *to[EACH];
@@ -202,7 +204,8 @@ struct OrderedCall {
         return ::dim_is_contiguous(without);
     }
 
-    /* Enqueues the copy, if there is one. */
+    /* Enqueues the copy, if there is one. A kernel after it may be launched with Launch::overlaps =
+     * copied. */
     void copy(rafter_context *context) const {
         if (!copied)
             return;

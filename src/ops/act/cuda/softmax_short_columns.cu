@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(N == WIDE<T> ? WIDE_THREADS : NARROW_THREADS)
     const T *const dy = a.dy + at[DY] + (FORWARD || plan.expanded ? 0 : pack * N + row * plan.stride[DY]);
     T *const out = a.out + at[OUT] + pack * N + row * plan.stride[OUT];
 
+    wait_for_previous_kernel();
     Pack<T, N> x[COUNT], d[FORWARD ? 1 : COUNT];
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
@@ -198,12 +199,14 @@ struct ShortColumns {
     }
 
     template <typename T, int N>
-    static void launch_as(rafter_context *context, const Call &call, const ColumnPlan &plan) {
+    static void launch_as(rafter_context *context, const OrderedCall &ordered, const ColumnPlan &plan) {
+        const Call &call = ordered.call;
         const ColumnArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
                                     reinterpret_cast<const T *>(call.dy.data), reinterpret_cast<T *>(call.out.data),
                                     plan};
         const int across = plan.threads >> plan.down_log2;
         Launch how = {ceil_div(plan.columns, int64_t(across)), plan.threads};
+        how.overlaps = ordered.copied;
         if (plan.down_log2 > 0)
             how.shared = (plan.threads + across) * N * sizeof(float2);
         ::launch(context, how, is_forward(call) ? softmax_short_column<T, N, true> : softmax_short_column<T, N, false>,
@@ -216,11 +219,11 @@ struct ShortColumns {
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.width == WIDE<T>)
-                return launch_as<T, WIDE<T>>(context, ordered.call, plan.columns);
+                return launch_as<T, WIDE<T>>(context, ordered, plan.columns);
             if constexpr (sizeof(T) == 2)
                 if (plan.width == 2)
-                    return launch_as<T, 2>(context, ordered.call, plan.columns);
-            launch_as<T, 1>(context, ordered.call, plan.columns);
+                    return launch_as<T, 2>(context, ordered, plan.columns);
+            launch_as<T, 1>(context, ordered, plan.columns);
         });
         return RAFTER_OK;
     }

@@ -334,6 +334,7 @@ __global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS)
     const SlabMemory at(a.plan, N, FORWARD ? 1 : 2);
     const unsigned blocks = a.plan.blocks, slab = blockIdx.x / blocks, rank = blockIdx.x - slab * blocks;
     SlabPart<T, FORWARD> part;
+    wait_for_previous_kernel();
     part.load(a, slab, rank, memory, at);
     const Statistics<LINES, FORWARD, 1> mine = part.template statistics<LINES>();
     Part all[LINES];
@@ -447,12 +448,14 @@ struct Slabs {
     }
 
     template <typename T, bool FORWARD, bool ROW>
-    static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+    static void launch_as(rafter_context *context, const OrderedCall &ordered, const Plan &plan) {
+        const Call &call = ordered.call;
         const SlabArgs<T> args = {reinterpret_cast<const T *>(call.in.data), reinterpret_cast<const T *>(call.dy.data),
                                   reinterpret_cast<T *>(call.out.data), plan.outer, plan.slab};
         Launch how = {plan.slabs * plan.slab.blocks, round_up(plan.slab.threads, WARP)};
         how.shared = SlabMemory(plan.slab, WIDE<T>, FORWARD || plan.slab.expanded ? 1 : 2).bytes;
         how.cluster = plan.slab.blocks;
+        how.overlaps = ordered.copied;
         const auto kernel = softmax_slab<T, FORWARD, ROW>;
         if (plan.slab.blocks > PORTABLE_BLOCKS)
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -466,11 +469,11 @@ struct Slabs {
             typedef decltype(zero) T;
             const bool row = plan.slab.inner == 1;
             if (is_forward(call))
-                row ? launch_as<T, true, true>(context, ordered.call, plan)
-                    : launch_as<T, true, false>(context, ordered.call, plan);
+                row ? launch_as<T, true, true>(context, ordered, plan)
+                    : launch_as<T, true, false>(context, ordered, plan);
             else
-                row ? launch_as<T, false, true>(context, ordered.call, plan)
-                    : launch_as<T, false, false>(context, ordered.call, plan);
+                row ? launch_as<T, false, true>(context, ordered, plan)
+                    : launch_as<T, false, false>(context, ordered, plan);
         });
         return RAFTER_OK;
     }
