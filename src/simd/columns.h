@@ -112,6 +112,17 @@ V_INLINE void v_keep_target(const struct v_column_state *s, int64_t c, int64_t c
     v_store_lanes(RAFTER_F32, s->target + c, v_select(label == (int32_t)row, a, target), count);
 }
 
+/* The same for V_COLUMN_ROWS rows, of vector k of each. With many rows, few units hold a target. */
+V_INLINE void v_keep_targets(const struct v_column_state *s, int64_t c, int64_t row, vf a[V_COLUMN_ROWS][2], int k) {
+    const vi distance = (vi)v_load(RAFTER_F32, s->label + c) - (int32_t)row;
+    if (!v_bits((vi)((vu)distance < V_COLUMN_ROWS)))
+        return;
+    vf target = v_load(RAFTER_F32, s->target + c);
+    for (int r = 0; r < V_COLUMN_ROWS; r++)
+        target = v_select(distance == r, a[r][k], target);
+    v_store(RAFTER_F32, s->target + c, target);
+}
+
 /* Adds V_COLUMN_ROWS rows of a unit, from row `row` on. They are read once: 64 KiB between rows, as
  * in images, leave them no place in L1 for a second time. NaN: v_max takes the second operand. */
 V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, int64_t row, int64_t c,
@@ -119,6 +130,9 @@ V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, i
     vf a[V_COLUMN_ROWS][2];
     for (int r = 0; r < V_COLUMN_ROWS; r++)
         v_load_pair(dtype, x + r * pitch, &a[r][0], &a[r][1]);
+    for (int r = V_COLUMN_ROWS; r < 2 * V_COLUMN_ROWS; r++) /* processors prefetch only within a page */
+        for (int64_t byte = 0; byte < V_UNIT * v_bytes(dtype); byte += 64)
+            __builtin_prefetch(x + r * pitch + byte);
     for (int k = 0; k < 2; k++) {
         const int64_t at = c + k * V_LANES;
         struct v_lines l = v_load_lines(first, s, at, V_LANES);
@@ -132,8 +146,8 @@ V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, i
         }
         v_add_terms(first, &l, even + odd);
         v_store_lines(s, at, V_LANES, &l);
-        for (int r = 0; r < V_COLUMN_ROWS && s->label; r++)
-            v_keep_target(s, at, V_LANES, row + r, a[r][k]);
+        if (s->label)
+            v_keep_targets(s, at, row, a, k);
     }
 }
 

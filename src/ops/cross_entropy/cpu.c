@@ -314,6 +314,16 @@ static void load_block(rafter_dtype any, const char *z, int64_t class_stride, in
     V_FOR_DTYPE(any, dtype, v_rows_to_columns(dtype, z, class_stride, n, rows, to, pitch));
 }
 
+static void fetch_block(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n) {
+    const int64_t step = class_stride * rafter_dtype_bytes(dtype), wide = rows * rafter_dtype_bytes(dtype) - 1;
+    const int64_t classes = max64(64 / step, 1); /* whose rows begin in one line */
+    for (int64_t i = 0; i < n; i += classes) {
+        __builtin_prefetch(z + i * step, 0, 2);
+        if (((uintptr_t)(z + i * step) ^ (uintptr_t)(z + i * step + wide)) >> 6)
+            __builtin_prefetch(z + i * step + wide, 0, 2);
+    }
+}
+
 V_INLINE void store_rows(int dtype, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
                          int64_t row_stride) {
     for (int64_t r = 0; r < rows; r++)
@@ -335,5 +345,5 @@ static void fence(void) {
 }
 
 extern const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy);
-const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats,      gradient,    tile,
-                                                                    load_block, store_block, fence};
+const struct cross_entropy_kernels RAFTER_KERNELS(cross_entropy) = {stats,       gradient,    tile, load_block,
+                                                                    fetch_block, store_block, fence};

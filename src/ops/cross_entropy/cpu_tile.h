@@ -13,7 +13,10 @@
 #include "simd/columns.h"
 #include "simd/transpose.h"
 
-enum { TILE = CROSS_ENTROPY_TILE };
+enum {
+    TILE = CROSS_ENTROPY_TILE,
+    AHEAD = 8 /* classes that are fetched ahead: processors prefetch only within a page */
+};
 
 /* A number per row. */
 struct lanes {
@@ -280,6 +283,11 @@ V_INLINE void tile_gradient(int dtype, bool stream, const struct cross_entropy_t
         int64_t r = 0;
         for (; r + V_UNIT <= rows; r += V_UNIT) {
             vf a, b;
+            for (int64_t byte = r * bytes; byte < (r + V_UNIT) * bytes; byte += 64) {
+                __builtin_prefetch(z + AHEAD * z_pitch + byte);
+                if (!stream && dz != z)
+                    __builtin_prefetch(dz + AHEAD * dz_pitch + byte, 1);
+            }
             v_load_pair(dtype, z + r * bytes, &a, &b);
             a = lane_gradient(a, l, r, V_LANES, (int32_t)c, weight, smoothing);
             b = lane_gradient(b, l, r + V_LANES, V_LANES, (int32_t)c, weight, smoothing);

@@ -95,6 +95,8 @@ struct cross_entropy_kernels {
      * or which themselves are adjacent. Strides are in elements. */
     void (*load_block)(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
                        int64_t pitch);
+    /* Fetches them into L2. */
+    void (*fetch_block)(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n);
     void (*store_block)(rafter_dtype dtype, const float *from, int64_t pitch, int64_t rows, int64_t n, char *dz,
                         int64_t row_stride, int64_t class_stride);
 

@@ -20,6 +20,7 @@ enum {
      * task is whole rows or one chunk. So a row's bits depend neither on the number of threads nor
      * on the number of rows. */
     CHUNK = 16384,
+    MANY_BLOCKS = 64,
     FEW_ROWS = 64,          /* with fewer rows than this, a task is one chunk */
     MOST_TASKS = 1024,      /* of whole rows */
     LEAST_ELEMENTS = 65536, /* per task of whole rows */
@@ -162,6 +163,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         return (size_t)(rows * plan->chunks) * sizeof(struct rafter_row_stats);
     }
     plan->rows_per_task = max64(ceil_div(units, MOST_TASKS), LEAST_ELEMENTS / (classes * unit_rows + 1) + 1);
+    if (plan->blocks_per_run > 1) /* neighbouring blocks share cache lines: few should be in two tasks */
+        plan->rows_per_task = max64(plan->rows_per_task, units < MANY_BLOCKS ? 2 : 4);
     plan->tasks = ceil_div(units, plan->rows_per_task);
     return forward ? (size_t)plan->tasks * sizeof(double) : 0;
 }
@@ -265,12 +268,15 @@ static struct block block_at(const struct work *work, int64_t index) {
     return block;
 }
 
-/* Copies some classes of the block to the buffer. Returns what its rows share, as fp32. */
+/* Copies classes [first, first + n) of the block to the buffer, and fetches those behind them, up to
+ * `end`. Returns what its rows share, as fp32. */
 static struct cross_entropy_row load_piece(const struct work *work, const struct block *block, int64_t first, int64_t n,
-                                           float *buffer) {
+                                           int64_t end, float *buffer) {
     struct cross_entropy_row row = work->plan->row;
-    work->kernels->load_block(row.dtype, block->z + first * row.z_stride * rafter_dtype_bytes(row.dtype), row.z_stride,
-                              block->rows, n, buffer, work->plan->piece);
+    const int64_t step = row.z_stride * rafter_dtype_bytes(row.dtype), next = min64(n, end - first - n);
+    work->kernels->load_block(row.dtype, block->z + first * step, row.z_stride, block->rows, n, buffer,
+                              work->plan->piece);
+    work->kernels->fetch_block(row.dtype, block->z + (first + n) * step, row.z_stride, block->rows, next);
     row.dtype = RAFTER_F32;
     row.z_stride = row.dz_stride = 1;
     return row;
@@ -296,7 +302,7 @@ static void block_stats(const struct work *work, const struct block *block, int6
     const int64_t start = chunk * CHUNK, end = needed ? chunk_end(work, chunk) : start;
     for (int64_t first = start, n; first < end; first += n) {
         n = min64(work->plan->piece, end - first);
-        struct cross_entropy_row row = load_piece(work, block, first, n, buffer);
+        struct cross_entropy_row row = load_piece(work, block, first, n, end, buffer);
         for (int64_t r = 0; r < block->rows; r++) {
             struct rafter_row_stats part;
             take_row(work->plan, block, r, first, buffer, &row);
@@ -310,17 +316,18 @@ static void block_gradient(const struct work *work, const struct block *block, i
                            const struct rafter_row_gradient *gradient) {
     _Alignas(64) float buffer[CROSS_ENTROPY_BLOCK];
     const rafter_view *const dz = &work->call->dlogits;
-    const int64_t stride = work->plan->row.dz_stride;
+    const int64_t stride = work->plan->row.dz_stride, row_stride = dz->stride[dz->ndim - 2];
     for (int64_t first = start, n; first < end; first += n) {
         n = min64(work->plan->piece, end - first);
-        struct cross_entropy_row row = load_piece(work, block, first, n, buffer);
+        char *const to = block->dz + first * stride * rafter_dtype_bytes(dz->dtype);
+        if (stride != 1 && block->dz != block->z)
+            work->kernels->fetch_block(dz->dtype, to, stride, block->rows, n);
+        struct cross_entropy_row row = load_piece(work, block, first, n, end, buffer);
         for (int64_t r = 0; r < block->rows; r++) {
             take_row(work->plan, block, r, first, buffer, &row);
             work->kernels->gradient(&row, first, n, &gradient[r]);
         }
-        work->kernels->store_block(dz->dtype, buffer, work->plan->piece, block->rows, n,
-                                   block->dz + first * stride * rafter_dtype_bytes(dz->dtype), dz->stride[dz->ndim - 2],
-                                   stride);
+        work->kernels->store_block(dz->dtype, buffer, work->plan->piece, block->rows, n, to, row_stride, stride);
     }
 }
 
