@@ -25,18 +25,42 @@ V_INLINE struct v_logistic v_logistic(int dtype, vf x) {
     return (struct v_logistic){v_select_negative(x, e, one), v_select_negative(x, one, e), e, one + e};
 }
 
+/* 2^t, for results in bf16 that are products or quotients of it: a polynomial of degree 3 is off by at
+ * most 1.1e-4 of the value, a nineteenth of half a unit in their last place. Exact at integers. */
+V_INLINE vf v_coarse_exp2(vf t) {
+#if V_LANES == 16
+    const vf r = (vf)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vf p = v_fma(v_set(0.0782679692f), r, v_set(0.226307675f));
+    p = v_fma(p, r, v_set(0.695424318f));
+    return (vf)_mm512_scalef_ps((__m512)v_fma(p, r, v_set(1.0f)), (__m512)t);
+#else
+    return v_exp2(t);
+#endif
+}
+
+/* e^-|x| for forward. The gradient of silu needs v_logistic: it has a root, where errors are not
+ * relative. */
+V_INLINE vf v_decay(int dtype, vf x) {
+    const vf magnitude = (vf)((vi)x & 0x7fffffff);
+    if (dtype == RAFTER_F32)
+        return v_exp(-magnitude);
+    const vf t = magnitude * v_set(-V_LOG2E);
+    return dtype == RAFTER_BF16 ? v_coarse_exp2(t) : v_exp2(t);
+}
+
 V_INLINE vf v_relu(vf x) {
     return v_max(v_set(0.0f), x);
 }
 
 V_INLINE vf v_sigmoid(int dtype, vf x) {
-    const struct v_logistic s = v_logistic(dtype, x);
-    return s.of_x / s.divisor;
+    const vf e = v_decay(dtype, x), one = v_set(1.0f);
+    return v_select_negative(x, e, one) / (one + e);
 }
 
 V_INLINE vf v_silu(int dtype, vf x) {
-    const struct v_logistic s = v_logistic(dtype, x);
-    return x * s.of_x / s.divisor;
+    /* x for positive x, x e for negative x; the order of operands keeps -0 and NaN. */
+    const vf e = v_decay(dtype, x), zero = v_set(0.0f);
+    return v_fma(v_min(zero, x), e, v_max(zero, x)) / (v_set(1.0f) + e);
 }
 
 /* ---- gradients: dx from x and dy ------------------------------------------------------------- */

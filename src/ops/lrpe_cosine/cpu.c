@@ -17,10 +17,11 @@ extern const struct lrpe_cosine_kernels RAFTER_KERNELS(lrpe_cosine);
 /* f(x) for the features from i on. `s` points to the statistics of the row, or of its first
  * column. */
 V_INLINE struct pair apply(int dtype, enum lrpe_f f, struct pair x, const struct lrpe_statistics *s, int64_t i) {
+    const int fine = dtype == RAFTER_F32 ? RAFTER_F32 : RAFTER_F16; /* dtheta sums f(x) in fp32: bf16 would show */
     switch (f) {
     case LRPE_RELU: return (struct pair){v_relu(x.a), v_relu(x.b)};
-    case LRPE_SIGMOID: return (struct pair){v_sigmoid(dtype, x.a), v_sigmoid(dtype, x.b)};
-    case LRPE_SILU: return (struct pair){v_silu(dtype, x.a), v_silu(dtype, x.b)};
+    case LRPE_SIGMOID: return (struct pair){v_sigmoid(fine, x.a), v_sigmoid(fine, x.b)};
+    case LRPE_SILU: return (struct pair){v_silu(fine, x.a), v_silu(fine, x.b)};
     case LRPE_FEATURE: return pair_mul(x, pair_set(*s->scale)); /* x is the exponential already */
     case LRPE_FEATURE_WIDE: return pair_mul(pair_exp(x, pair_set(*s->pivot)), pair_set(*s->scale));
     case LRPE_SEQUENCE: return pair_mul(pair_exp(x, load_pair(s->pivot + i)), load_pair(s->scale + i));
