@@ -60,6 +60,13 @@ static void help(FILE *to) {
         "are any\n"
         "rafter headline FILE        one line per op for README.md, from a --json file of the seeds' tables\n"
         "rafter page FILE            the page that --html writes, from a --json file\n"
+        "rafter scale                linear_cross_entropy with its classes over 1 to 64 ranks: compute measured here, "
+        "network modelled\n"
+        "    --rows N, --depth D, --classes V  (default 8192, 4096, 131072; on a CPU 256, 256, 8192)\n"
+        "    --ranks 1,2,4,8         numbers of ranks (default: 1 to 64)\n"
+        "    --network nvlink|infiniband  (default nvlink), or --latency US per hop and --bandwidth GB/s per rank\n"
+        "    --dtype bf16|fp16|fp32, --device cpu|cuda, --seconds S per number of ranks (default 1)\n"
+        "    --svg FILE              the efficiencies as a plot\n"
         "rafter help                 this text\n"
         "rafter --version            the library's version\n"
         "\n"
@@ -82,6 +89,8 @@ static int run_verb(int argc, char **argv) {
         return verb_headline(argc, argv);
     if (strcmp(verb, "page") == 0)
         return verb_page(argc, argv);
+    if (strcmp(verb, "scale") == 0)
+        return verb_scale(argc, argv);
     if (strcmp(verb, "check") == 0)
         return verb_check(argc, argv);
     if (strcmp(verb, "info") == 0)

@@ -11,5 +11,6 @@ int verb_bench(int argc, char **argv);
 int verb_compare(int argc, char **argv);
 int verb_headline(int argc, char **argv);
 int verb_page(int argc, char **argv);
+int verb_scale(int argc, char **argv);
 
 #endif

@@ -15,7 +15,7 @@
 
 #include "rafter/rafter.h"
 
-enum { LOOPBACK_MOST_RANKS = 16, LOOPBACK_SECONDS = 60 };
+enum { LOOPBACK_MOST_RANKS = 64, LOOPBACK_SECONDS = 60 };
 
 /* What a failed collective returns. */
 enum { LOOPBACK_MISMATCH = 41, LOOPBACK_ALONE, LOOPBACK_BROKEN };
