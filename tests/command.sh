@@ -51,8 +51,8 @@ expect 2 "--ranks is '0'" "$rafter" scale --ranks 0
 expect 2 "--network is 'string'" "$rafter" scale --network string
 expect 2 "no option '--shape'" "$rafter" scale --shape 2x3
 expect 1 "cannot write $folder/none/a.svg" "$rafter" scale --rows 8 --depth 8 --classes 60 --ranks 1 --seconds 0.001 --svg "$folder/none/a.svg"
-expect 0 'network modelled: custom, 7.0 us per hop, 3 GB/s' "$rafter" scale --rows 8 --depth 8 --classes 60 --ranks 1,4 --seconds 0.001 \
-    --latency 7 --bandwidth 3 --svg "$folder/a.svg"
+expect 0 'network modelled: custom, 7.0 us per hop, 3000 GB/s' "$rafter" scale --rows 8 --depth 8 --classes 60 --ranks 1,4 --seconds 0.001 \
+    --latency 7 --bandwidth 3000 --svg "$folder/a.svg"
 grep -qE '^    4 .* 0\.0140 ' "$folder/out" || fail "scale does not count two hops for 4 ranks"
 grep -q '<polyline' "$folder/a.svg" || fail "scale --svg draws no line"
 
