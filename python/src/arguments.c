@@ -10,7 +10,7 @@
 
 /* ---- the header's names, with the compiler's offsets and types ---------------------------------- */
 
-enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEMORY, CALLBACK };
+enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEMORY, CALLBACK, GROUP };
 
 /* No default: a field of another type does not compile, and has to be thought about. */
 #define KIND(field)                                                                                                    \
@@ -23,6 +23,7 @@ enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEM
         unsigned: ENUM,                                                                                                \
         const int64_t *: INT64_POINTER,                                                                                \
         const rafter_loss_options *: OPTIONS,                                                                          \
+        const rafter_communicator *: GROUP,                                                                            \
         void *: MEMORY)
 
 struct field {
@@ -137,7 +138,7 @@ static const char OPTIONS_PREFIX[] = "options.";
 
 /* Whether callers may set it: not the size, which is set already, nor what must stay zero. */
 static bool settable(const struct field *field) {
-    return field->kind != OPTIONS && field->kind != MEMORY && field->kind != CALLBACK &&
+    return field->kind != OPTIONS && field->kind != MEMORY && field->kind != CALLBACK && field->kind != GROUP &&
            strcmp(field->name, "size") != 0 && strncmp(field->name, "reserved", 8) != 0 &&
            strcmp(field->name, "workspace_bytes") != 0 && strcmp(field->name, "saved_bytes") != 0;
 }

@@ -143,20 +143,36 @@ DEVICE void sincos_approximate(const AngleStep step, const Position &position, f
     *cosine = step.quarters == step.quarters ? __cosf(angle) : NAN; /* one NaN makes the sums NaN */
 }
 
+/* sincos_at, compiled once: where it is rarely needed, copies of it would only make a kernel longer,
+ * and its start slower. */
+static __noinline__ __device__ float2 sincos_apart(const AngleStep step, const Position position) {
+    float2 both; /* sine, cosine */
+    if (position.high == 0)
+        sincos_at<false>(step, position, &both.x, &both.y);
+    else
+        sincos_at<true>(step, position, &both.x, &both.y);
+    return both;
+}
+
 /* Sines and cosines for COUNT entries of a table, `stride` entries apart, accurate enough to be
  * rounded to T. */
 template <typename T, int COUNT>
 DEVICE void sincos_of(const AngleStep *steps, int stride, const Position &position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
-    if (NARROW<T> && position.high == 0 && position.low < SHORT_POSITION) {
-        bool good = true;
+    if constexpr (NARROW<T>) {
+        bool good = position.high == 0 && position.low < SHORT_POSITION;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
             good &= sincos_short(steps[i * stride], position, &sine[i], &cosine[i]);
         if (good)
             return;
-    }
-    if (position.high == 0)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float2 both = sincos_apart(steps[i * stride], position);
+            sine[i] = both.x;
+            cosine[i] = both.y;
+        }
+    } else if (position.high == 0)
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
             sincos_at<false>(steps[i * stride], position, &sine[i], &cosine[i]);

@@ -28,15 +28,11 @@ struct HopperSaved {
     static const char *why_not(const rafter_cuda_state &device, const Call &call) {
         Problem p(call);
         if (!p.saves)
-            return "nothing is saved";
+            return "nothing is saved, or backward cannot use it";
         if (p.mode == RAFTER_LCE_COMPACT)
             return "mode is compact";
         if (call.common.budget)
             return "there is a budget";
-        if (p.dentropy && !call.loss.entropy.data)
-            return "the gradient of the entropy needs the entropy";
-        if (p.dentropy && p.caps)
-            return "the gradient of the entropy cannot read logits out of exponentials with a softcap";
         p.statistics = p.dweight = true;
         p.dentropy = false;
         return why_not_hopper_fast(device, p);

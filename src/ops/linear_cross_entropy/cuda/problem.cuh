@@ -46,7 +46,7 @@ struct Problem {
     bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
     bool divides_upstream;          /* rows have coefficients of their own that fp16 might not hold: see Prepared */
     bool dentropy;                  /* given: gradients need every row's entropy */
-    bool saves;                     /* forward saves exponentials for backward, or they were saved */
+    bool saves;                     /* forward saves exponentials for backward, or backward uses them */
     bool shared;                    /* classes are spread over ranks: dx is always summed in the workspace */
     int ranks;                      /* of those */
     int64_t exchange_bytes;         /* what they exchange, in the workspace: see ops/loss_group.cuh */
@@ -74,7 +74,8 @@ struct Problem {
             !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
         divides_upstream = dentropy || (dtype == RAFTER_F16 && !alike);
         all_statistics = caps || smooths || loss.entropy.data || dentropy || loss.argmax.data;
-        saves = call.saved;
+        /* Logits cannot be read out of exponentials with a softcap, nor the entropy. */
+        saves = call.saved && !(dentropy && (caps || !loss.entropy.data));
         ranks = loss.class_group.ranks;
         shared = ranks > 0;
         share_of_dx = call.dx_rows == 2;

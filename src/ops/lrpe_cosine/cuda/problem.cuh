@@ -190,7 +190,7 @@ inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
 }
 
 /* Tiles of at most `most` threads side by side, `n` features each. `row_threads`: if not 0, a head
- * gets so many threads, which are in one tile. */
+ * gets so many threads: a power of two, or a multiple of a tile. */
 inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, int row_threads) {
     tiling->lanes = row_threads ? row_threads : (int)ceil_div(features, int64_t(n));
     const int64_t side_by_side =

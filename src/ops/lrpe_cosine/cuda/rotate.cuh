@@ -517,16 +517,28 @@ inline bool fits_32_bits(const lrpe_cosine_call &call) {
     return all;
 }
 
-/* What `rotate` is instantiated for: features per thread, and whether they are spread. bp has narrow
- * tiles, which packs fill. */
+/* Sequences that use the same angles. */
+inline int64_t sequences_alike(const lrpe_cosine_call &call) {
+    return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
+}
+
+/* What `rotate` is instantiated for: features per thread, and whether they are spread. If many
+ * sequences share the angles, backward is faster with one feature per thread, which leaves registers
+ * for four sequences at a time (a softmax over features needs all threads of a row in a block). bp
+ * and short rows have narrow tiles, which only single features fill. */
 struct RotateForm {
+    static constexpr int64_t MANY = 16;
     int n;
     bool spread;
 
     explicit RotateForm(const lrpe_cosine_call &call) {
-        const bool packs = takes_packs(call, true);
-        spread = !packs && call.algorithm != RAFTER_LRPE_BP && fits_32_bits(call);
-        n = packs || spread ? 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype)) : 1;
+        const int width = 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype));
+        const bool packs = takes_packs(call, true), forward = call.common.direction == RAFTER_FORWARD,
+                   over_features = call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_FEATURE,
+                   fills = call.x.shape[2] * call.x.shape[3] >= WARP * width;
+        spread = !packs && call.algorithm != RAFTER_LRPE_BP && fits_32_bits(call) &&
+                 (over_features || (fills && (forward || sequences_alike(call) < MANY)));
+        n = packs || spread ? width : 1;
     }
 };
 
@@ -539,14 +551,20 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     tiling.f = f;
     const bool bp = call.algorithm == RAFTER_LRPE_BP,
                over_features = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX || f == ROW_STATISTICS,
-               own_positions = call.positions.data && call.positions.stride[0] != 0;
+               own_positions = sequences_alike(call) < call.x.shape[0];
 
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
     tiling.spread = !form.spread ? PACKED : over_features ? SPREAD_IN_HEAD : SPREAD_IN_TILE;
     const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
     const int least = f == BLOCK_SOFTMAX ? WARP : 1;
-    const int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
-    plan_tiles(&tiling, heads, features, form.n, max(row_threads, bp ? 8 : WARP), row_threads);
+    int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
+    /* If arithmetic is the limit, all lanes work: heads share warps wherever they begin. If memory is,
+     * whole heads are stored by a warp, or by whole warps. */
+    if (!together && tiling.spread == PACKED && sequences_alike(call) >= 8) {
+        const int64_t packs = ceil_div(features, int64_t(form.n));
+        row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
+    }
+    plan_tiles(&tiling, heads, features, form.n, max(together ? row_threads : 1, bp ? 8 : WARP), row_threads);
     const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
     if (bp) {
         tiling.tokens = length;

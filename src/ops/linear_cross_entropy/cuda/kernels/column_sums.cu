@@ -3,8 +3,8 @@
  * Sums over the rows of a 16-bit matrix, each row times a coefficient, in fp32: dbias, and the two
  * vectors of the spread of label smoothing (see hopper_steps.cuh).
  *
- * A block sums COLUMNS columns of a chunk of the rows, a pack of 16 bytes per lane, a row per warp.
- * A second kernel adds the chunks in their order, so results are the same every time.
+ * A block sums COLUMNS columns of a chunk of the rows, a pack of 16 bytes per thread. A second kernel
+ * adds the chunks in their order, so results are the same every time.
  */
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
@@ -12,10 +12,10 @@ namespace lce {
 
 namespace {
 
-constexpr int SUM_THREADS = 256, WARPS = SUM_THREADS / WARP, IN_FLIGHT_ROWS = 4;
-constexpr int BLOCKS_PER_SM = 5; /* registers allow that many */
-constexpr int COLUMNS = WARP * WIDE<bf16>;
-constexpr int64_t BLOCKS = 2048, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
+constexpr int SUM_THREADS = 256, IN_FLIGHT_ROWS = 8;
+constexpr int COLUMNS = SUM_THREADS * WIDE<bf16>;
+constexpr int STAGED_ROWS = SUM_THREADS;         /* whose coefficients are in shared memory */
+constexpr int64_t BLOCKS = 792, LEAST_ROWS = 32; /* blocks of a sum; rows per chunk */
 
 /* ---- what is summed -------------------------------------------------------------------------- */
 
@@ -99,83 +99,79 @@ template <typename T> struct DzRows {
 /* parts[chunk][columns] = sums over the chunk's rows. `subtracted` has its own sum in
  * spread_parts[chunk], if that is not NULL. Rows begin at multiples of 16 bytes. */
 template <typename T, typename Source>
-__global__ __launch_bounds__(SUM_THREADS, BLOCKS_PER_SM) void sum_chunk(const __grid_constant__ Source source,
-                                                                        int64_t columns, int chunks, float *parts,
-                                                                        float *spread_parts) {
+__global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__ Source source, int64_t columns,
+                                                         int chunks, float *parts, float *spread_parts) {
     constexpr int N = WIDE<T>;
-    __shared__ float sums[WARPS][COLUMNS];
+    __shared__ float coefficients[STAGED_ROWS];
+    __shared__ int labels[STAGED_ROWS]; /* columns */
     wait_for_previous_kernel();
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int across = gridDim.x / chunks, block = blockIdx.x % across, chunk = blockIdx.x / across;
     const int64_t count = source.count();
     const int64_t share = ceil_div<int64_t>(count, chunks), begin = min(count, chunk * share),
                   end = min(count, begin + share);
-    const int64_t column = int64_t(block) * COLUMNS + lane * N;
-    const bool whole = column + N <= columns;
+    const int64_t column = int64_t(block) * COLUMNS + threadIdx.x * N;
+    const int present = static_cast<int>(max(int64_t(0), min(int64_t(N), columns - column)));
+    const bool sums_spread = spread_parts && block == 0;
     float sum[N] = {}, spread = 0.0f;
-    for (int64_t first = begin + warp; first < end; first += WARPS * IN_FLIGHT_ROWS) {
-        Pack<T, N> pack[IN_FLIGHT_ROWS];
-        float coefficient[IN_FLIGHT_ROWS];
-        int label[IN_FLIGHT_ROWS]; /* its column, from this thread's first one on */
+    const auto add_row = [&](int64_t k, int i, const Pack<T, N> &pack) {
+        const float coefficient = coefficients[i];
+        if (coefficient == 0.0f && !Source::HAS_LABELS) /* an ignored row, which may hold NaN */
+            return;
+        float values[N];
+        unpack(pack, values);
+        if constexpr (Source::HAS_LABELS)
+            if (const int64_t label = labels[i] - column; label >= 0 && label < N) { /* rare */
+                const float element = source.at_label(k);
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT_ROWS; i++) {
-            const int64_t k = first + i * WARPS;
-            coefficient[i] = k < end ? source.coefficient(k) : 0.0f;
-            pack[i] = {};
-            label[i] = -1;
+                for (int j = 0; j < N; j++)
+                    if (j == label)
+                        sum[j] += element, values[j] = 0.0f;
+            }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j] = fmaf(coefficient, values[j], sum[j]);
+    };
+    for (int64_t first = begin; first < end; first += STAGED_ROWS) {
+        const int rows = static_cast<int>(min(int64_t(STAGED_ROWS), end - first));
+        __syncthreads(); /* the rows before have been added */
+        if (threadIdx.x < rows) {
+            coefficients[threadIdx.x] = source.coefficient(first + threadIdx.x);
             if constexpr (Source::HAS_LABELS)
-                if (k < end)
-                    label[i] = source.label_column(k) - static_cast<int>(column);
-            if (k < end && whole)
-                pack[i] = load_once<T, N>(source.at(k) + column);
-            else if (k < end)
-                for (int j = 0; j < N && column + j < columns; j++)
-                    pack[i].v[j] = source.at(k)[column + j];
-            if (k < end && spread_parts)
-                spread += source.subtracted(k);
+                labels[threadIdx.x] = source.label_column(first + threadIdx.x);
+            if (sums_spread)
+                spread += source.subtracted(first + threadIdx.x);
         }
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT_ROWS; i++) {
-            float values[N];
-            unpack(pack[i], values);
-            if (coefficient[i] == 0.0f && !Source::HAS_LABELS) /* an ignored row, which may hold NaN */
-                continue;
-            if constexpr (Source::HAS_LABELS)
-                if (label[i] >= 0 && label[i] < N) { /* rare */
-                    const float element = source.at_label(first + i * WARPS);
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        if (j == label[i])
-                            sum[j] += element, values[j] = 0.0f;
-                }
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                sum[j] = fmaf(coefficient[i], values[j], sum[j]);
+        __syncthreads();
+        if (present < N) {
+            for (int i = 0; i < rows && present > 0; i++) {
+                Pack<T, N> pack = {};
+                for (int j = 0; j < present; j++)
+                    pack.v[j] = source.at(first + i)[column + j];
+                add_row(first + i, i, pack);
+            }
+            continue;
         }
+        int i = 0;
+        for (; i + IN_FLIGHT_ROWS <= rows; i += IN_FLIGHT_ROWS) {
+            Pack<T, N> pack[IN_FLIGHT_ROWS];
+#pragma unroll
+            for (int r = 0; r < IN_FLIGHT_ROWS; r++)
+                pack[r] = load_once<T, N>(source.at(first + i + r) + column);
+#pragma unroll
+            for (int r = 0; r < IN_FLIGHT_ROWS; r++)
+                add_row(first + i + r, i + r, pack[r]);
+        }
+        for (; i < rows; i++)
+            add_row(first + i, i, load_once<T, N>(source.at(first + i) + column));
     }
 #pragma unroll
     for (int j = 0; j < N; j++)
-        sums[warp][lane * N + j] = sum[j];
-    __syncthreads();
-    const int64_t own = int64_t(block) * COLUMNS + threadIdx.x;
-    static_assert(SUM_THREADS == COLUMNS, "a column per thread");
-    float all = 0.0f;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++)
-        all += sums[i][threadIdx.x];
-    if (own < columns)
-        parts[chunk * columns + own] = all;
-    if (!spread_parts || block > 0)
-        return;
-    __syncthreads();
-    if (lane == 0)
-        sums[0][warp] = spread;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        float total = 0.0f;
-        for (int i = 0; i < WARPS; i++)
-            total += sums[0][i];
-        spread_parts[chunk] = total;
+        if (j < present)
+            parts[chunk * columns + column + j] = sum[j];
+    if (sums_spread) {
+        spread = block_sum(spread);
+        if (threadIdx.x == 0)
+            spread_parts[chunk] = spread;
     }
 }
 

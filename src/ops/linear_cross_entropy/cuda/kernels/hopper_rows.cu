@@ -175,12 +175,26 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     add_block_totals(totals, block_totals);
 }
 
-/* The coefficients of rows whose statistics were saved. A thread per row. */
+/* Brings level + tilt * t below 1 for all t of exponentials that fp16 can store, so that their
+ * products do not overflow; p makes up for it. */
+DEVICE void bound_tilt(RowGradient *gradient) {
+    constexpr float LEAST_LOGARITHM = 17.0f; /* -log(2^-24), and a little */
+    const float bound = fabsf(gradient->level) + LEAST_LOGARITHM * fabsf(gradient->tilt);
+    if (!(bound > 1.0f && bound < INFINITY))
+        return;
+    const float factor = exp2f(ceilf(log2f(bound)));
+    gradient->level /= factor;
+    gradient->tilt /= factor;
+    gradient->p *= factor;
+}
+
+/* The coefficients of rows whose statistics were saved. `bounds`: exponentials are fp16. A thread per
+ * row. */
 __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constant__ Loss loss,
                                                             const __grid_constant__ ActiveRows active,
                                                             const LossStats<FULL> *saved, double row_scale,
                                                             RowGradient *gradients, bool spread_apart,
-                                                            const __grid_constant__ Labels labels) {
+                                                            const __grid_constant__ Labels labels, bool bounds) {
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     if (k >= active.all)
@@ -191,6 +205,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
         g.moment = (logf(g.s.sum) - loss.entropy.get(active.order[k])) * g.s.sum / loss.scale;
     Totals totals = {};
     RowGradient gradient = finish_row(loss, active.order[k], label, &g, row_scale, true, &totals);
+    if (loss.dentropy.data && bounds && !gradient.constant)
+        bound_tilt(&gradient);
     put_gradient(loss, k, label, &gradient, spread_apart, gradients, labels);
 }
 
@@ -427,8 +443,8 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
 
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {
     launch(run.context, overlapping(ceil_div<int64_t>(run.problem.rows, ROW_THREADS), ROW_THREADS), finish_saved,
-           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread_apart,
-           run.labels);
+           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread_apart, run.labels,
+           run.problem.dtype == RAFTER_F16);
 }
 
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged) {
