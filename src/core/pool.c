@@ -202,7 +202,6 @@ static bool help_any(unsigned *first) {
 
 static void *work(void *arg) {
     unsigned first = (unsigned)(uintptr_t)arg;
-    pthread_setname_np(pthread_self(), "rafter");
     for (;;) {
         const uint32_t seen = atomic_load(&pool.news);
         if (atomic_load(&pool.stopped))
@@ -256,6 +255,8 @@ static bool create_worker(pthread_t *thread, void *arg) {
     pthread_attr_setstacksize(&attributes, (size_t)(least > 0 ? least : PTHREAD_STACK_MIN) + WORKER_STACK);
     const bool created = pthread_create(thread, &attributes, work, arg) == 0;
     pthread_attr_destroy(&attributes);
+    if (created)
+        pthread_setname_np(*thread, "rafter");
     return created;
 }
 

@@ -260,11 +260,17 @@ uint64_t result_of(rafter_context *context, int call) {
     return hash;
 }
 
-int count_threads(void) {
+int count_workers(void) {
     DIR *const tasks = opendir("/proc/self/task");
     int count = 0;
-    for (const struct dirent *entry; tasks && (entry = readdir(tasks));)
-        count += entry->d_name[0] != '.';
+    for (const struct dirent *entry; tasks && (entry = readdir(tasks));) {
+        char path[300], name[20] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", entry->d_name);
+        FILE *const file = fopen(path, "r");
+        count += file && fgets(name, sizeof name, file) && strcmp(name, "rafter\n") == 0;
+        if (file)
+            fclose(file);
+    }
     closedir(tasks);
     return count;
 }

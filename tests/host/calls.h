@@ -37,8 +37,8 @@ int untouched(const struct outputs *outputs);
 rafter_context *new_context(int threads, const char *variant);
 uint64_t result_of(rafter_context *context, int call);
 
-/* Threads of this process. */
-int count_threads(void);
+/* Threads of this process that the library has created. */
+int count_workers(void);
 
 /* Ends the program with a sentence if the condition does not hold. */
 void expect(int condition, const char *format, ...) __attribute__((format(printf, 2, 3)));
