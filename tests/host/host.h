@@ -9,6 +9,7 @@ int in_child(void (*run)(void), unsigned seconds);
 
 #define HOST_TESTS(X)                                                                                                  \
     X(threads_do_not_change_bits)                                                                                      \
+    X(addresses_do_not_change_bits)                                                                                    \
     X(no_thread_can_be_created)                                                                                        \
     X(some_threads_can_be_created)                                                                                     \
     X(threads_past_the_limit_of_processes)                                                                             \

@@ -9,91 +9,94 @@ V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
     return v_exp_from(v_load_part(dtype, x, lanes, -INFINITY), pivot);
 }
 
-/* Stores e^(x - pivot) in whole vectors and returns the sum. The first `head` elements and those
- * after the last pair are in single vectors; with pairs_only (a compile-time constant) there are
- * none of them. */
-V_INLINE float row_exponentials(int dtype, bool pairs_only, const char *x, int64_t head, int64_t n, vf pivot,
+/* Stores e^(x - pivot) in whole vectors and returns the sum. Elements after the last pair are in
+ * single vectors; with pairs_only (a compile-time constant, as `shifted`) there are none of them.
+ * Shifted: row_scaled() takes other elements as pairs, so e is in the order of memory. The sum does
+ * not depend on either: a row's bits do not depend on the address of its result. */
+V_INLINE float row_exponentials(int dtype, bool pairs_only, bool shifted, const char *x, int64_t n, vf pivot,
                                 float *e) {
     const int64_t bytes = v_bytes(dtype);
     vf s0 = v_set(0.0f), s1 = s0, a, b;
     int64_t i = 0;
-    for (int64_t lanes; !pairs_only && i < head; i += lanes, e += V_LANES) {
-        lanes = min64(head - i, V_LANES);
-        s0 += a = row_exponential(dtype, x + i * bytes, lanes, pivot);
-        v_store(RAFTER_F32, e, a);
-    }
-    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES, e += 2 * V_LANES) {
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
         v_load_pair(dtype, x + i * bytes, &a, &b);
         s0 += a = v_exp_from(a, pivot);
         s1 += b = v_exp_from(b, pivot);
-        v_store(RAFTER_F32, e, a);
-        v_store(RAFTER_F32, e + V_LANES, b);
+        if (shifted)
+            v_unpair(dtype, &a, &b);
+        v_store(RAFTER_F32, e + i, a);
+        v_store(RAFTER_F32, e + i + V_LANES, b);
     }
-    for (int64_t lanes; !pairs_only && i < n; i += lanes, e += V_LANES) {
+    for (int64_t lanes; !pairs_only && i < n; i += lanes) {
         lanes = min64(n - i, V_LANES);
         s0 += a = row_exponential(dtype, x + i * bytes, lanes, pivot);
-        v_store(RAFTER_F32, e, a);
+        v_store(RAFTER_F32, e + i, a);
     }
     return v_sum(s0 + s1);
 }
 
-/* y = e * scale, with e as stored by row_exponentials. */
-V_INLINE void row_scaled(int dtype, bool pairs_only, const float *e, int64_t head, int64_t n, vf scale, char *y,
-                         bool stream) {
+/* y = e * scale, with e as stored by row_exponentials. The first `head` elements are in single
+ * vectors, so that pairs begin where y is aligned. */
+V_INLINE void row_scaled(int dtype, bool pairs_only, bool shifted, const float *e, int64_t head, int64_t n, vf scale,
+                         char *y, bool stream) {
     const int64_t bytes = v_bytes(dtype);
     int64_t i = 0;
-    for (int64_t lanes; !pairs_only && i < head; i += lanes, e += V_LANES) {
+    for (int64_t lanes; shifted && i < head; i += lanes) {
         lanes = min64(head - i, V_LANES);
-        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
+        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e + i) * scale, lanes);
     }
-    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES, e += 2 * V_LANES)
-        store_pair(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, v_load(RAFTER_F32, e + V_LANES) * scale,
-                   stream);
-    for (int64_t lanes; !pairs_only && i < n; i += lanes, e += V_LANES) {
+    for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
+        vf a = v_load(RAFTER_F32, e + i) * scale, b = v_load(RAFTER_F32, e + i + V_LANES) * scale;
+        if (shifted)
+            v_pair(dtype, &a, &b);
+        store_pair(dtype, y + i * bytes, a, b, stream);
+    }
+    for (int64_t lanes; !pairs_only && i < n; i += lanes) {
         lanes = min64(n - i, V_LANES);
-        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e) * scale, lanes);
+        v_store_part(dtype, y + i * bytes, v_load(RAFTER_F32, e + i) * scale, lanes);
     }
 }
 
-/* Elements before the first address in y that is aligned for streaming; pairs begin there if they
- * are streamed. */
-V_INLINE int64_t head_of(int dtype, const char *y, int64_t n, bool stream) {
-    return stream ? min64(n, (int64_t)(-(uintptr_t)y % V_STREAM) / v_bytes(dtype)) : 0;
+/* Elements before the first address in y that is aligned for streaming. */
+V_INLINE int64_t head_of(int dtype, const char *y, int64_t n) {
+    return min64(n, (int64_t)(-(uintptr_t)y % V_STREAM) / v_bytes(dtype));
 }
 
 /* The exponentials are computed once and kept in a buffer until the sum is known. Each pass runs
  * over all rows of the block, so that the horizontal reductions of short rows overlap. */
-V_INLINE void short_rows_as(int dtype, bool pairs_only, const struct act_block *b) {
+V_INLINE void short_rows_as(int dtype, bool pairs_only, bool stream, const struct act_block *b) {
+    const bool shifted = stream && !pairs_only;
     _Alignas(64) float e[ACT_SHORT];
     float sum[ACT_MOST_LINES];
     const int64_t n = b->columns, pitch = n + ACT_SHORT_MARGIN;
     for (int64_t r = 0; r < b->rows; r++) {
         const char *const x = row_at(dtype, b, ACT_IN, r);
-        const int64_t head = head_of(dtype, row_at(dtype, b, ACT_OUT, r), n, b->stream);
         vf pivot = finite_pivot(v_set(guesses(dtype) ? v_get(dtype, x) : v_max_row(dtype, x, n)));
-        sum[r] = row_exponentials(dtype, pairs_only, x, head, n, pivot, e + r * pitch);
+        sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch);
         if (guesses(dtype) && guess_failed(sum[r])) {
             pivot = finite_pivot(v_set(v_max_row(dtype, x, n)));
-            sum[r] = row_exponentials(dtype, pairs_only, x, head, n, pivot, e + r * pitch);
+            sum[r] = row_exponentials(dtype, pairs_only, shifted, x, n, pivot, e + r * pitch);
         }
     }
     for (int64_t r = 0; r < b->rows; r++) {
         char *const y = row_at(dtype, b, ACT_OUT, r);
         const vf scale = v_set(1.0f / sum[r]);
-        if (b->stream)
-            row_scaled(dtype, pairs_only, e + r * pitch, head_of(dtype, y, n, true), n, scale, y, true);
-        else
-            row_scaled(dtype, pairs_only, e + r * pitch, 0, n, scale, y, false);
+        row_scaled(dtype, pairs_only, shifted, e + r * pitch, shifted ? head_of(dtype, y, n) : 0, n, scale, y, stream);
     }
 }
 
 static void short_rows(const struct act_block *b) {
     const bool aligned =
         (uintptr_t)b->data[ACT_OUT] % V_STREAM == 0 && b->row_stride[ACT_OUT] * v_bytes((int)b->dtype) % V_STREAM == 0;
-    if (b->columns % (2 * V_LANES) == 0 && (aligned || !b->stream))
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, b))
+    const bool pairs_only = b->columns % (2 * V_LANES) == 0 && (aligned || !b->stream);
+    if (pairs_only && b->stream)
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, true, b))
+    else if (pairs_only)
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, false, b))
+    else if (b->stream)
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, true, b))
     else
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, b))
+        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, false, b))
 }
 
 V_INLINE void rows_forward_statistics(int dtype, const struct act_block *b, float *statistics) {
