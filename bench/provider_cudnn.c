@@ -62,7 +62,7 @@ struct state {
 
 /* In the system's library path, or where PyTorch's packages put it. */
 static void *find_library(void) {
-    const char *const names[] = {getenv("RAFTER_CUDNN"), "libcudnn.so.9", "libcudnn.so.8", "libcudnn.so",
+    const char *const names[] = {secure_getenv("RAFTER_CUDNN"), "libcudnn.so.9", "libcudnn.so.8", "libcudnn.so",
                                  json_text(worker_greeting(), "cudnn")};
     void *library = NULL;
     for (size_t i = 0; i < sizeof names / sizeof *names && !library; i++)

@@ -108,7 +108,7 @@ static void report_end(double grace, char *reason, size_t size) {
 
 /* The worker's script: the caller's, or the one installed with this command, or the one in the source tree. */
 static const char *find_script(char *path, size_t size) {
-    const char *given = getenv("RAFTER_WORKER");
+    const char *given = secure_getenv("RAFTER_WORKER");
     if (given)
         return given;
     const ssize_t length = readlink("/proc/self/exe", path, size - 1);
@@ -124,7 +124,7 @@ static const char *find_script(char *path, size_t size) {
 }
 
 static _Noreturn void run_python(int socket, int log, const struct worker_options *o) {
-    const char *python = getenv("RAFTER_PYTHON");
+    const char *python = secure_getenv("RAFTER_PYTHON");
     char fd[16], threads[16], evict[32], times[16], path[PATH_MAX];
     signal(SIGINT, SIG_IGN); /* the tool handles both; exec keeps this setting */
     signal(SIGTERM, SIG_IGN);
