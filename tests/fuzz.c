@@ -6,6 +6,11 @@
  *
  *     test_fuzz [CALLS [SEED [cuda]]]
  *
+ *     test_fuzz --inputs FILE...
+ *
+ * The second form makes the calls that the bytes of files describe: inputs of libFuzzer
+ * (./run fuzz), which drives this file when compiled with RAFTER_LIBFUZZER; tests/fuzz/api has some.
+ *
  * With `cuda` the data are ordinary numbers, and every call is also made on the GPU: it must return
  * the CPU's status, and about the same results. Without a GPU the test prints why and exits with
  * 77.
@@ -19,15 +24,31 @@
 
 static uint64_t state;
 
-static uint64_t draw(void) {
+/* The next number of the generator. */
+static uint64_t noise(void) {
     state ^= state << 13;
     state ^= state >> 7;
     state ^= state << 17;
     return state;
 }
 
+/* Bytes that decide what the call is; when they are used up, or without any, the generator does. */
+static const uint8_t *input;
+static size_t input_left;
+
+static uint64_t take(int bytes) {
+    uint64_t value = 0;
+    for (int i = 0; i < bytes && input_left > 0; i++, input_left--)
+        value = value << 8 | *input++;
+    return value;
+}
+
+static uint64_t draw(void) {
+    return input_left > 0 ? take(8) : noise();
+}
+
 static int64_t below(int64_t n) {
-    return (int64_t)(draw() % (uint64_t)n);
+    return (int64_t)((input_left > 0 ? take(n <= 256 ? 1 : 4) : noise()) % (uint64_t)n);
 }
 
 static int one_in(int64_t n) {
@@ -180,9 +201,11 @@ static const DLTensor *some(rafter_dtype dtype, int ndim, const int64_t *shape, 
         abort();
     for (size_t i = 0; i < (size_t)extent; i++) {
         unsigned char *at = t->before + i * size;
-        const uint64_t bits = draw();
+        const uint64_t bits = noise();
         if (t->dl.dtype.code == kDLInt) {
-            const int64_t label = one_in(200) ? (int64_t)bits : one_in(6) ? -100 : below(labels);
+            const int64_t label = noise() % 200 == 0 ? (int64_t)bits
+                                  : noise() % 6 == 0 ? -100
+                                                     : (int64_t)(noise() % (uint64_t)labels);
             const int32_t narrow = (int32_t)label;
             memcpy(at, size == 4 ? (const void *)&narrow : (const void *)&label, size);
         } else if (pool->ordinary && t->dl.dtype.code != kDLUInt) {
@@ -443,7 +466,61 @@ static const char *compare(int op, rafter_status here, rafter_status there) {
     return NULL;
 }
 
+/* Makes the call that `size` bytes describe, at the CPU level that the first of them names. Returns
+ * what is wrong with it, or NULL. */
+static const char *try_input(const uint8_t *bytes, size_t size) {
+    static const char *const levels[] = {NULL, "portable", "avx2", "avx512"};
+    enum { LEVELS = sizeof levels / sizeof *levels };
+    static rafter_context *contexts[LEVELS];
+    for (int i = 0; i < LEVELS && !contexts[0]; i++) {
+        const rafter_context_options options = {
+            .size = sizeof options, .threads = 2, .variant = levels[LEVELS - 1 - i]};
+        if (rafter_context_create(&contexts[LEVELS - 1 - i], &options) != RAFTER_OK)
+            contexts[LEVELS - 1 - i] = NULL; /* not on this machine */
+    }
+    state = 0x9e3779b97f4a7c15u;
+    input = bytes;
+    input_left = size;
+    rafter_context *const named = contexts[below(LEVELS)], *const context = named ? named : contexts[0];
+    const rafter_status status = ops[below(OPS)](context);
+    input_left = 0;
+    const char *const problem = judge(context, status);
+    release_all(pool);
+    return problem;
+}
+
+#if defined(RAFTER_LIBFUZZER)
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size);
+
+int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
+    const char *const problem = try_input(bytes, size);
+    if (problem) {
+        printf("FAIL %s\n", problem);
+        abort();
+    }
+    return 0;
+}
+#else
+static int try_files(int count, char **paths) {
+    static uint8_t bytes[1 << 16];
+    int failed = 0;
+    for (int i = 0; i < count; i++) {
+        FILE *const file = fopen(paths[i], "rb");
+        const size_t size = file ? fread(bytes, 1, sizeof bytes, file) : 0;
+        const char *const problem = file ? try_input(bytes, size) : "cannot be opened";
+        if (file)
+            fclose(file);
+        if (problem)
+            printf("FAIL %s: %s\n", paths[i], problem);
+        failed += problem != NULL;
+    }
+    printf("%d passed, %d failed\n", count - failed, failed);
+    return count == 0 || failed > 0;
+}
+
 int main(int argc, char **argv) {
+    if (argc > 1 && strcmp(argv[1], "--inputs") == 0)
+        return try_files(argc - 2, argv + 2);
     const long calls = argc > 1 ? atol(argv[1]) : 20000;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     const bool twice = argc > 3 && strcmp(argv[3], "cuda") == 0;
@@ -494,3 +571,4 @@ int main(int argc, char **argv) {
     printf("%ld passed, %ld failed\n", passed, failed);
     return failed > 0;
 }
+#endif
