@@ -31,9 +31,9 @@
  * the ABI. Leave what you do not need at zero: zero means default. A NULL output is not computed.
  * Reserved fields must be zero.
  *
- * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written, and
- * rafter_last_error() names the argument, what was given and what was wanted. No call exits, prints
- * or throws.
+ * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written (but see
+ * RAFTER_COLLECTIVE_FAILED), and rafter_last_error() names the argument, what was given and what was
+ * wanted. No call exits, prints or throws.
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride
  * 0), except where a block below says "in place". Scratch memory comes from `.workspace` if given,
@@ -99,7 +99,7 @@ typedef enum rafter_status {
     RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
     RAFTER_WORKSPACE_TOO_SMALL = 5, /* .workspace_bytes, or the byte budget, is under what the call needs */
     RAFTER_DEVICE_ERROR = 6,        /* the CUDA runtime failed; rafter_last_error() has its message */
-    RAFTER_COLLECTIVE_FAILED = 7,   /* a function of a rafter_communicator returned something else than 0 */
+    RAFTER_COLLECTIVE_FAILED = 7,   /* a function of a communicator returned an error; outputs may have been written */
     RAFTER_RANKS_DISAGREE = 8       /* ranks of a group made different calls, or the call failed on another rank */
 } rafter_status;
 
@@ -241,6 +241,9 @@ typedef struct rafter_communicator {
  *           dx may be dy (in place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. The derivative of relu at
  * 0 is 0.
+ * group: softmax only, on the CPU only. The tensors are this rank's part of `dim`, of any length, also
+ * 0, and the softmax is that over the parts of all ranks; see "Groups of ranks". Forward and backward
+ * gather 8 bytes per line and rank.
  * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i
  * / 8 is set where element i (row-major order) of x is above 0, or NaN. Forward writes it;
  * backward, when it is given, reads it instead of x. The other tensors must then be contiguous.
@@ -265,6 +268,7 @@ typedef struct rafter_act_args {
     const DLTensor *relu_mask;
     void *workspace;
     size_t workspace_bytes;
+    const rafter_communicator *group; /* NULL: this call has all of dim */
 } rafter_act_args;
 
 RAFTER_API rafter_status rafter_act_forward(rafter_context *context, const rafter_act_args *args);
@@ -399,7 +403,8 @@ RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context,
 /* *found: 1 if a loss on this context has seen a label out of range since the last call of this
  * function, else 0. On CUDA this waits for all work on the context's stream, so do not call it in
  * every step; during a capture it returns RAFTER_UNSUPPORTED. On the CPU, where a bad label fails
- * the call, *found is always 0. */
+ * the call, *found is always 0. RAFTER_RANKS_DISAGREE: on CUDA, the ranks of a class_group have made
+ * different calls since then, whose results are NaN. */
 RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
 /* -------------------------------------------------------------------------------------------------
@@ -431,6 +436,7 @@ RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *fou
  * smallest chunk needs; the message says how much that is.
  */
 
+/* With class_group, fast is taken if all logits of the rank fit the workspace, and compact else. */
 typedef enum rafter_lce_mode {
     RAFTER_LCE_AUTO = 0,
     RAFTER_LCE_FAST = 1, /* gradients beside the loss, over chunks of rows: 3 matrix products */

@@ -3,6 +3,7 @@
 #ifndef RAFTER_ACT_CALL_H
 #define RAFTER_ACT_CALL_H
 
+#include "core/group.h"
 #include "core/tensor.h"
 #include "core/variants.h"
 
@@ -13,9 +14,10 @@ struct act_call {
     /* Forward: x. Backward: x (relu without a mask, sigmoid, silu) or y (softmax); else data is
      * NULL. */
     rafter_view in;
-    rafter_view dy;  /* backward only */
-    rafter_view out; /* forward: y. Backward: dx. May be the same memory as in (forward) or dy (backward) */
-    uint8_t *mask;   /* relu_mask: forward writes it, backward reads it instead of x; NULL: none */
+    rafter_view dy;            /* backward only */
+    rafter_view out;           /* forward: y. Backward: dx. May be the same memory as in (forward) or dy (backward) */
+    uint8_t *mask;             /* relu_mask: forward writes it, backward reads it instead of x; NULL: none */
+    rafter_communicator group; /* softmax on the CPU only: dim is spread over its ranks */
 };
 
 #endif

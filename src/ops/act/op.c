@@ -9,6 +9,8 @@
  * output first, and the call goes on in place. All of that follows from shapes and strides alone, so
  * that results do not depend on the number of threads.
  */
+#include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "core/cpu.h"
@@ -95,6 +97,10 @@ static rafter_status check(rafter_context *context, const rafter_act_args *args,
     *call = (struct act_call){
         .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
         .kind = a.kind};
+    RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
+    if (a.group && (a.kind != RAFTER_ACT_SOFTMAX || context->cuda))
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given %s, wanted NULL",
+                           context->cuda ? "on CUDA" : "to another kind than softmax");
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
     const bool needs_only_dy = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));
@@ -122,7 +128,7 @@ static rafter_status check(rafter_context *context, const rafter_act_args *args,
         RAFTER_TRY(take_mask(context, a.relu_mask, named, call));
     if (softmax)
         RAFTER_TRY(rafter_take_dim(context, a.dim, call->out.ndim, &call->dim));
-    call->common.empty = call->out.numel == 0 || (a.kind == RAFTER_ACT_NONE && in_place(call));
+    call->common.empty = !a.group && (call->out.numel == 0 || (a.kind == RAFTER_ACT_NONE && in_place(call)));
     return RAFTER_OK;
 }
 
@@ -190,9 +196,10 @@ static bool lies_across(const struct plan *plan, const struct used *used) {
 }
 
 /* Brings the views into the form of the grid. Dimensions are in the order of the output's memory,
- * so that a transposed tensor is walked like any other. The form of softmax follows from the layout
- * of `fixed`, the tensors that cannot be copied to the output. */
-static void arrange(struct plan *plan, const struct used *used, const struct used *fixed, int dim) {
+ * so that a transposed tensor is walked like any other; or, `as_called`, in that of the call, and lines
+ * are rows. The form of softmax follows from the layout of `fixed`, the tensors that cannot be copied
+ * to the output. */
+static void arrange(struct plan *plan, const struct used *used, const struct used *fixed, int dim, bool as_called) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     if (!plan->softmax) {
         rafter_order_by_stride(used->view, used->count, out, out->ndim);
@@ -202,9 +209,10 @@ static void arrange(struct plan *plan, const struct used *used, const struct use
         if (out->ndim == 0)
             rafter_collapse(used->view, used->count, 0, 0); /* a scalar is a line of one element */
         rafter_move_dim_last(used->view, used->count, dim);
-        rafter_order_by_stride(used->view, used->count, out, out->ndim - 1);
+        if (!as_called)
+            rafter_order_by_stride(used->view, used->count, out, out->ndim - 1);
         const int line = rafter_collapse(used->view, used->count, 0, out->ndim - 1);
-        plan->form = !adjacent(fixed, line) && adjacent(fixed, line - 1) ? ACT_COLUMNS : ACT_ROWS;
+        plan->form = !as_called && !adjacent(fixed, line) && adjacent(fixed, line - 1) ? ACT_COLUMNS : ACT_ROWS;
         if (plan->form == ACT_COLUMNS)
             rafter_move_dim_last(used->view, used->count, line - 1);
     }
@@ -235,13 +243,13 @@ static void arrange_softmax(struct plan *plan, const struct used *used, int mova
             fixed.view[fixed.count++] = &plan->view[t];
         }
     }
-    arrange(&trial, &trial_used, &trial_fixed, dim);
+    arrange(&trial, &trial_used, &trial_fixed, dim, false);
     if (adjacent(&trial_used, trial.column) || !adjacent(&trial_fixed, trial.column)) {
-        arrange(plan, used, &fixed, dim);
+        arrange(plan, used, &fixed, dim, false);
         return;
     }
     const bool one = repeats_one_element(&plan->view[movable]);
-    arrange(plan, &fixed, &fixed, dim);
+    arrange(plan, &fixed, &fixed, dim, false);
     const rafter_view *const out = &plan->view[ACT_OUT];
     plan->repeated = one && movable == ACT_DY && out->numel / out->shape[plan->column] >= FEW_LINES;
     plan->copied = !plan->repeated;
@@ -318,6 +326,25 @@ static size_t cut(struct plan *plan, const struct used *used) {
     return statistics;
 }
 
+static int64_t lines_of(const struct act_call *call) {
+    int64_t lines = 1;
+    for (int d = 0; d < call->out.ndim; d++)
+        lines *= d == call->dim ? 1 : call->out.shape[d];
+    return lines;
+}
+
+/* A block is one line. Lines are numbered in the order of the call, which all ranks share. Returns the
+ * bytes of their statistics: this rank's, then those of all. */
+static size_t plan_over_ranks(const struct act_call *call, const struct used *used, struct plan *plan) {
+    if (call->out.numel > 0) {
+        arrange(plan, used, used, call->dim, true);
+        plan->rows = 1;
+        plan->row_blocks = plan->view[ACT_OUT].shape[plan->row];
+        plan->columns = plan->view[ACT_OUT].shape[plan->column];
+    }
+    return (size_t)(lines_of(call) * ACT_STATISTICS * (1 + (int64_t)call->group.ranks)) * sizeof(float);
+}
+
 static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
     (void)context;
     const struct act_call *const call = (const void *)common;
@@ -329,12 +356,14 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     for (int t = 0; t < ACT_TENSORS; t++)
         if (plan->view[t].data)
             used.view[used.count++] = &plan->view[t];
+    if (rafter_group_has(&call->group))
+        return plan_over_ranks(call, &used, plan);
     if (plan->softmax) {
         arrange_softmax(plan, &used, forward ? ACT_IN : ACT_DY, call->dim);
         if (plan->form == ACT_COLUMNS)
             join_lines(plan, &used);
     } else {
-        arrange(plan, &used, &used, 0);
+        arrange(plan, &used, &used, 0, false);
     }
     plan->statistics = cut(plan, &used);
     size_t line_bytes = 0;
@@ -469,10 +498,87 @@ static void repeat_element(const rafter_view *dy, const struct plan *plan, char 
         memcpy(line + done * bytes, done ? line : dy->data, (size_t)(min64(max64(done, 1), n - done) * bytes));
 }
 
+/* ---- softmax over ranks ---------------------------------------------------------------------- */
+
+enum { RANK_LINES = 64 }; /* per task */
+
+struct rank_work {
+    struct work work;
+    int64_t lines;
+    float *own, *all; /* statistics of the lines, ACT_STATISTICS each; those of all ranks */
+    bool apply;
+};
+
+static void rank_task(void *arg, int64_t task) {
+    const struct rank_work *const w = arg;
+    const struct plan *const plan = w->work.plan;
+    const struct act_call *const call = w->work.call;
+    const rafter_direction direction = call->common.direction;
+    for (int64_t line = task * RANK_LINES; line < min64((task + 1) * RANK_LINES, w->lines); line++) {
+        float *const own = w->own + line * ACT_STATISTICS;
+        if (call->out.numel > 0) {
+            const struct act_block block = block_at(&w->work, line / plan->row_blocks, line % plan->row_blocks, 0);
+            if (w->apply)
+                w->work.kernels->apply[ACT_ROWS][direction](&block, own);
+            else
+                w->work.kernels->statistics[ACT_ROWS][direction](&block, own);
+        }
+    }
+}
+
+/* Merges the statistics of all ranks, in rank order. `parts`: space for those of one line. */
+static void merge_ranks(const struct rank_work *w, float *parts) {
+    const int ranks = w->work.call->group.ranks;
+    for (int64_t line = 0; line < w->lines; line++) {
+        for (int64_t r = 0; r < ranks; r++)
+            memcpy(parts + r * ACT_STATISTICS, w->all + (r * w->lines + line) * ACT_STATISTICS,
+                   ACT_STATISTICS * sizeof *parts);
+        w->work.kernels->merge[w->work.call->common.direction](parts, 1, ranks);
+        memcpy(w->own + line * ACT_STATISTICS, parts, ACT_STATISTICS * sizeof *parts);
+    }
+}
+
+static rafter_status agree(rafter_context *context, const struct act_call *call, struct rafter_tender *all) {
+    const double term[RAFTER_MOST_TERMS] = {RAFTER_OP_INDEX_act, call->common.direction, call->out.dtype,
+                                            (double)lines_of(call)};
+    static const char *const names[RAFTER_MOST_TERMS] = {"the op", "the direction", "the dtype", "the number of lines"};
+    return rafter_group_agree(context, "group", &call->group, RAFTER_OK, term, names, all);
+}
+
+static rafter_status run_over_ranks(rafter_context *context, const struct act_call *call, const struct plan *plan,
+                                    const void *kernels, char *workspace) {
+    struct rank_work w = {.work = {.call = call, .plan = plan, .kernels = kernels}, .lines = lines_of(call)};
+    const int64_t tasks = ceil_div(w.lines, RANK_LINES), count = w.lines * ACT_STATISTICS;
+    w.own = (float *)(void *)workspace;
+    w.all = w.own + count;
+    /* Either what the ranks say of their calls, or the statistics of one line. */
+    struct rafter_tender *const all = malloc((size_t)call->group.ranks * sizeof *all);
+    if (!all)
+        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for %d ranks", (int)call->group.ranks);
+    rafter_status status = agree(context, call, all);
+    if (status == RAFTER_OK && w.lines > 0) {
+        for (int64_t line = 0; line < w.lines; line++) { /* of no elements */
+            w.own[line * ACT_STATISTICS] = call->common.direction == RAFTER_FORWARD ? -INFINITY : 0.0f;
+            w.own[line * ACT_STATISTICS + 1] = 0.0f;
+        }
+        rafter_parallel(context, tasks, rank_task, &w);
+        status = rafter_group_gather(context, "group", &call->group, w.own, w.all, (size_t)count * sizeof *w.own);
+    }
+    if (status == RAFTER_OK && w.lines > 0) {
+        merge_ranks(&w, (float *)(void *)all);
+        w.apply = true;
+        rafter_parallel(context, tasks, rank_task, &w);
+    }
+    free(all);
+    return status;
+}
+
 static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan_storage,
                          const void *kernels, char *workspace) {
     const struct act_call *const call = (const void *)common;
     const struct plan *const plan = plan_storage;
+    if (rafter_group_has(&call->group))
+        return run_over_ranks(context, call, plan, kernels, workspace);
     struct work work = {.call = call, .plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
     if (plan->copied)
         copy_first(context, call, kernels);
@@ -496,14 +602,18 @@ const struct rafter_variant_functions rafter_act_on_cpu = {NULL, make_plan, run}
 
 rafter_status rafter_act_forward(rafter_context *context, const rafter_act_args *args) {
     struct act_call call;
-    RAFTER_TRY(check(context, args, RAFTER_FORWARD, &call));
-    return rafter_run(context, &rafter_op_act, &call.common);
+    rafter_status status = check(context, args, RAFTER_FORWARD, &call);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_act, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_act_backward(rafter_context *context, const rafter_act_args *args) {
     struct act_call call;
-    RAFTER_TRY(check(context, args, RAFTER_BACKWARD, &call));
-    return rafter_run(context, &rafter_op_act, &call.common);
+    rafter_status status = check(context, args, RAFTER_BACKWARD, &call);
+    if (status == RAFTER_OK)
+        status = rafter_run(context, &rafter_op_act, &call.common);
+    return rafter_group_settle(context, status);
 }
 
 rafter_status rafter_act_workspace(rafter_context *context, const rafter_act_args *args, rafter_direction direction,

@@ -8,13 +8,15 @@ namespace lce {
 
 struct Empty {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool SHARES_CLASSES = true; /* without rows there is nothing to exchange */
 
     struct Plan {
         CommonBuffers common;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        return call.loss.rows > 0 && call.loss.classes > 0 ? "there are rows and classes" : NULL;
+        const bool classes = call.loss.classes > 0 || call.loss.class_group.ranks > 0; /* other ranks may have some */
+        return call.loss.rows > 0 && classes ? "there are rows and classes" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
