@@ -13,7 +13,8 @@ import sys
 _STRUCT = re.compile(r"typedef struct (\w+) \{(.*?)\} \1;", re.S)
 _FIELD = re.compile(r"(?:const )?\w+(?: \*| )(\w+)")
 _FUNCTION_POINTER = re.compile(r"(?:const )?\w+(?: \*| )\(\*(\w+)\)\(.*\)", re.S)
-_CALL = re.compile(r"RAFTER_API rafter_status rafter_(\w+)\(rafter_context \*context,\s*const (rafter_\w+_args) \*args\);")
+_CALL = re.compile(r"RAFTER_API rafter_status rafter_(\w+)\(rafter_context \*context,\s*"
+                   r"const (rafter_\w+_args) \*args\);")
 _ENUM = re.compile(r"typedef enum (\w+) \{(.*?)\} \1;", re.S)
 _NOT_ARGUMENTS = {"rafter_context_options"}
 

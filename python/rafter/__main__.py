@@ -10,7 +10,7 @@ from . import _ops
 
 
 def info():
-    facts = dict(line.split(" ", 1) for line in torch.ops.rafter._info().splitlines())
+    facts = dict(line.split(" ", 1) for line in _ops.OPS._info().splitlines())
     folder = os.path.dirname(os.path.abspath(_ops.__file__))
     kernels = {name.split(":")[1]: value for name, value in facts.items() if name.startswith("kernels:")}
     print(f"rafter {facts['version']} in {folder}")
@@ -27,7 +27,7 @@ def cuda(folder):
         return "PyTorch sees no GPU; " + ("librafter_cuda is in the package" if included else
                                           "the package has no librafter_cuda")
     try:
-        torch.ops.rafter._act(torch.zeros(1, device="cuda"), 1)
+        _ops.OPS._act(torch.zeros(1, device="cuda"), 1)
     except RuntimeError as error:
         return f"not usable: {str(error).splitlines()[0]}"
     return f"{torch.cuda.get_device_name()}, with librafter_cuda"

@@ -87,7 +87,7 @@ register_named_tuple = _pytree._register_namedtuple
 
 def op_name(op):
     """The op's name, as in "rafter.act"."""
-    return op._schema.name.replace("::", ".")
+    return "rafter." + op._schema.name.split("::")[1]
 
 
 def argument_names(op):

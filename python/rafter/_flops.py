@@ -3,9 +3,9 @@
 matrix products only, so the other ops count 0."""
 import math
 
-import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from . import _ops
 from ._options import DWEIGHT, DX
 
 
@@ -50,4 +50,4 @@ _FORMULAS = {"linear_cross_entropy": _forward, "linear_cross_entropy_stats": _fo
 
 def register():
     for name, formula in _FORMULAS.items():
-        register_flop_formula([getattr(torch.ops.rafter, each) for each in (name, "_" + name)])(formula)
+        register_flop_formula([getattr(_ops.OPS, each) for each in (name, "_" + name)])(formula)

@@ -91,8 +91,8 @@ class Logits:
 
     @staticmethod
     def _refuse(what):
-        raise CannotPatch(f"it changes its logits between the output layer and the loss ({what}), and Rafter follows only "
-                          "scales and softcaps")
+        raise CannotPatch(f"it changes its logits between the output layer and the loss ({what}), and Rafter follows "
+                          "only scales and softcaps")
 
     def options(self):
         """softcap and logit_scale of linear_cross_entropy."""

@@ -16,9 +16,11 @@ import torch
 from torch.autograd import Function
 
 from . import _compat
+from ._namespace import NAMESPACE
 
 torch.ops.load_library(os.path.join(os.path.dirname(os.path.abspath(__file__)), "librafter_torch.so"))
-_library = torch.library.Library("rafter", "FRAGMENT")
+OPS = getattr(torch.ops, NAMESPACE)
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 NAMES: list[str] = []  # all ops; the tests check that each has samples
 
 direct = _compat.apply_of
@@ -33,7 +35,7 @@ def batched(upstream):
 
 
 def public(name):
-    return getattr(torch.ops.rafter, name).default
+    return getattr(OPS, name).default
 
 
 @functools.cache
@@ -126,7 +128,7 @@ def declare(name, fake, differentiable=False):
     NAMES.append(name)
     fake = _on_one_device(name, fake)
     for each in (name, "_" + name):
-        torch.library.register_fake("rafter::" + each, fake)
+        torch.library.register_fake(f"{NAMESPACE}::{each}", fake)
     _library.impl("_" + name, torch.library.fallthrough_kernel, "Autograd")
     if not differentiable and not _compat.is_mutable(public(name)):
         _register_autograd(name, _refuse)

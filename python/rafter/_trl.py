@@ -26,8 +26,8 @@ def check_options(options):
     """TRL makes its losses from log-probabilities: options of the loss itself would have no effect."""
     for name in options:
         if name not in ("mode", "budget"):
-            raise ValueError(f"rafter.patch: {name} has no effect on TRL's losses, which are made of log-probabilities; "
-                             "wanted only mode and budget")
+            raise ValueError(f"rafter.patch: {name} has no effect on TRL's losses, which are made of log-probabilities"
+                             "; wanted only mode and budget")
 
 
 def announce(patch):
@@ -60,8 +60,8 @@ def _compute(patch, hidden, weight, bias, targets, temperature, chunk_size, fina
     returns them: what was not requested is None, and only the first two have gradients."""
     check_options(patch.options)
     if hasattr(weight, "ds_id"):
-        raise RuntimeError("rafter.patch: under DeepSpeed ZeRO-3 backward would need the output layer gathered again, which "
-                           "Rafter does not do; rafter.unpatch(model) restores TRL's own head")
+        raise RuntimeError("rafter.patch: under DeepSpeed ZeRO-3 backward would need the output layer gathered again, "
+                           "which Rafter does not do; rafter.unpatch(model) restores TRL's own head")
     if not logit_scale > 0:
         raise RuntimeError(f"rafter.patch: the model has a logit scale of {logit_scale}, wanted a positive number")
     # TRL: cap * tanh(scale * z / cap) / temperature. Rafter: cap * tanh(z / cap) / temperature.

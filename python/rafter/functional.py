@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _compat, _flops, _formulas, _subclasses
+from . import _compat, _flops, _formulas, _ops, _subclasses
+from ._namespace import NAMESPACE
 from ._options import (ACCUMULATE, ACTS, ARGMAX, BASIC, BASIC_LINEAR, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB,
                        LRPE_ALGORITHMS, LSE_ALGORITHMS, MEAN, MODES, NONE, REDUCTIONS, RELU, ROW_LOSS, SIGMOID, SILU,
                        SOFTMAX, STATISTICS, Accumulate, Act, Extra, LinearOptions, LogsumexpAlgorithm, LossOptions,
@@ -52,7 +53,7 @@ class LogProbs(NamedTuple):
 
 
 for _result in (LossOutput, LogProbs):
-    _compat.register_named_tuple(_result, serialized_type_name=f"rafter.{_result.__name__}")
+    _compat.register_named_tuple(_result, serialized_type_name=f"{NAMESPACE}.{_result.__name__}")
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
@@ -278,8 +279,8 @@ def _as_torch_multiplies(linear, input):
 
 
 # Raises if the budget is too small for backward. Only the eager path asks this.
-_check_budget = torch.ops.rafter.linear_check_budget.default
-torch.library.register_fake("rafter::linear_check_budget", lambda *_: None)  # for meta tensors
+_check_budget = _ops.public("linear_check_budget")
+torch.library.register_fake(f"{NAMESPACE}::linear_check_budget", lambda *_: None)  # for meta tensors
 
 
 def _parse_extras(extras):

@@ -77,8 +77,8 @@ class _Patch:
                               "rafter.linear_cross_entropy(decoder_output, lm_head.weight, labels) does the same")
         self.layers = _linears(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
         if not hasattr(type(model), "loss_function"):
-            raise CannotPatch("it has no loss_function, as models of transformers 4.46 and later do; if it wraps another "
-                              "model, patch the inner one")
+            raise CannotPatch("it has no loss_function, as models of transformers 4.46 and later do; if it wraps "
+                              "another model, patch the inner one")
         self.loss = model.loss_function
         if getattr(self.loss, "__name__", None) != "ForCausalLMLoss":
             raise CannotPatch(f"its loss has to be ForCausalLMLoss of transformers; this one is {self.loss!r}")
@@ -187,8 +187,8 @@ class _Patch:
             return self.loss(logits, labels, vocab_size=vocab_size, num_items_in_batch=num_items_in_batch,
                              ignore_index=ignore_index, shift_labels=shift_labels, **kwargs)
         if not isinstance(logits, Logits):
-            raise CannotPatch("its logits do not come from the output layer that was patched (adapters have to be added "
-                              "before rafter.patch)")
+            raise CannotPatch("its logits do not come from the output layer that was patched (adapters have to be "
+                              "added before rafter.patch)")
         own = logits.options()
         for name in ("softcap", "logit_scale"):
             if own and name in self.options:
@@ -232,8 +232,8 @@ def _models(thing):
 def _check_trainer(trainer, options):
     """Refuses settings with which the trainer would compute its loss from logits, past the patch."""
     if getattr(trainer, "label_smoother", None) is not None:
-        raise ValueError("rafter.patch: the trainer has label_smoothing_factor, and computes that from logits; leave it "
-                         "at 0 and pass label_smoothing to rafter.patch")
+        raise ValueError("rafter.patch: the trainer has label_smoothing_factor, and computes that from logits; leave "
+                         "it at 0 and pass label_smoothing to rafter.patch")
     if getattr(trainer, "compute_loss_func", None) is not None:
         raise ValueError("rafter.patch: the trainer has a compute_loss_func, which reads logits; leave it out")
     if _trl.is_trainer(trainer):

@@ -24,8 +24,8 @@ _TARGET = "rafter"
 def _register():
     path = os.path.join(_FOLDER, "librafter_jax.so")
     if not os.path.exists(path):
-        raise ImportError("rafter.jax needs librafter_jax, which this package was built without, because jaxlib's headers "
-                          "were missing; build it with RAFTER_WITH_JAX=1, or with --no-build-isolation where jaxlib is "
+        raise ImportError("rafter.jax needs librafter_jax, which this package was built without, because jaxlib's "
+                          "headers were missing; build it with RAFTER_WITH_JAX=1, or with --no-build-isolation where jaxlib is "
                           "installed")
     library = ctypes.CDLL(path)
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.rafter_xla_cpu), platform="cpu")
@@ -242,7 +242,8 @@ class _LinearCrossEntropy:
                    for name, gradient in gradients.items()}
         else:
             dloss = _cotangent(cotangents[0], _loss_results(static, target)["loss"][0])
-            out = _run("linear_cross_entropy_backward", {**given, "target": target, "lse": lse, "dloss": dloss, **arrays},
+            upstream = {"target": target, "lse": lse, "dloss": dloss}
+            out = _run("linear_cross_entropy_backward", {**given, **upstream, **arrays},
                        {"d" + name: _like(given[name]) for name in needed}, integers, numbers)
             out = {name: out["d" + name] for name in needed}
         return tuple(None if array is None else out.get(name, jnp.zeros_like(array))

@@ -554,7 +554,11 @@ void implement(torch::stable::detail::StableLibrary &library) {
 
 } // namespace
 
-STABLE_TORCH_LIBRARY(rafter, library) {
+/* STABLE_TORCH_LIBRARY makes a string of its argument before the preprocessor looks into it. */
+#define LIBRARY(name, variable) STABLE_TORCH_LIBRARY(name, variable)
+#define LIBRARY_IMPL(name, key, variable) STABLE_TORCH_LIBRARY_IMPL(name, key, variable)
+
+LIBRARY(RAFTER_TORCH_NAMESPACE, library) {
     for (const OpEntry &op : ops) {
         library.def((std::string(op.name) + op.schema).c_str());
         library.def((std::string("_") + op.name + op.schema).c_str());
@@ -562,14 +566,14 @@ STABLE_TORCH_LIBRARY(rafter, library) {
     library.def("_info() -> str");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(rafter, CPU, library) {
+LIBRARY_IMPL(RAFTER_TORCH_NAMESPACE, CPU, library) {
     implement(library);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(rafter, CUDA, library) {
+LIBRARY_IMPL(RAFTER_TORCH_NAMESPACE, CUDA, library) {
     implement(library);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(rafter, CompositeExplicitAutograd, library) {
+LIBRARY_IMPL(RAFTER_TORCH_NAMESPACE, CompositeExplicitAutograd, library) {
     library.impl("_info", info);
 }

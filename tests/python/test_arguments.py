@@ -41,7 +41,7 @@ def test_numbers_out_of_range():
     for function in (rafter.linear_cross_entropy, rafter.linear_logprobs):
         with pytest.raises(ValueError, match="budget is -1"):
             function(x, w, y, budget=-1)
-        with pytest.raises(RuntimeError, match="budget is 1 bytes of workspace, wanted at least [0-9]+, or 0 for no limit"):
+        with pytest.raises(RuntimeError, match="budget is 1 bytes of workspace, wanted at least [0-9]+, or 0 for no"):
             function(x, w, y, budget=1)
     for bad in (0.0, 1e-46, -1.0, 1e46, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="logit_scale is "):

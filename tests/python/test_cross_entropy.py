@@ -129,6 +129,22 @@ def test_extras_come_by_name(device):
 
 
 @on_devices
+def test_lse_of_rows_that_do_not_count(device):
+    """What docs/pytorch.md says: a weight of 0 instead of ignore_index."""
+    z, y = leaf(normal(9, 17, device=device)), labels((9,), 17, device)
+    counts = y != -100
+    assert 0 < int(counts.sum()) < 9
+    ignored = rafter.cross_entropy(z, y, extras="lse")
+    weighted = rafter.cross_entropy(z, y.masked_fill(~counts, 0), row_weight=counts.float(), denominator=counts.sum(),
+                                    extras="lse")
+    close(weighted.loss, ignored.loss.double())
+    close(weighted.lse, torch.logsumexp(z.double(), -1))
+    assert not ignored.lse[~counts].any()
+    for one, other in zip(torch.autograd.grad(weighted.loss, z), torch.autograd.grad(ignored.loss, z)):
+        close(one, other.double())
+
+
+@on_devices
 def test_all_ignored(device):
     x, y = leaf(normal(4, 5, device=device)), torch.full((4,), -100, device=device)
     loss, (dx,) = gradients(lambda x: rafter.cross_entropy(x, y), [x], ones)

@@ -100,4 +100,5 @@ def test_pip_without_torch_gets_a_sentence():
                                f"-DPython3_EXECUTABLE={python}"], capture_output=True, text=True)
     message = " ".join(done.stderr.split())
     assert done.returncode == 0, done.stderr
-    assert "built without its PyTorch functions" in message and "install PyTorch 2.10 or later and build again" in message
+    assert "built without its PyTorch functions" in message
+    assert "install PyTorch 2.10 or later and build again" in message
