@@ -154,15 +154,17 @@ _is_capsule.restype, _is_capsule.argtypes = ctypes.c_int, (ctypes.py_object, cty
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
-_contexts = threading.local()  # a context serves one call at a time: one per thread and device
+_contexts = threading.local()  # a context serves one call at a time, on one stream: one per thread, device and stream
 
 
 class _Context:
-    def __init__(self, device):
+    def __init__(self, device, stream):
         self.pointer = _calls.library().rafter_arguments_context(*device)
         if not self.pointer:
             raise RuntimeError(_calls.library().rafter_last_error(None).decode())
         self.destroy = _calls.library().rafter_context_destroy
+        if device[0] != _CPU:
+            _calls.library().rafter_context_set_stream(self.pointer, stream)
 
     def __del__(self):
         if getattr(self, "pointer", None):
@@ -170,11 +172,9 @@ class _Context:
 
 
 def _context(device, stream):
-    found = _contexts.__dict__.get(device)
+    found = _contexts.__dict__.get((device, stream))
     if not found:
-        found = _contexts.__dict__[device] = _Context(device)
-    if device[0] != _CPU:
-        _calls.library().rafter_context_set_stream(found.pointer, stream)
+        found = _contexts.__dict__[device, stream] = _Context(device, stream)
     return found.pointer
 
 

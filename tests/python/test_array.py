@@ -63,8 +63,13 @@ def numeric(function, x, upstream, h=1e-6):
     return gradient
 
 
+def host(array):
+    """The numbers, in fp64."""
+    return np.asarray(array.cpu() if hasattr(array, "is_cuda") else array, dtype=np.float64)
+
+
 def close(actual, expected, rtol=2e-5, atol=2e-6):
-    np.testing.assert_allclose(np.asarray(actual, dtype=np.float64), expected, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(host(actual), expected, rtol=rtol, atol=atol)
 
 
 # ---- kinds of arrays
@@ -108,23 +113,30 @@ def torch_tensor(array):
     return pytest.importorskip("torch").from_numpy(np.array(array))
 
 
-KINDS = [np.asarray, jax_array, torch_tensor, Foreign]
-of_kinds = pytest.mark.parametrize("of", KINDS, ids=["numpy", "jax", "torch", "foreign"])
+def cuda_tensor(array):
+    tensor = torch_tensor(array)
+    if not sys.modules["torch"].cuda.is_available():
+        pytest.skip("no GPU")
+    return tensor.cuda()
+
+
+KINDS = [np.asarray, jax_array, torch_tensor, cuda_tensor, Foreign]
+of_kinds = pytest.mark.parametrize("of", KINDS, ids=["numpy", "jax", "torch", "cuda", "foreign"])
 
 
 @of_kinds
 def test_results_are_of_the_callers_kind(of):
     z, y = of(normal(6, V)), of(labels(6))
-    expected = loss_rows(np.asarray(z), np.asarray(y))
+    expected = loss_rows(normal(6, V), labels(6))
     out = ra.cross_entropy(z, y, extras=("row_loss", "argmax", "lse"), gradient=True, dloss=2.0)
     for result in (out.loss, out.row_loss, out.dlogits, ra.act(z, "silu"), ra.logsumexp(z, -1), ra.scale(z, 2.0)):
         assert type(result) is type(z)
     close(out.row_loss, expected)
     close(out.loss, expected.sum() / 5)
-    close(ra.scale(z, 2.0), 2 * np.asarray(z, np.float64))
+    close(ra.scale(z, 2.0), 2 * normal(6, V).astype(np.float64))
     assert out.argmax.dtype == y.dtype
     again = ra.cross_entropy_backward(2.0, z, y, out.lse)
-    close(again, np.asarray(out.dlogits, np.float64))
+    close(again, host(out.dlogits))
 
 
 # ---- every op against fp64
@@ -224,7 +236,7 @@ def test_lrpe_cosine(of):
     close(dx, numeric(lambda a: encode(a, theta.astype(np.float64)), x, dy), atol=1e-6)
     close(dtheta, numeric(lambda t: encode(x.astype(np.float64), t), theta, dy), rtol=1e-4, atol=1e-5)
     positions = np.arange(10, 13, dtype=np.int32)
-    close(ra.lrpe_cosine(of(x), of(theta), positions=of(positions), act="relu"), np.asarray(y, np.float64))
+    close(ra.lrpe_cosine(of(x), of(theta), positions=of(positions), act="relu"), host(y))
 
 
 # ---- layouts, dtypes, threads
