@@ -4,12 +4,21 @@ import glob
 import os
 import sys
 
-import torch
-
-from . import _ops
+import rafter
+from . import _calls
 
 
 def info():
+    if not rafter.__all__:
+        print(f"rafter {_calls.library().rafter_version().decode()} in {os.path.dirname(os.path.abspath(__file__))}")
+        print("Without PyTorch: rafter.array, and rafter.jax where it was built")
+        return
+    info_with_torch()
+
+
+def info_with_torch():
+    import torch
+    from . import _ops
     facts = dict(line.split(" ", 1) for line in _ops.OPS._info().splitlines())
     folder = os.path.dirname(os.path.abspath(_ops.__file__))
     kernels = {name.split(":")[1]: value for name, value in facts.items() if name.startswith("kernels:")}
@@ -18,16 +27,16 @@ def info():
     print(f"CPU features: {facts['cpu']}")
     for op, variant in kernels.items():
         print(f"  {op:<24}{variant}")
-    print(f"CUDA: {cuda(folder)}")
+    print(f"CUDA: {cuda(torch, _ops.OPS, folder)}")
 
 
-def cuda(folder):
+def cuda(torch, ops, folder):
     if not torch.cuda.is_available():
         included = glob.glob(os.path.join(folder, "librafter_cuda.so*"))
         return "PyTorch sees no GPU; " + ("librafter_cuda is in the package" if included else
                                           "the package has no librafter_cuda")
     try:
-        _ops.OPS._act(torch.zeros(1, device="cuda"), 1)
+        ops._act(torch.zeros(1, device="cuda"), 1)
     except RuntimeError as error:
         return f"not usable: {str(error).splitlines()[0]}"
     return f"{torch.cuda.get_device_name()}, with librafter_cuda"

@@ -486,6 +486,9 @@ try:
     from rafter import cross_entropy
 except ImportError as error:
     print(error)
+import runpy
+sys.argv[1:] = ["info"]
+runpy.run_module("rafter", run_name="__main__")
 """
     import rafter
     environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(rafter.__file__))}
@@ -493,3 +496,4 @@ except ImportError as error:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[0. 2.] 0.") and "[]" in done.stdout
     assert "rafter.cross_entropy needs PyTorch 2.10 or later" in done.stdout
+    assert "Without PyTorch: rafter.array" in done.stdout
