@@ -58,6 +58,7 @@ static void finish_report(struct run *run, bool last) {
         snprintf(r->torch, sizeof r->torch, "%s", json_text(worker_greeting(), "torch"));
     if (context_on_gpu(run->context))
         r->after = gpu_state();
+    unrest_look(&run->watch, r);
 }
 
 /* A pipe or a device gets the results once, at the end. */
@@ -169,6 +170,7 @@ static bool open_run(struct run *run, int argc, char **argv) {
             printf("%d threads\n\n", rafter_context_threads(run->context));
     }
     run->work_all = run_work(run);
+    unrest_begin(&run->watch);
     run->started = clock_seconds();
     return true;
 }
@@ -207,6 +209,9 @@ static int measure(struct run *run) {
         run_op(run, run->options.op[i]);
     progress_clear();
     const bool saved = save_all(run, true);
+    char text[256];
+    for (int i = 0; !run->fresh && report_unrest(&run->report, i, text, sizeof text); i++)
+        fprintf(stderr, "rafter: %s\n", text);
     for (int i = 0; i < run->report.tables && run->options.markdown; i++)
         table_markdown(&run->report.table[i], stdout);
     if (run->report.tables == 0 && !run_interrupted)

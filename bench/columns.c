@@ -255,6 +255,7 @@ void columns_time(struct run *run, struct column columns[], int count, struct ro
                       c->used >= PATIENCE * run->budget.cell;
         }
     }
+    unrest_look_at_gpu(&run->watch, &run->report);
     for (int i = 0; i < count; i++)
         look_at_host(run, &columns[i], notes);
 }
@@ -313,6 +314,7 @@ void columns_report(struct column columns[], int count, struct table *table, str
         const int k = table_column(table, columns[i].name);
         table->ours[k] = columns[i].session.provider->ours || columns[i].session.provider->package;
         table->early[k] = computes_early(&columns[i].session);
+        table->over[k] |= columns[i].session.overwrites && columns[i].session.mode != PROBLEM_FORWARD;
         row->cell[k] = table->metric == METRIC_MEMORY ? memory_cell(&columns[i]) : speed_cell(&columns[i], roof);
     }
 }

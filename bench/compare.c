@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* `rafter compare OLD.json NEW.json`: which cells got slower beyond noise. */
+#include "compare.h"
+
+#include <errno.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "report.h"
 #include "verbs.h"
 
 enum { RESAMPLES = 2000, LEAST_SAMPLES = 5 };
@@ -12,10 +14,6 @@ enum { RESAMPLES = 2000, LEAST_SAMPLES = 5 };
 /* A cell is slower, or larger, if the whole interval is beyond `margin`; with too few samples for
  * an interval, if the ratio is beyond `lone_margin`. */
 static const double margin = 1.02, lone_margin = 1.10;
-
-struct interval {
-    double low, ratio, high; /* of new over old */
-};
 
 static uint64_t next_random(uint64_t *state) {
     *state ^= *state << 13;
@@ -32,8 +30,8 @@ static double median_of_resample(const struct samples *from, struct samples *res
 }
 
 /* The 99 % confidence interval of the ratio of medians, by resampling both. */
-static struct interval bootstrap(const struct cell *old, const struct cell *new) {
-    struct interval i = {0, new->value.median / old->value.median, INFINITY};
+static struct comparison bootstrap(const struct cell *old, const struct cell *new) {
+    struct comparison i = {CHANGE_NONE, 0, new->value.median / old->value.median, INFINITY};
     if (old->samples.count < LEAST_SAMPLES || new->samples.count < LEAST_SAMPLES) {
         i.low = i.ratio * margin / lone_margin;
         i.high = i.ratio * lone_margin / margin;
@@ -53,74 +51,120 @@ static struct interval bootstrap(const struct cell *old, const struct cell *new)
     return i;
 }
 
+struct comparison compare_cells(enum metric metric, const struct cell *old, const struct cell *new) {
+    struct comparison c = {.change = CHANGE_UNKNOWN};
+    if (old->state == CELL_MEASURED && new->state != CELL_MEASURED)
+        c.change = new->state == CELL_WRONG ? CHANGE_WRONG : CHANGE_LOST;
+    if (old->state != CELL_MEASURED || new->state != CELL_MEASURED || !(old->value.median > 0) ||
+        !(new->value.median > 0))
+        return c;
+    c.low = c.ratio = c.high = new->value.median / old->value.median;
+    if (metric == METRIC_SPEED)
+        c = bootstrap(old, new);
+    c.change = c.low > margin ? CHANGE_WORSE : c.high < 1 / margin ? CHANGE_BETTER : CHANGE_NONE;
+    return c;
+}
+
+const struct row *compare_row(const struct table *other, const struct row *row) {
+    const struct row *const same = table_find_row(other, row->x);
+    /* A map of another list of cells has other labels. */
+    return same && strcmp(same->place.label, row->place.label) == 0 ? same : NULL;
+}
+
+const struct cell *compare_cell(const struct table *other, const struct row *row, const char *column) {
+    for (int k = 0; k < other->columns; k++)
+        if (strcmp(other->column[k], column) == 0)
+            return &row->cell[k];
+    return NULL;
+}
+
+/* ---- as text --------------------------------------------------------------------------------- */
+
 struct counts {
     int compared, worse, better, lost;
 };
 
-static void compare_cell(const struct table *t, const struct row *row, int column, const struct cell *old,
-                         const struct cell *new, struct counts *counts) {
+static void print_cell(const struct table *t, const struct row *row, int column, const struct cell *old,
+                       const struct cell *new, struct counts *counts) {
     const char *name = t->column[column], *unit = metric_units[t->metric];
-    if (old->state == CELL_MEASURED && new->state != CELL_MEASURED) {
+    const struct comparison c = compare_cells(t->metric, old, new);
+    const bool lost = c.change == CHANGE_LOST || c.change == CHANGE_WRONG;
+    if (lost)
         printf("%s %s=%lld %s: %s now\n", t->title, t->x_name, (long long)row->x, name,
-               new->state == CELL_WRONG ? "wrong" : "not measured");
-        counts->lost++;
-        counts->worse += new->state == CELL_WRONG;
-    }
-    if (old->state != CELL_MEASURED || new->state != CELL_MEASURED || !(old->value.median > 0) ||
-        !(new->value.median > 0))
-        return;
-    counts->compared++;
-    struct interval i = {new->value.median / old->value.median, 0, 0};
-    i.ratio = i.high = i.low;
-    if (t->metric == METRIC_SPEED)
-        i = bootstrap(old, new);
-    const bool worse = i.low > margin, better = i.high < 1 / margin;
-    counts->worse += worse;
-    counts->better += better;
-    if (worse || better)
+               c.change == CHANGE_WRONG ? "wrong" : "not measured");
+    counts->lost += lost;
+    counts->compared += c.change == CHANGE_NONE || c.change == CHANGE_WORSE || c.change == CHANGE_BETTER;
+    counts->worse += c.change == CHANGE_WORSE || c.change == CHANGE_WRONG;
+    counts->better += c.change == CHANGE_BETTER;
+    if (c.change == CHANGE_WORSE || c.change == CHANGE_BETTER)
         printf("%s %s=%lld %s: %.4g %s before, %.4g now, a factor of %.3f (%.3f to %.3f): %s\n", t->title, t->x_name,
-               (long long)row->x, name, old->value.median, unit, new->value.median, i.ratio, i.low, i.high,
-               t->metric == METRIC_SPEED ? (worse ? "slower" : "faster") : (worse ? "more" : "less"));
+               (long long)row->x, name, old->value.median, unit, new->value.median, c.ratio, c.low, c.high,
+               t->metric == METRIC_SPEED ? (c.change == CHANGE_WORSE ? "slower" : "faster")
+                                         : (c.change == CHANGE_WORSE ? "more" : "less"));
 }
 
-static struct counts compare_reports(const struct report *old, const struct report *new) {
+static struct counts print_changes(const struct report *old, const struct report *new) {
     struct counts counts = {0};
     for (int i = 0; i < new->tables; i++) {
-        const struct table *t = &new->table[i];
-        struct table *before = report_find_table(old, t->title);
+        const struct table *const t = &new->table[i], *const before = report_find_table(old, t->title);
         for (int k = 0; k < t->rows && before; k++) {
-            const struct row *row = table_find_row(before, t->row[k].x);
-            if (row && strcmp(row->place.label, t->row[k].place.label) != 0)
-                row = NULL; /* a map of another list of cells */
-            for (int c = 0; c < t->columns && row; c++)
-                for (int b = 0; b < before->columns; b++)
-                    if (strcmp(before->column[b], t->column[c]) == 0)
-                        compare_cell(t, &t->row[k], c, &row->cell[b], &t->row[k].cell[c], &counts);
+            const struct row *const row = compare_row(before, &t->row[k]);
+            for (int c = 0; c < t->columns && row; c++) {
+                const struct cell *const cell = compare_cell(before, row, t->column[c]);
+                if (cell)
+                    print_cell(t, &t->row[k], c, cell, &t->row[k].cell[c], &counts);
+            }
         }
     }
     return counts;
 }
 
+static bool save_page(const char *path, const struct report *old, const struct report *new) {
+    struct output out;
+    if (output_open(&out, path)) {
+        compare_page(old, new, out.file);
+        if (output_commit(&out))
+            return true;
+    }
+    fprintf(stderr, "rafter: %s: %s\n", path, strerror(errno));
+    return false;
+}
+
+static int compare_reports(const struct report *old, const struct report *new, const char *html) {
+    if (strcmp(old->cpu, new->cpu) != 0 || strcmp(old->gpu, new->gpu) != 0 || old->threads != new->threads)
+        printf("The machines differ: %s %s, %d threads; %s %s, %d threads\n", old->cpu, old->gpu, old->threads,
+               new->cpu, new->gpu, new->threads);
+    const struct counts c = print_changes(old, new);
+    printf("%d cells compared: %d got worse, %d better, %d are no longer measured\n", c.compared, c.worse, c.better,
+           c.lost);
+    if (c.compared == 0) {
+        fprintf(stderr, "rafter: the two reports have no cell in common\n");
+        return 2;
+    }
+    if (html && !save_page(html, old, new))
+        return 1;
+    return c.worse > 0 ? 1 : 0;
+}
+
 int verb_compare(int argc, char **argv) {
-    if (argc != 4) {
-        fprintf(stderr, "rafter: compare wants two reports: rafter compare OLD.json NEW.json\n");
+    const char *path[2] = {NULL, NULL}, *html = NULL;
+    int paths = 0;
+    bool good = true;
+    for (int i = 2; i < argc; i++)
+        if (strcmp(argv[i], "--html") == 0 && i + 1 < argc)
+            html = argv[++i];
+        else if (paths < 2 && strncmp(argv[i], "--", 2) != 0)
+            path[paths++] = argv[i];
+        else
+            good = false;
+    if (!good || paths != 2) {
+        fprintf(stderr, "rafter: compare wants two reports: rafter compare OLD.json NEW.json [--html FILE]\n");
         return 2;
     }
     struct report old = {0}, new = {0};
     int status = 2;
-    if (json_read_report(&old, argv[2]) && json_read_report(&new, argv[3])) {
-        if (strcmp(old.cpu, new.cpu) != 0 || strcmp(old.gpu, new.gpu) != 0 || old.threads != new.threads)
-            printf("The machines differ: %s %s, %d threads; %s %s, %d threads\n", old.cpu, old.gpu, old.threads,
-                   new.cpu, new.gpu, new.threads);
-        const struct counts c = compare_reports(&old, &new);
-        printf("%d cells compared: %d got worse, %d better, %d are no longer measured\n", c.compared, c.worse, c.better,
-               c.lost);
-        status = c.worse > 0 ? 1 : 0;
-        if (c.compared == 0) {
-            fprintf(stderr, "rafter: the two reports have no cell in common\n");
-            status = 2;
-        }
-    }
+    if (json_read_report(&old, path[0]) && json_read_report(&new, path[1]))
+        status = compare_reports(&old, &new, html);
     report_free(&old);
     report_free(&new);
     return status;

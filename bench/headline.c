@@ -2,6 +2,7 @@
 /* `rafter headline REPORT.json`: one line per op for README.md, from the largest row of a table. */
 #include <string.h>
 
+#include "names.h"
 #include "report.h"
 #include "verbs.h"
 
@@ -22,34 +23,6 @@ static const struct line {
      "lrpe_cosine-speed-bwd-batch12-head12-dim128-act_silu-bf16", NULL},
 };
 
-/* Columns whose names are short in the tables. */
-static const struct {
-    const char *column, *name;
-} peers[] = {
-    {"to", "PyTorch"},
-    {"toc", "torch.compile"},
-    {"fla", "flash-linear-attention"},
-    {"tr_fla", "flash-linear-attention"},
-    {"liger", "Liger Kernel"},
-    {"tr_liger", "Liger Kernel"},
-    {"tr_cut", "cut cross entropy"},
-    {"liger_sm90", "Liger Kernel, SM90"},
-    {"liger_fslce", "Liger Kernel, FSLCE"},
-    {"quack", "QuACK"},
-    {"quack_exp", "QuACK, scaled exp"},
-    {"tr", "Triton"},
-    {"pt", "Triton, parallel"},
-    {"ptr", "Triton, parallel"},
-    {"rtr", "Triton, recurrence"},
-};
-
-static const char *peer_name(const char *column) {
-    for (size_t i = 0; i < sizeof peers / sizeof *peers; i++)
-        if (strcmp(peers[i].column, column) == 0)
-            return peers[i].name;
-    return column;
-}
-
 /* "**0.265** (98 %) | 0.391 Triton |" */
 static void write_cells(const struct table *t, const struct row *row, FILE *to) {
     const char *column = "";
@@ -61,7 +34,7 @@ static void write_cells(const struct table *t, const struct row *row, FILE *to) 
     else
         fprintf(to, " |");
     if (peer)
-        fprintf(to, " %.3g %s |", peer->value.median, peer_name(column));
+        fprintf(to, " %.3g %s |", peer->value.median, column_name(column));
     else
         fprintf(to, " |");
 }

@@ -6,7 +6,8 @@
 #include <string.h>
 
 #include "map.h"
-#include "plot.h"
+#include "names.h"
+#include "page.h"
 
 enum { BINS = 20, LINES = 64, LEFT = 190, TILE = 34, HEIGHT = 20, TOP = 8, GAP = 10, BOTTOM = 42 };
 
@@ -192,13 +193,14 @@ static void draw(const struct table *t, const struct heat *h, FILE *to) {
 /* ---- tables ---------------------------------------------------------------------------------- */
 
 static void write_entries(const struct map_entry *list, int count, const char *caption, FILE *to) {
+    table_begin(to, caption);
     fprintf(
         to,
-        "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"%s\"><table><caption>%s</caption><thead>"
+        "<caption><span>%s</span></caption><thead>"
         "<tr><th scope=\"col\">cell</th><th scope=\"col\">of the floor</th><th scope=\"col\">us over it</th>"
         "<th scope=\"col\">us</th><th scope=\"col\">MB</th><th scope=\"col\">variant</th><th scope=\"col\">best other"
         "</th></tr></thead><tbody>\n",
-        caption, caption);
+        caption);
     for (int i = 0; i < count; i++) {
         const struct map_entry *e = &list[i];
         const char *name = "";
@@ -213,21 +215,22 @@ static void write_entries(const struct map_entry *list, int count, const char *c
                 map_over(e->cell), 1e3 * e->cell->value.median, e->row->bytes / 1e6);
         write_escaped(to, e->cell->variant);
         fputs("</td><td>", to);
-        write_escaped(to, peer ? name : "–");
+        write_escaped(to, peer ? column_name(name) : "–");
         if (peer)
             fprintf(to, " %.1f us", 1e3 * peer->value.median);
         fputs("</td></tr>\n", to);
     }
-    fputs("</tbody></table></div>\n", to);
+    table_end(to);
 }
 
 /* Every cell, those that were not measured too. */
 static void write_cells(const struct table *t, FILE *to) {
-    fprintf(to,
-            "<details><summary>All %d cells</summary><div class=\"scroll\" tabindex=\"0\" role=\"region\" "
-            "aria-label=\"All cells\"><table><caption>All cells: microseconds, and percent of the "
-            "floor</caption><thead><tr><th scope=\"col\">cell</th><th scope=\"col\">MB</th>",
-            t->rows);
+    fprintf(to, "<details><summary>All %d cells</summary>", t->rows);
+    table_begin(to, "All cells");
+    fputs("<caption><span>All cells: microseconds, and percent of the floor</span></caption><thead><tr><th "
+          "scope=\"col\">cell</th>"
+          "<th scope=\"col\">MB</th>",
+          to);
     for (int k = 0; k < t->columns; k++) {
         fputs("<th scope=\"col\">", to);
         write_escaped(to, t->column[k]);
@@ -248,7 +251,8 @@ static void write_cells(const struct table *t, FILE *to) {
                       to);
         fputs("</tr>\n", to);
     }
-    fputs("</tbody></table></div></details>\n", to);
+    table_end(to);
+    fputs("</details>\n", to);
 }
 
 void heat_write(const struct report *r, const struct table *t, FILE *to) {

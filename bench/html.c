@@ -1,116 +1,89 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The report as one self-contained HTML file. */
+#include <math.h>
 #include <string.h>
 
 #include "map.h"
+#include "names.h"
+#include "page.h"
 #include "plot.h"
-#include "report.h"
 #include "verbs.h"
 
-static const char style[] =
-    ":root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--soft:#57606a;--line:#d0d7de;--card:#f6f8fa;--good:#116329;"
-    "--bad:#a40e26;--link:#0b57b0}\n"
-    "@media (prefers-color-scheme:dark){:root{--bg:#0f1318;--fg:#e6edf3;--soft:#9da7b1;--line:#39414a;--card:#171c22;"
-    "--good:#6fdd8b;--bad:#ff9a9a;--link:#79b8ff}}\n"
-    "*{box-sizing:border-box}body{margin:0 auto;max-width:62rem;padding:1rem;background:var(--bg);color:var(--fg);"
-    "font:16px/1.5 "
-    "system-ui,sans-serif}h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.15rem;overflow-wrap:anywhere;"
-    "margin-top:2.5rem;border-top:1px solid var(--line);padding-top:1rem}a{color:var(--link)}p,li{max-width:46rem}"
-    ".scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.875rem;font-variant-numeric:tabular-nums}"
-    "caption{text-align:left;color:var(--soft);padding:.25rem 0}th,td{padding:.25rem .6rem;text-align:right;"
-    "border-bottom:1px solid "
-    "var(--line);white-space:nowrap}th:first-child,td.l{text-align:left}td.l{white-space:normal;overflow-wrap:anywhere;"
-    "min-width:11rem}thead "
-    "th{background:var(--card)}"
-    "td.best{font-weight:700}td.x{color:var(--soft)}.good{color:var(--good)}.bad{color:var(--bad)}"
-    ".notes{font-size:.875rem;color:var(--soft)}figure{margin:1rem "
-    "0}svg{width:100%;height:auto;display:block;touch-action:pan-y}"
-    "svg text{font-size:12px;fill:var(--fg)}.own{font-weight:700}.grid{stroke:var(--line);stroke-width:1}"
-    "polyline{fill:none;stroke:var(--c);stroke-width:1.5}polyline.ours{stroke-width:3}.lead{fill:none;stroke:var(--c);"
-    "stroke-width:2}circle.p{fill:var(--c);stroke:var(--bg);stroke-width:1}circle.on{stroke:var(--fg);stroke-width:2.5}"
-    "#tip{position:fixed;pointer-events:none;background:var(--fg);color:var(--bg);padding:.25rem "
-    ".5rem;border-radius:.25rem;"
-    "font-size:.875rem;max-width:90vw}#tip[hidden]{display:none}pre{overflow-x:auto;background:var(--card);padding:."
-    "75rem}"
-    "dl{display:grid;grid-template-columns:max-content 1fr;gap:.25rem 1rem}dt{color:var(--soft)}dd{margin:0}\n"
-    ".c0{--c:#0b57b0}.c1{--c:#b35900}.c2{--c:#1a7f37}.c3{--c:#8250df}.c4{--c:#bf3989}.c5{--c:#6e7781}.c6{--c:#0e7c86}"
-    ".c7{--c:#a40e26}.c8{--c:#6b5900}.c9{--c:#5a32a3}\n"
-    "@media "
-    "(prefers-color-scheme:dark){.c0{--c:#58a6ff}.c1{--c:#ffa657}.c2{--c:#56d364}.c3{--c:#bc8cff}.c4{--c:#ff7eb6}"
-    ".c5{--c:#b1bac4}.c6{--c:#56d4dd}.c7{--c:#ff7b72}.c8{--c:#e3b341}.c9{--c:#d2a8ff}}\n"
-    ".tile text{fill:#111}.h0{fill:#7ed69a}.h1{fill:#cfe07a}.h2{fill:#f4cf62}.h3{fill:#f4a261}.h4{fill:#f28b82}\n"
-    "@media print{:root{--bg:#fff;--fg:#000;--soft:#333;--line:#999;--card:#eee}body{max-width:none;font-size:10pt}"
-    "section{break-inside:avoid}.scroll{overflow:visible}table{font-size:7pt}th,td{padding:.1rem "
-    ".25rem}#tip{display:none}}\n";
-
-/* Shows the value of the point nearest to the pointer. */
-static const char script[] =
-    "const tip=document.getElementById('tip');let on=null;\n"
-    "function away(){if(on)on.classList.remove('on');on=null;tip.hidden=true}\n"
-    "for(const svg of document.querySelectorAll('svg')){\n"
-    "  const points=[...svg.querySelectorAll('circle.p')];\n"
-    "  function near(event){\n"
-    "    let best=null,least=900;\n"
-    "    for(const p of points){const b=p.getBoundingClientRect();\n"
-    "      const d=(b.x+b.width/2-event.clientX)**2+(b.y+b.height/2-event.clientY)**2;if(d<least){least=d;best=p}}\n"
-    "    if(best!==on)away();\n"
-    "    if(!best)return;\n"
-    "    on=best;on.classList.add('on');tip.textContent=on.dataset.v;tip.hidden=false;\n"
-    "    const w=tip.offsetWidth,x=Math.min(event.clientX+12,innerWidth-w-4),y=event.clientY-tip.offsetHeight-8;\n"
-    "    tip.style.left=Math.max(4,x)+'px';tip.style.top=(y<4?event.clientY+16:y)+'px';\n"
-    "  }\n"
-    "  svg.addEventListener('pointermove',near);svg.addEventListener('pointerdown',near);\n"
-    "  svg.addEventListener('pointerleave',away);\n"
-    "}\n"
-    "addEventListener('scroll',away,{passive:true});\n";
-
-static void write_number(FILE *to, double value) {
-    fprintf(to, value >= 1000 ? "%.0f" : "%.4g", value);
-}
+/* MiB; a smaller difference of memory is none. */
+static const double same_memory = 1;
 
 /* ---- summary --------------------------------------------------------------------------------- */
 
-static void write_ratio(const struct table *t, double ours, double theirs, FILE *to) {
-    const double ratio = theirs / ours;
-    const char *better = t->metric == METRIC_SPEED ? "faster" : "leaner",
-               *worse = t->metric == METRIC_SPEED ? "slower" : "more";
-    if (ratio >= 1.005)
-        fprintf(to, "<td class=\"good\">%.2f× %s</td>", ratio, better);
-    else if (ratio > 0.995)
+static int column_of(const struct row *row, const struct cell *cell) {
+    return (int)(cell - row->cell);
+}
+
+/* What tables compare: milliseconds, or MiB of workspace. */
+static double figure(const struct table *t, const struct row *row, const struct cell *cell) {
+    return t->metric == METRIC_MEMORY ? cell_workspace(t, row, column_of(row, cell)) : cell->value.median;
+}
+
+static void write_figure(const struct table *t, const struct row *row, const struct cell *cell, FILE *to) {
+    write_number(to, figure(t, row, cell));
+    fprintf(to, " %s", metric_units[t->metric]);
+    if (t->metric == METRIC_MEMORY && t->over[column_of(row, cell)])
+        fputs(", in place", to);
+}
+
+static void write_speed_verdict(double ours, double theirs, FILE *to) {
+    const double ratio = fmax(theirs / ours, ours / theirs);
+    const char *const good = theirs > ours ? "good" : "bad", *const word = theirs > ours ? "faster" : "slower";
+    if (ratio < 1.005)
         fputs("<td>equal</td>", to);
     else
-        fprintf(to, "<td class=\"bad\">%.2f× %s</td>", 1 / ratio, worse);
+        fprintf(to, "<td class=\"%s\">%.*f× %s</td>", good, ratio < 10 ? 2 : 0, ratio, word);
+}
+
+static void write_memory_verdict(double ours, double theirs, FILE *to) {
+    const double less = theirs - ours;
+    if (fabs(less) < same_memory)
+        fputs("<td>same</td>", to);
+    else
+        fprintf(to, "<td class=\"%s\">%.*f MiB %s</td>", less > 0 ? "good" : "bad", fabs(less) < 10 ? 1 : 0, fabs(less),
+                less > 0 ? "less" : "more");
+}
+
+static void write_verdict(const struct table *t, const struct row *row, const struct cell *ours,
+                          const struct cell *peer, FILE *to) {
+    if (!ours || !peer || (t->metric == METRIC_SPEED && !(ours->value.median > 0)))
+        fputs("<td>–</td>", to);
+    else if (t->metric == METRIC_MEMORY)
+        write_memory_verdict(figure(t, row, ours), figure(t, row, peer), to);
+    else
+        write_speed_verdict(ours->value.median, peer->value.median, to);
 }
 
 static void write_summary_row(const struct table *t, FILE *to) {
     const struct row *row = &t->row[t->rows - 1];
-    const char *name = "";
-    const struct cell *ours = row_ours(t, row), *peer = row_best_peer(t, row, &name);
-    fputs("<tr><td class=\"l\">", to);
-    write_link(to, t, t->title);
-    fputs("</td><td>", to);
+    const char *column = "";
+    const struct cell *ours = row_ours(t, row), *peer = row_best_peer(t, row, &column);
+    const struct table_name name = table_name(t);
+    fputs("<tr data-op=\"", to);
+    write_escaped(to, name.op);
+    fprintf(to, "\" data-mode=\"%s\" data-metric=\"%s\"><td class=\"l\">", name.mode, metric_names[t->metric]);
+    write_link(to, t, name.text);
+    fputs(t->metric == METRIC_MEMORY ? ": memory</td><td>" : "</td><td>", to);
     write_escaped(to, t->x_name);
-    fprintf(to, " = %lld</td>", (long long)row->x);
-    if (ours) {
-        fputs("<td>", to);
-        write_number(to, ours->value.median);
-        fprintf(to, " %s</td>", metric_units[t->metric]);
-    } else {
-        fputs("<td>–</td>", to);
-    }
-    if (peer) {
-        fputs("<td>", to);
-        write_escaped(to, name);
-        fputc(' ', to);
-        write_number(to, peer->value.median);
-        fprintf(to, " %s</td>", metric_units[t->metric]);
-    } else {
-        fputs("<td>–</td>", to);
-    }
-    if (ours && peer && ours->value.median > 0)
-        write_ratio(t, ours->value.median, peer->value.median, to);
+    fprintf(to, " = %lld</td><td>", (long long)row->x);
+    if (ours)
+        write_figure(t, row, ours, to);
     else
-        fputs("<td>–</td>", to);
+        fputs("–", to);
+    fputs("</td><td>", to);
+    if (peer) {
+        write_escaped(to, column_name(column));
+        fputc(' ', to);
+        write_figure(t, row, peer, to);
+    } else {
+        fputs("–", to);
+    }
+    fputs("</td>", to);
+    write_verdict(t, row, ours, peer, to);
     if (ours && ours->share > 0)
         fprintf(to, "<td>%.0f %%</td></tr>\n", 100 * ours->share);
     else
@@ -118,20 +91,23 @@ static void write_summary_row(const struct table *t, FILE *to) {
 }
 
 static void write_summary(const struct report *r, FILE *to) {
-    fputs("<section aria-labelledby=\"summary\"><h2 id=\"summary\">Summary</h2>\n<div class=\"scroll\" tabindex=\"0\" "
-          "role=\"region\" aria-label=\"Summary table\"><table><caption>Each table at its largest row: Rafter against "
-          "the best "
-          "of the others, and its share of the floor (the time that the bytes or flops take at the rates measured in "
-          "the same "
-          "run).</caption><thead><tr><th scope=\"col\">table</th><th scope=\"col\">row</th><th "
-          "scope=\"col\">Rafter</th><th "
-          "scope=\"col\">best peer</th><th scope=\"col\">Rafter is</th><th scope=\"col\">of the "
-          "floor</th></tr></thead><tbody>\n",
-          to);
+    fputs("<section aria-labelledby=\"summary\"><h2 id=\"summary\">Summary</h2>\n", to);
+    table_begin(to, "Summary table");
+    fputs(
+        "<caption><span>Each table at its largest row: Rafter against the best of the others, and its share of the "
+        "floor "
+        "(the "
+        "time that the bytes or flops take at the rates measured in the same run). Memory is workspace, beyond inputs "
+        "and gradients; a difference of less than 1 MiB is \"same\".</span></caption><thead><tr><th "
+        "scope=\"col\">table</th><th "
+        "scope=\"col\">row</th><th scope=\"col\">Rafter</th><th scope=\"col\">best other</th><th "
+        "scope=\"col\">Rafter is</th><th scope=\"col\">of the floor</th></tr></thead><tbody>\n",
+        to);
     for (int i = 0; i < r->tables; i++)
         if (r->table[i].rows > 0 && !r->table[i].map[0])
             write_summary_row(&r->table[i], to);
-    fputs("</tbody></table></div></section>\n", to);
+    table_end(to);
+    fputs("</section>\n", to);
 }
 
 /* ---- tables ---------------------------------------------------------------------------------- */
@@ -141,23 +117,46 @@ static void write_heading(const struct table *t, FILE *to) {
     write_escaped(to, t->x_name);
     fputs("</th>", to);
     for (int k = 0; k < t->columns; k++) {
-        fputs("<th scope=\"col\">", to);
+        const char *const name = column_name(t->column[k]);
+        fputs("<th scope=\"col\"><a href=\"#column-", to);
         write_escaped(to, t->column[k]);
-        fputs(t->early[k] ? "*</th>" : "</th>", to);
-        for (int e = 0; e < EXTRAS; e++)
-            if (t->extras >> e & 1)
-                fprintf(to, "<th scope=\"col\">%s</th>", extra_names[e]);
+        fputs("\">", to);
+        write_escaped(to, t->column[k]);
+        fputs(t->early[k] ? "*</a>" : "</a>", to);
+        if (strcmp(name, t->column[k]) != 0) {
+            fputs("<small>", to);
+            write_escaped(to, name);
+            fputs("</small>", to);
+        }
+        fputs("</th>", to);
     }
     fputs(t->metric == METRIC_MEMORY ? "<th scope=\"col\">gradients</th></tr></thead>" : "</tr></thead>", to);
 }
 
-static void write_cell(const struct cell *c, double best, FILE *to) {
+/* The extra figures, below the main one. */
+static void write_extras(const struct table *t, const struct cell *c, FILE *to) {
+    static const char *const before[] = {"", "error ", "host ", "first "}, *const after[] = {" %", "", " us", " ms"};
+    for (int e = 0; e < EXTRAS; e++) {
+        const char *const text = t->extras >> e & 1 ? extra_text(c, (enum extra)e) : "";
+        if (text[0])
+            fprintf(to, "<small>%s%s%s</small>", before[e], text, after[e]);
+    }
+}
+
+static void write_cell(const struct table *t, const struct row *row, int column, double best, FILE *to) {
+    const struct cell *const c = &row->cell[column];
     if (c->state != CELL_MEASURED) {
         fputs(c->state == CELL_WRONG ? "<td class=\"bad\">wrong</td>" : "<td>–</td>", to);
         return;
     }
-    fputs(c->value.median <= best ? "<td class=\"best\">" : "<td>", to);
-    write_number(to, c->value.median);
+    fputs(figure(t, row, c) <= best ? "<td class=\"best\">" : "<td>", to);
+    write_number(to, figure(t, row, c));
+    if (t->metric == METRIC_MEMORY) {
+        fputs("<small>", to);
+        write_number(to, c->value.median);
+        fputs(t->over[column] ? " in all, in place</small>" : " in all</small>", to);
+    }
+    write_extras(t, c, to);
     fputs("</td>", to);
 }
 
@@ -174,35 +173,81 @@ static void write_notes(const struct table *t, FILE *to) {
 }
 
 static void write_table(const struct table *t, FILE *to) {
-    fputs("<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"", to);
-    write_escaped(to, t->title);
-    fprintf(to, "\"><table><caption>%s</caption>",
-            t->metric == METRIC_SPEED ? "Milliseconds, median of the repeats"
-                                      : "MiB at the peak of the call, beyond its inputs");
+    table_begin(to, table_name(t).text);
+    if (t->metric == METRIC_SPEED)
+        fputs("<caption><span>Milliseconds, median of the repeats</span></caption>", to);
+    else
+        fputs("<caption><span>MiB at the peak of the call, beyond its inputs and gradients; below, with "
+              "gradients</span></caption>",
+              to);
     write_heading(t, to);
     fputs("<tbody>\n", to);
     for (int i = 0; i < t->rows; i++) {
         const struct row *row = &t->row[i];
-        double best = -1;
+        double best = INFINITY;
         for (int k = 0; k < t->columns; k++)
-            if (row->cell[k].state == CELL_MEASURED && (best < 0 || row->cell[k].value.median < best))
-                best = row->cell[k].value.median;
+            if (row->cell[k].state == CELL_MEASURED)
+                best = fmin(best, figure(t, row, &row->cell[k]));
         fprintf(to, "<tr><th scope=\"row\">%lld</th>", (long long)row->x);
-        for (int k = 0; k < t->columns; k++) {
-            write_cell(&row->cell[k], best, to);
-            for (int e = 0; e < EXTRAS; e++)
-                if (t->extras >> e & 1)
-                    fprintf(to, "<td class=\"x\">%s</td>", extra_text(&row->cell[k], (enum extra)e));
-        }
+        for (int k = 0; k < t->columns; k++)
+            write_cell(t, row, k, best, to);
         if (t->metric == METRIC_MEMORY) {
-            fputs("<td class=\"x\">", to);
+            fputs("<td>", to);
             write_number(to, row->gradient_bytes / (1 << 20));
             fputs("</td>", to);
         }
         fputs("</tr>\n", to);
     }
-    fputs("</tbody></table></div>\n", to);
+    table_end(to);
     write_notes(t, to);
+}
+
+/* ---- the columns ----------------------------------------------------------------------------- */
+
+static bool has_column(const struct table *t, const char *column) {
+    for (int k = 0; k < t->columns; k++)
+        if (strcmp(t->column[k], column) == 0)
+            return true;
+    return false;
+}
+
+/* An entry for the column, unless a table before this one has it too. */
+static void explain_column(const struct report *r, int table, int column, FILE *to) {
+    const struct table *const t = &r->table[table];
+    const char *const name = t->column[column], *const meaning = column_meaning(name);
+    for (int i = 0; i < table; i++)
+        if (has_column(&r->table[i], name))
+            return;
+    fputs("<dt id=\"column-", to);
+    write_escaped(to, name);
+    fputs("\">", to);
+    write_escaped(to, name);
+    fputs("</dt><dd>", to);
+    if (meaning)
+        write_escaped(to, meaning);
+    else
+        fputs(t->ours[column] ? "Rafter, forced to the kernel variant of this name" : "another library", to);
+    fputs("</dd>\n", to);
+}
+
+static void write_columns(const struct report *r, FILE *to) {
+    unsigned extras = 0;
+    fputs("<section aria-labelledby=\"columns\"><h2 id=\"columns\">What the columns are</h2>\n<dl>\n", to);
+    for (int i = 0; i < r->tables; i++) {
+        extras |= r->table[i].extras;
+        for (int k = 0; k < r->table[i].columns; k++)
+            explain_column(r, i, k, to);
+    }
+    for (int e = 0; e < EXTRAS; e++)
+        if (extras >> e & 1)
+            fprintf(to, "<dt>%s</dt><dd>%s</dd>\n", extra_names[e], extra_meanings[e]);
+    fputs("<dt>*</dt><dd>its forward also computes the gradient: compare forward and backward together</dd>\n"
+          "<dt>in place</dt><dd>its gradient overwrites its input, so it takes no memory for gradients</dd>\n"
+          "<dt>gradients</dt><dd>MiB of the gradients that the call returns</dd>\n"
+          "<dt>–</dt><dd>it did not run; the reason is below the table</dd>\n"
+          "<dt>wrong</dt><dd>its result differs from the fp64 oracle's by more than rounding "
+          "explains</dd>\n</dl></section>\n",
+          to);
 }
 
 /* ---- the machine ----------------------------------------------------------------------------- */
@@ -251,35 +296,27 @@ static int tables_of_maps(const struct report *r) {
 }
 
 void html_write(const struct report *r, FILE *to) {
-    const char *machine = r->gpu[0] ? r->gpu : r->cpu;
-    fputs("<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\"><meta name=\"viewport\" "
-          "content=\"width=device-width,initial-scale=1\"><link rel=\"icon\" href=\"data:,\"><title>Rafter on ",
-          to);
-    write_escaped(to, machine);
-    fprintf(to, "</title><style>\n%s</style></head>\n<body><header><h1>Rafter on ", style);
-    write_escaped(to, machine);
-    fputs("</h1><p>", to);
+    const bool only_maps = r->tables == tables_of_maps(r);
+    char title[300];
+    snprintf(title, sizeof title, "Rafter on %s", r->gpu[0] ? r->gpu : r->cpu);
+    page_begin(to, title);
+    fputs("<p>", to);
     write_escaped(to, r->date);
     fputs(", Rafter ", to);
     write_escaped(to, r->version);
     fputs(". Every column of a table was measured in the same run, in turn, on the same data; every "
-          "result was compared with an fp64 oracle first, but for the map's larger cells. A dash: it did not run, and "
-          "the reason is below the table. A "
-          "star: its forward computes the gradient too, so compare fwd+bwd. Bold: the best of the "
-          "row.</p></header>\n<main>\n",
+          "result was compared with an fp64 oracle first, but for the map's larger cells. Bold: the best of the "
+          "row.</p>\n",
           to);
-    if (r->tables > tables_of_maps(r))
+    unrest_write(r, "This run", to);
+    fputs("</header>\n<main>\n", to);
+    contents_write(r, to);
+    if (!only_maps)
         write_summary(r, to);
     heat_write_worst(r, to);
     for (int i = 0; i < r->tables; i++) {
         const struct table *t = &r->table[i];
-        fputs("<section aria-labelledby=\"", to);
-        write_escaped(to, t->title);
-        fputs("\"><h2 id=\"", to);
-        write_escaped(to, t->title);
-        fputs("\">", to);
-        write_escaped(to, t->title);
-        fputs("</h2>\n", to);
+        section_begin(to, t);
         if (t->map[0]) {
             heat_write(r, t, to);
             write_notes(t, to);
@@ -288,11 +325,11 @@ void html_write(const struct report *r, FILE *to) {
             if (t->rows > 0)
                 write_table(t, to);
         }
-        fputs("</section>\n", to);
+        section_end(to);
     }
+    write_columns(r, to);
     write_machine(r, to);
-    fprintf(to, "</main>\n<div id=\"tip\" role=\"status\" hidden></div>\n<script>\n%s</script></body></html>\n",
-            script);
+    page_end(to);
 }
 
 int verb_page(int argc, char **argv) {

@@ -106,15 +106,17 @@ static void write_cell(FILE *to, const struct table *t, const struct row *row, i
 }
 
 static void write_table(FILE *to, const struct table *t) {
-    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS];
+    char *columns[REPORT_COLUMNS], *ours[REPORT_COLUMNS], *early[REPORT_COLUMNS], *over[REPORT_COLUMNS];
     const int count = t->columns;
-    int own = 0, marked = 0;
+    int own = 0, marked = 0, overwriting = 0;
     for (int i = 0; i < count; i++) {
         columns[i] = (char *)t->column[i];
         if (t->ours[i])
             ours[own++] = columns[i];
         if (t->early[i])
             early[marked++] = columns[i];
+        if (t->over[i])
+            over[overwriting++] = columns[i];
     }
     fputs("    {\"title\": ", to);
     write_string(to, t->title);
@@ -126,6 +128,8 @@ static void write_table(FILE *to, const struct table *t) {
     write_strings(to, ours, own);
     fputs(", \"gradient_in_forward\": ", to);
     write_strings(to, early, marked);
+    fputs(", \"gradient_overwrites_input\": ", to);
+    write_strings(to, over, overwriting);
     if (t->map[0]) {
         fputs(", \"map\": ", to);
         write_string(to, t->map);
@@ -139,6 +143,14 @@ static void write_gpu_state(FILE *to, const char *name, struct gpu_state s) {
     if (s.clock_mhz > 0)
         fprintf(to, ",\n  \"%s\": {\"clock_mhz\": %d, \"memory_clock_mhz\": %d, \"temperature\": %d, \"watts\": %d}",
                 name, s.clock_mhz, s.memory_clock_mhz, s.temperature, s.watts);
+}
+
+static void write_unrest(FILE *to, struct unrest u) {
+    if (u.processors > 0)
+        fprintf(to,
+                ",\n  \"unrest\": {\"processors\": %d, \"busy_by_others\": %.3g, \"slowdown\": %.4g, "
+                "\"clock_low_mhz\": %d, \"clock_high_mhz\": %d}",
+                u.processors, u.others, u.slowdown, u.clock_low_mhz, u.clock_high_mhz);
 }
 
 void json_write(const struct report *r, FILE *to) {
@@ -157,6 +169,7 @@ void json_write(const struct report *r, FILE *to) {
     fprintf(to, ",\n  \"seconds\": %.1f,\n  \"interrupted\": %s", r->seconds, r->interrupted ? "true" : "false");
     write_gpu_state(to, "gpu_before", r->before);
     write_gpu_state(to, "gpu_after", r->after);
+    write_unrest(to, r->unrest);
     const struct {
         const char *name;
         double rate;
@@ -203,6 +216,12 @@ static struct gpu_state read_gpu_state(const struct json *s) {
                               read_count(s, "temperature"), read_count(s, "watts")};
 }
 
+static struct unrest read_unrest(const struct json *u) {
+    return (struct unrest){read_count(u, "processors"), read_number(u, "busy_by_others", 0),
+                           read_number(u, "slowdown", 0), read_count(u, "clock_low_mhz"),
+                           read_count(u, "clock_high_mhz")};
+}
+
 static void mark_columns(struct table *t, const struct json *names, bool marks[]) {
     for (const struct json *name = names ? names->first : NULL; name; name = name->next)
         if (name->text)
@@ -220,10 +239,16 @@ static void read_table(struct report *r, const struct json *from) {
     mark_columns(t, json_get(from, "columns"), columns);
     mark_columns(t, json_get(from, "ours"), t->ours);
     mark_columns(t, json_get(from, "gradient_in_forward"), t->early);
+    mark_columns(t, json_get(from, "gradient_overwrites_input"), t->over);
     const struct json *notes = json_get(from, "notes");
-    for (const struct json *note = notes ? notes->first : NULL; note; note = note->next)
-        if (note->text)
-            table_add_note(t, "%s", note->text);
+    for (const struct json *note = notes ? notes->first : NULL; note; note = note->next) {
+        if (!note->text)
+            continue;
+        table_add_note(t, "%s", note->text);
+        /* Reports of 0.1 say it in a note only. */
+        for (int k = 0; k < t->columns && strstr(note->text, ": its gradient lies over its input"); k++)
+            t->over[k] |= note_names(note->text, t->column[k]);
+    }
 }
 
 static void read_place(struct map_place *p, const struct json *from) {
@@ -280,7 +305,8 @@ bool json_read_report(struct report *r, const char *path) {
                          .seconds = read_number(from, "seconds", 0),
                          .interrupted = json_number(from, "interrupted", 0) != 0,
                          .before = read_gpu_state(json_get(from, "gpu_before")),
-                         .after = read_gpu_state(json_get(from, "gpu_after"))};
+                         .after = read_gpu_state(json_get(from, "gpu_after")),
+                         .unrest = read_unrest(json_get(from, "unrest"))};
     copy_text(r->version, sizeof r->version, from, "version");
     copy_text(r->date, sizeof r->date, from, "date");
     copy_text(r->cpu, sizeof r->cpu, from, "cpu");

@@ -58,6 +58,7 @@ static void help(FILE *to) {
         "    --markdown              print the tables again, as Markdown\n"
         "rafter compare OLD NEW      two files of --json: cells that got slower beyond noise; exit status 1 if there "
         "are any\n"
+        "    --html FILE             write a page with both runs side by side\n"
         "rafter headline FILE        one line per op for README.md, from a --json file of the seeds' tables\n"
         "rafter page FILE            the page that --html writes, from a --json file\n"
         "rafter scale                linear_cross_entropy with its classes over 1 to 64 ranks: compute measured here, "

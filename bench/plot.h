@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A table as a plot: lines over x, both axes logarithmic, as SVG inside an HTML page. */
+/* A table as a plot: lines over x, as SVG inside an HTML page. */
 #ifndef RAFTER_BENCH_PLOT_H
 #define RAFTER_BENCH_PLOT_H
 
@@ -8,14 +8,12 @@
 /* The number of colours: classes c0, c1, ... of the page's style sheet. */
 enum { PLOT_COLOURS = 10 };
 
-/* Writes nothing if there is nothing to draw. Every measured cell above 0 is one <circle class="p">
- * with its text in data-v. */
+/* Two plots, or nothing if there is nothing to draw. The first shows time over the floor; without shares of the floor,
+ * over the time of the best other library; of memory, workspace. The second, in a <details>, shows the table's figures
+ * on logarithmic axes. Each figure that a plot can show is one <circle class="p"> with its text in data-v. */
 void plot_write(const struct table *t, FILE *to);
 
-/* Writes text with HTML's reserved characters escaped, for elements and for quoted attributes. Every
- * string of a report is written by it: the report may be anybody's. */
-void write_escaped(FILE *to, const char *text);
-/* A link to the table's section. */
-void write_link(FILE *to, const struct table *t, const char *text);
+/* The first plot of two runs of one table, side by side on the same axes. */
+void plot_write_pair(const struct table *old, const struct table *new, FILE *to);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "report.h"
 
+#include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -97,6 +98,11 @@ static bool names(const char *note, size_t length, const char *name) {
     return false;
 }
 
+bool note_names(const char *note, const char *name) {
+    const char *const colon = strstr(note, ": ");
+    return colon && names(note, (size_t)(colon - note), name);
+}
+
 void table_add_note_about(struct table *t, const char *name, const char *sentence) {
     for (int i = 0; i < t->notes; i++) {
         const char *colon = strstr(t->note[i], ": ");
@@ -153,14 +159,23 @@ const struct cell *row_ours(const struct table *t, const struct row *row) {
     return NULL;
 }
 
+double cell_workspace(const struct table *t, const struct row *row, int column) {
+    const double gradients = t->over[column] ? 0 : row->gradient_bytes / (1 << 20);
+    return fmax(0, row->cell[column].value.median - gradients);
+}
+
 const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name) {
     const struct cell *best = NULL;
+    double least = INFINITY;
     for (int c = 0; c < t->columns; c++) {
-        const struct cell *cell = &row->cell[c];
-        if (t->ours[c] || t->early[c] || cell->state != CELL_MEASURED ||
-            (best && best->value.median <= cell->value.median))
+        const struct cell *const cell = &row->cell[c];
+        if (t->ours[c] || t->early[c] || cell->state != CELL_MEASURED)
+            continue;
+        const double value = t->metric == METRIC_MEMORY ? cell_workspace(t, row, c) : cell->value.median;
+        if (best && least <= value)
             continue;
         best = cell;
+        least = value;
         *name = t->column[c];
     }
     return best;

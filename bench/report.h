@@ -66,6 +66,7 @@ struct table {
     char column[REPORT_COLUMNS][REPORT_NAME];
     bool ours[REPORT_COLUMNS];  /* a column of Rafter */
     bool early[REPORT_COLUMNS]; /* its forward also computes the gradient */
+    bool over[REPORT_COLUMNS];  /* its gradient overwrites its input */
     struct row *row;
     char **note; /* sentences below the table */
     bool printed;
@@ -76,12 +77,21 @@ struct gpu_state {
     int clock_mhz, memory_clock_mhz, temperature, watts;
 };
 
+/* What may have disturbed the run; zero if unknown. */
+struct unrest {
+    int processors;
+    double others;   /* processors that other programs kept busy, on average over the run */
+    double slowdown; /* the slowest of some loops of one length over the fastest: 1 if the clock stood still */
+    int clock_low_mhz, clock_high_mhz; /* of the GPU */
+};
+
 struct report {
     char version[32], cpu[128], features[256], gpu[256], torch[64], date[32];
     int threads;
     char **command;            /* NULL-terminated */
     double read, copy, matrix; /* rates of the roofline, in bytes and flops per second; 0: not measured */
     struct gpu_state before, after;
+    struct unrest unrest;
     double seconds;   /* duration of the run */
     bool interrupted; /* the run was stopped before its end */
     int tables;
@@ -99,14 +109,21 @@ int table_column(struct table *t, const char *name);
 void table_add_note(struct table *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* "a, b: sentence": columns with the same sentence share a note. */
 void table_add_note_about(struct table *t, const char *name, const char *sentence);
+bool note_names(const char *note, const char *name); /* whether it is among the columns before the colon */
 void report_set_command(struct report *r, int argc, char **argv);
 void report_free(struct report *r);
 
-/* The cell of the column "rafter"; and the fastest (or smallest) correct cell of the other
- * libraries, without those whose forward also computes the gradient. NULL if there is none. `name`
- * is the other column's. */
+/* The MiB of a memory table's cell beyond inputs and gradients. A gradient that overwrites its input takes none. */
+double cell_workspace(const struct table *t, const struct row *row, int column);
+
+/* The cell of the column "rafter"; and the fastest correct cell of the other libraries (in memory
+ * tables, that with the least workspace), without those whose forward also computes the gradient.
+ * NULL if there is none. `name` is the other column's. */
 const struct cell *row_ours(const struct table *t, const struct row *row);
 const struct cell *row_best_peer(const struct table *t, const struct row *row, const char **name);
+
+/* The reasons to distrust the times, as sentences: false if there are not so many (unrest.c). */
+bool report_unrest(const struct report *r, int index, char *text, size_t size);
 
 /* ---- as text --------------------------------------------------------------------------------- */
 

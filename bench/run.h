@@ -10,6 +10,7 @@
 #include "provider.h"
 #include "report.h"
 #include "roofline.h"
+#include "unrest.h"
 
 enum { RUN_VARIANTS = 48 }; /* names over all ops */
 
@@ -34,6 +35,7 @@ struct run {
     struct pace pace;
     struct roofline roofline;
     struct report report;
+    struct unrest_watch watch;
     struct budget budget;
     bool fresh;                          /* this process was started to measure one first call */
     double started, work_done, work_all; /* for the estimate of the time left; work is in bytes */

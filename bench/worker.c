@@ -56,6 +56,20 @@ static void let_go(void) {
     worker.used = 0;
 }
 
+double worker_seconds(void) {
+    char path[64];
+    double user = 0, system = 0, waited_user = 0, waited_system = 0;
+    snprintf(path, sizeof path, "/proc/%ld/stat", (long)worker.pid);
+    FILE *file = worker.pid > 0 ? fopen(path, "r") : NULL;
+    /* The second field, the name of the program, is in brackets; 14 to 17 are the times. */
+    if (file && fscanf(file, "%*d (%*[^)]) %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lf %lf %lf %lf", &user, &system,
+                       &waited_user, &waited_system) != 4)
+        user = system = waited_user = waited_system = 0;
+    if (file)
+        fclose(file);
+    return (user + system + waited_user + waited_system) / (double)sysconf(_SC_CLK_TCK);
+}
+
 void worker_stop(void) {
     if (worker.pid > 0) {
         kill(worker.pid, SIGKILL);

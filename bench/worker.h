@@ -27,6 +27,8 @@ struct worker_options {
 bool worker_start(const struct worker_options *options, char *reason, size_t size);
 void worker_stop(void);
 bool worker_alive(void);
+/* Processor time of the running worker and of its children that have ended. */
+double worker_seconds(void);
 
 /* Grows by one whenever a worker is started. A new worker knows nothing of the orders to an earlier
  * one. */

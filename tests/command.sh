@@ -330,6 +330,31 @@ same=(bench logsumexp --x 64,128 --mode fwd --seconds 0.02 --providers rafter,sl
 RAFTER_TEST_SLOW=1 "$bad" "${same[@]}" --json "$folder/new.json" >/dev/null || fail "slow bench for compare: status $?"
 expect 0 '^[0-9]+ cells compared: 0 got worse' "$bad" compare "$folder/old.json" "$folder/old.json"
 expect 1 'n=64 sluggish: .*: slower$' "$bad" compare "$folder/old.json" "$folder/new.json"
+expect 1 'n=64 sluggish: .*: slower$' "$bad" compare --html "$folder/compare.html" "$folder/old.json" "$folder/new.json"
+[ "$(grep -c '<svg' "$folder/compare.html")" = 2 ] || fail "compare --html does not draw the two runs side by side"
+grep -q '<small>slower</small>' "$folder/compare.html" || fail "compare --html does not say what got slower"
+expect 1 "$folder/no/such/file: No such file" "$bad" compare "$folder/old.json" "$folder/old.json" --html "$folder/no/such/file"
+expect 2 'compare wants two reports' "$bad" compare "$folder/old.json" "$folder/old.json" --html
+
+# --- the page says what disturbed the run, and what memory compares
+if command -v python3 >/dev/null; then
+    python3 - "$folder/old.json" "$folder/unrest.json" <<'PYTHON'
+import json, sys
+report = json.load(open(sys.argv[1]))
+report["unrest"] = {"processors": report["threads"], "busy_by_others": 0.9, "slowdown": 1.5, "clock_low_mhz": 0, "clock_high_mhz": 0}
+for table in report["tables"]:
+    table.update(title="cross_entropy-memory-bwd-batch4096-bf16-ls0.0-mean", metric="memory", gradient_overwrites_input=["sluggish"])
+for row, mebibytes in zip(report["rows"], (8.5, 0.25, 24.0, 0.5)): # gradients of 8 and 16 MiB, over the input in the second column
+    row.update(table="cross_entropy-memory-bwd-batch4096-bf16-ls0.0-mean", metric="memory", unit="MiB", median=mebibytes,
+               gradient_bytes=(8 if row["x"] == 64 else 16) << 20)
+json.dump(report, open(sys.argv[2], "w"))
+PYTHON
+    expect 0 'Cross entropy, backward, 4096 rows, bf16: memory' "$bad" page "$folder/unrest.json"
+    grep -q 'other programs kept 0.9 of ' "$folder/out" || fail "the page does not say that the machine was busy"
+    grep -q 'clock moved: the same loop took up to 1.50 times' "$folder/out" || fail "the page does not say that the clock moved"
+    grep -qE '<td>8 MiB</td><td>sluggish 0.5 MiB, in place</td><td class="bad">7.5 MiB more</td>' "$folder/out" ||
+        fail "the summary does not compare workspace: $(grep -o '<td>v = .*' "$folder/out" | head -n 1)$(grep -o '<td>n = .*' "$folder/out" | head -n 1)"
+fi
 
 # --- headline: the largest row of the tables that README.md names, in plain words
 "$bad" bench logsumexp --preset seeds --x 64,256 --mode fwd --seconds 0.001 --providers rafter --json "$folder/seeds.json" >/dev/null ||
