@@ -80,6 +80,30 @@
     }                                                                                                                  \
     }
 
+/* A function that runs `statement` with `dtype` bound to a constant, in a function of its own for each dtype: GCC takes
+ * more than linear time for large functions. V_FUNCTION(sum_rows, (const struct block *b, float *to), (b, to), b->dtype,
+ * rows(dtype, b, to)) */
+#define V_FUNCTION(name, parameters, arguments, value, statement)                                                      \
+    static __attribute__((noinline)) void name##_f32 parameters {                                                      \
+        enum { dtype = RAFTER_F32 };                                                                                   \
+        statement;                                                                                                     \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_bf16 parameters {                                                     \
+        enum { dtype = RAFTER_BF16 };                                                                                  \
+        statement;                                                                                                     \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_f16 parameters {                                                      \
+        enum { dtype = RAFTER_F16 };                                                                                   \
+        statement;                                                                                                     \
+    }                                                                                                                  \
+    static void name parameters {                                                                                      \
+        switch (value) {                                                                                               \
+        case RAFTER_F32: name##_f32 arguments; break;                                                                  \
+        case RAFTER_BF16: name##_bf16 arguments; break;                                                                \
+        default: name##_f16 arguments; break;                                                                          \
+        }                                                                                                              \
+    }
+
 V_INLINE int64_t v_bytes(int dtype) {
     return dtype == RAFTER_F32 ? 4 : 2;
 }

@@ -32,12 +32,10 @@ static void merge_backward(float *sum, int64_t lines, int64_t parts) {
 /* ---- the table ------------------------------------------------------------------------------- */
 
 #define SOFTMAX(form_direction)                                                                                        \
-    static void form_direction##_statistics_any(const struct act_block *b, float *statistics) {                        \
-        V_FOR_DTYPE(b->dtype, dtype, form_direction##_statistics(dtype, b, statistics))                                \
-    }                                                                                                                  \
-    static void form_direction##_apply_any(const struct act_block *b, const float *statistics) {                       \
-        V_FOR_DTYPE(b->dtype, dtype, form_direction##_apply(dtype, b, statistics))                                     \
-    }
+    V_FUNCTION(form_direction##_statistics_any, (const struct act_block *b, float *statistics), (b, statistics),       \
+               b->dtype, form_direction##_statistics(dtype, b, statistics))                                            \
+    V_FUNCTION(form_direction##_apply_any, (const struct act_block *b, const float *statistics), (b, statistics),      \
+               b->dtype, form_direction##_apply(dtype, b, statistics))
 
 SOFTMAX(rows_forward)
 SOFTMAX(rows_backward)

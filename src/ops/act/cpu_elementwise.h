@@ -119,26 +119,31 @@ V_INLINE void relu_masked(int dtype, bool is_forward, const struct act_block *b)
     relu_step(dtype, is_forward, in, mask, out, (int)n, false);
 }
 
-V_INLINE void map(bool is_forward, const struct act_block *b) {
-    switch (b->kind) {
-    case RAFTER_ACT_NONE: V_FOR_DTYPE(b->dtype, dtype, copy(dtype, is_forward ? ACT_IN : ACT_DY, b)) break;
-    case RAFTER_ACT_RELU:
-        if (b->mask)
-            V_FOR_DTYPE(b->dtype, dtype, relu_masked(dtype, is_forward, b))
-        else
-            V_FOR_DTYPE(b->dtype, dtype, map_as(dtype, RAFTER_ACT_RELU, is_forward, b))
-        break;
-    case RAFTER_ACT_SIGMOID: V_FOR_DTYPE(b->dtype, dtype, map_as(dtype, RAFTER_ACT_SIGMOID, is_forward, b)) break;
-    default: V_FOR_DTYPE(b->dtype, dtype, map_as(dtype, RAFTER_ACT_SILU, is_forward, b)) break;
+#define MAP(direction, is_forward)                                                                                     \
+    V_FUNCTION(copy_##direction, (const struct act_block *b), (b), b->dtype,                                           \
+               copy(dtype, is_forward ? ACT_IN : ACT_DY, b))                                                           \
+    V_FUNCTION(masked_##direction, (const struct act_block *b), (b), b->dtype, relu_masked(dtype, is_forward, b))      \
+    V_FUNCTION(relu_##direction, (const struct act_block *b), (b), b->dtype,                                           \
+               map_as(dtype, RAFTER_ACT_RELU, is_forward, b))                                                          \
+    V_FUNCTION(sigmoid_##direction, (const struct act_block *b), (b), b->dtype,                                        \
+               map_as(dtype, RAFTER_ACT_SIGMOID, is_forward, b))                                                       \
+    V_FUNCTION(silu_##direction, (const struct act_block *b), (b), b->dtype,                                           \
+               map_as(dtype, RAFTER_ACT_SILU, is_forward, b))                                                          \
+    static void map_##direction(const struct act_block *b) {                                                           \
+        switch (b->kind) {                                                                                             \
+        case RAFTER_ACT_NONE: copy_##direction(b); break;                                                              \
+        case RAFTER_ACT_RELU:                                                                                          \
+            if (b->mask)                                                                                               \
+                masked_##direction(b);                                                                                 \
+            else                                                                                                       \
+                relu_##direction(b);                                                                                   \
+            break;                                                                                                     \
+        case RAFTER_ACT_SIGMOID: sigmoid_##direction(b); break;                                                        \
+        default: silu_##direction(b); break;                                                                           \
+        }                                                                                                              \
     }
-}
 
-static void map_forward(const struct act_block *b) {
-    map(true, b);
-}
-
-static void map_backward(const struct act_block *b) {
-    map(false, b);
-}
+MAP(forward, true)
+MAP(backward, false)
 
 #endif

@@ -115,17 +115,29 @@ V_INLINE void any_rows_in_registers(int dtype, const struct act_block *b) {
         rows_in_registers(dtype, MOST_VECTORS, b);
 }
 
+/* Backward with column stride 1 in two passes. */
+V_INLINE void rows_in_passes(int dtype, const struct act_block *b) {
+    float sum[ACT_ROWS_BLOCK / ACT_SHORT_MARGIN];
+    rows_backward_statistics(dtype, b, sum);
+    rows_backward_apply(dtype, b, sum);
+}
+
+V_FUNCTION(turned_forward, (const struct act_block *b), (b), b->dtype, turned_rows(dtype, true, b))
+V_FUNCTION(turned_backward, (const struct act_block *b), (b), b->dtype, turned_rows(dtype, false, b))
+V_FUNCTION(backward_in_registers, (const struct act_block *b), (b), b->dtype, any_rows_in_registers(dtype, b))
+V_FUNCTION(backward_in_passes, (const struct act_block *b), (b), b->dtype, rows_in_passes(dtype, b))
+
 /* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
     if (b->inner > 1 || (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1)) {
         if (is_forward)
-            V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, true, b))
+            turned_forward(b);
         else
-            V_FOR_DTYPE(b->dtype, dtype, turned_rows(dtype, false, b))
+            turned_backward(b);
         return;
     }
     if (!is_forward && b->columns <= MOST_VECTORS * V_LANES && !b->stream) {
-        V_FOR_DTYPE(b->dtype, dtype, any_rows_in_registers(dtype, b));
+        backward_in_registers(b);
         return;
     }
     const int64_t some = max64(ACT_ROWS_BLOCK / (b->columns + ACT_SHORT_MARGIN), 1);
@@ -134,13 +146,10 @@ static void whole_rows(const struct act_block *b, bool is_forward) {
         part.rows = min64(b->rows - r, some);
         for (int t = 0; t < ACT_TENSORS; t++)
             part.data[t] = b->data[t] ? b->data[t] + r * b->row_stride[t] * v_bytes((int)b->dtype) : NULL;
-        if (is_forward) {
+        if (is_forward)
             short_rows(&part);
-        } else {
-            float sum[ACT_ROWS_BLOCK / ACT_SHORT_MARGIN];
-            V_FOR_DTYPE(b->dtype, dtype, rows_backward_statistics(dtype, &part, sum));
-            V_FOR_DTYPE(b->dtype, dtype, rows_backward_apply(dtype, &part, sum));
-        }
+        else
+            backward_in_passes(&part);
     }
 }
 

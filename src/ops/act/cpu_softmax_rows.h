@@ -85,18 +85,23 @@ V_INLINE void short_rows_as(int dtype, bool pairs_only, bool stream, const struc
     }
 }
 
+V_FUNCTION(short_rows_of_streamed_pairs, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, true, true, b))
+V_FUNCTION(short_rows_of_pairs, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, true, false, b))
+V_FUNCTION(short_rows_streamed, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, false, true, b))
+V_FUNCTION(short_rows_of_any, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, false, false, b))
+
 static void short_rows(const struct act_block *b) {
     const bool aligned =
         (uintptr_t)b->data[ACT_OUT] % V_STREAM == 0 && b->row_stride[ACT_OUT] * v_bytes((int)b->dtype) % V_STREAM == 0;
     const bool pairs_only = b->columns % (2 * V_LANES) == 0 && (aligned || !b->stream);
     if (pairs_only && b->stream)
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, true, b))
+        short_rows_of_streamed_pairs(b);
     else if (pairs_only)
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, true, false, b))
+        short_rows_of_pairs(b);
     else if (b->stream)
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, true, b))
+        short_rows_streamed(b);
     else
-        V_FOR_DTYPE(b->dtype, dtype, short_rows_as(dtype, false, false, b))
+        short_rows_of_any(b);
 }
 
 V_INLINE void rows_forward_statistics(int dtype, const struct act_block *b, float *statistics) {

@@ -152,9 +152,8 @@ V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int
         best_of(dtype, z, first, n, stats->sum != stats->sum, stats);
 }
 
-static void stats(const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *out) {
-    V_FOR_DTYPE(row->dtype, dtype, stats_of_dtype(dtype, row, first, n, out));
-}
+V_FUNCTION(stats, (const struct cross_entropy_row *row, int64_t first, int64_t n, struct rafter_row_stats *out),
+           (row, first, n, out), row->dtype, stats_of_dtype(dtype, row, first, n, out))
 
 /* ---- gradient -------------------------------------------------------------------------------- */
 
@@ -302,10 +301,9 @@ V_INLINE void gradient_of_dtype(int dtype, const struct cross_entropy_row *row, 
     }
 }
 
-static void gradient(const struct cross_entropy_row *row, int64_t first, int64_t n,
-                     const struct rafter_row_gradient *g) {
-    V_FOR_DTYPE(row->dtype, dtype, gradient_of_dtype(dtype, row, first, n, g));
-}
+V_FUNCTION(gradient,
+           (const struct cross_entropy_row *row, int64_t first, int64_t n, const struct rafter_row_gradient *g),
+           (row, first, n, g), row->dtype, gradient_of_dtype(dtype, row, first, n, g))
 
 /* ---- blocks of adjacent rows ----------------------------------------------------------------- */
 

@@ -346,13 +346,11 @@ V_INLINE double tile_of(int dtype, const struct cross_entropy_tiling *t, struct 
 }
 
 /* Compiled once per dtype, for tiles in memory and in the buffer. */
-static __attribute__((noinline)) double tile_of_any(rafter_dtype any, const struct cross_entropy_tiling *t,
-                                                    struct cross_entropy_tile *tile, const char *z, int64_t z_pitch,
-                                                    char *dz, int64_t dz_pitch) {
-    double sum = 0.0;
-    V_FOR_DTYPE(any, dtype, sum = tile_of(dtype, t, tile, z, z_pitch, dz, dz_pitch));
-    return sum;
-}
+V_FUNCTION(tile_of_any,
+           (rafter_dtype any, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile, const char *z,
+            int64_t z_pitch, char *dz, int64_t dz_pitch, double *sum),
+           (any, t, tile, z, z_pitch, dz, dz_pitch, sum), any, (void)any;
+           *sum = tile_of(dtype, t, tile, z, z_pitch, dz, dz_pitch))
 
 V_INLINE double buffered_tile(int dtype, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile) {
     _Alignas(64) float buffer[CROSS_ENTROPY_TURNED];
@@ -365,7 +363,8 @@ V_INLINE double buffered_tile(int dtype, const struct cross_entropy_tiling *t, s
         tile_transform(CAPPED, t, buffer, slope, n);
     else if (t->scale != 1.0f)
         tile_transform(SCALED, t, buffer, NULL, n);
-    const double sum = tile_of_any(RAFTER_F32, t, tile, (const char *)buffer, pitch * 4, (char *)buffer, pitch * 4);
+    double sum;
+    tile_of_any(RAFTER_F32, t, tile, (const char *)buffer, pitch * 4, (char *)buffer, pitch * 4, &sum);
     if (slope)
         tile_apply_slope(buffer, slope, n);
     if (t->gradient)
@@ -377,8 +376,9 @@ static double tile(const struct cross_entropy_tiling *t, struct cross_entropy_ti
     double sum = 0.0;
     const int64_t bytes = rafter_dtype_bytes(t->dtype);
     if (t->direct)
-        return tile_of_any(t->dtype, t, rows, rows->z[0], t->z_class * bytes, rows->dz[0], t->dz_class * bytes);
-    V_FOR_DTYPE(t->dtype, dtype, sum = buffered_tile(dtype, t, rows));
+        tile_of_any(t->dtype, t, rows, rows->z[0], t->z_class * bytes, rows->dz[0], t->dz_class * bytes, &sum);
+    else
+        V_FOR_DTYPE(t->dtype, dtype, sum = buffered_tile(dtype, t, rows));
     return sum;
 }
 

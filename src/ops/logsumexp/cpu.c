@@ -41,10 +41,10 @@ V_INLINE int64_t rows_side_by_side(const struct logsumexp_block *b, bool gradien
 /* ---- statistics ------------------------------------------------------------------------------ */
 
 /* Compiled once per dtype. Pitch in bytes. */
-static __attribute__((noinline)) void statistics_of(rafter_dtype any, const char *x, int64_t pitch, int64_t columns,
-                                                    int64_t rows, float *pivots, float *sums) {
-    V_FOR_DTYPE(any, dtype, v_column_statistics(dtype, x, pitch, columns, rows, NULL, NULL, pivots, sums));
-}
+V_FUNCTION(statistics_of,
+           (rafter_dtype any, const char *x, int64_t pitch, int64_t columns, int64_t rows, float *pivots, float *sums),
+           (any, x, pitch, columns, rows, pivots, sums), any, (void)any;
+           v_column_statistics(dtype, x, pitch, columns, rows, NULL, NULL, pivots, sums))
 
 static void column_statistics(const struct logsumexp_block *b, float *pivots, float *sums) {
     const int64_t side = rows_side_by_side(b, false), wide = side * b->lines, long_rows = b->length / side;
@@ -275,29 +275,36 @@ V_INLINE void short_row_gradient(int dtype, const struct logsumexp_block *b) {
 
 /* ---- the table ------------------------------------------------------------------------------- */
 
+V_FUNCTION(short_rows, (const struct logsumexp_block *block, float *statistics), (block, statistics), block->dtype,
+           short_row_statistics(dtype, block, statistics, statistics + block->lines))
+V_FUNCTION(long_rows, (const struct logsumexp_block *block, float *statistics), (block, statistics), block->dtype,
+           row_statistics(dtype, block, statistics, statistics + block->lines))
+
 static void row_statistics_of(const struct logsumexp_block *block, float *statistics) {
-    float *const sums = statistics + block->lines;
     if (block->length <= SHORT && block->lines > 1)
-        V_FOR_DTYPE(block->dtype, dtype, short_row_statistics(dtype, block, statistics, sums))
+        short_rows(block, statistics);
     else
-        V_FOR_DTYPE(block->dtype, dtype, row_statistics(dtype, block, statistics, sums))
+        long_rows(block, statistics);
 }
 
 static void column_statistics_of(const struct logsumexp_block *block, float *statistics) {
     column_statistics(block, statistics, statistics + block->lines);
 }
 
+V_FUNCTION(short_gradient, (const struct logsumexp_block *block), (block), block->dtype,
+           short_row_gradient(dtype, block))
+V_FUNCTION(long_gradient, (const struct logsumexp_block *block), (block), block->dtype, row_gradient(dtype, block))
+
 static void row_gradient_of(const struct logsumexp_block *block) {
     const int64_t most = block->dtype == RAFTER_F32 ? SHORT_BACKWARD : SHORT_BACKWARD_16;
     if (block->length <= most && block->lines > 1 && block->dx_step == 1)
-        V_FOR_DTYPE(block->dtype, dtype, short_row_gradient(dtype, block))
+        short_gradient(block);
     else
-        V_FOR_DTYPE(block->dtype, dtype, row_gradient(dtype, block))
+        long_gradient(block);
 }
 
-static void column_gradient_of(const struct logsumexp_block *block) {
-    V_FOR_DTYPE(block->dtype, dtype, column_gradient(dtype, block));
-}
+V_FUNCTION(column_gradient_of, (const struct logsumexp_block *block), (block), block->dtype,
+           column_gradient(dtype, block))
 
 static void finish(const float *statistics, int64_t parts, int64_t lines, rafter_dtype dtype, char *lse,
                    int64_t lse_line) {
