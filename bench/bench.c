@@ -211,7 +211,7 @@ static int measure(struct run *run) {
     const bool saved = save_all(run, true);
     char text[256];
     for (int i = 0; !run->fresh && report_unrest(&run->report, i, text, sizeof text); i++)
-        fprintf(stderr, "rafter: %s\n", text);
+        printf("This run: %s\n", text);
     for (int i = 0; i < run->report.tables && run->options.markdown; i++)
         table_markdown(&run->report.table[i], stdout);
     if (run->report.tables == 0 && !run_interrupted)
