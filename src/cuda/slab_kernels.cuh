@@ -49,6 +49,7 @@ DEVICE typename Op::Stats merge_all(const Op &op, int count, int lane, int lanes
     typename Op::Stats g = op.none();
     if (lane < count)
         g = load(lane);
+#pragma unroll 4
     for (int e = lane + lanes; e < count; e += lanes)
         g = op.merge(g, load(e));
     return op.merge_lanes(g, lanes);

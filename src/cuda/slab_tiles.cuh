@@ -209,7 +209,9 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     t.direct = t.down == 1 && !keep_whole;
     const int64_t whole_tiles = ceil_div<int64_t>(s.outer, t.group) * t.wide_tiles;
     const int64_t least = int64_t(t.down) * in_flight; /* steps of a part */
-    const int64_t filling = min(ceil_div(ENOUGH_TILES, whole_tiles), steps / least);
+    /* With many rows to a tile a thread merges all parts of a row. */
+    const int64_t most_parts = how.split && 4 * t.rows_of_tile() > t.threads ? 16 : 256;
+    const int64_t filling = min(min(ceil_div(ENOUGH_TILES, whole_tiles), steps / least), most_parts);
     const int64_t parts = max(how.split ? filling : max(filling, steps / (4 * least)), int64_t(1));
     t.part = static_cast<int>(ceil_div(steps, parts));
     t.parts = static_cast<int>(ceil_div<int64_t>(steps, t.part));

@@ -179,7 +179,7 @@ struct Staged {
         if (!s.dense(0) || !s.dense(1))
             return "slabs are not dense";
         const int64_t bytes = s.slab_elements() * rafter_dtype_bytes(call.logits.dtype);
-        if (s.inner > 64 || bytes > (s.inner == 1 ? 4096 : TILE_BYTES))
+        if (s.inner > 64 || (s.inner == 1 ? bytes >= 1024 : bytes > TILE_BYTES))
             return "slabs are too large for shared memory";
         return s.outer > int64_t(INT32_MAX) ? "it counts slabs in 31 bits" : NULL;
     }

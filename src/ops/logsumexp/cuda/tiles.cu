@@ -119,9 +119,23 @@ struct Tiles {
             return "there are no rows or no elements";
         if (call.algorithm != RAFTER_LOGSUMEXP_AUTO)
             return "the algorithm is given";
-        if (p.backward && p.contiguous && p.row_bytes() >= 256)
+        const Slabs slabs = slabs_of(p.x, p.backward ? &p.dx : NULL);
+        return too_large(slabs) ? "it counts rows and columns in 31 bits" : why_slower(p, slabs);
+    }
+
+    /* The layouts in which kernels that know more were measured to be faster: docs/perf/logsumexp.md. */
+    static const char *why_slower(const Problem &p, const Slabs &s) {
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        const int64_t all = p.rows * p.n * bytes;
+        if (s.inner > 1 && s.packs_across(0, bytes) && (!p.backward || s.packs_across(1, bytes)))
+            return "every step has whole packs: columns of packs need no tiles";
+        if (p.backward && p.contiguous && p.row_bytes() >= 64)
             return "rows are contiguous and dx is aligned as x: the gradient needs no tiles";
-        return too_large(slabs_of(p.x, p.backward ? &p.dx : NULL)) ? "it counts rows and columns in 31 bits" : NULL;
+        if (p.backward)
+            return all < 2 << 20 ? "the tensor is small" : NULL;
+        if (s.inner == 1 && s.step[0] == 1)
+            return p.row_bytes() >= 1024 || all < 8 << 20 ? "rows are long, or the tensor is small" : NULL;
+        return p.n <= 64 || (s.inner <= 64 && p.n >= 16384) ? NULL : "rows are neither short nor few and long";
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
