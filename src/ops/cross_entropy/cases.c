@@ -85,6 +85,12 @@ static const struct shape shapes[] = {
     {2, {50, 300}},
     {3, {2, 40, 9}},
     {4, {3, 5, 7, 6}},
+    /* transposed: slabs of 2, 7, 64 and 513 rows side by side, of short and of long rows */
+    {3, {3, 2, 333}},
+    {3, {2, 7, 200}},
+    {3, {2, 64, 100}},
+    {3, {2, 70, 21}},
+    {2, {513, 70}},
 };
 
 /* Each with every set of options; the first is also checked by finite differences. */

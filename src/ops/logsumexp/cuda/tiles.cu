@@ -132,9 +132,9 @@ struct Tiles {
         if (p.backward && p.contiguous && p.row_bytes() >= 64)
             return "rows are contiguous and dx is aligned as x: the gradient needs no tiles";
         if (p.backward)
-            return all < 2 << 20 ? "the tensor is small" : NULL;
+            return s.inner > 1 && all < 1 << 20 ? "the tensor is small" : NULL;
         if (s.inner == 1 && s.step[0] == 1)
-            return p.row_bytes() >= 1024 || all < 8 << 20 ? "rows are long, or the tensor is small" : NULL;
+            return p.row_bytes() >= 1024 || all < 1 << 20 ? "rows are long, or the tensor is small" : NULL;
         return p.n <= 64 || (s.inner <= 64 && p.n >= 16384) ? NULL : "rows are neither short nor few and long";
     }
 
