@@ -56,6 +56,8 @@
  * own. Workers handle no signals but faults and SIGPROF, and end when the process exits or the
  * library is unloaded, which must not happen during a call.
  *
+ * Stack: a CPU call takes at most 32 KiB of its caller's stack.
+ *
  * Floating-point environment: on a CPU, every thread of a call rounds, and flushes subnormal
  * numbers, as the caller does. No call traps, whatever exceptions the caller traps, nor does one
  * change the caller's exception flags.

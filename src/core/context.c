@@ -9,6 +9,7 @@
 #include <sys/mman.h>
 
 #include "core/backend.h"
+#include "core/kernel_memory.h"
 #include "core/pool.h"
 #include "core/threads.h"
 #include "core/variants.h"
@@ -145,7 +146,12 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     if (!rafter_allow_variant(context, variant && *variant ? variant : NULL))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "variant is '%s', wanted one that this machine can run",
                            variant);
-    return context->device.device_type == kDLCPU ? RAFTER_OK : open_device(context);
+    if (context->device.device_type != kDLCPU)
+        return open_device(context);
+    context->kernel_memory = aligned_alloc(64, RAFTER_THREAD_BYTES);
+    return context->kernel_memory
+               ? RAFTER_OK
+               : rafter_fail(context, RAFTER_OUT_OF_MEMORY, "there is no memory for the context's buffers");
 }
 
 /* Why this thread's last rafter_context_create failed. */
@@ -171,8 +177,10 @@ rafter_status rafter_context_create(rafter_context **context, const rafter_conte
 void rafter_context_destroy(rafter_context *context) {
     if (context && context->cuda)
         context->cuda->close(context);
-    if (context)
+    if (context) {
         free(context->spare);
+        free(context->kernel_memory);
+    }
     free(context);
 }
 

@@ -17,6 +17,7 @@ extern "C" {
 struct rafter_cuda;
 struct rafter_cuda_state;
 struct rafter_phases;
+struct rafter_variant;
 
 /* A variant that the last call considered, and why it was passed over. */
 enum { RAFTER_MOST_CONSIDERED = 16 };
@@ -39,6 +40,19 @@ struct rafter_owed {
     rafter_communicator group;
 };
 
+/* What a variant decided about one call, between `plan` and `run`. */
+enum { RAFTER_PLAN_BYTES = 6144 };
+struct rafter_plan {
+    const struct rafter_variant *variant;
+    size_t workspace_bytes;
+    union {
+        char storage[RAFTER_PLAN_BYTES]; /* the variant's own struct */
+        double align_double;
+        int64_t align_int;
+        void *align_pointer;
+    } own;
+};
+
 struct rafter_context {
     DLDevice device;
     const struct rafter_cuda *cuda;       /* NULL on the CPU */
@@ -54,6 +68,8 @@ struct rafter_context {
     int taken_count;
     struct rafter_owed owed[RAFTER_MOST_OWED]; /* by the call that is running */
     int owed_count;
+    struct rafter_plan plan; /* of the call that runs: too large for the stack */
+    char *kernel_memory;     /* of the calling thread, on a CPU: see core/kernel_memory.h */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;

@@ -16,13 +16,14 @@
 #include <sys/syscall.h>
 
 #include "core/fp.h"
+#include "core/kernel_memory.h"
 
 enum {
     LINE = 128, /* bytes; two cache lines, which processors fetch together */
     JOBS = 64,  /* parallel calls at one time; more run on their own thread alone */
     MOST_WORKERS = RAFTER_MOST_THREADS - 1,
-    WAKE_AT_ONCE = 4, /* waking takes the waker microseconds; those it woke wake the others */
-    WORKER_STACK = 256 << 10,
+    WAKE_AT_ONCE = 4,         /* waking takes the waker microseconds; those it woke wake the others */
+    WORKER_STACK = 256 << 10, /* kernel memory, 32 KiB of frames, and what sanitizers add */
 };
 /* How long a thread that waits stays awake: longer than the pauses between the phases of a call and
  * between the calls of a loop, shorter than anybody else would miss the processor. */
@@ -57,6 +58,8 @@ static struct {
     pthread_t thread[MOST_WORKERS];
     struct job job[JOBS];
 } pool;
+
+_Thread_local char *rafter_thread_memory;
 
 /* ---- waiting --------------------------------------------------------------------------------- */
 
@@ -200,8 +203,12 @@ static bool help_any(unsigned *first) {
     return false;
 }
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wframe-larger-than=" /* a worker's stack is its own */
 static void *work(void *arg) {
     unsigned first = (unsigned)(uintptr_t)arg;
+    _Alignas(64) char memory[RAFTER_THREAD_BYTES];
+    rafter_thread_memory = memory;
     for (;;) {
         const uint32_t seen = atomic_load(&pool.news);
         if (atomic_load(&pool.stopped))
@@ -213,6 +220,7 @@ static void *work(void *arg) {
         atomic_fetch_sub(&pool.sleeping, 1);
     }
 }
+#pragma GCC diagnostic pop
 
 /* ---- creating and ending them ---------------------------------------------------------------- */
 

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "core/fp.h"
+#include "core/kernel_memory.h"
 #include "core/tensor.h"
 
 static const struct rafter_op *const ops[RAFTER_OP_COUNT] = {
@@ -100,14 +101,15 @@ rafter_status rafter_run(rafter_context *context, const struct rafter_op *op, co
     if (call->empty)
         return RAFTER_OK;
     RAFTER_TRY(rafter_want_unused(context, "workspace", call->workspace, call->workspace_bytes));
-    struct rafter_plan plan;
-    RAFTER_TRY(pick(context, op, call, &plan));
+    struct rafter_plan *const plan = &context->plan;
+    RAFTER_TRY(pick(context, op, call, plan));
     if (context->cuda)
-        return context->cuda->run(context, op->name, call, &plan);
+        return context->cuda->run(context, op->name, call, plan);
     struct rafter_scratch scratch;
-    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, plan.workspace_bytes, &scratch));
-    const struct rafter_variant *const row = plan.variant;
-    const rafter_status status = row->functions->run(context, call, plan.own.storage, row->kernels, scratch.memory);
+    RAFTER_TRY(rafter_scratch_take(context, call->workspace, call->workspace_bytes, plan->workspace_bytes, &scratch));
+    const struct rafter_variant *const row = plan->variant;
+    rafter_thread_memory = context->kernel_memory;
+    const rafter_status status = row->functions->run(context, call, plan->own.storage, row->kernels, scratch.memory);
     rafter_scratch_release(context, &scratch);
     return status;
 }
@@ -118,10 +120,10 @@ rafter_status rafter_ask_workspace(rafter_context *context, const struct rafter_
     context->considered_count = 0;
     if (!bytes)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "bytes is NULL, wanted a place for the answer");
-    struct rafter_plan plan = {.workspace_bytes = 0};
+    context->plan.workspace_bytes = 0;
     if (!call->empty)
-        RAFTER_TRY(pick(context, op, call, &plan));
-    *bytes = rafter_scratch_request(plan.workspace_bytes);
+        RAFTER_TRY(pick(context, op, call, &context->plan));
+    *bytes = rafter_scratch_request(context->plan.workspace_bytes);
     return RAFTER_OK;
 }
 

@@ -30,20 +30,6 @@ struct rafter_call {
     size_t workspace_bytes;
 };
 
-/* What a variant decided about one call, between `plan` and `run`. Lives on the stack of
- * rafter_run. */
-enum { RAFTER_PLAN_BYTES = 6144 };
-struct rafter_plan {
-    const struct rafter_variant *variant;
-    size_t workspace_bytes;
-    union {
-        char storage[RAFTER_PLAN_BYTES]; /* the variant's own struct */
-        double align_double;
-        int64_t align_int;
-        void *align_pointer;
-    } own;
-};
-
 /* The functions of a variant. `call` is the op's struct <op>_call. `plan` is the storage of a
  * struct rafter_plan: a variant keeps a struct of its own there. */
 struct rafter_variant_functions {

@@ -10,11 +10,12 @@
 #include <unistd.h>
 
 enum { B = 2, N = 96, H = 4, D = 64, ROWS = 96, V = 2000, CELLS = ROWS * V, TOKENS = B * N * H * D };
+enum { SHORT = 24, FEW = CELLS / SHORT }; /* the same cells as short rows */
 enum { INPUTS = CELLS, OUTPUT_BYTES = 4 << 20, PATTERN = 0x5a };
 
 static float plain[INPUTS], weights[V];
 static uint16_t narrow[INPUTS];
-static int64_t labels[ROWS];
+static int64_t labels[ROWS], few_labels[FEW];
 
 void fill_inputs(enum inputs kind) {
     uint64_t state = 1;
@@ -30,6 +31,8 @@ void fill_inputs(enum inputs kind) {
     }
     for (int i = 0; i < V; i++)
         weights[i] = 0.5f + (float)(i % 5);
+    for (int i = 0; i < FEW; i++)
+        few_labels[i] = i % 11 == 5 ? -100 : i % SHORT;
     for (int i = 0; i < ROWS; i++)
         labels[i] = i % 11 == 5 ? -100 : i * 31 % V;
 }
@@ -64,54 +67,57 @@ static const DLTensor *output(struct tensors *t, rafter_dtype dtype, int ndim, i
     return tensor;
 }
 
-static int64_t grid[] = {ROWS, V}, rows[] = {ROWS}, columns[] = {V}, tokens[] = {B, N, H, D},
-               twice[] = {B, N, H, 2 * D};
+static int64_t grid[] = {ROWS, V}, few[] = {FEW, SHORT}, few_rows[] = {FEW}, few_columns[] = {SHORT};
+static int64_t rows[] = {ROWS}, columns[] = {V}, tokens[] = {B, N, H, D}, twice[] = {B, N, H, 2 * D};
 static int64_t theta_shape[] = {H, D}, hidden[] = {ROWS, D}, weight_shape[] = {V, D};
 
 static rafter_status act(rafter_context *context, struct tensors *t, int kind, int dim, rafter_direction direction) {
-    rafter_act_args a = {.size = sizeof a, .kind = (rafter_act_kind)kind, .dim = dim, .x = input(t, 0, 2, grid)};
-    a.y = direction == RAFTER_FORWARD ? output(t, t->dtype, 2, grid) : a.x;
+    int64_t *const shape = dim < 2 ? grid : few;
+    rafter_act_args a = {.size = sizeof a, .kind = (rafter_act_kind)kind, .dim = dim % 2, .x = input(t, 0, 2, shape)};
+    a.y = direction == RAFTER_FORWARD ? output(t, t->dtype, 2, shape) : a.x;
     if (direction == RAFTER_FORWARD)
         return rafter_act_forward(context, &a);
     a.dy = a.x;
-    a.dx = output(t, t->dtype, 2, grid);
+    a.dx = output(t, t->dtype, 2, shape);
     return rafter_act_backward(context, &a);
 }
 
 static rafter_status logsumexp(rafter_context *context, struct tensors *t, int algorithm, int dim,
                                rafter_direction direction) {
+    int64_t *const all = dim < 2 ? grid : few;
     rafter_logsumexp_args a = {
-        .size = sizeof a, .algorithm = (rafter_logsumexp_algorithm)algorithm, .dim = dim, .x = input(t, 0, 2, grid)};
-    int64_t *const shape = dim == 0 ? columns : rows;
+        .size = sizeof a, .algorithm = (rafter_logsumexp_algorithm)algorithm, .dim = dim % 2, .x = input(t, 0, 2, all)};
+    int64_t *const shape = dim == 0 ? columns : dim == 1 ? rows : dim == 2 ? few_columns : few_rows;
     if (direction == RAFTER_FORWARD) {
         a.lse = output(t, RAFTER_F32, 1, shape);
         return rafter_logsumexp_forward(context, &a);
     }
-    a.lse = typed(t, weights, RAFTER_F32, 1, shape);
+    a.lse = typed(t, plain, RAFTER_F32, 1, shape);
     a.dlse = a.lse;
-    a.dx = output(t, t->dtype, 2, grid);
+    a.dx = output(t, t->dtype, 2, all);
     return rafter_logsumexp_backward(context, &a);
 }
 
-static rafter_status cross_entropy(rafter_context *context, struct tensors *t, int options, int unused,
+static rafter_status cross_entropy(rafter_context *context, struct tensors *t, int options, int short_rows,
                                    rafter_direction direction) {
-    (void)unused;
+    int64_t *const all = short_rows ? few : grid, *const each = short_rows ? few_rows : rows;
     const rafter_loss_options o = {.size = sizeof o,
                                    .label_smoothing = 0.1f,
                                    .z_loss = 1e-3f,
                                    .softcap = 30,
-                                   .class_weight = typed(t, weights, RAFTER_F32, 1, columns)};
+                                   .class_weight =
+                                       typed(t, weights, RAFTER_F32, 1, short_rows ? few_columns : columns)};
     rafter_cross_entropy_args a = {.size = sizeof a,
                                    .options = options ? &o : NULL,
-                                   .logits = input(t, 0, 2, grid),
-                                   .target = typed(t, labels, RAFTER_I64, 1, rows),
-                                   .dlogits = output(t, t->dtype, 2, grid)};
+                                   .logits = input(t, 0, 2, all),
+                                   .target = typed(t, short_rows ? few_labels : labels, RAFTER_I64, 1, each),
+                                   .dlogits = output(t, t->dtype, 2, all)};
     if (direction == RAFTER_BACKWARD)
         return rafter_cross_entropy_backward(context, &a);
     a.loss = output(t, RAFTER_F32, 0, NULL);
-    a.lse = output(t, RAFTER_F32, 1, rows);
-    a.entropy = output(t, RAFTER_F32, 1, rows);
-    a.argmax = output(t, RAFTER_I64, 1, rows);
+    a.lse = output(t, RAFTER_F32, 1, each);
+    a.entropy = output(t, RAFTER_F32, 1, each);
+    a.argmax = output(t, RAFTER_I64, 1, each);
     return rafter_cross_entropy_forward(context, &a);
 }
 
@@ -172,6 +178,14 @@ static const struct {
     {"act", "softmax of rows, backward", act, RAFTER_ACT_SOFTMAX, 1, RAFTER_BACKWARD},
     {"act", "softmax of columns", act, RAFTER_ACT_SOFTMAX, 0, RAFTER_FORWARD},
     {"act", "softmax of columns, backward", act, RAFTER_ACT_SOFTMAX, 0, RAFTER_BACKWARD},
+    {"act", "softmax of short rows", act, RAFTER_ACT_SOFTMAX, 3, RAFTER_FORWARD},
+    {"act", "softmax of short rows, backward", act, RAFTER_ACT_SOFTMAX, 3, RAFTER_BACKWARD},
+    {"act", "softmax of few columns, backward", act, RAFTER_ACT_SOFTMAX, 2, RAFTER_BACKWARD},
+    {"logsumexp", "short rows", logsumexp, RAFTER_LOGSUMEXP_AUTO, 3, RAFTER_FORWARD},
+    {"logsumexp", "short rows, backward", logsumexp, RAFTER_LOGSUMEXP_AUTO, 3, RAFTER_BACKWARD},
+    {"logsumexp", "few columns, backward", logsumexp, RAFTER_LOGSUMEXP_AUTO, 2, RAFTER_BACKWARD},
+    {"cross_entropy", "short rows", cross_entropy, 0, 1, RAFTER_FORWARD},
+    {"cross_entropy", "short rows with options", cross_entropy, 1, 1, RAFTER_FORWARD},
     {"logsumexp", "rows", logsumexp, RAFTER_LOGSUMEXP_AUTO, 1, RAFTER_FORWARD},
     {"logsumexp", "rows, backward", logsumexp, RAFTER_LOGSUMEXP_AUTO, 1, RAFTER_BACKWARD},
     {"logsumexp", "columns", logsumexp, RAFTER_LOGSUMEXP_PARALLEL, 0, RAFTER_FORWARD},

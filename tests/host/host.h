@@ -24,6 +24,7 @@ int in_child(void (*run)(void), unsigned seconds);
     X(unload_with_workers)                                                                                             \
     X(rounding_and_flushing_of_the_caller)                                                                             \
     X(no_trap_and_no_flag)                                                                                             \
+    X(bounded_stack)                                                                                                   \
     X(every_failing_allocation)
 
 #define DECLARE(name) void name(void);

@@ -14,7 +14,7 @@
 #include "failures.h"
 #include "host.h"
 
-enum { MOST_CALLS = 64 };
+enum { MOST_CALLS = 80 };
 
 static void serial_results(uint64_t *wanted) {
     rafter_context *const context = new_context(1, NULL);

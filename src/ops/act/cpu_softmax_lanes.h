@@ -65,7 +65,8 @@ V_INLINE void lanes_backward(float *y, const float *dy, int64_t pitch, int64_t n
 }
 
 V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b) {
-    _Alignas(64) float buffer[MOST_TURNED];
+    float *const buffer = rafter_kernel_memory();
+    _Static_assert(MOST_TURNED * sizeof *buffer <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t n = b->columns, inner = b->inner;
     const int64_t pitch = min64(max64(TURNED / n / V_LANES, 1) * V_LANES, TURNED_ROWS);
     float *const in = buffer, *const dy = buffer + n * pitch;

@@ -3,6 +3,7 @@
 #ifndef RAFTER_ACT_CPU_SOFTMAX_ROWS_H
 #define RAFTER_ACT_CPU_SOFTMAX_ROWS_H
 
+#include "core/kernel_memory.h"
 #include "ops/act/cpu_softmax.h"
 
 V_INLINE vf row_exponential(int dtype, const char *x, int64_t lanes, vf pivot) {
@@ -66,8 +67,8 @@ V_INLINE int64_t head_of(int dtype, const char *y, int64_t n) {
  * over all rows of the block, so that the horizontal reductions of short rows overlap. */
 V_INLINE void short_rows_as(int dtype, bool pairs_only, bool stream, const struct act_block *b) {
     const bool shifted = stream && !pairs_only;
-    _Alignas(64) float e[ACT_SHORT];
-    float sum[ACT_MOST_LINES];
+    float *const e = rafter_kernel_memory(), sum[ACT_ROWS_BLOCK / ACT_SHORT_MARGIN];
+    _Static_assert(ACT_SHORT * sizeof *e <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t n = b->columns, pitch = n + ACT_SHORT_MARGIN;
     for (int64_t r = 0; r < b->rows; r++) {
         const char *const x = row_at(dtype, b, ACT_IN, r);

@@ -3,6 +3,7 @@
  * of many rows at once. */
 #include "ops/cross_entropy/kernels.h"
 
+#include "core/kernel_memory.h"
 #include "core/variants.h"
 #include "ops/cross_entropy/cpu_tile.h"
 #include "ops/cross_entropy/cpu_u.h"
@@ -130,19 +131,22 @@ static __attribute__((noinline)) void stats_of_buffer(const struct cross_entropy
 
 V_INLINE void stats_of_dtype(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                              struct rafter_row_stats *stats) {
-    char gathered[PIECE * sizeof(float)];
-    float u[PIECE];
+    struct {
+        char gathered[PIECE * sizeof(float)];
+        float u[PIECE];
+    } *const buffer = rafter_kernel_memory();
     const int kind = kind_of(row->softcap, row->scale);
-    const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
+    const char *z =
+        v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, buffer->gathered);
     *stats = rafter_row_empty;
     if (kind == PLAIN) {
         stats_of_u(dtype, row, z, first, n, stats);
     } else {
         if (kind == SCALED)
-            u_of_piece(dtype, SCALED, row, z, n, u);
+            u_of_piece(dtype, SCALED, row, z, n, buffer->u);
         else
-            u_of_piece(dtype, CAPPED, row, z, n, u);
-        stats_of_buffer(row, u, first, n, stats);
+            u_of_piece(dtype, CAPPED, row, z, n, buffer->u);
+        stats_of_buffer(row, buffer->u, first, n, stats);
     }
     if (row->label >= first && row->label - first < n) {
         float slope;
@@ -226,16 +230,20 @@ V_INLINE float target_gradient(int dtype, const struct cross_entropy_row *row, c
 /* At most PIECE columns, through buffers: for any stride and any option. */
 V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, int64_t first, int64_t n,
                                 const struct coefficients *c, float at_target) {
-    char gathered[PIECE * sizeof(float)], made[PIECE * sizeof(float)];
-    float weights[PIECE];
+    struct {
+        char gathered[PIECE * sizeof(float)], made[PIECE * sizeof(float)];
+        float weights[PIECE];
+    } *const buffer = rafter_kernel_memory();
+    _Static_assert(sizeof *buffer <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int kind = kind_of(row->softcap, row->scale);
     char *dz = row->dz + first * row->dz_stride * v_bytes(dtype),
-         *out = row->dz_stride == 1 && !row->stream ? dz : made;
-    const char *z = v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, gathered);
+         *out = row->dz_stride == 1 && !row->stream ? dz : buffer->made;
+    const char *z =
+        v_gather(dtype, row->z + first * row->z_stride * v_bytes(dtype), row->z_stride, n, buffer->gathered);
     const float *weight = NULL;
     if (row->weight)
         weight = v_gather(RAFTER_F32, row->weight + first * row->weight_stride * (int64_t)sizeof *weight,
-                          row->weight_stride, n, weights);
+                          row->weight_stride, n, buffer->weights);
     if (kind == PLAIN)
         gradient_of_piece(dtype, PLAIN, c, z, weight, n, out);
     else if (kind == SCALED)
@@ -245,9 +253,9 @@ V_INLINE void buffered_gradient(int dtype, const struct cross_entropy_row *row, 
     if (row->label >= first && row->label - first < n)
         v_put(dtype, out + (row->label - first) * v_bytes(dtype), at_target);
     if (row->dz_stride == 1 && row->stream)
-        v_map(dtype, 1, (const void *const[]){made}, dz, n, true, identity, NULL);
+        v_map(dtype, 1, (const void *const[]){buffer->made}, dz, n, true, identity, NULL);
     else if (row->dz_stride != 1)
-        v_scatter(dtype, made, dz, row->dz_stride, n);
+        v_scatter(dtype, buffer->made, dz, row->dz_stride, n);
 }
 
 /* Any number of columns, without buffers. */

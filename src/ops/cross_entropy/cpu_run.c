@@ -5,8 +5,10 @@
  * some whole runs if these are short; a task is some tiles.
  */
 #include <limits.h>
+#include <string.h>
 
 #include "core/cpu.h"
+#include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/cross_entropy/tiles.h"
@@ -138,18 +140,20 @@ static void tiles_task(void *arg, int64_t task) {
     const struct work *const work = arg;
     const struct cross_entropy_tiles *const tiles = work->tiles;
     const int64_t run = tiles->tiling.run, all = work->call->loss.rows;
-    struct cross_entropy_tile tile = {.rows = 0};
+    struct cross_entropy_tile *const tile = rafter_task_memory();
+    _Static_assert(sizeof *tile <= RAFTER_TASK_BYTES, "raise RAFTER_TASK_BYTES");
     double sum = 0.0;
+    memset(tile, 0, sizeof *tile);
     for (int64_t i = task * tiles->per_task; i < min64((task + 1) * tiles->per_task, tiles->tiles); i++) {
         int64_t first = i * tiles->rows, end = all;
         if (tiles->per_run) {
             first = i / tiles->per_run * run + i % tiles->per_run * tiles->rows;
             end = (i / tiles->per_run + 1) * run;
         }
-        load_tile(work, first, min64(tiles->rows, end - first), &tile);
-        sum += work->kernels->tile(&tiles->tiling, &tile);
+        load_tile(work, first, min64(tiles->rows, end - first), tile);
+        sum += work->kernels->tile(&tiles->tiling, tile);
         if (work->sums)
-            store_tile(&work->call->loss, first, &tile);
+            store_tile(&work->call->loss, first, tile);
     }
     if (work->sums)
         work->sums[task] = sum;

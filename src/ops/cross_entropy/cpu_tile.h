@@ -320,27 +320,29 @@ static bool tile_needs_statistics(const struct cross_entropy_tiling *t, const st
  * bytes. */
 V_INLINE double tile_of(int dtype, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile, const char *z,
                         int64_t z_pitch, char *dz, int64_t dz_pitch) {
-    struct lanes l;
+    struct lanes *const l = (void *)((float *)rafter_kernel_memory() + CROSS_ENTROPY_TURNED); /* after the buffer */
+    _Static_assert(CROSS_ENTROPY_TURNED * sizeof(float) + sizeof *l <= RAFTER_KERNEL_BYTES,
+                   "raise RAFTER_KERNEL_BYTES");
     double sum = 0.0;
     const int64_t rows = tile->rows;
     const bool statistics = tile_needs_statistics(t, tile);
-    memcpy(l.label, tile->label, (size_t)rows * sizeof *l.label);
-    v_order_columns(dtype, rows, l.label);
+    memcpy(l->label, tile->label, (size_t)rows * sizeof *l->label);
+    v_order_columns(dtype, rows, l->label);
     if (statistics)
-        tile_statistics(dtype, t, z, z_pitch, rows, &l);
+        tile_statistics(dtype, t, z, z_pitch, rows, l);
     if (t->forward && t->entropy) /* in the buffer */
-        tile_moments(t, (const float *)(const void *)z, z_pitch / 4, rows, &l);
+        tile_moments(t, (const float *)(const void *)z, z_pitch / 4, rows, l);
     if (t->forward)
-        sum = tile_losses(t, tile, &l);
+        sum = tile_losses(t, tile, l);
     if (t->gradient) {
-        tile_coefficients(t, tile, statistics, &l);
-        void *const ordered[] = {l.pivot, l.p, l.spread, l.at_target, l.active};
+        tile_coefficients(t, tile, statistics, l);
+        void *const ordered[] = {l->pivot, l->p, l->spread, l->at_target, l->active};
         for (size_t i = 0; i < sizeof ordered / sizeof *ordered; i++)
             v_order_columns(dtype, rows, ordered[i]);
         if (t->stream && t->direct && ((uintptr_t)dz | (uintptr_t)dz_pitch) % V_STREAM == 0)
-            tile_gradient(dtype, true, t, z, z_pitch, dz, dz_pitch, rows, &l);
+            tile_gradient(dtype, true, t, z, z_pitch, dz, dz_pitch, rows, l);
         else
-            tile_gradient(dtype, false, t, z, z_pitch, dz, dz_pitch, rows, &l);
+            tile_gradient(dtype, false, t, z, z_pitch, dz, dz_pitch, rows, l);
     }
     return sum;
 }
@@ -353,7 +355,7 @@ V_FUNCTION(tile_of_any,
            *sum = tile_of(dtype, t, tile, z, z_pitch, dz, dz_pitch))
 
 V_INLINE double buffered_tile(int dtype, const struct cross_entropy_tiling *t, struct cross_entropy_tile *tile) {
-    _Alignas(64) float buffer[CROSS_ENTROPY_TURNED];
+    float *const buffer = rafter_kernel_memory();
     const int64_t pitch = round_up(tile->rows, V_LANES), n = t->classes * pitch;
     float *const slope = t->gradient && t->softcap != 0.0f ? buffer + n : NULL;
     tile_load(dtype, t, tile, buffer, pitch);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* linear_cross_entropy on the CPU: packing, products, logits with their statistics, and dz. Formats
  * are in kernels.h. */
+#include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/variants.h"
 #include "ops/linear_cross_entropy/micro.h"
@@ -120,7 +121,8 @@ V_INLINE void pack_right_transposed_as(int dtype, const struct lce_matrix *m, ch
     const struct lce_format f = format_of(is_pairs(dtype));
     const int64_t depth = lce_depth(&f), k_padded = round_up(m->columns, f.step);
     const int64_t columns = round_up(m->rows, f.columns), row_bytes = f.columns * 4;
-    char stage[V_LANES * LCE_DEPTH_BYTES] __attribute__((aligned(64)));
+    char *const stage = rafter_kernel_memory();
+    _Static_assert(V_LANES * LCE_DEPTH_BYTES <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     for (int64_t k = 0; k < m->columns; k += depth) {
         const int64_t in_block = min64(depth, k_padded - k), n = min64(depth, m->columns - k);
         const int64_t units = in_block * f.element / 4; /* fp32 numbers or bf16 pairs: 4 bytes each */

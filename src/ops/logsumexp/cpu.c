@@ -9,6 +9,7 @@
 
 #include <math.h>
 
+#include "core/kernel_memory.h"
 #include "core/tensor.h"
 #include "core/variants.h"
 #include "simd/columns.h"
@@ -98,7 +99,7 @@ V_INLINE void turn(int dtype, const struct logsumexp_block *b, int64_t line, int
 }
 
 V_INLINE void short_row_statistics(int dtype, const struct logsumexp_block *b, float *pivots, float *sums) {
-    _Alignas(64) float columns[TURNED];
+    float *const columns = rafter_kernel_memory();
     const int64_t step = turned_lines(b->length);
     for (int64_t line = 0; line < b->lines; line += step) {
         const int64_t lines = min64(b->lines - line, step);
@@ -259,15 +260,16 @@ V_INLINE void column_gradient(int dtype, const struct logsumexp_block *b) {
 }
 
 V_INLINE void short_row_gradient(int dtype, const struct logsumexp_block *b) {
-    _Alignas(64) float columns[TURNED];
+    float *const columns = rafter_kernel_memory();
+    struct slopes *const slopes = (void *)(columns + TURNED);
+    _Static_assert(TURNED * sizeof *columns + sizeof *slopes <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t step = turned_lines(b->length);
-    struct slopes slopes;
     for (int64_t line = 0; line < b->lines; line += step) {
         const int64_t lines = min64(b->lines - line, step);
         turn(dtype, b, line, lines, columns, step);
-        load_slopes(RAFTER_F32, b, line, lines, 1, &slopes);
+        load_slopes(RAFTER_F32, b, line, lines, 1, slopes);
         gradient_of_columns(RAFTER_F32, (const char *)columns, step * 4, (char *)columns, step * 4, lines, b->length,
-                            &slopes, false);
+                            slopes, false);
         v_columns_to_rows(dtype, columns, step, lines, b->length, b->dx + line * b->dx_line * v_bytes(dtype),
                           b->dx_line);
     }

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/logsumexp/call.h"
@@ -216,7 +217,8 @@ static void lines_task(void *arg, int64_t task) {
     const struct plan *const plan = work->plan;
     for (int64_t b = task * plan->per_task; b < task_end(plan, task, plan->blocks); b++) {
         const struct logsumexp_block block = block_at(plan, b);
-        float statistics[2 * LOGSUMEXP_MOST_LINES];
+        float *const statistics = rafter_task_memory();
+        _Static_assert(2 * LOGSUMEXP_MOST_LINES * sizeof *statistics <= RAFTER_TASK_BYTES, "raise RAFTER_TASK_BYTES");
         work->kernels->statistics[plan->form](&block, statistics);
         finish(work, &block, statistics, 1);
     }

@@ -88,11 +88,11 @@ V_INLINE void forward_row(int dtype, enum lrpe_f f, bool stream, const struct ro
 }
 
 V_INLINE void forward_slab(int dtype, enum lrpe_f f, const struct slab *slab) {
-    struct softmax_slab softmax;
-    prepare(dtype, f, false, slab, &softmax);
+    struct softmax_slab *const softmax = &buffers()->softmax;
+    prepare(dtype, f, false, slab, softmax);
     for (int64_t r = 0; r < slab->rows; r++)
         for (int64_t h = 0; h < slab->heads; h++) {
-            const struct row row = row_for(f, slab, r, h, &softmax);
+            const struct row row = row_for(f, slab, r, h, softmax);
             char *const y_cos = slab->out.at + r * slab->out.row + h * slab->out.head;
             char *const y_sin = y_cos + slab->out.half;
             if (slab->out.stream)
@@ -112,11 +112,11 @@ V_INLINE void backward_row(int dtype, enum lrpe_f f, bool stream, const struct r
 }
 
 V_INLINE void backward_slab(int dtype, enum lrpe_f f, const struct slab *slab) {
-    struct softmax_slab softmax;
-    prepare(dtype, f, true, slab, &softmax);
+    struct softmax_slab *const softmax = &buffers()->softmax;
+    prepare(dtype, f, true, slab, softmax);
     for (int64_t r = 0; r < slab->rows; r++)
         for (int64_t h = 0; h < slab->heads; h++) {
-            const struct row row = row_for(f, slab, r, h, &softmax);
+            const struct row row = row_for(f, slab, r, h, softmax);
             char *const dx = slab->out.at + r * slab->out.row + h * slab->out.head;
             if (slab->out.stream)
                 backward_row(dtype, f, true, &row, dx);
@@ -127,12 +127,12 @@ V_INLINE void backward_slab(int dtype, enum lrpe_f f, const struct slab *slab) {
 
 /* dtheta += position * f(x) * (dy_2 cos - dy_1 sin) */
 V_INLINE void dtheta_slab(int dtype, enum lrpe_f f, const struct slab *slab) {
-    struct softmax_slab softmax;
+    struct softmax_slab *const softmax = &buffers()->softmax;
     const int64_t bytes = v_bytes(dtype);
-    prepare(dtype, f, false, slab, &softmax);
+    prepare(dtype, f, false, slab, softmax);
     for (int64_t r = 0; r < slab->rows; r++)
         for (int64_t h = 0; h < slab->heads; h++) {
-            const struct row row = row_for(f, slab, r, h, &softmax);
+            const struct row row = row_for(f, slab, r, h, softmax);
             const vd position = v_set_d(slab->position[r]);
             double *const sums = slab->dtheta + h * slab->dtheta_head;
             FOR_PAIRS(i, count, row.width, {
@@ -183,17 +183,17 @@ TABLE(dtheta)
 static void forward(const struct lrpe_cosine_call *call, const struct lrpe_box *box, enum lrpe_f f,
                     const struct lrpe_statistics *statistics, bool stream) {
     slab_function *const work = forward_table[call->x.dtype][f];
-    struct tile t;
+    struct buffers *const memory = buffers();
+    struct tile *const t = &memory->tile;
     struct slab slab = {0};
-    _Alignas(64) char in[TILE_CELLS * 4], out[2 * TILE_CELLS * 4];
-    for (start_tiles(&t, TILE_CELLS, true); next_tile(call, box, &t);)
+    for (start_tiles(t, TILE_CELLS, true); next_tile(call, box, t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
-            load_angles(call, box, &t, b);
-            open_slab(call, &t, f, statistics, b, &slab);
-            slab.x = open_input(&call->x, 1, box, &t, b, in);
-            slab.out = open_output(&call->y, 2, &t, b, out, stream);
+            load_angles(call, box, t, b);
+            open_slab(call, t, f, statistics, b, &slab);
+            slab.x = open_input(&call->x, 1, box, t, b, memory->one);
+            slab.out = open_output(&call->y, 2, t, b, memory->two, stream);
             work(&slab);
-            close_output(&call->y, 2, &t, &slab.out);
+            close_output(&call->y, 2, t, &slab.out);
         }
     if (stream)
         v_fence();
@@ -206,24 +206,24 @@ static void backward(const struct lrpe_cosine_call *call, const struct lrpe_box 
         for (int64_t h = box->h; h < box->h_end; h++)
             memset(dtheta + h * padded + box->d, 0, (size_t)(lrpe_padded(box->d_end) - box->d) * sizeof *dtheta);
     slab_function *const work = backward_table[call->x.dtype][f], *const work_dtheta = dtheta_table[call->x.dtype][f];
-    struct tile t;
+    struct buffers *const memory = buffers();
+    struct tile *const t = &memory->tile;
     struct slab slab = {0};
-    _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4], out[TILE_CELLS * 4];
-    for (start_tiles(&t, TILE_CELLS, true); next_tile(call, box, &t);)
+    for (start_tiles(t, TILE_CELLS, true); next_tile(call, box, t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
-            load_angles(call, box, &t, b);
-            open_slab(call, &t, f, statistics, b, &slab);
-            slab.x = open_input(&call->x, 1, box, &t, b, x);
-            slab.dy = open_input(&call->dy, 2, box, &t, b, dy);
+            load_angles(call, box, t, b);
+            open_slab(call, t, f, statistics, b, &slab);
+            slab.x = open_input(&call->x, 1, box, t, b, memory->one);
+            slab.dy = open_input(&call->dy, 2, box, t, b, memory->two);
             if (call->dx.data) {
-                slab.out = open_output(&call->dx, 1, &t, b, out, stream);
+                slab.out = open_output(&call->dx, 1, t, b, memory->three, stream);
                 work(&slab);
-                close_output(&call->dx, 1, &t, &slab.out);
+                close_output(&call->dx, 1, t, &slab.out);
             }
             if (dtheta) {
-                for (int64_t r = 0; r < t.rows; r++)
-                    slab.position[r] = (double)position_of(call, b, t.n + r);
-                slab.dtheta = dtheta + t.h * padded + t.d;
+                for (int64_t r = 0; r < t->rows; r++)
+                    slab.position[r] = (double)position_of(call, b, t->n + r);
+                slab.dtheta = dtheta + t->h * padded + t->d;
                 slab.dtheta_head = padded;
                 work_dtheta(&slab);
             }

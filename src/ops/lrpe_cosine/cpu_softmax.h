@@ -4,6 +4,7 @@
 #ifndef RAFTER_LRPE_COSINE_CPU_SOFTMAX_H
 #define RAFTER_LRPE_COSINE_CPU_SOFTMAX_H
 
+#include "core/kernel_memory.h"
 #include "ops/lrpe_cosine/cpu_slabs.h"
 
 /* ---- exponentials of rows -------------------------------------------------------------------- */
@@ -33,6 +34,19 @@ struct softmax_slab {
     _Alignas(64) float g[TILE_CELLS]; /* [rows][heads][pitch]: the gradient of f(x), in backward */
     float max[TILE_CELLS / PAIR], sum[TILE_CELLS / PAIR], dot[TILE_CELLS / PAIR]; /* [rows][heads] */
 };
+
+/* Of one kernel at a time. */
+struct buffers {
+    struct tile tile;
+    _Alignas(64) char one[TILE_CELLS * 4], two[2 * TILE_CELLS * 4],
+        three[TILE_CELLS * 4]; /* tensors that are not contiguous */
+    struct softmax_slab softmax;
+};
+_Static_assert(sizeof(struct buffers) <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
+
+V_INLINE struct buffers *buffers(void) {
+    return rafter_kernel_memory();
+}
 
 /* All maxima first, then all sums, so that the horizontal reduction of one row overlaps with the
  * next row. */
@@ -134,16 +148,16 @@ static void columns(const struct lrpe_cosine_call *call, const struct lrpe_box *
                 if (backwards)
                     statistics->dot[at] = 0.0f;
             }
-    struct tile t;
+    struct buffers *const memory = buffers();
+    struct tile *const t = &memory->tile;
     struct slab slab = {0};
-    _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4];
-    for (start_tiles(&t, TILE_CELLS / TILE_ROWS, backwards); next_tile(call, box, &t);)
+    for (start_tiles(t, TILE_CELLS / TILE_ROWS, backwards); next_tile(call, box, t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
-            load_angles(call, box, &t, b);
-            open_slab(call, &t, LRPE_SEQUENCE, statistics, b, &slab);
-            slab.x = open_input(&call->x, 1, box, &t, b, x);
+            load_angles(call, box, t, b);
+            open_slab(call, t, LRPE_SEQUENCE, statistics, b, &slab);
+            slab.x = open_input(&call->x, 1, box, t, b, memory->one);
             if (backwards) {
-                slab.dy = open_input(&call->dy, 2, box, &t, b, dy);
+                slab.dy = open_input(&call->dy, 2, box, t, b, memory->two);
                 V_FOR_DTYPE(call->x.dtype, dtype, fold_slab(dtype, true, &slab))
             } else {
                 V_FOR_DTYPE(call->x.dtype, dtype, fold_slab(dtype, false, &slab))
@@ -181,18 +195,18 @@ static void merge(const struct lrpe_cosine_call *call, const struct lrpe_box *bo
 
 /* Adds a slab, which has some features of one head, to the statistics of its rows. */
 V_INLINE void fold_rows(int dtype, bool backward, const struct slab *slab, bool first, bool last) {
-    struct softmax_slab part;
-    exponentials(dtype, backward, slab, &part);
+    struct softmax_slab *const part = &buffers()->softmax;
+    exponentials(dtype, backward, slab, part);
     for (int64_t r = 0; r < slab->rows; r++) {
         const struct lrpe_statistics s = row_of(slab, r, 0).s;
         const float before = first ? -INFINITY : *s.pivot;
-        const float max = part.max[r] > before ? part.max[r] : before, pivot = v_pivot(max);
-        const float shrink = v_exp_from_scalar(before, pivot), fit = v_exp_from_scalar(part.max[r], pivot);
-        const float sum = (first ? 0.0f : *s.scale * shrink) + part.sum[r] * fit;
+        const float max = part->max[r] > before ? part->max[r] : before, pivot = v_pivot(max);
+        const float shrink = v_exp_from_scalar(before, pivot), fit = v_exp_from_scalar(part->max[r], pivot);
+        const float sum = (first ? 0.0f : *s.scale * shrink) + part->sum[r] * fit;
         *s.pivot = last ? pivot : max;
         *s.scale = last ? 1.0f / sum : sum;
         if (backward) {
-            const float dot = (first ? 0.0f : *s.dot * shrink) + part.dot[r] * fit;
+            const float dot = (first ? 0.0f : *s.dot * shrink) + part->dot[r] * fit;
             *s.dot = last ? dot / sum : dot;
         }
     }
@@ -201,17 +215,17 @@ V_INLINE void fold_rows(int dtype, bool backward, const struct slab *slab, bool 
 static void rows(const struct lrpe_cosine_call *call, const struct lrpe_box *box,
                  const struct lrpe_statistics *statistics) {
     const bool backwards = call->common.direction == RAFTER_BACKWARD;
-    struct tile t;
+    struct buffers *const memory = buffers();
+    struct tile *const t = &memory->tile;
     struct slab slab = {0};
-    _Alignas(64) char x[TILE_CELLS * 4], dy[2 * TILE_CELLS * 4];
-    for (start_tiles(&t, TILE_CELLS, backwards); next_tile(call, box, &t);)
+    for (start_tiles(t, TILE_CELLS, backwards); next_tile(call, box, t);)
         for (int64_t b = box->b; b < box->b_end; b++) {
-            load_angles(call, box, &t, b);
-            open_slab(call, &t, LRPE_FEATURE_WIDE, statistics, b, &slab);
-            slab.x = open_input(&call->x, 1, box, &t, b, x);
-            const bool first = t.d == box->d, last = t.d + t.width == box->d_end;
+            load_angles(call, box, t, b);
+            open_slab(call, t, LRPE_FEATURE_WIDE, statistics, b, &slab);
+            slab.x = open_input(&call->x, 1, box, t, b, memory->one);
+            const bool first = t->d == box->d, last = t->d + t->width == box->d_end;
             if (backwards) {
-                slab.dy = open_input(&call->dy, 2, box, &t, b, dy);
+                slab.dy = open_input(&call->dy, 2, box, t, b, memory->two);
                 V_FOR_DTYPE(call->x.dtype, dtype, fold_rows(dtype, true, &slab, first, last))
             } else {
                 V_FOR_DTYPE(call->x.dtype, dtype, fold_rows(dtype, false, &slab, first, last))
