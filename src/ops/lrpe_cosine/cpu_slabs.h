@@ -153,8 +153,10 @@ V_INLINE struct row row_of(const struct slab *slab, int64_t r, int64_t h) {
                   at = r * slab->statistics_row + h * slab->statistics_head;
     struct row row = {.sine = slab->sine + angles, .cosine = slab->cosine + angles, .width = slab->width};
     row.x = slab->x.at + r * slab->x.row + h * slab->x.head;
-    row.dy_cos = slab->dy.at + r * slab->dy.row + h * slab->dy.head;
-    row.dy_sin = row.dy_cos + slab->dy.half;
+    if (slab->dy.at) {
+        row.dy_cos = slab->dy.at + r * slab->dy.row + h * slab->dy.head;
+        row.dy_sin = row.dy_cos + slab->dy.half;
+    }
     row.x_ahead = slab->x.ahead;
     row.dy_ahead = slab->dy.ahead;
     if (s->pivot)
