@@ -62,9 +62,12 @@
  * numbers, as the caller does. No call traps, whatever exceptions the caller traps, nor does one
  * change the caller's exception flags.
  *
- * Determinism: the same call gives the same bits every time, for any number of threads.
+ * Determinism: the same call gives the same bits every time, for any number of threads, wherever in
+ * memory its tensors are.
  *
  * Zero-size tensors are valid where PyTorch accepts them.
+ *
+ * docs/reliability.md names the test that holds each of these promises.
  */
 #ifndef RAFTER_H
 #define RAFTER_H

@@ -61,9 +61,10 @@ static const DLTensor *output(struct tensors *t, rafter_dtype dtype, int ndim, i
     size_t bytes = dtype == RAFTER_F32 ? 4 : dtype == RAFTER_I64 ? 8 : 2;
     for (int d = 0; d < ndim; d++)
         bytes *= (size_t)shape[d];
-    const DLTensor *const tensor = typed(t, t->outputs->memory + t->outputs->bytes, dtype, ndim, shape);
+    const DLTensor *const tensor =
+        typed(t, t->outputs->memory + t->outputs->shift + t->outputs->bytes, dtype, ndim, shape);
     t->outputs->bytes += (bytes + 63) / 64 * 64;
-    expect(t->outputs->bytes <= OUTPUT_BYTES, "raise OUTPUT_BYTES");
+    expect(t->outputs->bytes + 64 <= OUTPUT_BYTES, "raise OUTPUT_BYTES");
     return tensor;
 }
 
@@ -244,7 +245,7 @@ uint64_t hash_of(const struct outputs *outputs) {
     uint64_t hash = 14695981039346656037u;
     for (size_t i = 0; i + 8 <= outputs->bytes; i += 8) {
         uint64_t word;
-        memcpy(&word, outputs->memory + i, sizeof word);
+        memcpy(&word, outputs->memory + outputs->shift + i, sizeof word);
         hash = (hash ^ word) * 1099511628211u;
         hash ^= hash >> 29;
     }
@@ -253,7 +254,7 @@ uint64_t hash_of(const struct outputs *outputs) {
 
 int untouched(const struct outputs *outputs) {
     for (size_t i = 0; i < outputs->bytes; i++)
-        if (outputs->memory[i] != PATTERN)
+        if (outputs->memory[outputs->shift + i] != PATTERN)
             return 0;
     return 1;
 }

@@ -9,6 +9,18 @@
 
 #include "rafter/rafter.h"
 
+/* Whether a sanitizer is compiled in: frames are larger then, and address space is needed for shadows. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) || __has_feature(memory_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#if !defined(SANITIZED)
+#define SANITIZED 0
+#endif
+
 /* What the ordinary numbers of the inputs are replaced by, every 7th of them. */
 enum inputs { ORDINARY, SUBNORMAL, MINUS_INFINITY };
 
@@ -22,6 +34,7 @@ const char *call_op(int call);
 struct outputs {
     unsigned char *memory;
     size_t bytes; /* of the last call */
+    size_t shift; /* bytes of memory before the outputs, less than 64 */
 };
 struct outputs new_outputs(void);
 void free_outputs(struct outputs *outputs);

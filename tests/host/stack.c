@@ -6,12 +6,7 @@
 
 #include "host.h"
 
-/* Sanitizers make frames larger. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-enum { MOST_STACK = 1 << 20 };
-#else
-enum { MOST_STACK = 32 << 10 }; /* as include/rafter/rafter.h promises */
-#endif
+enum { MOST_STACK = SANITIZED ? 1 << 20 : 32 << 10 }; /* as include/rafter/rafter.h promises */
 enum { STACK = 2 << 20, UNUSED = 0xa7 };
 
 struct stack_call {
