@@ -11,7 +11,7 @@
 
 enum {
     RAFTER_KERNEL_BYTES = 88 << 10, /* for the kernel that runs */
-    RAFTER_TASK_BYTES = 16 << 10,   /* for the code that calls it */
+    RAFTER_TASK_BYTES = 32 << 10,   /* for the code that calls it */
     RAFTER_THREAD_BYTES = RAFTER_KERNEL_BYTES + RAFTER_TASK_BYTES
 };
 

@@ -8,6 +8,7 @@
  */
 #include <math.h>
 
+#include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/cross_entropy/call.h"
@@ -293,7 +294,8 @@ static void take_row(const struct plan *plan, const struct block *block, int64_t
 /* The statistics of a chunk of every row: stats[r * step]. */
 static void block_stats(const struct work *work, const struct block *block, int64_t chunk,
                         struct rafter_row_stats *stats, int64_t step) {
-    _Alignas(64) float buffer[CROSS_ENTROPY_BLOCK];
+    float *const buffer = rafter_task_memory();
+    _Static_assert(CROSS_ENTROPY_BLOCK * sizeof *buffer <= RAFTER_TASK_BYTES, "raise RAFTER_TASK_BYTES");
     bool needed = false;
     for (int64_t r = 0; r < block->rows; r++)
         needed |= needs_stats(work->call, block->first + r, block->label[r]);
@@ -314,7 +316,8 @@ static void block_stats(const struct work *work, const struct block *block, int6
 
 static void block_gradient(const struct work *work, const struct block *block, int64_t start, int64_t end,
                            const struct rafter_row_gradient *gradient) {
-    _Alignas(64) float buffer[CROSS_ENTROPY_BLOCK];
+    float *const buffer = rafter_task_memory();
+    _Static_assert(CROSS_ENTROPY_BLOCK * sizeof *buffer <= RAFTER_TASK_BYTES, "raise RAFTER_TASK_BYTES");
     const rafter_view *const dz = &work->call->dlogits;
     const int64_t stride = work->plan->row.dz_stride, row_stride = dz->stride[dz->ndim - 2];
     for (int64_t first = start, n; first < end; first += n) {
