@@ -195,3 +195,41 @@ int report_print(int argc, char **argv, const char *usage, void (*write)(const s
     report_free(&r);
     return 0;
 }
+
+/* ---- unrest ---------------------------------------------------------------------------------- */
+
+/* Other programs matter where they leave fewer processors than the run has threads; on a GPU, fewer than the one that
+ * launches. */
+static bool is_busy(const struct report *r) {
+    const struct unrest *const u = &r->unrest;
+    const double wanted = r->gpu[0] ? 1 : fmin(r->threads, u->processors);
+    return u->processors > 0 && u->processors - u->others < wanted - 0.15;
+}
+
+bool report_unrest(const struct report *r, int index, char *text, size_t size) {
+    static const double moved = 1.08; /* a clock that varies less is as steady as machines are */
+    const struct unrest *const u = &r->unrest;
+    int low = u->clock_low_mhz, high = u->clock_high_mhz;
+    if (low == 0 && r->before.clock_mhz > 0 && r->after.clock_mhz > 0) { /* a report of an earlier version */
+        low = r->after.clock_mhz;
+        high = r->before.clock_mhz;
+    }
+    if (is_busy(r) && index-- == 0)
+        snprintf(
+            text, size,
+            "other programs kept %.1f of %d processors busy during the run, so times are longer, and vary more, than "
+            "on a quiet machine.",
+            u->others, u->processors);
+    else if (!r->gpu[0] && u->slowdown > moved && index-- == 0)
+        snprintf(text, size,
+                 "the processor's clock moved: the same loop took up to %.2f times as long as at its fastest. Compare "
+                 "columns of one row only.",
+                 u->slowdown);
+    else if (low > 0 && high > moved * low && index-- == 0)
+        snprintf(text, size,
+                 "the GPU's clock moved between %d and %d MHz during the run. Compare columns of one row only.", low,
+                 high);
+    else
+        return false;
+    return true;
+}

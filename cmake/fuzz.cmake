@@ -3,12 +3,9 @@
 # should have fuzzer-no-link, so that the fuzzer sees what its inputs reach.
 # Not reported: adding 0 to a null pointer, which every compiler defines and the next C standard allows.
 target_compile_options(rafter_flags INTERFACE -fno-sanitize=pointer-overflow)
-set(fuzz_bench json json_read html table report plot heat map_report samples)
-list(TRANSFORM fuzz_bench PREPEND bench/)
-list(TRANSFORM fuzz_bench APPEND .c)
 add_executable(fuzz_api tests/fuzz.c src/harness/gpu_stub.c)
 target_link_libraries(fuzz_api PRIVATE rafter_static)
-add_executable(fuzz_report tests/fuzz_report.c ${fuzz_bench})
+add_executable(fuzz_report tests/fuzz_report.c ${report_sources})
 target_include_directories(fuzz_report PRIVATE bench include)
 foreach(target fuzz_api fuzz_report)
   target_compile_definitions(${target} PRIVATE RAFTER_LIBFUZZER)
