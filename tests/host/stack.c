@@ -45,7 +45,7 @@ static size_t stack_used(unsigned char *stack, void *(*run)(void *), void *arg) 
 /* No call takes more than 32 KiB of its caller's stack, at any level of instructions. What a thread
  * that does nothing takes is the C library's. */
 void bounded_stack(void) {
-    static const char *const levels[] = {"portable", "avx2", "avx512", "avx512bf16", "amx"};
+    static const char *const levels[] = {NULL, "portable", "avx2", "avx512", "avx512bf16", "amx"};
     unsigned char *const stack = aligned_alloc(4096, STACK);
     expect(stack != NULL, "no memory");
     const size_t least = stack_used(stack, nothing, NULL);
@@ -58,7 +58,7 @@ void bounded_stack(void) {
             const size_t used = stack_used(stack, on_a_stack, &c) - least;
             expect(c.status == RAFTER_OK, "%s: %s", call_name(c.call), rafter_last_error(c.context));
             expect(used <= MOST_STACK, "%s (%s) takes %zu bytes of stack, wanted at most %d", call_name(c.call),
-                   levels[level], used, (int)MOST_STACK);
+                   levels[level] ? levels[level] : "default", used, (int)MOST_STACK);
         }
         rafter_context_destroy(c.context);
         free_outputs(&c.outputs);
