@@ -67,8 +67,7 @@ bool problem_lays_out(const problem_tensor *t, enum problem_layout layout) {
     case PROBLEM_CROSSED: return !problem_is_result(t) && problem_lays_out(t, PROBLEM_TRANSPOSED);
     case PROBLEM_TRANSPOSED: return t->ndim >= 2 && t->shape[t->ndim - 1] > 1 && t->shape[t->ndim - 2] > 1;
     case PROBLEM_EXPANDED: return !problem_is_result(t) && !t->in_place_of && t->ndim >= 1 && t->shape[0] > 1;
-    case PROBLEM_BROADCAST:
-        return t->role == PROBLEM_UPSTREAM && !t->in_place_of && t->ndim >= 1 && t->shape[0] > 1;
+    case PROBLEM_BROADCAST: return t->role == PROBLEM_UPSTREAM && !t->in_place_of && t->ndim >= 1 && t->shape[0] > 1;
     default: return true;
     }
 }

@@ -86,7 +86,8 @@ V_INLINE void short_rows_as(int dtype, bool pairs_only, bool stream, const struc
     }
 }
 
-V_FUNCTION(short_rows_of_streamed_pairs, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, true, true, b))
+V_FUNCTION(short_rows_of_streamed_pairs, (const struct act_block *b), (b), b->dtype,
+           short_rows_as(dtype, true, true, b))
 V_FUNCTION(short_rows_of_pairs, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, true, false, b))
 V_FUNCTION(short_rows_streamed, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, false, true, b))
 V_FUNCTION(short_rows_of_any, (const struct act_block *b), (b), b->dtype, short_rows_as(dtype, false, false, b))
