@@ -37,14 +37,14 @@ static bool on_gpu(const struct rank *own) {
     return own->context && context_on_gpu(own->context);
 }
 
-/* Waits until all ranks are here. Returns the error that all of them see. */
+/* Waits until all ranks are here. An error that comes after that belongs to the next meeting. */
 static int meet(struct loopback *wire) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
     until.tv_sec += LOOPBACK_SECONDS;
     pthread_mutex_lock(&wire->lock);
     const unsigned generation = wire->generation;
-    if (++wire->waiting == wire->ranks) {
+    if (!wire->error && ++wire->waiting == wire->ranks) {
         wire->waiting = 0;
         wire->generation++;
         pthread_cond_broadcast(&wire->all_there);
@@ -54,7 +54,7 @@ static int meet(struct loopback *wire) {
             wire->error = LOOPBACK_ALONE;
             pthread_cond_broadcast(&wire->all_there);
         }
-    const int error = wire->error;
+    const int error = generation == wire->generation ? wire->error : 0;
     pthread_mutex_unlock(&wire->lock);
     return error;
 }
