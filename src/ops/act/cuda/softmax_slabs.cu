@@ -431,6 +431,10 @@ struct Slabs {
             return "columns of this length are read once by persistent blocks";
         if (MOST_BYTES > device.shared_bytes)
             return "the GPU has too little shared memory";
+        if (views.inner() > 1 && is_small(call))
+            return "columns of a small tensor: a block per slab leaves the GPU idle";
+        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call))
+            return "gradients of rows, unless the tensor is large, are faster in two passes";
         if (plan.blocks > 1 && device.compute_capability < 90)
             return "slabs do not fit into the shared memory of a block, and the GPU has no clusters";
         if (plan.blocks > PORTABLE_BLOCKS && device.compute_capability != 90)
