@@ -11,12 +11,12 @@ import re
 import sys
 
 _STRUCT = re.compile(r"typedef struct (\w+) \{(.*?)\} \1;", re.S)
-_FIELD = re.compile(r"(?:const )?\w+(?: \*| )(\w+)")
-_FUNCTION_POINTER = re.compile(r"(?:const )?\w+(?: \*| )\(\*(\w+)\)\(.*\)", re.S)
+_FIELD = re.compile(r"(?:const )?(\w+)(?: \*| )(\w+)")
+_FUNCTION_POINTER = re.compile(r"\w+(?: \*| )\(\*(\w+)\)\(.*\)", re.S)
 _CALL = re.compile(r"RAFTER_API rafter_status rafter_(\w+)\(rafter_context \*context,\s*"
                    r"const (rafter_\w+_args) \*args\);")
 _ENUM = re.compile(r"typedef enum (\w+) \{(.*?)\} \1;", re.S)
-_NOT_ARGUMENTS = {"rafter_context_options"}
+_OPTIONS = "rafter_loss_options"
 
 
 def names(header):
@@ -33,14 +33,14 @@ def names(header):
     for name, args in calls:
         if args not in structs:
             raise ValueError(f"rafter_{name} takes a {args}, which the header does not declare")
-    for struct, body in structs.items():
-        if struct not in _NOT_ARGUMENTS:
-            yield f"STRUCT({struct})"
-            for declaration in filter(None, map(str.strip, body.split(";"))):
-                field, function = _FIELD.fullmatch(declaration), _FUNCTION_POINTER.fullmatch(declaration)
-                if not field and not function:
-                    raise ValueError(f"{struct}: cannot read {declaration!r}, wanted one field `TYPE NAME`")
-                yield f"FIELD({struct}, {field[1]})" if field else f"FUNCTION({struct}, {function[1]})"
+    for struct in {args: None for _, args in calls} | {_OPTIONS: None}:
+        for declaration in filter(None, map(str.strip, structs[struct].split(";"))):
+            field, function = _FIELD.fullmatch(declaration), _FUNCTION_POINTER.fullmatch(declaration)
+            if not field and not function:
+                raise ValueError(f"{struct}: cannot read {declaration!r}, wanted one field `TYPE NAME`")
+            # A pointer to another struct, or to a function, is nothing that can be passed by name.
+            opaque = function or field[1] in structs and field[1] != _OPTIONS
+            yield f"{'OPAQUE' if opaque else 'FIELD'}({struct}, {function[1] if function else field[2]})"
     for name, args in calls:
         yield f"CALL({name}, {args})"
     for _, body in enums:

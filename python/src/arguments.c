@@ -10,7 +10,7 @@
 
 /* ---- the header's names, with the compiler's offsets and types ---------------------------------- */
 
-enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEMORY, CALLBACK, GROUP };
+enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEMORY, OTHER };
 
 /* No default: a field of another type does not compile, and has to be thought about. */
 #define KIND(field)                                                                                                    \
@@ -23,7 +23,6 @@ enum kind { TENSOR, FLOAT, INT32, INT64, SIZE, ENUM, INT64_POINTER, OPTIONS, MEM
         unsigned: ENUM,                                                                                                \
         const int64_t *: INT64_POINTER,                                                                                \
         const rafter_loss_options *: OPTIONS,                                                                          \
-        const rafter_communicator *: GROUP,                                                                            \
         void *: MEMORY)
 
 struct field {
@@ -32,17 +31,15 @@ struct field {
     enum kind kind;
 };
 
-#define STRUCT(name)
 #define FIELD(of, name) {#of, #name, offsetof(of, name), KIND(((of *)0)->name)},
-#define FUNCTION(of, name) {#of, #name, offsetof(of, name), CALLBACK},
+#define OPAQUE(of, name) {#of, #name, offsetof(of, name), OTHER},
 #define CALL(name, args)
 #define VALUE(name)
 static const struct field fields[] = {
 #include "fields.inc"
 };
-#undef STRUCT
 #undef FIELD
-#undef FUNCTION
+#undef OPAQUE
 #undef CALL
 #undef VALUE
 
@@ -53,9 +50,8 @@ struct call {
     rafter_status (*run)(rafter_context *context, const void *args);
 };
 
-#define STRUCT(name)
 #define FIELD(of, name)
-#define FUNCTION(of, name)
+#define OPAQUE(of, name)
 #define VALUE(name)
 #define CALL(name, args)                                                                                               \
     static rafter_status run_##name(rafter_context *context, const void *given) {                                      \
@@ -138,7 +134,7 @@ static const char OPTIONS_PREFIX[] = "options.";
 
 /* Whether callers may set it: not the size, which is set already, nor what must stay zero. */
 static bool settable(const struct field *field) {
-    return field->kind != OPTIONS && field->kind != MEMORY && field->kind != CALLBACK && field->kind != GROUP &&
+    return field->kind != OPTIONS && field->kind != MEMORY && field->kind != OTHER &&
            strcmp(field->name, "size") != 0 && strncmp(field->name, "reserved", 8) != 0 &&
            strcmp(field->name, "workspace_bytes") != 0 && strcmp(field->name, "saved_bytes") != 0;
 }
