@@ -27,7 +27,8 @@ def _backward_main_grad(dloss, input, linear_weight, linear_bias, target, lse, m
     return _products(input, linear_weight, grads)
 
 
-def _backward_saved(dloss, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads, *_, **__):
+def _backward_saved(dloss, dentropy, entropy, input, linear_weight, linear_bias, target, lse, saved, main_grad, grads,
+                    *_, **__):
     logits = _products(input, linear_weight, 0)  # computed again only if nothing was saved
     return _products(input, linear_weight, grads) - (logits if saved[0] else 0)
 

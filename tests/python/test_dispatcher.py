@@ -38,8 +38,9 @@ def samples(device):
         "linear_cross_entropy_backward_main_grad": [(one, x, w, None, y, wide, torch.zeros_like(w), 3)],
         "linear_cross_entropy_saving": [(x, w, None, y, 0), (x, w, b, y, 15, *per_row)],
         "linear_cross_entropy_backward_saved": [
-            (one, x, w, None, y, wide, torch.empty(0, dtype=torch.int64, device=device), None, 3),
-            (one, x, w, b, y, wide, torch.empty(0, dtype=torch.int64, device=device), torch.zeros_like(w), 7)],
+            (one, None, None, x, w, None, y, wide, torch.empty(0, dtype=torch.int64, device=device), None, 3),
+            (rows, rows, rows.abs(), x, w, b, y, wide, torch.empty(0, dtype=torch.int64, device=device), None, 7, *per_row),
+            (one, None, None, x, w, b, y, wide, torch.empty(0, dtype=torch.int64, device=device), torch.zeros_like(w), 7)],
         "linear_logprobs": [(x, w, None, y, False, False, *per_row), (x, w, b, y, True, True, *per_row)],
         "linear_logprobs_backward": [(rows, rows, x, w, b, y, wide, rows.abs(), 7, *per_row),
                                      (rows, rows, x, w, None, y, wide, rows.abs(), 2, *per_row, 2, 0, 0)],
