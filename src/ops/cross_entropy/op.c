@@ -22,6 +22,8 @@ enum {
      * on the number of rows. */
     CHUNK = 16384,
     MANY_BLOCKS = 64,
+    FEW_TASKS = 16,         /* with fewer chunks of blocks than this, blocks have fewer rows, */
+    LEAST_BLOCK_ROWS = 4,   /* but not fewer than these */
     FEW_ROWS = 64,          /* with fewer rows than this, a task is one chunk */
     MOST_TASKS = 1024,      /* of whole rows */
     LEAST_ELEMENTS = 65536, /* per task of whole rows */
@@ -120,9 +122,13 @@ static void plan_blocks(const struct cross_entropy_call *call, struct plan *plan
         return;
     plan->run = run;
     plan->block_rows = min64(run, CROSS_ENTROPY_BLOCK_ROWS);
+    while (ceil_div(call->loss.rows, plan->block_rows) * plan->chunks < FEW_TASKS &&
+           plan->block_rows > LEAST_BLOCK_ROWS)
+        plan->block_rows = ceil_div(plan->block_rows, 2);
     plan->blocks_per_run = ceil_div(run, plan->block_rows);
     plan->blocks = call->loss.rows / run * plan->blocks_per_run;
-    plan->piece = min64(CROSS_ENTROPY_BLOCK / plan->block_rows, CROSS_ENTROPY_PIECE) / 16 * 16;
+    /* By the run alone: pieces decide on a row's bits. */
+    plan->piece = min64(CROSS_ENTROPY_BLOCK / min64(run, CROSS_ENTROPY_BLOCK_ROWS), CROSS_ENTROPY_PIECE) / 16 * 16;
     plan->row.stream = false; /* blocks are written through a buffer */
 }
 
