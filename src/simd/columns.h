@@ -130,7 +130,8 @@ V_INLINE void v_fold_unit(int dtype, bool first, const char *x, int64_t pitch, i
     vf a[V_COLUMN_ROWS][2];
     for (int r = 0; r < V_COLUMN_ROWS; r++)
         v_load_pair(dtype, x + r * pitch, &a[r][0], &a[r][1]);
-    for (int r = V_COLUMN_ROWS; r < 2 * V_COLUMN_ROWS; r++) /* processors prefetch only within a page */
+    /* Processors prefetch only within a page. */
+    for (int r = V_COLUMN_ROWS; r < 2 * V_COLUMN_ROWS && pitch >= 1024; r++)
         for (int64_t byte = 0; byte < V_UNIT * v_bytes(dtype); byte += 64)
             __builtin_prefetch(x + r * pitch + byte);
     for (int k = 0; k < 2; k++) {
