@@ -320,6 +320,7 @@ static void test_failures(void **state) {
                 .size = sizeof options, .allocate = no_memory, .release = no_release};
             rafter_context_destroy(w.rank[1].context);
             assert_int_equal(rafter_context_create(&w.rank[1].context, &options), RAFTER_OK);
+            w.rank[1].group = loopback_rank(w.wire, 1, w.rank[1].context);
             expect_told(&w, 1, RAFTER_OUT_OF_MEMORY, "the allocator returned NULL");
             world_close(&w);
             world_open(&w, 3, 20, NULL, use_logits, by_rows);
