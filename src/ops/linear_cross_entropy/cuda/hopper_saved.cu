@@ -135,15 +135,8 @@ struct HopperSaved {
             RAFTER_TRY(hopper_dx_sums(run, input, dx, p.rows, false));
             store_dx_rows(run, 0, p.rows, dx, run.gradients);
         }
-        if (p.dweight) {
-            const GradientOut out =
-                plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, 0) : into_sums(run, dweight);
-            RAFTER_TRY(
-                hopper_dweight(run, dz, 0, p.rows, &x_scaled, spread_x, out, plan.direct_dweight && p.adds_dweight));
-            add_label_rows(run, out);
-            if (!plan.direct_dweight)
-                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
-        }
+        if (p.dweight)
+            RAFTER_TRY(form_dweight(run, dz, x_scaled, spread_x, plan.direct_dweight, dweight));
         finish_call(run, run.active, p.dx && plan.direct_dx);
         return RAFTER_OK;
     }

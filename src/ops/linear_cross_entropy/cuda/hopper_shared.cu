@@ -125,15 +125,8 @@ struct HopperShared {
             store_dx_sums(run, dx, run.gradients, all_dx);
             RAFTER_TRY(begin_dx_sum(run, all_dx, share));
         }
-        if (p.dweight) {
-            const GradientOut out =
-                plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, 0) : into_sums(run, dweight);
-            RAFTER_TRY(
-                hopper_dweight(run, dz, 0, p.rows, &x_scaled, spread_x, out, plan.direct_dweight && p.adds_dweight));
-            add_label_rows(run, out);
-            if (!plan.direct_dweight)
-                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
-        }
+        if (p.dweight)
+            RAFTER_TRY(form_dweight(run, dz, x_scaled, spread_x, plan.direct_dweight, dweight));
         if (p.dx)
             RAFTER_TRY(end_dx_sum(run, all_dx, share));
         finish_call(run, run.active, false);

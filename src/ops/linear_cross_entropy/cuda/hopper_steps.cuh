@@ -239,6 +239,19 @@ void sum_dbias(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, 
 /* dW[label] += at_label * x for all active rows. `out`: all of dW. */
 void add_label_rows(const HopperRun &run, const GradientOut &out);
 
+/* dW of all rows from exponentials, into the caller's tensor (`direct`) or through `sums`. */
+inline rafter_status form_dweight(const HopperRun &run, const Dz &dz, const Matrix &x_scaled, const float *spread_x,
+                                  bool direct, float *sums) {
+    const Problem &p = run.problem;
+    const rafter_view &dweight = run.call.dweight;
+    const GradientOut out = direct ? into_tensor(run, dweight, p.dweight_layout, 0) : into_sums(run, sums);
+    RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, &x_scaled, spread_x, out, direct && p.adds_dweight));
+    add_label_rows(run, out);
+    if (!direct)
+        store_rows(run, dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, sums);
+    return RAFTER_OK;
+}
+
 } // namespace lce
 
 #endif

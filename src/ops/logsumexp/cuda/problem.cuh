@@ -154,6 +154,13 @@ template <typename T> DEVICE ScaledExp<T> Backward::gradient(int64_t row) const 
     return gradient_of_row<T>(lse.get(row), dlse.get(row));
 }
 
+/* Why kernels that read slabs do not serve a call, whatever its layout. */
+inline const char *why_not_slabs(const Problem &p, const logsumexp_call &call) {
+    if (p.rows == 0 || p.n == 0)
+        return "there are no rows or no elements";
+    return call.algorithm != RAFTER_LOGSUMEXP_AUTO ? "the algorithm is given" : NULL;
+}
+
 } // namespace
 
 #endif

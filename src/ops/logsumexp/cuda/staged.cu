@@ -86,10 +86,8 @@ struct Staged {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (p.rows == 0 || p.n == 0)
-            return "there are no rows or no elements";
-        if (call.algorithm != RAFTER_LOGSUMEXP_AUTO)
-            return "the algorithm is given";
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
         if (s.inner == 1 && p.row_bytes() >= 256)

@@ -115,10 +115,8 @@ struct Tiles {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (p.rows == 0 || p.n == 0)
-            return "there are no rows or no elements";
-        if (call.algorithm != RAFTER_LOGSUMEXP_AUTO)
-            return "the algorithm is given";
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
         const Slabs slabs = slabs_of(p.x, p.backward ? &p.dx : NULL);
         return too_large(slabs) ? "it counts rows and columns in 31 bits" : why_slower(p, slabs);
     }

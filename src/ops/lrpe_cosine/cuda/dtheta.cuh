@@ -18,14 +18,7 @@ struct DTheta {
     const double *moments;
 
     DEVICE void store(int64_t h, int64_t d, double sum) const {
-        const int64_t at = h * stride_h + d * stride_d;
-        const float value = (float)sum;
-        if (dtype == RAFTER_F32)
-            static_cast<float *>(data)[at] = value;
-        else if (dtype == RAFTER_BF16)
-            static_cast<bf16 *>(data)[at] = from_float<bf16>(value);
-        else
-            static_cast<fp16 *>(data)[at] = from_float<fp16>(value);
+        store_number(data, dtype, h * stride_h + d * stride_d, (float)sum);
     }
 };
 

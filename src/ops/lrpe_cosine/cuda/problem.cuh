@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
+#include "cuda/row_statistics.cuh"
 #include "cuda/sincos.cuh"
 #include "cuda/variant.cuh"
 #include "ops/lrpe_cosine/call.h"
@@ -24,12 +25,6 @@ constexpr int THREADS_LOG2 = 8, THREADS = 1 << THREADS_LOG2; /* per block */
 struct Strides {
     int64_t b, n, h, d;
 };
-
-DEVICE float number_at(const void *data, rafter_dtype dtype, int64_t i) {
-    return dtype == RAFTER_F32    ? static_cast<const float *>(data)[i]
-           : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
-                                  : to_float(static_cast<const fp16 *>(data)[i]);
-}
 
 template <typename T> struct Arguments {
     const T *x, *dy;
@@ -46,7 +41,7 @@ template <typename T> struct Arguments {
     int64_t positions_b, positions_n, offset; /* strides of positions; the first position */
 
     DEVICE float theta_at(int64_t h, int64_t d) const {
-        return number_at(theta, theta_dtype, h * theta_h + d * theta_d);
+        return load_number(theta, theta_dtype, h * theta_h + d * theta_d);
     }
     DEVICE int64_t position(int64_t b, int64_t n) const {
         if (!positions)

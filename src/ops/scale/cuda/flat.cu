@@ -8,21 +8,13 @@
 #include "cuda/row_statistics.cuh"
 #include "cuda/variant.cuh"
 #include "ops/scale/call.h"
+#include "ops/scale/cuda/times.cuh"
 
 namespace {
 
 constexpr int THREADS = 256; /* per block */
 constexpr int BLOCKS = 8;    /* per multiprocessor */
 constexpr int PACKS = 4;     /* of 16 bytes, that a thread has in flight */
-
-template <typename T, int N> DEVICE Pack<T, N> times(const Pack<T, N> &pack, float factor) {
-    float x[N];
-    unpack(pack, x);
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        x[j] *= factor;
-    return packed<T, N>(x);
-}
 
 /* x and y are equally far from an aligned address. */
 template <typename T>

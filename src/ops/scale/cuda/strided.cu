@@ -4,6 +4,7 @@
 #include "cuda/elementwise.cuh"
 #include "cuda/variant.cuh"
 #include "ops/scale/call.h"
+#include "ops/scale/cuda/times.cuh"
 
 namespace {
 
@@ -17,13 +18,7 @@ struct Multiply {
         return in_place && *factor == 1.0f;
     }
     template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
-        const float f = *factor;
-        float x[N];
-        unpack(in[0], x);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            x[j] *= f;
-        return packed<T, N>(x);
+        return times(in[0], *factor);
     }
 };
 
