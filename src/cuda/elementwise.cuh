@@ -118,9 +118,10 @@ template <int INPUTS> struct Outer {
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
-/* An item is a pack of a row. F: has `bool done()`, true if there is nothing to do, and
+/* An item is a pack of a row. PACKED: the rows of all tensors that are not expanded are whole, aligned
+ * packs. F: has `bool done()`, true if there is nothing to do, and
  * `of(packs)`, which makes a pack of the output of one pack of each input. */
-template <typename T, int INPUTS, int DIMS, typename F>
+template <typename T, int INPUTS, int DIMS, bool PACKED, typename F>
 __global__ void __launch_bounds__(ROW_THREADS)
     by_rows(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int64_t n,
             Divisor row_packs, unsigned items, F f) {
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(ROW_THREADS)
             int64_t at[1 + INPUTS];
             outer.template offsets<DIMS>(row, at);
             to[k] = tensors.template output<T>() + at[0];
-            const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(to[k]) % 16 / sizeof(T));
+            const int ragged = PACKED ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(to[k]) % 16 / sizeof(T));
             column[k] = i < items ? int64_t(i - row * row_packs.number) * N - ragged : n;
             if (column[k] >= n)
                 continue;
@@ -149,6 +150,8 @@ __global__ void __launch_bounds__(ROW_THREADS)
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         in[k][t].v[j] = *from;
+                else if constexpr (PACKED)
+                    in[k][t] = load_once<T, N>(from + column[k]);
                 else
                     in[k][t] = tensors.template load<T>(t, from + column[k]);
             }
@@ -158,14 +161,15 @@ __global__ void __launch_bounds__(ROW_THREADS)
             if (column[k] >= n)
                 continue;
             const Pack<T, N> out = f.of(in[k]);
-            if (column[k] >= 0 && column[k] + N <= n) {
-                store_once<T, N>(to[k] + column[k], out);
-                continue;
-            }
+            if constexpr (!PACKED)
+                if (column[k] < 0 || column[k] + N > n) {
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                if (column[k] + j >= 0 && column[k] + j < n)
-                    to[k][column[k] + j] = out.v[j];
+                    for (int j = 0; j < N; j++)
+                        if (column[k] + j >= 0 && column[k] + j < n)
+                            to[k][column[k] + j] = out.v[j];
+                    continue;
+                }
+            store_once<T, N>(to[k] + column[k], out);
         }
     }
 }
@@ -371,10 +375,13 @@ void launch_all(const rafter_context *context, Views<INPUTS> views, const F &f, 
     const int64_t n = views.view[0].shape[views.last()], rows = views.view[0].numel / n;
     const auto grid = [&](int64_t work, int per_block) { return min(ceil_div(work, int64_t(per_block)), most_blocks); };
     if (views.all_direct() && n * int64_t(sizeof(T)) >= SHORT_ROW_BYTES) {
-        /* Packs that a row touches wherever it begins. */
-        const int64_t row_packs = ceil_div(n + WIDE<T> - 1, int64_t(WIDE<T>)), items = rows * row_packs;
+        const bool packed = views.has_packs();
+        /* If rows are not whole packs: those that a row touches wherever it begins. */
+        const int64_t row_packs = ceil_div(packed ? n : n + WIDE<T> - 1, int64_t(WIDE<T>)), items = rows * row_packs;
         const Outer<INPUTS> outer = views.outer(-1);
-        const auto kernel = outer.dims <= 1 ? by_rows<T, INPUTS, 1, F> : by_rows<T, INPUTS, ANY, F>;
+        const auto kernel = packed ? outer.dims <= 1 ? by_rows<T, INPUTS, 1, true, F> : by_rows<T, INPUTS, ANY, true, F>
+                            : outer.dims <= 1 ? by_rows<T, INPUTS, 1, false, F>
+                                              : by_rows<T, INPUTS, ANY, false, F>;
         launch(context, {grid(items, ROW_THREADS * ROW_PACKS), ROW_THREADS}, kernel, views.tensors(-1), outer, n,
                Divisor(row_packs), static_cast<unsigned>(items), f);
         return;

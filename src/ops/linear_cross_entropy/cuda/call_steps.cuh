@@ -120,6 +120,9 @@ void put_in_order(const Run &run, const ActiveRows &active, const float *sums, f
 rafter_status begin_dx_sum(const Run &run, float *dx, float *share);
 rafter_status end_dx_sum(const Run &run, const float *dx, const float *share);
 
+/* Zeros the rows of `dx` that are not active; they are depth_stride() apart. */
+void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx);
+
 /* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
  * active. */
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx);

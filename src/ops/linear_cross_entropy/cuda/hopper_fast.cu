@@ -46,7 +46,7 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     plan->setup.clusters = clusters;
     /* If ignored rows are not dropped, their x would be multiplied by dz in sums
      * over some of the rows. */
-    plan->converts = limits.drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth;
+    plan->converts = limits.drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth && !(p.caps && p.smooths);
     plan->direct_dx = p.dx_layout.direct;
     const bool sums_dweight = p.dweight && group < p.rows && !p.sum_in_dweight;
     plan->direct_dweight = p.dweight_layout.direct && !sums_dweight;
@@ -69,8 +69,8 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     const int64_t first_dz = first * round_up(p.classes - plan->classes_in_dweight, int64_t(8)),
                   other_dz = first < p.rows ? group * round_up(p.classes, int64_t(8)) : 0;
     const bool labels = !plan->converts && p.dweight;
-    plan->spread_apart = p.smooths && !plan->converts;
-    const bool weight_sum = p.logit_sums, spread_x = plan->spread_apart && p.dweight;
+    plan->spread = plan->converts ? SPREAD_IN_DZ : spread_place_of(p);
+    const bool weight_sum = p.logit_sums, spread_x = plan->spread == SPREAD_APART && p.dweight;
     const int64_t depth_sums = ColumnSums::padded(p.depth) * 4,
                   parts = max(max(weight_sum ? ColumnSums::bytes(p.classes, p.depth) : 0,
                                   spread_x ? ColumnSums::bytes(first, p.depth) : 0),
@@ -195,8 +195,8 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
     };
     const bool adds_to_tensor = plan.direct_dweight && p.adds_dweight;
     run.column_parts = plan.column_parts.in(base);
-    run.spread_apart = plan.spread_apart;
-    run.weight_sum = plan.spread_apart ? weight_sum : NULL;
+    run.spread = plan.spread;
+    run.weight_sum = plan.spread == SPREAD_APART ? weight_sum : NULL;
     run.logit_sums = plan.logit_sums.in(base);
     if (weight_sum) {
         sum_weights(run, weight_sum);

@@ -30,11 +30,11 @@ struct HopperFast {
         int64_t group, first_group; /* rows; the first group may have more than the others */
         int64_t classes_in_dweight; /* the first group's exponentials of the last classes are stored in dweight */
         bool exp_in_dweight;        /* all exponentials of every group are */
-        bool spread_apart;          /* label smoothing, unless the conversion includes it */
-        Buffer<RowStats> stats;     /* of the group's tiles */
-        Buffer<OptionStats> more;   /* the same */
-        Buffer<RowStats> sample;    /* of every row */
-        Buffer<char> dz, x_scaled;  /* of the group. dz: exponentials, or dz after the conversion */
+        SpreadPlace spread;
+        Buffer<RowStats> stats;                  /* of the group's tiles */
+        Buffer<OptionStats> more;                /* the same */
+        Buffer<RowStats> sample;                 /* of every row */
+        Buffer<char> dz, x_scaled;               /* of the group. dz: exponentials, or dz after the conversion */
         Buffer<int> row_labels, frequent_labels; /* of Labels */
         Buffer<Labels::Class> class_rows;
         Buffer<float> dx, dweight; /* fp32 sums: of `group` rows; of all classes */

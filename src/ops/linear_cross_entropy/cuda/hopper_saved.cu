@@ -48,7 +48,7 @@ struct HopperSaved {
         plan->setup.split_capacity = split_capacity_for(p, limits_of(call), plan->setup.clusters, p.rows, false);
         plan->direct_dx = p.dx_layout.direct;
         plan->direct_dweight = p.dweight_layout.direct;
-        const bool weight_sum = p.smooths && forward, spread_x = p.smooths && p.dweight;
+        const bool weight_sum = p.spreads_apart && forward, spread_x = p.spreads_apart && p.dweight;
         const int64_t parts = max(max(weight_sum ? ColumnSums::bytes(p.classes, p.depth) : 0,
                                       spread_x ? ColumnSums::bytes(p.rows, p.depth) : 0),
                                   p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0);
@@ -57,7 +57,7 @@ struct HopperSaved {
         layout.place(&plan->stats, forward, p.rows * tiles * int64_t(sizeof(RowStats)));
         layout.place(&plan->more, forward && p.option_stats, p.rows * tiles * int64_t(sizeof(OptionStats)));
         layout.place(&plan->sample, forward, p.rows * int64_t(sizeof(RowStats)));
-        layout.place(&plan->logit_sums, forward && p.smooths, (p.rows + 1) * 4);
+        layout.place(&plan->logit_sums, forward && p.spreads_apart, (p.rows + 1) * 4);
         layout.place(&plan->x_scaled, p.dweight, p.rows * p.depth_stride() * p.bytes());
         layout.place(&plan->row_labels, p.dweight, round_up(p.rows, int64_t(4)) * int64_t(sizeof(int)));
         layout.place(&plan->class_rows, p.dweight, p.classes * int64_t(sizeof(Labels::Class)));
@@ -93,7 +93,7 @@ struct HopperSaved {
         RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);
         run.column_parts = plan.column_parts.in(base);
         run.logit_sums = plan.logit_sums.in(base);
-        if (p.smooths) {
+        if (p.spreads_apart) {
             sum_weights(run, saved.weight_sum);
             sum_logits(run, saved.weight_sum, plan.logit_sums.in(base));
         }
@@ -118,8 +118,8 @@ struct HopperSaved {
         float *const dx = plan.dx.in(base), *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base),
                      *const spread_x = plan.spread_x.in(base);
         run.column_parts = plan.column_parts.in(base);
-        run.spread_apart = p.smooths;
-        run.weight_sum = p.smooths ? saved.weight_sum : NULL;
+        run.spread = spread_place_of(p);
+        run.weight_sum = p.spreads_apart ? saved.weight_sum : NULL;
         finish_saved_rows(run, saved.rows);
         adjust_exponentials(run, 0, p.rows, NULL, dz, {}, x_scaled);
         if (spread_x)

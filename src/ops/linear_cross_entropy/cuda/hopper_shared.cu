@@ -24,7 +24,7 @@ struct HopperShared {
         Buffer<char> x_scaled;
         Buffer<int> row_labels, frequent_labels; /* of Labels */
         Buffer<Labels::Class> class_rows;
-        Buffer<float> dx, dweight, dbias;
+        Buffer<float> dweight, dbias;
         Buffer<float> weight_sum, logit_sums, spread_x, column_parts;
         RankBuffers ranks;
     };
@@ -52,8 +52,8 @@ struct HopperShared {
         plan->setup.clusters = clusters_of(device);
         plan->setup.split_capacity = split_capacity_for(p, limits_of(call), plan->setup.clusters, p.rows, false);
         plan->direct_dweight = p.dweight_layout.direct;
-        const bool spread_x = p.smooths && p.dweight;
-        const int64_t parts = max(max(p.smooths ? ColumnSums::bytes(p.classes, p.depth) : 0,
+        const bool spread_x = p.spreads_apart && p.dweight;
+        const int64_t parts = max(max(p.spreads_apart ? ColumnSums::bytes(p.classes, p.depth) : 0,
                                       spread_x ? ColumnSums::bytes(p.rows, p.depth) : 0),
                                   p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0);
         Layout layout;
@@ -64,13 +64,12 @@ struct HopperShared {
         layout.place(&plan->more, p.option_stats, p.rows * tiles * int64_t(sizeof(OptionStats)));
         layout.place(&plan->sample, true, p.rows * int64_t(sizeof(RowStats)));
         layout.place(&plan->merged, true, p.rows * int64_t(sizeof(LossStats<FULL>)));
-        layout.place(&plan->weight_sum, p.smooths, depth_sums);
-        layout.place(&plan->logit_sums, p.smooths, (p.rows + 1) * 4);
+        layout.place(&plan->weight_sum, p.spreads_apart, depth_sums);
+        layout.place(&plan->logit_sums, p.spreads_apart, (p.rows + 1) * 4);
         layout.place(&plan->x_scaled, p.dweight, p.rows * p.depth_stride() * p.bytes());
         layout.place(&plan->row_labels, p.dweight, round_up(p.rows, int64_t(4)) * int64_t(sizeof(int)));
         layout.place(&plan->class_rows, p.dweight, p.classes * int64_t(sizeof(Labels::Class)));
         layout.place(&plan->frequent_labels, p.dweight, Labels::bytes_of_frequent(p.rows));
-        layout.place(&plan->dx, p.dx, p.rows * p.depth_stride() * 4);
         layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, p.classes * p.depth_stride() * 4);
         layout.place(&plan->dbias, p.dbias, p.classes * 4);
         layout.place(&plan->spread_x, spread_x, depth_sums);
@@ -83,7 +82,7 @@ struct HopperShared {
         const Problem &p = run.problem;
         RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);
         LossStats<FULL> *const own = plan.ranks.stats.in(base);
-        if (p.smooths) {
+        if (p.spreads_apart) {
             sum_weights(run, plan.weight_sum.in(base));
             sum_logits(run, plan.weight_sum.in(base), plan.logit_sums.in(base));
         }
@@ -104,13 +103,13 @@ struct HopperShared {
         const Problem &p = run.problem;
         const Dz dz = {plan.exponentials.in(base), round_up(p.classes, int64_t(8)), 0, p.classes};
         const Matrix x_scaled = {plan.x_scaled.in(base), p.rows, p.dweight ? p.depth : 0, p.depth_stride()};
-        float *const dx = plan.dx.in(base), *const all_dx = plan.ranks.dx.in(base),
-                     *const share = plan.ranks.dx_share.in(base), *const dweight = plan.dweight.in(base),
-                     *const dbias = plan.dbias.in(base), *const spread_x = plan.spread_x.in(base);
+        float *const dx = plan.ranks.dx.in(base), *const share = plan.ranks.dx_share.in(base),
+                     *const dweight = plan.dweight.in(base), *const dbias = plan.dbias.in(base),
+                     *const spread_x = plan.spread_x.in(base);
         run.column_parts = plan.column_parts.in(base);
         run.logit_sums = plan.logit_sums.in(base);
         RAFTER_TRY(form_exponentials(run, plan, dz, base));
-        run.spread_apart = p.smooths;
+        run.spread = spread_place_of(p);
         run.weight_sum = plan.weight_sum.in(base);
         finish_rank_rows(&run, plan.ranks.stats.in(base), plan.merged.in(base));
         adjust_exponentials(run, 0, p.rows, NULL, dz, {}, x_scaled);
@@ -121,14 +120,13 @@ struct HopperShared {
             store_dbias(run, dbias);
         }
         if (p.dx) {
-            RAFTER_TRY(hopper_dx_sums(run, {dz, {}, 0, p.rows, run.gradients}, dx, p.rows, false));
-            store_dx_sums(run, dx, run.gradients, all_dx);
-            RAFTER_TRY(begin_dx_sum(run, all_dx, share));
+            RAFTER_TRY(hopper_rank_dx(run, {dz, {}, 0, p.rows, run.gradients}, dx));
+            RAFTER_TRY(begin_dx_sum(run, dx, share));
         }
         if (p.dweight)
             RAFTER_TRY(form_dweight(run, dz, x_scaled, spread_x, plan.direct_dweight, dweight));
         if (p.dx)
-            RAFTER_TRY(end_dx_sum(run, all_dx, share));
+            RAFTER_TRY(end_dx_sum(run, dx, share));
         finish_call(run, run.active, false);
         return RAFTER_OK;
     }

@@ -77,6 +77,18 @@ struct Matrix {
     int64_t rows, columns, stride;
 };
 
+/* Where the spread of label smoothing is subtracted: see kernels/hopper_rows.cu. */
+enum SpreadPlace {
+    SPREAD_IN_DZ,          /* where dz is formed: in the epilogue of the logits, or in the conversion */
+    SPREAD_APART,          /* from dx and dW, as a product of two vectors */
+    SPREAD_IN_EXPONENTIALS /* from the exponentials, by adjust_exponentials: there is a softcap */
+};
+
+/* For products of exponentials. */
+inline SpreadPlace spread_place_of(const Problem &p) {
+    return !p.smooths ? SPREAD_IN_DZ : p.caps ? SPREAD_IN_EXPONENTIALS : SPREAD_APART;
+}
+
 /* A Run of a Hopper variant. */
 struct HopperRun : Run {
     ActiveRows active;
@@ -86,8 +98,7 @@ struct HopperRun : Run {
     float *z_label;
     Labels labels;       /* of_row NULL: not wanted */
     float *column_parts; /* ColumnSums' workspace, if there is any */
-    /* Label smoothing's spread is not part of dz, but of dx and dW: see hopper_rows.cu. */
-    bool spread_apart;
+    SpreadPlace spread;
     const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
     const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
 
@@ -122,10 +133,11 @@ struct LogitTask {
     tiles::SplitSums split;
     int64_t first_row, rows, first_class, classes; /* of active rows, and of W */
     int depth;
-    float scale;                    /* of logits */
-    float softcap, inverse_softcap; /* 0: none */
-    const float *bias;              /* of all classes; NULL: none */
-    const float *class_weight;      /* of all classes; NULL: all are 1. Read if it smooths */
+    float scale;               /* of logits */
+    float softcap;             /* 0: none */
+    float inverse_softcap;     /* of the derivative; 0: results are not multiplied by it */
+    const float *bias;         /* of all classes; NULL: none */
+    const float *class_weight; /* of all classes; NULL: all are 1. Read if it smooths */
     int64_t class_stride;
     bool smooths, wants_argmax;   /* which OptionStats are wanted; smooths, in GRADIENT: the spread is */
     bool differentiates_entropy;  /* GRADIENT */
@@ -143,7 +155,7 @@ struct LogitTask {
 
 /* The task's rows, classes, stats, more and sample are set by the caller. `out`: for exponentials or
  * dz. Exponentials are multiplied by the derivative of the softcap, if there is one, but their sums
- * are not. */
+ * are not. With label smoothing they are not either, until the spread has been subtracted. */
 rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out);
 
 /* A task for the statistics of all classes of active rows [first, first + rows). */
@@ -165,6 +177,9 @@ struct DxInput {
 };
 /* Complete, into the caller's dx. */
 rafter_status hopper_dx(const HopperRun &run, const DxInput &input);
+/* This rank's part of the sum over ranks: dx of all rows as fp32 and without alpha, in the call's
+ * order, depth_stride() apart; zeros for ignored rows. */
+rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *to);
 /* As sums, without the row factor and the label's part; `sums` has sums_rows rows.
  * `add`: to what they are. */
 rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add);
@@ -197,8 +212,9 @@ void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged);
 
 /* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
- * with another pivot to the row's (`stats` NULL: there are none), removes the label's element, and writes x_scaled = p * x: see
- * "exponentials" in hopper_rows.cu. */
+ * with another pivot to the row's (`stats` NULL: there are none), subtracts the spread if that is
+ * run.spread's place, removes the label's element, and writes x_scaled = p * x: see "exponentials" in
+ * hopper_rows.cu. */
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled);
 
@@ -206,9 +222,9 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
  * `gradients`: as in DxInput. The sums are in `parts` parts, part_stride elements apart. */
 void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const float *sums, const RowGradient *gradients,
                    int parts = 1, int64_t part_stride = 0);
-/* dx of all rows as fp32 and without alpha, in the call's order, depth_stride() apart: this rank's part
- * of a sum. */
-void store_dx_sums(const HopperRun &run, const float *sums, const RowGradient *gradients, float *to);
+/* The same for hopper_rank_dx. */
+void store_rank_dx(const HopperRun &run, const float *sums, const RowGradient *gradients, int parts,
+                   int64_t part_stride, float *to);
 
 /* ---- sums over rows: kernels/column_sums.cu -------------------------------------------------- */
 

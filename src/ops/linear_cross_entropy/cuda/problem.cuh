@@ -7,6 +7,8 @@
 #ifndef RAFTER_LCE_CUDA_PROBLEM_CUH
 #define RAFTER_LCE_CUDA_PROBLEM_CUH
 
+#include <math.h>
+
 #include "core/sizes.h"
 #include "cuda/backend.cuh"
 #include "cuda/products.cuh"
@@ -44,6 +46,8 @@ struct Problem {
     bool caps, smooths;             /* softcap, label smoothing */
     bool option_stats;              /* Hopper: columns need statistics beyond the softmax's */
     bool logit_sums;                /* Hopper: the sum of a row's logits is needed, and W's sum gives it */
+    bool spreads_apart;             /* Hopper: label smoothing's spread is a product of two vectors: no softcap */
+    bool reads_logits;              /* Hopper: exponentials hold all logits within the softcap, to be read back */
     bool divides_upstream;          /* rows have coefficients of their own that fp16 might not hold: see Prepared */
     bool dentropy;                  /* given: gradients need every row's entropy */
     bool saves;                     /* forward saves exponentials for backward, or backward uses them */
@@ -70,6 +74,9 @@ struct Problem {
         smooths = loss.smoothing != 0.0f;
         option_stats = statistics && ((smooths && caps) || loss.entropy.data || dentropy || loss.argmax.data);
         logit_sums = statistics && smooths && !caps;
+        spreads_apart = smooths && !caps;
+        /* e^-80 is a normal number in bf16. */
+        reads_logits = caps && dtype == RAFTER_BF16 && 2.0f * fabsf(loss.softcap * loss.scale) <= 80.0f;
         const bool alike =
             !loss.row_weight.data && !loss.class_weight.data && loss.reduction != RAFTER_NONE && loss.z_loss == 0.0f;
         divides_upstream = dentropy || (dtype == RAFTER_F16 && !alike);

@@ -192,6 +192,14 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_each_row(const __grid_cons
     add_block_totals(totals, block_totals);
 }
 
+/* Zeros dx of the rows that are not active. By all blocks. */
+template <typename U> DEVICE void zero_inactive(const ActiveRows &active, int64_t columns, U *dx, int64_t stride) {
+    for (int64_t k = *active.count + int64_t(blockIdx.x); k < active.all; k += gridDim.x)
+        for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
+            store_once<U, n.value>(dx + active.order[k] * stride + i, Pack<U, n.value>{});
+        });
+}
+
 /* The first block writes the loss, from the totals of all blocks that have finished rows. All
  * blocks zero dx of the rows that are not active, if it is given. */
 template <typename U>
@@ -210,12 +218,15 @@ __global__ __launch_bounds__(PREPARE_THREADS) void finish(const __grid_constant_
         if (threadIdx.x == 0)
             write_loss(loss, all);
     }
-    if (!dx)
-        return;
-    for (int64_t k = *active.count + int64_t(blockIdx.x); k < active.all; k += gridDim.x)
-        for_elements<WIDE<U>>(columns, [&](int64_t i, auto n) {
-            store_once<U, n.value>(dx + active.order[k] * stride + i, Pack<U, n.value>{});
-        });
+    if (dx)
+        zero_inactive(active, columns, dx, stride);
+}
+
+template <typename U>
+__global__ __launch_bounds__(ZERO_THREADS) void zero_inactive_kernel(const __grid_constant__ ActiveRows active,
+                                                                     int64_t columns, U *dx, int64_t stride) {
+    wait_for_previous_kernel();
+    zero_inactive(active, columns, dx, stride);
 }
 
 /* ---- gradients from fp32 sums ---------------------------------------------------------------- */
@@ -401,6 +412,12 @@ void zero_ignored_dx(const Run &run, int64_t first, int64_t rows) {
         launch(run.context, {min(rows, most), 128}, zero_ignored<decltype(zero)>, run.loss, run.alpha(), out, first,
                rows, columns);
     });
+}
+
+void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx) {
+    const int64_t blocks = min(run.problem.rows, int64_t(run.context->cuda_state->multiprocessors));
+    launch(run.context, overlapping(blocks, ZERO_THREADS), zero_inactive_kernel<float>, active, run.problem.depth, dx,
+           run.problem.depth_stride());
 }
 
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx) {

@@ -248,7 +248,7 @@ void sum_dbias(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, 
         const DzRows<T> source = {run.active,    first,     rows,     reinterpret_cast<const T *>(dz.data),
                                   dz.stride,     gradients, at_label, run.gradients,
                                   dz.first_class};
-        sum_rows<T>(run, source, rows, dz.classes, gradients != NULL && run.spread_apart, dz.first_class, add,
+        sum_rows<T>(run, source, rows, dz.classes, gradients != NULL && run.spread == SPREAD_APART, dz.first_class, add,
                     dz.classes, dbias + dz.first_class);
     });
 }

@@ -361,10 +361,15 @@ Matrix dz_matrix(const Dz &dz, int64_t rows) {
     return {dz.data, rows, dz.classes, dz.stride};
 }
 
-/* `out`: dx of the call's rows up to the task's last one, for the case that all are active; or
- * sums of the task's. */
-template <int END>
-rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype out_dtype, const Matrix &out) {
+/* dx of the call's rows up to the task's last one, times alpha; or sums of the task's rows. */
+struct DxOut {
+    rafter_dtype dtype;
+    void *data;
+    int64_t rows, stride;
+    const float *alpha; /* NULL: sums */
+};
+
+template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &in, const DxOut &out) {
     const rafter_dtype dtype = run.problem.dtype;
     const Matrix dz = dz_matrix(in.dz, in.rows), rest = in.rest.classes > 0 ? dz_matrix(in.rest, in.rows) : dz;
     DxTask task = {};
@@ -380,9 +385,9 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype ou
     task.weight = run.w.data;
     task.weight_stride = run.w.stride;
     task.weight_sum = in.gradients ? run.weight_sum : NULL;
-    task.alpha = run.alpha();
-    task.dx = run.call.dx.data;
-    task.dx_stride = run.problem.dx_layout.stride;
+    task.alpha = out.alpha;
+    task.dx = out.data;
+    task.dx_stride = out.stride;
     const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
     task.wide = shape.wide;
 
@@ -390,10 +395,10 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, rafter_dtype ou
     if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
         !map_operand(&rest_map, dtype, rest, false, shape.a_share()) ||
         !map_operand(&w_map, dtype, run.w, true, tiles::SHARE) ||
-        !tiles::map_matrix(&out_map, out_dtype, out.data, out.rows, out.columns, out.stride, tiles::PART_ROWS))
+        !tiles::map_matrix(&out_map, out.dtype, out.data, out.rows, task.depth, out.stride, tiles::PART_ROWS))
         return no_map(run.context);
     const Launch how = tiles::launch_for(run.context->cuda_state, shape, task.rows, task.depth, task.split);
-    for_dtypes(dtype, out_dtype, [&](auto zero, auto out_zero) {
+    for_dtypes(dtype, out.dtype, [&](auto zero, auto out_zero) {
         typedef decltype(zero) T;
         typedef decltype(out_zero) U;
         if constexpr (END == RESULTS || sizeof(U) == 4)
@@ -414,26 +419,42 @@ int dx_parts(const HopperRun &run, const DxInput &in) {
     return shape.wide && scheduler.whole == 0 ? scheduler.parts : 1;
 }
 
+/* Few rows: parts are many and large. All blocks add them up, in store(parts, elements between parts),
+ * faster than the blocks that finish last. */
+template <typename Store>
+rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &out, Store store) {
+    const int parts = dx_parts(run, input);
+    if (parts == 1)
+        return launch_dx<RESULTS>(run, input, out);
+    const int64_t stride = run.problem.depth_stride();
+    RAFTER_TRY(
+        launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, int64_t(parts) * tiles::ROWS, stride, NULL}));
+    store(parts, tiles::ROWS * stride);
+    return RAFTER_OK;
+}
+
 } // namespace
 
 rafter_status hopper_dx(const HopperRun &run, const DxInput &input) {
     const rafter_view &dx = run.call.dx;
-    /* Few rows: parts are many and large. All blocks add them up faster than the blocks that finish
-     * last. */
-    if (const int parts = dx_parts(run, input); parts > 1) {
-        const int64_t stride = run.problem.depth_stride();
-        RAFTER_TRY(launch_dx<PART_SUMS>(run, input, RAFTER_F32,
-                                        {run.split.sums, int64_t(parts) * tiles::ROWS, run.problem.depth, stride}));
-        store_dx_rows(run, input.first, input.rows, run.split.sums, input.gradients, parts, tiles::ROWS * stride);
-        return RAFTER_OK;
-    }
-    return launch_dx<RESULTS>(run, input, dx.dtype,
-                              {dx.data, input.first + input.rows, run.problem.depth, run.problem.dx_layout.stride});
+    return form_dx(run, input, {dx.dtype, dx.data, input.first + input.rows, run.problem.dx_layout.stride, run.alpha()},
+                   [&](int parts, int64_t part_stride) {
+                       store_dx_rows(run, input.first, input.rows, run.split.sums, input.gradients, parts, part_stride);
+                   });
+}
+
+rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *to) {
+    const Problem &p = run.problem;
+    zero_inactive_rows(run, run.active, to);
+    return form_dx(run, input, {RAFTER_F32, to, p.rows, p.depth_stride(), run.context->cuda_state->zero_and_one + 1},
+                   [&](int parts, int64_t part_stride) {
+                       store_rank_dx(run, run.split.sums, input.gradients, parts, part_stride, to);
+                   });
 }
 
 rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add) {
-    const Matrix out = {sums, sums_rows, run.problem.depth, run.problem.depth_stride()};
-    return add ? launch_dx<MORE_SUMS>(run, input, RAFTER_F32, out) : launch_dx<SUMS>(run, input, RAFTER_F32, out);
+    const DxOut out = {RAFTER_F32, sums, sums_rows, run.problem.depth_stride(), NULL};
+    return add ? launch_dx<MORE_SUMS>(run, input, out) : launch_dx<SUMS>(run, input, out);
 }
 
 rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,

@@ -547,7 +547,9 @@ rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask ta
     task.scale = run.loss.scale;
     task.bias = run.bias;
     task.softcap = run.loss.softcap;
-    task.inverse_softcap = task.softcap != 0.0f ? 1.0f / task.softcap : 0.0f;
+    /* Exponentials that the spread is subtracted from get the derivative of the softcap after that. */
+    const bool slopes = task.softcap != 0.0f && !(mode == EXPONENTIALS && run.problem.smooths);
+    task.inverse_softcap = slopes ? 1.0f / task.softcap : 0.0f;
     task.class_weight = run.loss.class_weight;
     task.class_stride = run.loss.class_stride;
     task.smooths = run.loss.weighted && (run.loss.softcap != 0.0f ? task.more || mode == GRADIENT : mode == GRADIENT);

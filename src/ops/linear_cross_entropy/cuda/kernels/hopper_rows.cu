@@ -95,13 +95,29 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_tile(const RowStats *stats
     return g;
 }
 
-/* Stores the coefficients of active row k, if they are wanted, and adds it to the list of rows by
- * label. `spread_apart`: the spread of label smoothing is not part of at_label; it is added to dx and
- * dW by itself. */
-DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gradient, bool spread_apart,
-                         RowGradient *gradients, const Labels &labels) {
-    if (spread_apart && label >= 0 && !gradient->constant)
+/* Fits the coefficients of a row to the place of the spread. SPREAD_APART: it is not part of
+ * at_label, because it is subtracted from all classes. SPREAD_IN_EXPONENTIALS: the larger of p and the
+ * spread becomes p, a factor of both; the exponentials get what is left of p, `level`, and of the
+ * spread. So they have no large elements if p is small, or 0. `here`: this rank has the label. */
+DEVICE void place_spread(const Loss &loss, int64_t label, bool here, SpreadPlace place, RowGradient *gradient) {
+    if (gradient->constant)
+        return;
+    if (place == SPREAD_APART && here)
         gradient->at_label += gradient->spread * static_cast<float>(loss.weight_of(label));
+    if (place != SPREAD_IN_EXPONENTIALS)
+        return;
+    const float larger = fmaxf(fabsf(gradient->p), fabsf(gradient->spread)),
+                inverse = larger > 0.0f ? 1.0f / larger : 0.0f;
+    gradient->level = gradient->p * inverse;
+    gradient->spread *= inverse;
+    gradient->p = larger;
+}
+
+/* Stores the coefficients of active row k, if they are wanted, and adds it to the list of rows by
+ * label. */
+DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gradient, SpreadPlace spread,
+                         RowGradient *gradients, const Labels &labels) {
+    place_spread(loss, label, label >= 0, spread, gradient);
     if (gradients)
         gradients[k] = *gradient;
     if (labels.of_row)
@@ -115,8 +131,8 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
     const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
-    double row_scale, RowGradient *gradients, bool spread_apart, const __grid_constant__ Labels labels, T *exponentials,
-    int64_t stride, LossStats<FULL> *saved, bool only_save, Totals *block_totals) {
+    double row_scale, RowGradient *gradients, SpreadPlace spread, const __grid_constant__ Labels labels,
+    T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save, Totals *block_totals) {
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -165,7 +181,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
         gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
         if (saved)
             saved[first + index] = g;
-        put_gradient(loss, first + index, label, &gradient, spread_apart, gradients, labels);
+        put_gradient(loss, first + index, label, &gradient, spread, gradients, labels);
     }
     for (int i = 0; i < count && exponentials; i++) {
         if (i > 0)
@@ -193,7 +209,7 @@ DEVICE void bound_tilt(RowGradient *gradient) {
 __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constant__ Loss loss,
                                                             const __grid_constant__ ActiveRows active,
                                                             const LossStats<FULL> *saved, double row_scale,
-                                                            RowGradient *gradients, bool spread_apart,
+                                                            RowGradient *gradients, SpreadPlace spread,
                                                             const __grid_constant__ Labels labels, bool bounds) {
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
@@ -207,7 +223,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
     RowGradient gradient = finish_row(loss, active.order[k], label, &g, row_scale, true, &totals);
     if (loss.dentropy.data && bounds && !gradient.constant)
         bound_tilt(&gradient);
-    put_gradient(loss, k, label, &gradient, spread_apart, gradients, labels);
+    put_gradient(loss, k, label, &gradient, spread, gradients, labels);
 }
 
 /* Results and coefficients of all rows, from their statistics over the classes of all ranks. The
@@ -216,8 +232,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
 __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constant__ Loss loss,
                                                             const __grid_constant__ ActiveRows active,
                                                             const LossStats<FULL> *own, const LossStats<FULL> *merged,
-                                                            double row_scale, RowGradient *gradients, bool spread_apart,
-                                                            const __grid_constant__ Labels labels,
+                                                            double row_scale, RowGradient *gradients,
+                                                            SpreadPlace spread, const __grid_constant__ Labels labels,
                                                             Totals *block_totals) {
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
@@ -233,9 +249,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
             gradient.pivot = pivot;
             if (!here)
                 gradient.at_label = 0.0f;
-            else if (spread_apart)
-                gradient.at_label += gradient.spread * static_cast<float>(loss.weight_of(label));
         }
+        place_spread(loss, label, here, spread, &gradient);
         gradients[k] = gradient;
         if (labels.of_row)
             labels.add(static_cast<int>(k),
@@ -253,7 +268,10 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
  *
  * With label smoothing, dz also has -spread * w_v at every class, the label's too. That is a product
  * of two vectors: dx gets -spread * (the sum of all w_v W_v), and row v of dW gets -w_v * (the sum of
- * all spread * x). */
+ * all spread * x).
+ *
+ * With a softcap as well, every element is multiplied by the softcap's derivative. So the spread is
+ * subtracted from the exponentials, in a pass over them, which reads the logits back out of them. */
 
 constexpr int LABEL_THREADS = 256;
 
@@ -322,6 +340,39 @@ DEVICE void tilt_exponentials(const Exponentials<T> &e, int64_t index, const Row
     __syncthreads();
 }
 
+/* The derivative of the softcap at a logit, from its exponential e: the capped logit is pivot +
+ * log(e) / scale. The error of e's rounding, 2^-9, moves it by that much over the scale. */
+struct Slope {
+    float at_pivot, per_log; /* the capped logit over the softcap is at_pivot + per_log * log(e) */
+
+    DEVICE Slope(const Loss &loss, float pivot)
+        : at_pivot(pivot / loss.softcap), per_log(1.0f / (loss.scale * loss.softcap)) {
+    }
+    /* 0 where e is 0: no class has such a small one (Problem::reads_logits). */
+    DEVICE float of(float e) const {
+        const float t = fmaf(per_log, __logf(e), at_pivot);
+        return 1.0f - fminf(t * t, 1.0f);
+    }
+};
+
+/* e of a row to slope(e) * (level * e - spread * w_v). By a block. */
+template <typename T>
+DEVICE void subtract_spread(const Exponentials<T> &e, int64_t index, const RowGradient &gradient, const Loss &loss) {
+    constexpr int N = WIDE<T>;
+    const Slope slope(loss, pivot_at(gradient.pivot));
+    for (int64_t v = threadIdx.x * N; v < loss.classes; v += blockDim.x * N) {
+        float all[N];
+        load_floats(all, e.at(index, v));
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float w = v + j < loss.classes ? static_cast<float>(loss.column_weight(v + j)) : 0.0f;
+            all[j] = slope.of(all[j]) * fmaf(gradient.level, all[j], -gradient.spread * w);
+        }
+        store_once<T, N>(e.at(index, v), packed<T>(all));
+    }
+    __syncthreads();
+}
+
 /* Rescales tiles (`stats` NULL: all have the row's pivot), zeroes the label's e, and writes x_scaled:
  * the last of its x_rows rows are the group's. A block per row. */
 template <typename T>
@@ -342,6 +393,8 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
             rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
         if (loss.dentropy.data)
             tilt_exponentials(e, index, gradient, loss.classes);
+        if (loss.weighted && loss.softcap != 0.0f)
+            subtract_spread(e, index, gradient, loss);
         const int64_t label = loss.load_label(x.active.order[first + index]);
         if (threadIdx.x == 0 && loss.has_class(label))
             *e.at(index, loss.column_of(label)) = from_float<T>(0.0f);
@@ -435,7 +488,7 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
         launch(run->context, overlapping(blocks, ROW_THREADS),
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
                each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
-               static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
+               static_cast<double>(run->row_scale), run->gradients, run->spread, run->labels,
                reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved, only_save, run->block_totals + run->blocks);
     });
     run->blocks += only_save ? 0 : blocks;
@@ -443,14 +496,14 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
 
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {
     launch(run.context, overlapping(ceil_div<int64_t>(run.problem.rows, ROW_THREADS), ROW_THREADS), finish_saved,
-           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread_apart, run.labels,
+           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread, run.labels,
            run.problem.dtype == RAFTER_F16);
 }
 
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged) {
     const int64_t blocks = ceil_div<int64_t>(run->problem.rows, ROW_THREADS);
     launch(run->context, overlapping(blocks, ROW_THREADS), finish_ranks, run->loss, run->active, own, merged,
-           static_cast<double>(run->row_scale), run->gradients, run->spread_apart, run->labels,
+           static_cast<double>(run->row_scale), run->gradients, run->spread, run->labels,
            run->block_totals + run->blocks);
     run->blocks += blocks;
 }
@@ -478,7 +531,8 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
     });
 }
 
-void store_dx_sums(const HopperRun &run, const float *sums, const RowGradient *gradients, float *to) {
+void store_rank_dx(const HopperRun &run, const float *sums, const RowGradient *gradients, int parts,
+                   int64_t part_stride, float *to) {
     const Problem &p = run.problem;
     rafter_view view = {};
     view.data = reinterpret_cast<char *>(to);
@@ -493,8 +547,8 @@ void store_dx_sums(const HopperRun &run, const float *sums, const RowGradient *g
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         launch(run.context, overlapping(p.rows, LABEL_THREADS), store_dx<T, float>, run.loss, run.active, int64_t(0),
-               rows_of(view, 1), int64_t(1), true, p.depth, sums, p.depth_stride(), 1, int64_t(0), 1, one, gradients,
-               static_cast<const T *>(run.w.data), run.w.stride, run.weight_sum);
+               rows_of(view, 1), int64_t(1), true, p.depth, sums, p.depth_stride(), parts, part_stride, 1, one,
+               gradients, static_cast<const T *>(run.w.data), run.w.stride, run.weight_sum);
     });
 }
 

@@ -31,8 +31,8 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
         return reason;
     if (!p.statistics)
         return "lse is given";
-    if (p.caps && p.smooths)
-        return "softcap and label smoothing together need every row's sum before dz";
+    if (p.caps && p.smooths && !p.reads_logits)
+        return "softcap and label smoothing together need logits that exponentials of this dtype cannot hold";
     if (p.dentropy)
         return "the gradient of the entropy needs every row's entropy first";
     if (few_dweight_tiles(p, clusters_of(device), 1) && p.classes > MOST_CLASSES_PER_DEPTH * p.depth)
@@ -100,7 +100,7 @@ static CopyOfActive copy_of(const HopperRun &run) {
 
 HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
                      const Labels &for_labels, char *workspace)
-    : Run(for_context, for_call), labels(for_labels), column_parts(NULL), spread_apart(false), weight_sum(NULL),
+    : Run(for_context, for_call), labels(for_labels), column_parts(NULL), spread(SPREAD_IN_DZ), weight_sum(NULL),
       logit_sums(NULL) {
     const Problem &p = problem;
     int *const order = setup.order.in(workspace), *const classes = setup.classes.in(workspace);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of a row of x with a few vectors, a warp per row: an estimate of the row's softmax,
+/* Dot products of a row of x with a few vectors: an estimate of the row's softmax,
  * and the sum of its logits. See hopper_steps.cuh. */
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
 
@@ -7,56 +7,68 @@ namespace lce {
 
 namespace {
 
-constexpr int ROW_WARPS = 8, SAMPLES = 4;
-
-/* The dot product of two rows, by a warp. Rows begin at multiples of 16 bytes. */
-template <typename T> DEVICE float warp_dot(const T *a, const T *b, int64_t count) {
-    constexpr int N = WIDE<T>;
-    const int lane = threadIdx.x % WARP;
-    const int64_t whole = count / N * N;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (int64_t at = lane * N; at < whole; at += WARP * N) {
-        float x[N], y[N];
-        unpack(*reinterpret_cast<const Pack<T, N> *>(a + at), x);
-        unpack(*reinterpret_cast<const Pack<T, N> *>(b + at), y);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            sum = fmaf(x[j], y[j], sum);
-    }
-    for (int64_t at = whole + lane; at < count; at += WARP)
-        sum = fmaf(to_float(a[at]), to_float(b[at]), sum);
-    return warp_sum(sum);
-}
+constexpr int ROW_WARPS = 8, SAMPLES = 4, SAMPLE_WARPS = 4;
 
 /* Statistics of every active row, estimated from SAMPLES of its logits and the label's: in a trained
- * model that is often the largest. A block per row, a warp per logit. */
+ * model that is often the largest. A block per row. All rows have the same samples, whose weights stay
+ * in L1, so x and the label's weights are all that is read from memory. */
 template <typename T>
-__global__ __launch_bounds__((SAMPLES + 1) * WARP) void sample_rows(const __grid_constant__ Loss loss,
-                                                                    const __grid_constant__ ActiveX<T> x, int64_t depth,
-                                                                    const T *weight, int64_t stride, const float *bias,
-                                                                    RowStats *sample) {
-    __shared__ float logits[SAMPLES + 1];
+__global__ __launch_bounds__(SAMPLE_WARPS *WARP) void sample_rows(const __grid_constant__ Loss loss,
+                                                                  const __grid_constant__ ActiveX<T> x, int64_t depth,
+                                                                  const T *weight, int64_t stride, const float *bias,
+                                                                  RowStats *sample) {
+    constexpr int N = WIDE<T>, LOGITS = SAMPLES + 1;
+    __shared__ float parts[SAMPLE_WARPS][LOGITS];
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x;
     if (k >= *x.active.count)
         return;
-    const int warp = threadIdx.x / WARP, label = x.active.classes[k];
-    const int64_t v = warp < SAMPLES ? loss.classes * warp / SAMPLES : label;
-    float z = -INFINITY;
-    if (v >= 0 && v < loss.classes) {
-        z = warp_dot(x.at(k), weight + v * stride, depth) + (bias ? bias[v] : 0.0f);
-        if (loss.softcap != 0.0f)
-            z = capped(z, loss.softcap);
+    const int label = x.active.classes[k];
+    const bool has_label = label >= 0 && label < loss.classes;
+    const T *const from = x.at(k);
+    const auto class_at = [&](int i) {
+        return i < SAMPLES ? loss.classes * i / SAMPLES : has_label ? int64_t(label) : int64_t(0);
+    };
+    float sum[LOGITS] = {};
+    for_elements<N>(depth, [&](int64_t at, auto n) {
+        const Pack<T, n.value> own = load_l2<T, n.value>(from + at);
+        Pack<T, n.value> weights[LOGITS];
+#pragma unroll
+        for (int i = 0; i < SAMPLES; i++)
+            weights[i] = load_once<T, n.value>(weight + class_at(i) * stride + at);
+        weights[SAMPLES] = load_l2<T, n.value>(weight + class_at(SAMPLES) * stride + at);
+        float a[n.value];
+        unpack(own, a);
+#pragma unroll
+        for (int i = 0; i < LOGITS; i++) {
+            float b[n.value];
+            unpack(weights[i], b);
+#pragma unroll
+            for (int j = 0; j < n.value; j++)
+                sum[i] = fmaf(a[j], b[j], sum[i]);
+        }
+    });
+#pragma unroll
+    for (int i = 0; i < LOGITS; i++) {
+        sum[i] = warp_sum(sum[i]);
+        if (threadIdx.x % WARP == 0)
+            parts[threadIdx.x / WARP][i] = sum[i];
     }
-    if (threadIdx.x % WARP == 0)
-        logits[warp] = z;
     __syncthreads();
     if (threadIdx.x > 0)
         return;
-    float max = logits[SAMPLES], total = 0.0f;
-    for (int i = 0; i < SAMPLES; i++)
+    float logits[LOGITS], max = -INFINITY, total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < LOGITS; i++) {
+        float z = bias ? bias[class_at(i)] : 0.0f;
+        for (int warp = 0; warp < SAMPLE_WARPS; warp++)
+            z += parts[warp][i];
+        if (loss.softcap != 0.0f)
+            z = capped(z, loss.softcap);
+        logits[i] = i < SAMPLES || has_label ? z : -INFINITY;
         max = fmaxf(max, logits[i]);
+    }
+#pragma unroll
     for (int i = 0; i < SAMPLES; i++)
         total += exp_term<T>(logits[i] - pivot_at(max), loss.scale);
     const float ratio = static_cast<float>(loss.classes) / SAMPLES;
@@ -113,7 +125,7 @@ void sample_statistics(const HopperRun &run, RowStats *sample) {
     const Problem &p = run.problem;
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, overlapping(p.rows, (SAMPLES + 1) * WARP), sample_rows<T>, run.loss, run.active_x<T>(),
+        launch(run.context, overlapping(p.rows, SAMPLE_WARPS * WARP), sample_rows<T>, run.loss, run.active_x<T>(),
                p.depth, static_cast<const T *>(run.w.data), run.w.stride, run.bias, sample);
     });
 }
