@@ -75,7 +75,7 @@ V_INLINE void v_packed_to_columns(int dtype, int width, const char *x, int64_t r
 V_INLINE void v_packed_rows_to_columns(int dtype, int width, const char *x, int64_t rows, int64_t n, float *to,
                                        int64_t to_pitch) {
     const int64_t step = V_LANES * n * v_bytes(dtype);
-    vi spread;
+    vi spread = {0}; /* GCC for aarch64 does not see that the loop sets every lane */
     for (int i = 0; i < V_LANES; i++)
         spread[i] = (int32_t)(i / width * n + i % width) % V_LANES;
     for (; rows >= 2 * V_LANES; rows -= V_LANES, x += step, to += V_LANES)
@@ -107,7 +107,7 @@ V_INLINE void v_columns_to_packed(int dtype, int width, const float *from, int64
 V_INLINE void v_columns_to_packed_rows(int dtype, int width, const float *from, int64_t from_pitch, int64_t rows,
                                        int64_t n, char *y) {
     const int64_t step = V_LANES * n * v_bytes(dtype);
-    vi pack;
+    vi pack = {0};
     for (int i = 0, row = 0, column = 0; i < V_LANES; i++) {
         pack[i] = (row * width + column) % V_LANES;
         column = column + 1 < n ? column + 1 : (row++, 0);
