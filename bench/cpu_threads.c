@@ -71,7 +71,9 @@ static void free_memory(struct memory *m) {
 }
 
 static const struct streams *streams(void) {
-    static const struct streams *const by_level[CPU_LEVELS] = {&streams_portable, &streams_avx2, &streams_avx512};
+#define LEVEL(what, isa) &what##isa,
+    static const struct streams *const by_level[CPU_LEVELS] = {CPU_LEVEL_LIST(LEVEL, streams_)};
+#undef LEVEL
     return by_level[cpu_level()];
 }
 
