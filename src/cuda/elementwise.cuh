@@ -311,8 +311,8 @@ template <int INPUTS> struct Views {
             all = all && (view[t].stride[last()] != 1 || allows_wide_access(view[t], view[t].ndim));
         return all;
     }
-    /* The dimension that all inputs are contiguous along which are not along the last one, or
-     * -1. */
+    /* A dimension for tiles, or -1: every input that is not contiguous along the last dimension
+     * must be contiguous along this one. */
     int other_dim() const {
         for (int d = last() - 1; d >= 0 && direct(0); d--) {
             bool all = view[0].shape[d] >= LEAST_TILE_SIDE && view[0].shape[last()] >= LEAST_TILE_SIDE;
@@ -323,7 +323,7 @@ template <int INPUTS> struct Views {
         }
         return -1;
     }
-    /* Without dimensions `d` and the last one. */
+    /* All dimensions but the last one and `without`. */
     Outer<INPUTS> outer(int without) const {
         Outer<INPUTS> outer = {};
         for (int d = 0; d < last(); d++)

@@ -122,8 +122,8 @@ DEVICE void add_box(const CUtensorMap *map, int column, int row, const void *fro
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
-/* Waits until all but this thread's last N stored boxes have been read: shared
- * memory may be reused. */
+/* Waits until the copy engine has read all but the last N boxes that this thread has stored: the
+ * shared memory of the others may be reused. */
 template <int N> DEVICE void stores_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
@@ -151,10 +151,10 @@ template <bool TRANSPOSED> DEVICE unsigned operand_of(unsigned shared, int chunk
     /* 18 bits: the bits above differ between the blocks of a cluster. */
     return (shared & 0x3ffff) >> 4 | (TRANSPOSED ? chunk >> 4 : 1) << 16;
 }
-constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1)
-                                                              << 62; /* stride of eight rows; 128-byte swizzle */
-/* Increments of the descriptor: for an offset in bytes; for 16 elements of the
- * reduced dimension. */
+/* The upper half: 1024 bytes from eight rows to the next eight; the 128-byte swizzle. */
+constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+/* What to add to the lower half: for an offset in bytes; for the next 16 elements of the reduced
+ * dimension. */
 template <int BYTES> constexpr unsigned OPERAND_BYTES = BYTES >> 4;
 template <bool TRANSPOSED> constexpr unsigned OPERAND_STEP = OPERAND_BYTES<TRANSPOSED ? 16 * 128 : 16 * 2>;
 
@@ -164,7 +164,7 @@ DEVICE void products_begin() {
 DEVICE void products_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-/* Waits until at most N groups are in flight. */
+/* Waits until at most N committed groups of products are unfinished. */
 template <int N> DEVICE void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }

@@ -117,7 +117,8 @@ DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t 
                     ADD ? from_float<U>(to_float(destination[at + i]) + to_float(pack.v[i])) : pack.v[i];
     }
 }
-/* No wait for the box: all lanes had read it two parts ago, and have synchronised since. */
+/* It need not wait for the box: when it was last used, two parts ago, all lanes read it, and they
+ * have synchronised since. */
 template <typename U, bool ADD>
 DEVICE void scatter_part(const Packed &packed, int part, char *staging, U *const (&to)[2], int64_t columns) {
     char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;

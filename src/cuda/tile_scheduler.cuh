@@ -16,7 +16,8 @@ constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* rows,
 constexpr int THREADS = GROUP * (1 + GROUPS);
 
 /* The tile of a cluster: the tiles of its two blocks, one below the other; or side by side (wide),
- * for products of so few rows that one block has them all. Blocks share b, or in a wide cluster a. */
+ * for products of so few rows that one block has them all. The blocks share their part of b; in a
+ * wide cluster, that of a. */
 struct ClusterShape {
     bool wide;
 
@@ -120,7 +121,7 @@ struct TileOrigin {
 
 /* The order of tiles: bands of BAND tiles of rows; in a band all columns, rows first; every other
  * band from the last column to the first. So the tiles of one wave, which advance at about the same
- * speed, share few operands, and most loads hit L2. */
+ * speed, need only a few different rows of a and columns of b, and most loads hit L2. */
 struct TileOrder {
     static constexpr int BAND = 8;
     ClusterShape shape;

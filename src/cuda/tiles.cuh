@@ -8,11 +8,16 @@
  * both blocks; two warpgroups multiply, 64 rows each. Four steps are in flight, across tiles: while
  * the registers of one tile are converted to results, the operands of the next one are loaded. The
  * tensor cores are idle meanwhile, so the conversion must be short. Its inputs are loaded before
- * the sums are complete. (In products of at most 128 rows a cluster takes 128 rows x 512 columns, and
- * its blocks share a instead of b: see ClusterShape.) 16-bit results stay in registers, two per register, until the next tile is
+ * the sums are complete. 16-bit results stay in registers, two per register, until the next tile is
  * being summed; then they are stored through shared memory by the copy engine, 64 columns of a
- * warp's 16 rows at a time. (A tile per warpgroup, alternating, hides all of the conversion; but
- * those tiles are narrower, and lose more than that: docs/perf/linear_cross_entropy.md.)
+ * warp's 16 rows at a time.
+ *
+ * In products of at most 128 rows a cluster takes 128 rows x 512 columns, and its blocks share a
+ * instead of b: see ClusterShape.
+ *
+ * An alternative that was tried: one tile per warpgroup, so that one of them multiplies while the
+ * other converts. It hides all of the conversion, but the tiles are narrower, and that costs more
+ * than it gains: docs/perf/linear_cross_entropy.md.
  */
 #ifndef RAFTER_CUDA_TILES_CUH
 #define RAFTER_CUDA_TILES_CUH
