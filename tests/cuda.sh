@@ -6,16 +6,16 @@
 #     tests/cuda.sh BUILD [STEP...]
 #
 # BUILD is a directory that was built with RAFTER_CUDA. Steps: walk, api, large, bench, memcheck,
-# racecheck, initcheck, synccheck; all of them if none is named. The sanitizer's steps take one
-# problem in EVERY (default 13), walk one in WALK (default 1). LIMIT is the time limit of a job in
-# seconds. Prints a line per job and, if one failed, the end of its output. Exit status: 1 if a job
-# failed, 77 if there is no GPU.
+# racecheck, initcheck, synccheck; all of them if none is named. The sanitizer's steps give every
+# variant EACH problems per mode (default 2), walk takes one problem in WALK (default 1). LIMIT is
+# the time limit of a job in seconds. Prints a line per job and, if one failed, the end of its
+# output. Exit status: 1 if a job failed, 77 if there is no GPU.
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$(cd "${1:?the build directory is missing}" && pwd)
 shift
 steps=${*:-walk api large bench memcheck racecheck initcheck synccheck}
-every=${EVERY:-13}
+each=${EACH:-2}
 sample=${WALK:-1}
 logs=$build/cuda-tests
 walk=$build/tests/test_walk
@@ -67,9 +67,31 @@ sanitize() {
     # Every tensor in an allocation of its own, so that the checker knows its bounds.
     export RAFTER_TEST_EXACT_MEMORY=1
     for op in "${ops[@]}"; do
-        job "$tool-$op" 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "$op" --device cuda --every "$every"
+        job "$tool-$op" 100 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "$op" --device cuda --each "$each"
     done
+    # hopper_shared serves calls of several ranks only.
+    job "$tool-groups" 100 compute-sanitizer --tool "$tool" --error-exitcode 9 "$build/tests/test_groups" linear_cross_entropy \
+        --device cuda --every "${GROUPS_EVERY:-997}"
     unset RAFTER_TEST_EXACT_MEMORY
+    wait
+    ! grep -qs '^77 ' "$logs/$tool"-*.end || return 0
+    job "$tool-variants" 10 bash -c "visited $tool"
+}
+
+# visited TOOL: fails, and names them, if the tool did not see all variants.
+visited() {
+    local op variant missing=
+    for op in $op_names; do
+        while read -r variant; do
+            [ "$variant" != hopper_shared ] || continue # test_groups
+            grep -qE "^$op +$variant +served [1-9]" "$logs/$1-$op.log" || missing+=" $op/$variant"
+        done < <(sed -n 's/^CUDA(\([a-z0-9_]*\),.*/\1/p' "$root/src/ops/$op/variants.inc")
+    done
+    if [ -n "$missing" ]; then
+        echo "$1 did not visit$missing"
+        return 1
+    fi
+    echo "$1 visited every variant"
 }
 
 # Rafter's columns of a quick table of every op and the first cells of the map are correct, and
@@ -93,8 +115,8 @@ bench() {
              END { printf "fast %.0f MiB, native %.0f MiB\n", fast, native; exit !(native > 0 && native + 900 < fast) }' \
         "$out/lce-memory-fwd+bwd-batch12288-dim4096-bf16.csv"
 }
-export -f bench served
-export logs build
+export -f bench served visited
+export logs build root op_names="${ops[*]}"
 
 for step in $steps; do
     case $step in
@@ -110,6 +132,7 @@ for step in $steps; do
             # captures makes a context for every problem: one in 11 takes a minute
             job "api-$part" 300 "$api" --every $([ "$part" = captures ] && echo 11 || echo 1) "$part"
         done
+        job failures 300 "$build/tests/test_cuda_failures"
         job fuzz 300 "$build/tests/test_fuzz" "${CALLS:-20000}" 1 cuda
         ;;
     large)

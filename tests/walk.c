@@ -4,7 +4,7 @@
  * bitwise equality over repeats, over 1, 2 and 3 threads, and in a workspace of exactly the
  * reported size; finite differences of the oracle itself.
  *
- *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K]]
+ *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
  *
  * Every variant that this device can run gets every problem. A variant may decline a call that it
  * does not serve. On a GPU the library's own choice is walked too, as "auto". The walk prints how
@@ -15,7 +15,9 @@
  * cuda runs the same problems on a GPU; without one it prints why and exits with 77, which ctest
  * counts as skipped. --every takes one problem in N, for slow checkers; --from is the first of them
  * (default 0), so that several runs can share the problems. Only the run from 0 checks the oracle
- * by finite differences.
+ * by finite differences. --each gives every variant only N problems (at most 16) per mode, the
+ * smallest that it serves (tests/few.h), for checkers that are slower still; a variant that serves
+ * none fails the walk.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +25,7 @@
 #include <unistd.h>
 
 #include "core/sizes.h"
+#include "few.h"
 #include "harness/context.h"
 #include "harness/gpu.h"
 #include "harness/problem.h"
@@ -299,13 +302,44 @@ static void walk_finite_differences(const struct op_cases *op, int64_t index) {
     problem_free(&p);
 }
 
+/* The smallest problems that the variant serves. */
+static void walk_few(const struct op_cases *op, struct variant *v, int wanted) {
+    struct few_problem found[PROBLEM_MODES * FEW_MOST];
+    const int count = few_problems(op, v->context[1], wanted, found);
+    const int64_t before = passed + failed;
+    for (int i = 0; i < count; i++) {
+        const enum problem_mode mode = found[i].mode;
+        problem p;
+        uint64_t bits = 0;
+        if (!few_make(op, &found[i], &p) || !has_results(&p, mode) || !problem_allocate(&p, (uint64_t)i + 1))
+            continue;
+        if (run_mode(&p, v->context[1], v->name, mode, &(struct problem_solution){false, 0})) {
+            v->served += ran(v, v->context[1]);
+            run_bitwise(&p, v, 1, mode, &bits);
+            run_in_workspace(&p, v, mode, bits);
+        }
+        problem_free(&p);
+    }
+    v->checks += passed + failed - before;
+}
+
 /* ---- ops ------------------------------------------------------------------------------------- */
 
 struct selection {
     bool large;
     const char *variant; /* NULL: all */
     int64_t every, from;
+    int64_t each; /* problems per variant and mode; 0: all */
 };
+
+static void walk_all_finite_differences(const struct op_cases *op) {
+    const int64_t before = passed;
+    for (int64_t i = 0; i < op->count(); i++)
+        walk_finite_differences(op, i);
+    const bool has_backward = op->algorithm_modes[0] >> PROBLEM_BACKWARD & 1;
+    verdict(passed > before || !has_backward, &(problem){.op = op}, "oracle", "finite differences",
+            "no problem is small enough for them");
+}
 
 static void walk_op(const struct op_cases *op, const struct selection *s) {
     if (s->large) {
@@ -313,27 +347,24 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
             walk_large(op, i);
         return;
     }
-    int64_t differences = passed;
-    for (int64_t i = 0; i < op->count() && s->from == 0; i++)
-        walk_finite_differences(op, i);
-    differences = passed - differences;
-    const bool has_backward = op->algorithm_modes[0] >> PROBLEM_BACKWARD & 1;
-    verdict(differences > 0 || s->from > 0 || !has_backward, &(problem){.op = op}, "oracle", "finite differences",
-            "no problem is small enough for them");
+    if (s->each == 0 && s->from == 0)
+        walk_all_finite_differences(op);
     struct variant variants[VARIANTS_MOST + 1];
     const int count = open_variants(op->op, s->variant, variants);
-    for (int64_t i = s->from; i < op->count(); i += s->every)
+    for (int64_t i = s->from; i < op->count() && s->each == 0; i += s->every)
         walk_problem(op, i, variants, count);
     for (int i = 0; i < count; i++) {
-        const struct variant *const v = &variants[i];
+        struct variant *const v = &variants[i];
+        if (s->each > 0 && !v->automatic)
+            walk_few(op, v, (int)s->each);
         printf("%-22s %-28s served %lld problems, %lld checks\n", op->op, v->name, (long long)v->served,
                (long long)v->checks);
+        fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
         if (s->every == 1)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");
-        close_variant(&variants[i]);
+        close_variant(v);
     }
-    fflush(stdout);
 }
 
 int main(int argc, char **argv) {
@@ -354,6 +385,8 @@ int main(int argc, char **argv) {
             s.every = max64(atoll(argv[++i]), 1);
         else if (strcmp(argv[i], "--from") == 0 && i + 1 < argc)
             s.from = max64(atoll(argv[++i]), 0);
+        else if (strcmp(argv[i], "--each") == 0 && i + 1 < argc)
+            s.each = max64(min64(atoll(argv[++i]), FEW_MOST), 1);
         else if (strcmp(argv[i], "--device") == 0 && i + 1 < argc)
             device.device_type = strcmp(argv[++i], "cuda") == 0 ? kDLCUDA : kDLCPU;
         else

@@ -32,21 +32,23 @@
  * Reserved fields must be zero.
  *
  * Errors: every call returns a status. If it is not RAFTER_OK, no output has been written (but see
- * RAFTER_COLLECTIVE_FAILED), and rafter_last_error() names the argument, what was given and what was
- * wanted. No call exits, prints or throws.
+ * RAFTER_DEVICE_ERROR and RAFTER_COLLECTIVE_FAILED), and rafter_last_error() names the argument, what
+ * was given and what was wanted. No call exits, prints or throws.
  *
  * Memory: an output may not overlap anything else that the call reads or writes, nor itself (stride
  * 0), except where a block below says "in place". Scratch memory comes from `.workspace` if given,
  * else from the context's allocator. None of the .workspace_bytes may lie between the first and the
- * last element of a tensor of the call, nor in `.saved`; such a call is refused. rafter_<op>_workspace() returns how many bytes a call with the
- * same arguments takes. The default allocator of a CPU context keeps the last block of 4 MiB or
- * more until the context is destroyed, and uses it for later calls that fit.
+ * last element of a tensor of the call, nor in `.saved`; such a call is refused.
+ * rafter_<op>_workspace() returns how many bytes a call with the same arguments takes. The default
+ * allocator of a CPU context keeps the last block of 4 MiB or more until the context is destroyed,
+ * and uses it for later calls that fit.
  *
  * CUDA: a call enqueues work on the context's stream and returns. It never waits for the device. It
  * can be captured into a graph, and the graph can be replayed with other data in the same memory.
  * Nothing is allocated during a capture: give a workspace, or make the same call once before. A
  * graph uses memory of the context, so it may be replayed only while the context lives, ordered
- * with the context's stream. The stream must outlive the context.
+ * with the context's stream. The stream must outlive the context. rafter_context_destroy() waits for
+ * the device, so it may be called while work is queued, but not during a capture.
  *
  * Threads: a context serves one call at a time. Different contexts may be used from different
  * threads. All contexts share the library's worker threads, of which there are never more than the
@@ -103,7 +105,8 @@ typedef enum rafter_status {
     RAFTER_LABEL_OUT_OF_RANGE = 3,  /* a label outside [0, V) that is not ignore_index (CPU; see cross_entropy) */
     RAFTER_OUT_OF_MEMORY = 4,       /* the context's allocator returned NULL */
     RAFTER_WORKSPACE_TOO_SMALL = 5, /* .workspace_bytes, or the byte budget, is under what the call needs */
-    RAFTER_DEVICE_ERROR = 6,        /* the CUDA runtime failed; rafter_last_error() has its message */
+    RAFTER_DEVICE_ERROR = 6,        /* the CUDA runtime failed: rafter_last_error() has its message; outputs may have
+                                     * been written */
     RAFTER_COLLECTIVE_FAILED = 7,   /* a function of a communicator returned an error; outputs may have been written */
     RAFTER_RANKS_DISAGREE = 8       /* ranks of a group made different calls, or the call failed on another rank */
 } rafter_status;

@@ -162,8 +162,10 @@ rafter_status rafter_context_create(rafter_context **context, const rafter_conte
         return RAFTER_INVALID_ARGUMENT;
     creation_error[0] = '\0';
     *context = malloc(sizeof **context);
-    if (!*context)
+    if (!*context) {
+        strcpy(creation_error, "there is no memory for a context");
         return RAFTER_OUT_OF_MEMORY;
+    }
     **context = (rafter_context){.device = {kDLCPU, 0}};
     const rafter_status status = set_up(*context, options);
     if (status != RAFTER_OK) {

@@ -102,6 +102,7 @@ static void close_context(rafter_context *context) {
         return;
     {
         CurrentDevice current(context);
+        cudaDeviceSynchronize(); /* queued work may use the counters, the flag and the handles */
         rafter_cuda_close_products(state);
         state->block_captured = false; /* graphs may not outlive the context */
         drop_block(state);
@@ -141,18 +142,25 @@ static rafter_status open_context(rafter_context *context) {
                            (int)context->device.device_id, devices - 1, devices);
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(calloc(1, sizeof *state));
     if (!state)
-        return RAFTER_OUT_OF_MEMORY;
+        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "there is no memory for the context's device state");
     state->device = context->device.device_id;
     state->stream = static_cast<cudaStream_t>(context->stream);
     context->cuda_state = state;
     CurrentDevice current(context);
     int major = 0, minor = 0, l2 = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, state->device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, state->device);
-    cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, state->device);
-    cudaDeviceGetAttribute(&state->multiprocessors, cudaDevAttrMultiProcessorCount, state->device);
-    cudaDeviceGetAttribute(&state->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, state->device);
-    cudaDeviceGetAttribute(&state->cooperative, cudaDevAttrCooperativeLaunch, state->device);
+    const struct {
+        int *to;
+        cudaDeviceAttr attribute;
+    } wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
+                  {&minor, cudaDevAttrComputeCapabilityMinor},
+                  {&l2, cudaDevAttrL2CacheSize},
+                  {&state->multiprocessors, cudaDevAttrMultiProcessorCount},
+                  {&state->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+                  {&state->cooperative, cudaDevAttrCooperativeLaunch}};
+    cudaError_t error = cudaSuccess;
+    for (const auto &one : wanted)
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(one.to, one.attribute, state->device);
     state->compute_capability = context->compute_capability = 10 * major + minor;
     state->l2_bytes = l2;
 
@@ -160,8 +168,9 @@ static rafter_status open_context(rafter_context *context) {
     const float zero_and_one[] = {0.0f, 1.0f};
     const size_t counters_bytes = RAFTER_CUDA_COUNTERS * sizeof *state->counters;
     char *memory = NULL;
-    cudaError_t error =
-        cudaMalloc(&memory, counters_bytes + RAFTER_CUDA_SMALL_BLOCK + RAFTER_CUDA_ROWS_BLOCK + sizeof zero_and_one);
+    if (error == cudaSuccess)
+        error = cudaMalloc(&memory,
+                           counters_bytes + RAFTER_CUDA_SMALL_BLOCK + RAFTER_CUDA_ROWS_BLOCK + sizeof zero_and_one);
     state->counters = reinterpret_cast<unsigned *>(memory);
     state->small = memory + counters_bytes;
     state->rows_block = memory + counters_bytes + RAFTER_CUDA_SMALL_BLOCK;
@@ -228,9 +237,8 @@ static rafter_status run(rafter_context *context, const char *op, const struct r
     RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, plan->workspace_bytes, &scratch));
     const rafter_status status = plan->variant->functions->run(context, call, plan->own.storage, NULL, scratch.memory);
     rafter_scratch_release(context, &scratch);
-    if (status != RAFTER_OK)
-        return status;
-    return rafter_cuda_check(context, op, cudaGetLastError());
+    const cudaError_t error = cudaGetLastError(); /* in any case: the next call must not find it */
+    return status != RAFTER_OK ? status : rafter_cuda_check(context, op, error);
 }
 
 extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *rafter_cuda_backend(void) {

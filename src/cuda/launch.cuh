@@ -4,6 +4,8 @@
 #ifndef RAFTER_CUDA_LAUNCH_CUH
 #define RAFTER_CUDA_LAUNCH_CUH
 
+#include <atomic>
+
 #include "core/sizes.h"
 #include "core/tensor.h"
 #include "cuda/backend.cuh"
@@ -72,12 +74,41 @@ static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
     cudaFuncAttributes attributes;
     if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
         return;
-    *known = kernel;
     const int own =
         ceil_div(static_cast<int>(attributes.sharedSizeBytes), 128) * 128; /* the dynamic part begins aligned */
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state->shared_bytes - own);
-    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, state->shared_bytes - own) ==
+            cudaSuccess &&
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared) ==
+            cudaSuccess)
+        *known = kernel;
 }
+
+/* Whether this build has a kernel for the device. Without the architecture the kernel's body is
+ * empty, and then it has no static shared memory. */
+class BuiltKernel {
+    enum Answer { UNKNOWN, NO, YES };
+    std::atomic<Answer> answer{UNKNOWN};
+
+  public:
+    bool is_built(int device, const void *kernel) {
+        if (answer.load(std::memory_order_relaxed) != UNKNOWN)
+            return answer.load(std::memory_order_relaxed) == YES;
+        int before = 0;
+        cudaFuncAttributes attributes;
+        cudaGetDevice(&before);
+        cudaSetDevice(device);
+        const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+        cudaSetDevice(before);
+        if (error == cudaSuccess) {
+            answer = attributes.sharedSizeBytes > 0 ? YES : NO;
+            return answer == YES;
+        }
+        /* Memory may be short: the kernel is loaded here. Then the launch will say so, and another
+         * call will ask again. */
+        cudaGetLastError();
+        return error != cudaErrorInvalidDeviceFunction && error != cudaErrorNoKernelImageForDevice;
+    }
+};
 
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),

@@ -429,21 +429,6 @@ static inline PersistentPlan plan_persistent(const rafter_cuda_state &device, in
     return plan;
 }
 
-/* Whether this build has the kernel for the device. Without sm_90 its body is empty, and then it
- * has no shared memory. */
-template <class Job> static inline bool persistent_is_built(const rafter_cuda_state &device) {
-    static const bool built = [&] {
-        int before = 0;
-        cudaGetDevice(&before);
-        cudaSetDevice(device.device);
-        cudaFuncAttributes attributes;
-        const cudaError_t found = cudaFuncGetAttributes(&attributes, persistent_columns<Job>);
-        cudaSetDevice(before);
-        return found == cudaSuccess && attributes.sharedSizeBytes > 0;
-    }();
-    return built;
-}
-
 /* NULL if the kernel can run, and is faster than one block per panel; else the reason. */
 template <class Job>
 static inline const char *persistent_why_not(const rafter_cuda_state &device, int64_t panels, int64_t rows,
@@ -460,7 +445,10 @@ static inline const char *persistent_why_not(const rafter_cuda_state &device, in
         return "it counts tiles in 30 bits";
     if (!device.cooperative || (int64_t)(C::SHARED_BYTES + sizeof(PersistentShared<Job>)) > device.shared_bytes)
         return "the GPU lacks cooperative launches or shared memory";
-    return persistent_is_built<Job>(device) ? NULL : "this build has no sm_90 code";
+    static BuiltKernel known;
+    return known.is_built(device.device, reinterpret_cast<const void *>(persistent_columns<Job>))
+               ? NULL
+               : "this build has no sm_90 code";
 }
 
 /* Makes the tensor map of one input. It has `dims` dimensions, two to five, as for make_tensor_map;

@@ -262,11 +262,10 @@ static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, c
 static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtCandidate *found, int count,
                  const Product &p, void *workspace) {
     cudaEvent_t before = NULL, after = NULL;
-    cudaEventCreate(&before);
-    cudaEventCreate(&after);
+    const bool timed = cudaEventCreate(&before) == cudaSuccess && cudaEventCreate(&after) == cudaSuccess;
     float least = -1.0f;
     int best = 0;
-    for (int i = 0; i < count && before && after; i++) {
+    for (int i = 0; i < count && timed; i++) {
         entry->algorithm = found[i].algorithm;
         const float milliseconds = time_candidate(state, *entry, p, workspace, before, after);
         if (getenv("RAFTER_TUNE_TALK"))
@@ -277,8 +276,11 @@ static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtC
         }
     }
     entry->algorithm = found[best].algorithm;
-    cudaEventDestroy(before);
-    cudaEventDestroy(after);
+    if (before)
+        cudaEventDestroy(before);
+    if (after)
+        cudaEventDestroy(after);
+    cudaGetLastError(); /* a trial that fails is no failure of the product */
 }
 
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, void *workspace, size_t workspace_bytes) {

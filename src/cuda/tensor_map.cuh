@@ -7,6 +7,8 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "core/tensor.h"
 
 /* `dims` dimensions, innermost first. The innermost one is contiguous; stride[d], in elements, is
@@ -18,15 +20,19 @@ static inline bool make_tensor_map(CUtensorMap *map, rafter_dtype dtype, const v
     typedef CUresult (*Encode)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                                const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-    static Encode encode;
+    static std::atomic<Encode> known{NULL};
+    Encode encode = known.load(std::memory_order_relaxed);
     if (!encode) {
         void *function = NULL;
         cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
         if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
                 cudaSuccess ||
-            found != cudaDriverEntryPointSuccess)
+            found != cudaDriverEntryPointSuccess) {
+            cudaGetLastError(); /* or the next call would report it */
             return false;
+        }
         encode = reinterpret_cast<Encode>(function);
+        known.store(encode, std::memory_order_relaxed);
     }
     cuuint64_t sizes[5], bytes[5];
     cuuint32_t boxes[5], steps[5];

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The CUDA backend apart from the numbers of single calls, which test_walk --device cuda checks:
- * calls that are captured into graphs and replayed, calls on two streams, labels out of range, and
- * bad arguments, which must get the same messages as on the CPU.
+ * calls that are captured into graphs and replayed, calls on two streams, calls of several
+ * processes, contexts destroyed under queued work, labels out of range, and bad arguments, which
+ * must get the same messages as on the CPU.
  *
  *     test_cuda --list               prints the names of the parts
  *     test_cuda [--every N] [PART...]  runs these parts, or all
@@ -77,8 +78,7 @@ void release_all(const DLTensor *const *tensors, size_t count) {
 static rafter_context *first_context;
 static int64_t every = 1;
 
-/* Whether the op runs on CUDA at all. */
-static bool serves(const struct op_cases *op) {
+bool serves(const struct op_cases *op) {
     problem p = {.op = op};
     op->make(&p, 0);
     if (!problem_allocate(&p, 1))
@@ -116,6 +116,8 @@ static const struct {
     {"layouts", "gradients with other strides", test_layouts},
     {"captures", "calls in graphs", test_captures},
     {"streams", "calls on two streams", test_streams},
+    {"processes", "calls of three processes at once", test_processes},
+    {"destroyed", "contexts destroyed under queued work", test_destroyed},
     {"waiting", "blocks that wait for each other", test_waiting_blocks},
     {"long", "clusters in lockstep", test_long_products},
     {"tiles", "more tiles than multiprocessors", test_tiles},
@@ -136,6 +138,10 @@ int main(int argc, char **argv) {
         for (int k = 0; k < PARTS; k++)
             puts(parts[k].name);
         return 0;
+    }
+    if (argc == 2 && strcmp(argv[1], "--beside") == 0) { /* test_processes starts it so */
+        first_context = open_on(NULL);
+        return run_beside();
     }
     if (argc >= 3 && strcmp(argv[1], "--every") == 0) {
         every = atoll(argv[2]) > 1 ? atoll(argv[2]) : 1;

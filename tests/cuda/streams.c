@@ -7,57 +7,6 @@
 
 #include "parts.h"
 
-/* The op's largest problem that is not `large`, has an oracle for every element, and overwrites
- * none of its inputs. */
-static bool largest_problem(const struct op_cases *op, problem *largest) {
-    double most = 0;
-    for (int64_t index = 0; index < op->count(); index++) {
-        problem p = {.op = op};
-        op->make(&p, index);
-        double elements = 0;
-        bool in_place = false;
-        for (int i = 0; i < p.tensors; i++) {
-            elements += (double)p.tensor[i].numel;
-            in_place |= p.tensor[i].in_place_of != NULL || p.tensor[i].accumulates;
-        }
-        if (!p.large && p.sample <= 1 && !in_place && elements > most) {
-            most = elements;
-            *largest = p;
-        }
-    }
-    return most > 0;
-}
-
-struct party {
-    problem p;
-    rafter_context *context;
-    enum problem_mode mode;
-    uint64_t bits;
-};
-
-static bool join(struct party *party, const struct op_cases *op, enum problem_mode mode) {
-    party->mode = mode;
-    if (!largest_problem(op, &party->p) || !problem_allocate(&party->p, 3))
-        return false;
-    problem_solve(&party->p, PROBLEM_FORWARD);
-    problem_store_outputs(&party->p);
-    party->context = open_context();
-    problem_poison(&party->p, mode);
-    if (problem_call(&party->p, party->context, mode) != RAFTER_OK) /* alone */
-        return false;
-    party->bits = problem_digest(&party->p, mode);
-    problem_poison(&party->p, mode);
-    return true;
-}
-
-static void leave(struct party *party) {
-    if (!party->context)
-        return;
-    problem_leave_device(&party->p);
-    close_context(party->context);
-    problem_free(&party->p);
-}
-
 /* Calls on two streams at once give the same bits as alone. The second op runs backward if it has
  * one. */
 void test_two_streams(const struct op_cases *a, const struct op_cases *b) {
@@ -80,37 +29,6 @@ void test_two_streams(const struct op_cases *a, const struct op_cases *b) {
     leave(&other);
 }
 
-/* A softmax of one row, so long that its blocks fill the GPU and wait for each other; or another
- * act of that size. */
-enum { LINE = 1 << 25 };
-
-struct line {
-    int64_t shape[1];
-    uint16_t *gpu_x, *gpu_y;
-    DLTensor x, y;
-    rafter_act_args args;
-    rafter_context *context;
-};
-
-static void open_line(struct line *line, rafter_act_kind kind, bool urgent) {
-    *line = (struct line){.shape = {LINE}, .context = open_on(gpu_new_stream(urgent))};
-    line->gpu_x = gpu_allocate(sizeof(uint16_t) * LINE);
-    line->gpu_y = gpu_allocate(sizeof(uint16_t) * LINE);
-    line->x = rafter_tensor(line->gpu_x, RAFTER_BF16, 1, line->shape);
-    line->y = rafter_tensor(line->gpu_y, RAFTER_BF16, 1, line->shape);
-    line->x.device = line->y.device = context_device(line->context);
-    line->args = (rafter_act_args){.size = sizeof line->args, .kind = kind, .x = &line->x, .y = &line->y};
-    gpu_fill(line->context, line->gpu_x, 0, sizeof(uint16_t) * LINE);
-    gpu_fill(line->context, line->gpu_y, 0xff, sizeof(uint16_t) * LINE);
-    gpu_synchronize(line->context);
-}
-
-static void close_line(struct line *line) {
-    gpu_release(line->gpu_x);
-    gpu_release(line->gpu_y);
-    close_context(line->context);
-}
-
 static void on_alarm(int signal) {
     (void)signal;
     static const char words[] = "FAIL blocks have waited for each other for a minute\n";
@@ -124,9 +42,9 @@ static void on_alarm(int signal) {
 void test_waiting_blocks(void) {
     enum { ROUNDS = 100, MINUTE = 60 };
     struct line waiting, urgent, filler;
-    open_line(&waiting, RAFTER_ACT_SOFTMAX, false);
-    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
-    open_line(&filler, RAFTER_ACT_SILU, false);
+    open_line(&waiting, RAFTER_ACT_SOFTMAX, gpu_new_stream(false));
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, gpu_new_stream(true));
+    open_line(&filler, RAFTER_ACT_SILU, gpu_new_stream(false));
     signal(SIGALRM, on_alarm);
     alarm(MINUTE);
     for (int round = 0; round < ROUNDS; round++) {
@@ -183,7 +101,7 @@ void test_long_products(void) {
     int64_t *const labels = malloc(LONG_ROWS * sizeof *labels);
     struct gpu_facts facts;
     struct line urgent;
-    open_line(&urgent, RAFTER_ACT_SOFTMAX, true);
+    open_line(&urgent, RAFTER_ACT_SOFTMAX, gpu_new_stream(true));
     gpu_describe(urgent.context, &facts);
     if (!host || !labels || facts.memory_bytes < (int64_t)24 << 30) {
         close_line(&urgent);

@@ -34,7 +34,7 @@ inline int clusters_of(const rafter_cuda_state &device) {
 bool few_dweight_tiles(const Problem &p, int clusters, int parts);
 
 /* Whether this build has the kernels: without sm_90a their bodies are empty. */
-bool hopper_kernels_built();
+bool hopper_kernels_built(int device);
 
 const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p);
 /* For fast, beyond the above: exponentials need bf16's range, and must save more than their passes

@@ -519,15 +519,9 @@ rafter_status launch_logits(rafter_context *context, rafter_dtype dtype, const M
 
 } // namespace
 
-/* Without sm_90a in the build the kernels have no static shared memory. Asked once, on the first
- * device that could run them. */
-bool hopper_kernels_built() {
-    static const bool built = [] {
-        cudaFuncAttributes attributes;
-        return cudaFuncGetAttributes(&attributes, logits_kernel<bf16, STATISTICS, NO_OPTIONS>) == cudaSuccess &&
-               attributes.sharedSizeBytes > 0;
-    }();
-    return built;
+bool hopper_kernels_built(int device) {
+    static BuiltKernel known;
+    return known.is_built(device, reinterpret_cast<const void *>(logits_kernel<bf16, STATISTICS, NO_OPTIONS>));
 }
 
 LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, RowStats *stats) {

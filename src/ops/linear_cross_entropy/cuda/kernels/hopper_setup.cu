@@ -19,7 +19,7 @@ const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
         return "inputs are fp32";
     if (p.rows > INT32_MAX)
         return "it counts rows in 31 bits";
-    if (device.compute_capability != 90 || clusters_of(device) == 0 || !hopper_kernels_built())
+    if (device.compute_capability != 90 || clusters_of(device) == 0 || !hopper_kernels_built(device.device))
         return "this build or device does not have Hopper's kernels";
     if (few_dweight_tiles(p, clusters_of(device), tiles::TileScheduler::MOST_PARTS))
         return "dweight has too few tiles to occupy the GPU";
