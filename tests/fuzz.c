@@ -4,11 +4,12 @@
  * failure has a message and writes nothing, and no call touches memory outside its tensors (under
  * AddressSanitizer every tensor has an allocation of exactly its own extent).
  *
- *     test_fuzz [CALLS [SEED [cuda]]]
+ *     test_fuzz [CALLS [SEED [cuda | small]]]
  *
  *     test_fuzz --inputs FILE...
  *
- * The second form makes the calls that the bytes of files describe: inputs of libFuzzer
+ * Call number i is the same in every run: SEED + i is its own seed. With `small` the tensors are
+ * small, and there are many more calls a second (tests/fuzz.sh). The second form makes the calls that the bytes of files describe: inputs of libFuzzer
  * (./run fuzz), which drives this file when compiled with RAFTER_LIBFUZZER; tests/fuzz/api has some.
  *
  * With `cuda` the data are ordinary numbers, and every call is also made on the GPU: it must return
@@ -56,6 +57,8 @@ static int one_in(int64_t n) {
 }
 
 enum { TENSORS = 16, DIMS = 5, MOST_BYTES = 1 << 22 };
+
+static bool small; /* sizes are */
 
 struct tensor {
     DLTensor dl;
@@ -235,8 +238,9 @@ static rafter_dtype some_int(void) {
 
 static int64_t some_size(void) {
     static const int64_t sizes[] = {0, 1, 1, 2, 3, 5, 8, 17, 33, 64, 130};
-    const int64_t size = sizes[below(sizeof sizes / sizeof *sizes)];
-    return one_in(60) ? 131 + below(40000) : size;
+    enum { SIZES = sizeof sizes / sizeof *sizes, SMALL_SIZES = SIZES - 3 };
+    const int64_t size = sizes[below(small ? SMALL_SIZES : SIZES)];
+    return one_in(60) ? (small ? 33 + below(300) : 131 + below(40000)) : size;
 }
 
 static int some_enum(int count) {
@@ -524,6 +528,7 @@ int main(int argc, char **argv) {
     const long calls = argc > 1 ? atol(argv[1]) : 20000;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
     const bool twice = argc > 3 && strcmp(argv[3], "cuda") == 0;
+    small = argc > 3 && strcmp(argv[3], "small") == 0;
     long passed = 0, failed = 0, accepted[OPS] = {0};
     rafter_context_options options = {.size = sizeof options, .threads = 2};
     rafter_context *context = NULL, *gpu = NULL;
@@ -557,7 +562,11 @@ int main(int argc, char **argv) {
             passed++;
         } else if (failed++ < 20) {
             printf("FAIL call %ld of op %d (test_fuzz 1 %llu%s): %s: %s\n", i, op,
-                   (unsigned long long)(seed + (uint64_t)i), gpu ? " cuda" : "", problem, sentence);
+                   (unsigned long long)(seed + (uint64_t)i),
+                   gpu     ? " cuda"
+                   : small ? " small"
+                           : "",
+                   problem, sentence);
         }
         release_all(&pool_of_cpu);
     }
