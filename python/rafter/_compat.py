@@ -115,6 +115,13 @@ def wrapper_tensor(cls, shape, dtype, device):
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
+def process_group(name):
+    """The ProcessGroup of that group_name. Functional collectives find theirs in the same way; there is
+    no public one. Imported here: not every PyTorch has torch.distributed."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+    return _resolve_process_group(name)
+
+
 def version(tensor):
     """Autograd's count of in-place writes to the tensor; None for one of inference mode, which has none."""
     return None if tensor.is_inference() else tensor._version

@@ -122,6 +122,11 @@ def _on_one_device(name, fake):
     return checked
 
 
+def implement(name, function):
+    """An op whose kernel is a Python function, for tensors of any device."""
+    _library.impl(name, function, "CompositeExplicitAutograd")
+
+
 def declare(name, fake, differentiable=False):
     """Registers the fake kernel of an op under both names, and makes the one with the underscore
     invisible to autograd. An op that computes a gradient refuses to be differentiated itself."""

@@ -53,6 +53,7 @@ class LossOptions(NamedTuple):
     z_loss: float = 0.0
     softcap: float = 0.0  # 0: none
     logit_scale: float = 0.0  # 0: none
+    groups: Optional[str] = None  # see _groups.text
 
 
 class LinearOptions(NamedTuple):

@@ -15,6 +15,10 @@ def _dtensors(args):
     return [a for a in args if isinstance(a, module.DTensor)] if module else []
 
 
+def has_dtensors(*args):
+    return bool(_dtensors(args))
+
+
 def call(op, *args):
     """op(*args). Replicated DTensors are computed locally on every rank; sharded ones are
     refused."""

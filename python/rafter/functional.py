@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of Rafter. They take the same arguments as those of torch.nn.functional, in the
 same order; everything else is a keyword argument."""
-from typing import NamedTuple, Optional, Protocol, Sequence, Tuple, Union, overload
+from typing import Any, NamedTuple, Optional, Protocol, Sequence, Tuple, Union, overload
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import _compat, _flops, _formulas, _ops, _subclasses
+from . import _compat, _flops, _formulas, _groups, _ops, _sharded, _subclasses
+from ._arguments import (F32_MAX, F32_TINY, as_torch_multiplies, labels, linear_options, loss_options, no_gradient,
+                         scaled, scaled_linear, varies)
 from ._namespace import NAMESPACE
-from ._options import (ACCUMULATE, ACTS, ARGMAX, BASIC, BASIC_LINEAR, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB,
-                       LRPE_ALGORITHMS, LSE_ALGORITHMS, MEAN, MODES, NONE, REDUCTIONS, RELU, ROW_LOSS, SIGMOID, SILU,
-                       SOFTMAX, STATISTICS, Accumulate, Act, Extra, LinearOptions, LogsumexpAlgorithm, LossOptions,
-                       LrpeAlgorithm, Mode, Reduction, flatten, pick)
+from ._options import (ACTS, ARGMAX, COMPACT, DBIAS, DWEIGHT, DX, ENTROPY, LOGPROB, LRPE_ALGORITHMS, LSE_ALGORITHMS,
+                       NONE, RELU, ROW_LOSS, SIGMOID, SILU, SOFTMAX, STATISTICS, Accumulate, Act, Extra,
+                       LogsumexpAlgorithm, LrpeAlgorithm, Mode, Reduction, flatten, pick)
 
 _flops.register()
 
@@ -22,9 +23,7 @@ _transforming = _compat.functorch_active
 _forward_mode = _compat.forward_mode
 _grad_enabled = torch.is_grad_enabled
 _any_autocast = _compat.any_autocast_enabled
-_tf32_products = _compat.tf32_products
 _f32 = torch.float32
-_F32_TINY, _F32_MAX = 2.0**-149, torch.finfo(torch.float32).max  # the ops take numbers in fp32
 _act_raw, _act_eager = _formulas.act.raw, _formulas.act_eager
 _ce_raw, _ce_eager = _formulas.cross_entropy.raw, _formulas.cross_entropy.eager
 
@@ -164,120 +163,6 @@ def _one_dim(dim):
 # ---- shared by the losses
 
 
-def _constant(name, tensor, device):
-    """A class weight, row weight or denominator in fp32. None of them gets a gradient."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, Tensor):
-        if _compiling():  # a number in a product may change without a recompilation
-            return torch.ones((), dtype=_f32, device=device) * tensor
-        return torch.full((), float(tensor), dtype=_f32, device=device)
-    if tensor.requires_grad:
-        raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
-    return tensor if tensor.dtype is _f32 else tensor.to(_f32)
-
-
-def _no_gradient(name, number):
-    """Refuses a number whose gradient would be lost."""
-    if isinstance(number, Tensor) and number.requires_grad and _grad_enabled():
-        raise ValueError(f"{name} requires a gradient, but Rafter computes none for it; pass {name}.detach()")
-
-
-def _varies(number):
-    """Whether torch.compile traces the number as a variable, which it does from its second value
-    on. As an argument of an op it would become a constant again, and cost a compilation per
-    value."""
-    return _compiling() and not _compat.is_constant(number)
-
-
-def _scaled(logit_scale, softcap, *tensors):
-    """The tensors, multiplied by the logit_scale, and None; for a scale that is a tensor or a
-    number that varies. So PyTorch computes its gradient, and the host never reads its value. In
-    fp32, because a product in bf16 would round the scale too. A softcap comes between the tensors
-    and the scale; then the scale becomes a number, and is returned in place of None."""
-    if not isinstance(logit_scale, Tensor):
-        if softcap is not None:
-            return *tensors, logit_scale
-        _check_scale(logit_scale)
-    elif logit_scale.numel() != 1:
-        raise ValueError(f"logit_scale has shape {list(logit_scale.shape)}, wanted one element")
-    elif softcap is not None:
-        if logit_scale.requires_grad and _grad_enabled():
-            raise ValueError("logit_scale requires a gradient, but Rafter computes none for it together with softcap; "
-                             "pass logit_scale.detach()")
-        return *tensors, 1.0 if logit_scale.is_meta else float(logit_scale)
-    else:
-        logit_scale = logit_scale.reshape(())
-    return *(t if t is None else t.to(torch.promote_types(t.dtype, _f32)) * logit_scale for t in tensors), None
-
-
-def _scaled_linear(logit_scale, softcap, input, linear_bias):
-    """_scaled for the linear ops: input and bias keep their dtype."""
-    dtype = input.dtype
-    input, linear_bias, logit_scale = _scaled(logit_scale, softcap, input, linear_bias)
-    return input.to(dtype), None if linear_bias is None else linear_bias.to(dtype), logit_scale
-
-
-def _check_scale(logit_scale):
-    if not _F32_TINY <= logit_scale <= _F32_MAX:
-        raise ValueError(f"logit_scale is {logit_scale}, wanted a positive fp32 number, or None for 1")
-
-
-def _labels(target):
-    if target.dtype is torch.int64 or target.dtype is torch.int32:
-        return target
-    if target.is_floating_point():
-        raise ValueError(f"target has dtype {target.dtype}, wanted class indices (int32 or int64): class probabilities "
-                         "are not supported, use torch.nn.functional.cross_entropy")
-    return target.long()
-
-
-def _loss_options(input, *, weight=None, row_weight=None, denominator=None, ignore_index=-100, reduction="mean",
-                  zero_if_all_ignored=False, label_smoothing=0.0, z_loss=0.0, softcap=None, logit_scale=None):
-    """Checks the user's options and converts them to the values that the ops take. All defaults
-    give BASIC itself."""
-    number = pick(REDUCTIONS, "reduction", reduction)
-    if weight is None and row_weight is None and denominator is None:
-        # The types, because a tensor of 0 may require a gradient; _no_gradient sees it below.
-        changed = (number or zero_if_all_ignored or softcap is not None or type(label_smoothing) is not float
-                   or type(z_loss) is not float or label_smoothing or z_loss)
-        if not changed and ignore_index == -100 and logit_scale is None:
-            return BASIC
-    else:
-        weight = _constant("weight", weight, input.device)
-        row_weight = _constant("row_weight", row_weight, input.device)
-        denominator = _constant("denominator", denominator, input.device)
-        if denominator is not None and number != MEAN:
-            raise ValueError(f'denominator is given with reduction={reduction!r}, wanted reduction="mean"')
-    _no_gradient("label_smoothing", label_smoothing)
-    _no_gradient("z_loss", z_loss)
-    _no_gradient("softcap", softcap)
-    # The ops read 0 as "none", so a number that is 0 in fp32 must not reach them.
-    if logit_scale is not None:
-        _check_scale(logit_scale)
-    if softcap and not _F32_TINY <= softcap <= _F32_MAX:
-        raise ValueError(f"softcap is {softcap}, wanted a positive fp32 number, or None")
-    return LossOptions(weight, row_weight, denominator, ignore_index, number, zero_if_all_ignored, label_smoothing,
-                       z_loss, softcap or 0.0, logit_scale or 0.0)
-
-
-def _linear_options(mode, accumulate, budget):
-    number, accumulate = pick(MODES, "mode", mode), pick(ACCUMULATE, "accumulate", accumulate)
-    if not (number or accumulate or budget):
-        return BASIC_LINEAR
-    if budget < 0:
-        raise ValueError(f"budget is {budget}, wanted a number of bytes, or 0 for no limit")
-    return LinearOptions(number, accumulate, budget)
-
-
-def _as_torch_multiplies(linear, input):
-    """The LinearOptions with TF32 products if PyTorch's own product of the input would use them. They
-    are saved for backward, which so multiplies as forward did."""
-    if input.dtype is _f32 and input.is_cuda and _tf32_products():
-        return linear._replace(allow_tf32=True)
-    return linear
-
-
 # Raises if the budget is too small for backward. Only the eager path asks this.
 _check_budget = _ops.public("linear_check_budget")
 torch.library.register_fake(f"{NAMESPACE}::linear_check_budget", lambda *_: None)  # for meta tensors
@@ -304,7 +189,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,
                   z_loss: float = ..., softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                   zero_if_all_ignored: bool = ..., dim: int = ..., extras: Tuple[()] = ...,
-                  inplace_backward: bool = ...) -> Tensor: ...
+                  inplace_backward: bool = ..., group: Any = ..., first_class: Optional[int] = ...,
+                  classes: Optional[int] = ..., row_group: Any = ...) -> Tensor: ...
 
 
 @overload
@@ -313,7 +199,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = ...,
                   softcap: Optional[float] = ..., logit_scale: Union[Tensor, float, None] = ...,
                   row_weight: Optional[Tensor] = ..., denominator: Union[Tensor, float, None] = ...,
                   zero_if_all_ignored: bool = ..., dim: int = ..., extras: Union[Extra, Sequence[Extra]],
-                  inplace_backward: bool = ...) -> LossOutput: ...
+                  inplace_backward: bool = ..., group: Any = ..., first_class: Optional[int] = ...,
+                  classes: Optional[int] = ..., row_group: Any = ...) -> LossOutput: ...
 
 
 def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None, ignore_index: int = -100,
@@ -321,7 +208,8 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
                   softcap: Optional[float] = None, logit_scale: Union[Tensor, float, None] = None,
                   row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
                   zero_if_all_ignored: bool = False, dim: int = 1, extras: Union[Extra, Sequence[Extra]] = (),
-                  inplace_backward: bool = False):
+                  inplace_backward: bool = False, group: Any = None, first_class: Optional[int] = None,
+                  classes: Optional[int] = None, row_group: Any = None):
     """Cross entropy of logits and class indices, like torch.nn.functional.cross_entropy; the loss
     is always fp32.
 
@@ -337,7 +225,11 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     extras: any of "row_loss", "lse", "logprob", "entropy", "argmax"; the result is then a
         LossOutput.
     inplace_backward: backward overwrites the logits with their gradient. It has no effect under
-        torch.compile.
+        torch.compile, nor on DTensors.
+    group: a torch.distributed.ProcessGroup whose ranks each have the logits of some classes; labels
+        and class weights are those of all classes. See docs/distributed.md.
+    classes: of all ranks. None: as many on every rank. first_class: this rank's; None: torch.chunk's.
+    row_group: a ProcessGroup whose ranks each have some rows; sums and means are over all of them.
     """
     if input.dim() != 2:
         if input.dim() == 0:
@@ -348,17 +240,24 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
             raise RuntimeError(_wrong_target(given, target, dim, input.shape[:-1]))
     elif dim != 1 and dim != -1:
         input = input.movedim(dim, -1)
-    target = _labels(target)
-    if logit_scale is not None and (isinstance(logit_scale, Tensor) or _varies(logit_scale)):
-        input, logit_scale = _scaled(logit_scale, softcap, input)
-    options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
-                            ignore_index=ignore_index, reduction=reduction, zero_if_all_ignored=zero_if_all_ignored,
-                            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale)
+    target = labels(target)
+    groups = None
+    if group is not None or row_group is not None or classes is not None or first_class is not None:
+        groups = _groups.text(input.shape[-1], group, first_class, classes, row_group)
+        _groups.check_scale(logit_scale, group, "the logits")
+    if logit_scale is not None and (isinstance(logit_scale, Tensor) or varies(logit_scale)):
+        input, logit_scale = scaled(logit_scale, softcap, input)
+    options = loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
+                           ignore_index=ignore_index, reduction=reduction, zero_if_all_ignored=zero_if_all_ignored,
+                           label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, logit_scale=logit_scale,
+                           groups=groups)
     plain = _plain(input, target, options.weight, options.row_weight, options.denominator)
     if extras:
         return _cross_entropy_stats(input, target, options, plain, *_parse_extras(extras))
     if not plain:
-        return _subclasses.call(_formulas.cross_entropy.op, input, target, *flatten(options))[0]
+        if _subclasses.has_dtensors(input, target, *options[:3]):
+            return _cross_entropy_stats(input, target, options, plain, 0, False).loss
+        return _formulas.cross_entropy.op(input, target, *flatten(options))[0]
     if input.requires_grad and _grad_enabled():
         eager = _formulas.cross_entropy_inplace if inplace_backward else _ce_eager
         return eager(input, (target, options))
@@ -375,14 +274,24 @@ def _wrong_target(input, target, dim, wanted):
 
 
 def _cross_entropy_stats(input, target, options, plain, which, wants_lse):
+    wrap = None
+    if not plain and _subclasses.has_dtensors(input, target, *options[:3]):
+        _no_groups(options)
+        input, target, options, wrap = _sharded.cross_entropy(input, target, options)
+        plain = _plain(input, target, *options[:3])
     op, rest = _formulas.cross_entropy_stats, (target, which, *flatten(options))
     if not plain:
-        results = _subclasses.call(op.op, input, *rest)
+        results = op.op(input, *rest)
     elif input.requires_grad and _grad_enabled():
         results = op.eager(input, rest)
     else:
         results = op.raw(input, *rest)
-    return _loss_output(which, wants_lse, *results)
+    return _loss_output(which, wants_lse, *(wrap(results) if wrap else results))
+
+
+def _no_groups(options):
+    if options.groups is not None:
+        raise ValueError("group or row_group is given with DTensors, whose placements tell the groups")
 
 
 # ---- linear_cross_entropy
@@ -424,7 +333,8 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                          logit_scale: Union[Tensor, float, None] = ..., row_weight: Optional[Tensor] = ...,
                          denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
                          mode: Mode = ..., accumulate: Accumulate = ..., budget: int = ..., main_grad: bool = ...,
-                         extras: Tuple[()] = ...) -> Tensor: ...
+                         extras: Tuple[()] = ..., group: Any = ..., first_class: Optional[int] = ...,
+                         classes: Optional[int] = ..., row_group: Any = ...) -> Tensor: ...
 
 
 @overload
@@ -434,7 +344,8 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                          logit_scale: Union[Tensor, float, None] = ..., row_weight: Optional[Tensor] = ...,
                          denominator: Union[Tensor, float, None] = ..., zero_if_all_ignored: bool = ...,
                          mode: Mode = ..., accumulate: Accumulate = ..., budget: int = ..., main_grad: bool = ...,
-                         extras: Union[Extra, Sequence[Extra]]) -> LossOutput: ...
+                         extras: Union[Extra, Sequence[Extra]], group: Any = ..., first_class: Optional[int] = ...,
+                         classes: Optional[int] = ..., row_group: Any = ...) -> LossOutput: ...
 
 
 def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
@@ -443,7 +354,9 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                          softcap: Optional[float] = None, logit_scale: Union[Tensor, float, None] = None,
                          row_weight: Optional[Tensor] = None, denominator: Union[Tensor, float, None] = None,
                          zero_if_all_ignored: bool = False, mode: Mode = "auto", accumulate: Accumulate = "float32",
-                         budget: int = 0, main_grad: bool = False, extras: Union[Extra, Sequence[Extra]] = ()):
+                         budget: int = 0, main_grad: bool = False, extras: Union[Extra, Sequence[Extra]] = (),
+                         group: Any = None, first_class: Optional[int] = None, classes: Optional[int] = None,
+                         row_group: Any = None):
     """cross_entropy(input @ linear_weight.T + linear_bias, target) without ever storing the logits.
 
     input [..., D], linear_weight [V, D], linear_bias [V], target [...]: like
@@ -456,42 +369,59 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     means whatever runs fastest. Forward raises if it is too small for either direction (under
     torch.compile, each direction checks its own). main_grad: backward adds dW to
     linear_weight.main_grad (fp32), and the weight itself gets no gradient.
+
+    group, first_class, classes, row_group: as in cross_entropy; with group, weight and bias are those
+    of this rank's classes, the input is the same on every rank, and so is its gradient, summed over
+    the ranks.
     """
-    linear = _linear_options(mode, accumulate, budget)
+    linear = linear_options(mode, accumulate, budget)
     into = _main_grad(linear_weight) if main_grad else None
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
-    target = _labels(target)
-    linear = _as_torch_multiplies(linear, input)
-    if logit_scale is not None and (isinstance(logit_scale, Tensor) or _varies(logit_scale)):
-        input, linear_bias, logit_scale = _scaled_linear(logit_scale, softcap, input, linear_bias)
-    options = _loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
-                            ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
-                            zero_if_all_ignored=zero_if_all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
-                            softcap=softcap, logit_scale=logit_scale)
+    target = labels(target)
+    groups = None
+    if group is not None or row_group is not None or classes is not None or first_class is not None:
+        groups = _groups.text(linear_weight.shape[0], group, first_class, classes, row_group)
+        if linear_bias is not None:
+            _groups.check_scale(logit_scale, group, "linear_bias")
+    linear = as_torch_multiplies(linear, input)
+    if logit_scale is not None and (isinstance(logit_scale, Tensor) or varies(logit_scale)):
+        input, linear_bias, logit_scale = scaled_linear(logit_scale, softcap, input, linear_bias)
+    options = loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,
+                           ignore_index=-100 if ignore_index is None else ignore_index, reduction=reduction,
+                           zero_if_all_ignored=zero_if_all_ignored, label_smoothing=label_smoothing, z_loss=z_loss,
+                           softcap=softcap, logit_scale=logit_scale, groups=groups)
     needs = _needs(input, linear_weight, linear_bias)
     # Gradients for an upstream gradient of 1 may underflow in fp16. Loss scaling prevents that, but
     # only if they are computed in backward.
     in_backward = (linear.mode == COMPACT or options.reduction == NONE or into is not None
                    or input.dtype is torch.float16)
     which, wants_lse = _parse_extras(extras) if extras else (None, False)
-    call = (target, 0 if in_backward else needs, which, options, linear)
-    op = _formulas.linear_cross_entropy_stats if extras else _formulas.linear_cross_entropy
-    if not _plain(input, linear_weight, linear_bias, target, options.weight, options.row_weight, options.denominator):
+    plain = _plain(input, linear_weight, linear_bias, target, options.weight, options.row_weight, options.denominator)
+    wrap = None
+    if not plain:
         if into is not None:
             raise RuntimeError("main_grad=True works only on plain tensors outside torch.compile")
-        results = _subclasses.call(op.op, input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
-    elif needs:
+        if _subclasses.has_dtensors(input, linear_weight, linear_bias, target, *options[:3]):
+            _no_groups(options)
+            input, linear_weight, linear_bias, target, options, wrap = _sharded.linear(
+                "linear_cross_entropy", input, linear_weight, linear_bias, target, options)
+            plain = _plain(input, linear_weight, linear_bias, target, *options[:3])
+    call = (target, 0 if in_backward else needs, which, options, linear)
+    op = _formulas.linear_cross_entropy_stats if extras else _formulas.linear_cross_entropy
+    if plain and needs:
         if budget and in_backward:
             _check_budget(input, linear_weight, linear_bias, target, into is not None, False, needs, *options, *linear)
-        saves = in_backward and _may_save(input, linear_weight, target, linear)
+        saves = in_backward and options.groups is None and _may_save(input, linear_weight, target, linear)
         results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, saves, call))
-        return _loss_output(which, wants_lse, *results) if extras else results
+        if not extras:
+            return wrap((results,))[0] if wrap else results
     else:
-        results = op.raw(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
-    if not extras:
-        return results[0]
-    loss, lse, _, _, _, *statistics = results
-    return _loss_output(which, wants_lse, loss, lse, *statistics)
+        kernel = op.raw if plain else op.op
+        loss, lse, _, _, _, *statistics = kernel(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
+        results = (loss, lse, *statistics)
+    if wrap:
+        results = wrap(results)
+    return _loss_output(which, wants_lse, *results) if extras else results[0]
 
 
 def _may_save(input, weight, target, linear):
@@ -510,44 +440,59 @@ def _main_grad(weight):
 
 def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Optional[Tensor] = None,
                     temperature: float = 1.0, softcap: Optional[float] = None, ignore_index: int = -100,
-                    entropy: bool = False, is_top: bool = False, mode: Mode = "auto", budget: int = 0) -> LogProbs:
+                    entropy: bool = False, is_top: bool = False, mode: Mode = "auto", budget: int = 0,
+                    group: Any = None, first_class: Optional[int] = None, classes: Optional[int] = None,
+                    row_group: Any = None) -> LogProbs:
     """Log-probability of each target under softmax(logits / temperature), never above 0; if requested,
     the entropy, and whether the target has the largest logit (of equal ones, the first).
 
     For reinforcement learning: log-probability and entropy have gradients. logits = input @
     linear_weight.T + linear_bias are never stored. For ignored targets the results are 0 and False.
+    group, first_class, classes, row_group: as in linear_cross_entropy. With row_group the ranks only
+    compare their calls: results are per row.
     """
-    _no_gradient("temperature", temperature)
-    if not 1.0 / _F32_MAX <= temperature <= 1.0 / _F32_TINY:
+    no_gradient("temperature", temperature)
+    if not 1.0 / F32_MAX <= temperature <= 1.0 / F32_TINY:
         raise ValueError(f"temperature is {temperature}, wanted a positive number with an inverse in fp32")
     input, linear_weight, linear_bias = _same_dtype(input, linear_weight, linear_bias)
-    target = _labels(target)
+    target = labels(target)
     logit_scale = None
-    if _varies(temperature) and softcap is None:  # as in _scaled; 1 / temperature would become a constant
+    if varies(temperature) and softcap is None:  # as in scaled; 1 / temperature would become a constant
         dtype, wide = input.dtype, torch.promote_types(input.dtype, _f32)
         input, linear_bias = (t if t is None else (t.to(wide) / temperature).to(dtype) for t in (input, linear_bias))
     else:
         logit_scale = 1.0 / temperature
-    options = _loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
-                            logit_scale=logit_scale)
-    linear = _as_torch_multiplies(_linear_options(mode, "float32", budget), input)
+    groups = None
+    if group is not None or row_group is not None or classes is not None or first_class is not None:
+        groups = _groups.text(linear_weight.shape[0], group, first_class, classes, row_group)
+    options = loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
+                           logit_scale=logit_scale, groups=groups)
+    linear = as_torch_multiplies(linear_options(mode, "float32", budget), input)
+    plain, wrap = _plain(input, linear_weight, linear_bias, target), None
+    if not plain and _subclasses.has_dtensors(input, linear_weight, linear_bias, target):
+        _no_groups(options)
+        input, linear_weight, linear_bias, target, options, wrap = _sharded.linear(
+            "linear_logprobs", input, linear_weight, linear_bias, target, options)
+        plain = _plain(input, linear_weight, linear_bias, target)
     rest = (target, entropy, is_top, *flatten(options, linear))
     op = _formulas.linear_logprobs
-    if not _plain(input, linear_weight, linear_bias, target):
-        results = _subclasses.call(op.op, input, linear_weight, linear_bias, *rest)
+    if not plain:
+        results = op.op(input, linear_weight, linear_bias, *rest)
     elif needs := _needs(input, linear_weight, linear_bias):
         if budget:
             _check_budget(input, linear_weight, linear_bias, target, False, entropy, needs, *options, *linear)
-        saves = _may_save(input, linear_weight, target, linear)
+        saves = options.groups is None and _may_save(input, linear_weight, target, linear)
         results = op.eager(input, linear_weight, linear_bias, (saves, *rest))
     else:
         results = op.raw(input, linear_weight, linear_bias, *rest)
-    top = None
+    logprob, entropies, _, top = results
     if is_top:
-        top = results[3] == target
+        top = top == target
         if ignore_index == -1:  # also the argmax of ignored rows
             top = top & (target != -1)
-    return LogProbs(results[0], results[1] if entropy else None, top)
+    if wrap:
+        logprob, entropies, top = wrap((logprob, entropies, top))
+    return LogProbs(logprob, entropies if entropy else None, top if is_top else None)
 
 
 # ---- lrpe_cosine

@@ -19,11 +19,8 @@ namespace {
 std::string python_names(const std::string &message) {
     static const struct {
         const char *c, *python;
-    } names[] = {{"x", "input"},
-                 {"logits", "input"},
-                 {"weight", "linear_weight"},
-                 {"bias", "linear_bias"},
-                 {"class_weight", "weight"}};
+    } names[] = {{"x", "input"},          {"logits", "input"},        {"weight", "linear_weight"},
+                 {"bias", "linear_bias"}, {"class_weight", "weight"}, {"class_group", "group"}};
     const auto in_word = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; };
     std::string text;
     for (size_t i = 0, end; i < message.size(); i = end) {

@@ -6,6 +6,7 @@
  * Shapes follow the C API; the Python side handles whatever else PyTorch users expect.
  */
 #include "contexts.h"
+#include "groups.h"
 #include "tensor.h"
 
 #include <algorithm>
@@ -122,12 +123,13 @@ void logsumexp_backward(Call &call) {
 #define LOSS_OPTIONS                                                                                                   \
     "Tensor? weight=None, Tensor? row_weight=None, Tensor? denominator=None, int ignore_index=-100, int reduction=0, " \
     "bool zero_if_all_ignored=False, float label_smoothing=0., float z_loss=0., float softcap=0., float "              \
-    "logit_scale=0."
+    "logit_scale=0., str? groups=None"
 
 struct LossOptions {
     Tensor weight, row_weight, denominator;
     int64_t ignore_index;
     rafter_loss_options c;
+    rafter::Groups groups; /* see groups.h */
 
     explicit LossOptions(Call &call)
         : weight(call.optional_tensor()), row_weight(call.optional_tensor()), denominator(call.optional_tensor()),
@@ -142,6 +144,10 @@ struct LossOptions {
         c.class_weight = weight.dl();
         c.row_weight = row_weight.dl();
         c.denominator = denominator.dl();
+        /* The last argument but for numbers: nothing is left on the stack if the device is wrong. */
+        const std::optional<std::string> text = call.optional_text();
+        if (text)
+            groups = rafter::Groups(*text, call.device(), c);
     }
 };
 
@@ -564,6 +570,9 @@ LIBRARY(RAFTER_TORCH_NAMESPACE, library) {
         library.def((std::string("_") + op.name + op.schema).c_str());
     }
     library.def("_info() -> str");
+    /* Implemented in _groups.py. They return "", or what went wrong. */
+    library.def("_group_all_gather(Tensor send, Tensor(a!) receive, str group, int stream) -> str");
+    library.def("_group_all_reduce(Tensor(a!) data, str group, int stream) -> str");
 }
 
 LIBRARY_IMPL(RAFTER_TORCH_NAMESPACE, CPU, library) {

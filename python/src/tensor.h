@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -193,6 +194,9 @@ class Call {
     }
     bool flag() {
         return take<bool>();
+    }
+    std::optional<std::string> optional_text() {
+        return take<std::optional<std::string>>();
     }
 
     /* The device of the first tensor. Throws if another tensor is on a different one. Taking an

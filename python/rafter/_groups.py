@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups of torch.distributed for the losses: the arguments group and row_group as the text
+that the ops take, and the collectives that the library calls."""
+import contextlib
+
+import torch
+
+from . import _compat, _ops
+
+
+def text(shard, group, first_class, classes, row_group):
+    """The argument `groups` of the ops (python/src/groups.h). shard: how many classes this rank has."""
+    if group is None:
+        if first_class is not None or classes is not None:
+            raise ValueError(f"first_class is {first_class} and classes is {classes} without a group, wanted a group")
+        return None if row_group is None else "\n" + _line(0, 0, *_ranks("row_group", row_group))
+    rank, ranks, name = _ranks("group", group)
+    if classes is None:
+        if first_class is not None:
+            raise ValueError(f"first_class is {first_class} without classes, wanted both or only classes")
+        first_class, classes = rank * shard, ranks * shard  # equal shards; the library compares the ranks' answers
+    elif first_class is None:
+        first_class = first_of_chunk(classes, rank, ranks)
+        if first_of_chunk(classes, rank + 1, ranks) - first_class != shard:
+            raise ValueError(f"rank {rank} of {ranks} has {shard} of {classes} classes, which are not the shards of "
+                             "torch.chunk; pass first_class")
+    rows = "" if row_group is None else _line(0, 0, *_ranks("row_group", row_group))
+    return f"{_line(first_class, classes, rank, ranks, name)}\n{rows}"
+
+
+def check_scale(logit_scale, group, of):
+    """Refuses a logit_scale whose gradient would be this rank's part only: it multiplies `of`, of which a
+    rank has those of its classes."""
+    if group is not None and isinstance(logit_scale, torch.Tensor) and logit_scale.requires_grad:
+        raise ValueError(f"logit_scale requires a gradient, but with group a rank has only its part of {of}; pass "
+                         "logit_scale.detach()")
+
+
+def first_of_chunk(count, rank, ranks):
+    """Where the shard of a rank begins if `count` is cut as torch.chunk and DTensor do."""
+    return min(rank * -(-count // ranks), count)
+
+
+def _line(first_class, classes, rank, ranks, name):
+    return f"{rank} {ranks} {first_class} {classes} {name}"
+
+
+def _ranks(argument, group):
+    """This process's rank in the group, the number of its ranks and its name."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        raise ValueError(f"{argument} is given, but torch.distributed.init_process_group has not been called")
+    if isinstance(group, distributed.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{argument} is a DeviceMesh of {group.ndim} dimensions, wanted one: mesh[\"name\"]")
+        group = group.get_group()
+    if not isinstance(group, distributed.ProcessGroup):
+        raise ValueError(f"{argument} is {group!r}, wanted a ProcessGroup that this process belongs to, or a DeviceMesh "
+                         "of one dimension")
+    return distributed.get_rank(group), distributed.get_world_size(group), group.group_name
+
+
+# ---- the collectives that the library calls, through groups.cpp
+#
+# Python, because any backend works this way, and PyTorch's stable ABI has no process groups. They
+# return "", or why they failed.
+
+
+def _on(stream, device):
+    """PyTorch's current stream becomes `stream`, a cudaStream_t as a number; 0 on the CPU."""
+    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
+
+
+def _collective(run, tensor, name, stream):
+    try:
+        if tensor.numel():
+            with torch.no_grad(), _on(stream, tensor.device):
+                run(_compat.process_group(name))
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def _all_gather(send, receive, name, stream):
+    # PyTorch 2.13 renamed the function.
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    return _collective(lambda group: gather(receive, send, group=group), send, name, stream)
+
+
+def _all_reduce(data, name, stream):
+    return _collective(lambda group: torch.distributed.all_reduce(data, group=group), data, name, stream)
+
+
+_ops.implement("_group_all_gather", _all_gather)
+_ops.implement("_group_all_reduce", _all_reduce)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses on DTensors. Every rank computes on its local tensors, in a group of the ranks that have
+the other classes or rows; nothing of the size of the vocabulary is moved."""
+import torch
+from torch import Tensor
+
+from . import _groups
+from ._options import NONE
+
+
+class _Layout:
+    """How the tensors of a call lie on a mesh: which of its dimensions cuts the classes, and which the
+    rows and where. The others hold copies."""
+
+    def __init__(self, op, mesh):
+        self.op, self.mesh = op, mesh
+        self.classes = self.rows = None  # dimensions of the mesh
+        self.row_dim = None  # of the input
+
+    def refuse(self, what):
+        raise NotImplementedError(
+            f"rafter.{self.op}: {what}. Wanted classes in Shard (dimension 0 of the weight, the class dimension of "
+            "logits) or rows of the input in Shard, each over one dimension of the mesh, and the rest in Replicate; use "
+            "tensor.redistribute(...), or tensor.full_tensor()")
+
+    def cut_classes(self, name, at):
+        if self.classes is not None:
+            self.refuse(f"{name} is sharded over two dimensions of the mesh")
+        self.classes = at
+
+    def cut_rows(self, name, at, dim):
+        if self.rows is not None:
+            self.refuse(f"the rows of {name} are sharded over two dimensions of the mesh")
+        self.rows, self.row_dim = at, dim
+
+    def placements(self, classes=None, rows=None):
+        """All Replicate, but for the dimensions that cut classes and rows, where those are given."""
+        from torch.distributed.tensor import Replicate
+        placements = [Replicate()] * self.mesh.ndim
+        if self.classes is not None and classes is not None:
+            placements[self.classes] = classes
+        if self.rows is not None and rows is not None:
+            placements[self.rows] = rows
+        return placements
+
+    def local(self, tensor, placements, gradient=None):
+        """The local tensor of a DTensor, or of a plain tensor that is the same on every rank. gradient:
+        the placements of its gradient, if not those of the tensor."""
+        from torch.distributed.tensor import DTensor
+        if tensor is None:
+            return None
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.mesh, self.placements(), run_check=False)
+        if tuple(tensor.placements) != tuple(placements):
+            tensor = tensor.redistribute(placements=placements)
+        return tensor.to_local(grad_placements=gradient)
+
+    def row_shard(self):
+        from torch.distributed.tensor import Shard
+        return None if self.row_dim is None else Shard(self.row_dim)
+
+    def finish(self, classes, shard, target, options):
+        """Local target and options with the groups, and a function that makes DTensors of results."""
+        group = None if self.classes is None else self.mesh.get_group(self.classes)
+        # Per-row losses need nothing of other rows.
+        row_group = None if self.rows is None or options.reduction == NONE else self.mesh.get_group(self.rows)
+        text = None
+        if group is not None or row_group is not None:
+            text = _groups.text(shard, group, None, None if group is None else classes, row_group)
+        shape = target.shape
+        rows, everywhere = self.placements(rows=self.row_shard()), self.placements()
+        weight, row_weight, denominator = options[:3]
+        options = options._replace(weight=self.local(weight, everywhere), row_weight=self.local(row_weight, rows),
+                                   denominator=self.local(denominator, everywhere), groups=text)
+        target = self.local(target, rows)
+        return target, options, lambda results: tuple(self.wrap(r, target, shape, rows) for r in results)
+
+    def wrap(self, result, target, shape, rows):
+        from torch.distributed.tensor import DTensor
+        if result.shape != target.shape or self.rows is None:  # a scalar, an absent result, or all rows
+            return DTensor.from_local(result, self.mesh, self.placements(), run_check=False)
+        stride = torch.empty(shape, device="meta").stride()  # uneven shards do not tell the global shape
+        return DTensor.from_local(result, self.mesh, rows, run_check=False, shape=shape, stride=stride)
+
+
+def _layout(op, input, tensors):
+    """The layout, before any dimension of the mesh is looked at; the input as a DTensor without Partial."""
+    from torch.distributed.tensor import DTensor, Replicate
+    given = [t for t in (input, *tensors) if isinstance(t, DTensor)]
+    layout = _Layout(op, given[0].device_mesh)
+    if any(t.device_mesh != layout.mesh for t in given):
+        layout.refuse("the DTensors are on different meshes")
+    if not isinstance(input, DTensor):
+        for t in given:
+            if not all(p.is_replicate() for p in t.placements):
+                layout.refuse(f"a DTensor has placements {tuple(t.placements)}, but input is a plain tensor; make it a "
+                              "DTensor too (DTensor.from_local)")
+        input = DTensor.from_local(input, layout.mesh, layout.placements(), run_check=False)
+    return layout, input.redistribute(placements=[Replicate() if p.is_partial() else p for p in input.placements])
+
+
+def cross_entropy(input: Tensor, target, options):
+    """Local logits [..., V], target and options, and a function that makes DTensors of the results."""
+    layout, input = _layout("cross_entropy", input, (target, *options[:3]))
+    last = input.dim() - 1
+    for at, placement in enumerate(input.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard():
+            layout.refuse(f"input has placements {tuple(input.placements)}")
+        if placement.dim % input.dim() == last:
+            layout.cut_classes("input", at)
+        else:
+            layout.cut_rows("input", at, placement.dim % input.dim())
+    local = input.to_local()
+    return local, *layout.finish(input.shape[-1], local.shape[-1], target, options)
+
+
+def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
+    """Local input, weight, bias, target and options, and a function that makes DTensors of the results.
+
+    Where the classes are cut, the library sums dx, so that it is replicated, as the input is; an input
+    whose rows are cut over the same dimension of the mesh is gathered first. Where the rows are cut, each
+    rank has a part of the sum that dW is: Partial, as for torch.nn.functional.linear."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+    layout, input = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
+    if not isinstance(linear_weight, DTensor):
+        linear_weight = DTensor.from_local(linear_weight, layout.mesh, layout.placements(), run_check=False)
+    last = input.dim() - 1
+    for at, (of_input, of_weight) in enumerate(zip(input.placements, linear_weight.placements)):
+        if of_weight.is_shard(0):
+            layout.cut_classes("linear_weight", at)
+        elif not of_weight.is_replicate():
+            layout.refuse(f"linear_weight has placements {tuple(linear_weight.placements)}")
+        if of_input.is_replicate():
+            continue
+        if not of_input.is_shard() or of_input.dim % input.dim() == last:
+            layout.refuse(f"input has placements {tuple(input.placements)}")
+        if not of_weight.is_shard():
+            layout.cut_rows("input", at, of_input.dim % input.dim())
+    classes = layout.placements(classes=Shard(0))
+    gradient = layout.placements(classes=Shard(0), rows=Partial())
+    local = layout.local(linear_weight, classes, gradient)
+    count, shard = linear_weight.shape[0], local.shape[0]
+    return (layout.local(input, layout.placements(rows=layout.row_shard())), local,
+            layout.local(linear_bias, classes, gradient), *layout.finish(count, shard, target, options))
+
+
+def replicated(tensor, like):
+    """A plain tensor that is the same on every rank, as a DTensor if `like` is one."""
+    from torch.distributed.tensor import DTensor, Replicate
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "groups.h"
+
+#include <cinttypes>
+#include <cstdio>
+
+#define STRING_OF(name) #name
+#define NAME_OF(name) STRING_OF(name)
+
+namespace rafter {
+
+namespace {
+
+/* Calls an op of this package that returns a string, which replaces the arguments on the stack. */
+std::string call_for_string(const char *op, StableIValue *stack) {
+    check_shim(torch_call_dispatcher(op, "", stack, TORCH_ABI_VERSION), op);
+    return torch::stable::detail::to<std::string>(stack[0]);
+}
+
+StableIValue on_stack(Tensor tensor) {
+    return torch::stable::detail::from(tensor.release());
+}
+
+StableIValue on_stack(const std::string &text) {
+    return torch::stable::detail::from(text);
+}
+
+StableIValue on_stack(const void *stream) {
+    return torch::stable::detail::from(static_cast<int64_t>(reinterpret_cast<intptr_t>(stream)));
+}
+
+} // namespace
+
+Group::Group(std::string name, int32_t rank, int32_t ranks, Device device) : name_(std::move(name)), device_(device) {
+    communicator_.size = sizeof communicator_;
+    communicator_.user = this;
+    communicator_.rank = rank;
+    communicator_.ranks = ranks;
+    communicator_.all_gather = all_gather;
+    communicator_.all_reduce_sum = all_reduce_sum;
+    communicator_.describe = describe;
+}
+
+/* Memory of the library as a tensor that does not own it. */
+Tensor Group::view(const void *data, size_t count, rafter_dtype dtype) const {
+    const int64_t size = static_cast<int64_t>(count), stride = 1;
+    AtenTensorHandle handle = nullptr;
+    check_shim(aoti_torch_create_tensor_from_blob(const_cast<void *>(data), 1, &size, &stride, 0, torch_dtype(dtype),
+                                                  device_.type, device_.index, &handle),
+               "create_tensor_from_blob");
+    return Tensor(handle);
+}
+
+/* The functions below are called by C code, which no exception may cross. */
+
+int Group::all_gather(void *user, const void *send, void *receive, size_t bytes, void *stream) {
+    Group *const own = static_cast<Group *>(user);
+    try {
+        const size_t ranks = static_cast<size_t>(own->communicator_.ranks);
+        StableIValue stack[] = {on_stack(own->view(send, bytes, RAFTER_U8)),
+                                on_stack(own->view(receive, bytes * ranks, RAFTER_U8)), on_stack(own->name_),
+                                on_stack(stream)};
+        own->error_ = call_for_string(NAME_OF(RAFTER_TORCH_NAMESPACE) "::_group_all_gather", stack);
+    } catch (const std::exception &error) {
+        own->error_ = error.what();
+    }
+    return !own->error_.empty();
+}
+
+int Group::all_reduce_sum(void *user, float *data, size_t count, void *stream) {
+    Group *const own = static_cast<Group *>(user);
+    try {
+        StableIValue stack[] = {on_stack(own->view(data, count, RAFTER_F32)), on_stack(own->name_), on_stack(stream)};
+        own->error_ = call_for_string(NAME_OF(RAFTER_TORCH_NAMESPACE) "::_group_all_reduce", stack);
+    } catch (const std::exception &error) {
+        own->error_ = error.what();
+    }
+    return !own->error_.empty();
+}
+
+const char *Group::describe(void *user, int) {
+    return static_cast<Group *>(user)->error_.c_str();
+}
+
+Groups::Groups(const std::string &text, Device device, rafter_loss_options &options) {
+    const auto parse = [&](const std::string &line, int64_t *first_class, int64_t *count) -> std::unique_ptr<Group> {
+        if (line.empty())
+            return nullptr;
+        int32_t rank = 0, ranks = 0;
+        int name = 0;
+        if (sscanf(line.c_str(), "%" SCNd32 " %" SCNd32 " %" SCNd64 " %" SCNd64 " %n", &rank, &ranks, first_class,
+                   count, &name) != 4)
+            throw std::runtime_error("rafter: groups is \"" + text +
+                                     "\", wanted the text of rafter's Python functions");
+        return std::make_unique<Group>(line.substr(static_cast<size_t>(name)), rank, ranks, device);
+    };
+    const size_t end = text.find('\n');
+    int64_t unused[2];
+    classes = parse(text.substr(0, end), &options.first_class, &options.classes);
+    rows = parse(end == std::string::npos ? "" : text.substr(end + 1), &unused[0], &unused[1]);
+    options.class_group = classes ? classes->communicator() : nullptr;
+    options.row_group = rows ? rows->communicator() : nullptr;
+}
+
+} // namespace rafter

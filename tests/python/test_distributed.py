@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses over several ranks: processes with gloo on this machine. The checks themselves are in
+ranks_*.py; they run in one set of processes per number of ranks."""
+import functools
+import os
+import re
+
+import pytest
+import torch
+
+import ranks
+from support import parametrize
+
+if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+    pytest.skip("this PyTorch has no gloo", allow_module_level=True)
+
+SIZES = [int(n) for n in os.environ.get("RAFTER_TEST_RANKS", "2 3").split()]
+
+
+def checks(module):
+    with open(os.path.join(ranks.FOLDER, module + ".py"), encoding="utf-8") as file:
+        return re.findall(r"^def (check_\w+)", file.read(), re.MULTILINE)
+
+
+@functools.cache
+def outcomes(size):
+    return ranks.launch(size, ranks.MODULES)
+
+
+CASES = [(size, check) for size in SIZES for module in ranks.MODULES for check in checks(module)]
+
+
+@parametrize("size, check", CASES)
+def test_ranks(size, check):
+    found = outcomes(size)
+    outcome = found.get(check, f"not run: {found}")
+    if outcome.startswith("skipped"):
+        pytest.skip(outcome)
+    assert outcome == "ok", outcome
