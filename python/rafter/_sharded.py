@@ -66,7 +66,8 @@ class _Layout:
         row_group = None if self.rows is None or options.reduction == NONE else self.mesh.get_group(self.rows)
         text = None
         if group is not None or row_group is not None:
-            text = _groups.text(shard, group, None, None if group is None else classes, row_group)
+            text = _groups.text(shard, self.mesh.device_type == "cpu", group, None, None if group is None else classes,
+                                row_group)
         shape = target.shape
         rows, everywhere = self.placements(rows=self.row_shard()), self.placements()
         weight, row_weight, denominator = options[:3]

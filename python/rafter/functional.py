@@ -243,7 +243,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     target = labels(target)
     groups = None
     if group is not None or row_group is not None or classes is not None or first_class is not None:
-        groups = _groups.text(input.shape[-1], group, first_class, classes, row_group)
+        groups = _groups.text(input.shape[-1], input.is_cpu, group, first_class, classes, row_group)
         _groups.check_scale(logit_scale, group, "the logits")
     if logit_scale is not None and (isinstance(logit_scale, Tensor) or varies(logit_scale)):
         input, logit_scale = scaled(logit_scale, softcap, input)
@@ -380,7 +380,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
     target = labels(target)
     groups = None
     if group is not None or row_group is not None or classes is not None or first_class is not None:
-        groups = _groups.text(linear_weight.shape[0], group, first_class, classes, row_group)
+        groups = _groups.text(linear_weight.shape[0], input.is_cpu, group, first_class, classes, row_group)
         if linear_bias is not None:
             _groups.check_scale(logit_scale, group, "linear_bias")
     linear = as_torch_multiplies(linear, input)
@@ -464,7 +464,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
         logit_scale = 1.0 / temperature
     groups = None
     if group is not None or row_group is not None or classes is not None or first_class is not None:
-        groups = _groups.text(linear_weight.shape[0], group, first_class, classes, row_group)
+        groups = _groups.text(linear_weight.shape[0], input.is_cpu, group, first_class, classes, row_group)
     options = loss_options(input, ignore_index=ignore_index, reduction="none", softcap=softcap,
                            logit_scale=logit_scale, groups=groups)
     linear = as_torch_multiplies(linear_options(mode, "float32", budget), input)

@@ -22,7 +22,7 @@ import traceback
 import types
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-MODULES = ("ranks_losses", "ranks_bugs")
+MODULES = ("ranks_losses", "ranks_bugs", "ranks_dtensor", "ranks_compile")
 TIMEOUT = 120  # seconds that a rank waits for the others
 
 

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The losses over ranks under torch.compile. Run by ranks.py."""
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import rafter
+from ranks_dtensor import CLASSES, expected, mesh_of, placed, problem
+from ranks_losses import cuts
+from support import close
+
+BACKEND = "aot_eager"  # traces as Inductor does, and takes no C++ compiler
+
+
+def check_groups(world):
+    """One graph, with the group as a constant; forward and backward are Rafter's ops and nothing else of
+    V's size."""
+    x, w, b, target = problem(world)
+    own = slice(*cuts(CLASSES, world.size)[0][world.rank:world.rank + 2])
+    loss, gradients = expected(x, w, b, target)
+
+    @torch.compile(fullgraph=True, backend=BACKEND)
+    def step(x, w, b, target):
+        return rafter.linear_cross_entropy(x * 1, w, target, linear_bias=b, group=world.group, classes=CLASSES)
+
+    tensors = [t.clone().requires_grad_() for t in (x, w[own], b[own])]
+    out = step(*tensors, target)
+    out.backward(torch.full_like(out, -1.5))
+    world.same_bits(out)
+    close(out, loss, scale=4)
+    for t, g in zip(tensors, (gradients[0], gradients[1][own], gradients[2][own])):
+        close(t.grad, g, scale=8)
+
+
+def check_every_function(world):
+    x, w, b, target = problem(world)
+    own = slice(*cuts(CLASSES, world.size)[0][world.rank:world.rank + 2])
+    rows = slice(*cuts(len(target), world.size)[0][world.rank:world.rank + 2])
+
+    def step(x, w, logits, target, mine, own_target):
+        shard = dict(group=world.group, classes=CLASSES)
+        out = rafter.cross_entropy(logits, target, label_smoothing=0.1, extras="entropy", **shard)
+        return (out.loss, out.entropy, *rafter.linear_logprobs(x, w, target, entropy=True, is_top=True, **shard),
+                rafter.cross_entropy(mine, own_target, row_group=world.group))
+
+    logits = x @ w.T
+    arguments = x.requires_grad_(), w[own], logits[:, own], target, logits[rows], target[rows]
+    for found, wanted in zip(torch.compile(step, fullgraph=True, backend=BACKEND)(*arguments), step(*arguments)):
+        assert torch.equal(found, wanted)
+
+
+def check_dtensors(world):
+    mesh = mesh_of(world)
+    x, w, b, target = problem(world)
+    loss, gradients = expected(x, w, b, target)
+
+    @torch.compile(fullgraph=True, backend=BACKEND)
+    def step(x, w, b, target):
+        return rafter.linear_cross_entropy(x, w, target, linear_bias=b).to_local()
+
+    tensors = placed(x, mesh, Replicate()), placed(w, mesh, Shard(0)), placed(b, mesh, Shard(0))
+    out = step(*tensors, target)
+    out.backward(torch.full_like(out, -1.5))
+    close(out, loss, scale=4)
+    assert [t.grad.placements for t in tensors] == [(Replicate(),), (Shard(0),), (Shard(0),)]
+    for t, g in zip(tensors, gradients):
+        close(t.grad.full_tensor(), g, scale=8)
