@@ -34,6 +34,16 @@ class Logits:
     def contiguous(self):
         return self
 
+    # What torch.distributed.tensor.parallel does with the output of a layer. The loss is computed from
+    # the shards, wherever the logits would go.
+    placements = None
+
+    def redistribute(self, *args, **kwargs):
+        return self
+
+    def to_local(self, *args, **kwargs):
+        return self
+
     def to(self, target, non_blocking=False):
         if isinstance(target, torch.dtype) and target not in (self.dtype, torch.float32):
             self._refuse(f"to({target})")

@@ -23,6 +23,13 @@ class _Layout:
             "logits) or rows of the input in Shard, each over one dimension of the mesh, and the rest in Replicate; use "
             "tensor.redistribute(...), or tensor.full_tensor()")
 
+    def shard_of(self, tensor, name, placement):
+        """The dimension of the tensor that the placement cuts, in order of the ranks."""
+        from torch.distributed.tensor import Shard
+        if type(placement) is not Shard:  # FSDP has shards in another order, which are a subclass
+            self.refuse(f"{name} has placements {tuple(tensor.placements)}")
+        return placement.dim % tensor.dim()
+
     def cut_classes(self, name, at):
         if self.classes is not None:
             self.refuse(f"{name} is sharded over two dimensions of the mesh")
@@ -107,12 +114,11 @@ def cross_entropy(input: Tensor, target, options):
     for at, placement in enumerate(input.placements):
         if placement.is_replicate():
             continue
-        if not placement.is_shard():
-            layout.refuse(f"input has placements {tuple(input.placements)}")
-        if placement.dim % input.dim() == last:
+        dim = layout.shard_of(input, "input", placement)
+        if dim == last:
             layout.cut_classes("input", at)
         else:
-            layout.cut_rows("input", at, placement.dim % input.dim())
+            layout.cut_rows("input", at, dim)
     local = input.to_local()
     return local, *layout.finish(input.shape[-1], local.shape[-1], target, options)
 
@@ -129,27 +135,20 @@ def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
         linear_weight = DTensor.from_local(linear_weight, layout.mesh, layout.placements(), run_check=False)
     last = input.dim() - 1
     for at, (of_input, of_weight) in enumerate(zip(input.placements, linear_weight.placements)):
-        if of_weight.is_shard(0):
+        if not of_weight.is_replicate():
+            if layout.shard_of(linear_weight, "linear_weight", of_weight) != 0:
+                layout.refuse(f"linear_weight has placements {tuple(linear_weight.placements)}")
             layout.cut_classes("linear_weight", at)
-        elif not of_weight.is_replicate():
-            layout.refuse(f"linear_weight has placements {tuple(linear_weight.placements)}")
         if of_input.is_replicate():
             continue
-        if not of_input.is_shard() or of_input.dim % input.dim() == last:
+        dim = layout.shard_of(input, "input", of_input)
+        if dim == last:
             layout.refuse(f"input has placements {tuple(input.placements)}")
-        if not of_weight.is_shard():
-            layout.cut_rows("input", at, of_input.dim % input.dim())
+        if of_weight.is_replicate():
+            layout.cut_rows("input", at, dim)
     classes = layout.placements(classes=Shard(0))
     gradient = layout.placements(classes=Shard(0), rows=Partial())
     local = layout.local(linear_weight, classes, gradient)
     count, shard = linear_weight.shape[0], local.shape[0]
     return (layout.local(input, layout.placements(rows=layout.row_shard())), local,
             layout.local(linear_bias, classes, gradient), *layout.finish(count, shard, target, options))
-
-
-def replicated(tensor, like):
-    """A plain tensor that is the same on every rank, as a DTensor if `like` is one."""
-    from torch.distributed.tensor import DTensor, Replicate
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)

@@ -19,6 +19,19 @@ def has_dtensors(*args):
     return bool(_dtensors(args))
 
 
+def replicated(tensor, like):
+    """A plain tensor that is the same on every rank, as a DTensor if `like` is one."""
+    if not _dtensors((like,)) or _dtensors((tensor,)):
+        return tensor
+    from torch.distributed.tensor import DTensor, Replicate
+    return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def local(tensor):
+    """The tensor, or the local tensor of a DTensor."""
+    return tensor.to_local() if _dtensors((tensor,)) else tensor
+
+
 def call(op, *args):
     """op(*args). Replicated DTensors are computed locally on every rank; sharded ones are
     refused."""

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from . import functional
+from . import _subclasses, functional
 
 _MODULE, _NAME = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _local = threading.local()  # .asked: a weak reference to the patch whose output layer was asked for last
@@ -64,6 +64,7 @@ def _compute(patch, hidden, weight, bias, targets, temperature, chunk_size, fina
                            "which Rafter does not do; rafter.unpatch(model) restores TRL's own head")
     if not logit_scale > 0:
         raise RuntimeError(f"rafter.patch: the model has a logit scale of {logit_scale}, wanted a positive number")
+    hidden = _subclasses.replicated(hidden, weight)  # tensor parallelism shards the output layer
     # TRL: cap * tanh(scale * z / cap) / temperature. Rafter: cap * tanh(z / cap) / temperature.
     cap = None if final_logit_softcapping is None else final_logit_softcapping / logit_scale
     temperature = temperature / logit_scale
@@ -78,7 +79,8 @@ def _compute(patch, hidden, weight, bias, targets, temperature, chunk_size, fina
             squares = twice - 2 * once
         if "mean_logits" in outputs:
             mean = _mean_logits(hidden, weight, bias, targets, temperature, head)
-    return out.logprob, out.entropy, squares, mean, out.is_top
+    return tuple(each if each is None else _subclasses.local(each)
+                 for each in (out.logprob, out.entropy, squares, mean, out.is_top))
 
 
 def _forward(hidden, weight, targets, logit_scale, head, **options):

@@ -3,17 +3,18 @@
 logits."""
 import functools
 import inspect
+import sys
 from typing import Any, TypeVar
 
 import torch
 
-from . import _trl, functional
+from . import _subclasses, _trl, functional
 from ._logits import CannotPatch, LazyLogits, Logits
 
 _Model = TypeVar("_Model")
 _KEY = "_rafter_patch"  # the attribute of a model that holds its _Patch
 _SET_BY_PATCH = {"input", "linear_weight", "target", "linear_bias", "ignore_index", "denominator", "reduction",
-                 "extras"}
+                 "extras", "group", "first_class", "classes"}  # a sharded output layer is a DTensor
 _OPTIONS = [name for name in inspect.signature(functional.linear_cross_entropy).parameters
             if name not in _SET_BY_PATCH]
 
@@ -51,6 +52,12 @@ def _linears(layer):
                       f"modules_to_save; this one is {type(layer).__module__}.{type(layer).__qualname__}")
 
 
+def _is_fsdp(module):
+    """Whether FSDP2's fully_shard was called on the module itself."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 class _Layer:
     """The forward of an output layer: Logits while a training loss is computed."""
 
@@ -58,7 +65,10 @@ class _Layer:
         self.patch, self.layer, self.forward = patch, layer, layer.forward
 
     def __call__(self, input):
-        return Logits([(1.0, input, self.layer)]) if self.patch.active else self.forward(input)
+        if not self.patch.active:
+            return self.forward(input)
+        self.patch.keep(self.layer)
+        return Logits([(1.0, input, self.layer)])
 
 
 class _Conflict(ValueError):
@@ -88,12 +98,14 @@ class _Patch:
         self.labels_at = parameters.index("labels")
         self.active = False  # between the start of a forward with labels and its loss_function
         self.trying = False  # in a trial, whose loss nobody needs
+        self.kept = []  # layers whose weight FSDP2 keeps for the loss
         self.off = False  # undone, but called by what was wrapped around it
         self.forward, self.own_forward = model.forward, model.__dict__.get("forward")
         # transformers has no public way to ask whether a model has a loss_function of its own; the
         # property of that name stores it here.
         self.own_loss = model.__dict__.get("_loss_function")
         self.replacement = model.forward = _Replacement(self.model_forward, model.forward)
+        self.own_layer_forwards = [layer.__dict__.get("forward") for layer in self.layers]  # tensor parallelism sets one
         for layer in self.layers:
             layer.forward = _Replacement(_Layer(self, layer), layer.forward)
         model.loss_function = self.loss_function
@@ -108,8 +120,10 @@ class _Patch:
             del self.model.forward
         else:
             self.model.forward = self.own_forward
-        for layer in self.layers:
+        for layer, own in zip(self.layers, self.own_layer_forwards):
             del layer.forward
+            if own is not None:
+                layer.forward = own
         if self.own_loss is not None:
             self.model.loss_function = self.own_loss
 
@@ -117,12 +131,26 @@ class _Patch:
         _trl.announce(self)
         return type(self.model).get_output_embeddings(self.model)
 
+    def keep(self, layer):
+        """The loss reads the weight after the layer's forward. FSDP2 would have freed it by then, if the
+        layer is a unit of its own; so it stays until backward has its gradient, and is gathered once in a
+        step, not again for backward."""
+        if _is_fsdp(layer):
+            layer.set_reshard_after_forward(False, recurse=False)
+            self.kept.append(layer)
+
+    def release(self):
+        """No backward follows, which would free the weight."""
+        for layer in self.kept:
+            layer.reshard()
+
     def trial(self):
         """Runs the model's forward on two tokens, without its layers and without the loss. It raises
         CannotPatch if this forward is one that cannot be followed. A forward that fails for another
-        reason, because it needs other inputs, decides in its first step."""
+        reason, because it needs other inputs, decides in its first step; so does one under FSDP2, which
+        wants its first forward to be a whole one."""
         inside = self.model.base_model
-        if inside is self.model:
+        if inside is self.model or any(map(_is_fsdp, (self.model, *self.layers))):
             return
         weight = self.layers[0].weight
         hidden = torch.zeros(1, 2, weight.shape[1], dtype=weight.dtype, device=weight.device)
@@ -146,7 +174,7 @@ class _Patch:
 
     def recorded_forward(self, *args, **kwargs):
         """The model's forward, with its loss by Rafter."""
-        self.active = True
+        self.active, self.kept = True, []
         try:
             output = self.forward(*args, **kwargs)
             if self.active:
@@ -154,6 +182,8 @@ class _Patch:
             return output
         finally:
             self.active = False
+            if not torch.is_grad_enabled():
+                self.release()
 
     def model_forward(self, *args, **kwargs):
         labels = args[self.labels_at] if len(args) > self.labels_at else kwargs.get("labels")
@@ -203,9 +233,10 @@ class _Patch:
         shift_labels = shift_labels.reshape(hidden.shape[:-1]).to(hidden.device)
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.reshape(()).to(hidden.device)
-        return functional.linear_cross_entropy(hidden, weight, shift_labels, linear_bias=bias,
-                                               ignore_index=ignore_index, denominator=num_items_in_batch, **own,
-                                               **self.options)
+        loss = functional.linear_cross_entropy(_subclasses.replicated(hidden, weight), weight, shift_labels,
+                                               linear_bias=bias, ignore_index=ignore_index,
+                                               denominator=num_items_in_batch, **own, **self.options)
+        return _subclasses.local(loss)  # as other losses of the model
 
 
 def _trial_output(hidden):

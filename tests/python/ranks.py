@@ -22,7 +22,7 @@ import traceback
 import types
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-MODULES = ("ranks_losses", "ranks_bugs", "ranks_dtensor", "ranks_compile")
+MODULES = ("ranks_losses", "ranks_bugs", "ranks_dtensor", "ranks_compile", "ranks_models")
 TIMEOUT = 120  # seconds that a rank waits for the others
 
 
@@ -38,13 +38,6 @@ class World:
         self.rank, self.size, self.device = rank, size, device
         self.group = torch.distributed.group.WORLD
         self.bits = hashlib.sha256()
-
-    def together(self, value):
-        """The value of every rank, in a list."""
-        import torch
-        values = [None] * self.size
-        torch.distributed.all_gather_object(values, value)
-        return values
 
     def same_bits(self, *tensors):
         """Asserts that every rank has the same bits: at the end of the check, all at once."""

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The losses over ranks under torch.compile. Run by ranks.py."""
+import os
+
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
@@ -8,7 +10,8 @@ from ranks_dtensor import CLASSES, expected, mesh_of, placed, problem
 from ranks_losses import cuts
 from support import close
 
-BACKEND = "aot_eager"  # traces as Inductor does, and takes no C++ compiler
+# aot_eager traces as Inductor does, without the time of its compilers.
+BACKEND = os.environ.get("RAFTER_TEST_COMPILER", "aot_eager")
 
 
 def check_groups(world):
