@@ -21,7 +21,10 @@ set_source_files_properties(src/cuda/backend.cu PROPERTIES COMPILE_DEFINITIONS "
 target_include_directories(rafter_cuda PRIVATE include src)
 target_link_libraries(rafter_cuda PRIVATE ${CMAKE_DL_LIBS})
 target_compile_definitions(rafter_cuda PRIVATE _GNU_SOURCE)
-target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo --threads=0 ${cuda_host_warnings}>)
+target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=0 ${cuda_host_warnings}>)
+if(RAFTER_CUDA_LINES)
+  target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo>)
+endif()
 include(CheckCompilerFlag)
 if(RAFTER_CUDA_FAST_COMPILE)
   check_compiler_flag(CUDA --Ofast-compile=max RAFTER_HAS_OFAST_COMPILE) # CUDA 13 and later
