@@ -185,6 +185,31 @@ def check_linear_logprobs(world):
             close(db, wanted[2][own].double(), scale=8, atol=1e-5)
 
 
+def check_larger_bf16(world):
+    """What Hopper's own kernels serve, with the sum of dx on a second stream."""
+    world.skip_unless(world.device == "cuda", "for CUDA")
+    rows, classes, depth = 512, 4096, 256
+    x, w = normal(rows, depth, device="cuda", dtype=torch.bfloat16), normal(classes, depth, device="cuda", seed=1,
+                                                                           dtype=torch.bfloat16, scale=0.1)
+    target = labels((rows,), classes, "cuda")
+    xd, wd = x.double().requires_grad_(), w.double().requires_grad_()
+    expected = loss_reference(xd @ wd.T, target)
+    dx, dw = torch.autograd.grad(expected, (xd, wd))
+    for cut in cuts(classes, world.size):
+        own = slice(cut[world.rank], cut[world.rank + 1])
+        for _ in range(3):  # again with the memory of the step before
+            tensors = [x.clone().requires_grad_(), w[own].clone().requires_grad_()]
+            loss = rafter.linear_cross_entropy(*tensors, target, group=world.group, first_class=own.start,
+                                               classes=classes)
+            loss.backward()
+            close(loss, expected, scale=8)
+            world.same_bits(loss, tensors[0].grad)
+            for found, wanted in ((tensors[0].grad, dx), (tensors[1].grad, dw[own])):
+                if found.numel():
+                    error = (found.double() - wanted).norm() / wanted.norm()
+                    assert error < 1e-2, error
+
+
 def check_rows(world):
     """row_group: rows of any number on each rank; the loss is that of all rows, and gradients add up."""
     rows = 13

@@ -4,6 +4,8 @@ ranks_*.py; they run in one set of processes per number of ranks."""
 import functools
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -43,3 +45,13 @@ def test_ranks(size, check):
     if outcome.startswith("skipped"):
         pytest.skip(outcome)
     assert outcome == "ok", outcome
+
+
+def test_the_example_trains():
+    script = os.path.join(ranks.FOLDER, "..", "..", "examples", "vocabulary_parallel.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script,
+               "--steps", "5"]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 of 2 has classes 502 to 1002" in done.stdout and "relative difference" in done.stdout
