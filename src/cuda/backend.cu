@@ -221,8 +221,8 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
     state->bad_labels[0] = state->bad_labels[1] = 0;
     if (disagreed)
         return rafter_fail(context, RAFTER_RANKS_DISAGREE,
-                           "ranks of a class_group made different calls (sizes, options or dtypes), or are numbered "
-                           "otherwise; the results of those calls are NaN");
+                           "ranks of a class_group made different calls (sizes, options or dtypes), or their shards do "
+                           "not follow one another; the results of those calls are NaN");
     return RAFTER_OK;
 }
 

@@ -13,16 +13,16 @@
 #include "cuda/launch.cuh"
 #include "ops/columns.cuh"
 
-/* What ranks send: a record for every row of the call, in the order of the rows, and one more with a
- * hash of the call. A record is LossStats<FULL>; its first 16 bytes are enough without entropy,
+/* What ranks send: a record for every row of the call, in the order of the rows, and one more, the
+ * header: which classes the rank has, and a hash of the call. A record is LossStats<FULL>; its first 16 bytes are enough without entropy,
  * dentropy and argmax. */
 struct Exchange {
     char *send, *receive; /* receive: those of all ranks */
     int64_t rows;
-    int ranks, rank;
+    int ranks;
     int bytes; /* of a record */
-    uint64_t hash;
-    int *disagreed; /* set to 1 if the hashes differ */
+    uint32_t hash;
+    int *disagreed; /* set to 1 if the hashes differ, or the shards do not follow one another */
 
     static int record_bytes(const struct rafter_loss &loss) {
         const bool more = loss.entropy.data || loss.dentropy.data || loss.argmax.data;
@@ -66,17 +66,28 @@ inline Exchange exchange_of(const rafter_context *context, const struct rafter_l
     Exchange e = {};
     e.rows = loss.rows;
     e.ranks = loss.class_group.ranks;
-    e.rank = loss.class_group.rank;
     e.bytes = Exchange::record_bytes(loss);
     e.send = memory;
     e.receive = memory + (e.rows + 1) * e.bytes;
-    e.hash = hash_call(loss, values);
+    const uint64_t hash = hash_call(loss, values);
+    e.hash = static_cast<uint32_t>(hash ^ hash >> 32);
     e.disagreed = context->cuda_state->bad_labels_on_device + 1;
     return e;
 }
 
+/* The header has two words: 48 bits for a number of classes, and 16 bits of the hash. */
+enum { CLASS_BITS = 48 };
+
+DEVICE uint64_t header_word(int64_t classes, uint32_t hash) {
+    return static_cast<uint64_t>(classes) | static_cast<uint64_t>(hash & 0xffff) << CLASS_BITS;
+}
+
+DEVICE int64_t classes_in(uint64_t word) {
+    return static_cast<int64_t>(word & ((uint64_t(1) << CLASS_BITS) - 1));
+}
+
 /* Stores a row's statistics over this rank's classes. Called by one thread per row; that of row 0
- * also stores the hash. */
+ * also stores the header. */
 DEVICE void publish(const Exchange &e, int64_t row, LossStats<FULL> g, const Loss &loss) {
     if (g.argmax >= 0)
         g.argmax += loss.first_class;
@@ -87,8 +98,8 @@ DEVICE void publish(const Exchange &e, int64_t row, LossStats<FULL> g, const Los
         to[1] = from[1];
     if (row == 0) {
         uint64_t *const header = reinterpret_cast<uint64_t *>(e.send + e.rows * e.bytes);
-        header[0] = e.hash;
-        header[1] = static_cast<uint64_t>(e.rank);
+        header[0] = header_word(loss.first_class, e.hash);
+        header[1] = header_word(loss.classes, e.hash >> 16);
     }
 }
 
@@ -96,6 +107,7 @@ DEVICE void publish(const Exchange &e, int64_t row, LossStats<FULL> g, const Los
 DEVICE LossStats<FULL> merged(const Exchange &e, int64_t row, const Loss &loss) {
     LossStats<FULL> g = no_columns<FULL>();
     bool agree = true;
+    int64_t next = 0; /* where the next shard must begin */
     for (int from = 0; from < e.ranks; from++) {
         LossStats<FULL> one = no_columns<FULL>();
         const float4 *const record = reinterpret_cast<const float4 *>(e.record(from, row));
@@ -104,9 +116,11 @@ DEVICE LossStats<FULL> merged(const Exchange &e, int64_t row, const Loss &loss) 
             reinterpret_cast<float4 *>(&one)[1] = record[1];
         g = merge(g, one, loss.scale);
         const uint64_t *const header = reinterpret_cast<const uint64_t *>(e.record(from, e.rows));
-        agree = agree && header[0] == e.hash && header[1] == static_cast<uint64_t>(from);
+        const int64_t classes = classes_in(header[1]);
+        agree = agree && header[0] == header_word(next, e.hash) && header[1] == header_word(classes, e.hash >> 16);
+        next += classes;
     }
-    if (!agree) {
+    if (!agree || next != loss.all_classes) {
         *static_cast<volatile int *>(e.disagreed) = 1;
         g.s.sum = NAN;
     }

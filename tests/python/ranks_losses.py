@@ -333,6 +333,22 @@ def check_learned_scale(world):
     close(found[1], found[0].double(), scale=8)
 
 
+def check_disagreement_on_cuda(world):
+    """Results are NaN on every rank: the host does not wait for what the others sent."""
+    world.skip_unless(world.device == "cuda", "for CUDA")
+    x, w, _, target = linear_problem(world)
+    last = world.rank == world.size - 1
+    own = slice(*cuts(CLASSES, world.size)[0][world.rank:world.rank + 2])
+    right = dict(group=world.group, first_class=own.start, classes=CLASSES)
+    wrong = [dict(right, classes=CLASSES + 1), dict(right, first_class=own.start + 1) if last else right]
+    if world.size > 1:
+        wrong.append(dict(right, z_loss=0.5) if last else right)
+    for given in wrong:
+        assert torch.isnan(rafter.linear_cross_entropy(x, w[own], target, **given)), given
+        assert torch.isnan(rafter.cross_entropy((x @ w.T)[:, own].contiguous(), target, **given)), given
+    assert torch.isfinite(rafter.linear_cross_entropy(x, w[own], target, **right))
+
+
 def check_ranks_that_disagree(world):
     """Every rank raises, and can go on."""
     world.skip_unless(world.size > 1 and world.device == "cpu", "needs several ranks on the CPU")
