@@ -56,8 +56,8 @@ def _ranks(argument, group):
             raise ValueError(f"{argument} is a DeviceMesh of {group.ndim} dimensions, wanted one: mesh[\"name\"]")
         group = group.get_group()
     if not isinstance(group, distributed.ProcessGroup):
-        raise ValueError(f"{argument} is {group!r}, wanted a ProcessGroup that this process belongs to, or a DeviceMesh "
-                         "of one dimension")
+        raise ValueError(f"{argument} is {group!r}, wanted a ProcessGroup that this process belongs to, or a "
+                         "DeviceMesh of one dimension")
     return distributed.get_rank(group), distributed.get_world_size(group), group.group_name
 
 

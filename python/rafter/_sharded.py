@@ -20,8 +20,8 @@ class _Layout:
     def refuse(self, what):
         raise NotImplementedError(
             f"rafter.{self.op}: {what}. Wanted classes in Shard (dimension 0 of the weight, the class dimension of "
-            "logits) or rows of the input in Shard, each over one dimension of the mesh, and the rest in Replicate; use "
-            "tensor.redistribute(...), or tensor.full_tensor()")
+            "logits) or rows of the input in Shard, each over one dimension of the mesh, and the rest in Replicate; "
+            "use tensor.redistribute(...), or tensor.full_tensor()")
 
     def shard_of(self, tensor, name, placement):
         """The dimension of the tensor that the placement cuts, in order of the ranks."""

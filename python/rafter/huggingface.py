@@ -105,7 +105,8 @@ class _Patch:
         # property of that name stores it here.
         self.own_loss = model.__dict__.get("_loss_function")
         self.replacement = model.forward = _Replacement(self.model_forward, model.forward)
-        self.own_layer_forwards = [layer.__dict__.get("forward") for layer in self.layers]  # tensor parallelism sets one
+        # Tensor parallelism sets a forward of the layer itself.
+        self.own_layer_forwards = [layer.__dict__.get("forward") for layer in self.layers]
         for layer in self.layers:
             layer.forward = _Replacement(_Layer(self, layer), layer.forward)
         model.loss_function = self.loss_function
