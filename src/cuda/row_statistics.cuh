@@ -281,19 +281,26 @@ DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
 /* Packs that a thread loads before it uses the first one. */
 constexpr int IN_FLIGHT = 4;
 
+/* `total`, if not NULL, gets the sum of the elements of the first `valid` packs. */
 template <typename T, int N, int COUNT>
-DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale) {
+DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale, float *total = nullptr,
+                      int valid = COUNT) {
     const float max = fmaxf(s.max, max_of_all(packs)), pivot = pivot_at(max);
-    float sum[4] = {s.sum * exp_term<T>(s.max - pivot, scale), 0.0f, 0.0f, 0.0f};
+    float sum[4] = {s.sum * exp_term<T>(s.max - pivot, scale), 0.0f, 0.0f, 0.0f}, all = 0.0f;
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
-        float x[N];
+        float x[N], of_pack = 0.0f;
         unpack(packs[k], x);
 #pragma unroll
-        for (int j = 0; j < N; j++)
+        for (int j = 0; j < N; j++) {
             sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
+            of_pack += x[j];
+        }
+        all += k < valid ? of_pack : 0.0f;
     }
     s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+    if (total)
+        *total += all;
 }
 
 /* Adds packs in which each element belongs to a row of its own. */

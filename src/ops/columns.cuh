@@ -91,6 +91,19 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_lanes(LossStats<OPTIONS> 
     return g;
 }
 
+/* Those of another lane. All lanes of the warp take part. */
+template <int OPTIONS> DEVICE LossStats<OPTIONS> shuffled(LossStats<OPTIONS> g, int lane) {
+    g.s = {__shfl_sync(~0u, g.s.max, lane), __shfl_sync(~0u, g.s.sum, lane)};
+    if constexpr (OPTIONS != PLAIN)
+        g.weighted = __shfl_sync(~0u, g.weighted, lane);
+    if constexpr (OPTIONS == FULL) {
+        g.moment = __shfl_sync(~0u, g.moment, lane);
+        g.best = __shfl_sync(~0u, g.best, lane);
+        g.argmax = __shfl_sync(~0u, g.argmax, lane);
+    }
+    return g;
+}
+
 /* Loads statistics that another block has stored. */
 template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTIONS> *stored) {
     LossStats<OPTIONS> g;
@@ -132,6 +145,37 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_block_for_all(LossStats<O
     return merge_warp(lane < blockDim.x / WARP ? warp_stats[lane] : no_columns<OPTIONS>(), scale);
 }
 
+/* Whether the entropy is wanted, or its gradient. */
+DEVICE bool needs_moment(const Loss &loss) {
+    return loss.entropy.data || loss.dentropy.data;
+}
+
+/* Adds the exponentials of v. `max`: the maximum of v, or close to it. */
+template <typename T, int COUNT, int N>
+DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], float max, const Loss &loss) {
+    rebase(g, fmaxf(g.s.max, max), loss.scale);
+    const float pivot = pivot_at(g.s.max);
+    float sum[4] = {}, moment[2] = {};
+    if (needs_moment(loss)) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
+                sum[j % 4] += e;
+                moment[j % 2] = fmaf(fmaxf(d, -1e30f), e, moment[j % 2]); /* keeps -inf out; e is 0 long before it */
+            }
+        g.moment += moment[0] + moment[1];
+    } else {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum[j % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
+    }
+    g.s.sum += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 /* Adds logits. column_of(k, j) is the column of v[k][j], or -1 if there is none; v[k][j] is -inf
  * then and has no effect. Exponentials are accurate enough to be rounded to T. */
 template <typename T, int COUNT, int N, typename F>
@@ -160,7 +204,7 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++) /* tanh(-inf) would count */
-                v[k][j] = column_of(k, j) >= 0 ? capped(v[k][j], loss.softcap) : -INFINITY;
+                v[k][j] = column_of(k, j) >= 0 ? capped(v[k][j], loss) : -INFINITY;
     if (loss.weighted)
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
@@ -174,23 +218,104 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 #pragma unroll
         for (int j = 0; j < N; j++)
             max = fmaxf(max, v[k][j]);
-    rebase(g, max, loss.scale);
-    const float pivot = pivot_at(max);
+    add_exponentials<T>(g, v, max, loss);
+}
+
+/* ---- the same for packs of adjacent columns -------------------------------------------------- */
+
+/* The largest element; NaN if there is one. */
+template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N> (&packs)[COUNT]) {
+    float all;
+    if constexpr (NARROW<T> && N % 2 == 0) {
+        typedef typename Pair<T>::type P;
+        P top = reinterpret_cast<const P &>(packs[0]);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j += 2)
+                top = __hmax2_nan(top, reinterpret_cast<const P &>(packs[k].v[j]));
+        const float a = to_float(top.x), b = to_float(top.y);
+        asm("max.NaN.f32 %0, %1, %2;" : "=f"(all) : "f"(a), "f"(b));
+    } else {
+        all = to_float(packs[0].v[0]);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                asm("max.NaN.f32 %0, %0, %1;" : "+f"(all) : "f"(to_float(packs[k].v[j])));
+    }
+    return all;
+}
+
+/* The sum of w v over a pack that begins at `column`. */
+template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, const Loss &loss) {
+    float sum[2] = {};
+    if (!loss.class_weight) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 2] += v[j];
+        return sum[0] + sum[1];
+    }
+    const float *const w = loss.class_weight + column * loss.class_stride;
+    if (N % 4 == 0 && loss.class_stride == 1 && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
+#pragma unroll
+        for (int j = 0; j + 3 < N; j += 4) {
+            const float4 four = *reinterpret_cast<const float4 *>(w + j);
+            sum[0] = fmaf(four.x, v[j], sum[0]);
+            sum[1] = fmaf(four.y, v[j + 1], sum[1]);
+            sum[0] = fmaf(four.z, v[j + 2], sum[0]);
+            sum[1] = fmaf(four.w, v[j + 3], sum[1]);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 2] = fmaf(w[j * loss.class_stride], v[j], sum[j % 2]);
+    }
+    return sum[0] + sum[1];
+}
+
+/* Adds packs that begin at columns `column`, column + step, ... Only the first `valid` of them, at
+ * least one, are part of the row; the others are full of -inf. What the call does not ask for costs
+ * a branch, not instructions per element. */
+template <typename T, int N, int COUNT>
+DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step,
+                     const Loss &loss) {
+    if (loss.argmax.data) {
+        const float top = max_or_nan(packs);
+        /* Rarely: a thread's running maximum grows a logarithmic number of times. */
+        if (g.argmax < 0 || !(top <= g.best) || (top == g.best && column < g.argmax)) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                if (k < valid)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        update_argmax(g, to_float(packs[k].v[j]), column + k * step + j);
+        }
+    }
+    float v[COUNT][N], max = max_of_all(packs);
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
+        unpack(packs[k], v[k]);
+    if (loss.softcap != 0.0f) {
+        max = capped(max, loss); /* it grows with the logit, and any number close to the maximum will do */
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
-            g.s.sum += e;
-            g.moment = fmaf(fmaxf(d, -1e30f), e, g.moment); /* the bound keeps -inf out; e is 0 long before it */
-        }
+        for (int k = 0; k < COUNT; k++)
+            if (k < valid)
+                cap_all(v[k], loss);
+    }
+    if (loss.weighted)
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (k < valid)
+                g.weighted += weighted_sum(v[k], column + k * step, loss);
+    add_exponentials<T>(g, v, max, loss);
 }
 
 template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTIONS> &g, float z, const Loss &loss) {
     WholeRowStats f = {};
     f.max = g.s.max;
     f.sum = g.s.max == INFINITY ? NAN : g.s.sum;
-    f.target = loss.softcap != 0.0f ? capped(z, loss.softcap) : z;
+    f.target = loss.softcap != 0.0f ? capped(z, loss) : z;
     f.argmax = -1;
     if constexpr (OPTIONS != PLAIN)
         f.weighted = g.weighted;
@@ -218,12 +343,12 @@ template <int OPTIONS, typename T> struct ColumnGradient {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
             const float w = loss.weighted ? static_cast<float>(loss.column_weight(column)) : 1.0f;
-            const float v = loss.softcap == 0.0f ? z : capped(z, loss.softcap);
+            const float v = loss.softcap == 0.0f ? z : capped(z, loss);
             float e = exp.exp(v);
             if (loss.dentropy.data)
                 e *= tilted(level, tilt, loss.scale * (v - exp.pivot));
             const float d = fmaf(exp.factor, e, -spread * w);
-            return loss.softcap == 0.0f ? d : d * cap_slope(z, loss.softcap);
+            return loss.softcap == 0.0f ? d : d * cap_slope(z, loss);
         }
     }
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {

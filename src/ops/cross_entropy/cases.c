@@ -189,6 +189,20 @@ static const struct single {
      0,
      true},
     {RAFTER_BF16, {{.name = "many", .ignored = SOME_IGNORED}, false}, {2, {70001, 5}}, 0, true},
+    /* so many rows that a warp takes a batch of them: 4, 8 and 32 lanes per row, with edges */
+    {RAFTER_BF16,
+     {{.name = "batches", .ignored = SOME_IGNORED, .row_weight = true}, false},
+     {2, {100003, 61}},
+     0,
+     true},
+    {RAFTER_F16,
+     {{.name = "batches, extras", .smoothing = 0.1f, .class_weight = true, .softcap = 5, .extras = true}, false},
+     {2, {30001, 133}},
+     0,
+     true},
+    {RAFTER_BF16, {{.name = "batches", .smoothing = 0.1f, .ignored = SOME_IGNORED}, false}, {2, {1033, 2051}}, 0, true},
+    {RAFTER_F32, {{.name = "batches", .extras = true, .ignored = SOME_IGNORED}, false}, {2, {1100, 1031}}, 0, true},
+    {RAFTER_F16, {{.name = "batches", .z_loss = 0.005f, .reduction = RAFTER_NONE}, false}, {2, {9001, 1031}}, 0, true},
     {RAFTER_BF16, {{.name = "many", .smoothing = 0.1f, .class_weight = true}, false}, {2, {70001, 17}}, 0, true},
 };
 

@@ -35,28 +35,12 @@ template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == FULL ? FULL : PLAI
 template <int OPTIONS, typename T, int N, int COUNT>
 DEVICE void add(LossStats<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step,
                 const Loss &loss) {
-    if constexpr (OPTIONS != FULL) {
+    if constexpr (OPTIONS == PLAIN) {
         add_packs(g.s, packs, loss.scale);
-        if constexpr (OPTIONS == SMOOTH) {
-            float sum[2] = {};
-#pragma unroll
-            for (int k = 0; k < COUNT; k++) {
-                float x[N];
-                unpack(packs[k], x);
-                if (k < valid)
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        sum[j % 2] += x[j];
-            }
-            g.weighted += sum[0] + sum[1];
-        }
-    } else {
-        float v[COUNT][N];
-#pragma unroll
-        for (int k = 0; k < COUNT; k++)
-            unpack(packs[k], v[k]);
-        add_columns<T>(
-            g, v, [&](int k, int j) { return k < valid ? column + k * step + j : -1; }, loss);
+    } else if constexpr (OPTIONS == SMOOTH) {
+        add_packs(g.s, packs, loss.scale, &g.weighted, valid);
+    } else if (valid > 0) {
+        add_full(g, packs, valid, column, step, loss);
     }
 }
 

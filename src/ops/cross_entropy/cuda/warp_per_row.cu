@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Short contiguous rows, with any options: one kernel for the whole call, a warp per row. */
+/* Gradients of short contiguous rows, with any options: one kernel for the whole call, a warp per row. */
 #include "ops/cross_entropy/cuda/warp_per_row.cuh"
 
 namespace {
@@ -10,9 +10,11 @@ struct WarpPerRow {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
+        if (!p.gradient)
+            return "it writes gradients";
         if (p.strided)
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-        const bool many_rows_read_once = p.rows >= 2048 && (!p.gradient || p.lse_given);
+        const bool many_rows_read_once = p.rows >= 2048 && p.lse_given;
         return p.row_bytes <= (many_rows_read_once ? 8192 : 2048) ? NULL : "rows are too long for a warp";
     }
 
@@ -28,9 +30,7 @@ struct WarpPerRow {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
-                if (!args.gradient)
-                    sequence.run(how, warp_per_row<T, OPTIONS, true, false, false>, args);
-                else if (args.loss.forward)
+                if (args.loss.forward)
                     sequence.run(how, warp_per_row<T, OPTIONS, true, true, false>, args);
                 else
                     sequence.run(how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);

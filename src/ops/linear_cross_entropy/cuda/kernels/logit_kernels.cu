@@ -126,7 +126,7 @@ DEVICE float gradient_at(const ColumnGradient<OPTIONS, T> &of, const RowGradient
     const float d = of.of(z, column, loss);
     if (column != loss.column_of(label))
         return d;
-    return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss.softcap) : 1.0f);
+    return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss) : 1.0f);
 }
 
 /* Writes dz of the block's `n` logits of a row, and up to 3 elements of padding. */

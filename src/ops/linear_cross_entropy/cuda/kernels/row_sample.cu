@@ -64,7 +64,7 @@ __global__ __launch_bounds__(SAMPLE_WARPS *WARP) void sample_rows(const __grid_c
         for (int warp = 0; warp < SAMPLE_WARPS; warp++)
             z += parts[warp][i];
         if (loss.softcap != 0.0f)
-            z = capped(z, loss.softcap);
+            z = capped(z, loss);
         logits[i] = i < SAMPLES || has_label ? z : -INFINITY;
         max = fmaxf(max, logits[i]);
     }

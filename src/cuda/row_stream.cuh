@@ -1,0 +1,201 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Statistics of many rows of adjacent elements, of any alignment. LANES lanes reduce a row. A warp
+ * takes a batch of up to 32 rows, WARP / LANES at a time, and then finishes them, a lane for each.
+ * Loads run ahead of the arithmetic across rows: while some packs are added, the next ones are in
+ * flight, whether they belong to the same rows or to the next. Warps do not wait for each other.
+ *
+ * An Op says what the statistics are:
+ *
+ *     typedef ... Stats;      statistics of some elements of a row; can be merged
+ *     typedef ... Row;        what is loaded of a row besides its elements
+ *     bool COLUMNS            whether `add` uses the numbers of columns
+ *     Stats none()
+ *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
+ *     Stats merge_lanes(Stats, int lanes), Stats shuffled(Stats, int lane)
+ *     void begin()            after the first loads: waits for the previous kernel
+ *     Row no_row(), Row load_row(int64_t row)
+ *     bool needs(const Row &)     whether the row has to be reduced
+ *     void look(Row &, const Rows &x, int row)    more loads, whose results only finish uses
+ *     void finish(const Row &, int row, const Stats &)    also called with no_row()
+ */
+#ifndef RAFTER_CUDA_ROW_STREAM_CUH
+#define RAFTER_CUDA_ROW_STREAM_CUH
+
+#include "core/sizes.h"
+#include "cuda/row_statistics.cuh"
+
+constexpr int STREAM_THREADS = 256;
+
+/* As a kernel argument. */
+struct RowStream {
+    Rows x;
+    int rows, length; /* length: elements of a row */
+    int lanes, batch, blocks;
+};
+
+/* ---- host ------------------------------------------------------------------------------------ */
+
+/* Why these rows are not for stream_rows, or NULL. Warps take whole rows: few long ones would leave
+ * some without work. */
+static inline const char *why_not_streamed(int64_t rows, int64_t length, int bytes) {
+    const int64_t row_bytes = length * bytes;
+    if (rows > INT32_MAX / 2 || length > INT32_MAX / 2)
+        return "it counts rows and columns in 31 bits";
+    if (row_bytes < 96)
+        return "rows are too short for several lanes";
+    if (row_bytes <= 2048)
+        return NULL;
+    return row_bytes <= 32 << 10 && rows >= 1024 * ceil_div<int64_t>(row_bytes, 8 << 10)
+               ? NULL
+               : "rows are too long for a warp, or too few";
+}
+
+static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, int bytes, int warps) {
+    RowStream s = {};
+    s.x = x;
+    s.rows = static_cast<int>(rows);
+    s.length = static_cast<int>(length);
+    s.lanes = length * bytes <= 256 ? 4 : length * bytes <= 2048 ? 8 : WARP;
+    const int at_once = WARP / s.lanes, most = STREAM_THREADS / WARP;
+    s.batch = static_cast<int>(min(round_up<int64_t>(ceil_div<int64_t>(rows, warps), at_once), int64_t(WARP)));
+    s.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, s.batch), most), int64_t(warps / most)));
+    return s;
+}
+
+/* Bytes of shared memory of a block. */
+static inline size_t stream_shared(int packs) {
+    return size_t(2) * packs * 16 * STREAM_THREADS;
+}
+
+/* ---- device ---------------------------------------------------------------------------------- */
+
+/* A lane's share of a row. Its packs go through shared memory, where each thread has places of its
+ * own: registers are few. Edges that do not exist are -inf. */
+template <typename T, int LANES, int PACKS> struct StreamedRow {
+    static constexpr int N = WIDE<T>, EDGES = (2 * (N - 1) + LANES - 1) / LANES;
+    const T *at; /* the next pack to load */
+    int left;    /* this lane's packs are those below it, of 0, LANES, 2 * LANES, ... */
+    int head, edges;
+    Pack<T, 1> edge[EDGES];
+
+    /* Starts to copy the next PACKS packs, of which the first `left` / LANES exist, to `place`. */
+    DEVICE void load(int still, unsigned place) {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+            if (k * LANES < still)
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + k * STREAM_THREADS * 16),
+                             "l"(at + k * LANES * N)
+                             : "memory");
+        at += PACKS * LANES * N;
+    }
+    DEVICE void begin(const T *row, int length, int lane, unsigned place) {
+        const unsigned ragged = static_cast<unsigned>(reinterpret_cast<uintptr_t>(row)) % 16 / sizeof(T);
+        head = min(static_cast<int>((N - ragged) % N), length);
+        const int packs = static_cast<int>(static_cast<unsigned>(length - head) / N);
+        edges = length - packs * N;
+        left = packs - lane;
+        at = row + head + lane * N;
+        load(left, place);
+#pragma unroll
+        for (int k = 0; k < EDGES; k++) {
+            const int e = lane + k * LANES;
+            edge[k] = load_once_if<T, 1>(e < edges, row + (e < head ? e : e + packs * N), -INFINITY);
+        }
+    }
+    /* The column of edge element e. */
+    DEVICE int column(int e, int length) const {
+        return e < head ? e : e + length - edges;
+    }
+};
+
+template <class Op, typename T, int LANES, int PACKS>
+DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
+    typedef typename Op::Stats Stats;
+    typedef typename Op::Row Row;
+    typedef Pack<T, WIDE<T>> Wide;
+    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES, AHEAD_BYTES = PACKS * STREAM_THREADS * 16;
+    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
+    const int warp = blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP,
+              step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
+    const int groups = max(ceil_div(t.length / N, PACKS * LANES), 1); /* at most, of a row */
+    const Wide *places = reinterpret_cast<const Wide *>(shared_memory) + threadIdx.x;
+    unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(places)); /* of the next packs */
+    int side = 0;                                                             /* of the packs before them */
+    StreamedRow<T, LANES, PACKS> next;
+    const auto start = [&](int row, bool needed) {
+        const bool present = needed && row < t.rows;
+        next.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, own, place);
+    };
+    const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
+    int base = warp * t.batch;
+    start(base + which, true);
+    copy_commit();
+    place += AHEAD_BYTES;
+    Row row = load_row(base + lane);
+    op.begin();
+    for (; base < t.rows; base += step) {
+        const unsigned needed = __ballot_sync(~0u, op.needs(row));
+        op.look(row, t.x, base + lane);
+        const Row following = load_row(base + step + lane);
+        Stats mine = op.none();
+#pragma unroll 1
+        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
+            const StreamedRow<T, LANES, PACKS> now = next;
+            int left = now.left; /* in this group and after it */
+            Stats g = op.none();
+#pragma unroll 1
+            for (int group = 0; group < groups; group++) {
+                if (group + 1 < groups) {
+                    next.load(left - PACKS * LANES, place);
+                } else {
+                    const bool more = s + AT_ONCE < t.batch;
+                    const unsigned wanted = more ? needed >> (s + AT_ONCE) : __ballot_sync(~0u, op.needs(following));
+                    start(base + (more ? s + AT_ONCE : step) + which, wanted >> which & 1);
+                }
+                copy_commit();
+                copy_wait<1>();
+                const Wide *const from = places + side * PACKS * STREAM_THREADS;
+                place += side ? AHEAD_BYTES : -AHEAD_BYTES;
+                side ^= 1;
+                const int64_t column = now.head + (own + group * PACKS * LANES) * int64_t(N);
+                if (__all_sync(~0u, left > (PACKS - 1) * LANES)) {
+                    Wide packs[PACKS];
+#pragma unroll
+                    for (int k = 0; k < PACKS; k++)
+                        packs[k] = from[k * STREAM_THREADS];
+                    op.add(g, packs, PACKS, column, LANES * N);
+                } else {
+#pragma unroll
+                    for (int k = 0; k < PACKS; k++) {
+                        const bool present = left > k * LANES;
+                        if (__any_sync(~0u, present)) {
+                            const Wide one[1] = {load_once_if<T, N>(present, from[k * STREAM_THREADS].v, -INFINITY)};
+                            op.add(g, one, present, column + k * LANES * N, N);
+                        }
+                    }
+                }
+                left -= PACKS * LANES;
+            }
+            if constexpr (Op::COLUMNS) {
+#pragma unroll
+                for (int k = 0; k < now.EDGES; k++) {
+                    const Pack<T, 1> one[1] = {now.edge[k]};
+                    if (own + k * LANES < now.edges)
+                        op.add(g, one, 1, now.column(own + k * LANES, t.length), 1);
+                }
+            } else if (own < now.edges) {
+                op.add(g, now.edge, (now.edges - own + LANES - 1) / LANES, 0, 0);
+            }
+            g = op.merge_lanes(g, LANES);
+            if constexpr (LANES < WARP)
+                g = op.shuffled(g, (lane - s) * LANES & (WARP - 1));
+            if (lane >= s && lane < s + AT_ONCE)
+                mine = g;
+        }
+        op.finish(row, base + lane, mine);
+        row = following;
+    }
+}
+
+#endif
