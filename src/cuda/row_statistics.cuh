@@ -124,18 +124,24 @@ template <typename T, int N, int COUNT> DEVICE Pack<T, N> max_of_each(const Pack
 
 /* The largest element, NaN skipped; -inf if all are NaN. */
 template <typename T, int N, int COUNT> DEVICE float max_of_all(const Pack<T, N> (&packs)[COUNT]) {
-    constexpr int KEPT = NARROW<T> && N % 2 == 0 ? 2 : 1; /* elements left to unpack */
-    Pack<T, KEPT> top = reinterpret_cast<const Pack<T, KEPT> &>(packs[0]);
+    float all = -INFINITY;
+    if constexpr (NARROW<T> && N % 2 == 0) {
+        Pack<T, 2> top = reinterpret_cast<const Pack<T, 2> &>(packs[0]);
 #pragma unroll
-    for (int k = 0; k < COUNT; k++)
+        for (int k = 0; k < COUNT; k++)
 #pragma unroll
-        for (int j = 0; j < N; j += KEPT)
-            top = max_of(top, reinterpret_cast<const Pack<T, KEPT> &>(packs[k].v[j]));
-    float x[KEPT], all = -INFINITY;
-    unpack(top, x);
+            for (int j = 0; j < N; j += 2)
+                top = max_of(top, reinterpret_cast<const Pack<T, 2> &>(packs[k].v[j]));
+        float x[2];
+        unpack(top, x);
+        all = fmaxf(fmaxf(all, x[0]), x[1]);
+    } else {
 #pragma unroll
-    for (int j = 0; j < KEPT; j++)
-        all = fmaxf(all, x[j]);
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all = fmaxf(all, to_float(packs[k].v[j]));
+    }
     return all;
 }
 
@@ -293,7 +299,7 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
         unpack(packs[k], x);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            sum[j % 4] += exp_term<T>(x[j] - pivot, scale);
+            sum[(k * N + j) % 4] += exp_term<T>(x[j] - pivot, scale);
             of_pack += x[j];
         }
         all += k < valid ? of_pack : 0.0f;

@@ -16,8 +16,9 @@
  *     void begin()            after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row)
  *     bool needs(const Row &)     whether the row has to be reduced
- *     void look(Row &, const Rows &x, int row)    more loads, whose results only finish uses
- *     void finish(const Row &, int row, const Stats &)    also called with no_row()
+ *     void look(Row &, F first, int64_t step)    more loads, whose results only finish uses; first() is the
+ *                                                address of the row, whose elements lie `step` apart
+ *     void finish(const Row &, int64_t row, const Stats &)    also called with no_row()
  */
 #ifndef RAFTER_CUDA_ROW_STREAM_CUH
 #define RAFTER_CUDA_ROW_STREAM_CUH
@@ -136,7 +137,8 @@ DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
     op.begin();
     for (; base < t.rows; base += step) {
         const unsigned needed = __ballot_sync(~0u, op.needs(row));
-        op.look(row, t.x, base + lane);
+        op.look(
+            row, [&] { return t.x.at<const T>(base + lane); }, 1);
         const Row following = load_row(base + step + lane);
         Stats mine = op.none();
 #pragma unroll 1

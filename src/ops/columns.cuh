@@ -162,8 +162,9 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
-                sum[j % 4] += e;
-                moment[j % 2] = fmaf(fmaxf(d, -1e30f), e, moment[j % 2]); /* keeps -inf out; e is 0 long before it */
+                sum[(k * N + j) % 4] += e;
+                moment[(k * N + j) % 2] =
+                    fmaf(fmaxf(d, -1e30f), e, moment[(k * N + j) % 2]); /* keeps -inf out; e is 0 long before it */
             }
         g.moment += moment[0] + moment[1];
     } else {
@@ -171,7 +172,7 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                sum[j % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
+                sum[(k * N + j) % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
     }
     g.s.sum += (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }

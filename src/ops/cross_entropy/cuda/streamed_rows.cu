@@ -4,7 +4,7 @@
  * whole call, in which warps take batches of rows (cuda/row_stream.cuh).
  */
 #include "cuda/row_stream.cuh"
-#include "ops/cross_entropy/cuda/general.cuh"
+#include "ops/cross_entropy/cuda/row_loss.cuh"
 
 namespace {
 
@@ -17,68 +17,12 @@ struct StreamArgs {
 template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS == FULL ? 2 : 3;
 constexpr int STREAM_PACKS = 4;
 
-/* What row_stream.cuh asks of an op. */
-template <typename T, int OPTIONS> struct StreamedLoss {
-    typedef LossStats<OPTIONS> Stats;
-    struct Row {
-        int label; /* NO_ROW: there is no row */
-        float z_label;
-    };
-
-    static constexpr int NO_ROW = -3;
-    static constexpr bool COLUMNS = OPTIONS == FULL;
-
-    const Loss &loss;
-    Totals totals = {};
-
-    DEVICE explicit StreamedLoss(const Args &args) : loss(args.loss) {
-    }
-    DEVICE Stats none() const {
-        return no_columns<OPTIONS>();
-    }
-    template <int N, int COUNT>
-    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step) const {
-        ::add(g, packs, valid, column, step, loss);
-    }
-    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
-        return ::merge_lanes(g, lanes, loss.scale);
-    }
-    DEVICE Stats shuffled(const Stats &g, int lane) const {
-        return ::shuffled(g, lane);
-    }
-    DEVICE void begin() const {
-        wait_for_previous_kernel();
-    }
-    DEVICE Row no_row() const {
-        return {NO_ROW, 0.0f};
-    }
-    DEVICE Row load_row(int64_t row) const {
-        return {static_cast<int>(loss.class_of(loss.load_label(row))), 0.0f};
-    }
-    DEVICE bool needs(const Row &row) const {
-        return row.label >= 0;
-    }
-    DEVICE void look(Row &row, const Rows &z, int at) const {
-        if (row.label >= 0)
-            row.z_label = to_float(z.at<const T>(at)[row.label]);
-    }
-    DEVICE void finish(const Row &row, int at, const Stats &g) {
-        if (row.label == NO_ROW)
-            return;
-        if (row.label < 0)
-            write_skipped(loss, at, row.label, &totals);
-        else
-            write_row(loss, at, row.label, results_of(loss, at, row.label, whole_row_stats(g, row.z_label, loss)),
-                      &totals);
-    }
-};
-
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(STREAM_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
-    StreamedLoss<T, OPTIONS> op(a.call);
-    stream_rows<StreamedLoss<T, OPTIONS>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    RowLoss<T, OPTIONS> op(a.call);
+    stream_rows<RowLoss<T, OPTIONS>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
     add_up(a.call, op.totals);
 }
 

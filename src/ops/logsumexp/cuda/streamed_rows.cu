@@ -2,7 +2,7 @@
 /* logsumexp of many contiguous rows, of any alignment: warps take batches of rows
  * (cuda/row_stream.cuh). */
 #include "cuda/row_stream.cuh"
-#include "ops/logsumexp/cuda/problem.cuh"
+#include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
 namespace {
 
@@ -13,52 +13,11 @@ struct StreamArgs {
     Rows lse;
 };
 
-/* What row_stream.cuh asks of an op. */
-template <typename T> struct StreamedLogsumexp {
-    static constexpr bool COLUMNS = false;
-    typedef RowStats Stats;
-    struct Row {
-        bool present;
-    };
-    const Rows &lse;
-
-    DEVICE Stats none() const {
-        return no_elements();
-    }
-    template <int N, int COUNT>
-    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
-        add_packs(g, packs, 1.0f);
-    }
-    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
-        return merge_some_lanes(g, lanes, 1.0f);
-    }
-    DEVICE Stats shuffled(const Stats &g, int lane) const {
-        return {__shfl_sync(~0u, g.max, lane), __shfl_sync(~0u, g.sum, lane)};
-    }
-    DEVICE void begin() const {
-    }
-    DEVICE Row no_row() const {
-        return {false};
-    }
-    DEVICE Row load_row(int) const {
-        return {true};
-    }
-    DEVICE bool needs(const Row &row) const {
-        return row.present;
-    }
-    DEVICE void look(Row &, const Rows &, int) const {
-    }
-    DEVICE void finish(const Row &row, int at, const Stats &g) const {
-        if (row.present)
-            lse.put(at, lse_of(g));
-    }
-};
-
 template <typename T, int LANES>
 __global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
-    StreamedLogsumexp<T> op = {a.lse};
-    stream_rows<StreamedLogsumexp<T>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    RowLogsumexp<T> op = {a.lse};
+    stream_rows<RowLogsumexp<T>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
 }
 
 struct StreamedRows {

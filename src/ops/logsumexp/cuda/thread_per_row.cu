@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* logsumexp of many rows side by side: a thread takes a row (cuda/row_threads.cuh). */
+#include "cuda/row_threads.cuh"
+#include "ops/logsumexp/cuda/row_logsumexp.cuh"
+
+namespace {
+
+constexpr int THREADS_PER_SM = 4;             /* blocks per multiprocessor */
+constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at a time */
+
+struct ThreadArgs {
+    RowThreads threads;
+    Rows lse;
+};
+
+template <typename T, int STEPS>
+__global__ __launch_bounds__(ROW_THREADS_BLOCK,
+                             THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+    RowLogsumexp<T> op = {a.lse};
+    thread_rows<RowLogsumexp<T>, T, STEPS>(op, a.threads);
+}
+
+struct ThreadPerRow {
+    typedef logsumexp_call Call;
+    struct Plan {
+        RowThreads threads;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
+        if (p.backward)
+            return "it writes no gradient";
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        const Slabs s = slabs_of(p.x, NULL);
+        if (p.n > 32 && s.packs_across(0, bytes))
+            return "every step has whole packs: columns of packs are faster";
+        return why_not_threads(s, bytes);
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        plan->threads = threads_of(slabs_of(Problem(call).x, NULL), THREADS_PER_SM * device.multiprocessors);
+        return 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        const ThreadArgs args = {plan.threads, reduced_rows(call.lse, call)};
+        const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (plan.threads.slabs.length <= FEW_STEPS)
+                ::launch(context, how, thread_per_row<T, FEW_STEPS>, args);
+            else
+                ::launch(context, how, thread_per_row<T, MANY_STEPS>, args);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, thread_per_row, ThreadPerRow)
