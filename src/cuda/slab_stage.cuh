@@ -6,7 +6,7 @@
  * consists of spans of adjacent elements: all slabs, a slab each, or a step of the rows each. Spans
  * are copied by 16-byte packs, whatever their alignment: an element lies in shared memory as far
  * from a 16-byte boundary as in memory, so that only the packs at the ends of a span are copied one
- * element at a time. While a tile is reduced, the next one is copied.
+ * element at a time. While a tile is reduced, the next ones are copied.
  */
 #ifndef RAFTER_CUDA_SLAB_STAGE_CUH
 #define RAFTER_CUDA_SLAB_STAGE_CUH
@@ -14,6 +14,7 @@
 #include "cuda/slabs.cuh"
 
 constexpr int STAGE_THREADS = 256;
+constexpr int STAGES = 3; /* tiles in shared memory: one is reduced, the others are copied */
 
 /* As a kernel argument. */
 struct Stage {
@@ -140,6 +141,24 @@ template <typename T, bool COLUMNS> struct StageTile {
         return at[2] + (column + row_of_tile - of * (COLUMNS ? 0 : static_cast<int>(g.slabs.inner))) * g.slabs.row_step;
     }
 
+    /* Where the spans of a tensor begin: the first one, and the distance to the next, unless the slabs
+     * have several outer dimensions. */
+    struct Spans {
+        const StageTile &tile;
+        const int tensor;
+        const bool even;
+        T *const first;
+        const int64_t apart;
+
+        DEVICE Spans(const StageTile &of, int which)
+            : tile(of), tensor(which), even(COLUMNS || of.g.one_span || of.g.slabs.walk.dims == 1),
+              first(of.span_at(which, 0)), apart(COLUMNS ? of.g.slabs.step[which] : of.g.slabs.walk.stride[which][0]) {
+        }
+        DEVICE T *at(int span) const {
+            return even ? first + span * apart : tile.span_at(tensor, span);
+        }
+    };
+
     /* Calls whole(to, p) for each aligned pack in memory that lies inside a span (when reading: inside
      * the tensor, so that nothing waits for single elements), and part(to, p, n) for the n elements
      * of the span in a pack that does not; `to` is the place in shared memory of
@@ -149,19 +168,22 @@ template <typename T, bool COLUMNS> struct StageTile {
         const int slab_elements = static_cast<int>(g.slabs.length * (COLUMNS ? 1 : g.slabs.inner));
         const int spans = COLUMNS ? static_cast<int>(g.slabs.length) : g.one_span ? 1 : slabs;
         const int length = COLUMNS ? rows : slab_elements * (g.one_span ? slabs : 1);
+        const Spans begins(*this, tensor), inputs(*this, 0);
+        const T *const lowest = g.slabs.at<T>(0, 0), *const highest = g.slabs.at<T>(0, g.extent) - N;
+#pragma unroll 2
         for (int i = threadIdx.x; i < spans * g.span_packs; i += STAGE_THREADS) {
             const int span = static_cast<int>(g.by_packs.quotient(static_cast<unsigned>(i)));
-            T *const begin = span_at(tensor, span);
-            const int from = (i - span * g.span_packs) * N - phase(begin); /* element of the span */
-            const int to = span * g.pitch + from + (tensor == 0 ? phase(begin) : phase(span_at(0, span)));
-            const bool inside = tensor == 0 ? from > -N && from < length && begin + from >= g.slabs.at<T>(0, 0) &&
-                                                  begin + from + N <= g.slabs.at<T>(0, g.extent)
+            T *const begin = begins.at(span);
+            const int own = phase(begin), from = (i - span * g.span_packs) * N - own; /* element of the span */
+            const int to = span * g.pitch + from + (tensor == 0 ? own : phase(inputs.at(span)));
+            T *const p = begin + from;
+            const bool inside = tensor == 0 ? from > -N && from < length && p >= lowest && p <= highest
                                             : from >= 0 && from + N <= length;
             if (inside)
-                whole(to, begin + from);
+                whole(to, p);
             else if (from < length && from + N > 0) {
                 const int skipped = from < 0 ? -from : 0;
-                part(to + skipped, begin + from + skipped, min(length - from, N) - skipped);
+                part(to + skipped, p + skipped, min(length - from, N) - skipped);
             }
         }
     }
@@ -201,30 +223,33 @@ template <typename T, bool COLUMNS> struct StageTile {
     }
 };
 
-/* A row of a tile in shared memory. */
-template <typename T, bool COLUMNS> struct StageRow {
-    int base, step, slope; /* element l: base + l * step, if COLUMNS plus the phase (slope * l + phase) % WIDE */
-    int phase;
+/* The rows of a tile in shared memory. */
+template <typename T, bool COLUMNS> struct StageRows {
+    const StageTile<T, COLUMNS> &tile;
+    const typename StageTile<T, COLUMNS>::Spans spans;
+    const int phase, slope; /* COLUMNS: the phase of step l is (slope * l + phase) % WIDE */
 
-    DEVICE StageRow(const StageTile<T, COLUMNS> &tile, int row_of_tile) {
-        const Stage &g = tile.g;
-        slope = phase = 0;
-        if constexpr (COLUMNS) {
-            phase = tile.phase(tile.span_at(0, 0));
-            slope = static_cast<int>(g.slabs.step[0]) & (WIDE<T> - 1);
-            base = row_of_tile;
-            step = g.pitch;
-        } else {
-            const int slab = static_cast<int>(g.by_inner.quotient(static_cast<unsigned>(row_of_tile)));
-            const int inner = static_cast<int>(g.slabs.inner);
-            base = row_of_tile - slab * inner +
-                   (g.one_span ? tile.phase(tile.slab_at(0, 0)) + slab * static_cast<int>(g.slabs.length) * inner
-                               : slab * g.pitch + tile.phase(tile.slab_at(0, slab)));
-            step = inner;
-        }
+    DEVICE explicit StageRows(const StageTile<T, COLUMNS> &of)
+        : tile(of), spans(of, 0), phase(of.phase(spans.first)),
+          slope(static_cast<int>(of.g.slabs.step[0]) & (WIDE<T> - 1)) {
     }
-    DEVICE int at(int l) const {
-        return base + l * step + (COLUMNS ? (phase + slope * l) & (WIDE<T> - 1) : 0);
+    DEVICE int step() const {
+        return COLUMNS ? tile.g.pitch : static_cast<int>(tile.g.slabs.inner);
+    }
+    /* The place of the first element, if COLUMNS without the phase. */
+    DEVICE int base(int row_of_tile) const {
+        if constexpr (COLUMNS)
+            return row_of_tile;
+        const Stage &g = tile.g;
+        const int slab = static_cast<int>(g.by_inner.quotient(static_cast<unsigned>(row_of_tile)));
+        const int inner = static_cast<int>(g.slabs.inner), column = row_of_tile - slab * inner;
+        if (g.one_span)
+            return column + phase + slab * static_cast<int>(g.slabs.length) * inner;
+        return column + slab * g.pitch + tile.phase(spans.at(slab));
+    }
+    /* Element l of a row that begins at `first`. */
+    DEVICE int at(int first, int l) const {
+        return first + l * step() + (COLUMNS ? (phase + slope * l) & (WIDE<T> - 1) : 0);
     }
 };
 
@@ -244,7 +269,7 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
     typedef typename Op::Stats Stats;
     typedef typename Op::Coefficient Coefficient;
     T *const buffers = reinterpret_cast<T *>(shared_memory);
-    char *const rest = reinterpret_cast<char *>(buffers + 2 * g.buffer);
+    char *const rest = reinterpret_cast<char *>(buffers + STAGES * g.buffer);
     Stats *const stats = reinterpret_cast<Stats *>(rest);
     Coefficient *const coefficients = reinterpret_cast<Coefficient *>(rest + round_up<int>(g.rows * sizeof(Stats), 16));
     const int length = static_cast<int>(g.slabs.length);
@@ -253,31 +278,43 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
         const StageTile<T, COLUMNS> tile(g, index);
         return threadIdx.x < tile.rows ? op.load_row(tile.row(threadIdx.x)) : op.no_row();
     };
+    const auto load = [&](unsigned index, int which) {
+        if (index < g.tiles)
+            StageTile<T, COLUMNS>(g, index).load(buffers + which * g.buffer);
+        copy_commit();
+    };
     unsigned index = blockIdx.x;
-    StageTile<T, COLUMNS>(g, index).load(buffers);
-    copy_commit();
+#pragma unroll
+    for (int ahead = 0; ahead < STAGES - 1; ahead++)
+        load(index + ahead * gridDim.x, ahead);
     typename Op::Row row = load_row(index);
     op.begin();
-    for (int which = 0; index < g.tiles; which ^= 1) {
+    for (int which = 0; index < g.tiles; which = which + 1 == STAGES ? 0 : which + 1) {
         const StageTile<T, COLUMNS> tile(g, index);
-        const unsigned next = index + gridDim.x;
-        if (next < g.tiles)
-            StageTile<T, COLUMNS>(g, next).load(buffers + (which ^ 1) * g.buffer);
-        copy_commit();
-        copy_wait<1>();
+        load(index + (STAGES - 1) * gridDim.x, which == 0 ? STAGES - 1 : which - 1);
+        copy_wait<STAGES - 1>();
         T *const buffer = buffers + which * g.buffer;
+        const StageRows<T, COLUMNS> places(tile);
         if (__syncthreads_or(op.needs_stats(row))) {
             for (int r = group; r - group < tile.rows; r += groups) {
-                const StageRow<T, COLUMNS> place(tile, r < tile.rows ? r : 0);
+                const int base = places.base(r < tile.rows ? r : 0);
                 Stats s = op.none();
-                constexpr int AT_ONCE = 8;
-                for (int v = lane; v < length; v += AT_ONCE * g.lanes) {
+                constexpr int AT_ONCE = 8, AT_END = 4;
+                int v = lane;
+                for (; v + (AT_ONCE - 1) * g.lanes < length; v += AT_ONCE * g.lanes) {
                     Pack<T, 1> x[AT_ONCE];
+#pragma unroll
+                    for (int k = 0; k < AT_ONCE; k++)
+                        x[k].v[0] = buffer[places.at(base, v + k * g.lanes)];
+                    op.add(s, x, AT_ONCE, v, g.lanes);
+                }
+                for (; v < length; v += AT_END * g.lanes) {
+                    Pack<T, 1> x[AT_END];
                     int valid = 0;
 #pragma unroll
-                    for (int k = 0; k < AT_ONCE; k++) {
+                    for (int k = 0; k < AT_END; k++) {
                         const bool present = v + k * g.lanes < length;
-                        x[k].v[0] = present ? buffer[place.at(v + k * g.lanes)] : from_float<T>(-INFINITY);
+                        x[k].v[0] = present ? buffer[places.at(base, v + k * g.lanes)] : from_float<T>(-INFINITY);
                         valid += present;
                     }
                     op.add(s, x, valid, v, g.lanes);
@@ -290,22 +327,23 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
         }
         if (threadIdx.x < tile.rows) {
             const int wanted = op.wanted(row);
-            const T x = wanted >= 0 ? buffer[StageRow<T, COLUMNS>(tile, threadIdx.x).at(wanted)] : T();
+            const T x = wanted >= 0 ? buffer[places.at(places.base(threadIdx.x), wanted)] : T();
             const Coefficient c = op.finish(row, stats[threadIdx.x], x);
             if constexpr (Op::GRADIENT)
                 coefficients[threadIdx.x] = c;
         }
-        if (next < g.tiles)
-            row = load_row(next);
+        index += gridDim.x;
+        if (index < g.tiles)
+            row = load_row(index);
         if constexpr (Op::GRADIENT) {
             __syncthreads();
             for (int r = group; r < tile.rows; r += groups) {
-                const StageRow<T, COLUMNS> place(tile, r);
+                const int base = places.base(r);
                 const Coefficient c = coefficients[r];
                 const auto writer = op.writer(c);
 #pragma unroll 4
                 for (int v = lane; v < length; v += g.lanes) {
-                    T &x = buffer[place.at(v)];
+                    T &x = buffer[places.at(base, v)];
                     x = writer.of_one(x, v);
                 }
             }
@@ -313,13 +351,12 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
             tile.store(buffer);
         }
         __syncthreads(); /* the next copy overwrites this tile */
-        index = next;
     }
 }
 
 /* Bytes of shared memory, and blocks of a launch. */
 static inline size_t stage_shared(const Stage &g, int bytes, int64_t stats_bytes, int64_t coefficient_bytes) {
-    return static_cast<size_t>(2 * int64_t(g.buffer) * bytes + round_up<int64_t>(g.rows * stats_bytes, 16) +
+    return static_cast<size_t>(STAGES * int64_t(g.buffer) * bytes + round_up<int64_t>(g.rows * stats_bytes, 16) +
                                g.rows * coefficient_bytes);
 }
 static inline int64_t stage_blocks(const rafter_cuda_state &device, const Stage &g, size_t shared, int per_sm) {

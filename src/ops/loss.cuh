@@ -179,7 +179,7 @@ DEVICE RowResults results_of_skipped(int64_t label) {
 }
 
 DEVICE RowResults results_of(const Loss &loss, int64_t row, int64_t label, const WholeRowStats &f) {
-    const double scale = loss.scale, log_sum = log(f.sum), max = scale * f.max, weights = loss.class_weight_sum();
+    const double scale = loss.scale, log_sum = log_of_sum(f.sum), max = scale * f.max, weights = loss.class_weight_sum();
     const double lse = max + log_sum, nll = negative_log_prob(f.max, f.target, log_sum, scale);
     double value = loss.label_share * loss.weight_of(label) * nll, entropy = 0.0;
     if (loss.spread != 0.0)

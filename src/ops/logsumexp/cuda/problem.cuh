@@ -142,7 +142,7 @@ Backward backward_of(const logsumexp_call &call, const Problem &p, const Split &
 /* The logarithm is taken in double: added to a maximum of opposite sign, its rounding in fp32 would
  * show. */
 DEVICE float lse_of(RowStats s) {
-    return static_cast<float>(pivot_at(s.max) + log(static_cast<double>(s.sum)));
+    return static_cast<float>(pivot_at(s.max) + log_of_sum(s.sum));
 }
 
 /* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */
