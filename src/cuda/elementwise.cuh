@@ -30,24 +30,6 @@ constexpr int64_t MOST_ELEMENTS = int64_t(1) << 30; /* per launch: indices take 
 
 /* ---- addresses ------------------------------------------------------------------------------- */
 
-/* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
-DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
-    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (bytes & 8)
-#pragma unroll
-        for (int i = 0; i < 6; i++)
-            w[i] = w[i + 2];
-    if (bytes & 4)
-#pragma unroll
-        for (int i = 0; i < 5; i++)
-            w[i] = w[i + 1];
-    if (bytes & 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
-    return {w[0], w[1], w[2], w[3]};
-}
-
 /* The output, then the inputs. */
 template <int INPUTS> struct Tensors {
     char *data[1 + INPUTS];

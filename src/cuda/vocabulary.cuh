@@ -216,6 +216,29 @@ template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool present, const 
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
+/* Where an element lies in its pack of 16 bytes. */
+template <typename T> DEVICE int offset_in_pack(const T *p) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
+}
+
+/* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
+DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
+    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (bytes & 8)
+#pragma unroll
+        for (int i = 0; i < 6; i++)
+            w[i] = w[i + 2];
+    if (bytes & 4)
+#pragma unroll
+        for (int i = 0; i < 5; i++)
+            w[i] = w[i + 1];
+    if (bytes & 2)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
+    return {w[0], w[1], w[2], w[3]};
+}
+
 /* ---- functions ------------------------------------------------------------------------------- */
 
 /* 2^x by the special-function unit, to 2 units in the last place; -inf -> 0, NaN -> NaN. Subnormal
@@ -239,6 +262,23 @@ template <> DEVICE float exp_as<bf16>(float x) {
 template <> DEVICE float exp_as<fp16>(float x) {
     return exp2_fast(x * LOG2E);
 }
+
+/* e^(x - max), as accurate, for many x: one multiply-add instead of two steps before the
+ * special-function unit. Half of the exponent in bf16: the lowest number times log2(e) would overflow. */
+template <typename T> struct ExpFrom {
+    float offset;
+    DEVICE explicit ExpFrom(float max)
+        : offset(__is_same(T, float) ? max : -max * (__is_same(T, bf16) ? LOG2E / 2 : LOG2E)) {
+    }
+    DEVICE float operator()(float x) const {
+        if constexpr (__is_same(T, float))
+            return expf(x - offset);
+        if constexpr (__is_same(T, fp16))
+            return exp2_fast(fmaf(x, LOG2E, offset));
+        const float root = exp2_fast(fmaf(x, LOG2E / 2, offset));
+        return root * root;
+    }
+};
 
 /* 1 / x by the special-function unit, to 1 unit in the last place, for x in [2^-126, 2^126]. */
 DEVICE float reciprocal_fast(float x) {

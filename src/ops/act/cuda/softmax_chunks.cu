@@ -55,10 +55,6 @@ template <typename T> DEVICE void copy_pack(Pack<T, WIDE<T>> *to, const T *from,
     }
 }
 
-template <typename T> DEVICE int offset_in_pack(const T *p) {
-    return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
-}
-
 /* One input's chunk in shared memory. */
 template <typename T> struct ChunkInput {
     static constexpr int N = WIDE<T>;

@@ -75,6 +75,18 @@ struct SlabViews : Views {
         }
         return 1;
     }
+    /* Of rows (inner() is 1): whether all of them, but for an expanded dy, are whole and aligned packs. */
+    bool rows_are_packs() const {
+        const int64_t bytes = rafter_dtype_bytes(view[OUT].dtype);
+        bool all = length() * bytes % 16 == 0;
+        for (int t = 0; t < TENSORS; t++)
+            if (pointer[t] && is_slab(t)) {
+                all = all && reinterpret_cast<uintptr_t>(view[t].data) % 16 == 0;
+                for (int d = 0; d < dim(); d++)
+                    all = all && (view[t].shape[d] == 1 || view[t].stride[d] * bytes % 16 == 0);
+            }
+        return all;
+    }
     static bool allows_packs(const rafter_view &view, int wanted, int bytes) {
         bool all = reinterpret_cast<uintptr_t>(view.data) % wanted == 0;
         for (int d = 0; d < view.ndim - 1; d++)

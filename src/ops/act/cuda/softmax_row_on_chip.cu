@@ -1,35 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax of contiguous rows, each in the registers of a warp, of a block, or of a cluster of
- * blocks that exchange their statistics through distributed shared memory. Every byte is read once
- * and written once.
+ * Softmax of contiguous rows, each in the registers of 16 lanes, of a warp or of a block. Every byte
+ * is read once and written once.
  *
- * Rows may begin anywhere, if all tensors of the call are equally misaligned: the few elements of a
- * row before its first aligned pack and after its last one are taken by one thread each. Every
- * element is read and written by the same thread, so that the output may be the input.
+ * Rows may begin anywhere. They are cut into packs where those of the output are aligned; the few
+ * elements before the first pack and after the last one, the edges, are taken by one thread each. An
+ * input that is aligned differently is loaded as two aligned packs, which are shifted.
+ *
+ * The output may be the input: then they are aligned alike, every element that counts is read and
+ * written by the same thread.
  */
 #include <float.h>
 
-#include "cuda/cluster.cuh"
 #include "cuda/row_statistics.cuh"
-#include "ops/act/cuda/problem.cuh"
+#include "ops/act/cuda/softmax_layout.cuh"
 
 namespace {
 
-template <bool FORWARD> constexpr int PACKS = FORWARD ? 4 : 2; /* per thread and input */
-constexpr int BLOCK_THREADS = 512;                             /* most threads of a block ... */
-constexpr int MOST_THREADS = 1024, MOST_BLOCKS = 16;           /* ... and in clusters of the most blocks */
-constexpr int PORTABLE_BLOCKS = 8;                             /* largest cluster that every GPU with clusters has */
-constexpr int WARP_ROWS = 4;                                   /* rows per block, with a warp per row */
-
-enum Scope { IN_WARP, IN_BLOCK, IN_CLUSTER };
+template <bool FORWARD> constexpr int BLOCK_PACKS = FORWARD ? 4 : 2; /* per thread and input, with a block per row */
+constexpr int BLOCK_THREADS = 512;                                   /* per block, at most */
+constexpr int GROUP_THREADS = 128;                                   /* per block, with several rows per block */
 
 template <typename T> struct RowArgs {
     const T *in, *dy; /* in: x (forward) or y (backward) */
     T *out;
+    const T *in_end, *dy_end; /* the end of each tensor's memory */
     Walk walk;
     int64_t rows;
     int length;
+    bool expanded; /* dy is one number per row */
 };
 
 /* Keeps the compiler from holding the unpacked elements in registers until they are needed again:
@@ -39,9 +38,151 @@ template <typename T> DEVICE void keep_packed(Pack<T, WIDE<T>> &pack) {
     asm volatile("" : "+r"(word.x), "+r"(word.y), "+r"(word.z), "+r"(word.w));
 }
 
+/* The packs of an input that lie under a thread's packs of the output. ALIGNED: all rows of all
+ * tensors are whole, aligned packs. */
+template <typename T, bool ALIGNED, int COUNT> struct Under {
+    static constexpr int N = WIDE<T>;
+    Pack<T, N> pack[COUNT];
+    Pack<T, N> next[ALIGNED ? 1 : COUNT]; /* the aligned packs after those */
+    int shift;                            /* of the wanted packs from aligned ones */
+
+    /* Issues the loads. `body`: the element under the first one of the output's first pack. */
+    DEVICE void load(const T *body, const T *begin, const T *end, int lane, int lanes, int packs, float fill) {
+        shift = ALIGNED ? 0 : offset_in_pack(body);
+        const T *const aligned = body - shift + lane * N;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const T *const p = aligned + k * lanes * N;
+            const bool has = lane + k * lanes < packs;
+            pack[k] = load_once_if<T, N>(has && (ALIGNED || p >= begin), p, fill);
+            if constexpr (!ALIGNED)
+                next[k] = load_once_if<T, N>(has && shift != 0 && p + 2 * N <= end, p + N, fill);
+        }
+    }
+    /* Waits for them. Packs that reach out of the tensor have not been loaded as packs. */
+    DEVICE void shift_packs(const T *body, const T *begin, const T *end, int lane, int lanes, int packs) {
+        if constexpr (!ALIGNED) {
+            if (shift == 0)
+                return;
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) {
+                const T *const p = body + (lane + k * lanes) * N;
+                uint4 &own = reinterpret_cast<uint4 &>(pack[k]);
+                own = shifted(own, reinterpret_cast<const uint4 &>(next[k]), shift * static_cast<int>(sizeof(T)));
+                if (lane + k * lanes < packs && (p - shift < begin || p - shift + 2 * N > end))
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        pack[k].v[j] = p[j];
+            }
+        }
+    }
+};
+
+/* What a thread has of a row. */
+template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
+    static constexpr int N = WIDE<T>;
+    AlignedSpan<T> out;
+    int lane, lanes;
+    Under<T, ALIGNED, COUNT> x;
+    Under<T, ALIGNED, FORWARD ? 1 : COUNT> d;
+    float upstream; /* dy, if expanded */
+    bool expanded, has_edge;
+    int64_t edge; /* from the body of `out` on */
+    float x_edge, d_edge;
+
+    DEVICE void load(const RowArgs<T> &a, int64_t row, int thread, int threads) {
+        int64_t at[3];
+        a.walk.offsets(row, at);
+        lane = thread;
+        lanes = threads;
+        out = AlignedSpan<T>(a.out + at[OUT], a.length);
+        expanded = !FORWARD && a.expanded;
+        const int packs = static_cast<int>(out.packs), head = out.head;
+        const T *const in = a.in + at[IN] + head, *const dy = a.dy + at[DY] + (expanded ? 0 : head);
+        x.load(in, a.in, a.in_end, lane, lanes, packs, FORWARD ? -INFINITY : 0.0f);
+        if constexpr (!FORWARD)
+            if (!expanded)
+                d.load(dy, a.dy, a.dy_end, lane, lanes, packs, 0.0f);
+        has_edge = !ALIGNED && lane < out.edges;
+        edge = has_edge ? out.edge(lane) : 0;
+        x_edge = has_edge ? to_float(in[edge]) : FORWARD ? -INFINITY : 0.0f;
+        upstream = expanded ? to_float(*dy) : 0.0f;
+        d_edge = FORWARD || !has_edge ? 0.0f : expanded ? upstream : to_float(dy[edge]);
+        x.shift_packs(in, a.in, a.in_end, lane, lanes, packs);
+        if constexpr (!FORWARD) {
+            if (!expanded)
+                d.shift_packs(dy, a.dy, a.dy_end, lane, lanes, packs);
+            else
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    d.pack[k] = all_of<T, N>(upstream);
+        }
+    }
+    DEVICE float max() const {
+        float top = fmaxf(x_edge, -FLT_MAX); /* a row of all -inf becomes 0 / 0: NaN */
+        return fmaxf(top, max_of_all(x.pack));
+    }
+    DEVICE void store(int k, const float (&v)[N]) const {
+        if (lane + k * lanes < out.packs)
+            store_once(out.body + (lane + k * lanes) * N, packed<T, N>(v));
+    }
+};
+
+/* LANES lanes per row, which keep the exponentials. */
+template <typename T, bool FORWARD, int LANES, int COUNT>
+__global__ void __launch_bounds__(GROUP_THREADS) softmax_group(const __grid_constant__ RowArgs<T> a) {
+    constexpr int N = WIDE<T>;
+    const int64_t own = int64_t(blockIdx.x) * (GROUP_THREADS / LANES) + threadIdx.x / LANES;
+    const bool active = own < a.rows; /* the others take part in shuffles */
+    wait_for_previous_kernel();
+    RowPart<T, FORWARD, false, COUNT> part;
+    part.load(a, active ? own : 0, threadIdx.x % LANES, LANES);
+    float x[COUNT][N], d[COUNT][N], sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+        unpack(part.x.pack[k], x[k]);
+        if constexpr (!FORWARD)
+            unpack(part.d.pack[k], d[k]);
+    }
+    if constexpr (FORWARD) {
+        float max = part.max();
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2)
+            max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+        const ExpFrom<T> exponential(max);
+        sum = part.x_edge = exponential(part.x_edge);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum += x[k][j] = exponential(x[k][j]);
+    } else {
+        sum = part.x_edge * part.d_edge;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum = fmaf(x[k][j], d[k][j], sum);
+    }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(~0u, sum, step);
+    if (!active)
+        return;
+    const float scale = 1.0f / sum;
+#pragma unroll
+    for (int k = 0; k < COUNT; k++) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            x[k][j] = FORWARD ? x[k][j] * scale : x[k][j] * (d[k][j] - sum);
+        part.store(k, x[k]);
+    }
+    if (part.has_edge)
+        part.out.body[part.edge] = from_float<T>(FORWARD ? part.x_edge * scale : part.x_edge * (part.d_edge - sum));
+}
+
 /* Statistics of a part of a row. Forward: the maximum and the sum of e^(x - max). Backward: the sum
- * of y dy; max is not used. The maximum starts from the lowest finite number: a row of all -inf has
- * sum 0, and its softmax is 0 / 0 = NaN, as in PyTorch. */
+ * of y dy; max is not used. */
 struct Part {
     float max, sum;
 };
@@ -54,126 +195,56 @@ template <bool FORWARD> DEVICE Part merge_warp(Part p) {
     return {p.max, warp_sum(p.sum)};
 }
 
-/* Over the block; every thread gets the result. `parts`: shared, one per warp. */
-template <bool FORWARD> DEVICE Part merge_block(Part p, Part (&parts)[MOST_THREADS / WARP]) {
-    const int lane = threadIdx.x % WARP;
-    p = merge_warp<FORWARD>(p);
-    if (lane == 0)
-        parts[threadIdx.x / WARP] = p;
-    __syncthreads();
-    return merge_warp<FORWARD>(lane < blockDim.x / WARP ? parts[lane] : Part{-FLT_MAX, 0.0f});
-}
-
-/* Over the cluster, in the order of its blocks. The caller has called cluster_arrive once. */
-template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLOCKS], unsigned blocks) {
-    const unsigned lane = threadIdx.x % WARP;
-    cluster_wait(); /* all blocks have started: their shared memory can be written */
-    if (threadIdx.x < blocks)
-        store_to_cluster(&parts[cluster_rank()], make_float2(p.max, p.sum), threadIdx.x);
-    __syncwarp(); /* the barrier wants whole warps */
-    cluster_arrive();
-    cluster_wait();
-    return merge_warp<FORWARD>(lane < blocks ? parts[lane] : Part{-FLT_MAX, 0.0f});
-}
-
-template <typename T, bool FORWARD, bool ALIGNED, Scope SCOPE> DEVICE void softmax_of_row(const RowArgs<T> &a) {
-    constexpr int N = WIDE<T>, COUNT = PACKS<FORWARD>;
-    __shared__ Part warp_parts[MOST_THREADS / WARP], block_parts[MOST_BLOCKS];
-    unsigned blocks = 1, rank = 0; /* of the row; of this block among them */
-    if constexpr (SCOPE == IN_CLUSTER) {
-        cluster_arrive();
-        blocks = cluster_blocks();
-        rank = cluster_rank();
-    }
-    const int64_t row = SCOPE == IN_WARP ? int64_t(blockIdx.x) * WARP_ROWS + threadIdx.x / WARP : blockIdx.x / blocks;
-    if (SCOPE == IN_WARP && row >= a.rows)
-        return;
-    const int threads = SCOPE == IN_WARP ? WARP : blockDim.x,
-              thread = SCOPE == IN_WARP ? threadIdx.x % WARP : threadIdx.x;
-    const int first = static_cast<int>(rank) * COUNT * threads + thread;
-
-    int64_t at[3];
-    a.walk.offsets(row, at);
-    const AlignedSpan<const T> in(a.in + at[IN], a.length);
-    const T *const dy = FORWARD ? in.body : a.dy + at[DY] + in.head;
-    T *const out = a.out + at[OUT] + in.head;
-    const auto has = [&](int k) { return first + k * threads < in.packs; };
-    const bool has_edge = !ALIGNED && first < in.edges;
-    const int64_t edge = has_edge ? in.edge(first) : 0;
-
-    Pack<T, N> x[COUNT], d[FORWARD ? 1 : COUNT];
-#pragma unroll
-    for (int k = 0; k < COUNT; k++) {
-        x[k] = load_once_if<T, N>(has(k), in.body + (first + k * threads) * N, FORWARD ? -INFINITY : 0.0f);
-        if constexpr (!FORWARD)
-            d[k] = load_once_if<T, N>(has(k), dy + (first + k * threads) * N, 0.0f);
-    }
-    const float x_edge = has_edge ? to_float(in.body[edge]) : FORWARD ? -INFINITY : 0.0f;
-    const float d_edge = !FORWARD && has_edge ? to_float(dy[edge]) : 0.0f;
-
-    Part part = {-FLT_MAX, 0.0f};
-    if constexpr (FORWARD) {
-        part.max = fmaxf(part.max, x_edge);
-        Pack<T, N> top = x[0];
-#pragma unroll
-        for (int k = 1; k < COUNT; k++)
-            top = max_of(top, x[k]);
-        float tops[N];
-        unpack(top, tops);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            part.max = fmaxf(part.max, tops[j]);
-    }
+/* A block per row. Exponentials are computed twice, and kept packed in between. */
+template <typename T, bool FORWARD, bool ALIGNED>
+__global__ void __launch_bounds__(BLOCK_THREADS) softmax_block(const __grid_constant__ RowArgs<T> a) {
+    constexpr int N = WIDE<T>, COUNT = BLOCK_PACKS<FORWARD>;
+    __shared__ Part parts[BLOCK_THREADS / WARP];
+    wait_for_previous_kernel();
+    RowPart<T, FORWARD, ALIGNED, COUNT> row;
+    row.load(a, blockIdx.x, threadIdx.x, blockDim.x);
+    Part part = {FORWARD ? row.max() : -FLT_MAX, 0.0f};
+    const ExpFrom<T> own(part.max);
     if constexpr (!ALIGNED)
-        part.sum = FORWARD ? exp_as<T>(x_edge - part.max) : x_edge * d_edge;
+        part.sum = FORWARD ? own(row.x_edge) : row.x_edge * row.d_edge;
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         float v[N], w[N];
-        unpack(x[k], v);
+        unpack(row.x.pack[k], v);
         if constexpr (!FORWARD)
-            unpack(d[k], w);
+            unpack(row.d.pack[k], w);
 #pragma unroll
         for (int j = 0; j < N; j++)
-            part.sum = FORWARD ? part.sum + exp_as<T>(v[j] - part.max) : fmaf(v[j], w[j], part.sum);
+            part.sum = FORWARD ? part.sum + own(v[j]) : fmaf(v[j], w[j], part.sum);
     }
-    part = SCOPE == IN_WARP ? merge_warp<FORWARD>(part) : merge_block<FORWARD>(part, warp_parts);
-    if constexpr (SCOPE == IN_CLUSTER)
-        part = merge_cluster<FORWARD>(part, block_parts, blocks);
+    const int lane = threadIdx.x % WARP;
+    part = merge_warp<FORWARD>(part);
+    if (lane == 0)
+        parts[threadIdx.x / WARP] = part;
+    __syncthreads();
+    part = merge_warp<FORWARD>(lane < blockDim.x / WARP ? parts[lane] : Part{-FLT_MAX, 0.0f});
 
     const float scale = 1.0f / part.sum;
+    const ExpFrom<T> exponential(part.max);
     const auto result = [&](float value, float upstream) {
-        return FORWARD ? exp_as<T>(value - part.max) * scale : value * (upstream - part.sum);
+        return FORWARD ? exponential(value) * scale : value * (upstream - part.sum);
     };
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         float v[N], w[N];
-        keep_packed(x[k]);
-        unpack(x[k], v);
+        keep_packed(row.x.pack[k]);
+        unpack(row.x.pack[k], v);
         if constexpr (!FORWARD) {
-            keep_packed(d[k]);
-            unpack(d[k], w);
+            keep_packed(row.d.pack[k]);
+            unpack(row.d.pack[k], w);
         }
 #pragma unroll
         for (int j = 0; j < N; j++)
             v[j] = result(v[j], FORWARD ? 0.0f : w[j]);
-        if (has(k))
-            store_once(out + (first + k * threads) * N, packed<T, N>(v));
+        row.store(k, v);
     }
-    if (has_edge)
-        out[edge] = from_float<T>(result(x_edge, d_edge));
-}
-
-template <typename T, bool FORWARD, bool ALIGNED, Scope SCOPE>
-__global__ void __launch_bounds__(SCOPE == IN_WARP    ? WARP * WARP_ROWS
-                                  : SCOPE == IN_BLOCK ? BLOCK_THREADS
-                                                      : MOST_THREADS)
-    softmax_row(const __grid_constant__ RowArgs<T> a) {
-#if __CUDA_ARCH__ >= 900
-    softmax_of_row<T, FORWARD, ALIGNED, SCOPE>(a);
-#else /* no clusters: why_not keeps the kernels that use them from being launched */
-    if constexpr (SCOPE != IN_CLUSTER)
-        softmax_of_row<T, FORWARD, ALIGNED, SCOPE>(a);
-#endif
+    if (row.has_edge)
+        row.out.body[row.edge] = from_float<T>(result(row.x_edge, row.d_edge));
 }
 
 struct RowOnChip {
@@ -181,97 +252,79 @@ struct RowOnChip {
     struct Plan {
         Walk walk; /* over rows */
         int64_t rows;
-        int length, threads, blocks; /* per row; per block; per row */
-        bool aligned;
+        int length, packs;
+        bool aligned, expanded;
     };
 
-    static int packs_per_thread(const Call &call) {
-        return is_forward(call) ? PACKS<true> : PACKS<false>;
+    static int64_t packs_of(const SlabViews &views) {
+        return views.length() * rafter_dtype_bytes(views.view[OUT].dtype) / 16;
     }
-    static int64_t packs_of(const SoftmaxViews &views) {
-        return views.size(views.ndim() - 1) * rafter_dtype_bytes(views.view[OUT].dtype) / 16;
-    }
-    /* Blocks per row. By length alone, never by the device: the same bits everywhere. */
-    static int blocks_for(const Call &call, int64_t packs) {
-        return power_at_least(ceil_div<int64_t>(packs, BLOCK_THREADS * packs_per_thread(call)), 1, MOST_BLOCKS);
-    }
-
-    static const char *why_not(const rafter_cuda_state &device, const Call &call) {
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (!is_softmax(call))
             return "kind is not softmax";
-        if (!dim_is_contiguous(call))
+        const OrderedCall ordered(call, true);
+        const SlabViews views(ordered.call);
+        if (views.inner() != 1 || !views.all_slabs())
             return "dim is strided";
-        const SoftmaxViews views(call);
-        const bool aligned = views.wide();
-        for (int v = 0; v < views.count; v++)
-            if (!aligned && !same_alignment(*views.used[v], views.view[OUT]))
-                return "rows of the tensors are aligned differently";
-        const int64_t packs = packs_of(views);
-        if (aligned && packs <= 128)
-            return "rows of up to 128 aligned packs of 16 bytes fit into a few lanes";
-        if (!aligned && views.size(views.ndim() - 1) <= 512)
-            return "rows of up to 512 elements are too short for a warp";
-        if (!is_forward(call) && aligned && packs > BLOCK_THREADS * PACKS<false>)
-            return "backward of rows longer than a block is slower in clusters: docs/perf/act.md";
-        if (packs > MOST_BLOCKS * MOST_THREADS * packs_per_thread(call))
-            return "rows do not fit into the registers of a cluster";
-        const int blocks = blocks_for(call, packs);
-        if (blocks > 1 && is_large(call) && device.compute_capability == 90)
-            return "rows of a cluster in a large tensor: softmax_slabs reads them faster";
-        if (blocks > 1 && device.compute_capability < 90)
-            return "rows do not fit into the registers of a block, and the GPU has no clusters";
-        if (blocks > PORTABLE_BLOCKS && device.compute_capability != 90)
-            return "rows need a cluster of 16 blocks, which is used on compute capability 9.0 only";
+        if (packs_of(views) < 16)
+            return "rows of less than 16 packs of 16 bytes leave lanes idle";
+        if (packs_of(views) > BLOCK_THREADS * (is_forward(call) ? BLOCK_PACKS<true> : BLOCK_PACKS<false>))
+            return "rows do not fit into the registers of a block";
         return NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
-        const SoftmaxViews views(call);
-        const int dim = views.ndim() - 1;
-        plan->walk = walk_over(views.pointer, 0, dim);
-        plan->length = static_cast<int>(views.size(dim));
-        plan->rows = views.numel() / plan->length;
-        plan->aligned = views.wide();
-        const int64_t packs = packs_of(views);
-        const int each = packs_per_thread(call);
-        plan->blocks = blocks_for(call, packs);
-        const int64_t threads = ceil_div<int64_t>(packs, plan->blocks * each);
-        plan->threads = static_cast<int>(max(round_up<int64_t>(threads, WARP), int64_t(WARP)));
+        const OrderedCall ordered(call, true);
+        const SlabViews views(ordered.call);
+        plan->walk = walk_over(views.pointer, 0, views.dim());
+        plan->rows = views.slabs();
+        plan->length = static_cast<int>(views.length());
+        plan->packs = static_cast<int>(packs_of(views));
+        plan->expanded = !is_forward(call) && !views.is_slab(DY);
+        plan->aligned = views.rows_are_packs();
         return 0;
     }
 
-    template <typename T, bool FORWARD, bool ALIGNED>
-    static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+    template <typename T, bool FORWARD>
+    static void launch_as(rafter_context *context, const OrderedCall &ordered, const Plan &plan) {
+        const Call &call = ordered.call;
+        const auto end = [](const rafter_view &view) {
+            return view.data ? reinterpret_cast<const T *>(view.data + rafter_span_bytes(&view)) : NULL;
+        };
         const RowArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
                                  reinterpret_cast<const T *>(call.dy.data),
                                  reinterpret_cast<T *>(call.out.data),
+                                 end(call.in),
+                                 end(call.dy),
                                  plan.walk,
                                  plan.rows,
-                                 plan.length};
-        if (plan.threads == WARP) {
-            ::launch(context, {ceil_div<int64_t>(plan.rows, WARP_ROWS), WARP * WARP_ROWS},
-                     softmax_row<T, FORWARD, ALIGNED, IN_WARP>, args);
-        } else if (plan.blocks == 1) {
-            ::launch(context, {plan.rows, plan.threads}, softmax_row<T, FORWARD, ALIGNED, IN_BLOCK>, args);
-        } else {
-            Launch how = {plan.rows * plan.blocks, plan.threads};
-            how.cluster = plan.blocks;
-            const auto kernel = softmax_row<T, FORWARD, ALIGNED, IN_CLUSTER>;
-            if (plan.blocks > PORTABLE_BLOCKS)
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+                                 plan.length,
+                                 plan.expanded};
+        const auto groups = [&](int lanes, void (*kernel)(RowArgs<T>)) {
+            Launch how = {ceil_div<int64_t>(plan.rows, GROUP_THREADS / lanes), GROUP_THREADS};
+            how.overlaps = ordered.copied;
             ::launch(context, how, kernel, args);
-        }
+        };
+        if (plan.packs <= 16)
+            return groups(16, softmax_group<T, FORWARD, 16, 1>);
+        if (plan.packs <= 32)
+            return groups(16, softmax_group<T, FORWARD, 16, 2>);
+        if (plan.packs <= 64)
+            return groups(WARP, softmax_group<T, FORWARD, WARP, 2>);
+        if (plan.packs <= 128)
+            return groups(WARP, softmax_group<T, FORWARD, WARP, 4>);
+        const int threads = ceil_div(plan.packs, BLOCK_PACKS<FORWARD>);
+        Launch how = {plan.rows, round_up(threads, WARP)};
+        how.overlaps = ordered.copied;
+        ::launch(context, how, plan.aligned ? softmax_block<T, FORWARD, true> : softmax_block<T, FORWARD, false>, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        const OrderedCall ordered(call, true);
+        ordered.copy(context);
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (is_forward(call))
-                plan.aligned ? launch_as<T, true, true>(context, call, plan)
-                             : launch_as<T, true, false>(context, call, plan);
-            else
-                plan.aligned ? launch_as<T, false, true>(context, call, plan)
-                             : launch_as<T, false, false>(context, call, plan);
+            is_forward(call) ? launch_as<T, true>(context, ordered, plan) : launch_as<T, false>(context, ordered, plan);
         });
         return RAFTER_OK;
     }
