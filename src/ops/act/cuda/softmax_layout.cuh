@@ -75,10 +75,10 @@ struct SlabViews : Views {
         }
         return 1;
     }
-    /* Of rows (inner() is 1): whether all of them, but for an expanded dy, are whole and aligned packs. */
-    bool rows_are_packs() const {
+    /* Whether all slabs, but for an expanded dy, are whole and aligned packs. */
+    bool slabs_are_packs() const {
         const int64_t bytes = rafter_dtype_bytes(view[OUT].dtype);
-        bool all = length() * bytes % 16 == 0;
+        bool all = elements() * bytes % 16 == 0;
         for (int t = 0; t < TENSORS; t++)
             if (pointer[t] && is_slab(t)) {
                 all = all && reinterpret_cast<uintptr_t>(view[t].data) % 16 == 0;

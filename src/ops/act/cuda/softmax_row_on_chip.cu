@@ -281,7 +281,7 @@ struct RowOnChip {
         plan->length = static_cast<int>(views.length());
         plan->packs = static_cast<int>(packs_of(views));
         plan->expanded = !is_forward(call) && !views.is_slab(DY);
-        plan->aligned = views.rows_are_packs();
+        plan->aligned = views.slabs_are_packs();
         return 0;
     }
 
