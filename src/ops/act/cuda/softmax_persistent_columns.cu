@@ -6,8 +6,8 @@
 
 namespace {
 
-template <typename T, Kind KIND> struct PersistentSoftmax : Softmax<T, WIDE<T>, true, KIND> {
-    typedef typename Softmax<T, WIDE<T>, true, KIND>::Panel Panel;
+template <typename T, Kind KIND> struct PersistentSoftmax : Softmax<T, WIDE<T>, KIND> {
+    typedef typename Softmax<T, WIDE<T>, KIND>::Panel Panel;
 
     DEVICE TileOrigin tile_origin(const Panel &panel) const {
         TileOrigin at = {(int)panel.pack * WIDE<T>, {0, 0, 0}};
