@@ -124,11 +124,11 @@ RAFTER_API const char *rafter_version(void);
 typedef struct rafter_context rafter_context;
 
 typedef struct rafter_context_options {
-    size_t size;      /* sizeof(rafter_context_options) */
-    DLDevice device;  /* zero: the CPU */
-    void *stream;     /* CUDA: the cudaStream_t that calls are enqueued on */
-    int32_t threads;  /* CPU threads a call may use, at most 1024; 0: OMP_NUM_THREADS, else all processors */
-    int32_t reserved; /* zero */
+    size_t size;             /* sizeof(rafter_context_options) */
+    DLDevice device;         /* zero: the CPU */
+    void *stream;            /* CUDA: the cudaStream_t that calls are enqueued on */
+    int32_t threads;         /* CPU threads a call may use, at most 1024; 0: OMP_NUM_THREADS, else all processors */
+    int32_t batch_invariant; /* 0 or 1: see rafter_context_set_batch_invariant */
     /* NULL: the best variant for each call. A CPU level ("portable", "avx2", "neon", ...): no
      * newer CPU kernels than this. A CUDA variant (`rafter info` lists them): ops that have a
      * variant of that name use no other, and refuse calls that it does not serve. The environment
@@ -154,6 +154,25 @@ RAFTER_API void rafter_context_destroy(rafter_context *context); /* NULL is fine
  * called during a capture. Work on the old stream and work on the new one must not run at the same
  * time: the caller orders the two streams. RAFTER_INVALID_ARGUMENT on a CPU context. */
 RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void *stream);
+
+/* Batch invariance, for later calls. 1: the bits of a row's results do not depend on how many rows the
+ * call has, on what the others hold, nor on where the row is among them. The results of a row are
+ *     cross_entropy, linear_cross_entropy   row_loss, loss without reduction, lse, logprob, entropy,
+ *                                           argmax; its row of dlogits or dx, for the same upstream
+ *                                           gradient (a mean's depends on the other rows)
+ *     logsumexp, act                        lse, y, dx of a line along `dim`, or of an element
+ *     lrpe_cosine                           y, dx of a token and head; with softmax over the sequence,
+ *                                           of a feature's whole sequence
+ * Not dweight, dbias, dtheta and reduced losses, which are sums over rows. Two calls are compared that
+ * are otherwise the same: the same length of rows, dtypes, options, wanted results and the same
+ * stride within a row, on the same device and the same build.
+ * On a CPU that is always so, and the option changes nothing. On CUDA it is a cut of the work that
+ * does not look at the number of rows: as fast as the usual one if rows are many, slower if they are
+ * few. Two kinds of linear_cross_entropy calls on CUDA cannot be served and are refused with
+ * RAFTER_UNSUPPORTED: calls with a budget; and dx of fp16 inputs without exponentials (mode compact,
+ * or backward from lse) if rows have upstream gradients of their own. On every device, so are calls
+ * that sum dx over more than two ranks: the order of that sum is the communicator's. */
+RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:
  * why the calling thread's last rafter_context_create failed. */

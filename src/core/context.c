@@ -121,8 +121,7 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     if ((o.allocate != NULL) != (o.release != NULL))
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "%s is NULL, wanted both allocate and release, or neither",
                            o.allocate ? "release" : "allocate");
-    if (o.reserved != 0)
-        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "reserved is %d, wanted 0", (int)o.reserved);
+    RAFTER_TRY(rafter_context_set_batch_invariant(context, o.batch_invariant));
     if (o.threads < 0)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "threads is %d, wanted 0 or more", (int)o.threads);
     if (o.device.device_type != 0)
@@ -193,6 +192,16 @@ rafter_status rafter_context_set_stream(rafter_context *context, void *stream) {
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "a stream is set on a CPU context, wanted one for CUDA");
     context->stream = stream;
     context->cuda->set_stream(context);
+    return RAFTER_OK;
+}
+
+rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant) {
+    if (!context)
+        return RAFTER_INVALID_ARGUMENT;
+    if (batch_invariant != 0 && batch_invariant != 1)
+        return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "batch_invariant is %d, wanted 0 or 1",
+                           (int)batch_invariant);
+    context->batch_invariant = batch_invariant;
     return RAFTER_OK;
 }
 

@@ -62,6 +62,7 @@ struct rafter_context {
     enum rafter_isa isa;    /* CPU kernels above this level are not used */
     const char *forced;     /* the CUDA variant to use in ops that have it; NULL: none */
     int compute_capability; /* of a CUDA device: 90 for 9.0 */
+    bool batch_invariant;
     struct rafter_considered considered[RAFTER_MOST_CONSIDERED]; /* by the last call */
     int considered_count;
     struct rafter_taken taken[RAFTER_MOST_TAKEN]; /* by the call whose arguments are being checked */

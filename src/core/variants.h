@@ -24,9 +24,10 @@ extern "C" {
 /* The part that all ops' checked calls share; their first member. */
 struct rafter_call {
     rafter_direction direction;
-    bool empty;      /* valid, but there is nothing to compute: no variant is asked */
-    size_t budget;   /* most bytes of workspace; 0: no limit */
-    void *workspace; /* the caller's, or NULL */
+    bool batch_invariant; /* see rafter_context_set_batch_invariant */
+    bool empty;           /* valid, but there is nothing to compute: no variant is asked */
+    size_t budget;        /* most bytes of workspace; 0: no limit */
+    void *workspace;      /* the caller's, or NULL */
     size_t workspace_bytes;
 };
 

@@ -67,7 +67,7 @@ static const LtFunctions *load(char *reason, size_t reason_bytes) {
 /* A product without its addresses: the key of an algorithm. */
 struct Shape {
     rafter_dtype dtype, out_dtype;
-    bool a_transposed, b_transposed, add, tf32;
+    bool a_transposed, b_transposed, add, tf32, rigid;
     bool on_device; /* alpha and beta are in device memory */
     int64_t m, n, k, a_stride, b_stride, c_stride;
     size_t workspace_bytes;
@@ -172,7 +172,7 @@ static LtStatus propose(const rafter_cuda_products *products, const CachedProduc
     const LtFunctions *lt = products->lt;
     LtPreference preference = NULL;
     const uint64_t most = entry->shape.workspace_bytes;
-    const uint32_t reductions = LT_REDUCE_IN_F32, alignment = 16;
+    const uint32_t reductions = entry->shape.rigid ? 0 : LT_REDUCE_IN_F32, alignment = 16;
     LtStatus status = lt->cublasLtMatmulPreferenceCreate(&preference);
     if (status == 0)
         status = lt->cublasLtMatmulPreferenceSetAttribute(preference, LT_MOST_WORKSPACE, &most, sizeof most);
@@ -293,6 +293,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
     shape.b_transposed = p.b.transposed;
     shape.add = p.add;
     shape.tf32 = p.tf32 && p.dtype == RAFTER_F32;
+    shape.rigid = p.rigid;
     shape.on_device = p.alpha || p.add; /* p.add: so that trials can have an alpha of 0, see time_candidate */
     shape.m = p.m;
     shape.n = p.n;
@@ -323,7 +324,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
                                (long long)p.m, (long long)p.n, (long long)p.k, (int)status);
         }
         entry->algorithm = found[built_in_choice(context->cuda_state, shape, found, count)].algorithm;
-        if (products->tunes && count > 1 && !rafter_cuda_capturing(context->cuda_state))
+        if (products->tunes && count > 1 && !p.rigid && !rafter_cuda_capturing(context->cuda_state))
             tune(context->cuda_state, entry, found, count, p, workspace);
         products->next = (products->next + 1) % MOST_CACHED;
         if (products->cached < MOST_CACHED)

@@ -36,6 +36,20 @@ template <class Call> bool has_shared_classes(const Call &, long) {
     return false;
 }
 
+/* Calls may ask for batch invariance: see rafter_context_set_batch_invariant. A variant that gives it
+ * says
+ *     static constexpr bool BATCH_INVARIANT = true;
+ * or, if only its backward does, BATCH_INVARIANT_BACKWARD. If call.common.batch_invariant, neither
+ * why_not nor the cut of a row's sums may then look at the number of rows, nor at where they begin. */
+template <class Variant, class = void> struct IsBatchInvariant : std::false_type {};
+template <class Variant>
+struct IsBatchInvariant<Variant, std::void_t<decltype(Variant::BATCH_INVARIANT)>>
+    : std::bool_constant<Variant::BATCH_INVARIANT> {};
+template <class Variant, class = void> struct HasInvariantBackward : IsBatchInvariant<Variant> {};
+template <class Variant>
+struct HasInvariantBackward<Variant, std::void_t<decltype(Variant::BATCH_INVARIANT_BACKWARD)>>
+    : std::bool_constant<Variant::BATCH_INVARIANT_BACKWARD> {};
+
 template <class Variant> struct VariantFunctions {
     typedef typename Variant::Call Call;
     typedef typename Variant::Plan Plan;
@@ -47,6 +61,10 @@ template <class Variant> struct VariantFunctions {
     static const char *why_not(const rafter_context *context, const struct rafter_call *call) {
         if (!SharesClasses<Variant>::value && has_shared_classes(typed(call), 0))
             return "classes are spread over ranks";
+        const bool invariant = call->direction == RAFTER_BACKWARD ? HasInvariantBackward<Variant>::value
+                                                                  : IsBatchInvariant<Variant>::value;
+        if (call->batch_invariant && !invariant)
+            return "it is not batch invariant";
         return Variant::why_not(*context->cuda_state, typed(call));
     }
     static size_t plan(const rafter_context *context, const struct rafter_call *call, void *plan) {

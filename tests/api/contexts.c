@@ -38,9 +38,9 @@ void test_bad_contexts(void **state) {
     options = (rafter_context_options){.size = sizeof options, .threads = -2};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
     assert_non_null(strstr(rafter_last_error(NULL), "threads is -2"));
-    options = (rafter_context_options){.size = sizeof options, .reserved = 1};
+    options = (rafter_context_options){.size = sizeof options, .batch_invariant = 2};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_INVALID_ARGUMENT);
-    assert_non_null(strstr(rafter_last_error(NULL), "reserved is 1"));
+    assert_non_null(strstr(rafter_last_error(NULL), "batch_invariant is 2, wanted 0 or 1"));
     options = (rafter_context_options){.size = sizeof options, .device = {kDLCUDA, 9999}};
     assert_int_equal(rafter_context_create(&context, &options), RAFTER_UNSUPPORTED);
     assert_non_null(strstr(rafter_last_error(NULL), "CUDA"));

@@ -130,7 +130,8 @@ V_FUNCTION(backward_in_passes, (const struct act_block *b), (b), b->dtype, rows_
 
 /* Softmax of whole rows with column stride 1, some at a time so that they are read again from L1. */
 static void whole_rows(const struct act_block *b, bool is_forward) {
-    if (b->inner > 1 || (b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD) && b->rows > 1)) {
+    /* Also a single row: the bits of a row do not depend on others. */
+    if (b->inner > 1 || b->columns <= (is_forward ? SHORTEST_FORWARD : SHORTEST_BACKWARD)) {
         if (is_forward)
             turned_forward(b);
         else

@@ -94,9 +94,11 @@ static rafter_status check(rafter_context *context, const rafter_act_args *args,
     RAFTER_TRY(rafter_begin_call(context, "rafter_act_args", args, &a, sizeof a, direction));
     if ((int)a.kind < RAFTER_ACT_NONE || a.kind > RAFTER_ACT_SOFTMAX)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "kind is %d, wanted 0 (none) to 4 (softmax)", (int)a.kind);
-    *call = (struct act_call){
-        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
-        .kind = a.kind};
+    *call = (struct act_call){.common = {.direction = direction,
+                                         .batch_invariant = context->batch_invariant,
+                                         .workspace = a.workspace,
+                                         .workspace_bytes = a.workspace_bytes},
+                              .kind = a.kind};
     RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
     if (a.group && (a.kind != RAFTER_ACT_SOFTMAX || context->cuda))
         return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given %s, wanted NULL",
@@ -287,7 +289,7 @@ static int64_t columns_per_block(int64_t columns, int64_t bytes) {
 }
 
 /* Cuts the grid into blocks. Returns the bytes of workspace: the statistics of split lines. */
-static size_t cut(struct plan *plan, const struct used *used) {
+static size_t cut(struct plan *plan, const struct used *used, bool batch_invariant) {
     const rafter_view *const out = &plan->view[ACT_OUT];
     const int64_t rows = out->shape[plan->row], columns = out->shape[plan->column];
     const int64_t outer = rafter_extent(out, 0, plan->row), bytes = rafter_dtype_bytes(out->dtype);
@@ -307,12 +309,15 @@ static size_t cut(struct plan *plan, const struct used *used) {
     } else {
         plan->columns = columns_per_block(columns, bytes);
         plan->rows = rows;
+        /* Several rows are taken as one: with all columns in a block, not with some. */
+        if (batch_invariant)
+            plan->columns = min64(plan->columns, max64(out->stride[plan->row] - 1, 1));
     }
     plan->parts = 1;
     plan->lines = by_rows ? plan->rows : plan->columns;
     const int64_t units = outer * ceil_div(rows, plan->rows) * ceil_div(columns, plan->columns);
     const int64_t parts = min64(ceil_div(ENOUGH_BLOCKS, units), plan->rows * plan->columns / TASK);
-    if (plan->softmax && units < FEW_BLOCKS && parts > 1) {
+    if (plan->softmax && units < FEW_BLOCKS && parts > 1 && !batch_invariant) {
         int64_t *const length = by_rows ? &plan->columns : &plan->rows;
         const int64_t whole = *length;
         *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
@@ -360,12 +365,12 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         return plan_over_ranks(call, &used, plan);
     if (plan->softmax) {
         arrange_softmax(plan, &used, forward ? ACT_IN : ACT_DY, call->dim);
-        if (plan->form == ACT_COLUMNS)
+        if (plan->form == ACT_COLUMNS && !common->batch_invariant)
             join_lines(plan, &used);
     } else {
         arrange(plan, &used, &used, 0, false);
     }
-    plan->statistics = cut(plan, &used);
+    plan->statistics = cut(plan, &used, common->batch_invariant);
     size_t line_bytes = 0;
     if (plan->repeated) {
         rafter_view *const dy = &plan->view[ACT_DY];
@@ -378,7 +383,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
      * The span counts, not the number of elements: the bench writes a few elements again and
      * again. */
     const rafter_view *const out = &plan->view[ACT_OUT];
-    plan->stream = !in_place(call) && !plan->copied &&
+    const bool may_stream = !(plan->softmax && common->batch_invariant); /* other loops, for large tensors */
+    plan->stream = may_stream && !in_place(call) && !plan->copied &&
                    (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
                    rafter_should_stream(rafter_span_bytes(out));
     return plan->statistics + line_bytes;

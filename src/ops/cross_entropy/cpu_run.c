@@ -69,7 +69,7 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
     const bool as_they_are = t->scale == 1.0f && t->softcap == 0.0f && !t->entropy && !t->argmax;
     const bool adjacent = !contiguous && t->z_row == 1 && t->dz_row == 1 && as_they_are;
     /* Fewer rows would leave lanes empty. With many classes they are turned in blocks (op.c). */
-    t->direct = adjacent && t->run >= LEAST_ROWS;
+    t->direct = adjacent && t->run >= LEAST_ROWS && !call->common.batch_invariant;
     if (!t->direct && !fits)
         return false;
     int64_t rows = CROSS_ENTROPY_TILE;

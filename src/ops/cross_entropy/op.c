@@ -37,8 +37,10 @@ static rafter_status check(rafter_context *context, const rafter_cross_entropy_a
     rafter_cross_entropy_args a;
     RAFTER_TRY(rafter_begin_call(context, "rafter_cross_entropy_args", args, &a, sizeof a, direction));
     RAFTER_TRY(rafter_loss_begin(context, a.options));
-    *call = (struct cross_entropy_call){
-        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes}};
+    *call = (struct cross_entropy_call){.common = {.direction = direction,
+                                                   .batch_invariant = context->batch_invariant,
+                                                   .workspace = a.workspace,
+                                                   .workspace_bytes = a.workspace_bytes}};
     rafter_view *logits = &call->logits, *dlogits = &call->dlogits;
     RAFTER_TRY(rafter_take_tensor(context, "logits", a.logits, RAFTER_FLOATS, logits));
     if (logits->ndim == 0)
@@ -118,7 +120,7 @@ static void plan_blocks(const struct cross_entropy_call *call, struct plan *plan
     const int64_t run = min64(z->shape[row], dz->shape[dz_row]);
     const bool adjacent = plan->row.z_stride != 1 && z->stride[row] == 1 && run > 1;
     const bool stores = plan->row.dz_stride == 1 || dz->stride[dz_row] == 1;
-    if (!adjacent || !stores || z->shape[row] % run || dz->shape[dz_row] % run)
+    if (!adjacent || !stores || z->shape[row] % run || dz->shape[dz_row] % run || call->common.batch_invariant)
         return;
     plan->run = run;
     plan->block_rows = min64(run, CROSS_ENTROPY_BLOCK_ROWS);

@@ -152,6 +152,22 @@ static rafter_status check_saved(rafter_context *context, const rafter_linear_cr
     return RAFTER_OK;
 }
 
+/* See rafter_context_set_batch_invariant. */
+static rafter_status check_invariance(rafter_context *context, const struct linear_cross_entropy_call *call) {
+    if (!call->common.batch_invariant)
+        return RAFTER_OK;
+    if (context->cuda && call->common.budget)
+        return rafter_fail(context, RAFTER_UNSUPPORTED,
+                           "budget is %zu on a batch_invariant context, wanted 0: it would decide how rows are cut",
+                           call->common.budget);
+    if (call->dx.data && call->loss.class_group.ranks > 2)
+        return rafter_fail(context, RAFTER_UNSUPPORTED,
+                           "dx is wanted of a class_group of %d ranks on a batch_invariant context, wanted at most 2: "
+                           "the order of its sum is the communicator's",
+                           (int)call->loss.class_group.ranks);
+    return RAFTER_OK;
+}
+
 static rafter_status check(rafter_context *context, const rafter_linear_cross_entropy_args *args,
                            rafter_direction direction, struct linear_cross_entropy_call *call) {
     rafter_linear_cross_entropy_args a;
@@ -160,6 +176,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     RAFTER_TRY(check_choices(context, &a));
     *call = (struct linear_cross_entropy_call){
         .common = {.direction = direction,
+                   .batch_invariant = context->batch_invariant,
                    .budget = a.budget,
                    .workspace = a.workspace,
                    .workspace_bytes = a.workspace_bytes},
@@ -189,7 +206,7 @@ static rafter_status check(rafter_context *context, const rafter_linear_cross_en
     if (!gradients && !grouped)
         call->loss.dentropy.data = NULL; /* so that it costs no statistics */
     call->common.empty = direction == RAFTER_BACKWARD && !gradients && !grouped;
-    return RAFTER_OK;
+    return check_invariance(context, call);
 }
 
 /* ---- entry points ---------------------------------------------------------------------------- */

@@ -283,7 +283,7 @@ V_FUNCTION(long_rows, (const struct logsumexp_block *block, float *statistics), 
            row_statistics(dtype, block, statistics, statistics + block->lines))
 
 static void row_statistics_of(const struct logsumexp_block *block, float *statistics) {
-    if (block->length <= SHORT && block->lines > 1)
+    if (block->length <= SHORT) /* also a single line: the bits of a line do not depend on others */
         short_rows(block, statistics);
     else
         long_rows(block, statistics);
@@ -299,7 +299,7 @@ V_FUNCTION(long_gradient, (const struct logsumexp_block *block), (block), block-
 
 static void row_gradient_of(const struct logsumexp_block *block) {
     const int64_t most = block->dtype == RAFTER_F32 ? SHORT_BACKWARD : SHORT_BACKWARD_16;
-    if (block->length <= most && block->lines > 1 && block->dx_step == 1)
+    if (block->length <= most && block->dx_step == 1)
         short_gradient(block);
     else
         long_gradient(block);

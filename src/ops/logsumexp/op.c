@@ -55,9 +55,11 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
     if ((int)a.algorithm < RAFTER_LOGSUMEXP_AUTO || a.algorithm > RAFTER_LOGSUMEXP_RECURRENCE)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
                            "algorithm is %d, wanted 0 (auto), 1 (parallel) or 2 (recurrence)", (int)a.algorithm);
-    *call = (struct logsumexp_call){
-        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
-        .algorithm = a.algorithm};
+    *call = (struct logsumexp_call){.common = {.direction = direction,
+                                               .batch_invariant = context->batch_invariant,
+                                               .workspace = a.workspace,
+                                               .workspace_bytes = a.workspace_bytes},
+                                    .algorithm = a.algorithm};
     const bool backward = direction == RAFTER_BACKWARD;
     RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
     if (a.group && (backward || context->cuda))
@@ -139,10 +141,13 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const int64_t lines = plan->lse.shape[line], whole = max64(plan->x.shape[length], 1);
     const bool rows = plan->form == LOGSUMEXP_ROWS;
     plan->lines = min64(lines, rows ? min64(max64(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
+    /* Several steps of all columns are taken as one: with all of them in a block, not with some. */
+    if (call->common.batch_invariant && !rows)
+        plan->lines = min64(plan->lines, max64(plan->x.stride[length] - 1, 1));
     plan->line_blocks = plan->lines ? ceil_div(lines, plan->lines) : 0;
 
     /* The gradient may be cut anywhere; a sum only where its parts are merged again. */
-    const bool few = outer * plan->line_blocks < FEW_BLOCKS;
+    const bool few = outer * plan->line_blocks < FEW_BLOCKS && !call->common.batch_invariant;
     const bool cut =
         backward || call->algorithm == RAFTER_LOGSUMEXP_PARALLEL || (call->algorithm == RAFTER_LOGSUMEXP_AUTO && few);
     const int64_t part = backward ? max64(TASK / max64(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;

@@ -129,12 +129,14 @@ static rafter_status check(rafter_context *context, const rafter_lrpe_cosine_arg
     rafter_lrpe_cosine_args a;
     RAFTER_TRY(rafter_begin_call(context, "rafter_lrpe_cosine_args", args, &a, sizeof a, direction));
     RAFTER_TRY(check_options(context, &a));
-    *call = (struct lrpe_cosine_call){
-        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes},
-        .act = a.act,
-        .softmax_over = a.softmax_over,
-        .algorithm = a.algorithm,
-        .offset = a.offset};
+    *call = (struct lrpe_cosine_call){.common = {.direction = direction,
+                                                 .batch_invariant = context->batch_invariant,
+                                                 .workspace = a.workspace,
+                                                 .workspace_bytes = a.workspace_bytes},
+                                      .act = a.act,
+                                      .softmax_over = a.softmax_over,
+                                      .algorithm = a.algorithm,
+                                      .offset = a.offset};
     rafter_view *const x = &call->x;
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
     if (x->ndim != 3 && x->ndim != 4)

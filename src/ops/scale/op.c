@@ -21,8 +21,10 @@ static rafter_status check(rafter_context *context, const rafter_scale_args *arg
     if (direction != RAFTER_FORWARD)
         return rafter_fail(context, RAFTER_INVALID_ARGUMENT, "direction is %d, wanted %d (forward): scale has no other",
                            (int)direction, (int)RAFTER_FORWARD);
-    *call = (struct scale_call){
-        .common = {.direction = direction, .workspace = a.workspace, .workspace_bytes = a.workspace_bytes}};
+    *call = (struct scale_call){.common = {.direction = direction,
+                                           .batch_invariant = context->batch_invariant,
+                                           .workspace = a.workspace,
+                                           .workspace_bytes = a.workspace_bytes}};
     rafter_view factor, *const views[] = {&call->x, &call->y};
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, &call->x));
     RAFTER_TRY(rafter_take_tensor(context, "factor", a.factor, RAFTER_SET(RAFTER_F32), &factor));

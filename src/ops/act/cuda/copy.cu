@@ -6,6 +6,7 @@ namespace {
 
 struct Copy {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {};
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

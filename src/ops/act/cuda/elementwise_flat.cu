@@ -35,6 +35,7 @@ template <typename T, bool FORWARD> auto kernel_of(rafter_act_kind kind) {
 
 struct ElementwiseFlat {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {};
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {

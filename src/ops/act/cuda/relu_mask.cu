@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(THREADS)
 
 struct ReluMask {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         bool aligned; /* contiguous, and all packs are aligned */
         Walk walk;    /* over elements, if not aligned */

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
 
 struct RowInRegisters {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         Walk walk; /* over rows */
         int64_t rows;

@@ -38,7 +38,7 @@ __global__ __launch_bounds__(ROW_THREADS) void compute_coefficients(const __grid
         const int owner = __ffs(left) - 1;
         const T *const z = c.z.at<const T>(row - lane + owner);
         LossStats<OPTIONS> g;
-        if constexpr (STRIDED) {
+        if (STRIDED || c.invariant) {
             g = strided_stats<OPTIONS>(z, lane, c);
         } else {
             const AlignedSpan<const T> span(z, loss.classes);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel that turns the statistics of rows into outputs: of on_chip.cu and two_pass.cu. */
+/* The kernel that turns the statistics of rows into outputs: of on_chip.cu, two_pass.cu and invariant.cu;
+ * and before it, the terms of gradients that need no statistics. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_FINISH_CUH
 
@@ -7,11 +8,39 @@
 
 namespace {
 
-/* What on_chip needs of a row besides its logits. */
+/* What a kernel that computes statistics and gradient needs of a row besides its logits. */
 struct alignas(16) KnownTerms {
     RowTerms terms;
     float z_label;
 };
+
+/* A thread per row. */
+template <typename T>
+__global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_constant__ Args c, KnownTerms *row_terms) {
+    start_next_kernel();
+    const Loss &loss = c.loss;
+    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
+    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
+    wait_for_previous_kernel();
+    const double common = common_factor(c); /* while the load of the label's logit is in flight */
+    if (label >= 0)
+        row_terms[row] = {terms_of(loss, common, row, label), z_label};
+    else if (row < loss.rows && !loss.forward) /* in forward, `finish` does it */
+        write_skipped(loss, row, label, nullptr);
+}
+
+/* As gradient_from_stats, but in float: every thread of the block computes it. */
+template <int OPTIONS>
+DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const LossStats<OPTIONS> &g,
+                              RowGradient *gradient) {
+    const float sum = g.s.max == INFINITY ? NAN : g.s.sum;
+    if (sum == 0.0f)
+        *gradient = zero_gradient();
+    else
+        *gradient = gradient_of<OPTIONS == FULL>(loss, known.terms, known.z_label, g.s.max, 1.0f / sum,
+                                                 loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
+}
 
 /* A thread per row: merges the row's parts in order, writes its outputs and, if not NULL,
  * coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
@@ -25,7 +54,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
+    float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
     wait_for_previous_kernel();
     const double common = coefficients ? common_factor(c) : 0.0;
     Totals totals = {};

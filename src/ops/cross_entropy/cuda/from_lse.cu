@@ -10,6 +10,7 @@ namespace {
 
 struct FromLse {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         size_t coefficients; /* offset in the workspace */

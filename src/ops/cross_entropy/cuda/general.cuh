@@ -16,8 +16,9 @@ namespace {
 struct Args {
     Loss loss;
     Rows z, dz;              /* logits and their gradient */
-    int64_t z_step, dz_step; /* between columns; only the strided variant reads them */
+    int64_t z_step, dz_step; /* between columns; 1 unless the variant serves strided calls */
     bool gradient;           /* dz is wanted */
+    bool invariant;          /* the call is batch invariant */
     Totals *block_totals;    /* of each block, for add_up */
     unsigned *counter;       /* 0 between kernels */
 };
@@ -230,6 +231,7 @@ struct GeneralPlan {
         Loss &loss = args.loss;
         loss = loss_of(device, &call.loss);
         args.gradient = p.gradient;
+        args.invariant = call.common.batch_invariant;
         args.z = rows_of(call.logits, call.logits.ndim - 1);
         args.z_step = p.step(call.logits);
         if (p.gradient) {

@@ -10,34 +10,6 @@
 
 namespace {
 
-/* A thread per row. */
-template <typename T>
-__global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_constant__ Args c, KnownTerms *row_terms) {
-    start_next_kernel();
-    const Loss &loss = c.loss;
-    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
-    const float z_label = label >= 0 ? to_float(c.z.at<const T>(row)[label]) : 0.0f;
-    wait_for_previous_kernel();
-    const double common = common_factor(c); /* while the load of the label's logit is in flight */
-    if (label >= 0)
-        row_terms[row] = {terms_of(loss, common, row, label), z_label};
-    else if (row < loss.rows && !loss.forward) /* in forward, `finish` does it */
-        write_skipped(loss, row, label, nullptr);
-}
-
-/* As gradient_from_stats, but in float: every thread of the block computes it. */
-template <int OPTIONS>
-DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const LossStats<OPTIONS> &g,
-                              RowGradient *gradient) {
-    const float sum = g.s.max == INFINITY ? NAN : g.s.sum;
-    if (sum == 0.0f)
-        *gradient = zero_gradient();
-    else
-        *gradient = gradient_of<OPTIONS == FULL>(loss, known.terms, known.z_label, g.s.max, 1.0f / sum,
-                                                 loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
-}
-
 template <typename T, int OPTIONS, class Shape>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ Args c,
                                                                          const KnownTerms *row_terms,
@@ -143,6 +115,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
 
 struct OnChip {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         Fit fit;

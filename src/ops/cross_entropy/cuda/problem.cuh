@@ -28,6 +28,8 @@ struct Problem {
     bool gradient;  /* dlogits is wanted, and is not empty */
     bool lse_given; /* backward, with lse from forward */
     bool strided;   /* rows are not contiguous, or dlogits is aligned otherwise than logits */
+    bool invariant;   /* batch invariant */
+    bool whole_packs; /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
 
     explicit Problem(const cross_entropy_call &call) {
         const rafter_view &z = call.logits, &dz = call.dlogits;
@@ -37,6 +39,8 @@ struct Problem {
         forward = call.common.direction == RAFTER_FORWARD;
         gradient = call.gradient && dz.numel > 0;
         lse_given = !forward && call.loss.lse.data;
+        invariant = call.common.batch_invariant;
+        whole_packs = allows_wide_access(z, z.ndim) && (!gradient || allows_wide_access(dz, dz.ndim));
         strided = step(z) != 1 || (gradient && (step(dz) != 1 || !same_alignment(z, dz)));
     }
     int64_t row_packs() const {

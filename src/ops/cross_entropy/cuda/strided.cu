@@ -9,6 +9,7 @@ namespace {
 
 struct Strided {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     typedef WarpRowsPlan Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &) {

@@ -12,6 +12,7 @@ namespace {
 
 struct Tiles {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         GeneralPlan general;
         SlabTiles forward, backward;
@@ -25,6 +26,8 @@ struct Tiles {
         const Problem p(call);
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
+        if (call.common.batch_invariant && !p.lse_given)
+            return "its statistics are not batch invariant";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         return too_large(s) ? "it counts rows and columns in 31 bits" : NULL;
     }

@@ -8,17 +8,30 @@ namespace lce {
 /* Without a budget. */
 static constexpr int64_t DZ_BYTES = 64 * MIB, TILE_BYTES = 32 * MIB;
 
+/* cuBLASLt chooses an algorithm by the shape of a product. So products are batch invariant if they
+ * always have this many rows, some of which may be padding. */
+static constexpr int64_t INVARIANT_GROUP = 512;
+
+static int64_t padded_rows(const Problem &p) {
+    return p.invariant ? round_up(p.rows, INVARIANT_GROUP) : p.rows;
+}
+
 const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call) {
-    return why_not_compact(Problem(call));
+    const Problem p(call);
+    if (p.invariant && p.shared)
+        return "classes are spread over ranks, and cuBLASLt's products are to be batch invariant";
+    const char *const reason = why_not_compact(p);
+    return reason ? reason : why_not_invariant_dz(p);
 }
 
 size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan) {
-    const bool sums_dx = p.dx && (p.shared || (slice < p.classes && !p.sum_in_dx));
+    const bool sums_dx = p.dx && (p.shared || p.invariant || (slice < p.classes && !p.sum_in_dx));
     *plan = {};
     plan->group = group;
     plan->slice = slice;
     plan->direct_dx = p.dx_layout.direct && !sums_dx;
-    plan->redo_nonfinite = p.dweight && p.x.direct;
+    plan->pack_x = !p.x.direct || p.invariant;
+    plan->redo_nonfinite = p.dweight && !plan->pack_x;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
     plan->product_bytes = limits.product_bytes;
@@ -28,10 +41,10 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     plan->common.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
     plan->ranks.place(&layout, p);
     layout.place(&plan->stats, p.statistics && !p.shared, p.rows * int64_t(sizeof(LossStats<FULL>)));
-    layout.place(&plan->x, !p.x.direct, p.rows * p.depth_stride() * p.bytes());
+    layout.place(&plan->x, plan->pack_x, padded_rows(p) * p.depth_stride() * p.bytes());
     layout.place(&plan->z, true, group * tile_stride * 4);
-    layout.place(&plan->dz, p.dx || p.dweight, p.rows * tile_stride * p.bytes());
-    layout.place(&plan->dx, p.dx && !plan->direct_dx && !p.shared, p.rows * p.depth_stride() * 4);
+    layout.place(&plan->dz, p.dx || p.dweight, padded_rows(p) * tile_stride * p.bytes());
+    layout.place(&plan->dx, p.dx && !plan->direct_dx && !p.shared, padded_rows(p) * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     layout.place(&plan->dbias, p.dbias, p.classes * 4);
     layout.place(&plan->products, plan->product_bytes > 0, static_cast<int64_t>(plan->product_bytes));
@@ -39,6 +52,8 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
 }
 
 size_t CublasLtCompact::fit(const Problem &p, const Limits &limits, Plan *plan) {
+    if (p.invariant)
+        return make(p, limits, INVARIANT_GROUP, min(slice_for(p, DZ_BYTES), p.classes), plan);
     return fit_slices(
         p, limits.budget, slice_for(p, DZ_BYTES), p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,
         [](int64_t slice) { return slice * 4; },
@@ -62,18 +77,27 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
                  *const dbias = plan.dbias.in(base);
     LossStats<FULL> *const stats = p.shared ? plan.ranks.stats.in(base) : plan.stats.in(base);
     const Operand x =
-        p.x.direct ? Operand{call.x.data, p.x.stride, false} : Operand{plan.x.in(base), p.depth_stride(), false};
+        !plan.pack_x ? Operand{call.x.data, p.x.stride, false} : Operand{plan.x.in(base), p.depth_stride(), false};
     plan.common.use(&run, base);
     begin_call(&run, {}, base, plan.common);
-    if (!p.x.direct)
+    if (plan.pack_x)
         pack_rows(run, call.x, 0, p.rows, plan.x.in(base));
+    if (p.invariant) { /* padding */
+        const int64_t rows = padded_rows(p) - p.rows, stride = p.depth_stride() * p.bytes();
+        const cudaStream_t stream = context->cuda_state->stream;
+        cudaMemsetAsync(plan.x.in(base) + p.rows * stride, 0, rows * stride, stream);
+        if (all_dz)
+            cudaMemsetAsync(all_dz + p.rows * tile_stride * p.bytes(), 0, rows * tile_stride * p.bytes(), stream);
+    }
 
     /* Forms the logits of a slice, group by group, and calls step(tile) for each. */
     const auto for_groups = [&](int64_t first_class, int64_t classes, auto step) {
         for (int64_t first = 0; first < p.rows; first += plan.group) {
             const LogitTile tile = {plan.z.in(base), tile_stride, first,   min(plan.group, p.rows - first),
                                     first_class,     classes,     run.bias};
-            RAFTER_TRY(form_logits(run, products, rows_from(x, p.dtype, first), tile));
+            LogitTile formed = tile;
+            formed.rows = p.invariant ? plan.group : tile.rows;
+            RAFTER_TRY(form_logits(run, products, rows_from(x, p.dtype, first), formed));
             step(tile);
         }
         return RAFTER_OK;
@@ -104,9 +128,11 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
             if (!plan.direct_dweight)
                 store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight);
         }
-        if (p.dx)
-            RAFTER_TRY(multiply_dx(run, products, dz, p.rows,
-                                   plan.direct_dx ? into_tensor(run, call.dx, p.dx_layout, 0) : into_sums(run, dx),
+        const int64_t at_once = p.invariant ? plan.group : p.rows;
+        for (int64_t first = 0; p.dx && first < p.rows; first += at_once)
+            RAFTER_TRY(multiply_dx(run, products, dz.from_row(first, p.bytes()), at_once,
+                                   plan.direct_dx ? into_tensor(run, call.dx, p.dx_layout, 0)
+                                                  : into_sums(run, dx + first * p.depth_stride()),
                                    v > 0));
     }
     if (p.dx && p.shared) {

@@ -8,6 +8,7 @@ namespace lce {
 
 struct Empty {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     static constexpr bool SHARES_CLASSES = true; /* without rows there is nothing to exchange */
 
     struct Plan {

@@ -11,7 +11,11 @@ static constexpr int64_t DZ_BYTES = 96 * MIB, ALL_BYTES = 122 * MIB, TILE_BYTES 
 const char *HopperCompact::why_not(const rafter_cuda_state &device, const Call &call) {
     const Problem p(call);
     const char *const reason = why_not_compact(p);
-    return reason ? reason : why_not_hopper(device, p);
+    if (reason)
+        return reason;
+    if (const char *const varies = why_not_invariant_dz(p))
+        return varies;
+    return why_not_hopper(device, p);
 }
 
 /* ---- plan ------------------------------------------------------------------------------------ */
@@ -28,7 +32,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
-    plan->dweight_rows = rows_in_dweight(p, plan->direct_dweight);
+    plan->dweight_rows = p.invariant ? 0 : rows_in_dweight(p, plan->direct_dweight);
 
     const int64_t tile_bytes = p.statistics ? group * tiles_across(p.classes) * int64_t(sizeof(RowStats)) : 0;
     const int64_t dz_bytes = p.gradients() ? p.rows * round_up(slice, int64_t(8)) * p.bytes() : 0;

@@ -16,6 +16,7 @@ namespace lce {
 
 struct HopperCompact {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     static constexpr bool SHARES_CLASSES = true;
 
     struct Plan {

@@ -7,10 +7,20 @@
 
 namespace lce {
 
+/* If ignored rows are not dropped, their x would be multiplied by dz in sums over some of the rows. */
+static bool converts(const Problem &p, bool drop_ignored) {
+    return drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth && !(p.caps && p.smooths);
+}
+
 const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &call) {
     const Problem p(call);
     const char *const reason = why_not_fast(p);
-    return reason ? reason : why_not_hopper_fast(device, p);
+    if (reason)
+        return reason;
+    if (converts(p, true))
+        if (const char *const varies = why_not_invariant_dz(p))
+            return varies;
+    return why_not_hopper_fast(device, p);
 }
 
 /* ---- plan ------------------------------------------------------------------------------------ */
@@ -44,9 +54,7 @@ size_t HopperFast::make(const Problem &p, const Limits &limits, int clusters, in
     plan->group = plan->first_group = group;
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
-    /* If ignored rows are not dropped, their x would be multiplied by dz in sums
-     * over some of the rows. */
-    plan->converts = limits.drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth && !(p.caps && p.smooths);
+    plan->converts = lce::converts(p, limits.drop_ignored);
     plan->direct_dx = p.dx_layout.direct;
     const bool sums_dweight = p.dweight && group < p.rows && !p.sum_in_dweight;
     plan->direct_dweight = p.dweight_layout.direct && !sums_dweight;

@@ -21,6 +21,7 @@ namespace lce {
 
 struct HopperFast {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
 
     struct Plan {
         HopperSetup setup;

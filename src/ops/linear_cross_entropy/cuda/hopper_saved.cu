@@ -11,6 +11,7 @@ namespace lce {
 
 struct HopperSaved {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
 
     struct Plan {
         HopperSetup setup;

@@ -12,6 +12,7 @@ namespace lce {
 
 struct HopperShared {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     static constexpr bool SHARES_CLASSES = true;
 
     struct Plan {

@@ -106,6 +106,12 @@ struct HopperRun : Run {
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
               const Labels &for_labels, char *workspace);
 
+    /* For products whose results are rows of the call: none if it is batch invariant, because tiles are
+     * split if they are few. */
+    tiles::SplitSums row_split() const {
+        return {split.sums, split.counters, problem.invariant ? 0 : split.capacity};
+    }
+
     /* x as other kernels read it. */
     template <typename T> ActiveX<T> active_x() const {
         return {active, static_cast<const T *>(x.data), x.stride, !problem.x.direct};

@@ -25,13 +25,15 @@ struct RowLayout {
     int64_t stride;
 };
 
-inline RowLayout row_layout(const rafter_view &view) {
+/* `invariant`: a single row is laid out as several would be. */
+inline RowLayout row_layout(const rafter_view &view, bool invariant = false) {
     const int last = view.ndim - 1;
     const int64_t wide = 16 / rafter_dtype_bytes(view.dtype), columns = view.shape[last];
     const bool one_row = view.ndim == 2 && view.shape[0] == 1;
     RowLayout layout;
     layout.stride = one_row ? round_up(columns, wide) : view.stride[0];
-    layout.direct = view.ndim == 2 && (view.stride[last] == 1 || columns == 1) && layout.stride >= columns &&
+    const bool fits = !(invariant && one_row) || columns % wide == 0;
+    layout.direct = fits && view.ndim == 2 && (view.stride[last] == 1 || columns == 1) && layout.stride >= columns &&
                     layout.stride % wide == 0 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     return layout;
 }
@@ -41,6 +43,7 @@ struct Problem {
     rafter_dtype dtype;
     int64_t rows, depth, classes;
     rafter_lce_mode mode;
+    bool invariant;                 /* batch invariant: rows do not decide how a row's sums are cut */
     bool statistics;                /* to be computed, not given by the caller's lse */
     bool all_statistics;            /* columns need more than the softmax's statistics */
     bool caps, smooths;             /* softcap, label smoothing */
@@ -68,6 +71,7 @@ struct Problem {
         depth = call.x.shape[call.x.ndim - 1];
         classes = loss.classes;
         mode = call.mode;
+        invariant = call.common.batch_invariant;
         dentropy = loss.dentropy.data;
         statistics = loss.direction == RAFTER_FORWARD || !loss.lse.data || (dentropy && !loss.entropy.data);
         caps = loss.softcap != 0.0f;
@@ -93,7 +97,7 @@ struct Problem {
         adds_dweight = call.accumulate_into_dweight;
         x = row_layout(call.x);
         weight = row_layout(call.weight);
-        dx_layout = call.dx.data ? row_layout(call.dx) : RowLayout{};
+        dx_layout = call.dx.data ? row_layout(call.dx, invariant) : RowLayout{};
         dweight_layout = dweight ? row_layout(call.dweight) : RowLayout{};
         dx_bytes = rafter_dtype_bytes(call.dx.dtype);
         dweight_bytes = rafter_dtype_bytes(call.dweight.dtype);
@@ -134,7 +138,16 @@ inline const char *why_not_compact(const Problem &p) {
         return "there are no rows or no classes";
     if (p.saves)
         return "saved is given";
-    return p.mode == RAFTER_LCE_FAST && p.gradients() && !p.shared ? "mode is fast" : NULL;
+    /* Fast is batch invariant only for some calls: compact serves the others. */
+    return p.mode == RAFTER_LCE_FAST && p.gradients() && !p.shared && !p.invariant ? "mode is fast" : NULL;
+}
+
+/* dz of fp16 inputs is divided by a power of two next to the largest coefficient of all rows, so that
+ * fp16 holds it: what is below its range in one batch is not in another. */
+inline const char *why_not_invariant_dz(const Problem &p) {
+    return p.invariant && p.dx && p.dtype == RAFTER_F16 && p.divides_upstream
+               ? "it would scale dz by the largest gradient of all rows, which is not batch invariant"
+               : NULL;
 }
 
 /* ---- limits of the workspace ----------------------------------------------------------------- */
@@ -266,10 +279,12 @@ size_t fit_slices(const Problem &p, size_t budget, int64_t slice, int64_t tile, 
 
 /* Compact's slice if there is no budget: dz of all rows takes `dz_bytes` at most. A
  * forward call has no dz. */
-constexpr int64_t MOST_SLICE = 8192;
+constexpr int64_t MOST_SLICE = 8192, INVARIANT_SLICE = 4096;
 inline int64_t slice_for(const Problem &p, int64_t dz_bytes) {
     if (!p.gradients())
         return MOST_SLICE;
+    if (p.invariant)
+        return INVARIANT_SLICE;
     const int64_t most = dz_bytes / (p.rows * p.bytes()) / 256 * 256;
     return most > MOST_SLICE ? MOST_SLICE : max(most, int64_t(512));
 }

@@ -127,6 +127,7 @@ bool packed_columns(const rafter_view &x) {
 
 struct Columns {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         Split split;
         int width;     /* adjacent columns per thread */

@@ -74,6 +74,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_c
 
 struct ContiguousRows {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         Split split;
         int lanes; /* threads per row (forward) or per piece of a row (backward) */

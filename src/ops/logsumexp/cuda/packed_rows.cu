@@ -78,6 +78,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
 
 struct PackedRows {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         PackedArgs args;
         rafter_dtype dtype;

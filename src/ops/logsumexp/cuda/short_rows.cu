@@ -91,6 +91,7 @@ template <typename T> __global__ __launch_bounds__(THREADS) void gradients(const
 
 struct ShortRows {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         ShortArgs forward;
         GradientArgs backward;

@@ -107,6 +107,7 @@ __global__ __launch_bounds__(TILE_THREADS<LINES>,
 
 struct Tiles {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
     struct Plan {
         SlabTiles tiles;
         int64_t blocks;

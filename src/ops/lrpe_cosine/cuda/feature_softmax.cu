@@ -12,6 +12,7 @@ using namespace lrpe;
 
 struct FeatureSoftmax {
     typedef lrpe_cosine_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         Tiling tiling;
     };

@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, 
 
 struct LongFeatureSoftmax {
     typedef lrpe_cosine_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         int width; /* elements per pack */
         Tiling tiling;

@@ -27,6 +27,7 @@ void launch_for_f(const rafter_context *context, const lrpe_cosine_call &call, c
 
 struct Rotate {
     typedef lrpe_cosine_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         Tiling tiling;
     };

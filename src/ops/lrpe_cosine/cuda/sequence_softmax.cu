@@ -303,7 +303,8 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling,
 Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n) {
     constexpr int NARROW_TILE = 8; /* packs: 128 bytes */
     Tiling tiling = {};
-    const int64_t batch = call.x.shape[0], length = call.x.shape[1];
+    constexpr int64_t INVARIANT_BATCH = 8; /* what a batch-invariant call is cut for */
+    const int64_t batch = call.common.batch_invariant ? INVARIANT_BATCH : call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
     plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part ? NARROW_TILE : WARP, 0);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
@@ -311,12 +312,13 @@ Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &cal
     const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
     tiling.tokens = round_up(ceil_div(length, parts), step);
     tiling.token_chunks = Divisor(ceil_div(length, tiling.tokens));
-    tiling.sequence_chunks = batch;
+    tiling.sequence_chunks = call.x.shape[0];
     return tiling;
 }
 
 struct SequenceSoftmax {
     typedef lrpe_cosine_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         int width; /* elements per pack of column_statistics */
         Tiling columns, rotate;

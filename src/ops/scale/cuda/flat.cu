@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(THREADS) scale_flat(const T *x, T *y, int64_t 
 
 struct Flat {
     typedef scale_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         int64_t blocks;
     };

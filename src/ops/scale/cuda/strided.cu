@@ -24,6 +24,7 @@ struct Multiply {
 
 struct Strided {
     typedef scale_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         int64_t blocks;
     };

@@ -374,7 +374,7 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     const Matrix dz = dz_matrix(in.dz, in.rows), rest = in.rest.classes > 0 ? dz_matrix(in.rest, in.rows) : dz;
     DxTask task = {};
     task.active = run.active;
-    task.split = run.split;
+    task.split = run.row_split();
     task.first_row = in.first;
     task.rows = in.rows;
     task.classes = in.dz.classes + in.rest.classes;
@@ -412,10 +412,10 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
 int dx_parts(const HopperRun &run, const DxInput &in) {
     const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
-    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
+    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.row_split());
     const tiles::TileScheduler scheduler =
         tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
-                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.split.capacity);
+                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.row_split().capacity);
     return shape.wide && scheduler.whole == 0 ? scheduler.parts : 1;
 }
 

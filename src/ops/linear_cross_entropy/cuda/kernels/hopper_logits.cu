@@ -23,7 +23,8 @@ constexpr int PART = tiles::CHUNK; /* columns of the results that are stored at 
 
 /* Exponentials are stored relative to a pivot that is chosen before a row's maximum is known. A
  * logit may be HEADROOM above its pivot, in units of u; if a tile's sum is above MOST_SUM, one may
- * be higher than that, and the tile takes another pivot. from_sample is the pivot that the row's
+ * be higher than that, and the tile takes another pivot. MOST_SUM is below e^HEADROOM, so that a row
+ * keeps its pivot if only another row of the warp is too high. from_sample is the pivot that the row's
  * estimated statistics suggest; from_max is the one that suits a tile with this maximum. */
 template <typename T> struct ExpRange;
 
@@ -44,7 +45,7 @@ template <> struct ExpRange<bf16> {
  * the probabilities, in units of u: then a probability of 1 is 3000 to 8000, and one of 2e-8 still
  * has 11 bits. */
 template <> struct ExpRange<fp16> {
-    static constexpr float HEADROOM = 11.0f, MOST_SUM = 60000.0f;
+    static constexpr float HEADROOM = 11.0f, MOST_SUM = 59000.0f; /* below e^11, see there */
     static constexpr float LIFT = 8.0f, LIFT_OF_MAX = 9.0f, MOST_MARGIN = 1e38f;
 
     static DEVICE float from_sample(const RowStats &sample, float scale) {
@@ -536,7 +537,7 @@ LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, Row
 
 rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out) {
     task.active = run.active;
-    task.split = run.split;
+    task.split = run.row_split();
     task.depth = static_cast<int>(run.problem.depth);
     task.scale = run.loss.scale;
     task.bias = run.bias;

@@ -472,7 +472,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
 int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
     constexpr int FEW = 8;
     const int64_t warps = run.context->cuda_state->multiprocessors * ROW_BLOCKS * (ROW_THREADS / WARP);
-    const int64_t each = tiles <= FEW ? ceil_div(rows, warps) : 1;
+    const int64_t each = tiles <= FEW && !run.problem.invariant ? ceil_div(rows, warps) : 1;
     return static_cast<int>(min(each, int64_t(WARP)));
 }
 

@@ -253,6 +253,7 @@ rafter_status form_logits(const Run &run, const ProductWorkspace &workspace, con
             run.context, "linear_cross_entropy",
             cudaMemsetAsync(tile.z, 0, tile.rows * tile.stride * sizeof(float), run.context->cuda_state->stream));
     Product p = {};
+    p.rigid = run.problem.invariant;
     p.out_dtype = RAFTER_F32;
     p.m = tile.rows;
     p.n = tile.classes;
@@ -268,6 +269,7 @@ rafter_status form_logits(const Run &run, const ProductWorkspace &workspace, con
 rafter_status multiply_dx(const Run &run, const ProductWorkspace &workspace, const Dz &dz, int64_t rows,
                           const GradientOut &out, bool add) {
     Product p = {};
+    p.rigid = run.problem.invariant;
     p.m = rows;
     p.n = run.problem.depth;
     p.k = dz.classes;

@@ -1,0 +1,151 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Rows whose elements go to threads by their index, whatever their stride and wherever they begin:
+ * for calls that want batch invariance. AlignedSpan (row_statistics.cuh) gives them out by address,
+ * so that the order of a row's sums depends on where it lies.
+ */
+#ifndef RAFTER_CUDA_INDEXED_ROWS_CUH
+#define RAFTER_CUDA_INDEXED_ROWS_CUH
+
+#include "core/sizes.h"
+#include "cuda/elementwise.cuh"
+#include "cuda/row_statistics.cuh"
+
+/* Pack i holds elements [i N, i N + N). Elements after the last whole pack are the tail. */
+template <typename T> struct IndexedRow {
+    static constexpr int N = WIDE<T>;
+    const T *first;
+    int64_t n, step; /* elements; distance between them */
+
+    DEVICE int64_t packs() const {
+        return n / N;
+    }
+    DEVICE float element(int64_t i) const {
+        return to_float(first[i * step]);
+    }
+    /* Packs i, i + threads, ...; those that do not exist are full of `instead`. */
+    template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
+        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
+        if (step != 1)
+            load_elements(group, i, threads, instead);
+        else if (ragged != 0)
+            load_shifted(group, i, threads, instead, ragged);
+        else
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                group[k] = load_once_if<T, N>(i + k * threads < packs(), first + (i + k * threads) * N, instead);
+    }
+
+  private:
+    template <int COUNT>
+    DEVICE void load_elements(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const bool exists = i + k * threads < packs();
+            const T *const p = first + (exists ? (i + k * threads) * N : 0) * step;
+            group[k] = all_of<T, N>(instead);
+            if (exists)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    group[k].v[j] = p[j * step];
+        }
+    }
+    /* Of two aligned packs each, where both lie within the row. */
+    template <int COUNT>
+    DEVICE void load_shifted(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead, int ragged) const {
+        using namespace elementwise;
+        uint4 low[COUNT], high[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const int64_t from = (i + k * threads) * N - ragged;
+            if (from >= 0 && from + 2 * N <= n) {
+                low[k] = *reinterpret_cast<const uint4 *>(first + from);
+                high[k] = *reinterpret_cast<const uint4 *>(first + from + N);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            const int64_t from = (i + k * threads) * N - ragged;
+            if (from >= 0 && from + 2 * N <= n) {
+                reinterpret_cast<uint4 &>(group[k]) = shifted(low[k], high[k], ragged * static_cast<int>(sizeof(T)));
+            } else {
+                const bool exists = i + k * threads < packs();
+                group[k] = all_of<T, N>(instead);
+                if (exists)
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        group[k].v[j] = first[from + ragged + j];
+            }
+        }
+    }
+};
+
+/* ---- threads per row ------------------------------------------------------------------------- */
+
+constexpr int INDEXED_THREADS = 512; /* per block, at most */
+
+/* By the length of rows alone. A warp per row, and several rows per block; or a block per row. */
+struct RowTeam {
+    static constexpr int ROWS = 8; /* per block, if a warp takes a row */
+    int threads;                   /* per row */
+
+    /* `packs`: that a thread should have, if that is possible. */
+    static __host__ RowTeam of(int64_t row_bytes, int packs) {
+        constexpr int64_t SHORT_ROW = 2048;
+        return {row_bytes <= SHORT_ROW ? WARP
+                                       : power_at_least(ceil_div<int64_t>(row_bytes, 16 * packs), 64, INDEXED_THREADS)};
+    }
+    Launch blocks(int64_t rows) const {
+        return threads == WARP ? Launch{ceil_div<int64_t>(rows, ROWS), ROWS * WARP} : Launch{rows, threads};
+    }
+    DEVICE bool is_warp() const {
+        return threads == WARP;
+    }
+    DEVICE int64_t row() const {
+        return is_warp() ? blockIdx.x * int64_t(ROWS) + threadIdx.x / WARP : blockIdx.x;
+    }
+    DEVICE int thread() const {
+        return is_warp() ? threadIdx.x % WARP : threadIdx.x;
+    }
+    /* All threads of the row have come here. */
+    DEVICE void sync() const {
+        is_warp() ? __syncwarp() : __syncthreads();
+    }
+};
+
+/* ---- elements, one by one -------------------------------------------------------------------- */
+
+/* Whether packs of one row are packs of the other. */
+template <typename T> DEVICE bool aligned_alike(const T *a, const T *b) {
+    return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+}
+
+/* ---- softmax statistics ---------------------------------------------------------------------- */
+
+/* Of one thread's share of a row: every threads-th pack, and elements of the tail. */
+template <typename T> DEVICE RowStats indexed_stats(const IndexedRow<T> &row, int thread, int threads, float scale) {
+    RowStats s = no_elements();
+    for (int64_t i = thread; i < row.packs(); i += IN_FLIGHT * threads) {
+        Pack<T, WIDE<T>> group[IN_FLIGHT];
+        row.load(group, i, threads, -INFINITY);
+        add_packs(s, group, scale);
+    }
+    for (int64_t e = row.packs() * WIDE<T> + thread; e < row.n; e += threads)
+        s = merge(s, stats_of_one(row.first[e * row.step], scale), scale);
+    return s;
+}
+
+/* Of the whole row; every thread gets them. Between the two, all threads have read all of it. */
+DEVICE RowStats merge_team(const RowTeam &team, RowStats s, float scale) {
+    __shared__ RowStats warp_stats[WARP];
+    s = merge_lanes<WARP>(s, scale);
+    if (team.is_warp())
+        return s;
+    const int lane = threadIdx.x % WARP;
+    if (lane == 0)
+        warp_stats[threadIdx.x / WARP] = s;
+    __syncthreads();
+    return merge_lanes<WARP>(lane < team.threads / WARP ? warp_stats[lane] : no_elements(), scale);
+}
+
+#endif

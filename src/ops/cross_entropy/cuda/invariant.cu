@@ -1,0 +1,141 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Any layout and any options, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by
+ * the length of rows alone. If a gradient is wanted, the block reads its row a second time, usually
+ * from L1 or L2. A kernel before it computes the terms of the gradient that need no statistics; in
+ * forward, a kernel after it writes the outputs.
+ */
+#include "cuda/indexed_rows.cuh"
+#include "ops/cross_entropy/cuda/finish.cuh"
+
+namespace {
+
+/* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. */
+template <int OPTIONS, typename T>
+DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T> &row, int thread, int threads, const Loss &loss) {
+    constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
+    LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    for (int64_t i = thread; i < row.packs(); i += COUNT * threads) {
+        Pack<T, N> group[COUNT];
+        row.load(group, i, threads, -INFINITY);
+        int valid = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            valid += i + k * threads < row.packs();
+        add(g, group, valid, i * N, int64_t(threads) * N, loss);
+    }
+    for (int64_t e = row.packs() * N + thread; e < row.n; e += threads)
+        add_one(g, row.first[e * row.step], e, loss);
+    return g;
+}
+
+/* Writes the gradient of a row. Every element is read and written by the same thread: dz may be z. */
+template <int OPTIONS, typename T>
+DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const IndexedRow<T> &z, T *dz, int64_t dz_step,
+                               int thread, int threads) {
+    constexpr int N = WIDE<T>, COUNT = IN_FLIGHT;
+    if (z.step != 1 || dz_step != 1 || !aligned_alike<const T>(z.first, dz)) {
+        for (int64_t v = thread; v < z.n; v += threads)
+            dz[v * dz_step] = writer.of_one(z.first[v * z.step], v);
+        return;
+    }
+    const AlignedSpan<const T> span(z.first, z.n);
+    for (int64_t i = thread; i < span.packs; i += COUNT * threads) {
+        Pack<T, N> group[COUNT];
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (i + k * threads < span.packs)
+                group[k] = load_once<T, N>(span.body + (i + k * threads) * N);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (i + k * threads < span.packs) {
+                const int64_t at = span.head + (i + k * threads) * N;
+                store_once<T, N>(dz + at, writer.of(group[k], at));
+            }
+    }
+    writer.write_edges(dz, span, thread, threads);
+}
+
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : 3) void indexed_rows(const __grid_constant__ Args c,
+                                                                                         const RowTeam team,
+                                                                                         const KnownTerms *row_terms,
+                                                                                         LossStats<OPTIONS> *stats) {
+    start_next_kernel();
+    const Loss &loss = c.loss;
+    const int64_t row = team.row();
+    const int thread = team.thread();
+    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
+    wait_for_previous_kernel();
+    if (row >= loss.rows)
+        return;
+    const int64_t label = loss.class_of(loaded);
+    const IndexedRow<T> z = {c.z.at<const T>(row), loss.classes, c.z_step};
+    RowGradient gradient = gradient_of_skipped(label);
+    if (label >= 0) {
+        LossStats<OPTIONS> g = indexed_stats<OPTIONS>(z, thread, team.threads, loss);
+        g = team.is_warp() ? merge_warp(g, loss.scale) : merge_block_for_all(g, loss.scale);
+        if (c.gradient)
+            gradient_in_float(loss, row_terms[row], g, &gradient);
+        if (thread == 0 && loss.forward)
+            stats[row] = g;
+    }
+    if (c.gradient)
+        write_row_gradient(RowWriter<OPTIONS, T>(gradient, label, loss), z, c.dz.at<T>(row), c.dz_step, thread,
+                           team.threads);
+}
+
+struct Invariant {
+    typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
+    struct Plan {
+        GeneralPlan general;
+        RowTeam team;
+        size_t stats, terms; /* offsets in the workspace; stats: forward only; terms: if a gradient is wanted */
+        int64_t row_blocks;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.lse_given)
+            return "lse is given: no statistics are needed";
+        return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        WorkspaceLayout layout;
+        plan->row_blocks = p.row_blocks();
+        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
+        plan->general.fill(device, p, call, plan->row_blocks, &layout);
+        plan->stats = p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
+        plan->terms = p.gradient ? layout.add(p.rows * int64_t(sizeof(KnownTerms))) : 0;
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
+        const Launch per_row = {plan.row_blocks, ROW_THREADS};
+        KnownTerms *const terms = args.gradient ? at_offset<KnownTerms>(workspace, plan.terms) : nullptr;
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if (terms)
+                sequence.run(per_row, compute_terms<T>, args, terms);
+            for_options(plan.general.options, [&](auto o) {
+                constexpr int OPTIONS = decltype(o)::value;
+                LossStats<OPTIONS> *const stats =
+                    args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
+                sequence.run(plan.team.blocks(args.loss.rows), indexed_rows<T, OPTIONS>, args, plan.team, terms, stats);
+                if (args.loss.forward)
+                    sequence.run(per_row, finish<T, OPTIONS>, args, 1u, stats, terms,
+                                 static_cast<RowCoefficients *>(nullptr));
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, invariant, Invariant)

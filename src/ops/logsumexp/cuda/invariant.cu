@@ -1,0 +1,56 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Forward in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the
+ * length of rows alone.
+ */
+#include "cuda/indexed_rows.cuh"
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+struct InvariantArgs {
+    Rows x, lse;
+    int64_t rows, n, step;
+    RowTeam team;
+};
+
+template <typename T>
+__global__ __launch_bounds__(INDEXED_THREADS, 3) void indexed_rows(const __grid_constant__ InvariantArgs a) {
+    const int64_t row = a.team.row();
+    if (row >= a.rows)
+        return;
+    const IndexedRow<T> x = {a.x.at<const T>(row), a.n, a.step};
+    const RowStats s = merge_team(a.team, indexed_stats(x, a.team.thread(), a.team.threads, 1.0f), 1.0f);
+    if (a.team.thread() == 0)
+        a.lse.put(row, lse_of(s));
+}
+
+struct Invariant {
+    typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
+    struct Plan {
+        InvariantArgs args;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        return call.common.direction == RAFTER_BACKWARD ? "it is for forward" : NULL;
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->args = {p.x_rows(), reduced_rows(call.lse, call),           p.rows,
+                      p.n,        p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1, RowTeam::of(p.row_bytes(), IN_FLIGHT)};
+        return 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        for_dtype(call.x.dtype, [&](auto zero) {
+            ::launch(context, plan.args.team.blocks(plan.args.rows), indexed_rows<decltype(zero)>, plan.args);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, invariant, Invariant)
