@@ -38,6 +38,16 @@ declare("act_backward", lambda dy, saved, kind, dim=0: torch.empty_like(saved))
 act = Op("act", 1, lambda x, kind, dim=0: torch.empty_like(x), _act_save, _act_backward)
 
 
+declare("relu_saving", lambda x: (torch.empty_like(x), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)))
+declare("relu_mask_backward", lambda dy, mask: torch.empty_like(dy))
+
+
+def _masks(x):
+    """Whether relu saves one bit per element: forward writes, and backward reads, a sixteenth or a
+    thirty-second instead of the whole result. Smaller tensors are bound by the host."""
+    return x.is_cuda and x.numel() >= 1 << 20 and x.is_contiguous()
+
+
 class _ActEager(dict):
     """The eager path of each activation, by (kind, dim). Activations do so little work that host
     time matters most here, and a Function is cheapest when the tensor is its only argument."""
@@ -55,11 +65,21 @@ class _ActEager(dict):
             ctx.save_for_backward(y)
             return y
 
+        def saving_mask(ctx, x):
+            if not _masks(x):
+                return saving_result(ctx, x)
+            y, mask = below_autograd("relu_saving")(x)
+            ctx.save_for_backward(mask)
+            return y
+
         @no_double_backward
         def backward(ctx, dy):
-            return (kernels()("act_backward")(dy, *ctx.saved_tensors, kind, dim),)
+            saved, = ctx.saved_tensors
+            if saved.dtype is torch.uint8:
+                return (kernels()("relu_mask_backward")(dy.contiguous(), saved),)
+            return (kernels()("act_backward")(dy, saved, kind, dim),)
 
-        forward = saving_result if kind in FROM_RESULT else saving_input
+        forward = saving_mask if kind == RELU else saving_result if kind in FROM_RESULT else saving_input
         members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self[key] = eager = direct(type(list(ACTS)[kind], (torch.autograd.Function,), members))
         return eager

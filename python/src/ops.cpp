@@ -80,6 +80,35 @@ void act_backward(Call &call) {
     call.return_tensors(dx);
 }
 
+/* relu with a mask of one bit per element for backward. x, and dy in backward, are contiguous. */
+void relu_saving(Call &call) {
+    const Tensor x = call.tensor();
+    rafter_act_args args = default_args<rafter_act_args>();
+    int64_t bytes = 1;
+    for (int d = 0; d < x.dims(); d++)
+        bytes *= x.shape()[d];
+    bytes = (bytes + 7) / 8;
+    Tensor y = x.empty_like(), mask = Tensor::empty(&bytes, 1, rafter::torch_dtype(RAFTER_U8), call.device());
+    args.kind = RAFTER_ACT_RELU;
+    args.x = x.dl();
+    args.y = y.dl();
+    args.relu_mask = mask.dl();
+    run("act", call, rafter_act_forward, args);
+    call.return_tensors(y, mask);
+}
+
+void relu_mask_backward(Call &call) {
+    const Tensor dy = call.tensor(), mask = call.tensor();
+    rafter_act_args args = default_args<rafter_act_args>();
+    Tensor dx = dy.empty_like();
+    args.kind = RAFTER_ACT_RELU;
+    args.dy = dy.dl();
+    args.dx = dx.dl();
+    args.relu_mask = mask.dl();
+    run("act", call, rafter_act_backward, args);
+    call.return_tensors(dx);
+}
+
 /* ---- logsumexp ------------------------------------------------------------------------------- */
 
 void logsumexp(Call &call) {
@@ -496,6 +525,8 @@ struct OpEntry {
 const OpEntry ops[] = {
     {"act", "(Tensor x, int kind, int dim=0) -> Tensor", kernel<act>},
     {"act_backward", "(Tensor dy, Tensor saved, int kind, int dim=0) -> Tensor", kernel<act_backward>},
+    {"relu_saving", "(Tensor x) -> (Tensor y, Tensor mask)", kernel<relu_saving>},
+    {"relu_mask_backward", "(Tensor dy, Tensor mask) -> Tensor", kernel<relu_mask_backward>},
     {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", kernel<logsumexp>},
     {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
      kernel<logsumexp_backward>},

@@ -62,6 +62,8 @@ inline DLDataType dl_dtype(int32_t number) {
         return {kDLInt, 64, 1};
     if (number == torch_dtype(RAFTER_I32))
         return {kDLInt, 32, 1};
+    if (number == torch_dtype(RAFTER_U8))
+        return {kDLUInt, 8, 1};
     if (number == aoti_torch_dtype_float64())
         return {kDLFloat, 64, 1};
     return {0xff, static_cast<uint8_t>(8 * aoti_torch_dtype_element_size(number)), 1};

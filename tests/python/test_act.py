@@ -45,6 +45,20 @@ def test_relu_saves_only_its_result(device):
 
 
 @on_devices
+@parametrize("expanded", [False, True])
+def test_large_relu_saves_a_bit_per_element(device, expanded):
+    """On CUDA; elsewhere its result."""
+    x = leaf(normal(1023, 1027, device=device))
+    y = rafter.relu(x)
+    (saved,) = y.grad_fn.saved_tensors
+    assert saved.numel() == ((1023 * 1027 + 7) // 8 if device == "cuda" else x.numel())
+    dy = torch.ones((), device=device).expand(y.shape) if expanded else uneven(y)
+    y.backward(dy)
+    close(y, F.relu(x.double()))
+    close(x.grad, dy.double() * (x > 0))
+
+
+@on_devices
 @parametrize("layout", LAYOUTS)
 def test_layouts(device, layout):
     x = layout(normal(6, 9, device=device)).requires_grad_()

@@ -25,6 +25,8 @@ def samples(device):
     return {
         "act": [(z, 1), (z, 3), (z, 4, 0), (z.t(), 4, -1), (z[:, ::2], 2)],
         "act_backward": [(z, z, 3), (z, z.softmax(0), 4, 0)],
+        "relu_saving": [(z,), (z[:, :1].contiguous(),)],
+        "relu_mask_backward": [(z, torch.arange(7, dtype=torch.uint8, device=device))],
         "logsumexp": [(z, 1), (cube, 1, True, 1), (z.t(), 0)],
         "logsumexp_backward": [(lse, z, lse, 1), (lse, z, lse, 1, 2)],
         "cross_entropy": [(z, y), (z, y, *options), (z, y, *per_row), (z, y, *weights)],
