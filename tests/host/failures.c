@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "host.h"
 
@@ -64,6 +65,8 @@ void every_failing_allocation(void) {
                    (int)status);
             if (created != RAFTER_OK) {
                 expect(context == NULL, "%s: a failed creation left a context", call_name(call));
+                expect(strstr(rafter_last_error(NULL), "memory") != NULL, "a failed creation says '%s'",
+                       rafter_last_error(NULL));
             } else if (status == RAFTER_OK) {
                 expect(hash_of(&outputs) == wanted, "%s: another result after allocation %d failed", call_name(call),
                        k);
