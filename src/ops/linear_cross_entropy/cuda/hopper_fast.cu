@@ -29,15 +29,16 @@ const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &cal
  * that the products have a good size. */
 static constexpr int64_t LARGE_BYTES = 256 * MIB, LEAST_CLASSES = 8192;
 
-/* Rows f of a first group: dweight holds so many of its exponentials that the rest, f / (f +
- * dweight_rows) of the classes, takes no more than a group of g rows. */
+/* The rows f of the largest first group. dweight has room for the exponentials of dweight_rows
+ * rows, so the share f / (f + dweight_rows) of the first group's classes is stored in the
+ * workspace. That may take as much as all classes of g rows: f^2 / (f + dweight_rows) = g. */
 static int64_t largest_first_group(int64_t g, int64_t dweight_rows) {
     const double half = static_cast<double>(g) / 2;
     return static_cast<int64_t>(half + sqrt(half * half + static_cast<double>(g) * static_cast<double>(dweight_rows)));
 }
 
-/* How many of the last classes' exponentials fit into dW's rows of the classes before them. When
- * those rows are written, these exponentials have been used. */
+/* Of how many classes, the last ones, the exponentials are stored in dweight: in the rows of the
+ * classes before them. When the products write those rows, the exponentials have been used. */
 static int64_t classes_that_fit(const Problem &p, int64_t first_group, int64_t dweight_rows) {
     const int64_t least_before = ceil_div(p.classes * first_group, first_group + dweight_rows) + 8; /* 8: padding */
     return p.classes - round_up(least_before, int64_t(TILE_CLASSES));

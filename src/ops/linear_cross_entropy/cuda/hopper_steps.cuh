@@ -201,10 +201,10 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
 
 /* ---- rows: kernels/hopper_rows.cu ------------------------------------------------------------ */
 
-/* Results and coefficients of active rows [first, first + rows) from the statistics of their tiles.
- * `more`: or NULL. `to_dz`, if its data is not NULL: exponentials of these rows, to be converted to
- * dz in place.
- * Adds rows to run->labels if wanted. only_save: stores the statistics in `saved`, and nothing else. */
+/* Results and coefficients of active rows [first, first + rows), from the statistics of their
+ * tiles (`more` may be NULL). If to_dz.data is not NULL, it has the exponentials of these rows,
+ * which are converted to dz in place. Adds the rows to run->labels if that is wanted. only_save:
+ * stores the statistics in `saved`, and does nothing else. */
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
                   const Dz &to_dz, LossStats<FULL> *saved = NULL, bool only_save = false);
 
@@ -217,10 +217,10 @@ void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
  * this rank's classes, whose pivots the exponentials have; `merged`: over all. */
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged);
 
-/* Exponentials of a group, in one part or two (first the classes below dz.classes). Brings tiles
- * with another pivot to the row's (`stats` NULL: there are none), subtracts the spread if that is
- * run.spread's place, removes the label's element, and writes x_scaled = p * x: see "exponentials" in
- * hopper_rows.cu. */
+/* Prepares the exponentials of a group for the products. They are in one part or two (first the
+ * classes below dz.classes). Tiles that have another pivot than their row are rescaled to it
+ * (`stats` NULL: there are none), the spread is subtracted if this is its place (run.spread), the
+ * label's element is removed, and x_scaled = p * x is written: see "exponentials" in hopper_rows.cu. */
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled);
 

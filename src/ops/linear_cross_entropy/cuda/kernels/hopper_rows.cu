@@ -124,9 +124,10 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
         labels.add(static_cast<int>(k), gradient->at_label != 0.0f ? label : -1);
 }
 
-/* A warp per `each` rows, one lane per row, if rows have few tiles; or all lanes for one row.
- * The tiles are those of active rows. `more`: FULL only. `logit_sums`: of all active rows, or NULL. If `exponentials` is not NULL, these rows'
- * exponentials are converted to dz. `saved`: where the rows' statistics are stored, or NULL. */
+/* A warp finishes `each` rows: one lane per row if rows have few tiles, or all lanes together for
+ * one row. `stats` and `more` (FULL only) have the tiles of the group's active rows, `logit_sums`
+ * (or NULL) those of all active rows. If `exponentials` is not NULL, these rows' exponentials are
+ * converted to dz. `saved`: where the rows' statistics are stored, or NULL. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
