@@ -20,7 +20,7 @@ for build; do
     # The values of each position, sorted; the middle one.
     awk '{ for (i = 1; i <= NF; i++) if ($i ~ /^-?[0-9.]+$/) value[i, NR] = $i + 0; else name[i] = $i; fields = NF }
          END { for (i = 1; i <= fields; i++) {
-                   if (i in name) { printf "%s  %s", i > 1 ? "\n" : "", name[i]; continue }
+                   if (i in name) { printf "%s  %s", (i > 1 ? "\n" : ""), name[i]; continue }
                    for (a = 1; a <= NR; a++) for (b = a + 1; b <= NR; b++)
                        if (value[i, b] < value[i, a]) { t = value[i, a]; value[i, a] = value[i, b]; value[i, b] = t }
                    printf " %.2f", value[i, int((NR + 1) / 2)] }
