@@ -382,7 +382,8 @@ static bool has_gpu(void) {
     return known;
 }
 
-static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+/* One call of the library. */
+static rafter_status call_library(const problem *p, rafter_context *context, enum problem_mode mode) {
     const rafter_loss_options options = loss_case_options(p);
     rafter_linear_cross_entropy_args args = {
         .size = sizeof args,
@@ -419,6 +420,13 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
     if (p->algorithm == SAVED_ALGORITHM && !use_saved(context, mode, &args))
         return RAFTER_OUT_OF_MEMORY;
     return call_one(context, &args, p->options.budget, problem_direction(mode), p->ask);
+}
+
+static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
+    if (problem_is_one_call(p, mode))
+        return call_library(p, context, mode);
+    const rafter_status status = call_library(p, context, PROBLEM_FORWARD);
+    return status == RAFTER_OK ? call_library(p, context, PROBLEM_BACKWARD) : status;
 }
 
 /* ---- bench ----------------------------------------------------------------------------------- */
