@@ -100,7 +100,8 @@ void with_ledger(struct ledger *ledger);
     X(test_workspace_over_a_tensor)                                                                                    \
     X(test_saved_over_a_tensor)                                                                                        \
     X(test_unknown_dtype)                                                                                              \
-    X(test_mask_of_an_empty_tensor)
+    X(test_mask_of_an_empty_tensor)                                                                                    \
+    X(test_expanded_classes)
 #define CONTEXT_TESTS(X)                                                                                               \
     X(test_context)                                                                                                    \
     X(test_bad_contexts)                                                                                               \

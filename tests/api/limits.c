@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sizes at the stated limit and past it, memory that overlaps, and other hostile but well-formed
  * arguments. Built with UBSan, these tests also hold that no size overflows on the way. */
+#include <math.h>
 #include <string.h>
 
 #include "fixture.h"
@@ -209,4 +210,33 @@ void test_mask_of_an_empty_tensor(void **state) {
     f.act.relu_mask = &mask;
     assert_int_equal(rafter_act_forward(f.context, &f.act), RAFTER_OK);
     assert_int_equal(rafter_act_backward(f.context, &f.act), RAFTER_OK);
+}
+
+/* ---- strides --------------------------------------------------------------------------------- */
+
+/* Logits that are expanded along the classes: every class has probability 1 / V. Such rows are
+ * turned in blocks if they are long. */
+void test_expanded_classes(void **state) {
+    (void)state;
+    enum { MANY = 4000 };
+    static float dlogits[ROWS * MANY];
+    const int64_t sizes[] = {V, MANY};
+    int64_t expanded[] = {1, 0};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int option = 0; option < 2; option++) {
+            const int64_t classes = sizes[i];
+            int64_t shape[] = {ROWS, classes};
+            f.logits = rafter_tensor(f.x_data, RAFTER_F32, 2, shape);
+            f.logits.strides = expanded;
+            f.dlogits = rafter_tensor(dlogits, RAFTER_F32, 2, shape);
+            f.options.logit_scale = option ? 0.5f : 0;
+            f.ce.dlogits = &f.dlogits;
+            f.ce.lse = NULL;
+            assert_int_equal(rafter_cross_entropy_backward(f.context, &f.ce), RAFTER_OK);
+            const float scale = (option ? 0.5f : 1) / ROWS;
+            for (int64_t k = 0; k < ROWS * classes; k++) {
+                const float label = k % classes == f.labels[k / classes] ? 1 : 0;
+                assert_true(fabsf(dlogits[k] - scale * (1.0f / (float)classes - label)) < 1e-5f);
+            }
+        }
 }

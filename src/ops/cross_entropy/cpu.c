@@ -322,7 +322,7 @@ static void load_block(rafter_dtype any, const char *z, int64_t class_stride, in
 
 static void fetch_block(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n) {
     const int64_t step = class_stride * rafter_dtype_bytes(dtype), wide = rows * rafter_dtype_bytes(dtype) - 1;
-    const int64_t classes = max64(64 / step, 1); /* whose rows begin in one line */
+    const int64_t classes = step > 0 ? max64(64 / step, 1) : max64(n, 1); /* whose rows begin in one line */
     for (int64_t i = 0; i < n; i += classes) {
         __builtin_prefetch(z + i * step, 0, 2);
         if (((uintptr_t)(z + i * step) ^ (uintptr_t)(z + i * step + wide)) >> 6)
