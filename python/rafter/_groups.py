@@ -14,7 +14,7 @@ def text(shard, cpu, group, first_class, classes, row_group):
     if group is None:
         if first_class is not None or classes is not None:
             raise ValueError(f"first_class is {first_class} and classes is {classes} without a group, wanted a group")
-        return None if row_group is None else "\n" + _line(0, 0, *_ranks("row_group", row_group))
+        return None if row_group is None else ";" + _part(0, 0, *_ranks("row_group", row_group))
     rank, ranks, name = _ranks("group", group)
     if classes is None:
         if first_class is not None:
@@ -25,8 +25,8 @@ def text(shard, cpu, group, first_class, classes, row_group):
         if not cpu and first_of_chunk(classes, rank + 1, ranks) - first_class != shard:
             raise ValueError(f"rank {rank} of {ranks} has {shard} of {classes} classes, which are not the shards of "
                              "torch.chunk; pass first_class")
-    rows = "" if row_group is None else _line(0, 0, *_ranks("row_group", row_group))
-    return f"{_line(first_class, classes, rank, ranks, name)}\n{rows}"
+    rows = "" if row_group is None else _part(0, 0, *_ranks("row_group", row_group))
+    return f"{_part(first_class, classes, rank, ranks, name)};{rows}"
 
 
 def check_scale(logit_scale, group, of):
@@ -42,7 +42,9 @@ def first_of_chunk(count, rank, ranks):
     return min(rank * -(-count // ranks), count)
 
 
-def _line(first_class, classes, rank, ranks, name):
+def _part(first_class, classes, rank, ranks, name):
+    if ";" in name:
+        raise ValueError(f"the name of a process group is {name!r}, wanted one without a semicolon")
     return f"{rank} {ranks} {first_class} {classes} {name}"
 
 

@@ -16,12 +16,12 @@ def _dtensors(args):
 
 
 def has_dtensors(*args):
-    return bool(_dtensors(args))
+    return len(_dtensors(args)) > 0  # torch.compile of PyTorch 2.11 knows no bool() of a list
 
 
 def replicated(tensor, like):
     """A plain tensor that is the same on every rank, as a DTensor if `like` is one."""
-    if not _dtensors((like,)) or _dtensors((tensor,)):
+    if not has_dtensors(like) or has_dtensors(tensor):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
     return DTensor.from_local(tensor, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
@@ -29,7 +29,7 @@ def replicated(tensor, like):
 
 def local(tensor):
     """The tensor, or the local tensor of a DTensor."""
-    return tensor.to_local() if _dtensors((tensor,)) else tensor
+    return tensor.to_local() if has_dtensors(tensor) else tensor
 
 
 def call(op, *args):

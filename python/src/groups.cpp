@@ -94,7 +94,7 @@ Groups::Groups(const std::string &text, Device device, rafter_loss_options &opti
                                      "\", wanted the text of rafter's Python functions");
         return std::make_unique<Group>(line.substr(static_cast<size_t>(name)), rank, ranks, device);
     };
-    const size_t end = text.find('\n');
+    const size_t end = text.find(';');
     int64_t unused[2];
     classes = parse(text.substr(0, end), &options.first_class, &options.classes);
     rows = parse(end == std::string::npos ? "" : text.substr(end + 1), &unused[0], &unused[1]);

@@ -33,9 +33,10 @@ class Group {
     Device device_;
 };
 
-/* The groups of a call, from the text that Groups in _groups.py writes: a line for the classes and one
- * for the rows, each empty or "RANK RANKS FIRST_CLASS CLASSES NAME". They stay where they are while
- * they are in use: the options point to them. */
+/* The groups of a call, from what text() in _groups.py returns: a part for the classes, a semicolon and a
+ * part for the rows, each empty or "RANK RANKS FIRST_CLASS CLASSES NAME". (No line breaks: the Inductor of
+ * PyTorch 2.11 writes such a text into a comment.) They stay where they are while they are in use: the
+ * options point to them. */
 struct Groups {
     std::unique_ptr<Group> classes, rows;
 
