@@ -14,16 +14,42 @@ static void merge_ranks_task(void *arg, int64_t task) {
         run->b.stats[i] = rafter_loss_merged(&run->loss, run->b.exchange, run->rows, i, run->b.rank_prefix);
 }
 
-rafter_status lce_exchange_rows(struct lce_run *run) {
-    const int rank = run->loss.class_group.rank;
-    const double weights = run->b.rank_prefix[rank + 1] - run->b.rank_prefix[rank];
-    for (int64_t i = 0; i < run->rows; i++) {
-        const struct rafter_row_record record = rafter_row_record_of(&run->b.stats[i], weights);
+void lce_put_tile(struct lce_run *run, int64_t row, int64_t tile) {
+    const double weights = run->b.tile_prefix[tile + 1] - run->b.tile_prefix[tile];
+    run->b.tiles[row * lce_tiles(run->problem) + tile] = rafter_row_record_of(&run->b.stats[row], weights);
+}
+
+static void send_task(void *arg, int64_t task) {
+    const struct lce_run *const run = arg;
+    const int64_t tiles = lce_tiles(run->problem);
+    const double *const prefix = run->b.tile_prefix;
+    const size_t bytes = sizeof *run->b.tiles;
+    for (int64_t i = task * MERGED_ROWS; i < min64((task + 1) * MERGED_ROWS, run->rows); i++) {
+        const char *const parts = (const char *)(run->b.tiles + i * tiles);
+        struct rafter_row_stats stats = rafter_row_merge_tree(parts, bytes, bytes, prefix, 0, tiles);
+        stats.target = (double)run->b.target_logit[i];
+        const struct rafter_row_record record = rafter_row_record_of(&stats, prefix[tiles] - prefix[0]);
         rafter_loss_put_record(&run->loss, run->b.exchange, i, &record);
     }
+}
+
+rafter_status lce_exchange_rows(struct lce_run *run) {
+    const int64_t tasks = ceil_div(run->rows, MERGED_ROWS);
+    rafter_parallel(run->context, tasks, send_task, run);
     RAFTER_TRY(rafter_loss_exchange(run->context, &run->loss, run->b.exchange, run->rows));
-    rafter_parallel(run->context, ceil_div(run->rows, MERGED_ROWS), merge_ranks_task, run);
+    rafter_parallel(run->context, tasks, merge_ranks_task, run);
     return RAFTER_OK;
+}
+
+/* The sums of the class weights before each tile. */
+static void sum_weights(struct lce_run *run) {
+    const int64_t first = run->loss.first_class, span = lce_span(run->problem);
+    run->b.tile_prefix[0] = run->b.rank_prefix[run->loss.class_group.rank];
+    for (int64_t tile = 0; tile < lce_tiles(run->problem); tile++) {
+        const int64_t end = min64((tile + 1) * span, run->problem->classes);
+        run->b.tile_prefix[tile + 1] =
+            rafter_loss_add_weights(&run->loss, run->b.tile_prefix[tile], first + tile * span, first + end);
+    }
 }
 
 rafter_status lce_agree(struct lce_run *run) {
@@ -36,7 +62,10 @@ rafter_status lce_agree(struct lce_run *run) {
     const rafter_status status = rafter_loss_read(run->context, &run->loss);
     if (!rafter_loss_grouped(&run->loss))
         return status;
-    return rafter_loss_agree(run->context, &run->loss, &terms, status, run->b.rank_prefix);
+    RAFTER_TRY(rafter_loss_agree(run->context, &run->loss, &terms, status, run->b.rank_prefix));
+    if (run->b.tiles)
+        sum_weights(run);
+    return RAFTER_OK;
 }
 
 void lce_place_dx(struct lce_run *run) {

@@ -57,6 +57,8 @@ struct step {
     struct lce_run *run;
     int64_t group, slice;
     int64_t first_row, rows, first_class, classes;
+    int64_t tile; /* that the slice is of, if classes are spread over ranks */
+    bool begins_tile, ends_tile;
     int64_t w_chunks, x_panels, x_chunks; /* packing tasks, in this order */
     bool pack_w_logits, pack_w_dx;
     bool fused; /* the gradient of each block is computed right after its logits */
@@ -76,8 +78,13 @@ static struct step step_at(struct lce_run *run, int64_t group, int64_t slice) {
     struct step s = {.run = run, .group = group, .slice = slice};
     s.first_row = group * plan->group;
     s.rows = min64(plan->group, run->rows - s.first_row);
-    s.first_class = slice * plan->slice;
-    s.classes = min64(plan->slice, run->problem->classes - s.first_class);
+    const int64_t span = lce_span(run->problem), slices = lce_slices_of_span(run->problem, plan);
+    s.tile = slice / slices;
+    s.first_class = s.tile * span + slice % slices * plan->slice;
+    const int64_t end = min64((s.tile + 1) * span, run->problem->classes);
+    s.classes = min64(plan->slice, end - s.first_class);
+    s.begins_tile = slice % slices == 0;
+    s.ends_tile = s.first_class + s.classes == end;
     s.x = (struct lce_matrix){.dtype = c->x.dtype,
                               .rows = s.rows,
                               .columns = depth,
@@ -186,27 +193,40 @@ static double work(const struct step *s) {
     return (double)s->rows * (double)s->classes * (1.0 + (double)s->run->problem->depth / 32);
 }
 
+/* Statistics of row i of the group over a block of classes. */
+static struct rafter_row_stats block_at(const struct step *s, int64_t number, int64_t i) {
+    const int64_t padded = round_up(s->rows, LCE_COLUMNS);
+    const float *const block = s->run->b.block_stats + number * LCE_STATS * padded + i;
+    struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded], .sum = (double)block[LCE_SUM * padded]};
+    if (s->logits.more) {
+        int32_t argmax;
+        memcpy(&argmax, &block[LCE_ARGMAX * padded], sizeof argmax);
+        here.moment = (double)block[LCE_MOMENT * padded];
+        here.weighted = (double)block[LCE_WEIGHTED * padded];
+        here.best = (double)block[LCE_BEST * padded];
+        here.argmax = s->logits.first_class + argmax;
+    }
+    return here;
+}
+
 /* Merges statistics of one block of rows over the whole slice, and with those of the slices
- * before. */
+ * before. Kernels do the first, in an order that depends on the slice; so not if classes are spread over
+ * ranks. */
 static void fold(const struct step *s, int64_t task) {
     const struct lce_buffers *b = &s->run->b;
-    s->run->kernels->fold(&s->logits, task);
-
-    const int64_t padded = round_up(s->rows, LCE_COLUMNS);
-    const float *const block = b->block_stats;
+    const int64_t blocks = b->tiles ? ceil_div(s->classes, LCE_ROWS) : 1;
+    if (!b->tiles)
+        s->run->kernels->fold(&s->logits, task);
     for (int64_t i = task * LCE_COLUMNS; i < min64((task + 1) * LCE_COLUMNS, s->rows); i++) {
         struct rafter_row_stats *const merged = &b->stats[s->first_row + i];
-        struct rafter_row_stats here = {.max = (double)block[LCE_MAX * padded + i],
-                                        .sum = (double)block[LCE_SUM * padded + i]};
-        if (s->logits.more) {
-            int32_t argmax;
-            memcpy(&argmax, &block[LCE_ARGMAX * padded + i], sizeof argmax);
-            here.moment = (double)block[LCE_MOMENT * padded + i];
-            here.weighted = (double)block[LCE_WEIGHTED * padded + i];
-            here.best = (double)block[LCE_BEST * padded + i];
-            here.argmax = s->logits.first_class + argmax;
+        if (b->tiles && s->begins_tile)
+            *merged = rafter_row_empty;
+        for (int64_t block = 0; block < blocks; block++) {
+            const struct rafter_row_stats here = block_at(s, block, i);
+            *merged = rafter_row_merge(merged, &here);
         }
-        *merged = rafter_row_merge(merged, &here);
+        if (b->tiles && s->ends_tile)
+            lce_put_tile(s->run, s->first_row + i, s->tile);
     }
 }
 
@@ -388,7 +408,7 @@ static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, str
 static rafter_status run_fast(struct lce_run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dweight(q, run->plan);
-    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
+    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = lce_slices(q, run->plan);
     for (int64_t group = 0; group < groups; group++) {
         if (q->stats) {
             for (int64_t slice = 0; slice < slices; slice++)
@@ -405,7 +425,7 @@ static rafter_status run_fast(struct lce_run *run) {
 static rafter_status run_compact(struct lce_run *run) {
     const struct lce_problem *q = run->problem;
     const bool in_workspace = lce_stores_all_dx(q, run->plan), split = run->plan->split;
-    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = ceil_div(q->classes, run->plan->slice);
+    const int64_t groups = ceil_div(run->rows, run->plan->group), slices = lce_slices(q, run->plan);
     const struct partial_sum none = {.wanted = false};
     if (q->stats) {
         for (int64_t slice = 0; slice < slices; slice++)

@@ -34,7 +34,10 @@ struct lce_run {
 /* Reads the labels and agrees with the other ranks, if there are any. */
 rafter_status lce_agree(struct lce_run *run);
 
-/* The statistics of all rows become those over the classes of all ranks. */
+/* Stores the statistics of a row, which are those of a whole tile. */
+void lce_put_tile(struct lce_run *run, int64_t row, int64_t tile);
+
+/* The statistics of all rows become those over the classes of all ranks, from those of tiles. */
 rafter_status lce_exchange_rows(struct lce_run *run);
 
 /* Where steps store dx: into the caller's tensor, or into sums that are zero so far. */

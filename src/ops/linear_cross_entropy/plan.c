@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "ops/linear_cross_entropy/plan.h"
 
+#include "ops/loss_group.h"
+
 #include <math.h>
 #include <stdint.h>
 
@@ -21,8 +23,9 @@ enum { SLICE_BYTES = 32 * MIB };
  * wait for the last task, about this many tasks' time on some 16 threads. */
 enum { PRODUCT_RATE = 64, STEP_COST = 1 << 20, IDLE_TASKS = 8 };
 
-/* Groups and slices are multiples of this. */
-enum { UNIT = 32 };
+/* Groups and slices are multiples of this; and of whole blocks, if they have so many that this makes
+ * little difference. */
+enum { UNIT = 32, WHOLE_BLOCKS = 4 };
 
 /* ---- layout ---------------------------------------------------------------------------------- */
 
@@ -30,7 +33,7 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     const struct lce_format *f = &q->format;
     struct lce_layout *const to = &plan->layout;
     const int64_t n = q->rows, padded = n + LCE_COLUMNS, d = q->depth, group = plan->group, slice = plan->slice;
-    const int64_t groups = ceil_div(n, group), slices = ceil_div(q->classes, slice);
+    const int64_t groups = ceil_div(n, group), slices = lce_slices(q, plan);
     const bool gradients = q->dx || q->dweight || q->dbias;
     int64_t used = 0;
 #define PLACE(buffer, wanted, bytes_)                                                                                  \
@@ -65,6 +68,8 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(block_dbias, q->dbias, ceil_div(group, LCE_COLUMNS) * slice * 4);
     PLACE(dbias, q->dbias, q->classes * 4);
     PLACE(rank_prefix, q->ranks > 0, (q->ranks + 1) * 8);
+    PLACE(tile_prefix, q->ranks > 0 && q->stats, (lce_tiles(q) + 1) * 8);
+    PLACE(tiles, q->ranks > 0 && q->stats, n * lce_tiles(q) * (int64_t)sizeof(struct rafter_row_record));
     PLACE(exchange, q->ranks > 0 && q->stats, q->exchange);
     PLACE(dx_sum, q->ranks > 0 && q->dx, n * d * 4);
     PLACE(dx_share, q->ranks > 0 && q->dx, n * d / q->ranks * 4);
@@ -84,7 +89,7 @@ static double passes(const struct lce_format *f, int64_t m, int64_t k) {
 static double overhead(const struct lce_problem *q, const struct lce_plan *plan) {
     const double w = (double)q->classes * (double)q->depth, x = (double)q->rows * (double)q->depth;
     const double logits = (double)q->rows * (double)q->classes;
-    const double groups = (double)ceil_div(q->rows, plan->group), slices = (double)ceil_div(q->classes, plan->slice);
+    const double groups = (double)ceil_div(q->rows, plan->group), slices = (double)lce_slices(q, plan);
     const double w_packs = 1 + q->dx, x_packs = 1 + q->dweight;
     double moved = slices * x * 4 * q->dx; /* sums of dx, read and written; an fp32 number counts as two of W or x */
     if (plan->fast) {
@@ -107,11 +112,11 @@ static double overhead(const struct lce_problem *q, const struct lce_plan *plan)
     return moved;
 }
 
-/* One of `count` parts of `total`: a multiple of UNIT, or of `block` if that makes
- * little difference. */
-static int64_t part(int64_t total, int64_t count, int64_t block) {
+/* One of `count` parts of `total`: a multiple of UNIT, or of `block` if it has `least` of them or
+ * more. */
+static int64_t part(int64_t total, int64_t count, int64_t block, int64_t least) {
     const int64_t even = ceil_div(total, count);
-    return round_up(max64(even, 1), even >= 4 * block ? block : UNIT);
+    return round_up(max64(even, 1), even >= least * block ? block : UNIT);
 }
 
 static int64_t more(int64_t count) {
@@ -124,10 +129,10 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
     double least = INFINITY;
     struct lce_plan plan = {.fast = fast, .split = split, .group = INT64_MAX};
     for (int64_t groups = 1; plan.group > UNIT && (groups == 1 || !fast || q->ranks == 0); groups = more(groups)) {
-        plan.group = part(q->rows, groups, LCE_COLUMNS);
+        plan.group = part(q->rows, groups, LCE_COLUMNS, WHOLE_BLOCKS);
         plan.slice = INT64_MAX;
         for (int64_t slices = 1; plan.slice > UNIT; slices = more(slices)) {
-            plan.slice = part(q->classes, slices, LCE_ROWS);
+            plan.slice = part(lce_span(q), slices, LCE_ROWS, q->ranks > 0 ? 1 : WHOLE_BLOCKS);
             lay_out(q, &plan);
             const double cost = plan.bytes <= limit ? overhead(q, &plan) : INFINITY;
             if (cost < least || (least == INFINITY && plan.bytes < best->bytes)) {

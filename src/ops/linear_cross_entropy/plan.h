@@ -21,6 +21,9 @@
  *
  * If the classes are spread over ranks, the statistics of all rows are exchanged at once: ranks may
  * cut their shards otherwise than one another, but exchange equally often. fast then has one group.
+ * Slices are cut within tiles of LCE_TILE classes, at multiples of LCE_ROWS if the budget allows, and the
+ * statistics of a tile are merged block by block. So they do not depend on the plan, and those of tiles
+ * are merged as a tree (loss_group.h): bits do not depend on which rank has a tile.
  */
 #ifndef RAFTER_LCE_PLAN_H
 #define RAFTER_LCE_PLAN_H
@@ -65,14 +68,16 @@ struct lce_problem {
     X(int64_t, blocks_done) /* of classes, for each block of rows */                                                   \
     X(char, dz_by_row)                                                                                                 \
     X(char, dz_by_class)                                                                                               \
-    X(float, dx)           /* of the group, or of all groups */                                                        \
-    X(float, dweight)      /* of the slice, or of all slices */                                                        \
-    X(float, block_dbias)  /* of the slice, by blocks of rows */                                                       \
-    X(float, dbias)        /* of all classes */                                                                        \
-    X(double, rank_prefix) /* only if classes are spread over ranks: see rafter_loss_agree */                          \
-    X(char, exchange)      /* see rafter_loss_exchange_bytes */                                                        \
-    X(float, dx_sum)       /* of all rows, ignored ones too, [rows, D]: before and after the sum over ranks */         \
-    X(float, dx_share)     /* this rank's share of it */
+    X(float, dx)                       /* of the group, or of all groups */                                            \
+    X(float, dweight)                  /* of the slice, or of all slices */                                            \
+    X(float, block_dbias)              /* of the slice, by blocks of rows */                                           \
+    X(float, dbias)                    /* of all classes */                                                            \
+    X(double, rank_prefix)             /* only if classes are spread over ranks: see rafter_loss_agree */              \
+    X(double, tile_prefix)             /* the same before each tile of this rank */                                    \
+    X(struct rafter_row_record, tiles) /* of each row, tile by tile */                                                 \
+    X(char, exchange)                  /* see rafter_loss_exchange_bytes */                                            \
+    X(float, dx_sum)   /* of all rows, ignored ones too, [rows, D]: before and after the sum over ranks */             \
+    X(float, dx_share) /* this rank's share of it */
 
 /* Offsets in bytes; -1: the plan needs no such buffer. */
 struct lce_layout {
@@ -117,6 +122,23 @@ static inline struct lce_block lce_block_of(const struct lce_format *f, const st
     const int64_t together = lce_blocks_in_cache(f, job->k, rows), first = task / (together * columns) * together;
     const int64_t here = min64(together, rows - first), in = task - first * columns;
     return (struct lce_block){first + in % here, in / here};
+}
+
+enum { LCE_TILE = 16384 };
+
+/* The range of classes that slices are cut from: a tile, or all. */
+static inline int64_t lce_span(const struct lce_problem *problem) {
+    return max64(1, problem->ranks > 0 ? min64(LCE_TILE, problem->classes) : problem->classes);
+}
+static inline int64_t lce_tiles(const struct lce_problem *problem) {
+    return ceil_div(problem->classes, lce_span(problem));
+}
+static inline int64_t lce_slices_of_span(const struct lce_problem *problem, const struct lce_plan *plan) {
+    return ceil_div(lce_span(problem), plan->slice);
+}
+static inline int64_t lce_slices(const struct lce_problem *problem, const struct lce_plan *plan) {
+    const int64_t span = lce_span(problem);
+    return problem->classes / span * lce_slices_of_span(problem, plan) + ceil_div(problem->classes % span, plan->slice);
 }
 
 /* Whether the workspace holds the logits of all slices, sums of all of dx, sums of all of dW. */
