@@ -65,7 +65,8 @@
  * change the caller's exception flags.
  *
  * Determinism: the same call gives the same bits every time, for any number of threads, wherever in
- * memory its tensors are.
+ * memory its tensors are. Whether a row's bits also are the same in another batch is an option: see
+ * rafter_context_set_batch_invariant.
  *
  * Zero-size tensors are valid where PyTorch accepts them.
  *
@@ -159,19 +160,22 @@ RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void
  * call has, on what the others hold, nor on where the row is among them. The results of a row are
  *     cross_entropy, linear_cross_entropy   row_loss, loss without reduction, lse, logprob, entropy,
  *                                           argmax; its row of dlogits or dx, for the same upstream
- *                                           gradient (a mean's depends on the other rows)
- *     logsumexp, act                        lse, y, dx of a line along `dim`, or of an element
- *     lrpe_cosine                           y, dx of a token and head; with softmax over the sequence,
- *                                           of a feature's whole sequence
- * Not dweight, dbias, dtheta and reduced losses, which are sums over rows. Two calls are compared that
- * are otherwise the same: the same length of rows, dtypes, options, wanted results and the same
- * stride within a row, on the same device and the same build.
- * On a CPU that is always so, and the option changes nothing. On CUDA it is a cut of the work that
- * does not look at the number of rows: as fast as the usual one if rows are many, slower if they are
- * few. Two kinds of linear_cross_entropy calls on CUDA cannot be served and are refused with
- * RAFTER_UNSUPPORTED: calls with a budget; and dx of fp16 inputs without exponentials (mode compact,
- * or backward from lse) if rows have upstream gradients of their own. On every device, so are calls
- * that sum dx over more than two ranks: the order of that sum is the communicator's. */
+ *                                           gradient (that of a mean depends on the other rows)
+ *     logsumexp, act, scale                 lse, y, dx of a line along `dim`, or of an element
+ *     lrpe_cosine                           y, dx of a token; with softmax over the sequence, of a batch
+ *                                           entry
+ * Not dweight, dbias, dtheta and reduced losses, which are sums over rows. This holds for calls that
+ * are otherwise the same: lengths, dtypes, options, wanted results, strides within a row; device and
+ * build. On CUDA, rows of whole multiples of 16 bytes must also begin at such multiples in all of
+ * the calls, or in none.
+ * The option cuts work by the lengths of rows alone. That is as fast if rows are many, and slower if
+ * they are few and long. (Without it, rows on a CPU depend on each other only if there are few, or
+ * if their elements are not adjacent.)
+ * Refused with RAFTER_UNSUPPORTED, because they cannot be served: linear_cross_entropy with dx summed
+ * over more than two ranks, in the communicator's order; and on CUDA, linear_cross_entropy with a
+ * budget, with fp32 inputs and class_group, or with dx of fp16 inputs if rows have upstream gradients
+ * or weights of their own and the exponentials of the logits are not stored (mode compact, backward
+ * from lse, or V <= 2 D). */
 RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:

@@ -7,8 +7,8 @@ import os
 
 __version__ = "0.2.0"  # as in include/rafter/rafter.h, which a test compares
 
-_PYTORCH = ("LogProbs", "LossOutput", "act", "cross_entropy", "linear_cross_entropy", "linear_logprobs", "logsumexp",
-            "lrpe_cosine", "nn", "patch", "relu", "sigmoid", "silu", "softmax", "unpatch")
+_PYTORCH = ("LogProbs", "LossOutput", "act", "batch_invariant", "cross_entropy", "is_batch_invariant",
+            "linear_cross_entropy", "linear_logprobs", "logsumexp", "lrpe_cosine", "nn", "patch", "relu", "sigmoid", "silu", "softmax", "unpatch")
 _built = os.path.exists(os.path.join(os.path.dirname(os.path.abspath(__file__)), "librafter_torch.so"))
 
 if _built and importlib.util.find_spec("torch"):
@@ -16,6 +16,7 @@ if _built and importlib.util.find_spec("torch"):
     from .functional import (LogProbs, LossOutput, act, cross_entropy, linear_cross_entropy, linear_logprobs,
                              logsumexp, lrpe_cosine, relu, sigmoid, silu, softmax)
     from .huggingface import patch, unpatch
+    from ._batch import batch_invariant, is_batch_invariant
 
     __all__ = [*_PYTORCH]
 else:

@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cctype>
 #include <deque>
 #include <memory>
@@ -44,6 +45,9 @@ std::string python_names(const std::string &message) {
     }
     return text;
 }
+
+/* rafter.batch_invariant, for all threads: backward runs on another one. */
+std::atomic<int32_t> batch_invariant{0};
 
 struct Destroy {
     void operator()(rafter_context *context) const {
@@ -207,6 +211,7 @@ Session::Session(const char *op, Device device) : op_(op) {
     } else {
         context_ = cpu_context(op);
     }
+    rafter_context_set_batch_invariant(context_, batch_invariant.load());
 }
 
 void Session::operator()(rafter_status status) const {
@@ -220,3 +225,7 @@ void Session::operator()(rafter_status status) const {
 }
 
 } // namespace rafter
+
+int32_t rafter_torch_batch_invariant(int32_t mode) {
+    return mode < 0 ? rafter::batch_invariant.load() : rafter::batch_invariant.exchange(mode);
+}

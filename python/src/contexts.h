@@ -30,4 +30,7 @@ class Session {
 
 } // namespace rafter
 
+/* Sets whether later calls are batch invariant, 0 or 1; -1 only asks. Returns what it was before. */
+extern "C" __attribute__((visibility("default"))) int32_t rafter_torch_batch_invariant(int32_t mode);
+
 #endif

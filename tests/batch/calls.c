@@ -168,13 +168,13 @@ static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
         a.dloss = add_numbers(s, INPUT, RAFTER_F32, 1.0);
     if (s->failed)
         return RAFTER_OUT_OF_MEMORY;
-    if (what == 3) {
-        const rafter_status status = rafter_linear_cross_entropy_backward(s->context, &a);
-        *skipped = status == RAFTER_UNSUPPORTED && dtype == RAFTER_F16; /* as the header says */
+    if (what < 4) {
+        const rafter_status status = what == 3 ? rafter_linear_cross_entropy_backward(s->context, &a)
+                                               : rafter_linear_cross_entropy_forward(s->context, &a);
+        /* The header says which. */
+        *skipped = status == RAFTER_UNSUPPORTED && dtype == RAFTER_F16 && what > 0;
         return status;
     }
-    if (what < 4)
-        return rafter_linear_cross_entropy_forward(s->context, &a);
     rafter_status status = rafter_linear_cross_entropy_saved(s->context, &a, &a.saved_bytes);
     *skipped = status == RAFTER_OK && a.saved_bytes == 0;
     if (status != RAFTER_OK || *skipped)
