@@ -139,7 +139,8 @@ static bool resume(struct run *run) {
 
 static bool open_run(struct run *run, int argc, char **argv) {
     const struct options *o = &run->options;
-    const rafter_context_options options = {.size = sizeof options, .device = o->device, .threads = o->threads};
+    const rafter_context_options options = {
+        .size = sizeof options, .device = o->device, .threads = o->threads, .batch_invariant = o->batch_invariant};
     const rafter_status status = rafter_context_create(&run->context, &options);
     if (status != RAFTER_OK && o->device.device_type == kDLCUDA)
         return !fail("no CUDA context", rafter_last_error(NULL));

@@ -42,7 +42,8 @@ static rafter_context *context_of(struct run *run, const char *variant) {
     if (run->variants == RUN_VARIANTS)
         return NULL;
     const rafter_context_options options = {.device = context_device(run->context),
-                                            .threads = rafter_context_threads(run->context)};
+                                            .threads = rafter_context_threads(run->context),
+                                            .batch_invariant = run->options.batch_invariant};
     rafter_context *const context = variant_context(variant, options);
     run->variant[run->variants++] = (struct variant_column){variant, context};
     return context;

@@ -177,7 +177,8 @@ static int explain(const struct options *o) {
     if (!find_algorithm(p.op, o->algorithm, &p.algorithm))
         return 2;
     const bool cuda = o->device.device_type == kDLCUDA;
-    const rafter_context_options options = {.size = sizeof options, .device = o->device, .threads = o->threads};
+    const rafter_context_options options = {
+        .size = sizeof options, .device = o->device, .threads = o->threads, .batch_invariant = o->batch_invariant};
     rafter_context *context = NULL;
     if (rafter_context_create(&context, &options) != RAFTER_OK) {
         fprintf(stderr, "rafter: no context: %s\n", rafter_last_error(NULL));

@@ -105,6 +105,11 @@ static bool read_threads(struct options *o, const char *value) {
     return true;
 }
 
+static bool read_batch_invariant(struct options *o, const char *value) {
+    (void)value;
+    return o->batch_invariant = true;
+}
+
 static bool read_seconds(struct options *o, const char *value) {
     char *end;
     o->seconds = strtod(value, &end);
@@ -365,6 +370,7 @@ static const struct {
     {"--x", true, BENCH, read_x},
     {"--dtype", true, BENCH | INFO, read_dtype},
     {"--threads", true, BENCH | CHECK | INFO, read_threads},
+    {"--batch-invariant", false, BENCH | INFO, read_batch_invariant},
     {"--cells", true, BENCH, read_cells},
     {"--seed", true, BENCH, read_seed},
     {"--json", true, BENCH, read_json},

@@ -26,7 +26,8 @@ struct options {
     bool has_dtype;  /* it was given */
     DLDevice device; /* zero: the CPU */
     int threads;     /* 0: as many as OpenMP would */
-    double seconds;  /* per cell; 0: the preset's */
+    bool batch_invariant;
+    double seconds; /* per cell; 0: the preset's */
     const char *json, *csv, *html;
     bool percent, error, host, first; /* extra figures beside each cell */
     bool variants;                    /* a column for each variant */

@@ -11,8 +11,9 @@
 #include "cuda/elementwise.cuh"
 #include "cuda/row_statistics.cuh"
 
-/* Pack i holds elements [i N, i N + N). Elements after the last whole pack are the tail. */
-template <typename T> struct IndexedRow {
+/* Pack i holds elements [i N, i N + N). Elements after the last whole pack are the tail. ALIGNED: the
+ * elements are adjacent, and the first one is at a multiple of 16 bytes. The sums are the same. */
+template <typename T, bool ALIGNED> struct IndexedRow {
     static constexpr int N = WIDE<T>;
     const T *first;
     int64_t n, step; /* elements; distance between them */
@@ -25,15 +26,15 @@ template <typename T> struct IndexedRow {
     }
     /* Packs i, i + threads, ...; those that do not exist are full of `instead`. */
     template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
-        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
-        if (step != 1)
-            load_elements(group, i, threads, instead);
-        else if (ragged != 0)
-            load_shifted(group, i, threads, instead, ragged);
-        else
+        if constexpr (ALIGNED) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
                 group[k] = load_once_if<T, N>(i + k * threads < packs(), first + (i + k * threads) * N, instead);
+        } else if (step == 1) {
+            load_shifted(group, i, threads, instead);
+        } else {
+            load_elements(group, i, threads, instead);
+        }
     }
 
   private:
@@ -52,8 +53,9 @@ template <typename T> struct IndexedRow {
     }
     /* Of two aligned packs each, where both lie within the row. */
     template <int COUNT>
-    DEVICE void load_shifted(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead, int ragged) const {
+    DEVICE void load_shifted(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
         using namespace elementwise;
+        const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
         uint4 low[COUNT], high[COUNT];
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
@@ -83,6 +85,8 @@ template <typename T> struct IndexedRow {
 /* ---- threads per row ------------------------------------------------------------------------- */
 
 constexpr int INDEXED_THREADS = 512; /* per block, at most */
+/* Blocks per multiprocessor: shifting takes registers. */
+template <bool ALIGNED> constexpr int INDEXED_BLOCKS = ALIGNED ? 3 : 2;
 
 /* By the length of rows alone. A warp per row, and several rows per block; or a block per row. */
 struct RowTeam {
@@ -113,6 +117,16 @@ struct RowTeam {
     }
 };
 
+/* Whether IndexedRow's ALIGNED holds for the last dimension of a view. */
+inline bool rows_are_aligned(const rafter_view &view) {
+    const int last = view.ndim - 1;
+    const int64_t bytes = rafter_dtype_bytes(view.dtype);
+    bool all = reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && (view.stride[last] == 1 || view.shape[last] == 1);
+    for (int d = 0; d < last; d++)
+        all = all && (view.shape[d] == 1 || view.stride[d] * bytes % 16 == 0);
+    return all;
+}
+
 /* ---- elements, one by one -------------------------------------------------------------------- */
 
 /* Whether packs of one row are packs of the other. */
@@ -123,7 +137,8 @@ template <typename T> DEVICE bool aligned_alike(const T *a, const T *b) {
 /* ---- softmax statistics ---------------------------------------------------------------------- */
 
 /* Of one thread's share of a row: every threads-th pack, and elements of the tail. */
-template <typename T> DEVICE RowStats indexed_stats(const IndexedRow<T> &row, int thread, int threads, float scale) {
+template <typename T, bool ALIGNED>
+DEVICE RowStats indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, float scale) {
     RowStats s = no_elements();
     for (int64_t i = thread; i < row.packs(); i += IN_FLIGHT * threads) {
         Pack<T, WIDE<T>> group[IN_FLIGHT];

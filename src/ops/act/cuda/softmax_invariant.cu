@@ -27,8 +27,8 @@ template <typename T, bool FORWARD> struct ElementOf {
 };
 
 /* The sum of y dy over one thread's share of a row. */
-template <typename T>
-DEVICE float dot_of_share(const IndexedRow<T> &y, const IndexedRow<T> &dy, int thread, int threads) {
+template <typename T, bool ALIGNED>
+DEVICE float dot_of_share(const IndexedRow<T, ALIGNED> &y, const IndexedRow<T, ALIGNED> &dy, int thread, int threads) {
     constexpr int N = WIDE<T>, COUNT = IN_FLIGHT / 2;
     float sum[2] = {};
     for (int64_t i = thread; i < y.packs(); i += COUNT * threads) {
@@ -63,8 +63,9 @@ DEVICE float sum_team(const RowTeam &team, float sum) {
     return warp_sum(lane < team.threads / WARP ? warp_sums[lane] : 0.0f);
 }
 
-template <typename T, bool FORWARD>
-DEVICE ElementOf<T, FORWARD> statistics_of(const RowTeam &team, const IndexedRow<T> &in, const IndexedRow<T> &dy) {
+template <bool FORWARD, typename T, bool ALIGNED>
+DEVICE ElementOf<T, FORWARD> statistics_of(const RowTeam &team, const IndexedRow<T, ALIGNED> &in,
+                                           const IndexedRow<T, ALIGNED> &dy) {
     if constexpr (FORWARD) {
         const RowStats s = merge_team(team, indexed_stats(in, team.thread(), team.threads, 1.0f), 1.0f);
         /* All -inf: 0 / 0. Some +inf: NaN too, as inf - inf would be. */
@@ -75,9 +76,9 @@ DEVICE ElementOf<T, FORWARD> statistics_of(const RowTeam &team, const IndexedRow
 }
 
 /* Every element is read and written by the same thread: the output may be an input. */
-template <typename T, bool FORWARD>
-DEVICE void write_row(const RowTeam &team, const ElementOf<T, FORWARD> &element_of, const IndexedRow<T> &in,
-                      const IndexedRow<T> &dy, T *out, int64_t out_step) {
+template <typename T, bool FORWARD, bool ALIGNED>
+DEVICE void write_row(const RowTeam &team, const ElementOf<T, FORWARD> &element_of, const IndexedRow<T, ALIGNED> &in,
+                      const IndexedRow<T, ALIGNED> &dy, T *out, int64_t out_step) {
     constexpr int N = WIDE<T>, COUNT = IN_FLIGHT / (FORWARD ? 1 : 2);
     const int thread = team.thread(), threads = team.threads;
     const bool packs = in.step == 1 && out_step == 1 && aligned_alike<const T>(in.first, out) &&
@@ -116,16 +117,16 @@ DEVICE void write_row(const RowTeam &team, const ElementOf<T, FORWARD> &element_
     }
 }
 
-template <typename T, bool FORWARD>
-__global__ __launch_bounds__(INDEXED_THREADS, 3) void indexed_rows(const __grid_constant__ IndexedArgs<T> a) {
+template <typename T, bool FORWARD, bool ALIGNED>
+__global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_constant__ IndexedArgs<T> a) {
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
     int64_t at[TENSORS];
     a.walk.offsets(row, at);
-    const IndexedRow<T> in = {a.in + at[IN], a.n, a.step[IN]},
-                        dy = {FORWARD ? in.first : a.dy + at[DY], a.n, a.step[DY]};
-    const ElementOf<T, FORWARD> element_of = statistics_of<T, FORWARD>(a.team, in, dy);
+    const IndexedRow<T, ALIGNED> in = {a.in + at[IN], a.n, a.step[IN]},
+                                 dy = {FORWARD ? in.first : a.dy + at[DY], a.n, a.step[DY]};
+    const ElementOf<T, FORWARD> element_of = statistics_of<FORWARD>(a.team, in, dy);
     write_row(a.team, element_of, in, dy, a.out + at[OUT], a.step[OUT]);
 }
 
@@ -201,7 +202,7 @@ struct SoftmaxInvariant {
         Walk walk; /* over rows */
         int64_t rows, n, step[TENSORS];
         RowTeam team;
-        bool in_registers;
+        bool aligned, in_registers;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -220,6 +221,7 @@ struct SoftmaxInvariant {
         const int kept = is_forward(call) ? KEPT<float, true> : KEPT<float, false>;
         const int64_t row_bytes = plan->n * rafter_dtype_bytes(call.out.dtype);
         plan->team = RowTeam::of(row_bytes, kept);
+        plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));
         plan->in_registers = views.wide() && row_bytes <= int64_t(16) * kept * plan->team.threads;
         return 0;
     }
@@ -235,7 +237,10 @@ struct SoftmaxInvariant {
                                      {plan.step[IN], plan.step[DY], plan.step[OUT]},
                                      plan.team};
         ::launch(context, plan.team.blocks(plan.rows),
-                 plan.in_registers ? rows_in_registers<T, FORWARD> : indexed_rows<T, FORWARD>, args);
+                 plan.in_registers ? rows_in_registers<T, FORWARD>
+                 : plan.aligned    ? indexed_rows<T, FORWARD, true>
+                                   : indexed_rows<T, FORWARD, false>,
+                 args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {

@@ -11,8 +11,8 @@
 namespace {
 
 /* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. */
-template <int OPTIONS, typename T>
-DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T> &row, int thread, int threads, const Loss &loss) {
+template <int OPTIONS, typename T, bool ALIGNED>
+DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, const Loss &loss) {
     constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
     for (int64_t i = thread; i < row.packs(); i += COUNT * threads) {
@@ -30,9 +30,9 @@ DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T> &row, int thread, in
 }
 
 /* Writes the gradient of a row. Every element is read and written by the same thread: dz may be z. */
-template <int OPTIONS, typename T>
-DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const IndexedRow<T> &z, T *dz, int64_t dz_step,
-                               int thread, int threads) {
+template <int OPTIONS, typename T, bool ALIGNED>
+DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const IndexedRow<T, ALIGNED> &z, T *dz,
+                               int64_t dz_step, int thread, int threads) {
     constexpr int N = WIDE<T>, COUNT = IN_FLIGHT;
     if (z.step != 1 || dz_step != 1 || !aligned_alike<const T>(z.first, dz)) {
         for (int64_t v = thread; v < z.n; v += threads)
@@ -56,11 +56,9 @@ DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const Indexe
     writer.write_edges(dz, span, thread, threads);
 }
 
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : 3) void indexed_rows(const __grid_constant__ Args c,
-                                                                                         const RowTeam team,
-                                                                                         const KnownTerms *row_terms,
-                                                                                         LossStats<OPTIONS> *stats) {
+template <typename T, int OPTIONS, bool ALIGNED>
+__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOCKS<ALIGNED>) void indexed_rows(
+    const __grid_constant__ Args c, const RowTeam team, const KnownTerms *row_terms, LossStats<OPTIONS> *stats) {
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = team.row();
@@ -70,7 +68,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : 3) void inde
     if (row >= loss.rows)
         return;
     const int64_t label = loss.class_of(loaded);
-    const IndexedRow<T> z = {c.z.at<const T>(row), loss.classes, c.z_step};
+    const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row), loss.classes, c.z_step};
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
         LossStats<OPTIONS> g = indexed_stats<OPTIONS>(z, thread, team.threads, loss);
@@ -91,6 +89,7 @@ struct Invariant {
     struct Plan {
         GeneralPlan general;
         RowTeam team;
+        bool aligned;
         size_t stats, terms; /* offsets in the workspace; stats: forward only; terms: if a gradient is wanted */
         int64_t row_blocks;
     };
@@ -107,6 +106,7 @@ struct Invariant {
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
         plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
+        plan->aligned = rows_are_aligned(call.logits);
         plan->general.fill(device, p, call, plan->row_blocks, &layout);
         plan->stats = p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
         plan->terms = p.gradient ? layout.add(p.rows * int64_t(sizeof(KnownTerms))) : 0;
@@ -126,7 +126,9 @@ struct Invariant {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
-                sequence.run(plan.team.blocks(args.loss.rows), indexed_rows<T, OPTIONS>, args, plan.team, terms, stats);
+                sequence.run(plan.team.blocks(args.loss.rows),
+                             plan.aligned ? indexed_rows<T, OPTIONS, true> : indexed_rows<T, OPTIONS, false>, args,
+                             plan.team, terms, stats);
                 if (args.loss.forward)
                     sequence.run(per_row, finish<T, OPTIONS>, args, 1u, stats, terms,
                                  static_cast<RowCoefficients *>(nullptr));

@@ -14,12 +14,13 @@ struct InvariantArgs {
     RowTeam team;
 };
 
-template <typename T>
-__global__ __launch_bounds__(INDEXED_THREADS, 3) void indexed_rows(const __grid_constant__ InvariantArgs a) {
+template <typename T, bool ALIGNED>
+__global__ __launch_bounds__(INDEXED_THREADS,
+                             INDEXED_BLOCKS<ALIGNED>) void indexed_rows(const __grid_constant__ InvariantArgs a) {
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
-    const IndexedRow<T> x = {a.x.at<const T>(row), a.n, a.step};
+    const IndexedRow<T, ALIGNED> x = {a.x.at<const T>(row), a.n, a.step};
     const RowStats s = merge_team(a.team, indexed_stats(x, a.team.thread(), a.team.threads, 1.0f), 1.0f);
     if (a.team.thread() == 0)
         a.lse.put(row, lse_of(s));
@@ -30,6 +31,7 @@ struct Invariant {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         InvariantArgs args;
+        bool aligned;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -40,12 +42,15 @@ struct Invariant {
         const Problem p(call);
         plan->args = {p.x_rows(), reduced_rows(call.lse, call),           p.rows,
                       p.n,        p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1, RowTeam::of(p.row_bytes(), IN_FLIGHT)};
+        plan->aligned = rows_are_aligned(p.x);
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.x.dtype, [&](auto zero) {
-            ::launch(context, plan.args.team.blocks(plan.args.rows), indexed_rows<decltype(zero)>, plan.args);
+            typedef decltype(zero) T;
+            ::launch(context, plan.args.team.blocks(plan.args.rows),
+                     plan.aligned ? indexed_rows<T, true> : indexed_rows<T, false>, plan.args);
         });
         return RAFTER_OK;
     }
