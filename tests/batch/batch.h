@@ -61,7 +61,7 @@ const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, dou
 /* One number per row. */
 const DLTensor *add_numbers(struct scene *scene, enum role role, rafter_dtype dtype, double size);
 
-/* Brings outputs to the host. False: the device failed. */
+/* Brings outputs to the host, and gives back the memory of the device. False: the device failed. */
 bool fetch(struct scene *scene);
 void release(struct scene *scene);
 

@@ -8,21 +8,60 @@
 #include "harness/gpu.h"
 #include "harness/problem.h"
 
+#define DEVICE_BYTES ((size_t)1 << 30)
+
 int content_of(const struct scene *scene, int64_t row) {
     return (int)((scene->first + 5 * row) % CONTENTS);
 }
 
-static void fill_row(const struct scene *scene, const struct tensor *t, int content, double size, int64_t labels,
+/* Numbers with a bell-shaped distribution of this size, or labels. */
+static void fill_row(const struct tensor *t, rafter_dtype dtype, int number, int content, double size, int64_t labels,
                      char *to) {
-    const uint64_t seed = problem_mix((uint64_t)scene->count * 1000 + (uint64_t)content);
-    for (int64_t e = 0; e < t->elements; e++) {
+    const uint64_t seed = problem_mix((uint64_t)number * 1000 + (uint64_t)content);
+    for (int64_t e = 0; e < t->elements; e++, to += t->element) {
         const uint64_t bits = problem_mix(seed + (uint64_t)e);
-        double value = size * problem_normal(bits);
+        const double sum = (double)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48));
+        double value = size * 1.732 * (sum / 65536.0 - 2.0);
         if (labels > 0)
             value = content == IGNORED_CONTENT && t->role != SHARED ? -100.0 : (double)(bits % (uint64_t)labels);
-        problem_store((rafter_dtype)(t->dl.dtype.code == kDLInt ? RAFTER_I64 : scene->setting->dtype), to, value);
-        to += t->element;
+        problem_store(dtype, to, value);
     }
+}
+
+/* Device memory: one block, which scenes use one after the other. */
+static char *block;
+static size_t block_used;
+enum { BLOCK_ALIGNMENT = 512 };
+
+static char *take_device_memory(size_t bytes) {
+    if (!block)
+        block = gpu_allocate(DEVICE_BYTES);
+    if (!block || block_used + bytes > DEVICE_BYTES)
+        return NULL;
+    char *const memory = block + block_used;
+    block_used += (bytes + BLOCK_ALIGNMENT - 1) / BLOCK_ALIGNMENT * BLOCK_ALIGNMENT;
+    return memory;
+}
+
+/* What a shared tensor holds: the last ones are kept, because they are large and many calls have them. */
+static const char *shared_numbers(const struct tensor *t, rafter_dtype dtype, int number, double size) {
+    static struct {
+        rafter_dtype dtype;
+        int64_t elements;
+        double size;
+        char *numbers;
+    } kept[MOST_TENSORS];
+    if (kept[number].numbers && kept[number].dtype == dtype && kept[number].elements == t->elements &&
+        kept[number].size == size)
+        return kept[number].numbers;
+    free(kept[number].numbers);
+    kept[number].dtype = dtype;
+    kept[number].elements = t->elements;
+    kept[number].size = size;
+    kept[number].numbers = malloc((size_t)(t->elements * t->element));
+    if (kept[number].numbers)
+        fill_row(t, dtype, number, 0, size, 0, kept[number].numbers);
+    return kept[number].numbers;
 }
 
 const char *element_at(const struct tensor *t, int64_t row, int64_t e) {
@@ -56,12 +95,13 @@ const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, dou
     }
     const int64_t elements = apart ? t->elements * apart : rows * t->elements;
     t->bytes = elements * t->element;
-    t->host = malloc((size_t)t->bytes + 1);
-    char *const row = malloc((size_t)(t->elements * t->element) + 1);
-    const int64_t before = layout == SHIFTED ? t->element : 0;
+    const int64_t before = layout == SHIFTED ? t->element : 0, row_bytes = t->elements * t->element;
     const bool gpu = context_on_gpu(scene->context);
-    t->memory = gpu ? gpu_allocate((size_t)(t->bytes + before)) : malloc((size_t)(t->bytes + before) + 1);
-    if (!t->host || !t->memory || !row) {
+    t->memory = gpu ? take_device_memory((size_t)(t->bytes + before)) : malloc((size_t)(t->bytes + before) + 1);
+    t->host = malloc((size_t)t->bytes + 1);
+    char *const row = malloc((size_t)row_bytes + 1);
+    const char *const shared = role == SHARED ? shared_numbers(t, dtype, scene->count - 1, size) : NULL;
+    if (!t->host || !t->memory || !row || (role == SHARED && !shared)) {
         scene->failed = true;
         free(row);
         return NULL;
@@ -70,16 +110,17 @@ const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, dou
     t->dl.strides = t->strides;
     t->dl.device = context_device(scene->context);
     t->dl.byte_offset = (uint64_t)before;
-    memset(t->host, 0xff, (size_t)t->bytes);
-    for (int content = 0; content < CONTENTS && role != OUTPUT; content++) {
-        const struct setting numbers = {.dtype = dtype};
-        struct scene as_dtype = {.setting = &numbers, .count = scene->count};
-        fill_row(&as_dtype, t, content, size, labels, row);
+    if (role == SHARED)
+        memcpy(t->host, shared, (size_t)row_bytes);
+    else
+        memset(t->host, 0xff, (size_t)t->bytes);
+    for (int content = 0; content < CONTENTS && role == INPUT; content++) {
+        fill_row(t, dtype, scene->count - 1, content, size, labels, row);
         for (int64_t r = 0; r < rows; r++) {
-            if (role != SHARED && content_of(scene, r) != content)
+            if (content_of(scene, r) != content)
                 continue;
             if (!apart)
-                memcpy(t->host + r * t->elements * t->element, row, (size_t)(t->elements * t->element));
+                memcpy(t->host + r * row_bytes, row, (size_t)row_bytes);
             for (int64_t e = 0; apart && e < t->elements; e++)
                 memcpy(t->host + (r + e * apart) * t->element, row + e * t->element, (size_t)t->element);
         }
@@ -106,15 +147,20 @@ bool fetch(struct scene *scene) {
             good = good && gpu_copy(t->host, from, (size_t)t->bytes);
         else if (t->role == OUTPUT)
             memcpy(t->host, from, (size_t)t->bytes);
+        if (!gpu)
+            free(t->memory);
+        t->memory = NULL;
     }
+    block_used = 0;
     return good;
 }
 
 void release(struct scene *scene) {
-    const bool gpu = context_on_gpu(scene->context);
     for (int i = 0; i < scene->count; i++) {
         free(scene->tensor[i].host);
-        gpu ? gpu_release(scene->tensor[i].memory) : free(scene->tensor[i].memory);
+        if (!context_on_gpu(scene->context))
+            free(scene->tensor[i].memory); /* if it was not fetched */
     }
+    block_used = 0;
     scene->count = 0;
 }

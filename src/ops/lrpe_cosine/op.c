@@ -197,6 +197,7 @@ enum {
     BP_COLUMNS = 128,         /* features per box of bp */
     BP_BATCHES = 16,          /* most batches per box of bp: they share its angles */
     BP_BLOCKS = 8,            /* auto takes sp if bp would have fewer boxes */
+    INVARIANT_BATCH = 8,      /* what the sequence of a batch-invariant softmax is cut for */
     BP_BYTES = 5 << 20        /* auto takes sp if a box of bp is larger than a thread's share of cache */
 };
 
@@ -213,7 +214,8 @@ static bool suits_bp(const struct lrpe_cosine_call *call) {
     const int64_t elements = batches * shape[1] * BP_COLUMNS; /* of x; dy has twice as many */
     const int64_t inputs = call->common.direction == RAFTER_FORWARD ? 1 : 3;
     const int64_t boxes = ceil_div(shape[2] * shape[3], BP_COLUMNS) * ceil_div(shape[0], BP_BATCHES);
-    return elements * inputs * rafter_dtype_bytes(call->x.dtype) <= BP_BYTES && boxes >= BP_BLOCKS;
+    return elements * inputs * rafter_dtype_bytes(call->x.dtype) <= BP_BYTES && boxes >= BP_BLOCKS &&
+           !call->common.batch_invariant;
 }
 
 static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, bool bp) {
@@ -226,7 +228,9 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         cut.h_step = cut.d_step < features ? 1 : min64(heads, max64(1, BP_COLUMNS / features));
         cut.b_step = min64(batch, BP_BATCHES);
     } else {
-        cut.n_step = min64(length, round_up(max64(16, TASK_ELEMENTS / (call->x.numel / length)), 16));
+        const bool invariant = f == LRPE_SEQUENCE && call->common.batch_invariant;
+        const int64_t per_token = invariant ? INVARIANT_BATCH * heads * features : call->x.numel / length;
+        cut.n_step = min64(length, round_up(max64(16, TASK_ELEMENTS / per_token), 16));
         if (f == LRPE_SEQUENCE || call->dtheta.data)
             cut.n_step = min64(length, max64(cut.n_step, round_up(ceil_div(length, MOST_PARTS), 16)));
         /* A short sequence: cut heads too, and then the batch, for which angles are computed
