@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of many rows that lie side by side: a thread takes a row and finishes it. The threads of
- * a warp load adjacent elements, one each; enough of them are in flight to fill the bus. If fewer rows
+ * Statistics of rows that lie side by side: a thread takes a row and finishes it. The threads of a
+ * warp load adjacent elements, one each; enough of them are in flight to fill the bus. If fewer rows
  * than a warp are adjacent, a cache line is loaded for the first of its elements and found in L1 for
- * the others.
+ * the others. Few long rows are cut into parts with a thread each; a second kernel merges the parts,
+ * in order, and finishes the rows.
  *
- * What an Op must have: see row_stream.cuh.
+ * What an Op must have: see row_stream.cuh; and Stats merge(Stats, Stats).
  */
 #ifndef RAFTER_CUDA_ROW_THREADS_CUH
 #define RAFTER_CUDA_ROW_THREADS_CUH
@@ -13,12 +14,16 @@
 #include "cuda/slabs.cuh"
 
 constexpr int ROW_THREADS_BLOCK = 256;
+constexpr int64_t MANY_THREADS = 1 << 17; /* that fill any device */
 
 /* As a kernel argument. */
 struct RowThreads {
     Slabs slabs;
-    unsigned rows, blocks;
-    Divisor by_inner;
+    unsigned rows;
+    int parts, part; /* parts of a row; elements of each but the last */
+    unsigned blocks, merge_blocks;
+    int merge_lanes; /* per row */
+    Divisor by_inner, by_rows;
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -31,61 +36,114 @@ static inline const char *why_not_threads(const Slabs &s, int bytes) {
         return "rows are not side by side";
     if (s.inner * bytes < 14)
         return "fewer than 14 bytes of rows are adjacent";
-    /* A thread per row has to fill the device. */
-    return s.rows() >= 1 << 17 || s.length <= 64 ? NULL : "rows are few and long";
+    /* Few rows of a large tensor are read faster by packs. */
+    return s.rows() >= MANY_THREADS || s.rows() * s.length * bytes <= 64 << 20 ? NULL : "rows are few and long";
 }
 
+/* By shape alone: the same bits everywhere. */
 static inline RowThreads threads_of(const Slabs &s, int blocks) {
     RowThreads t = {};
     t.slabs = s;
     t.rows = static_cast<unsigned>(s.rows());
-    t.blocks = static_cast<unsigned>(min(ceil_div<int64_t>(s.rows(), ROW_THREADS_BLOCK), int64_t(blocks)));
+    const int64_t filling = min(ceil_div(MANY_THREADS, s.rows()), s.length / 32);
+    const int64_t parts = s.length <= 64 ? 1 : max(min(filling, int64_t(512)), int64_t(1));
+    t.part = static_cast<int>(round_up<int64_t>(ceil_div(s.length, parts), 16));
+    t.parts = static_cast<int>(ceil_div<int64_t>(s.length, t.part));
+    const auto needed = [&](int64_t threads) {
+        return static_cast<unsigned>(min(ceil_div<int64_t>(threads, ROW_THREADS_BLOCK), int64_t(blocks)));
+    };
+    t.merge_lanes = t.parts > 8 ? WARP : 1;
+    t.blocks = needed(s.rows() * t.parts);
+    t.merge_blocks = needed(s.rows() * t.merge_lanes);
     t.by_inner = Divisor(s.inner);
+    t.by_rows = Divisor(s.rows());
     return t;
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-template <class Op, typename T, int STEPS> DEVICE void thread_rows(Op &op, const RowThreads &t) {
-    const int length = static_cast<int>(t.slabs.length);
-    const int64_t step = t.slabs.step[0];
-    Pack<T, 1> packs[STEPS];
-    bool first_row = true;
-    for (unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x; i < t.rows || first_row;
-         i += gridDim.x * ROW_THREADS_BLOCK) {
-        const unsigned taken = i < t.rows ? i : 0, slab = t.by_inner.quotient(taken);
-        const int column = static_cast<int>(taken - slab * t.by_inner.number);
+/* Where row `index` of all slabs begins, and its number among all rows. */
+template <typename T> struct PlacedRow {
+    const T *first;
+    int64_t number;
+
+    DEVICE PlacedRow(const RowThreads &t, unsigned index) {
+        const unsigned slab = t.by_inner.quotient(index);
+        const int column = static_cast<int>(index - slab * t.by_inner.number);
         int64_t offset[3];
         t.slabs.walk.offsets(slab, offset);
-        const T *const first = t.slabs.at<const T>(0, offset[0]) + column, *p = first;
-        const int64_t number = offset[2] + column * t.slabs.row_step;
+        first = t.slabs.at<const T>(0, offset[0]) + column;
+        number = offset[2] + column * t.slabs.row_step;
+    }
+};
+
+/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. */
+template <class Op, typename T, int STEPS, bool PARTS>
+DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_stats) {
+    const int64_t step = t.slabs.step[0];
+    const unsigned tasks = t.rows * (PARTS ? t.parts : 1);
+    Pack<T, 1> packs[STEPS];
+    bool first_row = true;
+    for (unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x; i < tasks || first_row;
+         i += gridDim.x * ROW_THREADS_BLOCK) {
+        const unsigned task = i < tasks ? i : 0;
+        const int part = PARTS ? static_cast<int>(t.by_rows.quotient(task)) : 0;
+        const PlacedRow<T> place(t, task - part * t.rows);
+        const int from = PARTS ? part * t.part : 0,
+                  to = PARTS ? min(from + t.part, static_cast<int>(t.slabs.length)) : static_cast<int>(t.slabs.length);
+        const T *p = place.first + from * step;
         const auto load = [&](int l) {
-            if (l + STEPS <= length) {
+            if (l + STEPS <= to) {
 #pragma unroll
                 for (int k = 0; k < STEPS; k++, p += step)
                     packs[k] = load_once<T, 1>(p);
             } else {
 #pragma unroll
                 for (int k = 0; k < STEPS; k++, p += step)
-                    packs[k] = load_once_if<T, 1>(l + k < length, p, -INFINITY);
+                    packs[k] = load_once_if<T, 1>(l + k < to, p, -INFINITY);
             }
         };
-        typename Op::Row row = i < t.rows ? op.load_row(number) : op.no_row();
-        load(0);
+        typename Op::Row row = !PARTS && i < tasks ? op.load_row(place.number) : op.no_row();
+        load(from);
         if (first_row)
             op.begin();
         first_row = false;
-        op.look(
-            row, [&] { return first; }, step);
+        if constexpr (!PARTS)
+            op.look(
+                row, [&] { return place.first; }, step);
         typename Op::Stats g = op.none();
 #pragma unroll 1
-        for (int l = 0; l < length;) {
-            op.add(g, packs, min(length - l, STEPS), l, 1);
+        for (int l = from; l < to;) {
+            op.add(g, packs, min(to - l, STEPS), l, 1);
             l += STEPS;
-            if (l < length)
+            if (l < to)
                 load(l);
         }
-        op.finish(row, number, g);
+        if constexpr (!PARTS)
+            op.finish(row, place.number, g);
+        else if (i < tasks)
+            part_stats[i] = g;
+    }
+}
+
+template <class Op, typename T, int LANES>
+DEVICE void merge_thread_rows(Op &op, const RowThreads &t, const typename Op::Stats *part_stats) {
+    const int lane = threadIdx.x % LANES;
+    unsigned i = (blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x) / LANES;
+    const unsigned rounds = ceil_div<unsigned>(t.rows, gridDim.x * (ROW_THREADS_BLOCK / LANES));
+    for (unsigned round = 0; round < rounds; round++, i += gridDim.x * (ROW_THREADS_BLOCK / LANES)) {
+        const bool present = i < t.rows;
+        const PlacedRow<T> place(t, present ? i : 0);
+        typename Op::Row row = present && lane == 0 ? op.load_row(place.number) : op.no_row();
+        op.look(
+            row, [&] { return place.first; }, t.slabs.step[0]);
+        if (round == 0)
+            op.begin();
+        typename Op::Stats g = op.none();
+#pragma unroll 4
+        for (int part = lane; part < t.parts; part += LANES)
+            g = op.merge(g, part_stats[int64_t(part) * t.rows + (present ? i : 0)]);
+        op.finish(row, place.number, op.merge_lanes(g, LANES));
     }
 }
 

@@ -30,6 +30,9 @@ template <typename T, int OPTIONS> struct RowLoss {
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step) const {
         ::add(g, packs, valid, column, step, loss);
     }
+    DEVICE Stats merge(const Stats &x, const Stats &y) const {
+        return ::merge(x, y, loss.scale);
+    }
     DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
         return ::merge_lanes(g, lanes, loss.scale);
     }

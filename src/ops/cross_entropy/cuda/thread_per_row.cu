@@ -11,16 +11,27 @@ namespace {
 struct ThreadArgs {
     Args call;
     RowThreads threads;
+    void *part_stats; /* if rows are cut */
 };
 
 constexpr int THREADS_PER_SM = 4;             /* blocks per multiprocessor */
 constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at a time */
 
-template <typename T, int OPTIONS, int STEPS>
+template <typename T, int OPTIONS, int STEPS, bool PARTS>
 __global__ __launch_bounds__(ROW_THREADS_BLOCK,
                              THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+    start_next_kernel();
     RowLoss<T, OPTIONS> op(a.call);
-    thread_rows<RowLoss<T, OPTIONS>, T, STEPS>(op, a.threads);
+    thread_rows<RowLoss<T, OPTIONS>, T, STEPS, PARTS>(op, a.threads, static_cast<LossStats<OPTIONS> *>(a.part_stats));
+    if constexpr (!PARTS)
+        add_up(a.call, op.totals);
+}
+
+template <typename T, int OPTIONS, int LANES>
+__global__ __launch_bounds__(ROW_THREADS_BLOCK) void merge_parts(const __grid_constant__ ThreadArgs a) {
+    RowLoss<T, OPTIONS> op(a.call);
+    merge_thread_rows<RowLoss<T, OPTIONS>, T, LANES>(op, a.threads,
+                                                     static_cast<const LossStats<OPTIONS> *>(a.part_stats));
     add_up(a.call, op.totals);
 }
 
@@ -29,6 +40,7 @@ struct ThreadPerRow {
     struct Plan {
         GeneralPlan general;
         RowThreads threads;
+        size_t part_stats; /* offset in the workspace */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -44,22 +56,33 @@ struct ThreadPerRow {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->threads = threads_of(slabs_of(call.logits, NULL), THREADS_PER_SM * device.multiprocessors);
-        plan->general.fill(device, p, call, plan->threads.blocks, &layout);
+        const RowThreads &t = plan->threads;
+        plan->general.fill(device, p, call, t.parts > 1 ? t.merge_blocks : t.blocks, &layout);
+        plan->part_stats = t.parts > 1 ? layout.add(p.rows * t.parts * plan->general.stats_bytes()) : 0;
         return layout.bytes;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
-        const ThreadArgs args = {plan.general.start(sequence, workspace), plan.threads};
-        const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
+        const ThreadArgs args = {plan.general.start(sequence, workspace), plan.threads,
+                                 at_offset<char>(workspace, plan.part_stats)};
+        const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK},
+                     merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
-                if (args.call.loss.classes <= FEW_STEPS)
-                    sequence.run(how, thread_per_row<T, OPTIONS, FEW_STEPS>, args);
-                else
-                    sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS>, args);
+                if (args.threads.parts > 1) {
+                    sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, true>, args);
+                    if (args.threads.merge_lanes == 1)
+                        sequence.run(merging, merge_parts<T, OPTIONS, 1>, args);
+                    else
+                        sequence.run(merging, merge_parts<T, OPTIONS, WARP>, args);
+                } else if (args.call.loss.classes <= FEW_STEPS) {
+                    sequence.run(how, thread_per_row<T, OPTIONS, FEW_STEPS, false>, args);
+                } else {
+                    sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, false>, args);
+                }
             });
         });
         return RAFTER_OK;

@@ -23,6 +23,9 @@ template <typename T> struct RowLogsumexp {
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
         add_packs(g, packs, 1.0f);
     }
+    DEVICE Stats merge(const Stats &x, const Stats &y) const {
+        return ::merge(x, y, 1.0f);
+    }
     DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
         return merge_some_lanes(g, lanes, 1.0f);
     }
@@ -30,6 +33,7 @@ template <typename T> struct RowLogsumexp {
         return {__shfl_sync(~0u, g.max, lane), __shfl_sync(~0u, g.sum, lane)};
     }
     DEVICE void begin() const {
+        wait_for_previous_kernel();
     }
     DEVICE Row no_row() const {
         return {false};

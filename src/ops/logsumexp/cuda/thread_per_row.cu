@@ -11,13 +11,21 @@ constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at
 struct ThreadArgs {
     RowThreads threads;
     Rows lse;
+    RowStats *part_stats; /* if rows are cut */
 };
 
-template <typename T, int STEPS>
+template <typename T, int STEPS, bool PARTS>
 __global__ __launch_bounds__(ROW_THREADS_BLOCK,
                              THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+    start_next_kernel();
     RowLogsumexp<T> op = {a.lse};
-    thread_rows<RowLogsumexp<T>, T, STEPS>(op, a.threads);
+    thread_rows<RowLogsumexp<T>, T, STEPS, PARTS>(op, a.threads, a.part_stats);
+}
+
+template <typename T, int LANES>
+__global__ __launch_bounds__(ROW_THREADS_BLOCK) void merge_parts(const __grid_constant__ ThreadArgs a) {
+    RowLogsumexp<T> op = {a.lse};
+    merge_thread_rows<RowLogsumexp<T>, T, LANES>(op, a.threads, a.part_stats);
 }
 
 struct ThreadPerRow {
@@ -40,19 +48,29 @@ struct ThreadPerRow {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        plan->threads = threads_of(slabs_of(Problem(call).x, NULL), THREADS_PER_SM * device.multiprocessors);
-        return 0;
+        const RowThreads &t = plan->threads =
+            threads_of(slabs_of(Problem(call).x, NULL), THREADS_PER_SM * device.multiprocessors);
+        return t.parts > 1 ? size_t(t.rows) * t.parts * sizeof(RowStats) : 0;
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
-        const ThreadArgs args = {plan.threads, reduced_rows(call.lse, call)};
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const ThreadArgs args = {plan.threads, reduced_rows(call.lse, call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
+        Launch merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
+        merging.overlaps = true;
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (plan.threads.slabs.length <= FEW_STEPS)
-                ::launch(context, how, thread_per_row<T, FEW_STEPS>, args);
-            else
-                ::launch(context, how, thread_per_row<T, MANY_STEPS>, args);
+            if (plan.threads.parts > 1) {
+                ::launch(context, how, thread_per_row<T, MANY_STEPS, true>, args);
+                if (plan.threads.merge_lanes == 1)
+                    ::launch(context, merging, merge_parts<T, 1>, args);
+                else
+                    ::launch(context, merging, merge_parts<T, WARP>, args);
+            } else if (plan.threads.slabs.length <= FEW_STEPS) {
+                ::launch(context, how, thread_per_row<T, FEW_STEPS, false>, args);
+            } else {
+                ::launch(context, how, thread_per_row<T, MANY_STEPS, false>, args);
+            }
         });
         return RAFTER_OK;
     }
