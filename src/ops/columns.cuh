@@ -248,29 +248,38 @@ template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N>
     return all;
 }
 
-/* The sum of w v over a pack that begins at `column`. */
-template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, const Loss &loss) {
-    float sum[2] = {};
-    if (!loss.class_weight) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            sum[j % 2] += v[j];
-        return sum[0] + sum[1];
-    }
-    const float *const w = loss.class_weight + column * loss.class_stride;
-    if (N % 4 == 0 && loss.class_stride == 1 && reinterpret_cast<uintptr_t>(w) % 16 == 0) {
+/* The weights of a pack of columns that begins at `column`; the call has class weights. */
+template <int N> DEVICE void load_weights(float (&w)[N], int64_t column, const Loss &loss) {
+    const float *const p = loss.class_weight + column * loss.class_stride;
+    if (N % 4 == 0 && loss.class_stride == 1 && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
 #pragma unroll
         for (int j = 0; j + 3 < N; j += 4) {
-            const float4 four = *reinterpret_cast<const float4 *>(w + j);
-            sum[0] = fmaf(four.x, v[j], sum[0]);
-            sum[1] = fmaf(four.y, v[j + 1], sum[1]);
-            sum[0] = fmaf(four.z, v[j + 2], sum[0]);
-            sum[1] = fmaf(four.w, v[j + 3], sum[1]);
+            const float4 four = *reinterpret_cast<const float4 *>(p + j);
+            w[j] = four.x;
+            w[j + 1] = four.y;
+            w[j + 2] = four.z;
+            w[j + 3] = four.w;
         }
     } else {
 #pragma unroll
         for (int j = 0; j < N; j++)
-            sum[j % 2] = fmaf(w[j * loss.class_stride], v[j], sum[j % 2]);
+            w[j] = p[j * loss.class_stride];
+    }
+}
+
+/* The sum of w v over a pack that begins at `column`. */
+template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, const Loss &loss) {
+    float sum[2] = {};
+    if (loss.class_weight) {
+        float w[N];
+        load_weights(w, column, loss);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 2] = fmaf(w[j], v[j], sum[j % 2]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            sum[j % 2] += v[j];
     }
     return sum[0] + sum[1];
 }
@@ -352,12 +361,43 @@ template <int OPTIONS, typename T> struct ColumnGradient {
             return loss.softcap == 0.0f ? d : d * cap_slope(z, loss);
         }
     }
+    /* The gradient of a pack that begins at `column`. FULL: branches once per pack on what the call
+     * asks for. */
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {
         float z[N];
         unpack(pack, z);
+        if constexpr (OPTIONS != FULL) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                z[j] = of(z[j], column + j, loss);
+            return packed<T>(z);
+        }
+        float slope[N], e[N];
+        const bool caps = loss.softcap != 0.0f;
+        if (caps)
+            cap_all(z, slope, loss);
 #pragma unroll
         for (int j = 0; j < N; j++)
-            z[j] = of(z[j], column + j, loss);
+            e[j] = exp.exp(z[j]);
+        if (loss.dentropy.data)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                e[j] *= tilted(level, tilt, loss.scale * (z[j] - exp.pivot));
+        if (loss.weighted && loss.class_weight) {
+            float w[N];
+            load_weights(w, column, loss);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                z[j] = fmaf(exp.factor, e[j], -spread * w[j]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                z[j] = fmaf(exp.factor, e[j], -spread);
+        }
+        if (caps)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                z[j] *= slope[j];
         return packed<T>(z);
     }
 };

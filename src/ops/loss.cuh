@@ -179,7 +179,8 @@ DEVICE RowResults results_of_skipped(int64_t label) {
 }
 
 DEVICE RowResults results_of(const Loss &loss, int64_t row, int64_t label, const WholeRowStats &f) {
-    const double scale = loss.scale, log_sum = log_of_sum(f.sum), max = scale * f.max, weights = loss.class_weight_sum();
+    const double scale = loss.scale, log_sum = log_of_sum(f.sum), max = scale * f.max,
+                 weights = loss.class_weight_sum();
     const double lse = max + log_sum, nll = negative_log_prob(f.max, f.target, log_sum, scale);
     double value = loss.label_share * loss.weight_of(label) * nll, entropy = 0.0;
     if (loss.spread != 0.0)
@@ -262,6 +263,28 @@ template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
 DEVICE float cap_slope(float z, const Loss &loss) {
     const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);
     return 4.0f * q * (r * r);
+}
+
+/* Both, of N logits. */
+template <int N> DEVICE void cap_all(float (&z)[N], float (&slope)[N], const Loss &loss) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        largest = fmaxf(largest, fabsf(z[j]));
+    if (largest < CAP_NEAR * loss.softcap) {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            z[j] = capped_near(z[j], loss);
+            const float tanh = z[j] * loss.inverse_cap;
+            slope[j] = fmaf(-tanh, tanh, 1.0f);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            slope[j] = cap_slope(z[j], loss);
+            z[j] = capped(z[j], loss);
+        }
+    }
 }
 
 /* dz_v = slope(z_v) * ( p * e^t * (level + tilt * t) - spread * w_v - target * [v == y] ) with t =

@@ -9,8 +9,10 @@ namespace {
 
 /* `parts` blocks per row. */
 template <typename T, int OPTIONS>
-__global__ __launch_bounds__(GRADIENT_THREADS, 12) void gradients(const __grid_constant__ Args c,
-                                                                  const RowCoefficients *coefficients, unsigned parts) {
+__global__ __launch_bounds__(GRADIENT_THREADS,
+                             OPTIONS == FULL ? 8 : 12) void gradients(const __grid_constant__ Args c,
+                                                                      const RowCoefficients *coefficients,
+                                                                      unsigned parts) {
     constexpr int N = WIDE<T>;
     const unsigned row = blockIdx.x / parts, part = blockIdx.x - row * parts;
     const AlignedSpan<const T> span(c.z.at<const T>(row), c.loss.classes);

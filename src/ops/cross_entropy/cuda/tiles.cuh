@@ -129,6 +129,7 @@ template <typename T, int OPTIONS> struct LossGradient {
 
     /* The gradients of a thread's rows. */
     template <int LINES> struct Lines {
+        static_assert(OPTIONS != FULL || LINES == 1, "packs of several rows have no columns");
         ColumnGradient<OPTIONS, T> of_line[LINES];
         unsigned constant = 0; /* a bit for each line */
 
@@ -141,6 +142,8 @@ template <typename T, int OPTIONS> struct LossGradient {
             }
         }
         template <int N> DEVICE Pack<T, N> of(const LossGradient &op, const Pack<T, N> &pack, int64_t column) const {
+            if constexpr (OPTIONS == FULL)
+                return constant ? all_of<T, N>(of_line[0].exp.factor) : of_line[0].of(pack, column, op.a.call.loss);
             float z[N];
             unpack(pack, z);
 #pragma unroll
