@@ -9,7 +9,7 @@
  *
  *     typedef ... Stats;      statistics of some elements of a row; can be merged
  *     typedef ... Row;        what is loaded of a row besides its elements
- *     bool COLUMNS            whether `add` uses the numbers of columns
+ *     bool LARGE              whether `add` is large, and uses the numbers of columns
  *     Stats none()
  *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
  *     Stats merge_lanes(Stats, int lanes), Stats shuffled(Stats, int lane)
@@ -27,12 +27,15 @@
 #include "cuda/row_statistics.cuh"
 
 constexpr int STREAM_THREADS = 256;
+constexpr int STREAM_PACKS = 4; /* of a group: what a lane loads at a time */
+constexpr int STREAM_SIDES = 3; /* groups in shared memory, at most */
 
 /* As a kernel argument. */
 struct RowStream {
     Rows x;
     int rows, length; /* length: elements of a row */
     int lanes, batch, blocks;
+    bool one_group; /* the lanes of a row load it at once */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -57,7 +60,9 @@ static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, i
     s.x = x;
     s.rows = static_cast<int>(rows);
     s.length = static_cast<int>(length);
-    s.lanes = length * bytes <= 256 ? 4 : length * bytes <= 2048 ? 8 : WARP;
+    const int64_t packs = length * bytes / 16;
+    s.lanes = packs <= 4 * STREAM_PACKS ? 4 : packs <= 8 * STREAM_PACKS ? 8 : WARP;
+    s.one_group = packs <= s.lanes * STREAM_PACKS;
     const int at_once = WARP / s.lanes, most = STREAM_THREADS / WARP;
     s.batch = static_cast<int>(min(round_up<int64_t>(ceil_div<int64_t>(rows, warps), at_once), int64_t(WARP)));
     s.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, s.batch), most), int64_t(warps / most)));
@@ -65,8 +70,8 @@ static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, i
 }
 
 /* Bytes of shared memory of a block. */
-static inline size_t stream_shared(int packs) {
-    return size_t(2) * packs * 16 * STREAM_THREADS;
+static inline size_t stream_shared() {
+    return size_t(STREAM_SIDES) * STREAM_PACKS * 16 * STREAM_THREADS;
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */
@@ -110,27 +115,77 @@ template <typename T, int LANES, int PACKS> struct StreamedRow {
     }
 };
 
+/* Adds a lane's packs of one group. `left`: as in StreamedRow, before the group. Op::AT_ONCE packs are
+ * added at a time, if all lanes have them; those of a large Op by a loop that is not unrolled. */
+template <class Op, typename T, int LANES, int PACKS, int AT_ONCE>
+DEVICE void add_group(const Op &op, typename Op::Stats &g, const Pack<T, WIDE<T>> *from, int left, int64_t column) {
+    constexpr int N = WIDE<T>, TURNS = Op::LARGE ? 1 : PACKS;
+#pragma unroll TURNS
+    for (int k = 0; k < PACKS; k += AT_ONCE) {
+        if (__all_sync(~0u, left > (k + AT_ONCE - 1) * LANES)) {
+            Pack<T, N> packs[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                packs[j] = from[(k + j) * STREAM_THREADS];
+            op.add(g, packs, AT_ONCE, column + k * LANES * N, LANES * N);
+        } else {
+#pragma unroll TURNS
+            for (int j = k; j < k + AT_ONCE; j++) {
+                const bool present = left > j * LANES;
+                if (__any_sync(~0u, present)) {
+                    const Pack<T, N> one[1] = {load_once_if<T, N>(present, from[j * STREAM_THREADS].v, -INFINITY)};
+                    op.add(g, one, present, column + j * LANES * N, N);
+                }
+            }
+        }
+    }
+}
+
 template <class Op, typename T, int LANES, int PACKS>
-DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
-    typedef typename Op::Stats Stats;
+DEVICE void add_edges_of(const Op &op, typename Op::Stats &g, const StreamedRow<T, LANES, PACKS> &row, int lane,
+                         int length) {
+    if constexpr (Op::LARGE) {
+#pragma unroll
+        for (int k = 0; k < row.EDGES; k++) {
+            const Pack<T, 1> one[1] = {row.edge[k]};
+            if (lane + k * LANES < row.edges)
+                op.add(g, one, 1, row.column(lane + k * LANES, length), 1);
+        }
+    } else if (lane < row.edges) {
+        op.add(g, row.edge, (row.edges - lane + LANES - 1) / LANES, 0, 0);
+    }
+}
+
+/* The statistics of the rows that a warp has just reduced, to the lanes that finish them. */
+template <class Op, int LANES>
+DEVICE void hand_over(const Op &op, typename Op::Stats &mine, typename Op::Stats g, int s) {
+    const int lane = threadIdx.x % WARP;
+    g = op.merge_lanes(g, LANES);
+    if constexpr (LANES < WARP)
+        g = op.shuffled(g, (lane - s) * LANES & (WARP - 1));
+    if (lane >= s && lane < s + WARP / LANES)
+        mine = g;
+}
+
+/* Rows of more than one group of packs. */
+template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
     typedef typename Op::Row Row;
-    typedef Pack<T, WIDE<T>> Wide;
-    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES, AHEAD_BYTES = PACKS * STREAM_THREADS * 16;
-    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
+    constexpr int N = WIDE<T>, GROUP = PACKS * WARP, AHEAD_BYTES = PACKS * STREAM_THREADS * 16;
+    const int lane = threadIdx.x % WARP;
     const int warp = blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP,
               step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
-    const int groups = max(ceil_div(t.length / N, PACKS * LANES), 1); /* at most, of a row */
-    const Wide *places = reinterpret_cast<const Wide *>(shared_memory) + threadIdx.x;
+    const int groups = max(ceil_div(t.length / N, GROUP), 1); /* at most, of a row */
+    const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
     unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(places)); /* of the next packs */
     int side = 0;                                                             /* of the packs before them */
-    StreamedRow<T, LANES, PACKS> next;
+    StreamedRow<T, WARP, PACKS> next;
     const auto start = [&](int row, bool needed) {
         const bool present = needed && row < t.rows;
-        next.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, own, place);
+        next.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, lane, place);
     };
     const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
     int base = warp * t.batch;
-    start(base + which, true);
+    start(base, true);
     copy_commit();
     place += AHEAD_BYTES;
     Row row = load_row(base + lane);
@@ -140,60 +195,87 @@ DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
         op.look(
             row, [&] { return t.x.at<const T>(base + lane); }, 1);
         const Row following = load_row(base + step + lane);
-        Stats mine = op.none();
+        typename Op::Stats mine = op.none();
 #pragma unroll 1
-        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
-            const StreamedRow<T, LANES, PACKS> now = next;
+        for (int s = 0; s < t.batch && base + s < t.rows; s++) {
+            const StreamedRow<T, WARP, PACKS> now = next;
             int left = now.left; /* in this group and after it */
-            Stats g = op.none();
+            typename Op::Stats g = op.none();
 #pragma unroll 1
             for (int group = 0; group < groups; group++) {
                 if (group + 1 < groups) {
-                    next.load(left - PACKS * LANES, place);
+                    next.load(left - GROUP, place);
                 } else {
-                    const bool more = s + AT_ONCE < t.batch;
-                    const unsigned wanted = more ? needed >> (s + AT_ONCE) : __ballot_sync(~0u, op.needs(following));
-                    start(base + (more ? s + AT_ONCE : step) + which, wanted >> which & 1);
+                    const bool more = s + 1 < t.batch;
+                    const unsigned wanted = more ? needed >> (s + 1) : __ballot_sync(~0u, op.needs(following));
+                    start(base + (more ? s + 1 : step), wanted & 1);
                 }
                 copy_commit();
                 copy_wait<1>();
-                const Wide *const from = places + side * PACKS * STREAM_THREADS;
+                add_group<Op, T, WARP, PACKS, Op::LARGE ? 2 : PACKS>(
+                    op, g, places + side * PACKS * STREAM_THREADS, left, now.head + int64_t(group * GROUP + lane) * N);
                 place += side ? AHEAD_BYTES : -AHEAD_BYTES;
                 side ^= 1;
-                const int64_t column = now.head + (own + group * PACKS * LANES) * int64_t(N);
-                if (__all_sync(~0u, left > (PACKS - 1) * LANES)) {
-                    Wide packs[PACKS];
-#pragma unroll
-                    for (int k = 0; k < PACKS; k++)
-                        packs[k] = from[k * STREAM_THREADS];
-                    op.add(g, packs, PACKS, column, LANES * N);
-                } else {
-#pragma unroll
-                    for (int k = 0; k < PACKS; k++) {
-                        const bool present = left > k * LANES;
-                        if (__any_sync(~0u, present)) {
-                            const Wide one[1] = {load_once_if<T, N>(present, from[k * STREAM_THREADS].v, -INFINITY)};
-                            op.add(g, one, present, column + k * LANES * N, N);
-                        }
-                    }
-                }
-                left -= PACKS * LANES;
+                left -= GROUP;
             }
-            if constexpr (Op::COLUMNS) {
-#pragma unroll
-                for (int k = 0; k < now.EDGES; k++) {
-                    const Pack<T, 1> one[1] = {now.edge[k]};
-                    if (own + k * LANES < now.edges)
-                        op.add(g, one, 1, now.column(own + k * LANES, t.length), 1);
-                }
-            } else if (own < now.edges) {
-                op.add(g, now.edge, (now.edges - own + LANES - 1) / LANES, 0, 0);
-            }
-            g = op.merge_lanes(g, LANES);
-            if constexpr (LANES < WARP)
-                g = op.shuffled(g, (lane - s) * LANES & (WARP - 1));
-            if (lane >= s && lane < s + AT_ONCE)
-                mine = g;
+            add_edges_of(op, g, now, lane, t.length);
+            hand_over<Op, WARP>(op, mine, g, s);
+        }
+        op.finish(row, base + lane, mine);
+        row = following;
+    }
+}
+
+/* Rows of one group: the rows of the next two steps are in flight. */
+template <class Op, typename T, int LANES, int PACKS>
+DEVICE void stream_short_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
+    typedef typename Op::Row Row;
+    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES;
+    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
+    const int warp = blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP,
+              step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
+    const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
+    const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(places));
+    int base = warp * t.batch;
+    int load_base = base, load_s = 0, load_side = 0; /* of the next rows to load */
+    StreamedRow<T, LANES, PACKS> next, later;
+    const auto start = [&] {
+        const int row = load_base + load_s + which;
+        const bool present = row < t.rows;
+        later.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, own,
+                    place + load_side * PACKS * STREAM_THREADS * 16);
+        copy_commit();
+        load_side = load_side + 1 == STREAM_SIDES ? 0 : load_side + 1;
+        load_s += AT_ONCE;
+        if (load_s >= t.batch) {
+            load_s = 0;
+            load_base += step;
+        }
+    };
+    const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
+    start();
+    next = later;
+    start();
+    Row row = load_row(base + lane);
+    op.begin();
+    int side = 0;
+    for (; base < t.rows; base += step) {
+        op.look(
+            row, [&] { return t.x.at<const T>(base + lane); }, 1);
+        const Row following = load_row(base + step + lane);
+        typename Op::Stats mine = op.none();
+#pragma unroll 1
+        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
+            const StreamedRow<T, LANES, PACKS> now = next;
+            next = later;
+            start();
+            copy_wait<2>();
+            typename Op::Stats g = op.none();
+            add_group<Op, T, LANES, PACKS, 2>(op, g, places + side * PACKS * STREAM_THREADS, now.left,
+                                              now.head + int64_t(own) * N);
+            side = side + 1 == STREAM_SIDES ? 0 : side + 1;
+            add_edges_of(op, g, now, own, t.length);
+            hand_over<Op, LANES>(op, mine, g, s);
         }
         op.finish(row, base + lane, mine);
         row = following;

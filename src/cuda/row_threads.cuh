@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of rows that lie side by side: a thread takes a row and finishes it. The threads of a
+ * Statistics of rows that lie side by side, or of very short rows: a thread takes a row and finishes it. The threads of a
  * warp load adjacent elements, one each; enough of them are in flight to fill the bus. If fewer rows
  * than a warp are adjacent, a cache line is loaded for the first of its elements and found in L1 for
  * the others. Few long rows are cut into parts with a thread each; a second kernel merges the parts,
@@ -32,7 +32,10 @@ struct RowThreads {
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
-    if (s.inner == 1 || s.across[0] != 1)
+    if (s.inner == 1) /* a warp touches eight cache lines at a time */
+        return s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32 ? NULL
+                                                                                       : "rows are not side by side";
+    if (s.across[0] != 1)
         return "rows are not side by side";
     if (s.inner * bytes < 14)
         return "fewer than 14 bytes of rows are adjacent";
@@ -77,51 +80,68 @@ template <typename T> struct PlacedRow {
     }
 };
 
-/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. */
+/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. While elements are
+ * added, the next ones are in flight: of the same row, or of the next one. */
 template <class Op, typename T, int STEPS, bool PARTS>
 DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_stats) {
     const int64_t step = t.slabs.step[0];
-    const unsigned tasks = t.rows * (PARTS ? t.parts : 1);
-    Pack<T, 1> packs[STEPS];
-    bool first_row = true;
-    for (unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x; i < tasks || first_row;
-         i += gridDim.x * ROW_THREADS_BLOCK) {
-        const unsigned task = i < tasks ? i : 0;
-        const int part = PARTS ? static_cast<int>(t.by_rows.quotient(task)) : 0;
-        const PlacedRow<T> place(t, task - part * t.rows);
-        const int from = PARTS ? part * t.part : 0,
-                  to = PARTS ? min(from + t.part, static_cast<int>(t.slabs.length)) : static_cast<int>(t.slabs.length);
-        const T *p = place.first + from * step;
-        const auto load = [&](int l) {
-            if (l + STEPS <= to) {
+    const unsigned tasks = t.rows * (PARTS ? t.parts : 1), stride = gridDim.x * ROW_THREADS_BLOCK;
+    Pack<T, 1> next[STEPS];
+    const T *p; /* of the next elements */
+    const auto load = [&](int left) {
+        if (left >= STEPS) {
 #pragma unroll
-                for (int k = 0; k < STEPS; k++, p += step)
-                    packs[k] = load_once<T, 1>(p);
-            } else {
+            for (int k = 0; k < STEPS; k++, p += step)
+                next[k] = load_once<T, 1>(p);
+        } else {
 #pragma unroll
-                for (int k = 0; k < STEPS; k++, p += step)
-                    packs[k] = load_once_if<T, 1>(l + k < to, p, -INFINITY);
-            }
-        };
-        typename Op::Row row = !PARTS && i < tasks ? op.load_row(place.number) : op.no_row();
-        load(from);
-        if (first_row)
-            op.begin();
-        first_row = false;
+            for (int k = 0; k < STEPS; k++, p += step)
+                next[k] = load_once_if<T, 1>(k < left, p, -INFINITY);
+        }
+    };
+    /* Begins with a task, or with none if there is no such task. */
+    const T *first = nullptr;
+    int64_t number = 0;
+    int from = 0, to = 0;
+    const auto start = [&](unsigned task) {
+        const int part = PARTS && task < tasks ? static_cast<int>(t.by_rows.quotient(task)) : 0;
+        const PlacedRow<T> place(t, task < tasks ? task - part * t.rows : 0);
+        const int length = task < tasks ? static_cast<int>(t.slabs.length) : 0;
+        from = PARTS ? part * t.part : 0;
+        to = PARTS ? min(from + t.part, length) : length;
+        first = place.first;
+        number = place.number;
+        p = first + from * step;
+        load(to - from);
+        return !PARTS && task < tasks ? op.load_row(number) : op.no_row();
+    };
+    unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x;
+    typename Op::Row following = start(i);
+    op.begin();
+    for (; i < tasks; i += stride) {
+        typename Op::Row row = following;
+        const int64_t now = number;
+        const int last = to;
         if constexpr (!PARTS)
             op.look(
-                row, [&] { return place.first; }, step);
+                row, [&] { return first; }, step);
         typename Op::Stats g = op.none();
 #pragma unroll 1
-        for (int l = from; l < to;) {
-            op.add(g, packs, min(to - l, STEPS), l, 1);
-            l += STEPS;
-            if (l < to)
-                load(l);
+        for (int l = from; l < last; l += STEPS) {
+            Pack<T, 1> packs[STEPS];
+#pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                packs[k] = next[k];
+            const int left = last - l;
+            if (left > STEPS)
+                load(left - STEPS);
+            else
+                following = start(i + stride);
+            op.add(g, packs, min(left, STEPS), l, 1);
         }
         if constexpr (!PARTS)
-            op.finish(row, place.number, g);
-        else if (i < tasks)
+            op.finish(row, now, g);
+        else
             part_stats[i] = g;
     }
 }

@@ -153,9 +153,10 @@ DEVICE bool needs_moment(const Loss &loss) {
 /* Adds the exponentials of v. `max`: the maximum of v, or close to it. */
 template <typename T, int COUNT, int N>
 DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], float max, const Loss &loss) {
-    rebase(g, fmaxf(g.s.max, max), loss.scale);
-    const float pivot = pivot_at(g.s.max);
-    float sum[4] = {}, moment[2] = {};
+    max = fmaxf(g.s.max, max);
+    const float pivot = pivot_at(max), shift = g.s.max - pivot, shrink = exp_term<T>(shift, loss.scale);
+    float sum[4] = {g.s.sum * shrink}, moment[2] = {};
+    g.moment = g.s.sum == 0.0f ? 0.0f : (g.moment + shift * g.s.sum) * shrink;
     if (needs_moment(loss)) {
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
@@ -174,7 +175,7 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
             for (int j = 0; j < N; j++)
                 sum[(k * N + j) % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
     }
-    g.s.sum += (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
 /* Adds logits. column_of(k, j) is the column of v[k][j], or -1 if there is none; v[k][j] is -inf
@@ -292,14 +293,18 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
                      const Loss &loss) {
     if (loss.argmax.data) {
         const float top = max_or_nan(packs);
-        /* Rarely: a thread's running maximum grows a logarithmic number of times. */
+        /* A thread's running maximum grows a logarithmic number of times. */
         if (g.argmax < 0 || !(top <= g.best) || (top == g.best && column < g.argmax)) {
+            int at = 0; /* the first one that is `top` */
 #pragma unroll
-            for (int k = 0; k < COUNT; k++)
-                if (k < valid)
+            for (int k = COUNT - 1; k >= 0; k--)
 #pragma unroll
-                    for (int j = 0; j < N; j++)
-                        update_argmax(g, to_float(packs[k].v[j]), column + k * step + j);
+                for (int j = N - 1; j >= 0; j--) {
+                    const float z = to_float(packs[k].v[j]);
+                    if (k < valid && (z == top || z != z))
+                        at = k * N + j;
+                }
+            update_argmax(g, top, column + at / N * step + at % N);
         }
     }
     float v[COUNT][N], max = max_of_all(packs);

@@ -16,7 +16,7 @@ template <typename T, int OPTIONS> struct RowLoss {
     };
 
     static constexpr int NO_ROW = -3;
-    static constexpr bool COLUMNS = OPTIONS == FULL;
+    static constexpr bool LARGE = OPTIONS == FULL;
 
     const Loss &loss;
     Totals totals = {};

@@ -13,16 +13,20 @@ struct StreamArgs {
     RowStream stream;
 };
 
-/* Blocks per multiprocessor, and packs that a thread loads at a time. */
-template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS == FULL ? 2 : 3;
-constexpr int STREAM_PACKS = 4;
+/* Blocks per multiprocessor. LANES: see below. */
+template <int OPTIONS, int LANES> constexpr int STREAMS_PER_SM = OPTIONS == FULL || LANES != 0 ? 3 : 4;
 
+/* LANES per row, or 0: a warp, for rows of several groups. */
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(STREAM_THREADS,
-                             STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
+                             STREAMS_PER_SM<OPTIONS, LANES>) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
-    RowLoss<T, OPTIONS> op(a.call);
-    stream_rows<RowLoss<T, OPTIONS>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    typedef RowLoss<T, OPTIONS> Op;
+    Op op(a.call);
+    if constexpr (LANES == 0)
+        stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
+    else
+        stream_short_rows<Op, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
     add_up(a.call, op.totals);
 }
 
@@ -46,11 +50,14 @@ struct StreamedRows {
         const Problem p(call);
         WorkspaceLayout layout, unused;
         plan->general.fill(device, p, call, 0, &unused);
-        const int blocks =
-            for_options(plan->general.options, [](auto o) { return STREAMS_PER_SM<decltype(o)::value>; });
-        plan->stream =
-            stream_of(plan->general.args.z, p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)),
-                      blocks * device.multiprocessors * (STREAM_THREADS / WARP));
+        const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
+        const auto stream = [&](int blocks) {
+            return stream_of(plan->general.args.z, p.rows, p.classes, bytes,
+                             blocks * device.multiprocessors * (STREAM_THREADS / WARP));
+        };
+        plan->stream = stream(STREAMS_PER_SM<FULL, 0>);
+        if (plan->general.options != FULL && !plan->stream.one_group)
+            plan->stream = stream(STREAMS_PER_SM<PLAIN, 0>);
         plan->general.fill(device, p, call, plan->stream.blocks, &layout);
         return layout.bytes;
     }
@@ -62,13 +69,15 @@ struct StreamedRows {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
-                const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared(STREAM_PACKS)};
+                const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
                 if (args.stream.lanes == 4)
                     sequence.run(how, streamed_rows<T, OPTIONS, 4>, args);
                 else if (args.stream.lanes == 8)
                     sequence.run(how, streamed_rows<T, OPTIONS, 8>, args);
-                else
+                else if (args.stream.one_group)
                     sequence.run(how, streamed_rows<T, OPTIONS, WARP>, args);
+                else
+                    sequence.run(how, streamed_rows<T, OPTIONS, 0>, args);
             });
         });
         return RAFTER_OK;

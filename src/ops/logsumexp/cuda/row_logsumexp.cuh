@@ -9,7 +9,7 @@ namespace {
 
 /* What row_stream.cuh asks of an op. */
 template <typename T> struct RowLogsumexp {
-    static constexpr bool COLUMNS = false;
+    static constexpr bool LARGE = false;
     typedef RowStats Stats;
     struct Row {
         bool present;

@@ -6,18 +6,22 @@
 
 namespace {
 
-constexpr int STREAMS_PER_SM = 4, STREAM_PACKS = 4; /* blocks per multiprocessor; packs in flight per thread */
+constexpr int STREAMS_PER_SM = 4; /* blocks per multiprocessor */
 
 struct StreamArgs {
     RowStream stream;
     Rows lse;
 };
 
+/* LANES per row, or 0: a warp, for rows of several groups. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
     RowLogsumexp<T> op = {a.lse};
-    stream_rows<RowLogsumexp<T>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    if constexpr (LANES == 0)
+        stream_rows<RowLogsumexp<T>, T, STREAM_PACKS>(op, a.stream, dynamic);
+    else
+        stream_short_rows<RowLogsumexp<T>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
 }
 
 struct StreamedRows {
@@ -46,15 +50,17 @@ struct StreamedRows {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         const StreamArgs args = {plan.stream, reduced_rows(call.lse, call)};
-        const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared(STREAM_PACKS)};
+        const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.stream.lanes == 4)
                 ::launch(context, how, streamed_rows<T, 4>, args);
             else if (plan.stream.lanes == 8)
                 ::launch(context, how, streamed_rows<T, 8>, args);
-            else
+            else if (plan.stream.one_group)
                 ::launch(context, how, streamed_rows<T, WARP>, args);
+            else
+                ::launch(context, how, streamed_rows<T, 0>, args);
         });
         return RAFTER_OK;
     }

@@ -5,7 +5,8 @@
 
 namespace {
 
-constexpr int THREADS_PER_SM = 4;             /* blocks per multiprocessor */
+/* Blocks per multiprocessor. */
+constexpr int THREADS_PER_SM = 4;
 constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at a time */
 
 struct ThreadArgs {
