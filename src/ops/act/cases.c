@@ -170,9 +170,10 @@ static const struct {
     {-2, {4, {2, 3, 1, 5}}},
 };
 /* Lines so few and so long that they are split into parts. For GPUs also column tiles of one chunk
- * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks;
- * chunks of short lines; interleaved lines in a block and in clusters; and short columns in packs of
- * 16 bytes, of two elements and of one. */
+ * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks, one
+ * row per cluster and several; chunks of short lines; interleaved lines in a block and in clusters, one
+ * slab per cluster and several; slabs that are read twice; and short columns in packs of 16 bytes, of
+ * two elements and of one. */
 static const struct {
     rafter_dtype dtype;
     int dim;
@@ -199,7 +200,12 @@ static const struct {
                   {RAFTER_BF16, 1, {3, {5, 600, 64}}, true},      {RAFTER_BF16, 1, {3, {3, 33, 4096}}, true},
                   {RAFTER_F16, 0, {2, {100, 5242}}, true},        {RAFTER_BF16, 0, {2, {9, 6393}}, true},
                   {RAFTER_F32, 0, {2, {21, 6391}}, true},         {RAFTER_BF16, 0, {2, {1031, 1302}}, true},
-                  {RAFTER_F16, 0, {2, {2100, 1031}}, true}};
+                  {RAFTER_F16, 0, {2, {2100, 1031}}, true},       {RAFTER_BF16, -1, {2, {1001, 130}}, true},
+                  {RAFTER_BF16, -1, {2, {1003, 257}}, true},      {RAFTER_F32, -1, {2, {501, 65}}, true},
+                  {RAFTER_F16, -1, {2, {205, 1001}}, true},       {RAFTER_BF16, 1, {3, {3400, 520, 2}}, true},
+                  {RAFTER_F32, -1, {2, {1700, 4101}}, true},      {RAFTER_F16, -1, {2, {1100, 16390}}, true},
+                  {RAFTER_BF16, 1, {3, {1200, 2100, 7}}, true},   {RAFTER_BF16, 0, {2, {20001, 513}}, true},
+                  {RAFTER_BF16, 0, {2, {70001, 72}}, true},       {RAFTER_F16, -1, {2, {2, 1100001}}, true}};
 
 static const struct {
     rafter_act_kind kind;
@@ -267,6 +273,8 @@ static void make(problem *p, int64_t index) {
         declare(p, RAFTER_ACT_SOFTMAX, long_lines[i].dim, long_lines[i].dtype, PLAIN, long_lines[i].shape.ndim,
                 long_lines[i].shape.size);
         p->for_cuda = long_lines[i].for_cuda;
+        if (p->tensor[0].numel > 1 << 21)
+            p->sample = 31;
         return;
     }
     const int64_t large[] = {3, 32771, 21851}; /* past 2^31 elements */
