@@ -118,6 +118,10 @@ static const struct lrpe_case more[] = {
     EACH_ACT(4, 1000, 2, 64, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
              .for_cuda = true),
     EACH_ACT(600, 9, 2, 32, .dtype = RAFTER_BF16, .for_cuda = true),
+    /* gradients so large that they are turned first: at once, and in slices of sequences or tokens */
+    EACH_ACT(2, 700, 16, 64, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
+    {9, 512, 16, 64, .dtype = RAFTER_F32, .act = RAFTER_ACT_SILU, .for_cuda = true},
+    {1, 4700, 16, 64, .dtype = RAFTER_F32, .act = RAFTER_ACT_SILU, .for_cuda = true},
     /* past 2^31 elements of y */
     {2, 65537, 64, 128, .dtype = RAFTER_BF16, .act = RAFTER_ACT_SILU},
 };
@@ -189,7 +193,7 @@ static void declare(problem *p, const struct lrpe_case *c) {
 
     const int64_t elements = c->b * c->n * heads * c->d;
     p->large = elements > (int64_t)1 << 28;
-    p->sample = p->large ? 4099 : 1;
+    p->sample = p->large ? 4099 : elements > 1 << 22 ? 31 : 1;
     p->for_cuda = c->for_cuda;
     p->finite_differences = c->dtype == RAFTER_F32 && elements > 0 && elements < 200 && llabs(c->offset) < 100 &&
                             c->act != RAFTER_ACT_RELU && !c->special_theta;

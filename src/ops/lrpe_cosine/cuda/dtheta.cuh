@@ -26,6 +26,7 @@ struct DTheta {
  * element. */
 static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dtheta) {
     __shared__ double sums[THREADS];
+    wait_for_previous_kernel();
     const int64_t h = blockIdx.x / dtheta.features, d = blockIdx.x % dtheta.features;
     const int64_t over_h = dtheta.heads == 1 ? dtheta.all_heads : 1,
                   over_d = dtheta.features == 1 ? dtheta.all_features : 1;
@@ -52,6 +53,7 @@ static __global__ void __launch_bounds__(THREADS) sum_moments_of_all(const DThet
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int64_t all = dtheta.all_heads * dtheta.all_features, i = int64_t(blockIdx.x) * WARP + lane;
     double sum = 0.0;
+    wait_for_previous_kernel();
     if (i < all)
 #pragma unroll 4
         for (int64_t chunk = warp; chunk < dtheta.chunks; chunk += WARPS)
@@ -74,10 +76,10 @@ inline void launch_sum_moments(const rafter_context *context, const lrpe_cosine_
                            view.stride[1], call.x.shape[2], call.x.shape[3], chunks,        moments};
     if (view.numel == 0)
         return;
-    if (view.numel == dtheta.all_heads * dtheta.all_features)
-        launch(context, {ceil_div(view.numel, int64_t(WARP)), THREADS}, sum_moments_of_all, dtheta);
-    else
-        launch(context, {view.numel, THREADS}, sum_moments, dtheta);
+    const bool all = view.numel == dtheta.all_heads * dtheta.all_features;
+    Launch how = {all ? ceil_div(view.numel, int64_t(WARP)) : view.numel, THREADS};
+    how.overlaps = true; /* with the end of the kernel that computes the moments */
+    launch(context, how, all ? sum_moments_of_all : sum_moments, dtheta);
 }
 
 } // namespace lrpe

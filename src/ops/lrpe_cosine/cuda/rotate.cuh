@@ -406,6 +406,8 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
     const bool on_chip = Pipeline::BLOCK || f == LANE_SOFTMAX; /* the threads of a row normalise it */
     RowThreads<Pipeline::BLOCK> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
 
+    if constexpr (DTHETA)
+        start_next_kernel(); /* the sum of moments */
     const RotatePlace<T, N, SPREAD> place(a, tiling, column, FORWARD);
     const int64_t half = a.features * a.y_stride.d; /* from cosines to sines */
 

@@ -1,0 +1,152 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Backward of lrpe_cosine with a gradient whose features are not adjacent, but whose heads, tokens or
+ * sequences are: slices of dy are turned into the workspace, and another variant takes it from there.
+ * Slices are small enough to stay in L2 in between, unless dtheta sums over all of them.
+ */
+#include "cuda/elementwise.cuh"
+#include "ops/lrpe_cosine/cuda/problem.cuh"
+
+extern "C" {
+extern const struct rafter_variant_functions rafter_cuda_lrpe_cosine_rotate, rafter_cuda_lrpe_cosine_feature_softmax,
+    rafter_cuda_lrpe_cosine_long_feature_softmax, rafter_cuda_lrpe_cosine_sequence_softmax,
+    rafter_cuda_lrpe_cosine_turned;
+}
+
+namespace {
+
+constexpr int64_t LEAST_BYTES = 4 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
+constexpr int64_t LEAST_SIDE = 16;                               /* of what is turned */
+
+/* The same elements, for cuda/elementwise.cuh. */
+struct Same {
+    DEVICE bool done() const {
+        return false;
+    }
+    template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
+        return in[0];
+    }
+};
+
+const lrpe_cosine_call &typed(const struct rafter_call *call) {
+    return *reinterpret_cast<const lrpe_cosine_call *>(call);
+}
+
+/* How a call is cut into slices of sequences, or of tokens if there is one sequence. */
+struct Slices {
+    const lrpe_cosine_call &call;
+    int dim;
+    int64_t count, each; /* along `dim`: in all; of a slice */
+
+    explicit Slices(const lrpe_cosine_call &of) : call(of), dim(0), count(of.dy.shape[0]), each(count) {
+        const bool over_sequence = call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_SEQUENCE;
+        if (count == 1 && !over_sequence) {
+            dim = 1;
+            each = count = call.dy.shape[1];
+        }
+        if (!call.dtheta.data)
+            each = max(min(SLICE_BYTES / (bytes_of(count) / count), count), int64_t(1));
+    }
+    int64_t bytes_of(int64_t items) const { /* of dy */
+        return call.dy.numel / count * items * rafter_dtype_bytes(call.dy.dtype);
+    }
+    size_t copy_bytes() const {
+        return static_cast<size_t>(round_up(bytes_of(each), int64_t(256)));
+    }
+    rafter_view part(rafter_view view, int64_t first, int64_t items) const {
+        if (!view.data || view.ndim <= dim)
+            return view;
+        view.data = rafter_at(&view, first * view.stride[dim]);
+        view.numel = view.numel / view.shape[dim] * items;
+        view.shape[dim] = items;
+        return view;
+    }
+    /* The call for a slice, with dy as it is. */
+    lrpe_cosine_call slice(int64_t first, int64_t items) const {
+        lrpe_cosine_call slice = call;
+        slice.x = part(call.x, first, items);
+        slice.dx = part(call.dx, first, items);
+        slice.dy = part(call.dy, first, items);
+        slice.positions = part(call.positions, first, items);
+        if (dim == 1 && !call.positions.data)
+            slice.offset += first;
+        return slice;
+    }
+    /* dy as a compact tensor at `memory`. */
+    static rafter_view turned(rafter_view dy, char *memory) {
+        dy.data = memory;
+        for (int64_t d = dy.ndim - 1, step = 1; d >= 0; step *= dy.shape[d--])
+            dy.stride[d] = step;
+        return dy;
+    }
+};
+
+/* The variant that takes the slices; NULL: none. Which one it is does not depend on the address of
+ * the workspace, which is aligned. */
+const struct rafter_variant_functions *taker(const rafter_context *context, const lrpe_cosine_call &slice) {
+    for (const auto *functions :
+         {&rafter_cuda_lrpe_cosine_rotate, &rafter_cuda_lrpe_cosine_feature_softmax,
+          &rafter_cuda_lrpe_cosine_long_feature_softmax, &rafter_cuda_lrpe_cosine_sequence_softmax})
+        if (!functions->why_not || !functions->why_not(context, &slice.common))
+            return functions;
+    return NULL;
+}
+
+/* A slice for questions before there is a workspace. */
+lrpe_cosine_call example(const Slices &slices, int64_t items) {
+    lrpe_cosine_call slice = slices.slice(0, items);
+    slice.dy = Slices::turned(slice.dy, reinterpret_cast<char *>(uintptr_t(256)));
+    return slice;
+}
+
+const char *why_not(const rafter_context *context, const struct rafter_call *common) {
+    const lrpe_cosine_call &call = typed(common);
+    if (call.common.direction == RAFTER_FORWARD || call.x.numel == 0)
+        return "not a backward call, or x is empty";
+    const rafter_view &dy = call.dy;
+    bool turns = false;
+    for (int d = 0; d < 3; d++)
+        turns = turns || (dy.stride[d] == 1 && dy.shape[d] >= LEAST_SIDE);
+    if (dy.stride[3] <= 1 || dy.shape[3] < LEAST_SIDE || !turns)
+        return "the features of dy are adjacent, or no other dimension is";
+    if (dy.numel * rafter_dtype_bytes(dy.dtype) < LEAST_BYTES)
+        return "dy is small";
+    const Slices slices(call);
+    return taker(context, example(slices, slices.each)) ? NULL : "no other variant takes the call";
+}
+
+size_t plan(const rafter_context *context, const struct rafter_call *common, void *) {
+    const Slices slices(typed(common));
+    size_t most = 0; /* of whole slices and of the last one */
+    for (int64_t items : {slices.each, slices.count % slices.each})
+        if (items > 0) {
+            const lrpe_cosine_call slice = example(slices, items);
+            struct rafter_plan plan;
+            most = max(most, taker(context, slice)->plan(context, &slice.common, plan.own.storage));
+        }
+    return slices.copy_bytes() + most;
+}
+
+rafter_status run(rafter_context *context, const struct rafter_call *common, const void *, const void *,
+                  char *workspace) {
+    const Slices slices(typed(common));
+    const struct rafter_variant_functions *const functions = taker(context, example(slices, slices.each));
+    for (int64_t first = 0; first < slices.count; first += slices.each) {
+        lrpe_cosine_call slice = slices.slice(first, min(slices.each, slices.count - first));
+        rafter_view from = slice.dy, to = Slices::turned(slice.dy, workspace), *views[] = {&from, &to};
+        slice.dy = to;
+        rafter_order_by_stride(views, 2, &to, to.ndim);
+        rafter_collapse(views, 2, 0, to.ndim);
+        for_dtype(to.dtype, [&](auto zero) {
+            elementwise::launch_all<decltype(zero)>(context, elementwise::Views<1>{{to, from}}, Same(), INT32_MAX);
+        });
+        struct rafter_plan plan;
+        functions->plan(context, &slice.common, plan.own.storage);
+        RAFTER_TRY(functions->run(context, &slice.common, plan.own.storage, NULL, workspace + slices.copy_bytes()));
+    }
+    return RAFTER_OK;
+}
+
+} // namespace
+
+extern "C" const struct rafter_variant_functions rafter_cuda_lrpe_cosine_turned = {why_not, plan, run};
