@@ -263,23 +263,6 @@ template <> DEVICE float exp_as<fp16>(float x) {
     return exp2_fast(x * LOG2E);
 }
 
-/* e^(x - max), as accurate, for many x: one multiply-add instead of two steps before the
- * special-function unit. Half of the exponent in bf16: the lowest number times log2(e) would overflow. */
-template <typename T> struct ExpFrom {
-    float offset;
-    DEVICE explicit ExpFrom(float max)
-        : offset(__is_same(T, float) ? max : -max * (__is_same(T, bf16) ? LOG2E / 2 : LOG2E)) {
-    }
-    DEVICE float operator()(float x) const {
-        if constexpr (__is_same(T, float))
-            return expf(x - offset);
-        if constexpr (__is_same(T, fp16))
-            return exp2_fast(fmaf(x, LOG2E, offset));
-        const float root = exp2_fast(fmaf(x, LOG2E / 2, offset));
-        return root * root;
-    }
-};
-
 /* 1 / x by the special-function unit, to 1 unit in the last place, for x in [2^-126, 2^126]. */
 DEVICE float reciprocal_fast(float x) {
     float y;

@@ -79,6 +79,17 @@ struct ElementwiseViews : Views {
     }
 };
 
+/* Softmax: bytes that a call moves, and what counts as small and as large: docs/perf/act.md. */
+int64_t bytes_moved(const act_call &call) {
+    return call.out.numel * rafter_dtype_bytes(call.out.dtype) * (is_forward(call) ? 2 : 3);
+}
+bool is_small(const act_call &call) {
+    return bytes_moved(call) < int64_t(32) << 20;
+}
+bool is_large(const act_call &call) {
+    return bytes_moved(call) >= int64_t(256) << 20;
+}
+
 /* Softmax: whether the elements along `dim` are adjacent in all tensors. */
 bool dim_is_contiguous(const act_call &call) {
     const rafter_view *const views[TENSORS] = {&call.in, is_forward(call) ? NULL : &call.dy, &call.out};

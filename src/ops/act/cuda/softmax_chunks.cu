@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int CHUNK_THREADS = 256, MOST_STEPS = 16, MOST_PAIRS = 8; /* elements, or pairs, per lane, at most */
+constexpr int CHUNK_THREADS = 256, MOST_STEPS = 16; /* elements per lane, at most */
 constexpr int MOST_LENGTH = WARP * MOST_STEPS;
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
@@ -30,7 +30,6 @@ struct ChunkPlan {
     int bytes;         /* of one tensor's chunk in shared memory */
     Divisor by_inner, by_slots, by_elements;
     bool dense[TENSORS]; /* no gaps between slabs */
-    bool pairs;          /* softmax_pairs */
     bool expanded;       /* dy is one number per slab */
 };
 
@@ -225,123 +224,6 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     }
 }
 
-/* Rows of 16 bits without gaps between them. As above, but the lanes of a row read and write two
- * elements at a time, as they lie in words of shared memory, and results take the place of x. A word
- * at the end of a row may also hold an element of the next one: then only half of it is written. */
-template <typename T, bool FORWARD, int STEPS>
-DEVICE void softmax_of_pairs(const ChunkArgs<T> &a, const ChunkInput<T> &in, const ChunkInput<T> &dy, int rows) {
-    typedef Pack<T, 2> Two;
-    const ChunkPlan &plan = a.plan;
-    const int lanes = 1 << plan.lanes_log2, lane = threadIdx.x & (lanes - 1);
-    for (int base = 0; base < rows; base += CHUNK_THREADS >> plan.lanes_log2) {
-        const int own = base + ((int)threadIdx.x >> plan.lanes_log2), row = min(own, rows - 1);
-        const int begin = in.shift + row * plan.length, odd = begin & 1;
-        Two *const x = reinterpret_cast<Two *>(in.memory) + begin / 2 + lane;
-        /* Only the first half of the first word and the last step can lie outside of the row. */
-        const bool before = odd && lane == 0;
-        const int last = 2 * (lane + (STEPS - 1) * lanes) - odd; /* element */
-        float v[STEPS][2], w[STEPS][2], max = -FLT_MAX, sum = 0.0f;
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-            unpack(x[k * lanes], v[k]);
-        if (!FORWARD) {
-            if (plan.expanded) {
-                int64_t at[3];
-                a.outer.offsets(in.first + row, at);
-                const float upstream = to_float(a.dy[at[DY]]);
-#pragma unroll
-                for (int k = 0; k < STEPS; k++)
-                    w[k][0] = w[k][1] = upstream;
-            } else {
-                const Two *const d =
-                    reinterpret_cast<const Two *>(dy.memory) + (dy.shift + row * plan.length) / 2 + lane;
-#pragma unroll
-                for (int k = 0; k < STEPS; k++)
-                    unpack(d[k * lanes], w[k]);
-            }
-        }
-        const float none = FORWARD ? -INFINITY : 0.0f;
-        if (before)
-            v[0][0] = none, w[0][0] = 0.0f;
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-            if (last + h >= plan.length)
-                v[STEPS - 1][h] = none, w[STEPS - 1][h] = 0.0f;
-        if (FORWARD) {
-#pragma unroll
-            for (int k = 0; k < STEPS; k++)
-                max = fmaxf(max, fmaxf(v[k][0], v[k][1]));
-            for (int step = lanes / 2; step > 0; step /= 2)
-                max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-        }
-        const ExpFrom<T> exponential(max);
-#pragma unroll
-        for (int k = 0; k < STEPS; k++)
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (FORWARD)
-                    v[k][h] = exponential(v[k][h]);
-                sum = FORWARD ? sum + v[k][h] : fmaf(v[k][h], w[k][h], sum);
-            }
-        for (int step = lanes / 2; step > 0; step /= 2)
-            sum += __shfl_xor_sync(~0u, sum, step);
-        if (own >= rows)
-            continue;
-        const float scale = 1.0f / sum;
-#pragma unroll
-        for (int k = 0; k < STEPS; k++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                v[k][h] = FORWARD ? v[k][h] * scale : v[k][h] * (w[k][h] - sum);
-            const Two two = packed<T, 2>(v[k]);
-            const bool low = k > 0 || !before, high = k < STEPS - 1 || last + 1 < plan.length;
-            if (low && high) {
-                x[k * lanes] = two;
-            } else {
-                if (low && (k < STEPS - 1 || last < plan.length))
-                    x[k * lanes].v[0] = two.v[0];
-                if (high)
-                    x[k * lanes].v[1] = two.v[1];
-            }
-        }
-    }
-}
-
-template <typename T, bool FORWARD>
-__global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_pairs(const __grid_constant__ ChunkArgs<T> a) {
-    constexpr int N = WIDE<T>;
-    extern __shared__ uint4 pair_memory[];
-    char *const memory = reinterpret_cast<char *>(pair_memory);
-    const ChunkPlan &plan = a.plan;
-    const int64_t first = (int64_t)blockIdx.x * plan.per_chunk;
-    const int rows = static_cast<int>(min(int64_t(plan.per_chunk), plan.slabs - first));
-    wait_for_previous_kernel();
-    ChunkInput<T> in = {reinterpret_cast<T *>(memory), a.in, &a.outer, first, IN, 0, 0, true};
-    in.fill(plan, rows, a.in_end);
-    ChunkInput<T> dy = {reinterpret_cast<T *>(memory + plan.bytes), a.dy, &a.outer, first, DY, 0, 0, true};
-    if (!FORWARD && !plan.expanded)
-        dy.fill(plan, rows, a.dy_end);
-    copy_commit();
-    T *const out = a.out + first * plan.elements;
-    const int shift = offset_in_pack(out), apart = in.shift - shift, end = shift + rows * plan.elements;
-    copy_wait<0>();
-    __syncthreads();
-    with_steps<MOST_PAIRS>(plan.steps,
-                           [&](auto steps) { softmax_of_pairs<T, FORWARD, decltype(steps)::value>(a, in, dy, rows); });
-    __syncthreads();
-    for (int i = threadIdx.x; i * N < end; i += CHUNK_THREADS) {
-        if (i * N >= shift && (i + 1) * N <= end) {
-            const int place = i * N + apart, over = place & (N - 1);
-            const uint4 *const packs = reinterpret_cast<const uint4 *>(memory) + place / N;
-            const uint4 pack = over == 0 ? packs[0] : shifted(packs[0], packs[1], over * static_cast<int>(sizeof(T)));
-            store_once(out - shift + i * N, reinterpret_cast<const Pack<T, N> &>(pack));
-        } else {
-            for (int j = max(i * N, shift); j < min((i + 1) * N, end); j++)
-                out[j - shift] = in.memory[j + apart];
-        }
-    }
-}
-
 struct Chunks {
     typedef act_call Call;
     struct Plan {
@@ -372,8 +254,8 @@ struct Chunks {
         int count[WARP] = {}, last[WARP], most = 0;
         for (int t = 0; t < WARP; t++) {
             const int line = t >> chunk.lanes_log2, lane = t & ((1 << chunk.lanes_log2) - 1);
-            const int begin = line / chunk.inner * chunk.elements + line % chunk.inner;
-            const int word = chunk.pairs ? begin / 2 + lane : (begin + lane * chunk.inner) * bytes / 4;
+            const int word =
+                (line / chunk.inner * chunk.elements + line % chunk.inner + lane * chunk.inner) * bytes / 4;
             const int bank = word % WARP;
             if (count[bank] == 0 || last[bank] != word)
                 most = max(most, ++count[bank]);
@@ -401,17 +283,10 @@ struct Chunks {
             }
         chunk.expanded = !is_forward(call) && !views.is_slab(DY);
         chunk.slots = ceil_div(chunk.elements + width - 1, width);
-        /* dy must lie in words as x does. */
-        chunk.pairs = bytes == 2 && chunk.inner == 1 && chunk.length > 2 && chunk.length < MOST_LENGTH &&
-                      chunk.dense[IN] && chunk.dense[OUT] &&
-                      (is_forward(call) || chunk.expanded ||
-                       (chunk.dense[DY] && (ordered.call.in.data - ordered.call.dy.data) % 4 == 0));
-        const int wanted = chunk.pairs ? chunk.length / 2 + 1 : chunk.length,
-                  most = chunk.pairs ? MOST_PAIRS : MOST_STEPS;
-        while (ceil_div(wanted, 1 << chunk.lanes_log2) > most ||
+        while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > MOST_STEPS ||
                (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
             chunk.lanes_log2++;
-        chunk.steps = ceil_div(wanted, 1 << chunk.lanes_log2);
+        chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);
         chunk.by_inner = Divisor(chunk.inner);
         chunk.by_slots = Divisor(chunk.slots);
         chunk.by_elements = Divisor(chunk.elements);
@@ -424,7 +299,7 @@ struct Chunks {
         if (lines > at_a_time) /* all lanes busy in the last round too */
             chunk.per_chunk = max(lines / at_a_time * at_a_time / chunk.inner, 1);
         /* Lanes read past the end of a line: up to as many elements as there are lanes. */
-        const int slack = 16 + (chunk.inner << chunk.lanes_log2) * (chunk.pairs ? 4 : bytes);
+        const int slack = 16 + (chunk.inner << chunk.lanes_log2) * bytes;
         chunk.bytes = round_up(max(chunk.per_chunk * pitch, chunk.per_chunk * chunk.elements) * bytes + slack, 16);
         return 0;
     }
@@ -443,13 +318,8 @@ struct Chunks {
                                    plan.outer,
                                    plan.chunk};
         Launch how = {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS};
-        how.overlaps = ordered.copied;
-        if constexpr (sizeof(T) == 2)
-            if (plan.chunk.pairs) {
-                how.shared = (FORWARD || plan.chunk.expanded ? 1 : 2) * plan.chunk.bytes;
-                return ::launch(context, how, softmax_pairs<T, FORWARD>, args);
-            }
         how.shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
+        how.overlaps = ordered.copied;
         ::launch(context, how, softmax_chunk<T, FORWARD>, args);
     }
 

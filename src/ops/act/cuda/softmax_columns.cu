@@ -6,7 +6,7 @@ namespace {
 
 struct Columns {
     typedef act_call Call;
-    typedef PlannedPanels Plan;
+    typedef PlannedPanels<true> Plan;
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const OrderedCall ordered(call, true);

@@ -8,7 +8,8 @@
 
 namespace {
 
-/* The tensors of a call, as panels: `across` packs of adjacent columns. */
+/* The tensors of a call, as panels. A panel is one contiguous row, and its "rows" are packs; or it
+ * is `across` packs of adjacent columns. */
 struct PanelTensors {
     const void *in, *dy;
     void *out;
@@ -22,10 +23,10 @@ struct PanelTensors {
 /* Backward with an expanded dy has one input. */
 enum Kind { FORWARDS, BACKWARDS, EXPANDED };
 
-template <typename T_, int N_, Kind KIND> struct Softmax : PanelTensors {
+template <typename T_, int N_, bool COLUMNS, Kind KIND> struct Softmax : PanelTensors {
     typedef T_ T;
     static constexpr bool FORWARD = KIND == FORWARDS;
-    static constexpr int N = N_, LINES = N, MOST_LINES = N * sizeof(T) < 16 ? 128 : 8 * N;
+    static constexpr int N = N_, LINES = COLUMNS ? N : 1, MOST_LINES = !COLUMNS ? 1 : N * sizeof(T) < 16 ? 128 : 8 * N;
     static constexpr int INPUTS = KIND == BACKWARDS ? 2 : 1, ITEMS = N == 1 ? 16 : 8, SUMS = 1, THREADS = 256,
                          PER_SM = KIND == BACKWARDS ? 3 : 5;
     static constexpr bool HAS_MAX = FORWARD;
@@ -98,8 +99,8 @@ template <typename T_, int N_, Kind KIND> struct Softmax : PanelTensors {
             unpack_item(items, i, place, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                float &sum = statistics.sum[0][j];
-                sum = FORWARD ? sum + exp2_fast((x[j] - statistics.max[j]) * LOG2E) : fmaf(x[j], d[j], sum);
+                float &sum = statistics.sum[0][j % LINES];
+                sum = FORWARD ? sum + exp2_fast((x[j] - statistics.max[j % LINES]) * LOG2E) : fmaf(x[j], d[j], sum);
             }
         });
     }
@@ -124,7 +125,7 @@ template <typename T_, int N_, Kind KIND> struct Softmax : PanelTensors {
             unpack_item(items, i, place, x, d);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const int line = j;
+                const int line = j % LINES;
                 if constexpr (FORWARD)
                     x[j] = exp_as<T>(x[j] - value[0][line]) * value[1][line];
                 else
@@ -172,34 +173,40 @@ struct ColumnPanels {
     }
 };
 
-/* Calls f with the job that runs the panels. */
-template <class F> auto with_job(const act_call &call, bool wide, bool expanded, const PanelTensors &tensors, F f) {
+/* Calls f with the job that runs the panels. Rows take no expanded dy. */
+template <bool COLUMNS, class F>
+auto with_job(const act_call &call, bool wide, bool expanded, const PanelTensors &tensors, F f) {
     return for_dtype(call.out.dtype, [&](auto zero) {
         typedef decltype(zero) T;
+        constexpr Kind ONE_INPUT = COLUMNS ? EXPANDED : BACKWARDS;
         if (is_forward(call))
-            return wide ? f(Softmax<T, WIDE<T>, FORWARDS>{tensors}) : f(Softmax<T, 1, FORWARDS>{tensors});
+            return wide ? f(Softmax<T, WIDE<T>, COLUMNS, FORWARDS>{tensors})
+                        : f(Softmax<T, 1, COLUMNS, FORWARDS>{tensors});
         if (expanded)
-            return wide ? f(Softmax<T, WIDE<T>, EXPANDED>{tensors}) : f(Softmax<T, 1, EXPANDED>{tensors});
-        return wide ? f(Softmax<T, WIDE<T>, BACKWARDS>{tensors}) : f(Softmax<T, 1, BACKWARDS>{tensors});
+            return wide ? f(Softmax<T, WIDE<T>, COLUMNS, ONE_INPUT>{tensors})
+                        : f(Softmax<T, 1, COLUMNS, ONE_INPUT>{tensors});
+        return wide ? f(Softmax<T, WIDE<T>, COLUMNS, BACKWARDS>{tensors})
+                    : f(Softmax<T, 1, COLUMNS, BACKWARDS>{tensors});
     });
 }
 
 /* The plan of a variant that runs panels by blocks. */
-struct PlannedPanels {
+template <bool COLUMNS> struct PlannedPanels {
     PanelTensors tensors;
     PanelPlan plan;
     bool wide, expanded;
 
     /* Returns the bytes of workspace. */
     size_t make(const rafter_cuda_state &device, const act_call &call, int64_t panels, int64_t rows) {
-        return with_job(call, wide, expanded, tensors, [&](const auto &job) {
+        return with_job<COLUMNS>(call, wide, expanded, tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
             plan = plan_panels<Job>(device, panels, rows, tensors.across);
             return PanelWorkspaceBytes<Job>(plan).all();
         });
     }
     void launch(rafter_context *context, const act_call &call, char *workspace) const {
-        with_job(call, wide, expanded, tensors, [&](const auto &job) { launch_panels(context, job, plan, workspace); });
+        with_job<COLUMNS>(call, wide, expanded, tensors,
+                          [&](const auto &job) { launch_panels(context, job, plan, workspace); });
     }
 };
 

@@ -6,8 +6,8 @@
 
 namespace {
 
-template <typename T, Kind KIND> struct PersistentSoftmax : Softmax<T, WIDE<T>, KIND> {
-    typedef typename Softmax<T, WIDE<T>, KIND>::Panel Panel;
+template <typename T, Kind KIND> struct PersistentSoftmax : Softmax<T, WIDE<T>, true, KIND> {
+    typedef typename Softmax<T, WIDE<T>, true, KIND>::Panel Panel;
 
     DEVICE TileOrigin tile_origin(const Panel &panel) const {
         TileOrigin at = {(int)panel.pack * WIDE<T>, {0, 0, 0}};
@@ -51,7 +51,6 @@ template <class F> auto with_persistent_job(const OrderedCall &ordered, const Pa
 
 struct PersistentColumnSoftmax {
     typedef act_call Call;
-    static constexpr int64_t MOST_ROWS = 65536; /* docs/perf/act.md */
     struct Plan {
         PanelTensors tensors;
         PersistentPlan plan;
@@ -67,8 +66,6 @@ struct PersistentColumnSoftmax {
         const ColumnPanels columns(ordered.call, views);
         if (!columns.wide)
             return "columns are not aligned packs of 16 bytes";
-        if (columns.rows > MOST_ROWS)
-            return "few panels of such long columns fit on the chip: two passes are faster";
         return with_persistent_job(ordered, columns.tensors, [&](const auto &job) {
             typedef std::decay_t<decltype(job)> Job;
             InputMaps<Job> maps;

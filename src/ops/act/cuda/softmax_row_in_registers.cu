@@ -67,12 +67,11 @@ __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
 #pragma unroll
             for (int step = GROUP / 2; step > 0; step /= 2)
                 max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-            const ExpFrom<T> exponential(max);
 #pragma unroll
             for (int p = 0; p < PACKS; p++)
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    sum += x[p][j] = exponential(x[p][j]);
+                    sum += x[p][j] = exp_as<T>(x[p][j] - max);
         }
 #pragma unroll
         for (int step = GROUP / 2; step > 0; step /= 2)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax of contiguous rows, each in the registers of 16 lanes, of a warp or of a block. Every byte
- * is read once and written once.
+ * Softmax of contiguous rows, each in the registers of 16 lanes, of a warp, of a block, or of a
+ * cluster of blocks that exchange their statistics through distributed shared memory. Every byte is
+ * read once and written once.
  *
  * Rows may begin anywhere. They are cut into packs where those of the output are aligned; the few
  * elements before the first pack and after the last one, the edges, are taken by one thread each. An
@@ -12,14 +13,17 @@
  */
 #include <float.h>
 
+#include "cuda/cluster.cuh"
 #include "cuda/row_statistics.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 
 namespace {
 
 template <bool FORWARD> constexpr int BLOCK_PACKS = FORWARD ? 4 : 2; /* per thread and input, with a block per row */
-constexpr int BLOCK_THREADS = 512;                                   /* per block, at most */
-constexpr int GROUP_THREADS = 128;                                   /* per block, with several rows per block */
+constexpr int BLOCK_THREADS = 512;                                   /* per block, at most ... */
+constexpr int MOST_THREADS = 1024, MOST_BLOCKS = 16;                 /* ... and in clusters of the most blocks */
+constexpr int PORTABLE_BLOCKS = 8; /* largest cluster that every GPU with clusters has */
+constexpr int GROUP_THREADS = 128; /* per block, with several rows per block */
 
 template <typename T> struct RowArgs {
     const T *in, *dy; /* in: x (forward) or y (backward) */
@@ -149,13 +153,12 @@ __global__ void __launch_bounds__(GROUP_THREADS) softmax_group(const __grid_cons
 #pragma unroll
         for (int step = LANES / 2; step > 0; step /= 2)
             max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-        const ExpFrom<T> exponential(max);
-        sum = part.x_edge = exponential(part.x_edge);
+        sum = part.x_edge = exp_as<T>(part.x_edge - max);
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                sum += x[k][j] = exponential(x[k][j]);
+                sum += x[k][j] = exp_as<T>(x[k][j] - max);
     } else {
         sum = part.x_edge * part.d_edge;
 #pragma unroll
@@ -195,18 +198,34 @@ template <bool FORWARD> DEVICE Part merge_warp(Part p) {
     return {p.max, warp_sum(p.sum)};
 }
 
-/* A block per row. Exponentials are computed twice, and kept packed in between. */
-template <typename T, bool FORWARD, bool ALIGNED>
-__global__ void __launch_bounds__(BLOCK_THREADS) softmax_block(const __grid_constant__ RowArgs<T> a) {
+/* Over the cluster, in the order of its blocks. The caller has called cluster_arrive once. */
+template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLOCKS], unsigned blocks) {
+    const unsigned lane = threadIdx.x % WARP;
+    cluster_wait(); /* all blocks have started: their shared memory can be written */
+    if (threadIdx.x < blocks)
+        store_to_cluster(&parts[cluster_rank()], make_float2(p.max, p.sum), threadIdx.x);
+    __syncwarp(); /* the barrier wants whole warps */
+    cluster_arrive();
+    cluster_wait();
+    return merge_warp<FORWARD>(lane < blocks ? parts[lane] : Part{-FLT_MAX, 0.0f});
+}
+
+/* A block, or a cluster, per row. Exponentials are computed twice, and x is kept packed in between. */
+template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void softmax_of_row(const RowArgs<T> &a) {
     constexpr int N = WIDE<T>, COUNT = BLOCK_PACKS<FORWARD>;
-    __shared__ Part parts[BLOCK_THREADS / WARP];
+    __shared__ Part warps[MOST_THREADS / WARP], parts[MOST_BLOCKS];
+    unsigned blocks = 1, rank = 0; /* of the row; of this block among them */
+    if constexpr (CLUSTER) {
+        cluster_arrive();
+        blocks = cluster_blocks();
+        rank = cluster_rank();
+    }
     wait_for_previous_kernel();
     RowPart<T, FORWARD, ALIGNED, COUNT> row;
-    row.load(a, blockIdx.x, threadIdx.x, blockDim.x);
+    row.load(a, blockIdx.x / blocks, static_cast<int>(rank) * COUNT * blockDim.x + threadIdx.x, blockDim.x);
     Part part = {FORWARD ? row.max() : -FLT_MAX, 0.0f};
-    const ExpFrom<T> own(part.max);
     if constexpr (!ALIGNED)
-        part.sum = FORWARD ? own(row.x_edge) : row.x_edge * row.d_edge;
+        part.sum = FORWARD ? exp_as<T>(row.x_edge - part.max) : row.x_edge * row.d_edge;
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         float v[N], w[N];
@@ -215,19 +234,20 @@ __global__ void __launch_bounds__(BLOCK_THREADS) softmax_block(const __grid_cons
             unpack(row.d.pack[k], w);
 #pragma unroll
         for (int j = 0; j < N; j++)
-            part.sum = FORWARD ? part.sum + own(v[j]) : fmaf(v[j], w[j], part.sum);
+            part.sum = FORWARD ? part.sum + exp_as<T>(v[j] - part.max) : fmaf(v[j], w[j], part.sum);
     }
     const int lane = threadIdx.x % WARP;
     part = merge_warp<FORWARD>(part);
     if (lane == 0)
-        parts[threadIdx.x / WARP] = part;
+        warps[threadIdx.x / WARP] = part;
     __syncthreads();
-    part = merge_warp<FORWARD>(lane < blockDim.x / WARP ? parts[lane] : Part{-FLT_MAX, 0.0f});
+    part = merge_warp<FORWARD>(lane < blockDim.x / WARP ? warps[lane] : Part{-FLT_MAX, 0.0f});
+    if constexpr (CLUSTER)
+        part = merge_cluster<FORWARD>(part, parts, blocks);
 
     const float scale = 1.0f / part.sum;
-    const ExpFrom<T> exponential(part.max);
     const auto result = [&](float value, float upstream) {
-        return FORWARD ? exponential(value) * scale : value * (upstream - part.sum);
+        return FORWARD ? exp_as<T>(value - part.max) * scale : value * (upstream - part.sum);
     };
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
@@ -247,19 +267,38 @@ __global__ void __launch_bounds__(BLOCK_THREADS) softmax_block(const __grid_cons
         row.out.body[row.edge] = from_float<T>(result(row.x_edge, row.d_edge));
 }
 
+template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER>
+__global__ void __launch_bounds__(CLUSTER ? MOST_THREADS : BLOCK_THREADS)
+    softmax_row(const __grid_constant__ RowArgs<T> a) {
+#if __CUDA_ARCH__ >= 900
+    softmax_of_row<T, FORWARD, ALIGNED, CLUSTER>(a);
+#else /* no clusters: why_not keeps the kernels that use them from being launched */
+    if constexpr (!CLUSTER)
+        softmax_of_row<T, FORWARD, ALIGNED, CLUSTER>(a);
+#endif
+}
+
 struct RowOnChip {
     typedef act_call Call;
     struct Plan {
         Walk walk; /* over rows */
         int64_t rows;
-        int length, packs;
+        int length, packs, blocks; /* blocks: of a cluster */
         bool aligned, expanded;
     };
+
+    static int packs_per_thread(const Call &call) {
+        return is_forward(call) ? BLOCK_PACKS<true> : BLOCK_PACKS<false>;
+    }
+    /* Blocks per row. By length alone, never by the device: the same bits everywhere. */
+    static int blocks_for(const Call &call, int64_t packs) {
+        return power_at_least(ceil_div<int64_t>(packs, BLOCK_THREADS * packs_per_thread(call)), 1, MOST_BLOCKS);
+    }
 
     static int64_t packs_of(const SlabViews &views) {
         return views.length() * rafter_dtype_bytes(views.view[OUT].dtype) / 16;
     }
-    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+    static const char *why_not(const rafter_cuda_state &device, const Call &call) {
         if (!is_softmax(call))
             return "kind is not softmax";
         const OrderedCall ordered(call, true);
@@ -268,8 +307,17 @@ struct RowOnChip {
             return "dim is strided";
         if (packs_of(views) < 16)
             return "rows of less than 16 packs of 16 bytes leave lanes idle";
-        if (packs_of(views) > BLOCK_THREADS * (is_forward(call) ? BLOCK_PACKS<true> : BLOCK_PACKS<false>))
-            return "rows do not fit into the registers of a block";
+        if (packs_of(views) > MOST_BLOCKS * MOST_THREADS * packs_per_thread(call))
+            return "rows do not fit into the registers of a cluster";
+        const int blocks = blocks_for(call, packs_of(views));
+        if (blocks > 1 && device.compute_capability < 90)
+            return "rows do not fit into the registers of a block, and the GPU has no clusters";
+        if (blocks > PORTABLE_BLOCKS && device.compute_capability != 90)
+            return "rows need a cluster of 16 blocks, which is used on compute capability 9.0 only";
+        if (blocks > 1 && device.compute_capability == 90 && is_large(call))
+            return "rows of a cluster in a large tensor: shared memory holds more of them";
+        if (blocks > 1 && !is_forward(call) && views.slabs_are_packs() && !is_small(call))
+            return "gradients of rows of a cluster, unless the tensor is small, are faster in two passes";
         return NULL;
     }
 
@@ -280,6 +328,7 @@ struct RowOnChip {
         plan->rows = views.slabs();
         plan->length = static_cast<int>(views.length());
         plan->packs = static_cast<int>(packs_of(views));
+        plan->blocks = blocks_for(call, plan->packs);
         plan->expanded = !is_forward(call) && !views.is_slab(DY);
         plan->aligned = views.slabs_are_packs();
         return 0;
@@ -313,10 +362,18 @@ struct RowOnChip {
             return groups(WARP, softmax_group<T, FORWARD, WARP, 2>);
         if (plan.packs <= 128)
             return groups(WARP, softmax_group<T, FORWARD, WARP, 4>);
-        const int threads = ceil_div(plan.packs, BLOCK_PACKS<FORWARD>);
-        Launch how = {plan.rows, round_up(threads, WARP)};
+        const int threads = ceil_div(plan.packs, plan.blocks * BLOCK_PACKS<FORWARD>);
+        Launch how = {plan.rows * plan.blocks, round_up(threads, WARP)};
         how.overlaps = ordered.copied;
-        ::launch(context, how, plan.aligned ? softmax_block<T, FORWARD, true> : softmax_block<T, FORWARD, false>, args);
+        how.cluster = plan.blocks;
+        if (plan.blocks == 1)
+            return ::launch(context, how,
+                            plan.aligned ? softmax_row<T, FORWARD, true, false> : softmax_row<T, FORWARD, false, false>,
+                            args);
+        const auto kernel = plan.aligned ? softmax_row<T, FORWARD, true, true> : softmax_row<T, FORWARD, false, true>;
+        if (plan.blocks > PORTABLE_BLOCKS)
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        ::launch(context, how, kernel, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {

@@ -1,218 +1,426 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax of slabs that fit into the shared memory of a block, or of a cluster of blocks that exchange
- * their statistics. Every byte is read once and written once.
+ * Softmax of slabs that fit into the shared memory of a block, or of a cluster of blocks. A slab is
+ * one contiguous row, or `inner` interleaved ones ([outer, length, inner]); it may begin anywhere.
+ * Every byte is read once and written once.
  *
- * A cluster takes several slabs in turn, and has three of them in work: one is being loaded, the
- * second is being reduced, and the third, whose statistics the blocks exchange meanwhile, is being
- * written.
+ * A slab is cut into packs of 16 bytes where those of the output are aligned; what is left at either
+ * end are the edges, an element per thread. Thread t takes the packs t, t + threads, ... Because
+ * threads * N is a multiple of `inner`, element j of all its packs belongs to the same line. An
+ * input that is aligned differently is copied to shared memory by its own aligned packs, and shifted
+ * when it is read from there.
+ *
+ * All elements that a block writes it has read before, and no other block needs them: the output may
+ * be the input.
  */
-#include "ops/act/cuda/softmax_slab.cuh"
+#include "cuda/cluster.cuh"
+#include "cuda/line_statistics.cuh"
+#include "cuda/row_statistics.cuh"
+#include "ops/act/cuda/softmax_layout.cuh"
 
 namespace {
 
-constexpr int STAGES = 3;
-constexpr int MOST_BLOCKS = 16, PORTABLE_BLOCKS = 8; /* of a cluster; that every GPU with clusters has */
+constexpr int ROW_THREADS = 256, MOST_THREADS = 1024, MOST_BLOCKS = 16, PORTABLE_BLOCKS = 8;
+constexpr int AT_ONCE = 4; /* packs whose elements are unpacked together */
 
-/* The statistics of rows: at the beginning of a block's shared memory. */
-struct RowExchange {
-    Part warp[ROW_THREADS / WARP], block[2][MOST_BLOCKS]; /* blocks: of a row, and of the next one */
+struct Part { /* statistics of a part of a line; backward has no maximum */
+    float max, sum;
 };
-constexpr int ROW_BYTES = 512;
-static_assert(sizeof(RowExchange) <= ROW_BYTES, "");
-
-/* Those of interleaved lines follow ColumnMemory: three times those of the block's own parts, because
- * other blocks may still read those before the last; and those of whole lines. */
-struct ColumnExchange {
-    Part *total;
-    int inner;
-
-    DEVICE ColumnExchange(char *memory, int lines) : total(reinterpret_cast<Part *>(memory)), inner(lines) {
-    }
-    DEVICE Part *own(int i) const { /* of slab i */
-        return total + (1 + i % STAGES) * inner;
-    }
-    static int bytes(int inner) {
-        return round_up((STAGES + 1) * inner * (int)sizeof(Part), 128);
-    }
+struct Edge {
+    Part part;
+    int column;
 };
 
-/* Before the stages. */
-int exchange_bytes(const SlabPlan &plan) {
-    return plan.inner == 1 ? ROW_BYTES : ColumnMemory::bytes(plan) + ColumnExchange::bytes(plan.inner);
+struct SlabPlan {
+    int elements, inner; /* of a slab */
+    int threads;         /* that take packs; a block has whole warps */
+    int items;           /* packs per thread, at most */
+    int blocks;          /* per slab */
+    int lanes;           /* that merge the statistics of one column, a power of two */
+    bool expanded;       /* dy is one number per slab */
+};
+
+template <typename T> struct SlabArgs {
+    const T *in, *dy; /* in: x (forward) or y (backward) */
+    T *out;
+    Walk outer;
+    SlabPlan plan;
+};
+
+/* Where things are in the shared memory of a block, in bytes. */
+struct SlabMemory {
+    static constexpr int FIXED = 640;
+    int partial, own, total, input, input_bytes, bytes;
+
+    __host__ __device__ __forceinline__ SlabMemory(const SlabPlan &plan, int width, int inputs) {
+        const bool row = plan.inner == 1;
+        partial = FIXED;
+        own = partial + (row ? 0 : plan.threads * width * (int)sizeof(Part));
+        total = own + (row ? 0 : round_up(plan.inner * (int)sizeof(Part), 16));
+        input = total + (row ? 0 : round_up(plan.inner * (int)sizeof(Part), 16));
+        input = round_up(input, 128);
+        input_bytes = (plan.threads * plan.items + 1) * 16;
+        bytes = input + inputs * input_bytes;
+    }
+};
+
+template <bool FORWARD> DEVICE Part merged(Part a, Part b) {
+    if (!FORWARD)
+        return {a.max, a.sum + b.sum};
+    const float max = fmaxf(a.max, b.max);
+    return {max, a.sum * exp2_fast((a.max - max) * LOG2E) + b.sum * exp2_fast((b.max - max) * LOG2E)};
 }
 
-template <typename T, bool FORWARD, bool ALIGNED> struct RowMerger {
-    typedef SlabPart<T, FORWARD, ALIGNED, 1> Slab;
-    const SlabPlan &plan;
-    RowExchange *exchange;
-    Part all; /* of the row to be written */
+/* Over `lanes` neighbouring lanes; all get the result. */
+template <bool FORWARD> DEVICE Part merge_lanes(Part p, int lanes) {
+    if (FORWARD) {
+        float max = p.max;
+        for (int step = lanes / 2; step > 0; step /= 2)
+            max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+        p = {max, p.sum * exp2_fast((p.max - max) * LOG2E)};
+    }
+    for (int step = lanes / 2; step > 0; step /= 2)
+        p.sum += __shfl_xor_sync(~0u, p.sum, step);
+    return p;
+}
 
-    DEVICE RowMerger(const SlabPlan &of, char *memory, int)
-        : plan(of), exchange(reinterpret_cast<RowExchange *>(memory)), all(no_part()) {
-    }
-    DEVICE void reduce(const Slab &slab, const char *stage, int) {
-        Statistics<1, FORWARD, 1> mine;
-        mine.clear();
-        slab.add_to(mine, plan, stage);
-        const Part part = merge_warp<FORWARD>({mine.max[0], mine.sum[0][0]});
-        if (threadIdx.x % WARP == 0)
-            exchange->warp[threadIdx.x / WARP] = part;
-    }
-    /* The statistics of the blocks' parts of slab i are here. */
-    DEVICE void merge(int i) {
-        const unsigned lane = threadIdx.x % WARP;
-        all = merge_warp<FORWARD>(lane < plan.blocks ? exchange->block[i & 1][lane] : no_part());
-    }
-    /* After a barrier of the block: sends those of slab i to all blocks of the cluster. */
-    DEVICE void send(int i, unsigned rank) {
-        const unsigned lane = threadIdx.x % WARP;
-        if (threadIdx.x >= WARP)
-            return;
-        const Part part = merge_warp<FORWARD>(lane < blockDim.x / WARP ? exchange->warp[lane] : no_part());
-        if (plan.blocks == 1 && lane == 0)
-            exchange->block[i & 1][0] = part;
-        if (plan.blocks > 1 && lane < plan.blocks)
-            store_to_cluster(&exchange->block[i & 1][rank], make_float2(part.max, part.sum), lane);
-        __syncwarp(); /* the barrier of the cluster wants whole warps */
-    }
-    DEVICE const Part *total() const {
-        return &all;
-    }
-    DEVICE void end() const {
-    }
-};
+/* Of one element. */
+template <bool FORWARD> DEVICE Part part_of(float x, float d) {
+    if (!FORWARD)
+        return {-FLT_MAX, x * d};
+    const float max = fmaxf(x, -FLT_MAX);
+    return {max, exp2_fast((x - max) * LOG2E)};
+}
 
-template <typename T, bool FORWARD, bool ALIGNED> struct ColumnMerger {
-    typedef SlabPart<T, FORWARD, ALIGNED, WIDE<T>> Slab;
-    const SlabPlan &plan;
-    ColumnMemory memory;
-    ColumnExchange exchange;
+/* Elements of one slab in shared memory, in packs where the source's are aligned. */
+template <typename T> struct Staged {
+    static constexpr int N = WIDE<T>;
+    const uint4 *packs;
+    int shift; /* of the first element in its pack */
 
-    DEVICE ColumnMerger(const SlabPlan &of, char *begin, int column_bytes)
-        : plan(of), memory(begin), exchange(begin + column_bytes, of.inner) {
-    }
-    DEVICE void reduce(const Slab &slab, const char *stage, int i) {
-        Statistics<WIDE<T>, FORWARD, 1> mine;
-        mine.clear();
-        slab.add_to(mine, plan, stage);
-        merge_columns<T, FORWARD, ALIGNED>(slab, mine, plan, memory, exchange.own(i));
-    }
-    DEVICE void merge(int i) {
-        const Part *const own = exchange.own(i);
-        const int blocks = plan.blocks, lane = threadIdx.x % blocks;
-        if (blocks == 1) { /* after a barrier of the block */
-            for (int column = threadIdx.x; column < plan.inner; column += blockDim.x)
-                exchange.total[column] = own[column];
-            return;
-        }
-        for (int base = 0; base < plan.inner; base += blockDim.x / blocks) {
-            const int column = base + (int)threadIdx.x / blocks;
-            Part part = no_part();
-            if (column < plan.inner) {
-                const float2 other = load_from_cluster(own + column, lane);
-                part = {other.x, other.y};
+    /* Starts to copy `count` packs, from element `begin` of the slab on. Packs that reach over an
+     * end of the slab are copied element by element: the rest may lie outside of the tensor. */
+    DEVICE void fill(char *memory, const T *slab, int elements, int begin, int count, int threads) {
+        Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(memory);
+        packs = reinterpret_cast<const uint4 *>(memory);
+        const T *from = slab + begin;
+        shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T));
+        from -= shift;
+        begin -= shift;
+        const int slots = count > 0 ? count + (shift > 0) : 0;
+        for (int i = threadIdx.x; i < slots; i += AT_ONCE * threads)
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                const int slot = i + u * threads, first = begin + slot * N;
+                if (slot >= slots)
+                    break;
+                if (first >= 0 && first + N <= elements) {
+                    copy_async(to + slot, from + slot * N);
+                } else {
+#pragma unroll
+                    for (int j = 0; j < N; j++)
+                        if (first + j >= 0 && first + j < elements)
+                            to[slot].v[j] = from[slot * N + j];
+                }
             }
-            part = merge_lanes<FORWARD>(part, blocks);
-            if (column < plan.inner && lane == 0)
-                exchange.total[column] = part;
+    }
+
+    DEVICE Pack<T, N> read(int i) const {
+        uint4 low = packs[i];
+        if (shift != 0) {
+            const uint4 high = packs[i + 1];
+            unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+            const int words = shift * (int)sizeof(T) / 4, bits = shift * (int)sizeof(T) % 4 * 8;
+#pragma unroll
+            for (int k = 0; k < 6; k++)
+                w[k] = words & 2 ? w[k + 2] : w[k];
+#pragma unroll
+            for (int k = 0; k < 5; k++)
+                w[k] = words & 1 ? w[k + 1] : w[k];
+#pragma unroll
+            for (int k = 0; k < 4 && sizeof(T) == 2; k++)
+                w[k] = __funnelshift_r(w[k], w[k + 1], bits);
+            low = make_uint4(w[0], w[1], w[2], w[3]);
         }
-    }
-    DEVICE void send(int, unsigned) const {
-    }
-    DEVICE const Part *total() const {
-        return exchange.total;
-    }
-    DEVICE void end() const { /* other blocks have read this block's statistics */
-        if (plan.blocks > 1)
-            cluster_sync();
+        return reinterpret_cast<const Pack<T, N> &>(low);
     }
 };
 
-/* `each`: slabs of a cluster. */
-template <typename T, bool FORWARD, bool ALIGNED, class Merger>
-DEVICE void softmax_of_slabs(const SlabArgs<T> &a, int each, int column_bytes, char *memory, char *stages) {
-    typedef typename Merger::Slab Slab;
-    const SlabPlan &plan = a.plan;
-    const auto stage = [&](int i) { return stages + i % STAGES * plan.stage_bytes(FORWARD); };
-    const unsigned blocks = plan.blocks, cluster = blockIdx.x / blocks, rank = blockIdx.x - cluster * blocks;
-    const int64_t first = int64_t(cluster) * each;
-    const int count = static_cast<int>(min(int64_t(each), plan.slabs - first));
-    Merger merger(plan, memory, column_bytes);
-    Slab written, reduced, loaded; /* slabs i, i + 1 and i + 2 below */
-    if (blocks > 1)
-        cluster_arrive();
-    wait_for_previous_kernel();
-    loaded.load(a, first, rank, stage(0));
-    copy_commit();
-    for (int i = -1; i < count; i++) {
-        written = reduced;
-        reduced = loaded;
-        copy_wait<0>();
-        __syncthreads(); /* slab i + 1 is here; slab i - 1 has been written */
-        if (i + 2 < count)
-            loaded.load(a, first + i + 2, rank, stage(i + 2));
-        copy_commit();
-        if (i + 1 < count)
-            merger.reduce(reduced, stage(i + 1), i + 1);
-        if (blocks > 1)
-            cluster_wait(); /* the statistics of slab i are here; at first: all blocks have started */
-        if (i >= 0)
-            merger.merge(i);
-        __syncthreads();
-        if (i + 1 < count) {
-            merger.send(i + 1, rank);
-            if (blocks > 1)
-                cluster_arrive();
+/* What a block has of a slab. */
+template <typename T, bool FORWARD> struct SlabPart {
+    static constexpr int N = WIDE<T>;
+    AlignedSpan<T> out;
+    int first, count; /* packs of the block; of the thread */
+    int threads;
+    Staged<T> in, dy;
+    bool expanded;
+    float upstream; /* dy, if expanded */
+    bool has_edge;
+    int64_t edge; /* from the body of `out` on */
+    float x_edge, d_edge;
+
+    DEVICE void load(const SlabArgs<T> &a, unsigned slab, unsigned rank, char *memory, const SlabMemory &at) {
+        int64_t offset[3];
+        a.outer.offsets(slab, offset);
+        threads = a.plan.threads;
+        out = AlignedSpan<T>(a.out + offset[OUT], a.plan.elements);
+        first = (int)rank * threads * a.plan.items;
+        const int packs = min((int)out.packs - first, threads * a.plan.items), thread = threadIdx.x;
+        count = thread < threads && thread < packs ? (packs - thread - 1) / threads + 1 : 0;
+        const int begin = out.head + first * N;
+        const T *const x = a.in + offset[IN];
+        expanded = !FORWARD && a.plan.expanded;
+        if (thread < threads) {
+            in.fill(memory + at.input, x, a.plan.elements, begin, packs, threads);
+            if (!FORWARD && !expanded)
+                dy.fill(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs, threads);
         }
-        if (i >= 0) {
-            const ThreadLines<Slab::COUNT> lines(written, plan.inner, merger.total());
-            written.write(plan, stage(i), lines.all, lines.edge);
+        copy_commit();
+        upstream = expanded ? to_float(a.dy[offset[DY]]) : 0.0f;
+        has_edge = rank == 0 && thread < out.edges;
+        edge = has_edge ? out.edge(thread) : 0;
+        x_edge = has_edge ? to_float(x[out.head + edge]) : FORWARD ? -INFINITY : 0.0f;
+        d_edge = FORWARD || !has_edge ? 0.0f : expanded ? upstream : to_float(a.dy[offset[DY] + out.head + edge]);
+        copy_wait<0>();
+        __syncthreads();
+    }
+    DEVICE Pack<T, N> read_in(int k) const {
+        return in.read((int)threadIdx.x + k * threads);
+    }
+    DEVICE void read_dy(int k, float (&d)[N]) const {
+        if (expanded) {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                d[j] = upstream;
+        } else {
+            unpack(dy.read((int)threadIdx.x + k * threads), d);
         }
     }
-    merger.end();
+
+    /* The thread's packs. LINES: 1, or N. */
+    template <int LINES> DEVICE Statistics<LINES, FORWARD, 1> statistics() const {
+        Statistics<LINES, FORWARD, 1> mine;
+        mine.clear();
+        for (int k = 0; k < count; k += AT_ONCE) {
+            Pack<T, N> x[AT_ONCE];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++)
+                x[u] = k + u < count ? read_in(k + u) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
+            if constexpr (FORWARD)
+                cover<false, LINES>(mine, 0, max_of(max_of(x[0], x[1]), max_of(x[2], x[3])));
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                float v[N], d[N];
+                unpack(x[u], v);
+                if (!FORWARD) {
+                    if (k + u >= count)
+                        break;
+                    read_dy(k + u, d);
+                }
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    float &sum = mine.sum[0][j % LINES];
+                    sum = FORWARD ? sum + exp2_fast((v[j] - mine.max[j % LINES]) * LOG2E) : fmaf(v[j], d[j], sum);
+                }
+            }
+        }
+        return mine;
+    }
+
+    DEVICE static float result(float x, float d, Part all, float scale) {
+        return FORWARD ? exp_as<T>(x - all.max) * scale : x * (d - all.sum);
+    }
+    /* all, scale: of the line of each element of a pack, modulo LINES. */
+    template <int LINES> DEVICE void write(const Part (&all)[LINES], const float (&scale)[LINES]) const {
+#pragma unroll 2
+        for (int k = 0; k < count; k++) {
+            float v[N], d[N] = {};
+            unpack(read_in(k), v);
+            if (!FORWARD)
+                read_dy(k, d);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                v[j] = result(v[j], d[j], all[j % LINES], scale[j % LINES]);
+            store_once(out.body + (first + (int)threadIdx.x + k * threads) * (int64_t)N, packed<T, N>(v));
+        }
+    }
+};
+
+/* The statistics of the row over all blocks of the cluster, in the order of the blocks. */
+template <bool FORWARD> DEVICE Part merge_row(Part p, char *memory, unsigned blocks) {
+    Part *const warps = reinterpret_cast<Part *>(memory), *const block = warps + MOST_THREADS / WARP;
+    const unsigned lane = threadIdx.x % WARP;
+    const Part none = {-FLT_MAX, 0.0f};
+    p = merge_lanes<FORWARD>(p, WARP);
+    if (lane == 0)
+        warps[threadIdx.x / WARP] = p;
+    __syncthreads();
+    p = merge_lanes<FORWARD>(lane < blockDim.x / WARP ? warps[lane] : none, WARP);
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1) {
+        if (threadIdx.x == 0)
+            *block = p;
+        cluster_sync();
+        const float2 other = load_from_cluster(block, lane < blocks ? lane : 0);
+        p = merge_lanes<FORWARD>(lane < blocks ? Part{other.x, other.y} : none, WARP);
+        cluster_arrive();
+    }
+#else
+    (void)block, (void)blocks;
+#endif
+    return p;
 }
 
-template <typename T, bool FORWARD, bool ALIGNED, bool ROW>
-__global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_COLUMN_THREADS, ROW ? 2 : 1)
-    softmax_slab(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, int exchange_bytes) {
+/* The same for interleaved lines: fills the totals in shared memory. */
+template <typename T, bool FORWARD>
+DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WIDE<T>, FORWARD, 1> &mine,
+                          const SlabPlan &plan, char *memory, const SlabMemory &at) {
+    const int blocks = plan.blocks;
+    constexpr int N = WIDE<T>;
+    Part *const partial = reinterpret_cast<Part *>(memory + at.partial), *const own = (Part *)(memory + at.own),
+                *const total = (Part *)(memory + at.total);
+    Edge *const edges = reinterpret_cast<Edge *>(memory + 384);
+    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
+    if (thread < plan.threads)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            partial[thread * N + j] = {mine.max[j], mine.sum[0][j]};
+    if (part.has_edge)
+        edges[thread] = {part_of<FORWARD>(part.x_edge, part.d_edge),
+                         static_cast<int>((part.out.head + part.edge) % plan.inner)};
+    const int edge_count = part.first == 0 ? part.out.edges : 0;
+    __syncthreads();
+    const int skew = part.out.head % plan.inner, terms = plan.threads * N / plan.inner;
+    for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
+        const int column = base + thread / plan.lanes;
+        Part all = {-FLT_MAX, 0.0f};
+        if (column < plan.inner) {
+            const Part *const from = partial + (column < skew ? column + plan.inner : column) - skew;
+            for (int m = lane; m < terms; m += plan.lanes)
+                all = merged<FORWARD>(all, from[m * plan.inner]);
+            for (int e = lane; e < edge_count; e += plan.lanes)
+                if (edges[e].column == column)
+                    all = merged<FORWARD>(all, edges[e].part);
+        }
+        all = merge_lanes<FORWARD>(all, plan.lanes);
+        if (column < plan.inner && lane == 0)
+            (blocks > 1 ? own : total)[column] = all;
+    }
 #if __CUDA_ARCH__ >= 900
-    typedef std::conditional_t<ROW, RowMerger<T, FORWARD, ALIGNED>, ColumnMerger<T, FORWARD, ALIGNED>> Merger;
+    if (blocks > 1) {
+        cluster_sync();
+        const int rank = thread % blocks; /* `blocks` lanes per column */
+        for (int base = 0; base < plan.inner; base += threads / blocks) {
+            const int column = base + thread / blocks;
+            Part all = {-FLT_MAX, 0.0f};
+            if (column < plan.inner) {
+                const float2 other = load_from_cluster(own + column, rank);
+                all = {other.x, other.y};
+            }
+            all = merge_lanes<FORWARD>(all, blocks);
+            if (column < plan.inner && rank == 0)
+                total[column] = all;
+        }
+        cluster_arrive();
+    }
+#else
+    (void)own;
+#endif
+    __syncthreads();
+}
+
+template <typename T, bool FORWARD, bool ROW>
+__global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS)
+    softmax_slab(const __grid_constant__ SlabArgs<T> a) {
+    constexpr int N = WIDE<T>, LINES = ROW ? 1 : N;
     extern __shared__ uint4 slab_memory[];
     char *const memory = reinterpret_cast<char *>(slab_memory);
-    softmax_of_slabs<T, FORWARD, ALIGNED, Merger>(a, each, column_bytes, memory, memory + exchange_bytes);
+    const SlabMemory at(a.plan, N, FORWARD ? 1 : 2);
+    const unsigned blocks = a.plan.blocks, slab = blockIdx.x / blocks, rank = blockIdx.x - slab * blocks;
+    SlabPart<T, FORWARD> part;
+    wait_for_previous_kernel();
+    part.load(a, slab, rank, memory, at);
+    const Statistics<LINES, FORWARD, 1> mine = part.template statistics<LINES>();
+    Part all[LINES];
+    float scale[LINES];
+    Part edge_all;
+    if constexpr (ROW) {
+        const Part own = {mine.max[0], mine.sum[0][0]};
+        all[0] = merge_row<FORWARD>(
+            part.has_edge ? merged<FORWARD>(own, part_of<FORWARD>(part.x_edge, part.d_edge)) : own, memory, blocks);
+        scale[0] = 1.0f / all[0].sum;
+        edge_all = all[0];
+    } else {
+        merge_columns<T, FORWARD>(part, mine, a.plan, memory, at);
+        const Part *const total = reinterpret_cast<const Part *>(memory + at.total);
+        int column = (part.out.head + (int)threadIdx.x * N) % a.plan.inner;
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            all[j] = total[column];
+            scale[j] = 1.0f / all[j].sum;
+            column = column + 1 == a.plan.inner ? 0 : column + 1;
+        }
+        edge_all = part.has_edge ? total[(part.out.head + part.edge) % a.plan.inner] : Part{0.0f, 1.0f};
+    }
+    part.template write<LINES>(all, scale);
+    if (part.has_edge)
+        part.out.body[part.edge] =
+            from_float<T>(SlabPart<T, FORWARD>::result(part.x_edge, part.d_edge, edge_all, 1.0f / edge_all.sum));
+#if __CUDA_ARCH__ >= 900
+    if (blocks > 1)
+        cluster_wait(); /* other blocks have read this block's statistics */
 #endif
 }
 
 struct Slabs {
     typedef act_call Call;
     struct Plan {
+        Walk outer;
+        int64_t slabs;
         SlabPlan slab;
-        int each; /* slabs of a cluster */
     };
 
-    /* Packs of all inputs of a row, or of interleaved lines, that a block loads at a time, so that two
-     * blocks share a multiprocessor; and if a cluster of the most blocks is too small for that. */
-    static constexpr int ROW_PACKS = 2048, COLUMN_PACKS = 1792, MOST_PACKS = 4096;
+    /* Packs of one input per block, so that several blocks share a multiprocessor and one loads while
+     * another stores; twice as many where a larger cluster costs more. Measured: docs/perf/act.md. And
+     * the most shared memory. */
+    static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
 
-    /* How a slab is cut depends on its shape alone, never on the device or the number of slabs: the
-     * same bits everywhere. False if it does not fit. */
-    static bool cut(const SlabViews &views, bool forward, SlabPlan *plan) {
-        if (!plan_slabs(views, forward, plan))
-            return false;
-        const int64_t packs = max(plan->elements * rafter_dtype_bytes(views.view[OUT].dtype) / 16, int64_t(1));
-        const int inputs = forward || plan->expanded ? 1 : 2;
-        plan->blocks = power_at_least(ceil_div<int64_t>(packs * inputs, plan->inner == 1 ? ROW_PACKS : COLUMN_PACKS), 1,
-                                      MOST_BLOCKS);
-        const int64_t items = ceil_div<int64_t>(packs, int64_t(plan->blocks) * plan->threads);
-        if (items * plan->threads * inputs > MOST_PACKS)
-            return false;
-        plan->items = static_cast<int>(items);
-        plan->input_bytes = round_up((plan->items * plan->threads + 1) * 16, 128);
-        return true;
+    static int greatest_common_divisor(int64_t a, int64_t b) {
+        while (b > 0) {
+            const int64_t rest = a % b;
+            a = b;
+            b = rest;
+        }
+        return static_cast<int>(a);
     }
-    static int shared_bytes(const Call &call, const SlabPlan &plan) {
-        return exchange_bytes(plan) + STAGES * plan.stage_bytes(is_forward(call));
+
+    /* By the shape of a slab alone, never by the device: the same bits everywhere. False if a slab
+     * does not fit. */
+    static bool cut(const SlabViews &views, bool forward, SlabPlan *plan) {
+        const int width = 16 / static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
+        const int64_t inner = views.inner(), elements = views.elements(), packs = max(elements / width, int64_t(1));
+        const int inputs = forward || (views.is_expanded(DY) && !views.is_slab(DY)) ? 1 : 2;
+        if (elements > INT32_MAX / 4)
+            return false;
+        const int64_t unit = inner / greatest_common_divisor(inner, width);
+        if (unit > MOST_THREADS)
+            return false;
+        *plan = {};
+        plan->elements = static_cast<int>(elements);
+        plan->inner = static_cast<int>(inner);
+        plan->expanded = !forward && inputs == 1;
+        const int64_t most = inner == 1 || unit <= 32 ? ROW_THREADS : unit <= 256 ? 512 : MOST_THREADS;
+        const int64_t wanted =
+            min(round_up(ceil_div<int64_t>(packs, inner > 1 && inputs == 1 ? 16 : 8), int64_t(WARP)), most);
+        plan->threads = static_cast<int>(max(wanted / unit, int64_t(1)) * unit);
+        const bool twice = inputs == 1 && (inner > 1 || packs <= 2 * BLOCK_PACKS || packs > 8 * BLOCK_PACKS);
+        const int64_t block = twice ? plan->threads > 512 ? 4 * BLOCK_PACKS : 2 * BLOCK_PACKS : BLOCK_PACKS;
+        plan->blocks = power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS);
+        plan->items = static_cast<int>(ceil_div(packs, int64_t(plan->threads) * plan->blocks));
+        plan->lanes = 1;
+        while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
+            plan->lanes *= 2;
+        return SlabMemory(*plan, width, inputs).bytes <= MOST_BYTES;
     }
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call) {
@@ -225,38 +433,58 @@ struct Slabs {
         SlabPlan plan;
         if (!cut(views, is_forward(call), &plan))
             return "slabs do not fit into the shared memory of a cluster";
-        if (shared_bytes(call, plan) > device.shared_bytes)
+        if (plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
+            views.column_width() > 2)
+            return "columns of this length are read once by persistent blocks";
+        if (MOST_BYTES > device.shared_bytes)
             return "the GPU has too little shared memory";
+        if (views.inner() > 1 && is_small(call))
+            return "columns of a small tensor: a block per slab leaves the GPU idle";
+        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call))
+            return "gradients of rows, unless the tensor is large, are faster in two passes";
+        if (plan.blocks > 1 && device.compute_capability < 90)
+            return "slabs do not fit into the shared memory of a block, and the GPU has no clusters";
         if (plan.blocks > PORTABLE_BLOCKS && device.compute_capability != 90)
             return "slabs need a cluster of 16 blocks, which is used on compute capability 9.0 only";
         return NULL;
     }
 
-    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const OrderedCall ordered(call, true);
-        cut(SlabViews(ordered.call), is_forward(call), &plan->slab);
-        /* Many slabs per cluster, but several times as many clusters as run at a time. */
-        const int at_a_time = max(2 * device.multiprocessors / plan->slab.blocks, 1);
-        plan->each = static_cast<int>(max(min(plan->slab.slabs / (4 * at_a_time), int64_t(16)), int64_t(1)));
+        const SlabViews views(ordered.call);
+        plan->outer = walk_over(views.pointer, 0, views.dim());
+        plan->slabs = views.slabs();
+        cut(views, is_forward(call), &plan->slab);
         return 0;
+    }
+
+    template <typename T, bool FORWARD, bool ROW>
+    static void launch_as(rafter_context *context, const OrderedCall &ordered, const Plan &plan) {
+        const Call &call = ordered.call;
+        const SlabArgs<T> args = {reinterpret_cast<const T *>(call.in.data), reinterpret_cast<const T *>(call.dy.data),
+                                  reinterpret_cast<T *>(call.out.data), plan.outer, plan.slab};
+        Launch how = {plan.slabs * plan.slab.blocks, round_up(plan.slab.threads, WARP)};
+        how.shared = SlabMemory(plan.slab, WIDE<T>, FORWARD || plan.slab.expanded ? 1 : 2).bytes;
+        how.cluster = plan.slab.blocks;
+        how.overlaps = ordered.copied;
+        const auto kernel = softmax_slab<T, FORWARD, ROW>;
+        if (plan.slab.blocks > PORTABLE_BLOCKS)
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        ::launch(context, how, kernel, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         const OrderedCall ordered(call, true);
         ordered.copy(context);
-        const SlabPlan &slab = plan.slab;
-        for_slabs(call, slab, [&](auto zero, auto forward, auto aligned, auto row) {
+        for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            Launch how = {ceil_div(slab.slabs, int64_t(plan.each)) * slab.blocks, round_up(slab.threads, WARP)};
-            const int exchange = exchange_bytes(slab);
-            how.shared = exchange + min(STAGES, plan.each) * slab.stage_bytes(forward);
-            how.cluster = slab.blocks;
-            how.overlaps = ordered.copied;
-            const auto kernel = softmax_slab<T, forward, aligned, row>;
-            if (slab.blocks > PORTABLE_BLOCKS)
-                cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-            ::launch(context, how, kernel, slab_args<T>(ordered.call, slab), plan.each,
-                     row ? 0 : ColumnMemory::bytes(slab), exchange);
+            const bool row = plan.slab.inner == 1;
+            if (is_forward(call))
+                row ? launch_as<T, true, true>(context, ordered, plan)
+                    : launch_as<T, true, false>(context, ordered, plan);
+            else
+                row ? launch_as<T, false, true>(context, ordered, plan)
+                    : launch_as<T, false, false>(context, ordered, plan);
         });
         return RAFTER_OK;
     }
