@@ -29,6 +29,12 @@ def text(shard, cpu, group, first_class, classes, row_group):
     return f"{_part(first_class, classes, rank, ranks, name)};{rows}"
 
 
+def rows_of_classes(input):
+    """The logits with the classes of a row side by side, which class groups on CUDA want: a copy, if they
+    are not."""
+    return input.contiguous() if input.is_cuda and input.shape[-1] > 1 and input.stride(-1) != 1 else input
+
+
 def check_scale(logit_scale, group, of):
     """Refuses a logit_scale whose gradient would be this rank's part only: it multiplies `of`, of which a
     rank has those of its classes."""

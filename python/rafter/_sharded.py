@@ -120,6 +120,8 @@ def cross_entropy(input: Tensor, target, options):
         else:
             layout.cut_rows("input", at, dim)
     local = input.to_local()
+    if layout.classes is not None:
+        local = _groups.rows_of_classes(local)
     return local, *layout.finish(input.shape[-1], local.shape[-1], target, options)
 
 

@@ -245,6 +245,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     if group is not None or row_group is not None or classes is not None or first_class is not None:
         groups = _groups.text(input.shape[-1], input.is_cpu, group, first_class, classes, row_group)
         _groups.check_scale(logit_scale, group, "the logits")
+        input = input if group is None else _groups.rows_of_classes(input)
     if logit_scale is not None and (isinstance(logit_scale, Tensor) or varies(logit_scale)):
         input, logit_scale = scaled(logit_scale, softcap, input)
     options = loss_options(input, weight=weight, row_weight=row_weight, denominator=denominator,

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes that other parallel losses have made. Run by ranks.py."""
+import datetime
 import math
 
+import pytest
 import torch
 
 import rafter
@@ -87,6 +89,15 @@ def check_unequal_chunk_counts(world):
                                                budget=2 * least if mode == "fast" else 0)
             loss.backward()
             close(loss, expected)
+
+
+def check_a_rank_that_never_calls(world):
+    """The error is the engine's, after its timeout; the process group itself says what is wrong."""
+    world.skip_unless(world.size > 1 and world.device == "cpu", "needs several ranks on the CPU")
+    group = torch.distributed.new_group(timeout=datetime.timedelta(seconds=1))
+    if world.rank == 0:
+        with pytest.raises(RuntimeError, match="all_gather of group returned 1 on rank 0 of .: .*ime"):
+            rafter.cross_entropy(normal(2, 3), torch.zeros(2, dtype=torch.long), group=group)
 
 
 def check_dx_is_summed(world):

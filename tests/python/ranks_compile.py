@@ -51,6 +51,33 @@ def check_every_function(world):
         assert torch.equal(found, wanted)
 
 
+def check_cuda_graph(world):
+    """Captured with the collectives in it, and replayed with other data."""
+    world.skip_unless(world.device == "cuda" and torch.distributed.get_backend() == "nccl", "for NCCL")
+    x, w, _, target = problem(world)
+    own = slice(*cuts(CLASSES, world.size)[0][world.rank:world.rank + 2])
+    tensors = [t.to(torch.bfloat16).requires_grad_() for t in (x, w[own])]
+
+    def step():
+        loss = rafter.linear_cross_entropy(*tensors, target, group=world.group, classes=CLASSES)
+        return loss, *torch.autograd.grad(loss, tensors)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        tensors[0].mul_(1.5)
+    graph.replay()
+    for found, wanted in zip(captured, step()):
+        assert torch.equal(found, wanted)
+
+
 def check_dtensors(world):
     mesh = mesh_of(world)
     x, w, b, target = problem(world)

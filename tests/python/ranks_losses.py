@@ -84,9 +84,14 @@ def check_cross_entropy_layouts(world):
             loss.backward()
             close(own.grad, dz[..., a:b], scale=4)
         close(rafter.cross_entropy(whole[..., a:b].to(dtype), target, dim=-1, **shard), expected, scale=4)
-    moved = whole[..., a:b].movedim(-1, 1)  # PyTorch's layout
-    if world.device == "cpu":
-        close(rafter.cross_entropy(moved, target, **shard), loss_reference(whole, target), scale=4)
+    z = whole.double().requires_grad_()
+    expected = loss_reference(z, target)
+    dz, = torch.autograd.grad(expected, z)
+    moved = whole[..., a:b].movedim(-1, 1).contiguous().requires_grad_()  # PyTorch's layout
+    loss = rafter.cross_entropy(moved, target, **shard)
+    loss.backward()
+    close(loss, expected, scale=4)
+    close(moved.grad.movedim(1, -1), dz[..., a:b], scale=4)
 
 
 def linear_problem(world, dtype=torch.float32):
