@@ -159,6 +159,7 @@ def check_fsdp(world):
                 close(a, b.double(), scale=8)
             for name, parameter in found[1].items():
                 close(parameter, wanted[1][name].double(), scale=40, atol=2e-6)
-            assert found[2] == (1 if policy == dict(head=False) else 2), found[2]  # the head, and the rest
-            assert found[2] <= wanted[2]
-    assert wanted[2] == 2 and fsdp_steps(world, None)[2] == 3  # FSDP2 by itself gathers the head twice
+            if world.size > 1:  # the head, and the rest
+                assert found[2] == (1 if policy == dict(head=False) else 2), found[2]
+    # FSDP2 by itself gathers the head twice, unless it is told otherwise, as in the last policy.
+    assert world.size == 1 or (wanted[2] == 2 and fsdp_steps(world, None)[2] == 3)
