@@ -8,9 +8,10 @@ import torch
 from . import _compat, _ops
 
 
-def text(shard, cpu, group, first_class, classes, row_group):
+def text(shard, cpu, group, first_class, classes, row_group, share=False):
     """The argument `groups` of the ops (python/src/groups.h). shard: how many classes this rank has; cpu:
-    whether they are there, where the library compares the ranks' shards, and fails on all ranks."""
+    whether they are there, where the library compares the ranks' shards, and fails on all ranks; share:
+    the input has only this rank's rows, as many as each other rank has."""
     if group is None:
         if first_class is not None or classes is not None:
             raise ValueError(f"first_class is {first_class} and classes is {classes} without a group, wanted a group")
@@ -26,7 +27,7 @@ def text(shard, cpu, group, first_class, classes, row_group):
             raise ValueError(f"rank {rank} of {ranks} has {shard} of {classes} classes, which are not the shards of "
                              "torch.chunk; pass first_class")
     rows = "" if row_group is None else _part(0, 0, *_ranks("row_group", row_group))
-    return f"{_part(first_class, classes, rank, ranks, name)};{rows}"
+    return f"{_part(first_class, classes, rank, ranks, name, share)};{rows}"
 
 
 def rows_of_classes(input):
@@ -48,10 +49,10 @@ def first_of_chunk(count, rank, ranks):
     return min(rank * -(-count // ranks), count)
 
 
-def _part(first_class, classes, rank, ranks, name):
+def _part(first_class, classes, rank, ranks, name, share=False):
     if ";" in name:
         raise ValueError(f"the name of a process group is {name!r}, wanted one without a semicolon")
-    return f"{rank} {ranks} {first_class} {classes} {name}"
+    return f"{rank} {ranks} {first_class} {classes} {int(share)} {name}"
 
 
 def _ranks(argument, group):
@@ -76,8 +77,8 @@ def _ranks(argument, group):
 
 
 def _on(stream, device):
-    """PyTorch's current stream becomes `stream`, a cudaStream_t as a number; 0 on the CPU."""
-    if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
+    """PyTorch's current stream becomes `stream`, a cudaStream_t as a number; 0 on the CPU. -1: it stays."""
+    if device.type != "cuda" or stream == -1 or torch.cuda.current_stream(device).cuda_stream == stream:
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(stream, device))
 
@@ -92,10 +93,19 @@ def _collective(run, tensor, name, stream):
     return ""
 
 
+def _renamed(new, old):
+    """A function of torch.distributed that PyTorch 2.13 has renamed."""
+    return getattr(torch.distributed, new, None) or getattr(torch.distributed, old)
+
+
 def _all_gather(send, receive, name, stream):
-    # PyTorch 2.13 renamed the function.
-    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    gather = _renamed("all_gather_single", "all_gather_into_tensor")
     return _collective(lambda group: gather(receive, send, group=group), send, name, stream)
+
+
+def _reduce_scatter(send, receive, name, stream):
+    scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+    return _collective(lambda group: scatter(receive, send, group=group), send, name, stream)
 
 
 def _all_reduce(data, name, stream):
@@ -104,3 +114,4 @@ def _all_reduce(data, name, stream):
 
 _ops.implement("_group_all_gather", _all_gather)
 _ops.implement("_group_all_reduce", _all_reduce)
+_ops.implement("_group_reduce_scatter", _reduce_scatter)

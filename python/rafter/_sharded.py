@@ -66,22 +66,32 @@ class _Layout:
         from torch.distributed.tensor import Shard
         return None if self.row_dim is None else Shard(self.row_dim)
 
-    def finish(self, classes, shard, target, options):
-        """Local target and options with the groups, and a function that makes DTensors of results."""
+    def finish(self, classes, shard, target, options, share=None):
+        """Local target and options with the groups, and a function that makes DTensors of results. share:
+        the dimension of whose rows the input has only this rank's, one after the other."""
         group = None if self.classes is None else self.mesh.get_group(self.classes)
         # Per-row losses need nothing of other rows.
         row_group = None if self.rows is None or options.reduction == NONE else self.mesh.get_group(self.rows)
         text = None
         if group is not None or row_group is not None:
             text = _groups.text(shard, self.mesh.device_type == "cpu", group, None, None if group is None else classes,
-                                row_group)
+                                row_group, share is not None)
         shape = target.shape
         rows, everywhere = self.placements(rows=self.row_shard()), self.placements()
         weight, row_weight, denominator = options[:3]
-        options = options._replace(weight=self.local(weight, everywhere), row_weight=self.local(row_weight, rows),
+        options = options._replace(weight=self.local(weight, everywhere),
+                                   row_weight=_first(self.local(row_weight, rows), share),
                                    denominator=self.local(denominator, everywhere), groups=text)
-        target = self.local(target, rows)
-        return target, options, lambda results: tuple(self.wrap(r, target, shape, rows) for r in results)
+        own = self.local(target, rows)
+        target = _first(own, share)
+
+        def wrap(results):
+            if share is not None:  # rows back in their own order
+                moved = own.movedim(share, 0).shape
+                results = [r.reshape(moved).movedim(0, share) if r.shape == target.shape else r for r in results]
+            return tuple(self.wrap(r, own, shape, rows) for r in results)
+
+        return target, options, wrap
 
     def wrap(self, result, target, shape, rows):
         from torch.distributed.tensor import DTensor
@@ -89,6 +99,12 @@ class _Layout:
             return DTensor.from_local(result, self.mesh, self.placements(), run_check=False)
         stride = torch.empty(shape, device="meta").stride()  # uneven shards do not tell the global shape
         return DTensor.from_local(result, self.mesh, rows, run_check=False, shape=shape, stride=stride)
+
+
+def _first(tensor, dim):
+    """Rows in the order of ranks that cut `dim`: that dimension first, and all in one. dim None: as they
+    are."""
+    return tensor if tensor is None or dim is None else tensor.movedim(dim, 0).reshape(-1)
 
 
 def _layout(op, input, tensors):
@@ -128,14 +144,15 @@ def cross_entropy(input: Tensor, target, options):
 def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
     """Local input, weight, bias, target and options, and a function that makes DTensors of the results.
 
-    Where the classes are cut, the library sums dx, so that it is replicated, as the input is; an input
-    whose rows are cut over the same dimension of the mesh is gathered first. Where the rows are cut, each
+    Where the classes are cut, the library sums dx, so that it is replicated, as the input is. If the rows
+    of the input are cut over the same dimension of the mesh, evenly, the op gathers the input, and scatters
+    the sums of dx; else the input is gathered here. Where only the rows are cut, each
     rank has a part of the sum that dW is: Partial, as for torch.nn.functional.linear."""
     from torch.distributed.tensor import DTensor, Partial, Shard
     layout, input = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
     if not isinstance(linear_weight, DTensor):
         linear_weight = DTensor.from_local(linear_weight, layout.mesh, layout.placements(), run_check=False)
-    last = input.dim() - 1
+    last, share = input.dim() - 1, None
     for at, (of_input, of_weight) in enumerate(zip(input.placements, linear_weight.placements)):
         if not of_weight.is_replicate():
             if layout.shard_of(linear_weight, "linear_weight", of_weight) != 0:
@@ -148,9 +165,18 @@ def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
             layout.refuse(f"input has placements {tuple(input.placements)}")
         if of_weight.is_replicate():
             layout.cut_rows("input", at, dim)
+        elif input.shape[dim] % layout.mesh.size(at) == 0:
+            share = dim
     classes = layout.placements(classes=Shard(0))
     gradient = layout.placements(classes=Shard(0), rows=Partial())
     local = layout.local(linear_weight, classes, gradient)
     count, shard = linear_weight.shape[0], local.shape[0]
-    return (layout.local(input, layout.placements(rows=layout.row_shard())), local,
-            layout.local(linear_bias, classes, gradient), *layout.finish(count, shard, target, options))
+    if layout.rows is not None:
+        share = None
+    if share is None:
+        rows = layout.local(input, layout.placements(rows=layout.row_shard()))
+    else:
+        rows = layout.local(input, layout.placements(classes=Shard(share)))
+        rows = rows.movedim(share, 0).reshape(-1, input.shape[-1])
+    return (rows, local, layout.local(linear_bias, classes, gradient),
+            *layout.finish(count, shard, target, options, share))

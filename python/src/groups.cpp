@@ -25,6 +25,9 @@ StableIValue on_stack(const std::string &text) {
     return torch::stable::detail::from(text);
 }
 
+/* What _groups.py takes for PyTorch's current stream. */
+void *const CURRENT_STREAM = reinterpret_cast<void *>(intptr_t(-1));
+
 StableIValue on_stack(const void *stream) {
     return torch::stable::detail::from(static_cast<int64_t>(reinterpret_cast<intptr_t>(stream)));
 }
@@ -38,6 +41,7 @@ Group::Group(std::string name, int32_t rank, int32_t ranks, Device device) : nam
     communicator_.ranks = ranks;
     communicator_.all_gather = all_gather;
     communicator_.all_reduce_sum = all_reduce_sum;
+    communicator_.reduce_scatter_sum = reduce_scatter_sum;
     communicator_.describe = describe;
 }
 
@@ -78,6 +82,33 @@ int Group::all_reduce_sum(void *user, float *data, size_t count, void *stream) {
     return !own->error_.empty();
 }
 
+int Group::reduce_scatter_sum(void *user, const float *send, float *receive, size_t count, void *stream) {
+    Group *const own = static_cast<Group *>(user);
+    try {
+        const size_t ranks = static_cast<size_t>(own->communicator_.ranks);
+        StableIValue stack[] = {on_stack(own->view(send, count * ranks, RAFTER_F32)),
+                                on_stack(own->view(receive, count, RAFTER_F32)), on_stack(own->name_),
+                                on_stack(stream)};
+        own->error_ = call_for_string(NAME_OF(RAFTER_TORCH_NAMESPACE) "::_group_reduce_scatter", stack);
+    } catch (const std::exception &error) {
+        own->error_ = error.what();
+    }
+    return !own->error_.empty();
+}
+
+Tensor Group::gathered(const Tensor &share) {
+    const DLTensor &from = *share.dl();
+    if (from.ndim != 2 || (from.shape[1] > 1 && from.strides[1] != 1) ||
+        (from.shape[0] > 1 && from.strides[0] != from.shape[1]))
+        throw std::runtime_error("rafter: a share of the input's rows has to be contiguous, [rows, D]");
+    const int64_t shape[] = {from.shape[0] * communicator_.ranks, from.shape[1]};
+    Tensor all = Tensor::empty(shape, 2, share.dtype(), device_);
+    const size_t bytes = static_cast<size_t>(from.shape[0] * from.shape[1] * from.dtype.bits / 8);
+    if (all_gather(this, from.data, all.dl()->data, bytes, CURRENT_STREAM))
+        throw std::runtime_error("rafter: the input's rows could not be gathered: " + error_);
+    return all;
+}
+
 const char *Group::describe(void *user, int) {
     return static_cast<Group *>(user)->error_.c_str();
 }
@@ -88,8 +119,8 @@ Groups::Groups(const std::string &text, Device device, rafter_loss_options &opti
             return nullptr;
         int32_t rank = 0, ranks = 0;
         int name = 0;
-        if (sscanf(line.c_str(), "%" SCNd32 " %" SCNd32 " %" SCNd64 " %" SCNd64 " %n", &rank, &ranks, first_class,
-                   count, &name) != 4)
+        if (sscanf(line.c_str(), "%" SCNd32 " %" SCNd32 " %" SCNd64 " %" SCNd64 " %d %n", &rank, &ranks, first_class,
+                   count, &share, &name) != 5)
             throw std::runtime_error("rafter: groups is \"" + text +
                                      "\", wanted the text of rafter's Python functions");
         return std::make_unique<Group>(line.substr(static_cast<size_t>(name)), rank, ranks, device);
@@ -97,7 +128,9 @@ Groups::Groups(const std::string &text, Device device, rafter_loss_options &opti
     const size_t end = text.find(';');
     int64_t unused[2];
     classes = parse(text.substr(0, end), &options.first_class, &options.classes);
+    const int share_of_input = share;
     rows = parse(end == std::string::npos ? "" : text.substr(end + 1), &unused[0], &unused[1]);
+    share = share_of_input;
     options.class_group = classes ? classes->communicator() : nullptr;
     options.row_group = rows ? rows->communicator() : nullptr;
 }

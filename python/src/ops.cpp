@@ -257,6 +257,7 @@ enum { DX = 1, DWEIGHT = 2, DBIAS = 4 };
 
 struct LinearInputs {
     Tensor x, weight, bias, target;
+    mutable Tensor all_rows; /* of x, if that has only this rank's */
 
     explicit LinearInputs(Call &call)
         : x(call.tensor()), weight(call.tensor()), bias(call.optional_tensor()), target(call.tensor()) {
@@ -266,7 +267,9 @@ struct LinearInputs {
 rafter_linear_cross_entropy_args linear_args(Call &call, const LinearInputs &in, const LossOptions &options) {
     rafter_linear_cross_entropy_args args = default_args<rafter_linear_cross_entropy_args>();
     args.options = &options.c;
-    args.x = in.x.dl();
+    if (options.groups.share)
+        in.all_rows = options.groups.classes->gathered(in.x);
+    args.x = (options.groups.share ? in.all_rows : in.x).dl();
     args.weight = in.weight.dl();
     args.bias = in.bias.dl();
     args.target = in.target.dl();
@@ -603,6 +606,7 @@ LIBRARY(RAFTER_TORCH_NAMESPACE, library) {
     library.def("_info() -> str");
     /* Implemented in _groups.py. They return "", or what went wrong. */
     library.def("_group_all_gather(Tensor send, Tensor(a!) receive, str group, int stream) -> str");
+    library.def("_group_reduce_scatter(Tensor send, Tensor(a!) receive, str group, int stream) -> str");
     library.def("_group_all_reduce(Tensor(a!) data, str group, int stream) -> str");
 }
 

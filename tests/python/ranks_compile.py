@@ -90,10 +90,11 @@ def check_dtensors(world):
     def step(x, w, b, target):
         return rafter.linear_cross_entropy(x, w, target, linear_bias=b).to_local()
 
-    tensors = placed(x, mesh, Replicate()), placed(w, mesh, Shard(0)), placed(b, mesh, Shard(0))
-    out = step(*tensors, target)
-    out.backward(torch.full_like(out, -1.5))
-    close(out, loss, scale=4)
-    assert [t.grad.placements for t in tensors] == [(Replicate(),), (Shard(0),), (Shard(0),)]
-    for t, g in zip(tensors, gradients):
-        close(t.grad.full_tensor(), g, scale=8)
+    for placement in (Replicate(), Shard(0)):
+        tensors = placed(x, mesh, placement), placed(w, mesh, Shard(0)), placed(b, mesh, Shard(0))
+        out = step(*tensors, target)
+        out.backward(torch.full_like(out, -1.5))
+        close(out, loss, scale=4)
+        assert [t.grad.placements for t in tensors] == [(placement,), (Shard(0),), (Shard(0),)]
+        for t, g in zip(tensors, gradients):
+            close(t.grad.full_tensor(), g, scale=8)

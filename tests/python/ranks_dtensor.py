@@ -41,21 +41,31 @@ def backward(loss):
     loss.backward(distribute_tensor(whole, loss.device_mesh, loss.placements))
 
 
+class Sent(list):
+    """Bytes, and in `names` what sent them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+
 @contextlib.contextmanager
 def gathers():
     """The bytes that a rank sends in each of the library's collectives."""
-    sent = []
-    functions = {name: getattr(torch.distributed, name) for name in
-                 ("all_gather_single", "all_gather_into_tensor", "all_reduce") if hasattr(torch.distributed, name)}
+    sent = Sent()
+    names = ("all_gather_single", "all_gather_into_tensor", "all_reduce", "reduce_scatter_single",
+             "reduce_scatter_tensor")
+    functions = {name: getattr(torch.distributed, name) for name in names if hasattr(torch.distributed, name)}
 
-    def recording(function, at):
+    def recording(name, function, at):
         def call(*args, **kwargs):
             sent.append(args[at].numel() * args[at].element_size())
+            sent.names.append(name)
             return function(*args, **kwargs)
         return call
 
     for name, function in functions.items():
-        setattr(torch.distributed, name, recording(function, 0 if name == "all_reduce" else 1))
+        setattr(torch.distributed, name, recording(name, function, 0 if name == "all_reduce" else 1))
     try:
         yield sent
     finally:
@@ -88,18 +98,32 @@ def check_vocabulary_parallel(world):
 
 
 def check_sequence_parallel_input(world):
-    """Rows of the input over the same ranks as the classes: gathered, and dx goes back in shards."""
+    """Rows of the input over the same ranks as the classes: gathered, and dx goes back in shards; by a
+    reduce-scatter if they are even. [batch, time, D] is cut over either."""
     mesh = mesh_of(world)
-    x, w, b, target = problem(world)
-    loss, gradients = expected(x, w, b, target)
-    tensors = placed(x, mesh, Shard(0)), placed(w, mesh, Shard(0)), placed(b, mesh, Shard(0))
-    out = rafter.linear_cross_entropy(tensors[0], tensors[1], target, linear_bias=tensors[2])
-    assert out.placements == (Replicate(),)
-    backward(out)
-    close(out.to_local(), loss, scale=4)
-    for t, g in zip(tensors, gradients):
-        assert t.grad.placements == (Shard(0),)
-        close(t.grad.full_tensor(), g, scale=8)
+    _, w, b, _ = problem(world)
+    steps = 3 * world.size
+    for shape, dim in (((2, 5), 1), ((2, steps), 1), ((steps, 2), 0), ((steps,), 0)):
+        x, target = normal(*shape, DEPTH, device=world.device), labels(shape, CLASSES, world.device)
+        row_weight = normal(*shape, device=world.device, seed=6)
+        for options in ({}, dict(mode="compact"), dict(reduction="none", row_weight=row_weight)):
+            mode = options.pop("mode", "auto")
+            loss, gradients = expected(x, w, b, target, **options)
+            tensors = placed(x, mesh, Shard(dim)), placed(w, mesh, Shard(0)), placed(b, mesh, Shard(0))
+            with gathers() as sent:
+                out = rafter.linear_cross_entropy(tensors[0], tensors[1], target, linear_bias=tensors[2], mode=mode,
+                                                  extras=EXTRAS, **options)
+                assert out.loss.placements == out.lse.placements == (Replicate(),)
+                backward(out.loss)
+            if shape != (2, 5) and world.size > 1:  # dx is never summed on every rank
+                assert "all_reduce" not in sent.names and "reduce_scatter" in " ".join(sent.names), sent.names
+            close(out.loss.to_local(), loss, scale=4)
+            stats = one_rank(x.double() @ w.double().T + b, target, options) if len(shape) == 1 else None
+            if stats:
+                close(out.entropy.to_local(), stats.entropy.double(), scale=4)
+            assert [t.grad.placements for t in tensors] == [(Shard(dim),), (Shard(0),), (Shard(0),)]
+            for t, g in zip(tensors, gradients):
+                close(t.grad.full_tensor(), g, scale=8)
 
 
 def check_rows_of_a_replicated_weight(world):

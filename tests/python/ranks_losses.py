@@ -370,9 +370,9 @@ def check_ranks_that_disagree(world):
     other[1] = 0 if target[1] else 1
     bad = target.clone()
     bad[1] = CLASSES
-    for given in (dict(label_smoothing=0.1), dict(reduction="sum"), dict(target=other),
-                  dict(input=x[:-1], target=target[:-1]), dict(weight=w[own][:-1]), dict(input=x.double()), dict(target=bad), dict(classes=CLASSES + 1),
-                  dict(weight=torch.ones(CLASSES)[:, None] * w[0])):
+    for given in (dict(label_smoothing=0.1), dict(reduction="sum"), dict(target=other), dict(target=bad),
+                  dict(input=x[:-1], target=target[:-1]), dict(input=x.double()), dict(weight=w[own][:-1]),
+                  dict(classes=CLASSES + 1), dict(weight=torch.ones(CLASSES)[:, None] * w[0])):
         with pytest.raises((RuntimeError, IndexError), match="rafter.linear_cross_entropy: "):
             call(**(given if last else {}))
         call()  # the ranks are still in step
