@@ -39,10 +39,11 @@ def test_logprobs_of_a_sequence(device, dtype, classes):
     x = normal(500, 72, device=device, dtype=dtype)
     y = labels((500,), classes, device)
     with rafter.batch_invariant():
-        whole = rafter.linear_logprobs(x, w, y)
+        whole = rafter.linear_logprobs(x, w, y, entropy=True)
         for first, end in ((0, 1), (3, 10), (100, 229), (371, 500), (1, 500)):
-            part = rafter.linear_logprobs(x[first:end], w, y[first:end])
-            assert torch.equal(part, whole[first:end])
+            part = rafter.linear_logprobs(x[first:end], w, y[first:end], entropy=True)
+            assert torch.equal(part.logprob, whole.logprob[first:end])
+            assert torch.equal(part.entropy, whole.entropy[first:end])
 
 
 @on_devices
@@ -55,7 +56,7 @@ def test_gradient_of_a_sequence(device, dtype):
 
     def gradient(first, end):
         own = leaf(x[first:end].clone())
-        rafter.linear_logprobs(own, w, y[first:end]).backward(upstream[first:end])
+        rafter.linear_logprobs(own, w, y[first:end]).logprob.backward(upstream[first:end])
         return own.grad
 
     with rafter.batch_invariant():
