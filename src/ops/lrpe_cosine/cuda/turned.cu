@@ -103,6 +103,8 @@ const char *why_not(const rafter_context *context, const struct rafter_call *com
     const lrpe_cosine_call &call = typed(common);
     if (call.common.direction == RAFTER_FORWARD || call.x.numel == 0)
         return "not a backward call, or x is empty";
+    if (call.common.batch_invariant)
+        return "it is not batch invariant: it turns large gradients only";
     const rafter_view &dy = call.dy;
     bool turns = false;
     for (int d = 0; d < 3; d++)
