@@ -10,11 +10,13 @@ wrong() {
     failed=1
 }
 
-# is_run PATH: whether a CMakeLists.txt adds the file, by name or by a pattern of its folder.
+# is_run PATH: whether a CMakeLists.txt adds the file, by name or by a pattern of its folder; or a file of
+# the folder, if it is one. pytest finds the tests in Python by their names.
 is_run() {
     local folder name
+    [[ $1 == tests/python/test_*.py ]] && return
     folder=$(basename "$(dirname "$1")") name=$(basename "$1")
-    [ -d "$1" ] && folder=$(basename "$1") name='*.c'
+    [ -d "$1" ] && folder=$(basename "$1") name=main.c
     grep -qF -e "$folder/$name" -e "$folder/*.c" tests/CMakeLists.txt bench/CMakeLists.txt ||
         { [ "$folder" = tests ] && grep -qE "[ /]$name[ )]" tests/CMakeLists.txt bench/CMakeLists.txt; }
 }
