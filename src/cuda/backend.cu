@@ -237,8 +237,11 @@ static rafter_status run(rafter_context *context, const char *op, const struct r
     RAFTER_TRY(rafter_cuda_scratch(context, call->workspace, call->workspace_bytes, plan->workspace_bytes, &scratch));
     const rafter_status status = plan->variant->functions->run(context, call, plan->own.storage, NULL, scratch.memory);
     rafter_scratch_release(context, &scratch);
-    const cudaError_t error = cudaGetLastError(); /* in any case: the next call must not find it */
-    return status != RAFTER_OK ? status : rafter_cuda_check(context, op, error);
+    if (status == RAFTER_OK)
+        return rafter_cuda_launched(context, op);
+    context->cuda_state->failed = false;
+    cudaGetLastError(); /* the next call must not find it */
+    return status;
 }
 
 extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *rafter_cuda_backend(void) {

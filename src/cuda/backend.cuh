@@ -34,6 +34,10 @@ struct rafter_cuda_state {
     volatile int *bad_labels; /* as the host sees it; behind it, whether ranks made different calls */
     int *bad_labels_on_device;
 
+    /* A launch of the current call has failed. No other one follows: it would work on lists,
+     * counters and addresses that are not there. False between calls. */
+    bool failed;
+
     const void *allowed[RAFTER_CUDA_ALLOWED]; /* kernels whose shared memory limit was raised: see allow_shared */
 
     /* cuBLASLt and its chosen algorithms; NULL until the first matrix product. */
@@ -75,6 +79,12 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
     if (error == cudaSuccess)
         return RAFTER_OK;
     return rafter_fail(context, RAFTER_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
+}
+
+/* Ends a sequence of launches: RAFTER_OK, or "<what>: <the text of the error that ended it>". */
+static inline rafter_status rafter_cuda_launched(rafter_context *context, const char *what) {
+    context->cuda_state->failed = false;
+    return rafter_cuda_check(context, what, cudaGetLastError());
 }
 
 /* See struct rafter_cuda: ops/row_group.cu. */

@@ -110,9 +110,12 @@ class BuiltKernel {
     }
 };
 
+/* Enqueues a kernel, unless a launch of this call has failed. */
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
                           const Given &...given) {
+    if (context->cuda_state->failed)
+        return;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(grid_of(how.blocks));
     config.blockDim = dim3(static_cast<unsigned>(how.threads));
@@ -138,7 +141,14 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     }
     if (how.shared > 16 << 10) /* up to 48 KB in all, static and dynamic, need no attribute */
         allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));
-    cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...);
+    context->cuda_state->failed = cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...) != cudaSuccess;
+}
+
+/* Sets all bytes to `value`, on the same terms. */
+static inline void fill_bytes(const rafter_context *context, void *memory, int value, size_t bytes) {
+    rafter_cuda_state *const state = context->cuda_state;
+    if (!state->failed)
+        state->failed = cudaMemsetAsync(memory, value, bytes, state->stream) != cudaSuccess;
 }
 
 /* Whether 16-byte accesses can be used along all of the last of the first `dims` dimensions. */

@@ -377,7 +377,7 @@ static inline void launch_panels(const rafter_context *context, const Job &job, 
         return launch(context, {plan.blocks, Job::THREADS, plan.staged_bytes}, panel_in_block<Job>, job, plan);
     const PanelWorkspaceBytes<Job> sizes(plan);
     /* All ones: EMPTY in `merged`, -1 in `arrived`. */
-    cudaMemsetAsync(memory, 0xff, sizes.merged + sizes.arrived, context->cuda_state->stream);
+    fill_bytes(context, memory, 0xff, sizes.merged + sizes.arrived);
     const PanelWorkspace workspace = {reinterpret_cast<float *>(memory + sizes.merged + sizes.arrived),
                                       reinterpret_cast<unsigned *>(memory),
                                       reinterpret_cast<unsigned *>(memory + sizes.merged)};

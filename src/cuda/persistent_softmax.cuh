@@ -479,7 +479,7 @@ static inline void launch_persistent(const rafter_context *context, const InputM
                                      const PersistentPlan &plan, char *memory) {
     typedef PersistentColumns<Job> C;
     /* All ones: EMPTY in `merged` and `statistics`, -1 in `tickets`. */
-    cudaMemsetAsync(memory, 0xff, persistent_bytes<Job>(plan), context->cuda_state->stream);
+    fill_bytes(context, memory, 0xff, persistent_bytes<Job>(plan));
     unsigned *const merged = reinterpret_cast<unsigned *>(memory);
     unsigned *const statistics = merged + (size_t)plan.panels * C::WORDS;
     const PersistentWorkspace workspace = {merged, statistics, statistics + (size_t)plan.tiles * C::WORDS};

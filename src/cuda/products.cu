@@ -285,6 +285,8 @@ static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtC
 
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, void *workspace, size_t workspace_bytes) {
     rafter_cuda_products *products = context->cuda_state->products;
+    if (context->cuda_state->failed)
+        return RAFTER_OK; /* as launch(): the end of the call reports it */
     Shape shape;
     memset(&shape, 0, sizeof shape); /* padding too: shapes are compared bytewise */
     shape.dtype = p.dtype;

@@ -51,9 +51,13 @@ RowsBlock *rows_block(rafter_context *context) {
     return reinterpret_cast<RowsBlock *>(context->cuda_state->rows_block);
 }
 
+/* Also if a launch has failed: the other ranks wait for this one. */
 rafter_status gather(rafter_context *context, const struct rafter_loss *loss, const void *own, size_t bytes) {
-    return rafter_group_gather(context, "options.row_group", &loss->row_group, own, rows_block(context)->received,
-                               bytes);
+    const rafter_status status =
+        rafter_group_gather(context, "options.row_group", &loss->row_group, own, rows_block(context)->received, bytes);
+    if (status != RAFTER_OK)
+        context->cuda_state->failed = false;
+    return status;
 }
 
 } // namespace
@@ -74,7 +78,7 @@ rafter_status rafter_cuda_begin_rows(rafter_context *context, struct rafter_loss
     loss->denominator.data = reinterpret_cast<char *>(&block->denominator);
     loss->denominator.dtype = RAFTER_F32;
     loss->denominator.numel = 1;
-    return RAFTER_OK;
+    return rafter_cuda_launched(context, "the sum over options.row_group");
 }
 
 rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_loss *loss) {
@@ -86,5 +90,5 @@ rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_
     launch(context, {1, 1}, take_loss, static_cast<const float *>(value), block);
     RAFTER_TRY(gather(context, loss, &block->own_loss, sizeof block->own_loss));
     launch(context, {1, 1}, add_losses, block, static_cast<int>(loss->row_group.ranks), value);
-    return rafter_cuda_check(context, "the sum over options.row_group", cudaGetLastError());
+    return rafter_cuda_launched(context, "the sum over options.row_group");
 }

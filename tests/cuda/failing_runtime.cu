@@ -25,7 +25,12 @@ static thread_local int inside;
 static cudaError_t last_error = cudaSuccess;
 
 static bool fails(const char *function) {
-    if (inside || !runtime.watched || ++runtime.calls != runtime.fails_at)
+    if (inside || !runtime.watched)
+        return false;
+    const bool launch_failed =
+        runtime.failed && (strstr(runtime.failed, "LaunchKernel") || strstr(runtime.failed, "MemsetAsync"));
+    runtime.late += launch_failed && strcmp(function, "cudaLaunchKernelExC") == 0;
+    if (++runtime.calls != runtime.fails_at)
         return false;
     runtime.failed = function;
     return true;

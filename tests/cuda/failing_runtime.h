@@ -19,6 +19,7 @@ struct failing_runtime {
     int fails_at;       /* the counted call, from 1, that fails; 0: none does */
     int calls;          /* counted so far */
     const char *failed; /* the function that failed, or NULL */
+    int late;           /* launches after one that failed */
     int live;           /* memory, streams, events and handles that exist */
 };
 

@@ -132,10 +132,12 @@ static bool test_failure(problem *p, const struct few_problem *which, const stru
     }
     const rafter_status status = call(p, context, which->mode, true, k, &bits);
     const bool reached = runtime->failed != NULL;
+    const int late = runtime->late;
     const char *const failing = reached ? runtime->failed : "nothing";
     char name[256];
     snprintf(name, sizeof name, "%s %s %s %s, %s (number %d) failed", p->op->op, usual->variant, p->label,
              problem_mode_names[which->mode], failing, k);
+    expect(late == 0, "%s: %d kernels were launched after that", name, late);
     if (status == RAFTER_OK)
         expect(bits == usual->bits, "%s: other results", name);
     else
