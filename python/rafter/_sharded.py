@@ -146,8 +146,8 @@ def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
 
     Where the classes are cut, the library sums dx, so that it is replicated, as the input is. If the rows
     of the input are cut over the same dimension of the mesh, evenly, the op gathers the input, and scatters
-    the sums of dx; else the input is gathered here. Where only the rows are cut, each
-    rank has a part of the sum that dW is: Partial, as for torch.nn.functional.linear."""
+    the sums of dx; else the input is gathered here. Where only the rows are cut, each rank has a part of
+    the sum that dW is: Partial, as for torch.nn.functional.linear."""
     from torch.distributed.tensor import DTensor, Partial, Shard
     layout, input = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
     if not isinstance(linear_weight, DTensor):
