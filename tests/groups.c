@@ -158,6 +158,17 @@ static void body(void *arg, int rank) {
 
 /* Row by row: ranks of one class group have the same bits. `fetched`: the whole tensor's bytes on the
  * host. */
+static char difference[128]; /* between ranks, in words */
+
+/* Which of its bits a NaN has is no promise: an instruction keeps those of one operand or another. */
+static bool is_nan(rafter_dtype dtype, const char *value) {
+    uint32_t wide = 0;
+    uint16_t narrow = 0;
+    memcpy(&wide, value, dtype == RAFTER_F32 ? sizeof wide : 0);
+    memcpy(&narrow, value, dtype == RAFTER_BF16 || dtype == RAFTER_F16 ? sizeof narrow : 0);
+    return (wide & 0x7fffffff) > 0x7f800000 || (narrow & 0x7fff) > (dtype == RAFTER_F16 ? 0x7c00 : 0x7f80);
+}
+
 static bool same_bits(const struct run *run, int rank, int i) {
     const problem_tensor *const whole = &run->whole->tensor[i], *const own = &run->part[rank].p.tensor[i];
     char *const copy = copy_of(run, &run->part[rank], i);
@@ -179,7 +190,16 @@ static bool same_bits(const struct run *run, int rank, int i) {
             at += rest % own->shape[d] * own->tensor.strides[d] * bytes;
             rest /= own->shape[d];
         }
-        same &= memcmp(host + start + at, whole->memory + start + at, (size_t)bytes) == 0;
+        const char *const a = host + start + at, *const b = whole->memory + start + at;
+        if (memcmp(a, b, (size_t)bytes) == 0 || (is_nan(own->dtype, a) && is_nan(own->dtype, b)))
+            continue;
+        uint64_t bits[2] = {0};
+        memcpy(&bits[0], a, (size_t)bytes);
+        memcpy(&bits[1], b, (size_t)bytes);
+        if (same)
+            snprintf(difference, sizeof difference, "%s has other bits on rank %d: %#llx, not %#llx", own->name, rank,
+                     (unsigned long long)bits[0], (unsigned long long)bits[1]);
+        same = false;
     }
     if (whole->device)
         free(host);
@@ -232,7 +252,7 @@ static void compare_copies(struct run *run) {
         for (int i = 0; i < run->whole->tensors; i++)
             if (run->part[rank].owned[i] && problem_writes(&run->whole->tensor[i], run->mode))
                 same &= same_bits(run, rank, i);
-    verdict(same, run->whole, &run->grid, run->mode, "ranks have different bits");
+    verdict(same, run->whole, &run->grid, run->mode, difference);
 }
 
 static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, uint64_t seed,
