@@ -287,7 +287,7 @@ def _cross_entropy_stats(input, target, options, plain, which, wants_lse):
         results = op.eager(input, rest)
     else:
         results = op.raw(input, *rest)
-    return _loss_output(which, wants_lse, *(wrap(results) if wrap else results))
+    return _loss_output(which, wants_lse, *(results if wrap is None else wrap(results)))
 
 
 def _no_groups(options):
@@ -415,12 +415,12 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
         saves = in_backward and options.groups is None and _may_save(input, linear_weight, target, linear)
         results = _formulas.linear_eager(input, linear_weight, linear_bias, (into, saves, call))
         if not extras:
-            return wrap((results,))[0] if wrap else results
+            return results if wrap is None else wrap((results,))[0]
     else:
         kernel = op.raw if plain else op.op
         loss, lse, _, _, _, *statistics = kernel(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
         results = (loss, lse, *statistics)
-    if wrap:
+    if wrap is not None:
         results = wrap(results)
     return _loss_output(which, wants_lse, *results) if extras else results[0]
 
@@ -491,7 +491,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
         top = top == target
         if ignore_index == -1:  # also the argmax of ignored rows
             top = top & (target != -1)
-    if wrap:
+    if wrap is not None:
         logprob, entropies, top = wrap((logprob, entropies, top))
     return LogProbs(logprob, entropies if entropy else None, top if is_top else None)
 
