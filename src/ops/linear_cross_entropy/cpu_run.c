@@ -42,6 +42,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .sums_dx = !call->native && !shared && call->dx.dtype != RAFTER_F32,
         .sums_dweight = !call->native && call->dweight.dtype != RAFTER_F32,
         .ranks = call->loss.class_group.ranks,
+        .invariant = common->batch_invariant,
         .exchange = (int64_t)rafter_loss_exchange_bytes(&call->loss, call->loss.rows),
     };
     const size_t alignment = rafter_scratch_request(1) - 1, given = common->budget;

@@ -14,6 +14,9 @@ static const size_t comfortable_fast = (size_t)1024 * MIB, comfortable_compact =
 /* With fewer rows in a group, packing W for each group costs more than compact's fourth product. */
 enum { FAST_ROWS = 256 };
 
+/* Classes of a slice of a batch-invariant call, about. */
+enum { INVARIANT_SLICE = 4096 };
+
 /* A step whose operands take more than this has to write them to memory and read them again: the
  * last-level cache does not hold them from one product to the next. */
 enum { SLICE_BYTES = 32 * MIB };
@@ -131,7 +134,8 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
     for (int64_t groups = 1; plan.group > UNIT && (groups == 1 || !fast || q->ranks == 0); groups = more(groups)) {
         plan.group = part(q->rows, groups, LCE_COLUMNS, WHOLE_BLOCKS);
         plan.slice = INT64_MAX;
-        for (int64_t slices = 1; plan.slice > UNIT; slices = more(slices)) {
+        const int64_t fewest = q->invariant ? ceil_div(lce_span(q), INVARIANT_SLICE) : 1;
+        for (int64_t slices = fewest; plan.slice > UNIT && !(q->invariant && slices > fewest); slices = more(slices)) {
             plan.slice = part(lce_span(q), slices, LCE_ROWS, q->ranks > 0 ? 1 : WHOLE_BLOCKS);
             lay_out(q, &plan);
             const double cost = plan.bytes <= limit ? overhead(q, &plan) : INFINITY;
@@ -159,7 +163,8 @@ void lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t bud
     if (gradients && (mode == RAFTER_LCE_FAST || (mode == RAFTER_LCE_AUTO && q->stats))) {
         const size_t sums = q->dweight && q->sums_dweight ? sums_bytes(q, q->classes) : 0;
         fast_fits = search(q, true, false, budget ? budget : comfortable_fast + sums, &fast);
-        if (fast_fits && (mode == RAFTER_LCE_FAST || fast.group >= FAST_ROWS || fast.group >= q->rows)) {
+        if (fast_fits &&
+            (mode == RAFTER_LCE_FAST || q->invariant || fast.group >= FAST_ROWS || fast.group >= q->rows)) {
             *plan = fast;
             return;
         }

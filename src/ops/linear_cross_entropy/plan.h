@@ -40,6 +40,7 @@ struct lce_problem {
     bool sums_dx, sums_dweight;   /* partial sums must be in the workspace, not in the caller's tensor */
     int64_t exchange;             /* bytes; classes are spread over ranks, whose number is `ranks` */
     int ranks;                    /* 0: they are not */
+    bool invariant;               /* batch invariant: the slices, between which dx is rounded, follow from V alone */
 };
 
 /* The buffers of the workspace. Arrays over rows cover all rows that are not ignored, in
