@@ -8,13 +8,6 @@ import rafter
 from support import in_dtypes, labels, leaf, normal, on_devices, parametrize, skip_unless
 
 
-@pytest.fixture(autouse=True)
-def setting_is_restored():
-    before = rafter.is_batch_invariant()
-    yield
-    rafter.batch_invariant(before)
-
-
 def test_function_and_context_manager():
     assert not rafter.is_batch_invariant()
     with rafter.batch_invariant():
@@ -24,9 +17,12 @@ def test_function_and_context_manager():
         assert rafter.is_batch_invariant()
     assert not rafter.is_batch_invariant()
     rafter.batch_invariant(True)
-    assert rafter.is_batch_invariant()
-    with pytest.raises(TypeError, match="mode is 2, wanted True or False"):
-        rafter.batch_invariant(2)
+    try:
+        assert rafter.is_batch_invariant()
+        with pytest.raises(TypeError, match="mode is 2, wanted True or False"):
+            rafter.batch_invariant(2)
+    finally:
+        rafter.batch_invariant(False)
 
 
 @on_devices
