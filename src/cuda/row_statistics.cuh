@@ -198,7 +198,7 @@ template <typename T> struct ScaledExp {
 DEVICE double log_of_sum(double a) {
     const int high = __double2hiint(a);
     if (static_cast<unsigned>(high) - 0x00100000u >= 0x7fe00000u)
-        return log(a); /* 0, infinite, NaN, subnormal or negative */
+        return log(a);                       /* 0, infinite, NaN, subnormal or negative */
     const int k = (high - 0x3fe6a09e) >> 20; /* a = 2^k m, sqrt(0.5) <= m < sqrt(2) */
     const double t = __hiloint2double(high - k * (1 << 20), __double2loint(a)) - 1.0;
     double p = -0.06176834941170832;

@@ -32,6 +32,8 @@ struct RowThreads {
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
+    if (s.rows() == 1)
+        return "there is one row";
     if (s.inner == 1) /* a warp touches eight cache lines at a time */
         return s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32 ? NULL
                                                                                        : "rows are not side by side";

@@ -25,9 +25,9 @@ constexpr int64_t SCANNED_ROWS = 1 << 13;
 struct Problem {
     int64_t rows, classes, row_bytes;
     bool forward;
-    bool gradient;  /* dlogits is wanted, and is not empty */
-    bool lse_given; /* backward, with lse from forward */
-    bool strided;   /* rows are not contiguous, or dlogits is aligned otherwise than logits */
+    bool gradient;    /* dlogits is wanted, and is not empty */
+    bool lse_given;   /* backward, with lse from forward */
+    bool strided;     /* rows are not contiguous, or dlogits is aligned otherwise than logits */
     bool invariant;   /* batch invariant */
     bool whole_packs; /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
 

@@ -20,7 +20,7 @@ struct CublasLtCompact {
         int64_t group, slice; /* rows, classes of a tile of logits */
         bool direct_dx;       /* the product writes into the caller's dx; else into fp32 sums in the workspace */
         bool direct_dweight;
-        bool pack_x; /* products use a copy of x */
+        bool pack_x;         /* products use a copy of x */
         bool redo_nonfinite; /* ignored rows of x reach the sums of dW */
         size_t product_bytes;
         CommonBuffers common;

@@ -38,6 +38,8 @@ struct StreamedRows {
             return "it writes no gradient";
         if (!p.contiguous)
             return "rows are not contiguous";
+        if (p.row_bytes() > 2048 && p.row_bytes() <= 8192 && p.rows >= 2048)
+            return "a warp per row is faster";
         return why_not_streamed(p.rows, p.n, static_cast<int>(rafter_dtype_bytes(p.x.dtype)));
     }
 

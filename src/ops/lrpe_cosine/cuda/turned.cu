@@ -15,8 +15,9 @@ extern const struct rafter_variant_functions rafter_cuda_lrpe_cosine_rotate, raf
 
 namespace {
 
-constexpr int64_t LEAST_BYTES = 4 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
-constexpr int64_t LEAST_SIDE = 16;                               /* of what is turned */
+/* Measured: docs/perf/lrpe_cosine.md. */
+constexpr int64_t LEAST_BYTES = 8 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
+constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 4;          /* of what is turned */
 
 /* The same elements, for cuda/elementwise.cuh. */
 struct Same {
@@ -32,44 +33,36 @@ const lrpe_cosine_call &typed(const struct rafter_call *call) {
     return *reinterpret_cast<const lrpe_cosine_call *>(call);
 }
 
-/* How a call is cut into slices of sequences, or of tokens if there is one sequence. */
+/* How a call is cut into slices of sequences. */
 struct Slices {
     const lrpe_cosine_call &call;
-    int dim;
-    int64_t count, each; /* along `dim`: in all; of a slice */
+    int64_t count, each; /* sequences: in all; of a slice */
 
-    explicit Slices(const lrpe_cosine_call &of) : call(of), dim(0), count(of.dy.shape[0]), each(count) {
-        const bool over_sequence = call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_SEQUENCE;
-        if (count == 1 && !over_sequence) {
-            dim = 1;
-            each = count = call.dy.shape[1];
-        }
+    explicit Slices(const lrpe_cosine_call &of) : call(of), count(of.dy.shape[0]), each(count) {
         if (!call.dtheta.data)
-            each = max(min(SLICE_BYTES / (bytes_of(count) / count), count), int64_t(1));
+            each = max(min(SLICE_BYTES / bytes_of(1), count), int64_t(1));
     }
-    int64_t bytes_of(int64_t items) const { /* of dy */
-        return call.dy.numel / count * items * rafter_dtype_bytes(call.dy.dtype);
+    int64_t bytes_of(int64_t sequences) const { /* of dy */
+        return call.dy.numel / count * sequences * rafter_dtype_bytes(call.dy.dtype);
     }
     size_t copy_bytes() const {
         return static_cast<size_t>(round_up(bytes_of(each), int64_t(256)));
     }
-    rafter_view part(rafter_view view, int64_t first, int64_t items) const {
-        if (!view.data || view.ndim <= dim)
+    static rafter_view part(rafter_view view, int64_t first, int64_t sequences) {
+        if (!view.data)
             return view;
-        view.data = rafter_at(&view, first * view.stride[dim]);
-        view.numel = view.numel / view.shape[dim] * items;
-        view.shape[dim] = items;
+        view.data = rafter_at(&view, first * view.stride[0]);
+        view.numel = view.numel / view.shape[0] * sequences;
+        view.shape[0] = sequences;
         return view;
     }
     /* The call for a slice, with dy as it is. */
-    lrpe_cosine_call slice(int64_t first, int64_t items) const {
+    lrpe_cosine_call slice(int64_t first, int64_t sequences) const {
         lrpe_cosine_call slice = call;
-        slice.x = part(call.x, first, items);
-        slice.dx = part(call.dx, first, items);
-        slice.dy = part(call.dy, first, items);
-        slice.positions = part(call.positions, first, items);
-        if (dim == 1 && !call.positions.data)
-            slice.offset += first;
+        slice.x = part(call.x, first, sequences);
+        slice.dx = part(call.dx, first, sequences);
+        slice.dy = part(call.dy, first, sequences);
+        slice.positions = part(call.positions, first, sequences);
         return slice;
     }
     /* dy as a compact tensor at `memory`. */
@@ -93,8 +86,8 @@ const struct rafter_variant_functions *taker(const rafter_context *context, cons
 }
 
 /* A slice for questions before there is a workspace. */
-lrpe_cosine_call example(const Slices &slices, int64_t items) {
-    lrpe_cosine_call slice = slices.slice(0, items);
+lrpe_cosine_call example(const Slices &slices, int64_t sequences) {
+    lrpe_cosine_call slice = slices.slice(0, sequences);
     slice.dy = Slices::turned(slice.dy, reinterpret_cast<char *>(uintptr_t(256)));
     return slice;
 }
@@ -110,7 +103,9 @@ const char *why_not(const rafter_context *context, const struct rafter_call *com
     for (int d = 0; d < 3; d++)
         turns = turns || (dy.stride[d] == 1 && dy.shape[d] >= LEAST_SIDE);
     if (dy.stride[3] <= 1 || dy.shape[3] < LEAST_SIDE || !turns)
-        return "the features of dy are adjacent, or no other dimension is";
+        return "the features of dy are adjacent, or no other dimension of 32 is";
+    if (dy.shape[0] < LEAST_SEQUENCES)
+        return "few sequences: their angles take longer than their gradients";
     if (dy.numel * rafter_dtype_bytes(dy.dtype) < LEAST_BYTES)
         return "dy is small";
     const Slices slices(call);
@@ -120,9 +115,9 @@ const char *why_not(const rafter_context *context, const struct rafter_call *com
 size_t plan(const rafter_context *context, const struct rafter_call *common, void *) {
     const Slices slices(typed(common));
     size_t most = 0; /* of whole slices and of the last one */
-    for (int64_t items : {slices.each, slices.count % slices.each})
-        if (items > 0) {
-            const lrpe_cosine_call slice = example(slices, items);
+    for (int64_t sequences : {slices.each, slices.count % slices.each})
+        if (sequences > 0) {
+            const lrpe_cosine_call slice = example(slices, sequences);
             struct rafter_plan plan;
             most = max(most, taker(context, slice)->plan(context, &slice.common, plan.own.storage));
         }

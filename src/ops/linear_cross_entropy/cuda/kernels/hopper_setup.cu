@@ -9,7 +9,8 @@ namespace lce {
 bool few_dweight_tiles(const Problem &p, int clusters, int parts) {
     const double flops =
         2.0 * static_cast<double>(p.rows) * static_cast<double>(p.depth) * static_cast<double>(p.classes);
-    return p.dweight && (flops > 1e10 || p.invariant) && 2 * parts * tiles::ClusterShape(false).tiles(p.classes, p.depth) < clusters;
+    return p.dweight && (flops > 1e10 || p.invariant) &&
+           2 * parts * tiles::ClusterShape(false).tiles(p.classes, p.depth) < clusters;
 }
 
 const char *why_not_hopper(const rafter_cuda_state &device, const Problem &p) {
