@@ -32,11 +32,10 @@ struct RowThreads {
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
-    if (s.rows() == 1)
-        return "there is one row";
-    if (s.inner == 1) /* a warp touches eight cache lines at a time */
-        return s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32 ? NULL
-                                                                                       : "rows are not side by side";
+    if (s.inner == 1) { /* a warp touches eight cache lines at a time */
+        const bool close = s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32;
+        return close && s.length * bytes <= 32 ? NULL : "rows are not side by side";
+    }
     if (s.across[0] != 1)
         return "rows are not side by side";
     if (s.inner * bytes < 14)
@@ -82,68 +81,51 @@ template <typename T> struct PlacedRow {
     }
 };
 
-/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. While elements are
- * added, the next ones are in flight: of the same row, or of the next one. */
+/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. */
 template <class Op, typename T, int STEPS, bool PARTS>
 DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_stats) {
     const int64_t step = t.slabs.step[0];
-    const unsigned tasks = t.rows * (PARTS ? t.parts : 1), stride = gridDim.x * ROW_THREADS_BLOCK;
-    Pack<T, 1> next[STEPS];
-    const T *p; /* of the next elements */
-    const auto load = [&](int left) {
-        if (left >= STEPS) {
+    const unsigned tasks = t.rows * (PARTS ? t.parts : 1);
+    Pack<T, 1> packs[STEPS];
+    bool first_row = true;
+    for (unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x; i < tasks || first_row;
+         i += gridDim.x * ROW_THREADS_BLOCK) {
+        const unsigned task = i < tasks ? i : 0;
+        const int part = PARTS ? static_cast<int>(t.by_rows.quotient(task)) : 0;
+        const PlacedRow<T> place(t, task - part * t.rows);
+        const int from = PARTS ? part * t.part : 0,
+                  to = PARTS ? min(from + t.part, static_cast<int>(t.slabs.length)) : static_cast<int>(t.slabs.length);
+        const T *p = place.first + from * step;
+        const auto load = [&](int l) {
+            if (l + STEPS <= to) {
 #pragma unroll
-            for (int k = 0; k < STEPS; k++, p += step)
-                next[k] = load_once<T, 1>(p);
-        } else {
+                for (int k = 0; k < STEPS; k++, p += step)
+                    packs[k] = load_once<T, 1>(p);
+            } else {
 #pragma unroll
-            for (int k = 0; k < STEPS; k++, p += step)
-                next[k] = load_once_if<T, 1>(k < left, p, -INFINITY);
-        }
-    };
-    /* Begins with a task, or with none if there is no such task. */
-    const T *first = nullptr;
-    int64_t number = 0;
-    int from = 0, to = 0;
-    const auto start = [&](unsigned task) {
-        const int part = PARTS && task < tasks ? static_cast<int>(t.by_rows.quotient(task)) : 0;
-        const PlacedRow<T> place(t, task < tasks ? task - part * t.rows : 0);
-        const int length = task < tasks ? static_cast<int>(t.slabs.length) : 0;
-        from = PARTS ? part * t.part : 0;
-        to = PARTS ? min(from + t.part, length) : length;
-        first = place.first;
-        number = place.number;
-        p = first + from * step;
-        load(to - from);
-        return !PARTS && task < tasks ? op.load_row(number) : op.no_row();
-    };
-    unsigned i = blockIdx.x * ROW_THREADS_BLOCK + threadIdx.x;
-    typename Op::Row following = start(i);
-    op.begin();
-    for (; i < tasks; i += stride) {
-        typename Op::Row row = following;
-        const int64_t now = number;
-        const int last = to;
+                for (int k = 0; k < STEPS; k++, p += step)
+                    packs[k] = load_once_if<T, 1>(l + k < to, p, -INFINITY);
+            }
+        };
+        typename Op::Row row = !PARTS && i < tasks ? op.load_row(place.number) : op.no_row();
+        load(from);
+        if (first_row)
+            op.begin();
+        first_row = false;
         if constexpr (!PARTS)
             op.look(
-                row, [&] { return first; }, step);
+                row, [&] { return place.first; }, step);
         typename Op::Stats g = op.none();
 #pragma unroll 1
-        for (int l = from; l < last; l += STEPS) {
-            Pack<T, 1> packs[STEPS];
-#pragma unroll
-            for (int k = 0; k < STEPS; k++)
-                packs[k] = next[k];
-            const int left = last - l;
-            if (left > STEPS)
-                load(left - STEPS);
-            else
-                following = start(i + stride);
-            op.add(g, packs, min(left, STEPS), l, 1);
+        for (int l = from; l < to;) {
+            op.add(g, packs, min(to - l, STEPS), l, 1);
+            l += STEPS;
+            if (l < to)
+                load(l);
         }
         if constexpr (!PARTS)
-            op.finish(row, now, g);
-        else
+            op.finish(row, place.number, g);
+        else if (i < tasks)
             part_stats[i] = g;
     }
 }

@@ -14,7 +14,10 @@
 #include "cuda/slabs.cuh"
 
 constexpr int STAGE_THREADS = 256;
-constexpr int STAGES = 3; /* tiles in shared memory: one is reduced, the others are copied */
+/* Tiles in shared memory: one is reduced, the others are copied. */
+constexpr int stages_of(bool gradient) {
+    return gradient ? 2 : 3;
+}
 
 /* As a kernel argument. */
 struct Stage {
@@ -170,7 +173,6 @@ template <typename T, bool COLUMNS> struct StageTile {
         const int length = COLUMNS ? rows : slab_elements * (g.one_span ? slabs : 1);
         const Spans begins(*this, tensor), inputs(*this, 0);
         const T *const lowest = g.slabs.at<T>(0, 0), *const highest = g.slabs.at<T>(0, g.extent) - N;
-#pragma unroll 2
         for (int i = threadIdx.x; i < spans * g.span_packs; i += STAGE_THREADS) {
             const int span = static_cast<int>(g.by_packs.quotient(static_cast<unsigned>(i)));
             T *const begin = begins.at(span);
@@ -268,6 +270,7 @@ template <typename T, bool COLUMNS> struct StageRows {
 template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, const Stage &g, uint4 *shared_memory) {
     typedef typename Op::Stats Stats;
     typedef typename Op::Coefficient Coefficient;
+    constexpr int STAGES = stages_of(Op::GRADIENT);
     T *const buffers = reinterpret_cast<T *>(shared_memory);
     char *const rest = reinterpret_cast<char *>(buffers + STAGES * g.buffer);
     Stats *const stats = reinterpret_cast<Stats *>(rest);
@@ -356,8 +359,8 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
 
 /* Bytes of shared memory, and blocks of a launch. */
 static inline size_t stage_shared(const Stage &g, int bytes, int64_t stats_bytes, int64_t coefficient_bytes) {
-    return static_cast<size_t>(STAGES * int64_t(g.buffer) * bytes + round_up<int64_t>(g.rows * stats_bytes, 16) +
-                               g.rows * coefficient_bytes);
+    return static_cast<size_t>(stages_of(coefficient_bytes > 0) * int64_t(g.buffer) * bytes +
+                               round_up<int64_t>(g.rows * stats_bytes, 16) + g.rows * coefficient_bytes);
 }
 static inline int64_t stage_blocks(const rafter_cuda_state &device, const Stage &g, size_t shared, int per_sm) {
     const int64_t fit = (device.shared_bytes + 1024) / (int64_t(shared) + 3 * 1024);

@@ -103,6 +103,7 @@ static const struct shape cuda_shapes[] = {
     {2, 1, {100003, 61}},
     {2, 1, {30001, 133}},
     {2, 1, {9001, 1031}},
+    {2, 1, {2101, 4111}},
 };
 
 /* All options but the algorithm, which the harness chooses. */

@@ -14,13 +14,12 @@ struct ThreadArgs {
     void *part_stats; /* if rows are cut */
 };
 
-/* Blocks per multiprocessor. */
-template <int OPTIONS> constexpr int THREADS_PER_SM = OPTIONS == FULL ? 3 : 4;
+constexpr int THREADS_PER_SM = 4;             /* blocks per multiprocessor */
 constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at a time */
 
 template <typename T, int OPTIONS, int STEPS, bool PARTS>
 __global__ __launch_bounds__(ROW_THREADS_BLOCK,
-                             THREADS_PER_SM<OPTIONS>) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+                             THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
     start_next_kernel();
     RowLoss<T, OPTIONS> op(a.call);
     thread_rows<RowLoss<T, OPTIONS>, T, STEPS, PARTS>(op, a.threads, static_cast<LossStats<OPTIONS> *>(a.part_stats));
@@ -62,11 +61,8 @@ struct ThreadPerRow {
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
-        WorkspaceLayout layout, unused;
-        plan->general.fill(device, p, call, 0, &unused);
-        const int blocks =
-            for_options(plan->general.options, [](auto o) { return THREADS_PER_SM<decltype(o)::value>; });
-        plan->threads = threads_of(slabs_of(call.logits, NULL), blocks * device.multiprocessors);
+        WorkspaceLayout layout;
+        plan->threads = threads_of(slabs_of(call.logits, NULL), THREADS_PER_SM * device.multiprocessors);
         const RowThreads &t = plan->threads;
         plan->general.fill(device, p, call, t.parts > 1 ? t.merge_blocks : t.blocks, &layout);
         plan->part_stats = t.parts > 1 ? layout.add(p.rows * t.parts * plan->general.stats_bytes()) : 0;
