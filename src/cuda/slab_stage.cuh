@@ -15,9 +15,7 @@
 
 constexpr int STAGE_THREADS = 256;
 /* Tiles in shared memory: one is reduced, the others are copied. */
-constexpr int stages_of(bool gradient) {
-    return gradient ? 2 : 3;
-}
+template <bool GRADIENT> constexpr int STAGES_OF = GRADIENT ? 2 : 3;
 
 /* As a kernel argument. */
 struct Stage {
@@ -270,7 +268,7 @@ template <typename T, bool COLUMNS> struct StageRows {
 template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, const Stage &g, uint4 *shared_memory) {
     typedef typename Op::Stats Stats;
     typedef typename Op::Coefficient Coefficient;
-    constexpr int STAGES = stages_of(Op::GRADIENT);
+    constexpr int STAGES = STAGES_OF<Op::GRADIENT>;
     T *const buffers = reinterpret_cast<T *>(shared_memory);
     char *const rest = reinterpret_cast<char *>(buffers + STAGES * g.buffer);
     Stats *const stats = reinterpret_cast<Stats *>(rest);
@@ -359,8 +357,9 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
 
 /* Bytes of shared memory, and blocks of a launch. */
 static inline size_t stage_shared(const Stage &g, int bytes, int64_t stats_bytes, int64_t coefficient_bytes) {
-    return static_cast<size_t>(stages_of(coefficient_bytes > 0) * int64_t(g.buffer) * bytes +
-                               round_up<int64_t>(g.rows * stats_bytes, 16) + g.rows * coefficient_bytes);
+    const int64_t stages = coefficient_bytes > 0 ? STAGES_OF<true> : STAGES_OF<false>;
+    return static_cast<size_t>(stages * g.buffer * bytes + round_up<int64_t>(g.rows * stats_bytes, 16) +
+                               g.rows * coefficient_bytes);
 }
 static inline int64_t stage_blocks(const rafter_cuda_state &device, const Stage &g, size_t shared, int per_sm) {
     const int64_t fit = (device.shared_bytes + 1024) / (int64_t(shared) + 3 * 1024);
