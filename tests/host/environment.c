@@ -53,12 +53,12 @@ void no_trap_and_no_flag(void) {
     for (int call = 0; call < calls_count(); call++) {
         feclearexcept(FE_ALL_EXCEPT);
         feenableexcept(FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW);
+        const int enabled = fegetexcept(); /* an aarch64 CPU may have no traps */
         const rafter_status status = make_call(context, call, &outputs);
         const int trapped = fegetexcept(), flags = fetestexcept(FE_ALL_EXCEPT);
         fedisableexcept(FE_ALL_EXCEPT);
         expect(status == RAFTER_OK, "%s: %s", call_name(call), rafter_last_error(context));
-        expect(trapped == (FE_INVALID | FE_DIVBYZERO | FE_OVERFLOW | FE_UNDERFLOW), "%s has changed the traps",
-               call_name(call));
+        expect(trapped == enabled, "%s has changed the traps", call_name(call));
         expect(flags == 0, "%s has set flags %x", call_name(call), (unsigned)flags);
     }
     rafter_context_destroy(context);
