@@ -17,15 +17,13 @@
 #include "cuda/line_statistics.cuh"
 #include "cuda/row_statistics.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
+#include "ops/act/cuda/softmax_part.cuh"
 
 namespace {
 
 constexpr int ROW_THREADS = 256, MOST_THREADS = 1024, MOST_BLOCKS = 16, PORTABLE_BLOCKS = 8;
 constexpr int AT_ONCE = 4; /* packs whose elements are unpacked together */
 
-struct Part { /* statistics of a part of a line; backward has no maximum */
-    float max, sum;
-};
 struct Edge {
     Part part;
     int column;
@@ -63,34 +61,6 @@ struct SlabMemory {
         bytes = input + inputs * input_bytes;
     }
 };
-
-template <bool FORWARD> DEVICE Part merged(Part a, Part b) {
-    if (!FORWARD)
-        return {a.max, a.sum + b.sum};
-    const float max = fmaxf(a.max, b.max);
-    return {max, a.sum * exp2_fast((a.max - max) * LOG2E) + b.sum * exp2_fast((b.max - max) * LOG2E)};
-}
-
-/* Over `lanes` neighbouring lanes; all get the result. */
-template <bool FORWARD> DEVICE Part merge_lanes(Part p, int lanes) {
-    if (FORWARD) {
-        float max = p.max;
-        for (int step = lanes / 2; step > 0; step /= 2)
-            max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-        p = {max, p.sum * exp2_fast((p.max - max) * LOG2E)};
-    }
-    for (int step = lanes / 2; step > 0; step /= 2)
-        p.sum += __shfl_xor_sync(~0u, p.sum, step);
-    return p;
-}
-
-/* Of one element. */
-template <bool FORWARD> DEVICE Part part_of(float x, float d) {
-    if (!FORWARD)
-        return {-FLT_MAX, x * d};
-    const float max = fmaxf(x, -FLT_MAX);
-    return {max, exp2_fast((x - max) * LOG2E)};
-}
 
 /* Elements of one slab in shared memory, in packs where the source's are aligned. */
 template <typename T> struct Staged {
