@@ -9,8 +9,9 @@
  *     test_fuzz --inputs FILE...
  *
  * Call number i is the same in every run: SEED + i is its own seed. With `small` the tensors are
- * small, and there are many more calls a second (tests/fuzz.sh). The second form makes the calls that the bytes of files describe: inputs of libFuzzer
- * (./run fuzz), which drives this file when compiled with RAFTER_LIBFUZZER; tests/fuzz/api has some.
+ * small, and there are many more calls a second (tests/fuzz.sh). The second form makes the calls that
+ * the bytes of files describe: inputs of libFuzzer (./run fuzz), which drives this file when compiled
+ * with RAFTER_LIBFUZZER; tests/fuzz/api has some.
  *
  * With `cuda` the data are ordinary numbers, and every call is also made on the GPU: it must return
  * the CPU's status, and about the same results. Without a GPU the test prints why and exits with

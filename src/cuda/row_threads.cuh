@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of rows that lie side by side, or of very short rows: a thread takes a row and finishes it. The threads of a
- * warp load adjacent elements, one each; enough of them are in flight to fill the bus. If fewer rows
- * than a warp are adjacent, a cache line is loaded for the first of its elements and found in L1 for
- * the others. Few long rows are cut into parts with a thread each; a second kernel merges the parts,
- * in order, and finishes the rows.
+ * Statistics of rows that lie side by side, or of very short rows: a thread takes a row and
+ * finishes it. The threads of a warp load adjacent elements, one each; enough of them are in flight
+ * to fill the bus. If fewer rows than a warp are adjacent, a cache line is loaded for the first of
+ * its elements and found in L1 for the others. Few long rows are cut into parts with a thread each;
+ * a second kernel merges the parts, in order, and finishes the rows.
  *
  * What an Op must have: see row_stream.cuh; and Stats merge(Stats, Stats).
  */

@@ -14,8 +14,8 @@
 #include "ops/columns.cuh"
 
 /* What ranks send: a record for every row of the call, in the order of the rows, and one more, the
- * header: which classes the rank has, and a hash of the call. A record is LossStats<FULL>; its first 16 bytes are enough without entropy,
- * dentropy and argmax. */
+ * header: which classes the rank has, and a hash of the call. A record is LossStats<FULL>; its first
+ * 16 bytes are enough without entropy, dentropy and argmax. */
 struct Exchange {
     char *send, *receive; /* receive: those of all ranks */
     int64_t rows;
