@@ -262,7 +262,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
         }
         TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
         if constexpr (Job::KEEPS_PARTS)
-            origin.row += scheduler.part_of(item) * ROWS;
+            origin.row += scheduler.part_of(item) * job.order.shape.rows();
         rows.load(job, origin.row + own_row);
 #pragma unroll 1
         for (int k = BEGIN; k < count; k++)
@@ -297,7 +297,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
  *                    load(job, row); the other row is row + 8
  *     PACKED         results are 16-bit, and are stored while the next tile is being summed
  *     KEEPS_PARTS    all tiles are split, and there is one tile of rows: the results of part n are
- *                    stored ROWS * n rows further down, and the next kernel adds them up
+ *                    stored n tiles further down, and the next kernel adds them up
  *     HELD           steps of the ring, after those of a tile's depth, that finish has to itself
  *     finish(d, origin, rows, staging, held, packed)
  *                    converts the sums to results. multiply_64x256x16 says who holds which sums.

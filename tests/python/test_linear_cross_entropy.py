@@ -460,3 +460,23 @@ def test_logprobs_from_saved_exponentials(device, dtype, uses_entropy):
         for actual, expected in zip(torch.autograd.grad(value, [x, w, b]), wanted):
             size = expected.abs().max().item()
             close(actual.double() / size, expected.double() / size, dtype=dtype, scale=2, atol=torch.finfo(dtype).eps)
+
+
+@on_devices
+@parametrize("rows", [64, 128, 129, 200, 256, 257])
+@parametrize("ignored", [False, True])
+def test_few_rows_and_many_classes(device, rows, ignored):
+    """On Hopper dx has few tiles, which are split into many parts."""
+    if device == "cpu":
+        pytest.skip("the CPU has no such tiles")
+    x, w, _, y = problem(device, torch.bfloat16, rows=rows, features=520, classes=20000)
+    if ignored:
+        y[::3] = -100
+    loss = rafter.linear_cross_entropy(x, w, y)
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    wide_x, wide_w = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
+    expected = F.cross_entropy(wide_x @ wide_w.t(), y)
+    wanted = torch.autograd.grad(expected, (wide_x, wide_w))
+    assert abs(loss.item() - expected.item()) < 1e-4 * abs(expected.item())
+    for ours, theirs in zip((dx, dw), wanted):
+        assert ((ours.float() - theirs).norm() / theirs.norm()).item() < 5e-3

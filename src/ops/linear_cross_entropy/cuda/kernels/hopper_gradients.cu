@@ -251,7 +251,7 @@ template <typename T, typename U, int END> struct DxJob {
                        char *const *held, tiles::Packed &packed) const {
         constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
         const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + loaded.row;
-        if (KEEPS_PARTS && (row & ~15) % tiles::ROWS >= rows) /* the warp's 16 rows do not exist */
+        if (KEEPS_PARTS && (row & ~15) % order.shape.rows() >= rows) /* the warp's 16 rows do not exist */
             return;
         packed.row = row;
         packed.column = origin.column;
@@ -407,8 +407,8 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     return RAFTER_OK;
 }
 
-/* The parts that all tiles of dx are split into, if there is one tile of rows; 1: they are not
- * split. */
+/* The parts that all tiles of dx are split into, if there is one tile of rows, and the parts are
+ * better added up by a kernel of their own; else 1. */
 int dx_parts(const HopperRun &run, const DxInput &in) {
     const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
@@ -416,7 +416,10 @@ int dx_parts(const HopperRun &run, const DxInput &in) {
     const tiles::TileScheduler scheduler =
         tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
                                  static_cast<int>(how.blocks / tiles::CLUSTER), run.row_split().capacity);
-    return shape.wide && scheduler.whole == 0 ? scheduler.parts : 1;
+    /* A cluster that adds up its tile takes 1.2 us per part, the kernel 5 to 8 us. */
+    constexpr int MANY_PARTS = 6;
+    const bool all_split = in.rows <= shape.rows() && scheduler.whole == 0;
+    return all_split && (shape.wide || scheduler.parts > MANY_PARTS) ? scheduler.parts : 1;
 }
 
 /* Few rows: parts are many and large. All blocks add them up, in store(parts, elements between parts),
@@ -426,10 +429,9 @@ rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &o
     const int parts = dx_parts(run, input);
     if (parts == 1)
         return launch_dx<RESULTS>(run, input, out);
-    const int64_t stride = run.problem.depth_stride();
-    RAFTER_TRY(
-        launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, int64_t(parts) * tiles::ROWS, stride, NULL}));
-    store(parts, tiles::ROWS * stride);
+    const int64_t stride = run.problem.depth_stride(), rows = tiles::ClusterShape::of(input.rows).rows();
+    RAFTER_TRY(launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, parts * rows, stride, NULL}));
+    store(parts, rows * stride);
     return RAFTER_OK;
 }
 
