@@ -163,8 +163,18 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
         for (int tile = 0; tile < tiles && lane < count; tile++)
             g.s = merge(g.s, stats[index * tiles + tile], loss.scale);
     } else if (count > 0) {
-        for (int tile = lane; tile < tiles; tile += WARP)
-            g.s = merge(g.s, stats[begin * tiles + tile], loss.scale);
+        constexpr int AT_ONCE = 4; /* loads in flight: with few rows, there is little else to wait for */
+        for (int tile = lane; tile < tiles; tile += AT_ONCE * WARP) {
+            RowStats some[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                if (tile + k * WARP < tiles)
+                    some[k] = stats[begin * tiles + tile + k * WARP];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                if (tile + k * WARP < tiles)
+                    g.s = merge(g.s, some[k], loss.scale);
+        }
         g.s = merge_lanes<WARP>(g.s, loss.scale);
     }
     if (lane < count && label != ELSEWHERE)
