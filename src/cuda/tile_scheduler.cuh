@@ -84,6 +84,12 @@ struct TileScheduler {
         return parts > 1 ? TileScheduler{tiles - last, last, parts, steps, time}
                          : TileScheduler{tiles, 0, 1, steps, time};
     }
+    /* Every tile is split into `parts`, however many tiles there are: a sum is always cut in the same
+     * places. */
+    static __host__ __device__ TileScheduler fixed(int tiles, int steps, int clusters, int parts) {
+        return {0, tiles, parts, steps,
+                int64_t((tiles * parts + clusters - 1) / clusters) * ((steps + parts - 1) / parts)};
+    }
     DEVICE int items() const {
         return whole + rest * parts;
     }
@@ -104,12 +110,13 @@ struct TileScheduler {
 constexpr int64_t SPLIT_BYTES = int64_t(CLUSTER) * ROWS * COLUMNS * 4; /* of one part */
 struct SplitSums {
     float *sums;
-    unsigned *counters; /* counters_of(clusters) of them; 0 before and after a kernel */
+    unsigned *counters; /* counters_of(split tiles) of them; 0 before and after a kernel */
     int capacity;       /* parts that fit into `sums` */
+    int parts = 0;      /* of every tile, which fit; 0: as capacity allows and time suggests */
 };
 constexpr int LOCKSTEP_COUNTERS = 5; /* the first ones */
-constexpr int counters_of(int clusters) {
-    return LOCKSTEP_COUNTERS + clusters * CLUSTER * GROUPS;
+constexpr int counters_of(int split_tiles) {
+    return LOCKSTEP_COUNTERS + split_tiles * CLUSTER * GROUPS;
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -314,7 +314,9 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x < WARP) {
-        const TileScheduler found = TileScheduler::of(job.order.count(), job.steps, stride, split.capacity);
+        const TileScheduler found = split.parts
+                                        ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
+                                        : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity);
         if (threadIdx.x == 0)
             barriers.scheduler = found;
     }
@@ -361,7 +363,10 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void 
 static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape shape, int64_t rows, int64_t columns,
                                 const SplitSums &split) {
     const int64_t tiles = shape.tiles(rows, columns);
-    const int64_t items = tiles < split.capacity ? split.capacity : tiles, most = state->multiprocessors / CLUSTER;
+    const int64_t items = split.parts              ? tiles * split.parts
+                          : tiles < split.capacity ? split.capacity
+                                                   : tiles,
+                  most = state->multiprocessors / CLUSTER;
     Launch how = {CLUSTER * (items < most ? items : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
     how.overlaps = true;

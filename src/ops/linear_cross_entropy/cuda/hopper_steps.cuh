@@ -48,6 +48,13 @@ const char *why_not_hopper_fast(const rafter_cuda_state &device, const Problem &
  * some of the classes, and use as many as the limits allow. */
 int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int64_t rows, bool sliced);
 
+/* Batch-invariant calls: the parts that the sums of dx over so many classes are cut into, whatever the
+ * number of rows. With one part, 2048 rows of such depths would leave half of an H200 idle. 1: not cut. */
+inline int invariant_dx_parts(const Problem &p, int64_t classes) {
+    constexpr int64_t LEAST_CLASSES = 2048;
+    return !p.invariant || classes < LEAST_CLASSES || p.depth > 2048 ? 1 : p.depth > 512 ? 2 : 4;
+}
+
 /* Rows whose dz of all classes fits into dW's own memory; 0 if dW must not be used for that. dW is
  * free until the products write it, unless it is added to, has gaps, or is not written by
  * products. */
@@ -106,10 +113,14 @@ struct HopperRun : Run {
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
               const Labels &for_labels, char *workspace);
 
-    /* For products whose results are rows of the call: none if it is batch invariant, because tiles are
-     * split if they are few. */
-    tiles::SplitSums row_split() const {
+    /* For products whose results are rows of the call. If it is batch invariant, tiles are not split
+     * because they are few; those of dx always are if there are few columns of them. */
+    tiles::SplitSums logit_split() const {
         return {split.sums, split.counters, problem.invariant ? 0 : split.capacity};
+    }
+    tiles::SplitSums dx_split(int64_t classes) const {
+        const int parts = invariant_dx_parts(problem, classes);
+        return {split.sums, split.counters, problem.invariant ? 0 : split.capacity, parts > 1 ? parts : 0};
     }
 
     /* x as other kernels read it. */

@@ -374,7 +374,7 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
     const Matrix dz = dz_matrix(in.dz, in.rows), rest = in.rest.classes > 0 ? dz_matrix(in.rest, in.rows) : dz;
     DxTask task = {};
     task.active = run.active;
-    task.split = run.row_split();
+    task.split = run.dx_split(in.dz.classes + in.rest.classes);
     task.first_row = in.first;
     task.rows = in.rows;
     task.classes = in.dz.classes + in.rest.classes;
@@ -410,12 +410,14 @@ template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &
 /* The parts that all tiles of dx are split into, if there is one tile of rows, and the parts are
  * better added up by a kernel of their own; else 1. */
 int dx_parts(const HopperRun &run, const DxInput &in) {
+    if (run.problem.invariant)
+        return 1;
     const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
-    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.row_split());
+    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
     const tiles::TileScheduler scheduler =
         tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
-                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.row_split().capacity);
+                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.split.capacity);
     /* A cluster that adds up its tile takes 1.2 us per part, the kernel 5 to 8 us. */
     constexpr int MANY_PARTS = 6;
     const bool all_split = in.rows <= shape.rows() && scheduler.whole == 0;

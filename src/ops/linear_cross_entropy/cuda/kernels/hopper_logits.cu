@@ -537,7 +537,7 @@ LogitTask statistics_task(const HopperRun &run, int64_t first, int64_t rows, Row
 
 rafter_status multiply_logits(const HopperRun &run, LogitMode mode, LogitTask task, const Dz &out) {
     task.active = run.active;
-    task.split = run.row_split();
+    task.split = run.logit_split();
     task.depth = static_cast<int>(run.problem.depth);
     task.scale = run.loss.scale;
     task.bias = run.bias;

@@ -61,7 +61,10 @@ int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int
         add_product(shape, rows, p.depth, p.classes);
     if (p.dweight)
         add_product(tiles::ClusterShape(false), p.classes, p.depth, rows);
-    return !gains ? 0 : sliced ? most : capacity;
+    capacity = !gains ? 0 : sliced ? most : capacity;
+    if (const int parts = invariant_dx_parts(p, p.classes); parts > 1 && p.dx)
+        capacity = max(capacity, parts * static_cast<int>(shape.tiles(rows, p.depth)));
+    return capacity;
 }
 
 int64_t rows_in_dweight(const Problem &p, bool direct_dweight) {
@@ -78,7 +81,7 @@ void HopperSetup::place(Layout *layout, const Problem &p, int64_t totals) {
     layout->place(&z_label, true, p.rows * 4);
     layout->place(&x, copies, p.rows * p.depth_stride() * p.bytes());
     layout->place(&split_sums, split_capacity > 0, split_capacity * tiles::SPLIT_BYTES);
-    layout->place(&counters, true, tiles::counters_of(clusters) * int64_t(sizeof(unsigned)));
+    layout->place(&counters, true, tiles::counters_of(max(clusters, split_capacity)) * int64_t(sizeof(unsigned)));
 }
 
 /* ---- running --------------------------------------------------------------------------------- */
@@ -116,10 +119,10 @@ HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_cal
         copy = {call.dx.data, p.rows, p.depth, p.dx_layout.stride * p.dx_bytes / p.bytes()};
     w = {weight.data, p.classes, p.depth, weight.stride};
     z_label = setup.z_label.in(workspace);
-    begin_call(
-        this,
-        {setup.drop_ignored, order, classes, counters, tiles::counters_of(setup.clusters), labels, copy_of(*this)},
-        workspace, setup.common);
+    begin_call(this,
+               {setup.drop_ignored, order, classes, counters,
+                tiles::counters_of(max(setup.clusters, setup.split_capacity)), labels, copy_of(*this)},
+               workspace, setup.common);
 }
 
 } // namespace lce
