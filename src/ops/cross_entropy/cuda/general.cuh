@@ -152,12 +152,14 @@ DEVICE double common_factor(const Args &c) {
     return common_upstream(c.loss, totals);
 }
 
-/* Adds up the rows of all threads of all blocks. The last block to finish writes the loss. Called
- * by all threads. */
-DEVICE void add_up(const Args &c, const Totals &mine) {
-    if (!c.loss.loss.data || c.loss.reduction == RAFTER_NONE)
-        return;
-    Totals all = block_sum(mine);
+/* Whether the loss of all rows is wanted. */
+DEVICE bool adds_up(const Args &c) {
+    return c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
+}
+
+/* Adds up all blocks, whose totals their first threads have. The last block to finish writes the loss.
+ * Called by all threads. */
+DEVICE void add_up_blocks(const Args &c, Totals all) {
     if (gridDim.x > 1) {
         if (threadIdx.x == 0)
             c.block_totals[blockIdx.x] = all;
@@ -173,6 +175,12 @@ DEVICE void add_up(const Args &c, const Totals &mine) {
     }
     if (threadIdx.x == 0)
         write_loss(c.loss, all);
+}
+
+/* Adds up the rows of all threads of all blocks. Called by all threads. */
+DEVICE void add_up(const Args &c, const Totals &mine) {
+    if (adds_up(c))
+        add_up_blocks(c, block_sum(mine));
 }
 
 /* ---- before the rows ------------------------------------------------------------------------- */

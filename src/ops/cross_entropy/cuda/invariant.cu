@@ -2,8 +2,8 @@
 /*
  * Any layout and any options, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by
  * the length of rows alone. If a gradient is wanted, the block reads its row a second time, usually
- * from L1 or L2. A kernel before it computes the terms of the gradient that need no statistics; in
- * forward, a kernel after it writes the outputs.
+ * from L1 or L2; a kernel before it computes the terms of the gradient that need no statistics, and in
+ * forward a kernel after it writes the outputs. Without a gradient, one kernel does everything.
  */
 #include "cuda/indexed_rows.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
@@ -56,9 +56,44 @@ DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const Indexe
     writer.write_edges(dz, span, thread, threads);
 }
 
+/* Of the whole row; every thread of the row gets them. */
+template <int OPTIONS>
+DEVICE LossStats<OPTIONS> merge_team(const RowTeam &team, const LossStats<OPTIONS> &g, float scale) {
+    return team.is_warp() ? merge_warp(g, scale) : merge_block_for_all(g, scale);
+}
+
+/* Forward without a gradient: statistics, outputs and the loss. */
 template <typename T, int OPTIONS, bool ALIGNED>
-__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOCKS<ALIGNED>) void indexed_rows(
-    const __grid_constant__ Args c, const RowTeam team, const KnownTerms *row_terms, LossStats<OPTIONS> *stats) {
+__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOCKS<ALIGNED>) void indexed_losses(
+    const __grid_constant__ Args c, const RowTeam team) {
+    start_next_kernel();
+    const Loss &loss = c.loss;
+    const int64_t row = team.row();
+    const int thread = team.thread();
+    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
+    const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row < loss.rows ? row : 0), loss.classes, c.z_step};
+    const float z_label = thread == 0 && label >= 0 ? z.element(label) : 0.0f;
+    wait_for_previous_kernel();
+    Totals totals = {};
+    if (label >= 0) {
+        const LossStats<OPTIONS> g =
+            merge_team(team, indexed_stats<OPTIONS>(z, thread, team.threads, loss), loss.scale);
+        if (thread == 0)
+            write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
+    } else if (thread == 0 && row < loss.rows) {
+        write_skipped(loss, row, label, &totals);
+    }
+    if (team.is_warp())
+        add_up(c, totals);
+    else if (adds_up(c))
+        add_up_blocks(c, totals);
+}
+
+/* The gradient, and in forward the statistics. */
+template <typename T, int OPTIONS, bool ALIGNED>
+__global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __grid_constant__ Args c,
+                                                                        const RowTeam team, const KnownTerms *row_terms,
+                                                                        LossStats<OPTIONS> *stats) {
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = team.row();
@@ -71,16 +106,14 @@ __global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOC
     const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row), loss.classes, c.z_step};
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
-        LossStats<OPTIONS> g = indexed_stats<OPTIONS>(z, thread, team.threads, loss);
-        g = team.is_warp() ? merge_warp(g, loss.scale) : merge_block_for_all(g, loss.scale);
-        if (c.gradient)
-            gradient_in_float(loss, row_terms[row], g, &gradient);
+        const LossStats<OPTIONS> g =
+            merge_team(team, indexed_stats<OPTIONS>(z, thread, team.threads, loss), loss.scale);
+        gradient_in_float(loss, row_terms[row], g, &gradient);
         if (thread == 0 && loss.forward)
             stats[row] = g;
     }
-    if (c.gradient)
-        write_row_gradient(RowWriter<OPTIONS, T>(gradient, label, loss), z, c.dz.at<T>(row), c.dz_step, thread,
-                           team.threads);
+    write_row_gradient(RowWriter<OPTIONS, T>(gradient, label, loss), z, c.dz.at<T>(row), c.dz_step, thread,
+                       team.threads);
 }
 
 struct Invariant {
@@ -90,7 +123,7 @@ struct Invariant {
         GeneralPlan general;
         RowTeam team;
         bool aligned;
-        size_t stats, terms; /* offsets in the workspace; stats: forward only; terms: if a gradient is wanted */
+        size_t stats, terms; /* offsets in the workspace, if a gradient is wanted; stats: forward only */
         int64_t row_blocks;
     };
 
@@ -107,8 +140,8 @@ struct Invariant {
         plan->row_blocks = p.row_blocks();
         plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
         plan->aligned = rows_are_aligned(call.logits);
-        plan->general.fill(device, p, call, plan->row_blocks, &layout);
-        plan->stats = p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
+        plan->general.fill(device, p, call, p.gradient ? plan->row_blocks : plan->team.blocks(p.rows).blocks, &layout);
+        plan->stats = p.gradient && p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
         plan->terms = p.gradient ? layout.add(p.rows * int64_t(sizeof(KnownTerms))) : 0;
         return layout.bytes;
     }
@@ -116,7 +149,7 @@ struct Invariant {
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
         const Args args = plan.general.start(sequence, workspace);
-        const Launch per_row = {plan.row_blocks, ROW_THREADS};
+        const Launch per_row = {plan.row_blocks, ROW_THREADS}, teams = plan.team.blocks(args.loss.rows);
         KnownTerms *const terms = args.gradient ? at_offset<KnownTerms>(workspace, plan.terms) : nullptr;
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
@@ -124,11 +157,17 @@ struct Invariant {
                 sequence.run(per_row, compute_terms<T>, args, terms);
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
+                if (!terms) {
+                    sequence.run(teams,
+                                 plan.aligned ? indexed_losses<T, OPTIONS, true> : indexed_losses<T, OPTIONS, false>,
+                                 args, plan.team);
+                    return;
+                }
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
-                sequence.run(plan.team.blocks(args.loss.rows),
-                             plan.aligned ? indexed_rows<T, OPTIONS, true> : indexed_rows<T, OPTIONS, false>, args,
-                             plan.team, terms, stats);
+                sequence.run(teams,
+                             plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
+                             args, plan.team, terms, stats);
                 if (args.loss.forward)
                     sequence.run(per_row, finish<T, OPTIONS>, args, 1u, stats, terms,
                                  static_cast<RowCoefficients *>(nullptr));
