@@ -131,7 +131,7 @@ DEVICE int row_of_edge(int e, int head, int edges, int inner) {
 struct TileChoice {
     bool both;        /* the gradient is written too */
     bool lines;       /* packs may hold elements of several rows */
-    int in_flight;    /* packs that a thread loads at a time; of one element: twice that */
+    int in_flight;    /* packs that a thread loads at a time; of one element: four times that */
     int most_threads; /* per block, if a pack holds several rows */
     bool split;       /* steps may be split among blocks that merge statistics */
 };
@@ -177,7 +177,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
         t.pack_stride = s.across[0] * t.elements;
         t.grad_pack_stride = s.across[1] * t.elements;
     }
-    const int in_flight = t.elements == 1 ? 2 * how.in_flight : how.in_flight;
+    const int in_flight = t.elements == 1 ? 4 * how.in_flight : how.in_flight;
     const int usual = s.rows() * s.length * bytes < 8 << 20 ? 128 : 256;
     t.packs = static_cast<int>(min(columns, int64_t(INT32_MAX))); /* more are refused: see too_large */
     t.steps = static_cast<int>(min(steps, int64_t(INT32_MAX)));
@@ -212,7 +212,8 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     /* With many rows to a tile a thread merges all parts of a row. */
     const int64_t most_parts = how.split && 4 * t.rows_of_tile() > t.threads ? 16 : 256;
     const int64_t filling = min(min(ceil_div(ENOUGH_TILES, whole_tiles), steps / least), most_parts);
-    const int64_t parts = max(how.split ? filling : max(filling, steps / (4 * least)), int64_t(1));
+    /* Without statistics, short blocks; but what they load of each row must not count. */
+    const int64_t parts = max(how.split ? filling : max(filling, steps / (16 * least)), int64_t(1));
     t.part = static_cast<int>(ceil_div(steps, parts));
     t.parts = static_cast<int>(ceil_div<int64_t>(steps, t.part));
     t.tiles = whole_tiles * t.parts;

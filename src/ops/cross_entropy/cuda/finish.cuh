@@ -42,8 +42,8 @@ DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const L
                                                  loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
 }
 
-/* A thread per row: merges the row's parts in order, writes its outputs and, if not NULL,
- * coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
+/* A thread per row, or a warp if rows have parts: merges the row's parts in order, writes its outputs
+ * and, if not NULL, coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
  * which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the label's
  * logit, which may be another rank's. */
 template <typename T, int OPTIONS, bool SHARED = false>
@@ -52,7 +52,8 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
                                                       RowCoefficients *coefficients) {
     start_next_kernel();
     const Loss &loss = c.loss;
-    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    const int lanes = parts > 1 ? WARP : 1, lane = threadIdx.x & (lanes - 1);
+    const int64_t row = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / lanes;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
     float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
     wait_for_previous_kernel();
@@ -61,9 +62,12 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     if (row < loss.rows) {
         RowGradient gradient = gradient_of_skipped(label);
         if (label >= 0) {
-            LossStats<OPTIONS> g = part_stats[row * parts];
-            for (unsigned part = 1; part < parts; part++)
-                g = merge(g, part_stats[row * parts + part], loss.scale);
+            LossStats<OPTIONS> g = lane < parts ? part_stats[row * parts + lane] : no_columns<OPTIONS>();
+            if (parts > 1) {
+                for (unsigned part = lane + WARP; part < parts; part += WARP)
+                    g = merge(g, part_stats[row * parts + part], loss.scale);
+                g = merge_warp(g, loss.scale);
+            }
             if (known)
                 z_label = known[row].z_label;
             if constexpr (SHARED)
@@ -71,12 +75,12 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
             const WholeRowStats stats = whole_row_stats(g, z_label, loss);
             if (coefficients)
                 gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
-            if (loss.forward)
+            if (loss.forward && lane == 0)
                 write_row(loss, row, label, results_of(loss, row, label, stats), &totals);
-        } else {
+        } else if (lane == 0) {
             write_skipped(loss, row, label, &totals);
         }
-        if (coefficients)
+        if (coefficients && lane == 0)
             coefficients[row] = {gradient, loss.column_of(label)};
     }
     if (loss.forward)

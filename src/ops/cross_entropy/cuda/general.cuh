@@ -122,13 +122,25 @@ template <int OPTIONS, typename T> struct RowWriter {
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int64_t column) const {
         if (row.constant)
             return all_of<T, N>(row.p);
-        Pack<T, N> d = columns.of(z, column, loss);
+        if constexpr (OPTIONS == FULL) {
+            Pack<T, N> all = columns.of(z, column, loss);
+            if (static_cast<uint64_t>(label - column) < N)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (column + j == label)
+                        all.v[j] = from_float<T>(row.at_label);
+            return all;
+        }
+        float d[N];
+        unpack(z, d);
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            d[j] = columns.of(d[j], column + j, loss);
         if (static_cast<uint64_t>(label - column) < N)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                if (column + j == label)
-                    d.v[j] = from_float<T>(row.at_label);
-        return d;
+                d[j] = column + j == label ? row.at_label : d[j];
+        return packed<T>(d);
     }
     DEVICE T of_one(T z, int64_t column) const {
         return of(Pack<T, 1>{{z}}, column).v[0];

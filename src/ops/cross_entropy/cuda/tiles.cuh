@@ -21,7 +21,7 @@ template <int LINES> constexpr int TILE_THREADS = LINES > 1 ? 576 : 256;
 template <int LINES> constexpr int TILES_PER_SM = LINES > 1 ? 1 : 3;
 
 /* Packs that a thread loads before it uses the first one. */
-template <int OPTIONS, int N> constexpr int TILE_STEPS = AHEAD<OPTIONS> *(N == 1 ? 2 : 1);
+template <int OPTIONS, int N> constexpr int TILE_STEPS = AHEAD<OPTIONS> *(N == 1 ? 4 : 1);
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 

@@ -82,7 +82,7 @@ struct TwoPass {
         Split split;                /* parts 0: there are no rows */
         size_t stats, coefficients; /* offsets in the workspace */
         size_t exchange, merged;    /* the same, if classes are spread over ranks */
-        int64_t row_blocks, gradient_parts;
+        int64_t row_blocks, finish_blocks, gradient_parts;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -98,7 +98,9 @@ struct TwoPass {
         plan->row_blocks = p.row_blocks();
         plan->gradient_parts = p.gradient_parts();
         plan->split = p.rows > 0 && p.classes > 0 ? split_rows(p, call.logits.dtype) : Split{};
-        plan->general.fill(device, p, call, plan->row_blocks, &layout);
+        const bool warps = plan->split.parts > 1 && call.loss.class_group.ranks == 0; /* see `finish` */
+        plan->finish_blocks = warps ? ceil_div<int64_t>(p.rows * WARP, ROW_THREADS) : plan->row_blocks;
+        plan->general.fill(device, p, call, plan->finish_blocks, &layout);
         plan->stats = layout.add(p.rows * plan->split.parts * plan->general.stats_bytes());
         plan->coefficients = p.gradient ? layout.add(p.rows * int64_t(sizeof(RowCoefficients))) : 0;
         if (call.loss.class_group.ranks > 0) {
@@ -139,7 +141,8 @@ struct TwoPass {
                     sequence.run(per_row, merge_ranks, args, exchange, merged);
                     sequence.run(per_row, finish<T, FULL, true>, args, 1u, merged, known, coefficients);
                 } else {
-                    sequence.run(per_row, finish<T, OPTIONS>, args, parts, stats, known, coefficients);
+                    sequence.run(Launch{plan.finish_blocks, ROW_THREADS}, finish<T, OPTIONS>, args, parts, stats, known,
+                                 coefficients);
                 }
                 if (coefficients)
                     sequence.run(Launch{rows * plan.gradient_parts, GRADIENT_THREADS},

@@ -20,7 +20,7 @@ template <int LINES> constexpr int TILE_THREADS = LINES > 1 ? 576 : 256;
 template <int LINES> constexpr int TILES_PER_SM = LINES > 1 ? 1 : 4;
 
 /* Packs that a thread loads before it uses the first one. */
-template <int N> constexpr int TILE_STEPS = N == 1 ? 2 * IN_FLIGHT : IN_FLIGHT;
+template <int N> constexpr int TILE_STEPS = N == 1 ? 4 * IN_FLIGHT : IN_FLIGHT;
 
 /* What slab_kernels.cuh asks of an op. */
 template <typename T> struct LogsumexpOp {
