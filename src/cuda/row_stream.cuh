@@ -226,36 +226,45 @@ template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const
     }
 }
 
+/* Loads the rows of one step after the other, of one batch after the other; a row is one group. */
+template <typename T, int LANES, int PACKS> struct RowLoader {
+    const RowStream &t;
+    const unsigned place;
+    const int step;            /* from one batch to the next */
+    int base, s = 0, side = 0; /* of the next rows */
+
+    DEVICE RowLoader(const RowStream &stream, int first, int batches_apart, const void *places)
+        : t(stream), place(static_cast<unsigned>(__cvta_generic_to_shared(places))), step(batches_apart), base(first) {
+    }
+    DEVICE StreamedRow<T, LANES, PACKS> start() {
+        const int lane = threadIdx.x % WARP, row = base + s + lane / LANES;
+        const bool present = row < t.rows;
+        StreamedRow<T, LANES, PACKS> loaded;
+        loaded.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, lane % LANES,
+                     place + side * PACKS * STREAM_THREADS * 16);
+        copy_commit();
+        side = side + 1 == STREAM_SIDES ? 0 : side + 1;
+        s += WARP / LANES;
+        if (s >= t.batch) {
+            s = 0;
+            base += step;
+        }
+        return loaded;
+    }
+};
+
 /* Rows of one group: the rows of the next two steps are in flight. */
 template <class Op, typename T, int LANES, int PACKS>
 DEVICE void stream_short_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
     typedef typename Op::Row Row;
     constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES;
-    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
-    const int warp = blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP,
-              step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
+    const int lane = threadIdx.x % WARP, own = lane % LANES;
+    const int step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
     const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
-    const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(places));
-    int base = warp * t.batch;
-    int load_base = base, load_s = 0, load_side = 0; /* of the next rows to load */
-    StreamedRow<T, LANES, PACKS> next, later;
-    const auto start = [&] {
-        const int row = load_base + load_s + which;
-        const bool present = row < t.rows;
-        later.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, own,
-                    place + load_side * PACKS * STREAM_THREADS * 16);
-        copy_commit();
-        load_side = load_side + 1 == STREAM_SIDES ? 0 : load_side + 1;
-        load_s += AT_ONCE;
-        if (load_s >= t.batch) {
-            load_s = 0;
-            load_base += step;
-        }
-    };
+    int base = (blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP) * t.batch;
+    RowLoader<T, LANES, PACKS> loader(t, base, step, places);
     const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
-    start();
-    next = later;
-    start();
+    StreamedRow<T, LANES, PACKS> next = loader.start(), later = loader.start();
     Row row = load_row(base + lane);
     op.begin();
     int side = 0;
@@ -268,7 +277,7 @@ DEVICE void stream_short_rows(Op &op, const RowStream &t, uint4 *shared_memory) 
         for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
             const StreamedRow<T, LANES, PACKS> now = next;
             next = later;
-            start();
+            later = loader.start();
             copy_wait<2>();
             typename Op::Stats g = op.none();
             add_group<Op, T, LANES, PACKS, 2>(op, g, places + side * PACKS * STREAM_THREADS, now.left,
@@ -278,6 +287,63 @@ DEVICE void stream_short_rows(Op &op, const RowStream &t, uint4 *shared_memory) 
             hand_over<Op, LANES>(op, mine, g, s);
         }
         op.finish(row, base + lane, mine);
+        row = following;
+    }
+}
+
+/*
+ * The gradient of rows of one group, from what is known of each row. An Op of a gradient:
+ *
+ *     typedef ... Row, Coefficient;
+ *     bool LARGE              as above
+ *     void begin(), Row no_row(), Row load_row(int64_t row)
+ *     Coefficient coefficient(const Row &, int64_t row)    called by all lanes, with a row or no_row()
+ *     Coefficient shuffled(Coefficient, int lane)
+ *     Writer writer(Coefficient), Pack<T, N> Writer::of(pack, column), T Writer::of_one(T x, int64_t column)
+ *     T *out(int64_t row)     aligned as the input
+ */
+template <class Op, typename T, int LANES, int PACKS>
+DEVICE void stream_short_gradients(Op &op, const RowStream &t, uint4 *shared_memory) {
+    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES, TURNS = Op::LARGE ? 1 : PACKS;
+    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
+    const int step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
+    const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
+    int base = (blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP) * t.batch;
+    RowLoader<T, LANES, PACKS> loader(t, base, step, places);
+    const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
+    StreamedRow<T, LANES, PACKS> next = loader.start(), later = loader.start();
+    typename Op::Row row = load_row(base + lane);
+    op.begin();
+    int side = 0;
+    for (; base < t.rows; base += step) {
+        const typename Op::Row following = load_row(base + step + lane);
+        const typename Op::Coefficient mine = op.coefficient(row, base + lane);
+#pragma unroll 1
+        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
+            const StreamedRow<T, LANES, PACKS> now = next;
+            next = later;
+            later = loader.start();
+            copy_wait<2>();
+            const typename Op::Coefficient of_row = op.shuffled(mine, s + which);
+            const Pack<T, N> *const from = places + side * PACKS * STREAM_THREADS;
+            side = side + 1 == STREAM_SIDES ? 0 : side + 1;
+            if (base + s + which >= t.rows)
+                continue;
+            const auto writer = op.writer(of_row);
+            T *const out = op.out(base + s + which);
+#pragma unroll TURNS
+            for (int k = 0; k < PACKS; k++)
+                if (now.left > k * LANES) {
+                    const int column = now.head + (own + k * LANES) * N;
+                    store_once<T, N>(out + column, writer.of(from[k * STREAM_THREADS], column));
+                }
+#pragma unroll
+            for (int k = 0; k < now.EDGES; k++)
+                if (own + k * LANES < now.edges) {
+                    const int column = now.column(own + k * LANES, t.length);
+                    out[column] = writer.of_one(now.edge[k].v[0], column);
+                }
+        }
         row = following;
     }
 }
