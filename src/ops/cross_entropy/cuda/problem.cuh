@@ -70,8 +70,7 @@ struct Split {
 inline Split split_rows(const Problem &p, rafter_dtype dtype) {
     constexpr int MOST_THREADS = 512;
     const int64_t element = rafter_dtype_bytes(dtype);
-    const int64_t least = p.row_bytes < 32 << 10 ? 16 << 10 : 4 << 10; /* bytes of a part */
-    const int64_t parts = max(min(ceil_div<int64_t>(1024, p.rows), p.row_bytes / least), int64_t(1));
+    const int64_t parts = parts_of_row(p.rows, p.row_bytes);
     Split split;
     split.part = round_up<int64_t>(ceil_div(p.classes, parts), 64); /* multiples of 64 keep the row's alignment */
     split.parts = ceil_div(p.classes, split.part);

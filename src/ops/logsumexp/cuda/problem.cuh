@@ -75,9 +75,11 @@ Split split_dim(int64_t tasks, int64_t n, int64_t least_part, rafter_logsumexp_a
     return {parts, round_up(ceil_div(n, parts), int64_t(64))}; /* multiples of 64 keep the row's alignment */
 }
 
-/* Contiguous rows: a part is 16 KiB or more. */
 Split split_rows(const Problem &p, rafter_logsumexp_algorithm algorithm) {
-    return split_dim(p.rows, p.n, 16384 / rafter_dtype_bytes(p.x.dtype), algorithm);
+    int64_t parts = algorithm == RAFTER_LOGSUMEXP_RECURRENCE ? 1 : parts_of_row(p.rows, p.row_bytes());
+    if (algorithm == RAFTER_LOGSUMEXP_PARALLEL)
+        parts = max(parts, int64_t(2));
+    return {parts, round_up(ceil_div(p.n, parts), int64_t(64))}; /* multiples of 64 keep the row's alignment */
 }
 
 /* Arguments of forward kernels whose rows or columns may be split. */
