@@ -198,6 +198,7 @@ DEVICE void add_up(const Args &c, const Totals &mine) {
 /* ---- before the rows ------------------------------------------------------------------------- */
 
 constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
+static_assert(PREPARE_BLOCKS <= PREPARE_THREADS, "one block adds up the sums of all");
 
 /* Sums over all classes, and over labels if there are many. prepared[1 ...] get the sums of each
  * block; the last block to finish adds them up into prepared[0]. */
@@ -212,15 +213,18 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     const Prepared mine = {block_sum(classes), block_sum(totals)};
     if (threadIdx.x == 0)
         prepared[1 + blockIdx.x] = mine;
-    if (!block_arrives_last(c.counter, gridDim.x) || threadIdx.x > 0)
+    if (!block_arrives_last(c.counter, gridDim.x))
         return;
     Prepared all = {};
-    for (unsigned i = 1; i <= gridDim.x; i++) {
-        all.class_weight_sum += __ldcg(&prepared[i].class_weight_sum);
-        all.totals.weight += __ldcg(&prepared[i].totals.weight);
-        all.totals.counted += __ldcg(&prepared[i].totals.counted);
+    if (threadIdx.x < gridDim.x) {
+        const Prepared &of_block = prepared[1 + threadIdx.x];
+        all.class_weight_sum = __ldcg(&of_block.class_weight_sum);
+        all.totals.weight = __ldcg(&of_block.totals.weight);
+        all.totals.counted = __ldcg(&of_block.totals.counted);
     }
-    prepared[0] = all;
+    all = {block_sum(all.class_weight_sum), block_sum(all.totals)};
+    if (threadIdx.x == 0)
+        prepared[0] = all;
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
