@@ -43,7 +43,7 @@ struct ThreadPerRow {
             return "it writes no gradient";
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         const Slabs s = slabs_of(p.x, NULL);
-        if (p.n > 32 && s.packs_across(0, bytes))
+        if (p.n > 32 && p.rows * p.row_bytes() > 10 << 20 && s.packs_across(0, bytes))
             return "every step has whole packs: columns of packs are faster";
         return why_not_threads(s, bytes);
     }
