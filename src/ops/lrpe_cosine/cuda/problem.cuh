@@ -28,6 +28,7 @@ struct Strides {
 
 template <typename T> struct Arguments {
     const T *x, *dy;
+    const T *x_end, *dy_end;    /* of their memory */
     T *out;                     /* y or dx; NULL if only dtheta is wanted */
     Strides x_stride, y_stride; /* y_stride: of y or dy */
     Strides dx_stride;
@@ -69,6 +70,11 @@ template <typename T> Arguments<T> arguments(const lrpe_cosine_call &call) {
     Arguments<T> a = {};
     a.x = reinterpret_cast<const T *>(call.x.data);
     a.dy = reinterpret_cast<const T *>(call.dy.data);
+    const auto end = [](const rafter_view &view) {
+        return view.data ? reinterpret_cast<const T *>(view.data + rafter_span_bytes(&view)) : NULL;
+    };
+    a.x_end = end(call.x);
+    a.dy_end = end(call.dy);
     a.out = reinterpret_cast<T *>(forward ? call.y.data : call.dx.data);
     a.x_stride = strides_of(call.x);
     a.y_stride = strides_of(forward ? call.y : call.dy);
@@ -135,20 +141,12 @@ enum {
     RUNTIME_F = -1                     /* as a template argument: Tiling::f, an act or LANE_SOFTMAX */
 };
 
-/* How the features of a thread lie in a row. */
-enum Spread {
-    PACKED,         /* adjacent: one access of 16 bytes */
-    SPREAD_IN_HEAD, /* `lanes` apart in a head: adjacent threads have adjacent features */
-    SPREAD_IN_TILE  /* `width` apart in the tile, whatever heads they are in */
-};
-
 /* A block takes a tile of `width` threads side by side, `tokens` tokens and `sequences` sequences.
  * A head gets `lanes` threads of a row; the last ones may be idle. */
 struct Tiling {
     int width_log2, lanes;
-    int spread; /* a Spread */
     int f, sequences;
-    Divisor tiles, head_lanes, features, token_chunks;
+    Divisor tiles, head_lanes, token_chunks;
     int64_t sequence_chunks, tokens;
     /* Statistics of a softmax: a maximum, or a number near it; 1 / sum; in backward the sum of p g.
      * ROW_STATISTICS: [B, N, H, these]. COLUMN_STATISTICS: [these, B, H, D]. */
@@ -164,12 +162,8 @@ struct Tiling {
     /* The j-th feature of thread `column` of a tile, N features per thread. Either may be past the
      * last one. */
     template <int N> DEVICE Place place(unsigned tile, int column, int j) const {
-        if (spread == SPREAD_IN_TILE) {
-            const unsigned i = tile * (N << width_log2) + (j << width_log2) + column, h = features.quotient(i);
-            return {h, i - h * features.number};
-        }
         const unsigned i = (tile << width_log2) + column, h = head_lanes.quotient(i), lane = i - h * head_lanes.number;
-        return {h, spread == PACKED ? int64_t(lane) * N + j : int64_t(j) * lanes + lane};
+        return {h, int64_t(lane) * N + j};
     }
     int64_t chunks() const {
         return token_chunks.number * sequence_chunks;
@@ -188,14 +182,12 @@ inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
  * gets so many threads: a power of two, or a multiple of a tile. */
 inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, int row_threads) {
     tiling->lanes = row_threads ? row_threads : (int)ceil_div(features, int64_t(n));
-    const int64_t side_by_side =
-        tiling->spread == SPREAD_IN_TILE ? ceil_div(heads * features, int64_t(n)) : heads * tiling->lanes;
+    const int64_t side_by_side = heads * tiling->lanes;
     const int width = power_at_least(side_by_side, 1, most);
     while (tiling->width() < width)
         tiling->width_log2++;
     tiling->tiles = Divisor(ceil_div(side_by_side, (int64_t)width));
     tiling->head_lanes = Divisor(tiling->lanes);
-    tiling->features = Divisor(features);
 }
 
 } // namespace lrpe

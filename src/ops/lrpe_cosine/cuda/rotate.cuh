@@ -92,13 +92,13 @@ template <bool BLOCK> struct RowThreads {
 /* The fastest by measurement: SEQUENCES are worked on side by side; STAGES groups of them are
  * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
  * 2 bytes: those have no stages, and those of several sequences are loaded together. */
-template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD> struct Pipeline {
-    static constexpr bool ASYNC = !SPREAD && sizeof(Pack<T, N>) >= 4;
+template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED> struct Pipeline {
+    static constexpr bool ASYNC = !SHIFTED && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
-    static constexpr int SEQUENCES = !ASYNC && !SPREAD ? 4 : FORWARD && !(SPREAD && F == COLUMN_STATISTICS) ? 2 : 1;
+    static constexpr int SEQUENCES = !ASYNC && !SHIFTED ? 4 : FORWARD && !(SHIFTED && F == COLUMN_STATISTICS) ? 2 : 1;
     static constexpr int STAGES = ASYNC ? 4 : 0;
     static constexpr bool BLOCK = F == BLOCK_SOFTMAX;
-    static constexpr int BLOCKS_PER_SM = (SPREAD || BLOCK) && !FORWARD       ? 2
+    static constexpr int BLOCKS_PER_SM = (SHIFTED || BLOCK) && !FORWARD      ? 2
                                          : FORWARD || F == COLUMN_STATISTICS ? 3
                                          : DTHETA                            ? 2
                                                                              : 4;
@@ -108,20 +108,56 @@ template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD> stru
                             BYTES = STAGED + ANGLES * sizeof(AngleStep); /* of dynamic shared memory */
 };
 
+/* N elements at any address: the aligned packs that hold them, loaded first and shifted later. */
+template <typename T, int N> struct ShiftedPack {
+    const T *from;
+    Pack<T, N> low, high;
+
+    /* `count` of the elements are wanted, none if it is 0; the others become `instead`. Nothing outside
+     * of [begin, end) is read. */
+    DEVICE void load(const T *first, int count, const T *begin, const T *end, float instead) {
+        from = first;
+        const int shift = offset_in_pack(from);
+        const T *const aligned = from - shift;
+        low = load_once_if<T, N>(count > 0 && aligned >= begin && aligned + N <= end, aligned, instead);
+        high = load_once_if<T, N>(shift + count > N && aligned + 2 * N <= end, aligned + N, instead);
+    }
+    DEVICE Pack<T, N> take(int count, const T *begin, const T *end, float instead) const {
+        const int shift = offset_in_pack(from);
+        const T *const aligned = from - shift;
+        Pack<T, N> pack = low;
+        if (shift != 0)
+            reinterpret_cast<uint4 &>(pack) =
+                shifted(reinterpret_cast<const uint4 &>(low), reinterpret_cast<const uint4 &>(high),
+                        shift * static_cast<int>(sizeof(T)));
+        if (count > 0 && (aligned < begin || aligned + (shift + count > N ? 2 * N : N) > end))
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (j < count)
+                    pack.v[j] = from[j];
+        if (count < N)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (j >= count)
+                    pack.v[j] = from_float<T>(instead);
+        return pack;
+    }
+};
+
 /* The part of the call that a block, and a thread of it, works on. */
-template <typename T, int N, bool SPREAD> struct RotatePlace {
+template <typename T, int N, bool SHIFTED> struct RotatePlace {
     unsigned chunk, tile;
     int64_t first_token, end_token; /* of the block */
     int64_t first_b;
     int sequences;
     int64_t h, d; /* the thread's head and first feature */
     bool active;  /* whether they exist */
-    /* SPREAD: which of the thread's features exist, and where they are in x, in y or dy, and in the
-     * output, from the beginning of the token on. */
-    static constexpr int FEATURES = SPREAD ? N : 1;
-    unsigned exists, x_at[FEATURES], y_at[FEATURES], out_at[FEATURES];
+    /* SHIFTED: features of the thread; of the next lane if it has those that follow; and whether the
+     * lane before has those before. */
+    int count, next_count;
+    bool has_previous;
 
-    DEVICE RotatePlace(const Arguments<T> &a, const Tiling &tiling, int column, bool forward) {
+    DEVICE RotatePlace(const Arguments<T> &a, const Tiling &tiling, int column) {
         chunk = tiling.tiles.quotient(blockIdx.x);
         tile = blockIdx.x - chunk * tiling.tiles.number;
         const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
@@ -134,58 +170,58 @@ template <typename T, int N, bool SPREAD> struct RotatePlace {
         h = first.h;
         d = first.d;
         active = h < a.heads && d < a.features;
-        if constexpr (SPREAD) {
-            exists = 0;
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const Tiling::Place place = tiling.place<N>(tile, column, j);
-                exists |= unsigned(place.h < a.heads && place.d < a.features) << j;
-                const auto at = [&](const Strides &stride) {
-                    return static_cast<unsigned>(place.h * stride.h + place.d * stride.d);
-                };
-                x_at[j] = at(a.x_stride);
-                y_at[j] = at(a.y_stride);
-                out_at[j] = forward ? y_at[j] : at(a.dx_stride);
-            }
+        if constexpr (SHIFTED) {
+            const int left_in_head = active ? static_cast<int>(a.features - d) : 0, lane = threadIdx.x % WARP;
+            const bool has_next = lane < WARP - 1 && column + 1 < tiling.width();
+            count = min(left_in_head, N);
+            next_count = has_next ? min(max(left_in_head - N, 0), N) : 0;
+            has_previous = lane > 0 && column > 0 && d > 0;
         }
     }
-    /* Of the thread's first feature; SPREAD: of the token. */
+    /* Of the thread's first feature. */
     DEVICE int64_t offset(int64_t n, const Strides &stride) const {
-        return first_b * stride.b + n * stride.n + (SPREAD ? 0 : h * stride.h + d * stride.d);
+        return first_b * stride.b + n * stride.n + h * stride.h + d * stride.d;
     }
-    /* N elements of x (input 0) or dy; `instead` for those that do not exist. */
-    DEVICE void load(const T *from, int input, const Pack<T, N> &instead, Pack<T, N> *pack) const {
-        if constexpr (SPREAD) {
+    /* Called by whole warps; `valid` is the same for all lanes of a row. SHIFTED: lanes exchange the
+     * elements that belong to each other's aligned packs; those at the ends are stored one by one. */
+    DEVICE void store(T *to, const Pack<T, N> &pack, bool valid) const {
+        if constexpr (SHIFTED) {
+            const uint4 &own = reinterpret_cast<const uint4 &>(pack);
+            const uint4 next = {__shfl_down_sync(~0u, own.x, 1), __shfl_down_sync(~0u, own.y, 1),
+                                __shfl_down_sync(~0u, own.z, 1), __shfl_down_sync(~0u, own.w, 1)};
+            const int skip = -offset_in_pack(to) & (N - 1); /* elements before the first aligned one */
+            if (!valid)
+                return;
+            int begin = 0, end = count; /* what is stored one by one */
+            if (skip == 0 ? count == N : next_count >= skip) {
+                const uint4 aligned = skip == 0 ? own : shifted(own, next, skip * static_cast<int>(sizeof(T)));
+                store_once(to + skip, reinterpret_cast<const Pack<T, N> &>(aligned));
+                end = skip;
+            }
+            if (has_previous && count >= skip)
+                begin = skip;
+            if (begin < end)
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                pack->v[j] = exists >> j & 1 ? from[input == 0 ? x_at[j] : y_at[j]] : instead.v[j];
-        } else {
-            *pack = load_once<T, N>(from);
-        }
-    }
-    DEVICE void store(T *to, const Pack<T, N> &pack) const {
-        if constexpr (SPREAD) {
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                if (exists >> j & 1)
-                    to[out_at[j]] = pack.v[j];
-        } else {
+                for (int j = 0; j < N; j++)
+                    if (j >= begin && j < end)
+                        to[j] = pack.v[j];
+        } else if (valid) {
             store_once(to, pack);
         }
     }
 };
 
-/* A pack of x (input 0) or dy that adds nothing to any sum. */
-template <typename T, int N> DEVICE Pack<T, N> neutral_pack(bool softmax, int input) {
-    return all_of<T, N>(softmax && input == 0 ? -INFINITY : 0.0f);
+/* What adds nothing to any sum, as an element of x (input 0) or dy. */
+DEVICE float neutral(bool softmax, int input) {
+    return softmax && input == 0 ? -INFINITY : 0.0f;
 }
 
 /* The packs that a thread works on, in order: groups of SEQUENCES sequences of a token, then
  * those of the thread's next token. */
-template <typename T, int N, bool FORWARD, bool SPREAD, class Pipeline> struct Inputs {
+template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct Inputs {
     static constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES, STAGES = Pipeline::STAGES;
     const Arguments<T> &a;
-    const RotatePlace<T, N, SPREAD> &place;
+    const RotatePlace<T, N, SHIFTED> &place;
     typename Pipeline::Stage *const stages;
     const bool softmax, reads_x;
     const bool expanded;     /* dy is one number for all features of a row */
@@ -195,7 +231,7 @@ template <typename T, int N, bool FORWARD, bool SPREAD, class Pipeline> struct I
     int64_t x_back, dy_back; /* from the last group of a token to the next token's first */
     int tokens_left, group;  /* group: the first sequence of the next group */
 
-    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N, SPREAD> &place, int64_t half, int row, int step_log2,
+    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N, SHIFTED> &place, int64_t half, int row, int step_log2,
                   char *stages, bool softmax, bool reads_x)
         : a(a), place(place), stages(reinterpret_cast<typename Pipeline::Stage *>(stages)), softmax(softmax),
           reads_x(reads_x), expanded(!FORWARD && a.y_stride.d == 0), half(half), sequences(place.sequences) {
@@ -250,7 +286,7 @@ template <typename T, int N, bool FORWARD, bool SPREAD, class Pipeline> struct I
             if (idle)
                 for (int i = 0; i < STAGES * SEQUENCES * INPUTS; i++)
                     reinterpret_cast<Pack<T, N> *>(stages)[i * THREADS + threadIdx.x] =
-                        neutral_pack<T, N>(softmax, i % INPUTS);
+                        all_of<T, N>(neutral(softmax, i % INPUTS));
         }
     }
     /* The packs of the current group. */
@@ -260,12 +296,30 @@ template <typename T, int N, bool FORWARD, bool SPREAD, class Pipeline> struct I
 #pragma unroll
             for (int i = 0; i < SEQUENCES * INPUTS; i++)
                 packs[i / INPUTS][i % INPUTS] = stages[stage][i / INPUTS][i % INPUTS][threadIdx.x];
+        } else if constexpr (SHIFTED) {
+            ShiftedPack<T, N> loaded[SEQUENCES][INPUTS];
+            bool has[SEQUENCES] = {};
+            next([&](int k, int input, const T *from, bool valid) {
+                has[k] = valid;
+                const float instead = neutral(softmax, input);
+                if (input > 0 && expanded)
+                    loaded[k][input].low = all_of<T, N>(valid ? to_float(*from) : instead);
+                else
+                    loaded[k][input].load(from, valid ? place.count : 0, input ? a.dy : a.x, input ? a.dy_end : a.x_end,
+                                          instead);
+            });
+#pragma unroll
+            for (int i = 0; i < SEQUENCES * INPUTS; i++) {
+                const int k = i / INPUTS, input = i % INPUTS;
+                if (input > 0 && expanded)
+                    packs[k][input] = loaded[k][input].low;
+                else if (input > 0 || reads_x)
+                    packs[k][input] = loaded[k][input].take(has[k] ? place.count : 0, input ? a.dy : a.x,
+                                                            input ? a.dy_end : a.x_end, neutral(softmax, input));
+            }
         } else {
             next([&](int k, int input, const T *from, bool valid) {
-                const Pack<T, N> neutral = neutral_pack<T, N>(softmax, input);
-                packs[k][input] = neutral;
-                if (valid)
-                    place.load(from, input, neutral, &packs[k][input]);
+                packs[k][input] = load_once_if<T, N>(valid, from, neutral(softmax, input));
             });
         }
     }
@@ -307,22 +361,20 @@ DEVICE float softmax_of_row(float (&v)[N], const Tiling &tiling, int64_t row) {
     return FORWARD ? 0.0f : statistics[2];
 }
 
-/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b.
- * SPREAD: the thread's columns are `width` apart. */
-template <int SEQUENCES, int COUNT, typename T, int N, bool SPREAD>
-DEVICE void read_column_statistics(const RotatePlace<T, N, SPREAD> &place, int width, const float *from,
-                                   int64_t row_columns, int64_t columns, bool has_token, int b,
-                                   float (&statistics)[SEQUENCES][COUNT][N]) {
+/* The statistics of a group's columns. `from` has those of its first sequence, in batch entry b. */
+template <int SEQUENCES, int COUNT, typename T, int N, bool SHIFTED>
+DEVICE void read_column_statistics(const RotatePlace<T, N, SHIFTED> &place, const float *from, int64_t row_columns,
+                                   int64_t columns, bool has_token, int b, float (&statistics)[SEQUENCES][COUNT][N]) {
 #pragma unroll
     for (int k = 0; k < SEQUENCES; k++)
         if (has_token && (SEQUENCES == 1 || b + k < place.sequences))
 #pragma unroll
             for (int i = 0; i < COUNT; i++) {
                 const float *const at = from + k * row_columns + i * columns;
-                if constexpr (SPREAD) {
+                if constexpr (SHIFTED) {
 #pragma unroll
                     for (int j = 0; j < N; j++)
-                        statistics[k][i][j] = place.exists >> j & 1 ? at[j * width] : 0.0f;
+                        statistics[k][i][j] = j < place.count ? at[j] : 0.0f;
                 } else {
                     read_numbers(at, statistics[k][i]);
                 }
@@ -370,8 +422,8 @@ DEVICE void input_gradient(int f, bool reads_x, const float (&v)[N], float scale
 
 /* Sums the moments of a block's threads, in `shared`, and stores them. Threads `width` apart
  * have the same features. */
-template <typename T, int N, bool SPREAD>
-DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N, SPREAD> &place,
+template <typename T, int N, bool SHIFTED>
+DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const RotatePlace<T, N, SHIFTED> &place,
                           int width, int step, const double (&moment)[N], double *shared) {
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -389,10 +441,10 @@ DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const Rot
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SPREAD>
-__global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SPREAD>::BLOCKS_PER_SM)
+template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED>
+__global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BLOCKS_PER_SM)
     rotate(const Arguments<T> a, const Tiling tiling) {
-    typedef Pipeline<T, N, FORWARD, F, DTHETA, SPREAD> Pipeline;
+    typedef Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     extern __shared__ __align__(128) char dynamic[];
     /* [feature of a thread][thread] */
@@ -408,7 +460,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
 
     if constexpr (DTHETA)
         start_next_kernel(); /* the sum of moments */
-    const RotatePlace<T, N, SPREAD> place(a, tiling, column, FORWARD);
+    const RotatePlace<T, N, SHIFTED> place(a, tiling, column);
     const int64_t half = a.features * a.y_stride.d; /* from cosines to sines */
 
     /* Loaded first: the table of angles waits for it, and everything else for the table. */
@@ -419,7 +471,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
     const int angles = N << tiling.width_log2;
     const float theta = (int)threadIdx.x < angles ? theta_of(threadIdx.x) : 0.0f;
 
-    Inputs<T, N, FORWARD, SPREAD, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
+    Inputs<T, N, FORWARD, SHIFTED, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
     inputs.start(on_chip && !place.active);
 
     if ((int)threadIdx.x < angles)
@@ -449,7 +501,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
             Pack<T, N> packs[SEQUENCES][INPUTS];
             float given[SEQUENCES][FORWARD ? 2 : 3][N]; /* COLUMN_STATISTICS */
             if (F == COLUMN_STATISTICS)
-                read_column_statistics(place, width, column_statistics, row_columns, columns, has_token, b, given);
+                read_column_statistics(place, column_statistics, row_columns, columns, has_token, b, given);
             column_statistics += SEQUENCES * row_columns;
             inputs.take(stage, packs);
             /* x; then for a softmax p / scale, with the sum of p g in dot */
@@ -469,10 +521,8 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
                 if constexpr (FORWARD) {
                     float c[N], s[N];
                     y_of<T>(f, v[k], scale, cosine, sine, c, s);
-                    if (valid) {
-                        place.store(out, packed<T, N>(c));
-                        place.store(out + half, packed<T, N>(s));
-                    }
+                    place.store(out, packed<T, N>(c), valid);
+                    place.store(out + half, packed<T, N>(s), valid);
                 } else {
                     float c[N], s[N], g[N], sums[1] = {};
                     unpack_dy(packs[k], c, s);
@@ -490,8 +540,8 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
                         dot[k] = sums[0] * scale;
                     }
                     input_gradient<T>(f, reads_x, v[k], scale, dot[k], given[k][2], g);
-                    if (valid && (!DTHETA || a.out))
-                        place.store(out, packed<T, N>(g));
+                    if (!DTHETA || a.out)
+                        place.store(out, packed<T, N>(g), valid);
                 }
                 out += out_stride.b;
             }
@@ -509,13 +559,13 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SP
 
 /* ---- planning and launching ------------------------------------------------------------------ */
 
-/* Whether the features of all heads of a token are less than 2^32 elements apart in all tensors. */
-inline bool fits_32_bits(const lrpe_cosine_call &call) {
+/* Whether adjacent features are adjacent in all tensors; dy may also be one number for all features of
+ * a row. */
+inline bool features_are_adjacent(const lrpe_cosine_call &call) {
     const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
     bool all = true;
     for (const rafter_view *view : views)
-        all = all &&
-              (!view->data || view->shape[2] * view->stride[2] + view->shape[3] * view->stride[3] < int64_t(1) << 32);
+        all = all && (!view->data || view->stride[3] == 1 || (view == &call.dy && view->stride[3] == 0));
     return all;
 }
 
@@ -524,23 +574,19 @@ inline int64_t sequences_alike(const lrpe_cosine_call &call) {
     return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
 }
 
-/* What `rotate` is instantiated for: features per thread, and whether they are spread. If many
- * sequences share the angles, backward is faster with one feature per thread, which leaves registers
- * for four sequences at a time (a softmax over features needs all threads of a row in a block). bp
- * and short rows have narrow tiles, which only single features fill. */
+/* What `rotate` is instantiated for: features per thread, and whether they are shifted, because they
+ * are not aligned packs in all tensors. bp and short rows have narrow tiles, which only single features
+ * fill. */
 struct RotateForm {
-    static constexpr int64_t MANY = 16;
     int n;
-    bool spread;
+    bool shifted;
 
     explicit RotateForm(const lrpe_cosine_call &call) {
         const int width = 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype));
-        const bool packs = takes_packs(call, true), forward = call.common.direction == RAFTER_FORWARD,
-                   over_features = call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_FEATURE,
-                   fills = call.x.shape[2] * call.x.shape[3] >= WARP * width;
-        spread = !packs && call.algorithm != RAFTER_LRPE_BP && fits_32_bits(call) &&
-                 (over_features || (fills && (forward || sequences_alike(call) < MANY)));
-        n = packs || spread ? width : 1;
+        const bool packs = takes_packs(call, true);
+        shifted =
+            !packs && call.algorithm != RAFTER_LRPE_BP && features_are_adjacent(call) && call.x.shape[3] >= 2 * width;
+        n = packs || shifted ? width : 1;
     }
 };
 
@@ -551,18 +597,15 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
                   features = call.x.shape[3];
     tiling.f = f;
-    const bool bp = call.algorithm == RAFTER_LRPE_BP,
-               over_features = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX || f == ROW_STATISTICS,
-               own_positions = sequences_alike(call) < call.x.shape[0];
+    const bool bp = call.algorithm == RAFTER_LRPE_BP, own_positions = sequences_alike(call) < call.x.shape[0];
 
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
-    tiling.spread = !form.spread ? PACKED : over_features ? SPREAD_IN_HEAD : SPREAD_IN_TILE;
     const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
     const int least = f == BLOCK_SOFTMAX ? WARP : 1;
     int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
     /* If arithmetic is the limit, all lanes work: heads share warps wherever they begin. If memory is,
      * whole heads are stored by a warp, or by whole warps. */
-    if (!together && tiling.spread == PACKED && sequences_alike(call) >= 8) {
+    if (!together && !form.shifted && sequences_alike(call) >= 8) {
         const int64_t packs = ceil_div(features, int64_t(form.n));
         row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
     }
@@ -595,26 +638,26 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     return tiling;
 }
 
-template <int F, bool DTHETA, typename T, int N, bool FORWARD, bool SPREAD>
+template <int F, bool DTHETA, typename T, int N, bool FORWARD, bool SHIFTED>
 void launch_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
-    launch(
-        context,
-        {tiling.blocks(), THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SPREAD>::BYTES, 1, tiling.f == COLUMN_STATISTICS},
-        rotate<T, N, FORWARD, F, DTHETA, SPREAD>, arguments<T>(call), tiling);
+    launch(context,
+           {tiling.blocks(), THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BYTES, 1,
+            tiling.f == COLUMN_STATISTICS},
+           rotate<T, N, FORWARD, F, DTHETA, SHIFTED>, arguments<T>(call), tiling);
 }
 
 /* The form of kernel that the call needs. `dtheta`: the kernel computes its moments. */
 template <int F, typename T, bool FORWARD>
 void launch_any_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling, bool dtheta) {
     const RotateForm form(call);
-    const auto with = [&](auto n, auto spread) {
+    const auto with = [&](auto n, auto shifted) {
         if constexpr (!FORWARD && F != COLUMN_STATISTICS)
             if (dtheta)
-                return launch_form<F, true, T, n, FORWARD, spread>(context, call, tiling);
-        launch_form<F, false, T, n, FORWARD, spread>(context, call, tiling);
+                return launch_form<F, true, T, n, FORWARD, shifted>(context, call, tiling);
+        launch_form<F, false, T, n, FORWARD, shifted>(context, call, tiling);
     };
     const std::integral_constant<int, WIDE<T>> wide;
-    if (form.spread)
+    if (form.shifted)
         with(wide, std::true_type());
     else if (form.n > 1)
         with(wide, std::false_type());
