@@ -22,8 +22,8 @@
 
 namespace {
 
-constexpr int SLAB_THREADS = 256; /* per block, at most */
-constexpr int AT_ONCE = 4;        /* packs that are unpacked together */
+constexpr int SLAB_THREADS = 256, MOST_THREADS = 576; /* per block, if possible; at most */
+constexpr int AT_ONCE = 4;                            /* packs that are unpacked together */
 
 struct SlabPlan {
     Walk outer;
@@ -307,7 +307,7 @@ struct Pieces {
 
 /* First kernel. parts: [slab][part][line]. `each`: pieces of a block. */
 template <typename T, bool FORWARD, bool ALIGNED>
-__global__ void __launch_bounds__(SLAB_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS)
     slab_statistics(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, Part *parts) {
     extern __shared__ uint4 statistics_memory[];
     char *const memory = reinterpret_cast<char *>(statistics_memory), *const stages = memory + column_bytes;
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(MERGE_THREADS)
 
 /* Third kernel. */
 template <typename T, bool FORWARD, bool ALIGNED>
-__global__ void __launch_bounds__(SLAB_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS)
     slab_results(const __grid_constant__ SlabArgs<T> a, int each, const Part *totals) {
     extern __shared__ uint4 results_memory[];
     char *const stages = reinterpret_cast<char *>(results_memory);
@@ -394,7 +394,7 @@ int64_t greatest_common_divisor(int64_t a, int64_t b) {
 bool plan_slabs(const SlabViews &views, bool forward, SlabPlan *plan) {
     const int bytes = static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
     const int64_t inner = views.inner(), unit = inner / greatest_common_divisor(inner, 16 / bytes);
-    if (unit > SLAB_THREADS)
+    if (unit > MOST_THREADS)
         return false;
     *plan = {};
     plan->outer = walk_over(views.pointer, 0, views.dim());
@@ -404,7 +404,7 @@ bool plan_slabs(const SlabViews &views, bool forward, SlabPlan *plan) {
     plan->element_bytes = bytes;
     plan->expanded = !forward && !views.is_slab(DY);
     plan->aligned = views.slabs_are_packs();
-    plan->threads = static_cast<int>(SLAB_THREADS / unit * unit);
+    plan->threads = static_cast<int>((unit > SLAB_THREADS ? MOST_THREADS : SLAB_THREADS) / unit * unit);
     plan->lanes = 1;
     while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
         plan->lanes *= 2;
@@ -448,7 +448,7 @@ struct LargeSlabs {
         if (!plan_slabs(views, forward, &slab))
             return false;
         const int inputs = forward || slab.expanded ? 1 : 2;
-        slab.items = max(PIECE_PACKS / (slab.threads * inputs), 1);
+        slab.items = max(PIECE_PACKS / (slab.threads * inputs), slab.threads > SLAB_THREADS ? 4 / inputs : 1);
         slab.input_bytes = round_up((slab.items * slab.threads + 1) * 16, 128);
         const int64_t pieces = ceil_div(slab.elements, int64_t(slab.threads) * slab.items * slab.width());
         const int64_t each = max(min(pieces * slab.slabs / ENOUGH_BLOCKS, int64_t(MOST_PIECES)), int64_t(1));
@@ -468,12 +468,17 @@ struct LargeSlabs {
         Plan plan;
         if (!views.all_slabs())
             return "length and inner dimensions have gaps";
-        if (views.inner() == 1 || views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64)
-            return "lines are not interleaved, or in runs of 64 bytes and more";
+        const int64_t bytes = rafter_dtype_bytes(call.out.dtype), across = views.inner() * bytes;
+        if (views.inner() == 1)
+            return "lines are not interleaved";
+        if (across >= 64 && views.column_width() > 2)
+            return "columns are aligned packs";
+        if (is_small(call))
+            return "three kernels take too long for a small tensor";
         if (!cut(views, is_forward(call), &plan))
-            return "it counts pieces in 31 bits";
+            return "a block has too few threads for the interleaved lines";
         const int inputs = is_forward(call) || plan.slab.expanded ? 1 : 2;
-        if (views.elements() * rafter_dtype_bytes(call.out.dtype) * inputs < LEAST_BYTES)
+        if (views.elements() * bytes * inputs < (across < 64 ? LEAST_BYTES : LEAST_BYTES / 2))
             return "slabs fit into the shared memory of a cluster";
         if (views.slabs() * views.inner() > INT32_MAX / 64)
             return "it counts lines in 25 bits";
