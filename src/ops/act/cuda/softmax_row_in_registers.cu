@@ -144,7 +144,7 @@ struct RowInRegisters {
         if (plan.packs <= 4)
             return launch_shape<T, N, FORWARD, 4, 1, 4>(context, args);
         if (plan.packs <= 8)
-            return launch_shape<T, N, FORWARD, 8, 1, 4>(context, args);
+            return launch_shape < T, N, FORWARD, FORWARD ? 4 : 8, FORWARD ? 2 : 1, FORWARD ? 1 : 4 > (context, args);
         if (plan.packs <= 16)
             return launch_shape < T, N, FORWARD, FORWARD ? 8 : 16, FORWARD ? 2 : 1, 1 > (context, args);
         if (plan.packs <= 32)

@@ -307,7 +307,8 @@ struct RowOnChip {
             return "dim is strided";
         if (packs_of(views) < 16)
             return "rows of less than 16 packs of 16 bytes leave lanes idle";
-        if (packs_of(views) > MOST_BLOCKS * MOST_THREADS * packs_per_thread(call))
+        /* Forward with more threads per block is slower than shared memory: docs/perf/act.md. */
+        if (packs_of(views) > MOST_BLOCKS * (is_forward(call) ? BLOCK_THREADS : MOST_THREADS) * packs_per_thread(call))
             return "rows do not fit into the registers of a cluster";
         const int blocks = blocks_for(call, packs_of(views));
         if (blocks > 1 && device.compute_capability < 90)
