@@ -289,6 +289,17 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
                         all_of<T, N>(neutral(softmax, i % INPUTS));
         }
     }
+    /* SHIFTED: features of dy that are not adjacent, or expanded. */
+    DEVICE static Pack<T, N> strided(const T *from, int count, int64_t stride) {
+        Pack<T, N> pack = all_of<T, N>(0.0f);
+        if (stride == 0)
+            return count > 0 ? all_of<T, N>(to_float(*from)) : pack;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < count)
+                pack.v[j] = from[j * stride];
+        return pack;
+    }
     /* The packs of the current group. */
     DEVICE void take(int stage, Pack<T, N> (&packs)[SEQUENCES][INPUTS]) {
         if constexpr (Pipeline::ASYNC) {
@@ -302,8 +313,8 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
             next([&](int k, int input, const T *from, bool valid) {
                 has[k] = valid;
                 const float instead = neutral(softmax, input);
-                if (input > 0 && expanded)
-                    loaded[k][input].low = all_of<T, N>(valid ? to_float(*from) : instead);
+                if (input > 0 && a.y_stride.d != 1)
+                    loaded[k][input].low = strided(from, valid ? place.count : 0, a.y_stride.d);
                 else
                     loaded[k][input].load(from, valid ? place.count : 0, input ? a.dy : a.x, input ? a.dy_end : a.x_end,
                                           instead);
@@ -311,7 +322,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
 #pragma unroll
             for (int i = 0; i < SEQUENCES * INPUTS; i++) {
                 const int k = i / INPUTS, input = i % INPUTS;
-                if (input > 0 && expanded)
+                if (input > 0 && a.y_stride.d != 1)
                     packs[k][input] = loaded[k][input].low;
                 else if (input > 0 || reads_x)
                     packs[k][input] = loaded[k][input].take(has[k] ? place.count : 0, input ? a.dy : a.x,
@@ -559,13 +570,12 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
 
 /* ---- planning and launching ------------------------------------------------------------------ */
 
-/* Whether adjacent features are adjacent in all tensors; dy may also be one number for all features of
- * a row. */
+/* Whether adjacent features are adjacent in all tensors but dy. */
 inline bool features_are_adjacent(const lrpe_cosine_call &call) {
-    const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
+    const rafter_view *const views[] = {&call.x, &call.y, &call.dx};
     bool all = true;
     for (const rafter_view *view : views)
-        all = all && (!view->data || view->stride[3] == 1 || (view == &call.dy && view->stride[3] == 0));
+        all = all && (!view->data || view->stride[3] == 1);
     return all;
 }
 
