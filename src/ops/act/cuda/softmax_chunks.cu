@@ -15,8 +15,9 @@
 
 namespace {
 
-constexpr int CHUNK_THREADS = 256, MOST_STEPS = 16; /* elements per lane, at most */
-constexpr int MOST_LENGTH = WARP * MOST_STEPS;
+constexpr int CHUNK_THREADS = 256;
+template <bool FORWARD> constexpr int MOST_STEPS = FORWARD ? 32 : 16; /* elements per lane, at most */
+constexpr int MOST_LENGTH = 512;
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
 struct ChunkPlan {
@@ -158,7 +159,7 @@ DEVICE void softmax_of_lines(const ChunkArgs<T> &a, const ChunkInput<T> &in, con
             sum += __shfl_xor_sync(~0u, sum, step);
         if (own >= lines)
             continue;
-        const float scale = 1.0f / sum;
+        const float scale = NARROW<T> ? reciprocal_fast(sum) : 1.0f / sum; /* a sum is 1 or more, or 0, or NaN */
         T *to = results + slab * plan.elements + place;
 #pragma unroll
         for (int k = 0; k < STEPS; k++, to += apart)
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     const int shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
     copy_wait<0>();
     __syncthreads();
-    with_steps<MOST_STEPS>(plan.steps, [&](auto steps) {
+    with_steps<MOST_STEPS<FORWARD>>(plan.steps, [&](auto steps) {
         softmax_of_lines<T, FORWARD, decltype(steps)::value>(a, in, dy, results + shift, slabs * plan.inner);
     });
     __syncthreads();
@@ -283,7 +284,8 @@ struct Chunks {
             }
         chunk.expanded = !is_forward(call) && !views.is_slab(DY);
         chunk.slots = ceil_div(chunk.elements + width - 1, width);
-        while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > MOST_STEPS ||
+        const int most = is_forward(call) ? MOST_STEPS<true> : MOST_STEPS<false>;
+        while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > most ||
                (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
             chunk.lanes_log2++;
         chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);
