@@ -288,7 +288,8 @@ template <int N> struct ThreadLines {
 /* ---- kernels ---------------------------------------------------------------------------------- */
 
 constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
-constexpr int64_t LEAST_BYTES = 3 << 19;      /* of a slab, all inputs: smaller ones are faster in clusters */
+/* Bytes of a slab, of one input or of two: smaller ones are faster in clusters. docs/perf/act.md */
+constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19;
 constexpr int MOST_PIECES = 16, ENOUGH_BLOCKS = 528, MERGE_THREADS = 256;
 
 /* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts parts. */
@@ -478,7 +479,7 @@ struct LargeSlabs {
         if (!cut(views, is_forward(call), &plan))
             return "a block has too few threads for the interleaved lines";
         const int inputs = is_forward(call) || plan.slab.expanded ? 1 : 2;
-        if (views.elements() * bytes * inputs < (across < 64 ? LEAST_BYTES : LEAST_BYTES / 2))
+        if (views.elements() * bytes * inputs < (inputs == 1 || across >= 64 ? LEAST_BYTES : LEAST_OF_TWO))
             return "slabs fit into the shared memory of a cluster";
         if (views.slabs() * views.inner() > INT32_MAX / 64)
             return "it counts lines in 25 bits";
