@@ -262,7 +262,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
         }
         TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
         if constexpr (Job::KEEPS_PARTS)
-            origin.row += scheduler.part_of(item) * job.order.shape.rows();
+            origin.row += scheduler.part_of(item) * job.part_rows();
         rows.load(job, origin.row + own_row);
 #pragma unroll 1
         for (int k = BEGIN; k < count; k++)
@@ -297,7 +297,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
  *                    load(job, row); the other row is row + 8
  *     PACKED         results are 16-bit, and are stored while the next tile is being summed
  *     KEEPS_PARTS    all tiles are split, and there is one tile of rows: the results of part n are
- *                    stored n tiles further down, and the next kernel adds them up
+ *                    stored n * part_rows() rows further down, and the next kernel adds them up
  *     HELD           steps of the ring, after those of a tile's depth, that finish has to itself
  *     finish(d, origin, rows, staging, held, packed)
  *                    converts the sums to results. multiply_64x256x16 says who holds which sums.
@@ -314,9 +314,11 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x < WARP) {
-        const TileScheduler found = split.parts
-                                        ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
-                                        : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity);
+        const TileScheduler found =
+            split.parts
+                ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
+                : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity,
+                                    Job::KEEPS_PARTS ? TileScheduler::MOST_KEPT_PARTS : TileScheduler::MOST_PARTS);
         if (threadIdx.x == 0)
             barriers.scheduler = found;
     }

@@ -7,9 +7,13 @@
 
 namespace lce {
 
-/* If ignored rows are not dropped, their x would be multiplied by dz in sums over some of the rows. */
+/* Whether exponentials are converted to dz: one pass over them, but none over x and dx, and no kernels
+ * for samples and labels. For so few rows these kernels would take longer than the pass. If ignored
+ * rows are not dropped, their x would be multiplied by dz in sums over some of the rows. */
 static bool converts(const Problem &p, bool drop_ignored) {
-    return drop_ignored && p.classes <= MOST_CLASSES_PER_DEPTH * p.depth && !(p.caps && p.smooths);
+    constexpr int64_t FEW_ROWS = 128;
+    const bool is_short = p.classes <= MOST_CLASSES_PER_DEPTH * p.depth || (p.rows <= FEW_ROWS && !p.invariant);
+    return drop_ignored && is_short && !(p.caps && p.smooths);
 }
 
 const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &call) {

@@ -17,8 +17,7 @@ namespace lce {
 
 constexpr int TILE_CLASSES = tiles::COLUMNS;
 
-/* With at most this many classes per element of depth, fast converts exponentials to dz in place:
- * one pass over them, but none over x and dx. */
+/* With at most this many classes per element of depth, fast converts exponentials to dz in place. */
 constexpr int64_t MOST_CLASSES_PER_DEPTH = 2;
 
 inline int64_t tiles_across(int64_t classes) {
@@ -53,6 +52,11 @@ int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int
 inline int invariant_dx_parts(const Problem &p, int64_t classes) {
     constexpr int64_t LEAST_CLASSES = 2048;
     return !p.invariant || classes < LEAST_CLASSES || p.depth > 2048 ? 1 : p.depth > 512 ? 2 : 4;
+}
+
+/* Rows of memory that a part of dx's sums takes, where parts are stored apart. */
+inline int64_t dx_part_rows(int64_t rows) {
+    return round_up<int64_t>(rows, tiles::PART_ROWS);
 }
 
 /* Rows whose dz of all classes fits into dW's own memory; 0 if dW must not be used for that. dW is

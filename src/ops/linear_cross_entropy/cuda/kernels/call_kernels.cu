@@ -127,6 +127,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
                                                                 const __grid_constant__ Labels labels,
                                                                 const __grid_constant__ CopyOfActive copy,
                                                                 Common *common) {
+    start_next_kernel();
     if (labels.of_row)
         labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
@@ -206,6 +207,7 @@ template <typename U>
 __global__ __launch_bounds__(PREPARE_THREADS) void finish(const __grid_constant__ Loss loss, const Totals *block_totals,
                                                           int64_t blocks, const __grid_constant__ ActiveRows active,
                                                           int64_t columns, U *dx, int64_t stride) {
+    start_next_kernel();
     wait_for_previous_kernel();
     if (blockIdx.x == 0 && loss.forward) {
         Totals all = {};
@@ -225,6 +227,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void finish(const __grid_constant_
 template <typename U>
 __global__ __launch_bounds__(ZERO_THREADS) void zero_inactive_kernel(const __grid_constant__ ActiveRows active,
                                                                      int64_t columns, U *dx, int64_t stride) {
+    start_next_kernel();
     wait_for_previous_kernel();
     zero_inactive(active, columns, dx, stride);
 }

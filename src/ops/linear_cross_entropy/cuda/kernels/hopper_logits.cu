@@ -478,6 +478,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
+    start_next_kernel();
     tiles::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;

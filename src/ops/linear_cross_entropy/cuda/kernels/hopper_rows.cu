@@ -35,39 +35,65 @@ template <typename T> struct RowConversion {
                 max[k] = stats[first / TILE_CLASSES + k].max;
             }
     }
-    /* With a softcap, exponentials have been multiplied by its derivative, and there is no label
-     * smoothing. */
+    /* Converts the loaded packs, and stores them. With a softcap, exponentials have been multiplied by
+     * its derivative, and there is no label smoothing. */
+    DEVICE void convert(int64_t first, const RowGradient &gradient, int label, const Loss &loss) {
+#pragma unroll
+        for (int k = 0; k < TILES; k++) {
+            const int64_t v = at(first, k);
+            if (v >= loss.classes)
+                continue;
+            /* If the tile is all -inf, there is nothing to rescale, and the pivot may be
+             * any distance away. */
+            const float factor =
+                gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
+            float all[N];
+            unpack(pack[k], all);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[j] = factor * all[j];
+            if (loss.weighted)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    if (v + j < loss.classes)
+                        all[j] -= gradient.spread * static_cast<float>(loss.column_weight(v + j));
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
+            store_once<T, N>(row + v, packed<T>(all));
+        }
+    }
+    /* All of the row, from its beginning, which is loaded. */
     DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
         for (int64_t first = 0; first < loss.classes; first += TILES * TILE_CLASSES) {
             if (first > 0)
                 load(first, loss.classes);
-#pragma unroll
-            for (int k = 0; k < TILES; k++) {
-                const int64_t v = at(first, k);
-                if (v >= loss.classes)
-                    continue;
-                /* If the tile is all -inf, there is nothing to rescale, and the pivot may be
-                 * any distance away. */
-                const float factor =
-                    gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
-                float all[N];
-                unpack(pack[k], all);
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    all[j] = factor * all[j];
-                if (loss.weighted)
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        if (v + j < loss.classes)
-                            all[j] -= gradient.spread * static_cast<float>(loss.column_weight(v + j));
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
-                store_once<T, N>(row + v, packed<T>(all));
-            }
+            convert(first, gradient, label, loss);
         }
     }
 };
+
+/* Converts active rows from `first_row` on, whose gradients are known. A warp takes 4 tiles of a row, a
+ * row has row_blocks blocks. */
+template <typename T>
+__global__ __launch_bounds__(ROW_THREADS) void convert_rows(const __grid_constant__ Loss loss,
+                                                            const __grid_constant__ ActiveRows active,
+                                                            int64_t first_row, int row_blocks, const RowStats *stats,
+                                                            int tiles, const RowGradient *gradients, T *exponentials,
+                                                            int64_t stride) {
+    start_next_kernel();
+    wait_for_previous_kernel();
+    const int64_t index = blockIdx.x / row_blocks, k = first_row + index;
+    const int64_t piece = (blockIdx.x - index * row_blocks) * (ROW_THREADS / WARP) + threadIdx.x / WARP,
+                  first = piece * (RowConversion<T>::TILES * TILE_CLASSES);
+    if (k >= *active.count || first >= loss.classes)
+        return;
+    RowConversion<T> conversion;
+    conversion.row = exponentials + index * stride;
+    conversion.stats = stats + index * tiles;
+    conversion.load(first, loss.classes);
+    conversion.convert(first, gradients[k], active.classes[k], loss);
+}
 
 /* The value of lane `from`. */
 DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
@@ -134,6 +160,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
     double row_scale, RowGradient *gradients, SpreadPlace spread, const __grid_constant__ Labels labels,
     T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save, Totals *block_totals) {
+    start_next_kernel();
     wait_for_previous_kernel();
     const int lane = threadIdx.x % WARP;
     const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
@@ -222,6 +249,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
                                                             const LossStats<FULL> *saved, double row_scale,
                                                             RowGradient *gradients, SpreadPlace spread,
                                                             const __grid_constant__ Labels labels, bool bounds) {
+    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     if (k >= active.all)
@@ -246,6 +274,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
                                                             double row_scale, RowGradient *gradients,
                                                             SpreadPlace spread, const __grid_constant__ Labels labels,
                                                             Totals *block_totals) {
+    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
@@ -329,6 +358,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_const
                                                               const RowStats *stats, int tiles,
                                                               const LossStats<FULL> *saved,
                                                               const __grid_constant__ Exponentials<T> e) {
+    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     if (index < *active.count)
@@ -392,6 +422,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
                                                         const __grid_constant__ Exponentials<T> e,
                                                         const __grid_constant__ ActiveX<T> x, int64_t depth,
                                                         T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
+    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     const int count = x.active.among(first, rows);
@@ -435,6 +466,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
                                                           const RowGradient *gradients, const T *weight,
                                                           int64_t weight_stride, const float *weight_sum) {
     constexpr int AT_ONCE = 8;
+    start_next_kernel();
     wait_for_previous_kernel();
     const int own = blockIdx.x / row_blocks, piece = blockIdx.x - own * row_blocks;
     const int64_t share = round_up<int64_t>(ceil_div<int64_t>(columns, row_blocks), 4), begin = piece * share;
@@ -494,13 +526,23 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
     const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
+    /* A warp per row would leave most of the GPU idle: rows are converted by a kernel of their own. */
+    const int64_t pieces = ceil_div<int64_t>(tiles, RowConversion<uint16_t>::TILES),
+                  row_blocks = ceil_div<int64_t>(pieces, ROW_THREADS / WARP);
+    const bool apart =
+        to_dz.data && row_blocks > 1 && blocks < run->context->cuda_state->multiprocessors * (ROW_BLOCKS / 2);
     for_16_bit(run->problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
+        T *const exponentials = reinterpret_cast<T *>(to_dz.data);
         launch(run->context, overlapping(blocks, ROW_THREADS),
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
                each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
                static_cast<double>(run->row_scale), run->gradients, run->spread, run->labels,
-               reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved, only_save, run->block_totals + run->blocks);
+               apart ? NULL : exponentials, to_dz.stride, saved, only_save, run->block_totals + run->blocks);
+        if (apart)
+            launch(run->context, overlapping(rows * row_blocks, ROW_THREADS), convert_rows<T>, run->loss, run->active,
+                   first, static_cast<int>(row_blocks), stats, static_cast<int>(tiles),
+                   static_cast<const RowGradient *>(run->gradients), exponentials, to_dz.stride);
     });
     run->blocks += only_save ? 0 : blocks;
 }

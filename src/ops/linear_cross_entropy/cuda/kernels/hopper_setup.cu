@@ -47,20 +47,27 @@ int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int
     const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
     bool gains = false;
     int capacity = 0;
-    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
+    /* A part takes `part_rows` rows of memory. */
+    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth,
+                                 int64_t part_rows, int most_parts) {
         const int tiles = static_cast<int>(shape.tiles(down, across)),
-                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
-        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, most);
+                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH)),
+                  fit = static_cast<int>(most * shape.rows() / part_rows);
+        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, fit, most_parts);
         const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
         gains = gains || whole - split.time > whole / 50;
-        capacity = max(capacity, split.rest * split.parts);
+        capacity =
+            max(capacity, static_cast<int>(ceil_div(split.rest * split.parts * part_rows, int64_t(shape.rows()))));
     };
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows);
-    add_product(shape, rows, p.classes, p.depth);
-    if (p.dx)
-        add_product(shape, rows, p.depth, p.classes);
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows), narrow(false);
+    const bool keeps_parts = rows <= shape.rows() && !p.invariant;
+    add_product(shape, rows, p.classes, p.depth, shape.rows(), tiles::TileScheduler::MOST_PARTS);
+    if (p.dx && keeps_parts)
+        add_product(shape, rows, p.depth, p.classes, dx_part_rows(rows), tiles::TileScheduler::MOST_KEPT_PARTS);
+    else if (p.dx)
+        add_product(shape, rows, p.depth, p.classes, shape.rows(), tiles::TileScheduler::MOST_PARTS);
     if (p.dweight)
-        add_product(tiles::ClusterShape(false), p.classes, p.depth, rows);
+        add_product(narrow, p.classes, p.depth, rows, narrow.rows(), tiles::TileScheduler::MOST_PARTS);
     capacity = !gains ? 0 : sliced ? most : capacity;
     if (const int parts = invariant_dx_parts(p, p.classes); parts > 1 && p.dx)
         capacity = max(capacity, parts * static_cast<int>(shape.tiles(rows, p.depth)));
