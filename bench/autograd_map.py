@@ -272,7 +272,7 @@ def cases():
 
 def linear_cases(most_rows):
     """The sizes of models; then other dtypes and options."""
-    for n in filter(lambda n: n <= most_rows, (64, 256, 1024, 2048, 4096, 8192, 16384, 32768)):
+    for n in filter(lambda n: n <= most_rows, (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)):
         for d, v in ((4096, 128256), (2048, 151936), (3584, 256000), (5120, 151936), (7168, 129280), (768, 50257), (2048, 50304),
                      (1024, 32000)):
             yield linear_cross_entropy(n, d, v)
