@@ -16,7 +16,8 @@
 namespace {
 
 constexpr int CHUNK_THREADS = 256;
-template <bool FORWARD> constexpr int MOST_STEPS = FORWARD ? 32 : 16; /* elements per lane, at most */
+constexpr int STEPS = 16;      /* elements per lane, at most ... */
+constexpr int MORE_STEPS = 32; /* ... and in forward of 16 bits, in a kernel of its own: it has more registers */
 constexpr int MOST_LENGTH = 512;
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
@@ -168,15 +169,16 @@ DEVICE void softmax_of_lines(const ChunkArgs<T> &a, const ChunkInput<T> &in, con
     }
 }
 
-/* Calls f with the number of steps as a constant. */
-template <int STEPS, class F> DEVICE void with_steps(int steps, F f) {
-    if constexpr (STEPS > 1)
-        if (steps < STEPS)
-            return with_steps<STEPS - 1>(steps, f);
-    f(std::integral_constant<int, STEPS>());
+/* Calls f with the number of steps, from LEAST to MOST, as a constant. */
+template <int LEAST, int MOST, class F> DEVICE void with_steps(int steps, F f) {
+    if constexpr (MOST > LEAST)
+        if (steps < MOST)
+            return with_steps<LEAST, MOST - 1>(steps, f);
+    f(std::integral_constant<int, MOST>());
 }
 
-template <typename T, bool FORWARD>
+/* LEAST to MOST elements per lane. */
+template <typename T, bool FORWARD, int LEAST, int MOST>
 __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
     constexpr int N = WIDE<T>;
     extern __shared__ uint4 chunk_memory[];
@@ -197,7 +199,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     const int shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
     copy_wait<0>();
     __syncthreads();
-    with_steps<MOST_STEPS<FORWARD>>(plan.steps, [&](auto steps) {
+    with_steps<LEAST, MOST>(plan.steps, [&](auto steps) {
         softmax_of_lines<T, FORWARD, decltype(steps)::value>(a, in, dy, results + shift, slabs * plan.inner);
     });
     __syncthreads();
@@ -284,11 +286,10 @@ struct Chunks {
             }
         chunk.expanded = !is_forward(call) && !views.is_slab(DY);
         chunk.slots = ceil_div(chunk.elements + width - 1, width);
-        const int most = is_forward(call) ? MOST_STEPS<true> : MOST_STEPS<false>;
+        const int most = is_forward(call) && bytes == 2 ? MORE_STEPS : STEPS;
         while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > most ||
                (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
             chunk.lanes_log2++;
-        chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);
         chunk.by_inner = Divisor(chunk.inner);
         chunk.by_slots = Divisor(chunk.slots);
         chunk.by_elements = Divisor(chunk.elements);
@@ -297,7 +298,12 @@ struct Chunks {
         const int64_t fit = max(CHUNK_BYTES / (pitch * bytes), 1),
                       share = ceil_div(chunk.slabs, int64_t(device.multiprocessors) * 4);
         chunk.per_chunk = static_cast<int>(max(min(fit, share), int64_t(1)));
-        const int at_a_time = CHUNK_THREADS >> chunk.lanes_log2, lines = chunk.per_chunk * chunk.inner;
+        const int lines = chunk.per_chunk * chunk.inner;
+        while (lines << (chunk.lanes_log2 + 1) <= CHUNK_THREADS && 4 << chunk.lanes_log2 < chunk.length &&
+               chunk.lanes_log2 < 5) /* few lines: lanes would idle */
+            chunk.lanes_log2++;
+        chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);
+        const int at_a_time = CHUNK_THREADS >> chunk.lanes_log2;
         if (lines > at_a_time) /* all lanes busy in the last round too */
             chunk.per_chunk = max(lines / at_a_time * at_a_time / chunk.inner, 1);
         /* Lanes read past the end of a line: up to as many elements as there are lanes. */
@@ -322,7 +328,11 @@ struct Chunks {
         Launch how = {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS};
         how.shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
         how.overlaps = ordered.copied;
-        ::launch(context, how, softmax_chunk<T, FORWARD>, args);
+        auto kernel = softmax_chunk<T, FORWARD, 1, STEPS>;
+        if constexpr (FORWARD && NARROW<T>)
+            if (plan.chunk.steps > STEPS)
+                kernel = softmax_chunk<T, FORWARD, STEPS + 1, MORE_STEPS>;
+        ::launch(context, how, kernel, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
