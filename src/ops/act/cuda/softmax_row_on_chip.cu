@@ -290,9 +290,19 @@ struct RowOnChip {
     static int packs_per_thread(const Call &call) {
         return is_forward(call) ? BLOCK_PACKS<true> : BLOCK_PACKS<false>;
     }
-    /* Blocks per row. By length alone, never by the device: the same bits everywhere. */
+    /* Blocks per row, at least. */
     static int blocks_for(const Call &call, int64_t packs) {
         return power_at_least(ceil_div<int64_t>(packs, BLOCK_THREADS * packs_per_thread(call)), 1, MOST_BLOCKS);
+    }
+    /* The same, and more if a few rows of a cluster would leave multiprocessors idle. */
+    static int blocks_of_few(const rafter_cuda_state &device, const Call &call, int64_t packs, int64_t rows) {
+        constexpr int64_t ENOUGH_BLOCKS = 128, LEAST_THREADS = 128;
+        const int64_t most = device.compute_capability == 90 ? MOST_BLOCKS : 1;
+        int blocks = blocks_for(call, packs);
+        while (blocks > 1 && 2 * blocks <= most && 2 * blocks * rows <= ENOUGH_BLOCKS &&
+               packs >= 2 * blocks * LEAST_THREADS * packs_per_thread(call))
+            blocks *= 2;
+        return blocks;
     }
 
     static int64_t packs_of(const SlabViews &views) {
@@ -322,14 +332,14 @@ struct RowOnChip {
         return NULL;
     }
 
-    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const OrderedCall ordered(call, true);
         const SlabViews views(ordered.call);
         plan->walk = walk_over(views.pointer, 0, views.dim());
         plan->rows = views.slabs();
         plan->length = static_cast<int>(views.length());
         plan->packs = static_cast<int>(packs_of(views));
-        plan->blocks = blocks_for(call, plan->packs);
+        plan->blocks = blocks_of_few(device, call, plan->packs, plan->rows);
         plan->expanded = !is_forward(call) && !views.is_slab(DY);
         plan->aligned = views.slabs_are_packs();
         return 0;
