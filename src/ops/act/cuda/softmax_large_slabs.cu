@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax of large slabs: a few interleaved lines ([outer, length, inner]) that no cluster holds. Three
- * kernels: statistics of every part of a slab, the statistics of whole slabs, and the results. The
- * inputs are read twice; the last kernel begins with what the first one has read last, which may
- * still be in L2.
+ * Softmax of large slabs: interleaved lines ([outer, length, inner]) that no cluster holds. Three
+ * kernels: statistics of every part of a slab, the statistics of whole slabs, and the results. If the
+ * parts of a slab have few statistics, every block of the last kernel merges them for itself, and
+ * there is no second kernel. The inputs are read twice; the last kernel begins with what the first
+ * one has read last, which may still be in L2.
  *
  * A slab may begin anywhere. It is cut into packs of 16 bytes where those of the output are aligned;
  * what is left at either end are the edges, an element per thread. Thread t takes the packs t, t +
@@ -288,9 +289,12 @@ template <int N> struct ThreadLines {
 /* ---- kernels ---------------------------------------------------------------------------------- */
 
 constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
-/* Bytes of a slab, of one input or of two: smaller ones are faster in clusters. docs/perf/act.md */
-constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19;
-constexpr int MOST_PIECES = 16, ENOUGH_BLOCKS = 528, MERGE_THREADS = 256;
+/* Bytes of a slab, of one input or of two, and of all inputs of a small tensor: smaller ones are
+ * faster in clusters. docs/perf/act.md */
+constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
+constexpr int MOST_PIECES = 16;
+/* Lines and groups of parts of a block that merges; parts of a line that a thread loads at once. */
+constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32, MERGED_PARTS = 8;
 
 /* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts parts. */
 struct Pieces {
@@ -308,7 +312,7 @@ struct Pieces {
 
 /* First kernel. parts: [slab][part][line]. `each`: pieces of a block. */
 template <typename T, bool FORWARD, bool ALIGNED>
-__global__ void __launch_bounds__(MOST_THREADS)
+__global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_statistics(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, Part *parts) {
     extern __shared__ uint4 statistics_memory[];
     char *const memory = reinterpret_cast<char *>(statistics_memory), *const stages = memory + column_bytes;
@@ -336,30 +340,62 @@ __global__ void __launch_bounds__(MOST_THREADS)
     merge_columns<T, FORWARD, ALIGNED>(first, mine, plan, ColumnMemory(memory), to);
 }
 
-/* Second kernel: `lanes` lanes per line of all slabs. totals: [slab][line]. */
-template <bool FORWARD>
-__global__ void __launch_bounds__(MERGE_THREADS)
-    merge_parts(const Part *parts, Part *totals, int64_t lines, Divisor inner, int blocks, int lanes) {
-    wait_for_previous_kernel();
-    start_next_kernel();
-    const int64_t line = (blockIdx.x * (int64_t)MERGE_THREADS + threadIdx.x) / lanes;
-    const bool active = line < lines; /* the others take part in shuffles */
-    const int64_t slab = active ? inner.quotient(static_cast<unsigned>(line)) : 0;
+/* Merges every `step`-th of the parts of a line, from number `first` on. */
+template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
     Part all = no_part();
-    const Part *const from = parts + slab * blocks * inner.number + (line - slab * inner.number);
-    for (int i = threadIdx.x % lanes; i < blocks && active; i += lanes)
-        all = merged<FORWARD>(all, from[(int64_t)i * inner.number]);
-    all = merge_lanes<FORWARD>(all, lanes);
-    if (active && threadIdx.x % lanes == 0)
-        totals[line] = all;
+    for (int i = first; i < parts; i += step * MERGED_PARTS) {
+        Part some[MERGED_PARTS];
+#pragma unroll
+        for (int u = 0; u < MERGED_PARTS; u++)
+            some[u] = i + u * step < parts ? line[(int64_t)(i + u * step) * inner] : no_part();
+        all = merged<FORWARD>(all, some);
+    }
+    return all;
 }
 
-/* Third kernel. */
+/* Second kernel: MERGED_LINES lines of a slab per block. totals: [slab][line]. */
+template <bool FORWARD>
+__global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
+    merge_parts(const Part *parts, Part *totals, int inner, int blocks, Divisor across) {
+    static_assert(MERGE_GROUPS == WARP, "a warp merges the groups of a line");
+    __shared__ Part groups[MERGED_LINES][MERGE_GROUPS + 1];
+    wait_for_previous_kernel();
+    start_next_kernel();
+    const unsigned slab = across.quotient(blockIdx.x);
+    const int first = static_cast<int>(blockIdx.x - slab * across.number) * MERGED_LINES;
+    const int line = threadIdx.x % MERGED_LINES, group = threadIdx.x / MERGED_LINES;
+    const bool active = first + line < inner;
+    groups[line][group] = merge_some<FORWARD>(parts + (int64_t)slab * blocks * inner + first + line, group,
+                                              MERGE_GROUPS, active ? blocks : 0, inner);
+    __syncthreads();
+    const int own = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const Part all = merge_lanes<FORWARD>(groups[own][lane], WARP);
+    if (lane == 0 && first + own < inner)
+        totals[(int64_t)slab * inner + first + own] = all;
+}
+
+/* The same for all lines of one slab, by a block of the third kernel. All threads call this. */
+template <bool FORWARD> DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
+    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
+    for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
+        const int column = base + thread / plan.lanes;
+        Part all =
+            merge_some<FORWARD>(parts + column, lane, plan.lanes, column < plan.inner ? plan.blocks : 0, plan.inner);
+        all = merge_lanes<FORWARD>(all, plan.lanes);
+        if (column < plan.inner && lane == 0)
+            totals[column] = all;
+    }
+    __syncthreads();
+}
+
+/* Third kernel. total_bytes: for the statistics of whole lines in shared memory; 0: the second kernel
+ * has written them to `totals`. */
 template <typename T, bool FORWARD, bool ALIGNED>
-__global__ void __launch_bounds__(MOST_THREADS)
-    slab_results(const __grid_constant__ SlabArgs<T> a, int each, const Part *totals) {
+__global__ void __launch_bounds__(MOST_THREADS, 2)
+    slab_results(const __grid_constant__ SlabArgs<T> a, int each, int total_bytes, const Part *parts,
+                 const Part *totals) {
     extern __shared__ uint4 results_memory[];
-    char *const stages = reinterpret_cast<char *>(results_memory);
+    char *const stages = reinterpret_cast<char *>(results_memory) + total_bytes;
     const SlabPlan &plan = a.plan;
     const Pieces pieces(plan, each, gridDim.x - 1 - blockIdx.x); /* in the reverse order of the first kernel */
     const auto stage = [&](int i) { return stages + i % STAGES * plan.stage_bytes(FORWARD); };
@@ -367,7 +403,13 @@ __global__ void __launch_bounds__(MOST_THREADS)
     next.load(a, pieces.slab, pieces.begin, stage(pieces.begin));
     copy_commit();
     wait_for_previous_kernel();
-    const ThreadLines<WIDE<T>> lines(next, plan.inner, totals + pieces.slab * plan.inner);
+    const Part *total = totals + pieces.slab * plan.inner;
+    if (total_bytes > 0) {
+        Part *const own = reinterpret_cast<Part *>(results_memory);
+        merge_slab<FORWARD>(plan, parts + pieces.slab * plan.blocks * plan.inner, own);
+        total = own;
+    }
+    const ThreadLines<WIDE<T>> lines(next, plan.inner, total);
     for (int i = pieces.begin; i < pieces.end; i++) {
         piece = next;
         copy_wait<0>();
@@ -441,8 +483,13 @@ struct LargeSlabs {
     typedef act_call Call;
     struct Plan {
         SlabPlan slab;
-        int each; /* pieces of a block */
+        int each;   /* pieces of a block */
+        bool fused; /* blocks of the last kernel merge parts */
     };
+    /* Blocks of a kernel that run at the same time: as many pieces per block as that takes. */
+    static int blocks_at_once(const SlabPlan &slab) {
+        return 132 * (slab.threads > SLAB_THREADS ? 2 : 4);
+    }
 
     static bool cut(const SlabViews &views, bool forward, Plan *plan) {
         SlabPlan &slab = plan->slab;
@@ -452,8 +499,11 @@ struct LargeSlabs {
         slab.items = max(PIECE_PACKS / (slab.threads * inputs), slab.threads > SLAB_THREADS ? 4 / inputs : 1);
         slab.input_bytes = round_up((slab.items * slab.threads + 1) * 16, 128);
         const int64_t pieces = ceil_div(slab.elements, int64_t(slab.threads) * slab.items * slab.width());
-        const int64_t each = max(min(pieces * slab.slabs / ENOUGH_BLOCKS, int64_t(MOST_PIECES)), int64_t(1));
+        const int64_t most = min(ceil_div(pieces * slab.slabs, int64_t(blocks_at_once(slab))), int64_t(MOST_PIECES));
+        const int64_t blocks = ceil_div(pieces, most), each = ceil_div(pieces, blocks);
+        const int64_t part_bytes = blocks * slab.inner * (int64_t)sizeof(Part);
         plan->each = static_cast<int>(each);
+        plan->fused = part_bytes <= max(int64_t(16) << 10, each * PIECE_PACKS * 16 / 8);
         slab.blocks = static_cast<int>(min(ceil_div(pieces, each), int64_t(INT32_MAX)));
         return pieces < INT32_MAX;
     }
@@ -474,12 +524,13 @@ struct LargeSlabs {
             return "lines are not interleaved";
         if (across >= 64 && views.column_width() > 2)
             return "columns are aligned packs";
-        if (is_small(call))
-            return "three kernels take too long for a small tensor";
         if (!cut(views, is_forward(call), &plan))
             return "a block has too few threads for the interleaved lines";
         const int inputs = is_forward(call) || plan.slab.expanded ? 1 : 2;
-        if (views.elements() * bytes * inputs < (inputs == 1 || across >= 64 ? LEAST_BYTES : LEAST_OF_TWO))
+        const int64_t least = is_small(call)                ? LEAST_OF_SMALL
+                              : inputs == 1 || across >= 64 ? LEAST_BYTES
+                                                            : LEAST_OF_TWO;
+        if (views.elements() * bytes * inputs < least)
             return "slabs fit into the shared memory of a cluster";
         if (views.slabs() * views.inner() > INT32_MAX / 64)
             return "it counts lines in 25 bits";
@@ -507,14 +558,16 @@ struct LargeSlabs {
             Launch how = {slab.slabs * slab.blocks, round_up(slab.threads, WARP), column_bytes(slab) + stages};
             how.overlaps = ordered.copied;
             ::launch(context, how, slab_statistics<T, forward, aligned>, args, plan.each, column_bytes(slab), parts);
-            /* Neighbouring lines share a sector; few lines have many parts. */
-            const int lanes = slab.inner >= 32 ? 8 : WARP;
-            Launch merge = {ceil_div(lines * lanes, int64_t(MERGE_THREADS)), MERGE_THREADS};
-            merge.overlaps = how.overlaps = true;
-            ::launch(context, merge, merge_parts<forward>, parts, totals, lines, Divisor(slab.inner), slab.blocks,
-                     lanes);
-            how.shared = stages;
-            ::launch(context, how, slab_results<T, forward, aligned>, args, plan.each, totals);
+            how.overlaps = true;
+            if (!plan.fused) {
+                const int across = ceil_div(slab.inner, MERGED_LINES);
+                Launch merge = {slab.slabs * across, MERGED_LINES * MERGE_GROUPS};
+                merge.overlaps = true;
+                ::launch(context, merge, merge_parts<forward>, parts, totals, slab.inner, slab.blocks, Divisor(across));
+            }
+            const int total_bytes = plan.fused ? round_up(slab.inner * (int)sizeof(Part), 128) : 0;
+            how.shared = total_bytes + stages;
+            ::launch(context, how, slab_results<T, forward, aligned>, args, plan.each, total_bytes, parts, totals);
         });
         return RAFTER_OK;
     }

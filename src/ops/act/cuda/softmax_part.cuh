@@ -10,7 +10,7 @@
 /* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy; max
  * is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0, and its
  * softmax is 0 / 0 = NaN, as in PyTorch. */
-struct Part {
+struct alignas(8) Part {
     float max, sum;
 };
 DEVICE Part no_part() {
@@ -22,6 +22,21 @@ template <bool FORWARD> DEVICE Part merged(Part a, Part b) {
         return {a.max, a.sum + b.sum};
     const float max = fmaxf(a.max, b.max);
     return {max, a.sum * exp2_fast((a.max - max) * LOG2E) + b.sum * exp2_fast((b.max - max) * LOG2E)};
+}
+
+/* The same for `a` and all of `parts`, whose exponentials do not wait for each other. */
+template <bool FORWARD, int COUNT> DEVICE Part merged(Part a, const Part (&parts)[COUNT]) {
+    float max = a.max;
+    if (FORWARD) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            max = fmaxf(max, parts[i].max);
+        a.sum *= exp2_fast((a.max - max) * LOG2E);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++)
+        a.sum += FORWARD ? parts[i].sum * exp2_fast((parts[i].max - max) * LOG2E) : parts[i].sum;
+    return {max, a.sum};
 }
 
 /* Over `lanes` neighbouring lanes, a power of two; all get the result. */
