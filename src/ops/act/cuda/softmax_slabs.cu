@@ -364,8 +364,16 @@ struct Slabs {
         return static_cast<int>(a);
     }
 
-    /* By the shape of a slab alone, never by the device: the same bits everywhere. False if a slab
-     * does not fit. */
+    /* Blocks per slab, so that a few slabs of interleaved lines take all multiprocessors. */
+    static int blocks_for_few(const SlabViews &views, int64_t packs) {
+        constexpr int64_t ENOUGH_BLOCKS = 256, LEAST_PACKS = 128;
+        return views.inner() == 1
+                   ? 1
+                   : power_at_least(min(ENOUGH_BLOCKS / views.slabs(), packs / LEAST_PACKS), 1, MOST_BLOCKS);
+    }
+
+    /* By the shape of a slab, and of interleaved lines also by the number of slabs; never by the
+     * device. False if a slab does not fit. */
     static bool cut(const SlabViews &views, bool forward, SlabPlan *plan) {
         const int width = 16 / static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
         const int64_t inner = views.inner(), elements = views.elements(), packs = max(elements / width, int64_t(1));
@@ -379,13 +387,14 @@ struct Slabs {
         plan->elements = static_cast<int>(elements);
         plan->inner = static_cast<int>(inner);
         plan->expanded = !forward && inputs == 1;
-        const int64_t most = inner == 1 || unit <= 32 ? ROW_THREADS : unit <= 256 ? 512 : MOST_THREADS;
-        const int64_t wanted =
-            min(round_up(ceil_div<int64_t>(packs, inner > 1 && inputs == 1 ? 16 : 8), int64_t(WARP)), most);
+        const int few = blocks_for_few(views, packs);
+        const int64_t most = inner == 1 || (unit <= 32 && few == 1) ? ROW_THREADS : unit <= 256 ? 512 : MOST_THREADS;
+        const int64_t each = few > 1 ? 4 * few : inner > 1 && inputs == 1 ? 16 : 8; /* packs per thread and slab */
+        const int64_t wanted = min(round_up(ceil_div<int64_t>(packs, each), int64_t(WARP)), most);
         plan->threads = static_cast<int>(max(wanted / unit, int64_t(1)) * unit);
         const bool twice = inputs == 1 && (inner > 1 || packs <= 2 * BLOCK_PACKS || packs > 8 * BLOCK_PACKS);
         const int64_t block = twice ? plan->threads > 512 ? 4 * BLOCK_PACKS : 2 * BLOCK_PACKS : BLOCK_PACKS;
-        plan->blocks = power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS);
+        plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), few);
         plan->items = static_cast<int>(ceil_div(packs, int64_t(plan->threads) * plan->blocks));
         plan->lanes = 1;
         while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
@@ -408,8 +417,8 @@ struct Slabs {
             return "columns of this length are read once by persistent blocks";
         if (MOST_BYTES > device.shared_bytes)
             return "the GPU has too little shared memory";
-        if (views.inner() > 1 && is_small(call))
-            return "columns of a small tensor: a block per slab leaves the GPU idle";
+        if (is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 2)
+            return "aligned columns of a small tensor";
         if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call))
             return "gradients of rows, unless the tensor is large, are faster in two passes";
         if (plan.blocks > 1 && device.compute_capability < 90)
