@@ -2,12 +2,14 @@
 /*
  * Softmax in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the
  * length of rows alone. Rows that fit stay in registers; others are read a second time, usually from
- * L1 or L2.
+ * L1 or L2. Of those, softmax_slabs takes the ones that are aligned packs.
  */
 #include "cuda/indexed_rows.cuh"
 #include "ops/act/cuda/problem.cuh"
 
 namespace {
+
+static_assert(KEPT_THREADS == INDEXED_THREADS, "");
 
 template <typename T> struct IndexedArgs {
     const T *in, *dy; /* in: x (forward) or y (backward) */
@@ -131,11 +133,9 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_
 }
 
 /* Rows of whole, aligned packs in all tensors. */
-template <typename T, bool FORWARD> constexpr int KEPT = FORWARD ? 4 : 2; /* packs per thread and input, in registers */
-
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(INDEXED_THREADS, 3) void rows_in_registers(const __grid_constant__ IndexedArgs<T> a) {
-    constexpr int N = WIDE<T>, COUNT = KEPT<T, FORWARD>;
+    constexpr int N = WIDE<T>, COUNT = KEPT_PACKS<FORWARD>;
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
@@ -218,7 +218,7 @@ struct SoftmaxInvariant {
         plan->rows = call.out.numel / plan->n;
         for (int t = 0; t < TENSORS; t++)
             plan->step[t] = views.pointer[t] && plan->n > 1 ? views.view[t].stride[dim] : 1;
-        const int kept = is_forward(call) ? KEPT<float, true> : KEPT<float, false>;
+        const int kept = is_forward(call) ? KEPT_PACKS<true> : KEPT_PACKS<false>;
         const int64_t row_bytes = plan->n * rafter_dtype_bytes(call.out.dtype);
         plan->team = RowTeam::of(row_bytes, kept);
         plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));

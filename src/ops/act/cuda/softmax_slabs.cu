@@ -344,6 +344,7 @@ __global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS)
 
 struct Slabs {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true; /* rows: see why_not */
     struct Plan {
         Walk outer;
         int64_t slabs;
@@ -417,9 +418,17 @@ struct Slabs {
             return "columns of this length are read once by persistent blocks";
         if (MOST_BYTES > device.shared_bytes)
             return "the GPU has too little shared memory";
+        if (call.common.batch_invariant) {
+            const int kept = is_forward(call) ? KEPT_PACKS<true> : KEPT_PACKS<false>;
+            if (views.inner() != 1 || !views.slabs_are_packs())
+                return "batch invariant, and lines are not rows of aligned packs, which are cut by their length alone";
+            if (views.elements() * rafter_dtype_bytes(call.out.dtype) <= int64_t(16) * KEPT_THREADS * kept)
+                return "batch invariant rows that fit into the registers of a block";
+        }
         if (is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 2)
             return "aligned columns of a small tensor";
-        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call))
+        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call) &&
+            !call.common.batch_invariant)
             return "gradients of rows, unless the tensor is large, are faster in two passes";
         if (plan.blocks > 1 && device.compute_capability < 90)
             return "slabs do not fit into the shared memory of a block, and the GPU has no clusters";
