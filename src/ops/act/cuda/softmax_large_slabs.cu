@@ -522,12 +522,13 @@ struct LargeSlabs {
         const int64_t bytes = rafter_dtype_bytes(call.out.dtype), across = views.inner() * bytes;
         if (views.inner() == 1)
             return "lines are not interleaved";
-        if (across >= 64 && views.column_width() > 2)
+        const bool narrow = is_narrow(call, views);
+        if (across >= 64 && views.column_width() > 2 && !narrow)
             return "columns are aligned packs";
         if (!cut(views, is_forward(call), &plan))
             return "a block has too few threads for the interleaved lines";
         const int inputs = is_forward(call) || plan.slab.expanded ? 1 : 2;
-        const int64_t least = is_small(call)                ? LEAST_OF_SMALL
+        const int64_t least = is_small(call) || narrow      ? LEAST_OF_SMALL
                               : inputs == 1 || across >= 64 ? LEAST_BYTES
                                                             : LEAST_OF_TWO;
         if (views.elements() * bytes * inputs < least)

@@ -103,6 +103,12 @@ struct SlabViews : Views {
     }
 };
 
+/* Whether few and narrow columns are too little for persistent blocks, which wait for each other. */
+inline bool is_narrow(const act_call &call, const SlabViews &views) {
+    return views.all_slabs() && views.inner() * rafter_dtype_bytes(call.out.dtype) <= 256 && views.slabs() <= 8 &&
+           bytes_moved(call) < int64_t(64) << 20;
+}
+
 /* ---- inputs in another order than the output ------------------------------------------------- */
 
 /* A call whose inputs are in the order of the output's memory, and the copy that this takes. */

@@ -62,6 +62,8 @@ struct PersistentColumnSoftmax {
         const OrderedCall ordered(call, true);
         if (ordered.dim_is_contiguous())
             return "dim is contiguous";
+        if (is_narrow(call, SlabViews(ordered.call)))
+            return "columns are few and narrow";
         const SoftmaxViews views(ordered.call, ordered.expanded);
         const ColumnPanels columns(ordered.call, views);
         if (!columns.wide)

@@ -413,7 +413,8 @@ struct Slabs {
         SlabPlan plan;
         if (!cut(views, is_forward(call), &plan))
             return "slabs do not fit into the shared memory of a cluster";
-        if (plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
+        const bool narrow = is_narrow(call, views);
+        if (!narrow && plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
             views.column_width() > 2)
             return "columns of this length are read once by persistent blocks";
         if (MOST_BYTES > device.shared_bytes)
@@ -425,7 +426,8 @@ struct Slabs {
             if (views.elements() * rafter_dtype_bytes(call.out.dtype) <= int64_t(16) * KEPT_THREADS * kept)
                 return "batch invariant rows that fit into the registers of a block";
         }
-        if (is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 2)
+        if (!narrow && is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 &&
+            views.column_width() > 2)
             return "aligned columns of a small tensor";
         if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call) &&
             !call.common.batch_invariant)
