@@ -190,6 +190,42 @@ inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, i
     tiling->head_lanes = Divisor(tiling->lanes);
 }
 
+/* Sequences that use the same angles. */
+inline int64_t sequences_alike(const lrpe_cosine_call &call) {
+    return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
+}
+
+/* Gives blocks their tokens and sequences. The tiles are known; a block works on `step` tokens at a
+ * time. */
+inline void plan_blocks(Tiling *tiling, const rafter_cuda_state &device, const lrpe_cosine_call &call, int64_t step) {
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], tiles = tiling->tiles.number;
+    const bool own_positions = sequences_alike(call) < batch;
+    if (call.algorithm == RAFTER_LRPE_BP) {
+        tiling->tokens = length;
+        tiling->sequences = 1;
+    } else {
+        /* Many steps per block save tables, moments of dtheta and loads of column statistics;
+         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. A table should serve
+         * SERVED tokens. */
+        constexpr int64_t SERVED = 64;
+        const int64_t served = min(step * (own_positions ? 1 : batch), SERVED);
+        const bool column_statistics = tiling->f == COLUMN_STATISTICS;
+        const int64_t fewest = column_statistics && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
+        const int64_t most = !column_statistics && call.dtheta.data ? INT64_MAX / step : max(fewest, SERVED / served);
+        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 4; /* they run at a time */
+        const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
+        tiling->tokens = step * max(min(steps, most), int64_t(1));
+        /* Few blocks: cut the batch too, into one wave of blocks and not a little more than one. */
+        const int64_t blocks = tiles * ceil_div(length, tiling->tokens);
+        const int64_t wave = (int64_t)device.multiprocessors * 3;
+        const int64_t pieces = blocks < wave ? wave / blocks : 1;
+        const int64_t sequences = own_positions ? 1 : ceil_div(batch, min(pieces, batch));
+        tiling->sequences = (int)min(sequences, int64_t(4096));
+    }
+    tiling->token_chunks = Divisor(ceil_div(length, tiling->tokens));
+    tiling->sequence_chunks = ceil_div(batch, (int64_t)tiling->sequences);
+}
+
 } // namespace lrpe
 
 #endif

@@ -323,11 +323,6 @@ inline bool features_are_adjacent(const lrpe_cosine_call &call) {
     return all;
 }
 
-/* Sequences that use the same angles. */
-inline int64_t sequences_alike(const lrpe_cosine_call &call) {
-    return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
-}
-
 /* What `rotate` is instantiated for: features per thread, and whether they are shifted, because they
  * are not aligned packs in all tensors. bp and short rows have narrow tiles, which only single features
  * fill. */
@@ -348,10 +343,9 @@ struct RotateForm {
 inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_call &call, int f) {
     Tiling tiling = {};
     const RotateForm form(call);
-    const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
-                  features = call.x.shape[3];
+    const int64_t heads = call.x.shape[2], features = call.x.shape[3];
     tiling.f = f;
-    const bool bp = call.algorithm == RAFTER_LRPE_BP, own_positions = sequences_alike(call) < call.x.shape[0];
+    const bool bp = call.algorithm == RAFTER_LRPE_BP;
 
     /* bp has few blocks, so they are narrow. The lanes of a softmax stay together. */
     const bool together = f == LANE_SOFTMAX || f == BLOCK_SOFTMAX;
@@ -364,31 +358,7 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
         row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
     }
     plan_tiles(&tiling, heads, features, form.n, max(together ? row_threads : 1, bp ? 8 : WARP), row_threads);
-    const int64_t tiles = tiling.tiles.number, step = THREADS / tiling.width();
-    if (bp) {
-        tiling.tokens = length;
-        tiling.sequences = 1;
-    } else {
-        /* Many steps per block save tables, moments of dtheta and loads of column statistics;
-         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. A table should serve
-         * SERVED tokens. */
-        constexpr int64_t SERVED = 64;
-        const int64_t served = min(step * (own_positions ? 1 : batch), SERVED);
-        const int64_t fewest = f == COLUMN_STATISTICS && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
-        const int64_t most =
-            f != COLUMN_STATISTICS && call.dtheta.data ? INT64_MAX / step : max(fewest, SERVED / served);
-        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 4; /* they run at a time */
-        const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
-        tiling.tokens = step * max(min(steps, most), int64_t(1));
-        /* Few blocks: cut the batch too, into one wave of blocks and not a little more than one. */
-        const int64_t blocks = tiles * ceil_div(length, tiling.tokens);
-        const int64_t wave = (int64_t)device.multiprocessors * 3;
-        const int64_t pieces = blocks < wave ? wave / blocks : 1;
-        const int64_t sequences = own_positions ? 1 : ceil_div(batch, min(pieces, batch));
-        tiling.sequences = (int)min(sequences, int64_t(4096));
-    }
-    tiling.token_chunks = Divisor(ceil_div(length, tiling.tokens));
-    tiling.sequence_chunks = ceil_div(batch, (int64_t)tiling.sequences);
+    plan_blocks(&tiling, device, call, THREADS / tiling.width());
     return tiling;
 }
 

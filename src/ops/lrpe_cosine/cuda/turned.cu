@@ -8,9 +8,9 @@
 #include "ops/lrpe_cosine/cuda/problem.cuh"
 
 extern "C" {
-extern const struct rafter_variant_functions rafter_cuda_lrpe_cosine_rotate, rafter_cuda_lrpe_cosine_feature_softmax,
-    rafter_cuda_lrpe_cosine_long_feature_softmax, rafter_cuda_lrpe_cosine_sequence_softmax,
-    rafter_cuda_lrpe_cosine_turned;
+extern const struct rafter_variant_functions rafter_cuda_lrpe_cosine_staged, rafter_cuda_lrpe_cosine_rotate,
+    rafter_cuda_lrpe_cosine_feature_softmax, rafter_cuda_lrpe_cosine_long_feature_softmax,
+    rafter_cuda_lrpe_cosine_sequence_softmax, rafter_cuda_lrpe_cosine_turned;
 }
 
 namespace {
@@ -78,7 +78,7 @@ struct Slices {
  * the workspace, which is aligned. */
 const struct rafter_variant_functions *taker(const rafter_context *context, const lrpe_cosine_call &slice) {
     for (const auto *functions :
-         {&rafter_cuda_lrpe_cosine_rotate, &rafter_cuda_lrpe_cosine_feature_softmax,
+         {&rafter_cuda_lrpe_cosine_staged, &rafter_cuda_lrpe_cosine_rotate, &rafter_cuda_lrpe_cosine_feature_softmax,
           &rafter_cuda_lrpe_cosine_long_feature_softmax, &rafter_cuda_lrpe_cosine_sequence_softmax})
         if (!functions->why_not || !functions->why_not(context, &slice.common))
             return functions;

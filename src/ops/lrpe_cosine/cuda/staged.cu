@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* lrpe_cosine with an elementwise f, for rows that are not aligned packs. */
+#include "ops/lrpe_cosine/cuda/staged.cuh"
+
+#include "ops/lrpe_cosine/cuda/dtheta.cuh"
+
+namespace {
+
+using namespace lrpe;
+
+template <typename T, bool FORWARD, int F, bool DTHETA>
+void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, const Staging &plan) {
+    const bool many = has_many_spans(plan, FORWARD || call.dx.data);
+    launch(context, {plan.tiling.blocks(), THREADS, plan.bytes},
+           many ? staged<T, FORWARD, F, DTHETA, true> : staged<T, FORWARD, F, DTHETA, false>, arguments<T>(call), plan);
+}
+
+struct Staged {
+    typedef lrpe_cosine_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
+    struct Plan {
+        Staging staging;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
+        if (call.x.numel == 0)
+            return "x is empty";
+        if (call.act == RAFTER_ACT_SOFTMAX)
+            return "a softmax needs more than one element at a time";
+        if (call.algorithm == RAFTER_LRPE_BP)
+            return "bp has a block walk along the sequence";
+        if (takes_packs(call, true))
+            return "rows are aligned packs";
+        if (call.x.shape[3] > THREADS * (16 / rafter_dtype_bytes(call.x.dtype)))
+            return "the threads of a block cannot hold a row";
+        for (const rafter_view *view : views)
+            if (view->data && view->stride[3] != 1)
+                return "features are not adjacent";
+        return NULL;
+    }
+
+    /* The workspace holds the moments of dtheta. */
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        plan->staging = plan_staged(device, call);
+        return call.dtheta.data ? moments_bytes(call, plan->staging.tiling.chunks()) : 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        Staging staging = plan.staging;
+        staging.tiling.moments = reinterpret_cast<double *>(workspace);
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            const bool forward = call.common.direction == RAFTER_FORWARD;
+            if (!forward && call.dtheta.data)
+                launch_staged<T, false, RUNTIME_F, true>(context, call, staging);
+            else if (call.act == RAFTER_ACT_NONE)
+                forward ? launch_staged<T, true, RAFTER_ACT_NONE, false>(context, call, staging)
+                        : launch_staged<T, false, RAFTER_ACT_NONE, false>(context, call, staging);
+            else
+                forward ? launch_staged<T, true, RUNTIME_F, false>(context, call, staging)
+                        : launch_staged<T, false, RUNTIME_F, false>(context, call, staging);
+        });
+        if (call.dtheta.data)
+            launch_sum_moments(context, call, staging.tiling.moments, staging.tiling.chunks());
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(lrpe_cosine, staged, Staged)
