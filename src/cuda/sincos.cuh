@@ -61,7 +61,7 @@ DEVICE AngleStep angle_step(float theta) {
     return {rest, middle, high, (float)((double)theta * 0.63661977236758134308)};
 }
 
-struct Position {
+struct alignas(16) Position {
     unsigned low, high; /* words of the magnitude */
     unsigned sign;      /* as the sign bit of a float */
     float size;         /* the magnitude */
@@ -70,6 +70,11 @@ struct Position {
 DEVICE Position position_of(int64_t n) {
     const uint64_t magnitude = n < 0 ? 0 - (uint64_t)n : (uint64_t)n;
     return {(unsigned)magnitude, (unsigned)(magnitude >> 32), n < 0 ? 0x80000000u : 0u, (float)magnitude};
+}
+
+DEVICE int64_t number_of(const Position &position) {
+    const uint64_t magnitude = (uint64_t)position.high << 32 | position.low;
+    return static_cast<int64_t>(position.sign ? 0 - magnitude : magnitude);
 }
 
 /* LARGE: the position may be 2^32 or more. */

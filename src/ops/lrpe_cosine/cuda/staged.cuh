@@ -26,13 +26,13 @@ struct Spans {
 };
 
 struct Staging {
-    Tiling tiling; /* tiles of heads; step tokens at a time */
-    int step;      /* tokens of a chunk; more than one only if it has all heads */
-    Divisor heads, features;
-    Spans x, y, out; /* y: dy. out: y or dx */
-    /* Dynamic shared memory, in bytes: the table of angles, the stages, each with x and dy, and the
-     * output. */
-    unsigned stages_at, stage_bytes, dy_at, out_at, bytes;
+    Tiling tiling;                  /* tiles of heads; step tokens at a time */
+    int step;                       /* tokens of a chunk; more than one only if it has all heads */
+    Divisor heads, features, width; /* width: heads * features */
+    Spans x, y, out;                /* y: dy. out: y or dx */
+    /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in turns, the
+     * stages, each with x and dy, and the output. */
+    unsigned positions_at, stages_at, stage_bytes, dy_at, out_at, out_bytes, bytes;
 };
 
 /* The part of a chunk that exists. */
@@ -41,91 +41,138 @@ struct Extent {
 };
 
 /* Calls f(address of a pack in memory, its number in shared memory, first, end) for the thread's packs
- * of a chunk. Elements first to end - 1 of the pack belong to the chunk. */
-template <typename T, class F>
+ * of a chunk. Elements first to end - 1 of the pack belong to the chunk. MANY: it may have several
+ * spans. */
+template <bool MANY, typename T, class F>
 DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, F f) {
     constexpr int N = WIDE<T>;
-    const int count = spans.kind == Spans::ALL ? 1 : spans.kind == Spans::TOKEN ? extent.tokens : extent.rows;
-    const int length = spans.row * (spans.kind == Spans::ALL     ? extent.rows
-                                    : spans.kind == Spans::TOKEN ? extent.heads
-                                                                 : 1);
-    const int packs = static_cast<int>(spans.packs.number);
+    const bool all = !MANY || spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
+    const int length = spans.row * (all ? extent.rows : of_tokens ? extent.heads : 1);
+    if (all) {
+        const int shift = offset_in_pack(chunk), end = shift + length;
+        T *const aligned = chunk - shift;
+        for (int k = threadIdx.x; k * N < end; k += THREADS)
+            f(aligned + k * N, k, k == 0 ? shift : 0, min(end - k * N, N));
+        return;
+    }
+    const int count = of_tokens ? extent.tokens : extent.rows, packs = static_cast<int>(spans.packs.number);
     for (int k = threadIdx.x; k < count * packs; k += THREADS) {
-        int pack = k;
-        T *span = chunk;
-        if (count > 1) {
-            const int s = spans.packs.quotient(k);
-            pack = k - s * packs;
-            const int token = spans.kind == Spans::TOKEN ? s : static_cast<int>(heads.quotient(s));
-            const int head = spans.kind == Spans::TOKEN ? 0 : s - token * static_cast<int>(heads.number);
-            span += token * spans.n + head * spans.h;
-        }
-        const int before = pack * N - offset_in_pack(span); /* from the span to the pack */
+        const int s = spans.packs.quotient(k), token = of_tokens ? s : static_cast<int>(heads.quotient(s));
+        const int head = of_tokens ? 0 : s - token * static_cast<int>(heads.number);
+        T *const span = chunk + token * spans.n + head * spans.h;
+        const int before = (k - s * packs) * N - offset_in_pack(span); /* from the span to the pack */
         if (before < length)
             f(span + before, k, max(-before, 0), min(length - before, N));
     }
 }
 
 /* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. */
-template <typename T>
+template <bool MANY, typename T>
 DEVICE void copy_in(const Spans &spans, const Divisor &heads, const T *chunk, const Extent &extent, const T *begin,
                     const T *end, char *to) {
-    for_each_pack(spans, heads, chunk, extent, [&](const T *pack, int k, int from, int until) {
+    for_each_pack<MANY>(spans, heads, chunk, extent, [&](const T *pack, int k, int from, int until) {
         Pack<T, WIDE<T>> *const place = reinterpret_cast<Pack<T, WIDE<T>> *>(to) + k;
         if (pack >= begin && pack + WIDE<T> <= end)
             copy_async(place, pack);
         else
+#pragma unroll 1
             for (int j = from; j < until; j++)
                 place->v[j] = pack[j];
     });
 }
 
 /* Copies a chunk out of shared memory. */
-template <typename T>
+template <bool MANY, typename T>
 DEVICE void copy_out(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, const char *from) {
-    for_each_pack(spans, heads, chunk, extent, [&](T *pack, int k, int first, int until) {
+    for_each_pack<MANY>(spans, heads, chunk, extent, [&](T *pack, int k, int first, int until) {
         const Pack<T, WIDE<T>> *const place = reinterpret_cast<const Pack<T, WIDE<T>> *>(from) + k;
         if (until - first == WIDE<T>)
             store_once(pack, *place);
         else
+#pragma unroll 1
             for (int j = first; j < until; j++)
                 pack[j] = place->v[j];
     });
 }
 
-/* Where the thread's elements are in shared memory. MANY: there may be several spans; `place` then holds
- * the place without the span's distance from a pack, times 16, plus how much further from a pack the
- * span begins than the chunk. In bytes. */
-template <typename T, bool MANY> struct Places {
-    static constexpr int COUNT = WIDE<T>;
-    unsigned place[COUNT];
+/* Keeps the compiler from computing `a` again wherever it is used. */
+DEVICE void keep(unsigned &a) {
+    asm volatile("" : "+r"(a));
+}
 
-    DEVICE void find(const Spans &spans, const Staging &plan) {
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            const unsigned e = j * THREADS + threadIdx.x, row = plan.features.quotient(e),
-                           d = e - row * plan.features.number;
-            if constexpr (MANY) {
-                const unsigned token = plan.heads.quotient(row), head = row - token * plan.heads.number;
-                const unsigned span = spans.kind == Spans::ALL ? 0 : spans.kind == Spans::TOKEN ? token : row;
-                const unsigned in_span = spans.kind == Spans::ALL ? row : spans.kind == Spans::TOKEN ? head : 0;
-                const unsigned shift = spans.kind == Spans::ALL     ? 0
-                                       : spans.kind == Spans::TOKEN ? token * static_cast<unsigned>(spans.n)
-                                                                    : token * static_cast<unsigned>(spans.n) +
-                                                                          head * static_cast<unsigned>(spans.h);
-                place[j] = (span * spans.pitch + in_span * spans.row + d) * sizeof(T) * 16 + shift * sizeof(T) % 16;
-            } else {
-                place[j] = (row * spans.row + d) * sizeof(T);
-            }
-        }
-    }
-    /* `chunk`: its address in memory. */
-    DEVICE unsigned operator()(int j, const T *chunk) const {
-        const unsigned low = static_cast<unsigned>(reinterpret_cast<uintptr_t>(chunk));
-        if constexpr (MANY)
-            return (place[j] >> 4) + (place[j] + low) % 16;
+enum Placing {
+    LINEAR,    /* one span without gaps: element e of the chunk is element e of the span */
+    ONE_SPAN,  /* with gaps */
+    MANY_SPANS /* `place` holds the place without the span's distance from a pack, times 16, plus how much
+                  further from a pack the span begins than the chunk */
+};
+
+/* Where the thread's elements are in the shared memory of a tensor, in bytes. Number j is element
+ * threadIdx.x + j * THREADS of the chunk; those past its end are `elsewhere`. LINEAR: they follow. */
+template <typename T, int PLACING> struct Places {
+    static constexpr int COUNT = WIDE<T>;
+    unsigned place[PLACING == LINEAR ? 1 : COUNT];
+
+    DEVICE Places(const Spans &spans, const Staging &plan, unsigned elsewhere) {
+        if constexpr (PLACING == LINEAR)
+            place[0] = threadIdx.x * sizeof(T);
         else
+#pragma unroll
+            for (int j = 0; j < COUNT; j++) {
+                const unsigned e = j * THREADS + threadIdx.x, row = plan.features.quotient(e),
+                               d = e - row * plan.features.number;
+                const bool exists = e < plan.step * plan.width.number;
+                if constexpr (PLACING == MANY_SPANS) {
+                    const unsigned token = plan.heads.quotient(row), head = row - token * plan.heads.number;
+                    const unsigned span = spans.kind == Spans::ALL ? 0 : spans.kind == Spans::TOKEN ? token : row;
+                    const unsigned in_span = spans.kind == Spans::ALL ? row : spans.kind == Spans::TOKEN ? head : 0;
+                    const unsigned n = spans.kind == Spans::ALL ? 0 : token, h = spans.kind == Spans::ROW ? head : 0;
+                    const unsigned shift = n * static_cast<unsigned>(spans.n) + h * static_cast<unsigned>(spans.h);
+                    place[j] = exists ? (span * spans.pitch + in_span * spans.row + d) * sizeof(T) * 16 +
+                                            shift * sizeof(T) % 16
+                                      : elsewhere * 16;
+                } else {
+                    place[j] = exists ? (row * spans.row + d) * sizeof(T) : elsewhere;
+                }
+                keep(place[j]);
+            }
+    }
+    /* `low`: the lower half of the chunk's address in memory. */
+    DEVICE unsigned operator()(int j, unsigned low) const {
+        if constexpr (PLACING == LINEAR)
+            return place[0] + low % 16 + j * THREADS * static_cast<unsigned>(sizeof(T));
+        else if constexpr (PLACING == ONE_SPAN)
             return place[j] + low % 16;
+        else
+            return (place[j] >> 4) + (place[j] + low) % 16;
+    }
+    DEVICE void read(const char *from, unsigned low, float (&v)[COUNT]) const {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            v[j] = to_float(*reinterpret_cast<const T *>(from + (*this)(j, low)));
+    }
+    DEVICE void write(char *to, unsigned low, const float (&v)[COUNT]) const {
+        const Pack<T, COUNT> pack = packed<T, COUNT>(v);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            *reinterpret_cast<T *>(to + (*this)(j, low)) = pack.v[j];
+    }
+};
+
+/* The address of a tensor's chunks, or its lower half, in the order of the work: all sequences of some
+ * tokens, then those of the next. */
+template <typename Address> struct ChunkAddress {
+    Address at, sequence,
+        back; /* sequence, back: from one sequence to the next; from the last one to the next tokens */
+
+    DEVICE ChunkAddress(const void *tensor, int bytes, const Strides &stride, int64_t b, int64_t n, int64_t h,
+                        int sequences, int step)
+        : at((Address)((uintptr_t)tensor + (b * stride.b + n * stride.n + h * stride.h) * bytes)),
+          sequence((Address)(stride.b * bytes)),
+          back((Address)((step * stride.n - (sequences - 1) * stride.b) * bytes)) {
+    }
+    DEVICE void advance(bool was_last) {
+        at += was_last ? back : sequence;
     }
 };
 
@@ -163,28 +210,44 @@ template <typename T, int N> DEVICE void gradient_of_all(int f, const float (&x)
         with(std::integral_constant<int, RAFTER_ACT_SILU>());
 }
 
-/* The thread's elements of a chunk: number j is element threadIdx.x + j * THREADS. */
-template <typename T> struct Elements {
-    static constexpr int COUNT = WIDE<T>;
-    int count; /* of the whole chunk */
-
-    DEVICE bool has(int j) const {
-        return j * THREADS + static_cast<int>(threadIdx.x) < count;
-    }
-    template <bool MANY>
-    DEVICE void read(const char *from, const Places<T, MANY> &at, const T *chunk, float (&v)[COUNT]) const {
+/* Sines and cosines of the thread's elements. `entries`: which step and position each has, in the halves
+ * of a word. */
+template <typename T, int N>
+DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, const unsigned (&entries)[N],
+                          float (&sine)[N], float (&cosine)[N]) {
+    const auto step = [&](int j) { return steps[entries[j] & 0xffff]; };
+    const auto position = [&](int j) { return positions[entries[j] >> 16]; };
+    if constexpr (NARROW<T>) {
+        bool good = true;
 #pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            v[j] = has(j) ? to_float(*reinterpret_cast<const T *>(from + at(j, chunk))) : 0.0f;
-    }
-    template <bool MANY>
-    DEVICE void write(char *to, const Places<T, MANY> &at, const T *chunk, const float (&v)[COUNT]) const {
+        for (int j = 0; j < N; j++) {
+            const Position at = position(j);
+            good &= at.high == 0 && at.low < SHORT_POSITION;
+            good &= sincos_short(step(j), at, &sine[j], &cosine[j]);
+        }
+        if (good)
+            return;
 #pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            if (has(j))
-                *reinterpret_cast<T *>(to + at(j, chunk)) = from_float<T>(v[j]);
+        for (int j = 0; j < N; j++) {
+            const float2 both = sincos_apart(step(j), position(j));
+            sine[j] = both.x;
+            cosine[j] = both.y;
+        }
+    } else {
+        unsigned high = 0;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            high |= position(j).high;
+        if (high == 0)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sincos_at<false>(step(j), position(j), &sine[j], &cosine[j]);
+        else
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sincos_at<true>(step(j), position(j), &sine[j], &cosine[j]);
     }
-};
+}
 
 /* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. */
 template <typename T>
@@ -209,95 +272,96 @@ template <typename T, bool FORWARD, int F, bool DTHETA, bool MANY>
 __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Arguments<T> a, const Staging plan) {
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE;
+    constexpr int OF_X = MANY ? MANY_SPANS : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
     extern __shared__ __align__(128) char dynamic[];
     AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic);
+    Position *positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
     char *const stages = dynamic + plan.stages_at, *const results = dynamic + plan.out_at;
     const int f = F == RUNTIME_F ? plan.tiling.f : F;
     if constexpr (DTHETA)
         start_next_kernel(); /* the sum of moments */
 
     /* The block's tokens, sequences and heads. */
-    const unsigned chunk = plan.tiling.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * plan.tiling.tiles.number;
-    const unsigned sequence_chunk = plan.tiling.token_chunks.quotient(chunk);
-    const int64_t first_token =
-        (int64_t)(chunk - sequence_chunk * plan.tiling.token_chunks.number) * plan.tiling.tokens;
-    const int64_t end_token = min(first_token + plan.tiling.tokens, a.length);
-    const int64_t first_b = (int64_t)sequence_chunk * plan.tiling.sequences;
-    const int sequences = (int)min(a.batch - first_b, (int64_t)plan.tiling.sequences);
+    const Tiling &tiling = plan.tiling;
+    const unsigned chunk = tiling.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * tiling.tiles.number;
+    const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
+    const int64_t first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
+    const int64_t end_token = min(first_token + tiling.tokens, a.length);
+    const int64_t first_b = (int64_t)sequence_chunk * tiling.sequences;
+    const int sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
     const int first_head = (int)(tile * plan.heads.number);
     const int heads = min((int)a.heads - first_head, (int)plan.heads.number);
-    const int features = (int)plan.features.number, width = heads * features;
+    const int features = (int)plan.features.number, width = heads * features, step = plan.step;
     const auto extent_at = [&](int64_t n) {
-        const int tokens = (int)min(end_token - n, (int64_t)plan.step);
+        const int tokens = (int)min(end_token - n, (int64_t)step);
         return Extent{tokens, heads, tokens * heads};
     };
-    const auto offset = [&](const Strides &stride, int64_t n, int b) {
-        return (first_b + b) * stride.b + n * stride.n + first_head * stride.h;
+    const auto address = [&](auto kind, const T *tensor, const Strides &stride) {
+        return ChunkAddress<decltype(kind)>(tensor, sizeof(T), stride, first_b, first_token, first_head, sequences,
+                                            step);
     };
 
-    int64_t next_token = first_token; /* of the next chunk to load */
+    /* What is loaded next, and what is worked on. */
+    const uintptr_t whole = 0;
+    const unsigned lower = 0;
+    auto next_x = address(whole, a.x, a.x_stride), next_dy = address(whole, a.dy, a.y_stride);
+    auto x = address(lower, a.x, a.x_stride), dy = address(lower, a.dy, a.y_stride);
+    auto out = address(whole, a.out, FORWARD ? a.y_stride : a.dx_stride);
+    int64_t next_token = first_token;
     int next_b = 0;
     const auto request = [&](int stage) {
         char *const to = stages + stage * plan.stage_bytes;
         if (next_token < end_token) {
             const Extent extent = extent_at(next_token);
             if constexpr (READS_X)
-                copy_in(plan.x, plan.heads, a.x + offset(a.x_stride, next_token, next_b), extent, a.x, a.x_end, to);
+                copy_in<MANY>(plan.x, plan.heads, reinterpret_cast<const T *>(next_x.at), extent, a.x, a.x_end, to);
             if constexpr (!FORWARD)
-                copy_in(plan.y, plan.heads, a.dy + offset(a.y_stride, next_token, next_b), extent, a.dy, a.dy_end,
-                        to + plan.dy_at);
-            if (++next_b == sequences) {
-                next_b = 0;
-                next_token += plan.step;
-            }
+                copy_in<MANY>(plan.y, plan.heads, reinterpret_cast<const T *>(next_dy.at), extent, a.dy, a.dy_end,
+                              to + plan.dy_at);
+            const bool was_last = ++next_b == sequences;
+            next_x.advance(was_last);
+            next_dy.advance(was_last);
+            next_b = was_last ? 0 : next_b;
+            next_token += was_last ? step : 0;
         }
         copy_commit();
     };
+#pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
         request(i);
     for (int i = threadIdx.x; i < width; i += THREADS) {
         const int h = plan.features.quotient(i);
         angle_steps[i] = angle_step(a.theta_at(first_head + h, i - h * features));
     }
-    Places<T, MANY> x_at, dy_at, out_at;
-    x_at.find(plan.x, plan);
-    dy_at.find(plan.y, plan);
-    out_at.find(plan.out, plan);
-    const Strides &out_stride = FORWARD ? a.y_stride : a.dx_stride;
+    const Places<T, OF_X> x_at(plan.x, plan, 0);
+    const Places<T, OF_Y> dy_at(plan.y, plan, 0);
+    const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, plan, plan.out_bytes);
+    unsigned entries[COUNT];
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const unsigned e = j * THREADS + threadIdx.x, token = plan.width.quotient(e);
+        entries[j] = e < unsigned(step * width) ? (e - token * width) | token << 16 : 0;
+        keep(entries[j]);
+    }
     double moment[DTHETA ? COUNT : 1] = {};
     int stage = 0;
-    __syncthreads(); /* the table */
 
-    for (int64_t n = first_token; n < end_token; n += plan.step) {
+    for (int64_t n = first_token; n < end_token; n += step) {
         const Extent extent = extent_at(n);
-        const Elements<T> elements = {extent.tokens * width};
+        for (int i = threadIdx.x; i < step; i += THREADS)
+            positions[i] = position_of(a.position(first_b, min(n + i, end_token - 1)));
+        __syncthreads(); /* for the positions, and the table */
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
-        int64_t position[DTHETA ? COUNT : 1];
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            cosine[j] = sine[j] = 0.0f;
-            if (elements.has(j)) {
-                const int e = j * THREADS + threadIdx.x;
-                const int token = plan.step == 1 ? 0 : (int)plan.heads.quotient(plan.features.quotient(e));
-                const int64_t at = a.position(first_b, n + token);
-                float s[1], c[1];
-                sincos_of<T>(angle_steps + (e - token * width), 0, position_of(at), s, c);
-                sine[j] = s[0];
-                cosine[j] = c[0];
-                if constexpr (DTHETA)
-                    position[j] = at;
-            }
-        }
+        sincos_of_all<T>(angle_steps, positions, entries, sine, cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
             const char *const staged_x = stages + stage * plan.stage_bytes, *const staged_dy = staged_x + plan.dy_at;
-            T *const out = a.out + offset(out_stride, n, b);
             copy_wait<STAGES - 2>();
             __syncthreads(); /* the chunk is here, and all threads are done with the one before */
             request(stage == 0 ? STAGES - 1 : stage - 1);
             float v[COUNT];
             if constexpr (READS_X)
-                elements.read(staged_x, x_at, a.x + offset(a.x_stride, n, b), v);
+                x_at.read(staged_x, x.at, v);
             if constexpr (FORWARD) {
                 activate_all<T>(f, v);
                 float c[COUNT], s[COUNT];
@@ -306,38 +370,42 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
                     c[j] = v[j] * cosine[j];
                     s[j] = v[j] * sine[j];
                 }
-                elements.write(results, out_at, out, c);
-                elements.write(results + features * sizeof(T), out_at, out, s);
+                out_at.write(results, (unsigned)out.at, c);
+                out_at.write(results + features * sizeof(T), (unsigned)out.at, s);
             } else {
-                const T *const dy = a.dy + offset(a.y_stride, n, b);
                 float c[COUNT], s[COUNT], g[COUNT];
-                elements.read(staged_dy, dy_at, dy, c);
-                elements.read(staged_dy + features * sizeof(T), dy_at, dy, s);
+                dy_at.read(staged_dy, dy.at, c);
+                dy_at.read(staged_dy + features * sizeof(T), dy.at, s);
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
                 if constexpr (READS_X)
                     gradient_of_all<T>(f, v, g);
                 if (!DTHETA || a.out)
-                    elements.write(results, out_at, out, g);
+                    out_at.write(results, (unsigned)out.at, g);
                 if constexpr (DTHETA) {
                     activate_all<T>(f, v);
 #pragma unroll
                     for (int j = 0; j < COUNT; j++)
-                        if (elements.has(j))
-                            angle_gradient[j] = fmaf(v[j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
+                        angle_gradient[j] = fmaf(v[j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
                 }
             }
             __syncthreads();
             if (!DTHETA || a.out)
-                copy_out(plan.out, plan.heads, out, extent, results);
+                copy_out<MANY>(plan.out, plan.heads, reinterpret_cast<T *>(out.at), extent, results);
+            const bool was_last = b + 1 == sequences;
+            x.advance(was_last);
+            dy.advance(was_last);
+            out.advance(was_last);
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
         if constexpr (DTHETA)
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                if (elements.has(j))
-                    moment[j] += (double)position[j] * (double)angle_gradient[j];
+                if (j * THREADS + (int)threadIdx.x < extent.tokens * width)
+                    moment[j] += (double)number_of(positions[entries[j] >> 16]) * (double)angle_gradient[j];
+        positions = reinterpret_cast<Position *>(dynamic + plan.positions_at) +
+                    (positions == reinterpret_cast<Position *>(dynamic + plan.positions_at) ? step : 0);
     }
     if constexpr (DTHETA) {
         copy_wait<0>();
@@ -364,10 +432,10 @@ inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64
     return spans;
 }
 
-/* Bytes of a chunk in shared memory. */
+/* Bytes of a chunk in shared memory. There are bytes for all elements that threads may touch. */
 inline unsigned staged_bytes(const Spans &spans, int64_t heads, int64_t step, int bytes) {
     const int64_t count = spans.kind == Spans::ALL ? 1 : spans.kind == Spans::TOKEN ? step : heads * step;
-    return (unsigned)round_up(count * spans.pitch * bytes, int64_t(128));
+    return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(THREADS + 1) * 16), int64_t(128));
 }
 
 /* Chunks of as many elements as the threads can hold, or of fewer if the tensor is so small that some
@@ -388,6 +456,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.step = (int)(tiles == 1 ? min(max(chunk_rows / heads, int64_t(1)), call.x.shape[1]) : 1);
     plan.heads = Divisor(chunk_heads);
     plan.features = Divisor(features);
+    plan.width = Divisor(chunk_heads * features);
     plan.tiling.f = (int)call.act;
     plan.tiling.tiles = Divisor(tiles);
     plan_blocks(&plan.tiling, device, call, plan.step);
@@ -395,15 +464,15 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.x = spans_of(call.x, features, chunk_heads, plan.step);
     plan.y = spans_of(y, 2 * features, chunk_heads, plan.step);
     plan.out = forward ? plan.y : spans_of(out, features, chunk_heads, plan.step);
-    const unsigned x_bytes = staged_bytes(plan.x, chunk_heads, plan.step, bytes),
-                   y_bytes = staged_bytes(plan.y, chunk_heads, plan.step, bytes),
-                   out_bytes = out.data ? staged_bytes(plan.out, chunk_heads, plan.step, bytes) : 0;
+    const auto bytes_of = [&](const Spans &spans) { return staged_bytes(spans, chunk_heads, plan.step, bytes); };
     const unsigned stages = forward ? STAGED_STAGES<true> : STAGED_STAGES<false>;
-    plan.stages_at = (unsigned)round_up(chunk_heads * features * (int64_t)sizeof(AngleStep), int64_t(128));
-    plan.dy_at = x_bytes;
-    plan.stage_bytes = x_bytes + (forward ? 0 : y_bytes);
+    plan.positions_at = (unsigned)(chunk_heads * features * (int64_t)sizeof(AngleStep));
+    plan.stages_at = (unsigned)round_up(plan.positions_at + 2 * plan.step * (int64_t)sizeof(Position), int64_t(128));
+    plan.dy_at = bytes_of(plan.x);
+    plan.stage_bytes = plan.dy_at + (forward ? 0 : bytes_of(plan.y));
     plan.out_at = plan.stages_at + stages * plan.stage_bytes;
-    plan.bytes = plan.out_at + out_bytes;
+    plan.out_bytes = bytes_of(plan.out);
+    plan.bytes = plan.out_at + plan.out_bytes + (unsigned)round_up((features + width) * bytes, int64_t(128));
     return plan;
 }
 
