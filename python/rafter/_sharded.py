@@ -108,7 +108,8 @@ def _first(tensor, dim):
 
 
 def _layout(op, input, tensors):
-    """The layout, before any dimension of the mesh is looked at; the input as a DTensor without Partial."""
+    """The layout, before any dimension of the mesh is looked at; the input as a DTensor without Partial; its
+    placements as they were before that: Dynamo of PyTorch 2.11 loses the type of a Shard in redistribute."""
     from torch.distributed.tensor import DTensor, Replicate
     given = [t for t in (input, *tensors) if isinstance(t, DTensor)]
     layout = _Layout(op, given[0].device_mesh)
@@ -120,14 +121,15 @@ def _layout(op, input, tensors):
                 layout.refuse(f"a DTensor has placements {tuple(t.placements)}, but input is a plain tensor; make it a "
                               "DTensor too (DTensor.from_local)")
         input = DTensor.from_local(input, layout.mesh, layout.placements(), run_check=False)
-    return layout, input.redistribute(placements=[Replicate() if p.is_partial() else p for p in input.placements])
+    placements = [Replicate() if p.is_partial() else p for p in input.placements]
+    return layout, input.redistribute(placements=placements), placements
 
 
 def cross_entropy(input: Tensor, target, options):
     """Local logits [..., V], target and options, and a function that makes DTensors of the results."""
-    layout, input = _layout("cross_entropy", input, (target, *options[:3]))
+    layout, input, placements = _layout("cross_entropy", input, (target, *options[:3]))
     last = input.dim() - 1
-    for at, placement in enumerate(input.placements):
+    for at, placement in enumerate(placements):
         if placement.is_replicate():
             continue
         dim = layout.shard_of(input, "input", placement)
@@ -149,11 +151,11 @@ def linear(op, input: Tensor, linear_weight, linear_bias, target, options):
     the sums of dx; else the input is gathered here. Where only the rows are cut, each rank has a part of
     the sum that dW is: Partial, as for torch.nn.functional.linear."""
     from torch.distributed.tensor import DTensor, Partial, Shard
-    layout, input = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
+    layout, input, placements = _layout(op, input, (linear_weight, linear_bias, target, *options[:3]))
     if not isinstance(linear_weight, DTensor):
         linear_weight = DTensor.from_local(linear_weight, layout.mesh, layout.placements(), run_check=False)
     last, share = input.dim() - 1, None
-    for at, (of_input, of_weight) in enumerate(zip(input.placements, linear_weight.placements)):
+    for at, (of_input, of_weight) in enumerate(zip(placements, linear_weight.placements)):
         if not of_weight.is_replicate():
             if layout.shard_of(linear_weight, "linear_weight", of_weight) != 0:
                 layout.refuse(f"linear_weight has placements {tuple(linear_weight.placements)}")
