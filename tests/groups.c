@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The walk over ranks: problems of the two losses, with their classes, their rows or both spread
- * over ranks that are threads, against the fp64 oracle. Every option, reduction, special value and
- * output comes, with even, uneven, one-class and empty shards. All ranks of a class group must have
- * the same bits.
+ * over ranks that are threads, and of logsumexp and softmax, with their dimension spread, against the
+ * fp64 oracle. Every option, reduction, special value and output comes, with even, uneven, one-class
+ * and empty shards. All ranks of a class group must have the same bits.
  *
- *     test_groups [--device cuda] [--every N [--from K]]
+ *     test_groups [--device cuda] [--every N [--from K]] [OP]
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -81,6 +81,25 @@ static const char *const by_first[] = {"weight", "dweight", "bias", "dbias", NUL
 static const char *const whole_vectors[] = {"class_weight", "denominator", NULL};
 static const char *const by_reduction[] = {"loss", "dloss", NULL};
 
+/* logsumexp and softmax have no rows to spread, and other tensors. */
+static const char *const by_dim[] = {"x", "y", "dy", "dx", NULL};
+
+static bool has_lines(const problem *p) {
+    return !problem_find(p, "target");
+}
+
+/* The dimension that is spread over a class group; -1: none. */
+static int spread_dim(const problem *p, const problem_tensor *t) {
+    if (has_lines(p))
+        return is_among(t->name, by_dim) ? problem_dim(p, t->ndim) : -1;
+    return is_among(t->name, by_last) ? t->ndim - 1 : is_among(t->name, by_first) ? 0 : -1;
+}
+
+/* Results that every rank of a class group has. */
+static bool is_common(const problem *p, const problem_tensor *t) {
+    return spread_dim(p, t) < 0 && (t->role == PROBLEM_OUTPUT || strcmp(t->name, "dx") == 0);
+}
+
 /* Whether the first dimension is that of the labels. */
 static bool has_rows(const problem *p, const problem_tensor *t) {
     if (is_among(t->name, by_first) || is_among(t->name, whole_vectors))
@@ -112,19 +131,21 @@ static void make_part(struct run *run, int rank) {
             strides[rank][i][d] = t->tensor.strides ? t->tensor.strides[d] : t->stride[d];
         t->tensor.shape = t->shape;
         t->tensor.strides = strides[rank][i];
-        /* Results that several ranks have: rank 0's are compared with the oracle. */
-        const bool once_per_column = t->role == PROBLEM_OUTPUT || strcmp(t->name, "dx") == 0;
-        part->owned[i] = once_per_column && (c > 0 || (w > 0 && !has_rows(&part->p, t)));
+        /* Of results that several ranks have, rank 0's are compared with the oracle. */
+        part->owned[i] = is_common(&part->p, t) && (c > 0 || (w > 0 && !has_rows(&part->p, t)));
         if (part->owned[i]) {
             char *const base = t->device ? t->device : t->memory;
             t->tensor.data = duplicate(t) + ((char *)t->tensor.data - base);
         }
-        if (is_among(t->name, by_last))
-            narrow(t, t->ndim - 1, run->class_cut[c], run->class_cut[c + 1]);
-        if (is_among(t->name, by_first))
-            narrow(t, 0, run->class_cut[c], run->class_cut[c + 1]);
+        const int dim = spread_dim(&part->p, t);
+        if (dim >= 0)
+            narrow(t, dim, run->class_cut[c], run->class_cut[c + 1]);
         if (run->grid.rows > 1 && has_rows(&part->p, t))
             narrow(t, 0, run->row_cut[w], run->row_cut[w + 1]);
+    }
+    if (has_lines(&part->p)) {
+        part->p.options.group = &part->class_group;
+        return;
     }
     rafter_loss_options *const o = &part->p.options.loss;
     o->class_group = &part->class_group;
@@ -259,12 +280,13 @@ static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, u
                      struct problem_solution *solution) {
     static struct run run;
     const problem_tensor *const target = problem_find(p, "target"), *const logits = problem_find(p, "logits");
-    const int64_t classes = logits ? logits->shape[logits->ndim - 1] : problem_find(p, "weight")->shape[0];
-    if (g->rows > 1 && target->ndim == 0)
+    const problem_tensor *const spread = logits ? logits : problem_find(p, target ? "weight" : "x");
+    const int64_t rows = target && target->ndim > 0 ? target->shape[0] : 1;
+    if (spread->ndim == 0 || (g->rows > 1 && (!target || target->ndim == 0)))
         return;
     run = (struct run){.whole = p, .mode = mode, .grid = *g};
-    cut_range(classes, g->classes, seed, run.class_cut);
-    cut_range(target->ndim ? target->shape[0] : 1, g->rows, seed / 5, run.row_cut);
+    cut_range(spread->shape[spread_dim(p, spread)], g->classes, seed, run.class_cut);
+    cut_range(rows, g->rows, seed / 5, run.row_cut);
     if (mode == PROBLEM_BACKWARD && !solution->solved) {
         problem_solve(p, PROBLEM_FORWARD);
         problem_store_outputs(p);
@@ -310,6 +332,8 @@ static void walk_problem(const struct op_cases *op, int64_t index, int layout, i
         op->make(&p, index);
         if (p.large || p.for_cuda || !problem_has_layout(&p, p.layout) || !problem_adapt(&p))
             return;
+        if (has_lines(&p) && (spread_rows || (op == &rafter_cases_act && p.options.act != RAFTER_ACT_SOFTMAX)))
+            return;
         if (spread_rows)
             drop_shared_gradients(&p);
         if (!problem_allocate(&p, (uint64_t)index * 7919 + 1))
@@ -326,12 +350,13 @@ static void walk_problem(const struct op_cases *op, int64_t index, int layout, i
 }
 
 static void walk_op(const struct op_cases *op, int64_t every, int64_t from) {
+    const bool lines = op == &rafter_cases_act || op == &rafter_cases_logsumexp; /* these take any layout */
     int64_t number = 0;
     for (int64_t index = 0; index < op->count(); index++)
         for (int layout = 0; layout < PROBLEM_LAYOUTS; layout++)
             for (int values = 0; values < PROBLEM_VALUES; values++)
                 for (int algorithm = 0; op->algorithms[algorithm]; algorithm++) {
-                    const bool common = layout == PROBLEM_COMPACT || layout == PROBLEM_PADDED;
+                    const bool common = layout == PROBLEM_COMPACT || layout == PROBLEM_PADDED || lines;
                     if (!common || (layout != PROBLEM_COMPACT && values != PROBLEM_ORDINARY) ||
                         strcmp(op->algorithms[algorithm], "saved") == 0)
                         continue;
@@ -339,6 +364,8 @@ static void walk_op(const struct op_cases *op, int64_t every, int64_t from) {
                         walk_problem(op, index, layout, values, algorithm);
                 }
 }
+
+static const char *const with_groups[] = {"cross_entropy", "linear_cross_entropy", "logsumexp", "act", NULL};
 
 int main(int argc, char **argv) {
     int64_t every = 1, from = 0;
@@ -362,8 +389,7 @@ int main(int argc, char **argv) {
     }
     for (int o = 0; problem_ops[o]; o++) {
         const char *const name = problem_ops[o]->op;
-        if ((strcmp(name, "cross_entropy") == 0 || strcmp(name, "linear_cross_entropy") == 0) &&
-            (!only || strcmp(only, name) == 0))
+        if (is_among(name, with_groups) && (!only || strcmp(only, name) == 0))
             walk_op(problem_ops[o], every, from);
     }
     for (int r = 0; r < MOST; r++)

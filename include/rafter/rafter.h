@@ -272,9 +272,9 @@ typedef struct rafter_communicator {
  *           dx may be dy (in place).
  * `none` copies nothing when y is x (or dx is dy), and copies otherwise. The derivative of relu at
  * 0 is 0.
- * group: softmax only, on the CPU only. The tensors are this rank's part of `dim`, of any length, also
- * 0, and the softmax is that over the parts of all ranks; see "Groups of ranks". Forward and backward
- * gather 8 bytes per line and rank.
+ * group: softmax only. The tensors are this rank's part of `dim`, of any length, also 0, and the softmax
+ * is that over the parts of all ranks; see "Groups of ranks". Forward and backward gather 8 bytes per
+ * line and rank.
  * relu_mask: optional with relu, a flat uint8 tensor of ceil(numel / 8) bytes; bit i % 8 of byte i
  * / 8 is set where element i (row-major order) of x is above 0, or NaN. Forward writes it;
  * backward, when it is given, reads it instead of x. The other tensors must then be contiguous.
@@ -320,7 +320,7 @@ RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const raf
  * holds +inf has lse +inf.
  * group: x is this rank's part of `dim`, of any length, also 0, and lse is that over the parts of all
  * ranks, the same bits on every rank; see "Groups of ranks". Forward gathers 4 bytes per line and rank,
- * and lse has one rounding more. Backward needs nothing of other ranks: leave group NULL. CPU only.
+ * and lse has one rounding more. Backward needs nothing of other ranks: leave group NULL.
  */
 
 typedef enum rafter_logsumexp_algorithm {
@@ -434,8 +434,8 @@ RAFTER_API rafter_status rafter_cross_entropy_workspace(rafter_context *context,
 /* *found: 1 if a loss on this context has seen a label out of range since the last call of this
  * function, else 0. On CUDA this waits for all work on the context's stream, so do not call it in
  * every step; during a capture it returns RAFTER_UNSUPPORTED. On the CPU, where a bad label fails
- * the call, *found is always 0. RAFTER_RANKS_DISAGREE: on CUDA, the ranks of a class_group have made
- * different calls since then, whose results are NaN. */
+ * the call, *found is always 0. RAFTER_RANKS_DISAGREE: on CUDA, the ranks of a group have made different
+ * calls since then, whose results are NaN. */
 RAFTER_API rafter_status rafter_bad_labels(rafter_context *context, int32_t *found);
 
 /* -------------------------------------------------------------------------------------------------

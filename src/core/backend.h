@@ -19,9 +19,10 @@ extern "C" {
 /* Both libraries are built from one tree, and share structs. Two checks at load keep a file of
  * another build from being used: this number, for changes of struct rafter_cuda itself, and a hash
  * of all headers that declare shared structs (RAFTER_SHARED_HEADERS, from CMakeLists.txt). */
-enum { RAFTER_CUDA_INTERFACE = 7 };
+enum { RAFTER_CUDA_INTERFACE = 8 };
 
 struct rafter_loss;
+struct logsumexp_call;
 
 struct rafter_cuda {
     int interface;
@@ -49,6 +50,11 @@ struct rafter_cuda {
      * ranks, in memory of the context; the loss becomes the sum over all ranks. */
     rafter_status (*begin_rows)(rafter_context *context, struct rafter_loss *loss);
     rafter_status (*end_rows)(rafter_context *context, const struct rafter_loss *loss);
+
+    /* A logsumexp over ranks, around their all-gather: puts a hash of the call behind the lse of this
+     * rank's lines, which lie at `own`; writes the lse over all ranks, or NaN if their hashes differ. */
+    rafter_status (*begin_lse)(rafter_context *context, const struct logsumexp_call *call, float *own);
+    rafter_status (*end_lse)(rafter_context *context, const struct logsumexp_call *call, const float *all);
 };
 
 /* The one symbol that librafter_cuda exports. */

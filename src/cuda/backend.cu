@@ -221,8 +221,8 @@ static rafter_status bad_labels(rafter_context *context, bool *found) {
     state->bad_labels[0] = state->bad_labels[1] = 0;
     if (disagreed)
         return rafter_fail(context, RAFTER_RANKS_DISAGREE,
-                           "ranks of a class_group made different calls (sizes, options or dtypes), or their shards do "
-                           "not follow one another; the results of those calls are NaN");
+                           "ranks of a group made different calls (sizes, options or dtypes), or their shards of "
+                           "classes do not follow one another; the results of those calls are NaN");
     return RAFTER_OK;
 }
 
@@ -255,6 +255,8 @@ extern "C" __attribute__((visibility("default"))) const struct rafter_cuda *raft
     table.bad_labels = bad_labels;
     table.begin_rows = rafter_cuda_begin_rows;
     table.end_rows = rafter_cuda_end_rows;
+    table.begin_lse = rafter_cuda_begin_lse;
+    table.end_lse = rafter_cuda_end_lse;
 #define RAFTER_OP(name) table.rows[RAFTER_OP_INDEX_##name] = rafter_cuda_rows_##name;
 #include "ops/ops.inc"
 #undef RAFTER_OP

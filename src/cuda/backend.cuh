@@ -90,6 +90,9 @@ static inline rafter_status rafter_cuda_launched(rafter_context *context, const 
 /* See struct rafter_cuda: ops/row_group.cu. */
 rafter_status rafter_cuda_begin_rows(rafter_context *context, struct rafter_loss *loss);
 rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_loss *loss);
+/* The same: ops/logsumexp/cuda/kernels/over_ranks.cu. */
+rafter_status rafter_cuda_begin_lse(rafter_context *context, const struct logsumexp_call *call, float *own);
+rafter_status rafter_cuda_end_lse(rafter_context *context, const struct logsumexp_call *call, const float *all);
 
 /* What is enqueued on state->side between these two calls runs after everything before the first
  * one, and before everything after the second; beside what is enqueued on state->stream between

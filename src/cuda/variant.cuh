@@ -22,7 +22,8 @@
 #include "core/variants.h"
 #include "cuda/backend.cuh"
 
-/* Losses may have classes that are spread over ranks. A variant that serves such calls says
+/* Losses may have classes that are spread over ranks, and softmax a dim that is. A variant that serves
+ * such calls says
  *     static constexpr bool SHARES_CLASSES = true; */
 template <class Variant, class = void> struct SharesClasses : std::false_type {};
 template <class Variant>
@@ -31,6 +32,9 @@ struct SharesClasses<Variant, std::void_t<decltype(Variant::SHARES_CLASSES)>>
 
 template <class Call> auto has_shared_classes(const Call &call, int) -> decltype(call.loss.class_group.ranks > 0) {
     return call.loss.class_group.ranks > 0;
+}
+template <class Call> auto has_shared_classes(const Call &call, int) -> decltype(call.group.ranks > 0) {
+    return call.group.ranks > 0;
 }
 template <class Call> bool has_shared_classes(const Call &, long) {
     return false;
@@ -60,7 +64,7 @@ template <class Variant> struct VariantFunctions {
     }
     static const char *why_not(const rafter_context *context, const struct rafter_call *call) {
         if (!SharesClasses<Variant>::value && has_shared_classes(typed(call), 0))
-            return "classes are spread over ranks";
+            return "classes, or dim, are spread over ranks";
         const bool invariant = call->direction == RAFTER_BACKWARD ? HasInvariantBackward<Variant>::value
                                                                   : IsBatchInvariant<Variant>::value;
         if (call->batch_invariant && !invariant)

@@ -122,6 +122,7 @@ enum problem_budget { PROBLEM_NO_BUDGET, PROBLEM_SMALLEST_BUDGET, PROBLEM_SMALL_
 struct problem_options {
     rafter_act_kind act;              /* act, lrpe_cosine */
     int dim;                          /* act (softmax), logsumexp: as the caller gives it, so maybe negative */
+    const rafter_communicator *group; /* the same: dim is spread over its ranks */
     rafter_softmax_over softmax_over; /* lrpe_cosine */
     int64_t offset;                   /* lrpe_cosine */
     rafter_loss_options loss;         /* losses; their tensors are found by name */

@@ -17,7 +17,7 @@ struct act_call {
     rafter_view dy;            /* backward only */
     rafter_view out;           /* forward: y. Backward: dx. May be the same memory as in (forward) or dy (backward) */
     uint8_t *mask;             /* relu_mask: forward writes it, backward reads it instead of x; NULL: none */
-    rafter_communicator group; /* softmax on the CPU only: dim is spread over its ranks */
+    rafter_communicator group; /* softmax only: dim is spread over its ranks */
 };
 
 #endif

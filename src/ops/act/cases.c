@@ -415,7 +415,8 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                   .dx = problem_dl(p, "dx"),
                                   .relu_mask = problem_dl(p, "relu_mask"),
                                   .workspace = p->workspace,
-                                  .workspace_bytes = p->workspace_bytes};
+                                  .workspace_bytes = p->workspace_bytes,
+                                  .group = p->options.group};
     if (mode == PROBLEM_BACKWARD && !args.dx)
         return RAFTER_OK;
     if (p->ask)

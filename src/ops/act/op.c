@@ -100,9 +100,8 @@ static rafter_status check(rafter_context *context, const rafter_act_args *args,
                                          .workspace_bytes = a.workspace_bytes},
                               .kind = a.kind};
     RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
-    if (a.group && (a.kind != RAFTER_ACT_SOFTMAX || context->cuda))
-        return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given %s, wanted NULL",
-                           context->cuda ? "on CUDA" : "to another kind than softmax");
+    if (a.group && a.kind != RAFTER_ACT_SOFTMAX)
+        return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given to another kind than softmax, wanted NULL");
 
     const bool forward = direction == RAFTER_FORWARD, softmax = a.kind == RAFTER_ACT_SOFTMAX;
     const bool needs_only_dy = !forward && (a.kind == RAFTER_ACT_NONE || (a.kind == RAFTER_ACT_RELU && a.relu_mask));

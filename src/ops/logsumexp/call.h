@@ -14,7 +14,7 @@ struct logsumexp_call {
     rafter_view x;             /* at least one dimension */
     rafter_view lse, dlse;     /* x's shape with dim of size 1 (stride 0); dlse in backward only */
     rafter_view dx;            /* backward only; may be the same memory as x */
-    rafter_communicator group; /* forward on the CPU only: dim is spread over its ranks */
+    rafter_communicator group; /* forward only: dim is spread over its ranks. No variant sees it: see op.c */
 };
 
 #endif

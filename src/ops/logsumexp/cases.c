@@ -217,15 +217,16 @@ static void make(problem *p, int64_t index) {
 }
 
 static rafter_status call(const problem *p, rafter_context *context, enum problem_mode mode) {
-    const rafter_logsumexp_args args = {.size = sizeof args,
-                                        .algorithm = (rafter_logsumexp_algorithm)p->algorithm,
-                                        .dim = p->options.dim,
-                                        .x = problem_dl(p, "x"),
-                                        .lse = problem_dl(p, "lse"),
-                                        .dlse = problem_dl(p, "dlse"),
-                                        .dx = problem_dl(p, "dx"),
-                                        .workspace = p->workspace,
-                                        .workspace_bytes = p->workspace_bytes};
+    rafter_logsumexp_args args = {.size = sizeof args,
+                                  .algorithm = (rafter_logsumexp_algorithm)p->algorithm,
+                                  .dim = p->options.dim,
+                                  .x = problem_dl(p, "x"),
+                                  .lse = problem_dl(p, "lse"),
+                                  .dlse = problem_dl(p, "dlse"),
+                                  .dx = problem_dl(p, "dx"),
+                                  .workspace = p->workspace,
+                                  .workspace_bytes = p->workspace_bytes,
+                                  .group = mode == PROBLEM_BACKWARD ? NULL : p->options.group};
     if (p->ask)
         return rafter_logsumexp_workspace(context, &args, problem_direction(mode), p->ask);
     if (mode != PROBLEM_BACKWARD) {
@@ -233,6 +234,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
         if (status != RAFTER_OK || mode == PROBLEM_FORWARD)
             return status;
     }
+    args.group = NULL; /* backward needs nothing of other ranks */
     return rafter_logsumexp_backward(context, &args);
 }
 

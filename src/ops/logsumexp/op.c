@@ -4,12 +4,13 @@
  * the same for all of its tensors, with one lse per line. A block is some neighbouring lines, or
  * parts of them; a task is some blocks. All of that follows from shapes and strides alone, so that
  * results do not depend on the number of threads. If `dim` is spread over ranks, each computes the lse
- * of its part in fp32; they gather these and merge them alike.
+ * of its part in fp32, by a call without the group; they gather these and merge them alike.
  */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/backend.h"
 #include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/threads.h"
@@ -62,9 +63,9 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
                                     .algorithm = a.algorithm};
     const bool backward = direction == RAFTER_BACKWARD;
     RAFTER_TRY(rafter_group_take(context, "group", a.group, false, &call->group));
-    if (a.group && (backward || context->cuda))
-        return rafter_fail(context, RAFTER_UNSUPPORTED, "group is given %s, wanted NULL",
-                           backward ? "to backward, which needs nothing of other ranks" : "on CUDA");
+    if (a.group && backward)
+        return rafter_fail(context, RAFTER_UNSUPPORTED,
+                           "group is given to backward, which needs nothing of other ranks, wanted NULL");
     rafter_view *const x = &call->x, *const lse = &call->lse, *const dlse = &call->dlse, *const dx = &call->dx;
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
     RAFTER_TRY(rafter_take_dim(context, a.dim, x->ndim, &call->dim));
@@ -99,18 +100,7 @@ struct plan {
     int64_t line_blocks, parts; /* blocks of lines per outer index; parts of a line */
     int64_t blocks, per_task;   /* blocks in all; blocks per task */
     bool stream;                /* dx is written past the caches */
-    int64_t own;                /* with a group, offset in the workspace: this rank's lse, then those of all ranks */
 };
-
-/* Fp32, row-major. */
-static void make_compact(rafter_view *view) {
-    int64_t step = 1;
-    for (int d = view->ndim - 1; d >= 0; d--) {
-        view->stride[d] = view->shape[d] > 1 ? step : 0;
-        step *= view->shape[d];
-    }
-    view->dtype = RAFTER_F32;
-}
 
 static bool adjacent(const rafter_view *view, int dim) {
     return view->stride[dim] == 1 || view->shape[dim] <= 1;
@@ -123,8 +113,6 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     struct plan *const plan = storage;
     const bool backward = common->direction == RAFTER_BACKWARD;
     *plan = (struct plan){.x = call->x, .lse = call->lse, .dlse = call->dlse, .dx = backward ? call->dx : call->x};
-    if (rafter_group_has(&call->group))
-        make_compact(&plan->lse); /* its address is known when the call runs */
     rafter_view *const views[] = {&plan->x, &plan->lse, &plan->dx, &plan->dlse};
     const int count = backward ? 4 : 3;
     /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked
@@ -157,12 +145,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     plan->per_task = max64(TASK / max64(plan->lines * plan->length, 1), 1);
     if (backward)
         plan->stream = plan->dx.data != plan->x.data && rafter_should_stream(rafter_span_bytes(&plan->dx));
-    const size_t statistics =
-        !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
-    if (!rafter_group_has(&call->group))
-        return statistics;
-    plan->own = round_up((int64_t)statistics, RAFTER_SCRATCH_ALIGNMENT);
-    return (size_t)(plan->own + call->lse.numel * (1 + (int64_t)call->group.ranks) * (int64_t)sizeof(float));
+    return !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
 
@@ -258,8 +241,9 @@ static void gradient_task(void *arg, int64_t task) {
     }
 }
 
-static void run_planned(rafter_context *context, const struct rafter_call *call, const struct plan *plan,
-                        const void *kernels, char *workspace) {
+static rafter_status run(rafter_context *context, const struct rafter_call *call, const void *plan_storage,
+                         const void *kernels, char *workspace) {
+    const struct plan *const plan = plan_storage;
     struct work work = {.plan = plan, .kernels = kernels, .statistics = (float *)(void *)workspace};
     const int64_t tasks = ceil_div(plan->blocks, plan->per_task);
     if (call->direction == RAFTER_BACKWARD) {
@@ -270,9 +254,48 @@ static void run_planned(rafter_context *context, const struct rafter_call *call,
         rafter_parallel(context, tasks, parts_task, &work);
         rafter_parallel(context, ceil_div(plan->blocks / plan->parts, plan->per_task), merge_task, &work);
     }
+    return RAFTER_OK;
 }
 
+const struct rafter_variant_functions rafter_logsumexp_on_cpu = {NULL, make_plan, run};
+
 /* ---- over ranks ------------------------------------------------------------------------------ */
+
+/* The call for this rank's part of dim. Its lse is fp32 and row-major, so that all ranks have the lines
+ * in the same order; it is at `own`. */
+static struct logsumexp_call part_of(const struct logsumexp_call *call, void *own) {
+    struct logsumexp_call part = *call;
+    rafter_view *const lse = &part.lse;
+    int64_t step = 1;
+    for (int d = lse->ndim - 1; d >= 0; d--) {
+        lse->stride[d] = lse->shape[d] > 1 ? step : 0;
+        step *= lse->shape[d];
+    }
+    lse->dtype = RAFTER_F32;
+    lse->data = own;
+    part.group = (rafter_communicator){0};
+    part.common.empty = lse->numel == 0;
+    part.common.workspace = NULL;
+    part.common.workspace_bytes = 0;
+    return part;
+}
+
+/* The workspace of a call over ranks: `sent` numbers of this rank, those of all ranks, and then the
+ * workspace of the part's own call. On CUDA a hash of the call follows the lines: see core/backend.h. */
+struct rank_bytes {
+    int64_t sent;
+    size_t exchange, part;
+};
+
+static rafter_status plan_over_ranks(rafter_context *context, const struct logsumexp_call *call,
+                                     struct rank_bytes *bytes) {
+    static char somewhere[RAFTER_SCRATCH_ALIGNMENT] __attribute__((aligned(RAFTER_SCRATCH_ALIGNMENT)));
+    const struct logsumexp_call part = part_of(call, somewhere);
+    bytes->sent = call->lse.numel + (context->cuda ? 1 : 0);
+    const int64_t numbers = bytes->sent * (1 + (int64_t)call->group.ranks);
+    bytes->exchange = (size_t)round_up(numbers * (int64_t)sizeof(float), RAFTER_SCRATCH_ALIGNMENT);
+    return rafter_ask_workspace(context, &rafter_op_logsumexp, &part.common, &bytes->part);
+}
 
 static rafter_status agree(rafter_context *context, const struct logsumexp_call *call) {
     const double term[RAFTER_MOST_TERMS] = {RAFTER_OP_INDEX_logsumexp, call->x.dtype, (double)call->lse.numel};
@@ -286,49 +309,55 @@ static rafter_status agree(rafter_context *context, const struct logsumexp_call 
     return status;
 }
 
-/* lse of one line, from those of all ranks, which are `lines` numbers apart. */
-static void merge_ranks(const struct logsumexp_call *call, const struct logsumexp_kernels *kernels, const float *all,
-                        int64_t lines, int64_t line, float *statistics) {
-    for (int r = 0; r < call->group.ranks; r++) {
-        const float lse = all[r * lines + line];
-        statistics[2 * r] = isnan(lse) ? 0.0f : lse;
-        statistics[2 * r + 1] = isnan(lse) ? NAN : lse == -INFINITY ? 0.0f : 1.0f;
-    }
+/* Writes the call's lse, from those of all ranks. */
+static rafter_status merge_ranks(rafter_context *context, const struct logsumexp_call *call, const float *all) {
+    const struct logsumexp_kernels *const kernels = context->plan.variant->kernels; /* of the part's call */
     const rafter_view *const to = &call->lse;
-    kernels->finish(statistics, call->group.ranks, 1, to->dtype, rafter_at(to, rafter_offset(to, 0, to->ndim, line)),
-                    1);
-}
-
-static rafter_status run_over_ranks(rafter_context *context, const struct logsumexp_call *call,
-                                    const struct plan *planned, const void *kernels, char *workspace) {
-    struct plan plan = *planned;
-    const int64_t lines = call->lse.numel;
-    float *const own = (float *)(void *)(workspace + plan.own), *const all = own + lines;
-    float *const statistics = malloc((size_t)call->group.ranks * 2 * sizeof *statistics);
+    const int ranks = call->group.ranks;
+    float *const statistics = malloc((size_t)ranks * 2 * sizeof *statistics);
     if (!statistics)
-        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for %d ranks", (int)call->group.ranks);
-    plan.lse.data = (char *)own;
-    rafter_status status = agree(context, call);
-    if (status == RAFTER_OK && lines > 0) {
-        run_planned(context, &call->common, &plan, kernels, workspace);
-        status = rafter_group_gather(context, "group", &call->group, own, all, (size_t)lines * sizeof *own);
+        return rafter_fail(context, RAFTER_OUT_OF_MEMORY, "no memory for %d ranks", ranks);
+    for (int64_t line = 0; line < to->numel; line++) {
+        for (int r = 0; r < ranks; r++) {
+            const float lse = all[r * to->numel + line];
+            statistics[2 * r] = isnan(lse) ? 0.0f : lse;
+            statistics[2 * r + 1] = isnan(lse) ? NAN : lse == -INFINITY ? 0.0f : 1.0f;
+        }
+        kernels->finish(statistics, ranks, 1, to->dtype, rafter_at(to, rafter_offset(to, 0, to->ndim, line)), 1);
     }
-    for (int64_t line = 0; line < lines && status == RAFTER_OK; line++)
-        merge_ranks(call, kernels, all, lines, line, statistics);
     free(statistics);
-    return status;
-}
-
-static rafter_status run(rafter_context *context, const struct rafter_call *common, const void *plan,
-                         const void *kernels, char *workspace) {
-    const struct logsumexp_call *const call = (const void *)common;
-    if (rafter_group_has(&call->group))
-        return run_over_ranks(context, call, plan, kernels, workspace);
-    run_planned(context, common, plan, kernels, workspace);
     return RAFTER_OK;
 }
 
-const struct rafter_variant_functions rafter_logsumexp_on_cpu = {NULL, make_plan, run};
+static rafter_status exchange(rafter_context *context, const struct logsumexp_call *call, struct rank_bytes bytes,
+                              char *workspace) {
+    float *const own = (float *)(void *)workspace, *const all = own + bytes.sent;
+    struct logsumexp_call part = part_of(call, own);
+    part.common.workspace = workspace + bytes.exchange;
+    part.common.workspace_bytes = bytes.part;
+    if (!context->cuda)
+        RAFTER_TRY(agree(context, call));
+    if (call->lse.numel == 0)
+        return RAFTER_OK;
+    RAFTER_TRY(rafter_run(context, &rafter_op_logsumexp, &part.common));
+    if (context->cuda)
+        RAFTER_TRY(context->cuda->begin_lse(context, call, own));
+    RAFTER_TRY(rafter_group_gather(context, "group", &call->group, own, all, (size_t)bytes.sent * sizeof *own));
+    return context->cuda ? context->cuda->end_lse(context, call, all) : merge_ranks(context, call, all);
+}
+
+static rafter_status run_over_ranks(rafter_context *context, const struct logsumexp_call *call) {
+    const struct rafter_call *const common = &call->common;
+    struct rank_bytes bytes;
+    struct rafter_scratch scratch;
+    RAFTER_TRY(rafter_want_unused(context, "workspace", common->workspace, common->workspace_bytes));
+    RAFTER_TRY(plan_over_ranks(context, call, &bytes));
+    RAFTER_TRY(rafter_scratch_take(context, common->workspace, common->workspace_bytes, bytes.exchange + bytes.part,
+                                   &scratch));
+    const rafter_status status = exchange(context, call, bytes, scratch.memory);
+    rafter_scratch_release(context, &scratch);
+    return status;
+}
 
 /* ---- entry points ---------------------------------------------------------------------------- */
 
@@ -336,7 +365,8 @@ rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_log
     struct logsumexp_call call;
     rafter_status status = check(context, args, RAFTER_FORWARD, &call);
     if (status == RAFTER_OK)
-        status = rafter_run(context, &rafter_op_logsumexp, &call.common);
+        status = rafter_group_has(&call.group) ? run_over_ranks(context, &call)
+                                               : rafter_run(context, &rafter_op_logsumexp, &call.common);
     return rafter_group_settle(context, status);
 }
 
@@ -350,5 +380,10 @@ rafter_status rafter_logsumexp_workspace(rafter_context *context, const rafter_l
                                          rafter_direction direction, size_t *bytes) {
     struct logsumexp_call call;
     RAFTER_TRY(check(context, args, direction, &call));
-    return rafter_ask_workspace(context, &rafter_op_logsumexp, &call.common, bytes);
+    if (!rafter_group_has(&call.group) || !bytes)
+        return rafter_ask_workspace(context, &rafter_op_logsumexp, &call.common, bytes);
+    struct rank_bytes over_ranks;
+    RAFTER_TRY(plan_over_ranks(context, &call, &over_ranks));
+    *bytes = rafter_scratch_request(over_ranks.exchange + over_ranks.part);
+    return RAFTER_OK;
 }

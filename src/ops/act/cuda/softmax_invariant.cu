@@ -4,120 +4,11 @@
  * length of rows alone. Rows that fit stay in registers; others are read a second time, usually from
  * L1 or L2. Of those, softmax_slabs takes the ones that are aligned packs.
  */
-#include "cuda/indexed_rows.cuh"
-#include "ops/act/cuda/problem.cuh"
+#include "ops/act/cuda/softmax_indexed.cuh"
 
 namespace {
 
 static_assert(KEPT_THREADS == INDEXED_THREADS, "");
-
-template <typename T> struct IndexedArgs {
-    const T *in, *dy; /* in: x (forward) or y (backward) */
-    T *out;
-    Walk walk; /* over rows */
-    int64_t rows, n;
-    int64_t step[TENSORS]; /* between the elements of a row */
-    RowTeam team;
-};
-
-/* y of x, or dx of y and dy. */
-template <typename T, bool FORWARD> struct ElementOf {
-    float max, scale, dot;
-    DEVICE float operator()(float in, float dy) const {
-        return FORWARD ? exp_as<T>(in - max) * scale : in * (dy - dot);
-    }
-};
-
-/* The sum of y dy over one thread's share of a row. */
-template <typename T, bool ALIGNED>
-DEVICE float dot_of_share(const IndexedRow<T, ALIGNED> &y, const IndexedRow<T, ALIGNED> &dy, int thread, int threads) {
-    constexpr int N = WIDE<T>, COUNT = IN_FLIGHT / 2;
-    float sum[2] = {};
-    for (int64_t i = thread; i < y.packs(); i += COUNT * threads) {
-        Pack<T, N> a[COUNT], b[COUNT];
-        y.load(a, i, threads, 0.0f);
-        dy.load(b, i, threads, 0.0f);
-#pragma unroll
-        for (int k = 0; k < COUNT; k++) {
-            float v[N], w[N];
-            unpack(a[k], v);
-            unpack(b[k], w);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                sum[j % 2] = fmaf(v[j], w[j], sum[j % 2]);
-        }
-    }
-    for (int64_t e = y.packs() * N + thread; e < y.n; e += threads)
-        sum[0] = fmaf(y.element(e), dy.element(e), sum[0]);
-    return sum[0] + sum[1];
-}
-
-/* The sum over the threads of a row; every thread gets it. */
-DEVICE float sum_team(const RowTeam &team, float sum) {
-    __shared__ float warp_sums[WARP];
-    sum = warp_sum(sum);
-    if (team.is_warp())
-        return sum;
-    const int lane = threadIdx.x % WARP;
-    if (lane == 0)
-        warp_sums[threadIdx.x / WARP] = sum;
-    __syncthreads();
-    return warp_sum(lane < team.threads / WARP ? warp_sums[lane] : 0.0f);
-}
-
-template <bool FORWARD, typename T, bool ALIGNED>
-DEVICE ElementOf<T, FORWARD> statistics_of(const RowTeam &team, const IndexedRow<T, ALIGNED> &in,
-                                           const IndexedRow<T, ALIGNED> &dy) {
-    if constexpr (FORWARD) {
-        const RowStats s = merge_team(team, indexed_stats(in, team.thread(), team.threads, 1.0f), 1.0f);
-        /* All -inf: 0 / 0. Some +inf: NaN too, as inf - inf would be. */
-        return {pivot_at(s.max), s.max == INFINITY ? NAN : 1.0f / s.sum, 0.0f};
-    } else {
-        return {0.0f, 0.0f, sum_team(team, dot_of_share(in, dy, team.thread(), team.threads))};
-    }
-}
-
-/* Every element is read and written by the same thread: the output may be an input. */
-template <typename T, bool FORWARD, bool ALIGNED>
-DEVICE void write_row(const RowTeam &team, const ElementOf<T, FORWARD> &element_of, const IndexedRow<T, ALIGNED> &in,
-                      const IndexedRow<T, ALIGNED> &dy, T *out, int64_t out_step) {
-    constexpr int N = WIDE<T>, COUNT = IN_FLIGHT / (FORWARD ? 1 : 2);
-    const int thread = team.thread(), threads = team.threads;
-    const bool packs = in.step == 1 && out_step == 1 && aligned_alike<const T>(in.first, out) &&
-                       (FORWARD || (dy.step == 1 && aligned_alike(dy.first, in.first)));
-    if (!packs) {
-        for (int64_t e = thread; e < in.n; e += threads)
-            out[e * out_step] = from_float<T>(element_of(in.element(e), FORWARD ? 0.0f : dy.element(e)));
-        return;
-    }
-    const AlignedSpan<const T> span(in.first, in.n);
-    for (int64_t i = thread; i < span.packs; i += COUNT * threads) {
-        Pack<T, N> a[COUNT], b[FORWARD ? 1 : COUNT];
-#pragma unroll
-        for (int k = 0; k < COUNT; k++)
-            if (i + k * threads < span.packs) {
-                a[k] = load_once<T, N>(span.body + (i + k * threads) * N);
-                if constexpr (!FORWARD)
-                    b[k] = load_once<T, N>(dy.first + span.head + (i + k * threads) * N);
-            }
-#pragma unroll
-        for (int k = 0; k < COUNT; k++)
-            if (i + k * threads < span.packs) {
-                float v[N], w[N] = {};
-                unpack(a[k], v);
-                if constexpr (!FORWARD)
-                    unpack(b[k], w);
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    v[j] = element_of(v[j], w[j]);
-                store_once(out + span.head + (i + k * threads) * N, packed<T, N>(v));
-            }
-    }
-    for (int e = thread; e < span.edges; e += threads) {
-        const int64_t at = span.head + span.edge(e);
-        out[at] = from_float<T>(element_of(in.element(at), FORWARD ? 0.0f : dy.element(at)));
-    }
-}
 
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_constant__ IndexedArgs<T> a) {
@@ -128,7 +19,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_
     a.walk.offsets(row, at);
     const IndexedRow<T, ALIGNED> in = {a.in + at[IN], a.n, a.step[IN]},
                                  dy = {FORWARD ? in.first : a.dy + at[DY], a.n, a.step[DY]};
-    const ElementOf<T, FORWARD> element_of = statistics_of<FORWARD>(a.team, in, dy);
+    const ElementOf<T, FORWARD> element_of = element_from<T, FORWARD>(statistics_of<FORWARD>(a.team, in, dy));
     write_row(a.team, element_of, in, dy, a.out + at[OUT], a.step[OUT]);
 }
 
@@ -154,8 +45,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 3) void rows_in_registers(const __
     if constexpr (FORWARD) {
         RowStats s = no_elements();
         add_packs(s, x, 1.0f);
-        s = merge_team(a.team, s, 1.0f);
-        element_of = {pivot_at(s.max), s.max == INFINITY ? NAN : 1.0f / s.sum, 0.0f};
+        element_of = element_from<T, true>(merge_team(a.team, s, 1.0f));
     } else {
         float sum[2] = {};
 #pragma unroll
@@ -183,17 +73,6 @@ __global__ __launch_bounds__(INDEXED_THREADS, 3) void rows_in_registers(const __
             store_once(out + int64_t(thread + k * threads) * N, packed<T, N>(v));
     }
 }
-
-/* The tensors as [outer ..., dim]. */
-struct RowViews : Views {
-    explicit RowViews(const act_call &call) : Views(call) {
-        if (ndim() == 0) /* a scalar is a row of one element */
-            rafter_collapse(used, count, 0, 0);
-        else
-            rafter_move_dim_last(used, count, call.dim);
-        rafter_collapse(used, count, 0, ndim() - 1);
-    }
-};
 
 struct SoftmaxInvariant {
     typedef act_call Call;
