@@ -288,31 +288,52 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
 
 /* ---- rows in parts --------------------------------------------------------------------------- */
 
-/* How many blocks share a contiguous row. Few long rows are split so that all blocks run at once and
- * no multiprocessor has much more work than the others: by an estimate of the time, in us, for an
- * H200, which runs 396 blocks. By shape alone, never by the device: the same bits everywhere. */
+/* How many blocks share a contiguous row. Few long rows are split, if that saves more time than merging
+ * the parts takes: by an estimate, in us, for an H200, which runs 396 blocks at once. By shape alone,
+ * never by the device: the same bits everywhere. */
 static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
-    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, LEAST = 4 << 10, USUAL = 16 << 10;
-    if (row_bytes < 2 * USUAL)
+    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, MOST_PARTS = 64, SHORT_ROW = 48 << 10,
+                      LEAST_PART = 8 << 10;
+    constexpr double START = 0.6, MERGE = 1.8, PER_PART = 0.03;
+    if (rows >= MANY_ROWS || row_bytes <= SHORT_ROW)
         return 1;
-    if (rows >= AT_ONCE)
-        return max(min((1024 + rows - 1) / rows, row_bytes / USUAL), int64_t(1));
+    /* KB per us of one of `running` blocks: the block's own limit, that of a multiprocessor, of memory */
+    const auto rate = [](int64_t running) {
+        const double per_sm = static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS);
+        return fmin(fmin(26.0, 45.0 / per_sm), 4200.0 / static_cast<double>(running));
+    };
     int64_t best = 1;
     double least = INFINITY;
-    for (int64_t parts = 1; parts <= 256 && row_bytes / parts >= LEAST; parts++) {
-        const int64_t blocks = rows * parts, running = min(blocks, AT_ONCE);
-        const double per_sm = static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS);
-        /* KB per us: of a block alone, of its share of a multiprocessor, and of memory */
-        const double rate = fmin(fmin(24.0, 45.0 / per_sm), 4200.0 / static_cast<double>(running));
+    for (int64_t parts = 1; parts <= MOST_PARTS && row_bytes / parts >= LEAST_PART; parts++) {
+        const int64_t waves = rows * parts / AT_ONCE, rest = rows * parts % AT_ONCE;
         const double part = static_cast<double>(row_bytes) / 1024.0 / static_cast<double>(parts);
-        const double time = static_cast<double>((blocks + AT_ONCE - 1) / AT_ONCE) * (2.0 + part / rate) +
-                            0.006 * static_cast<double>(parts);
+        double time = static_cast<double>(waves) * (START + part / rate(AT_ONCE));
+        if (rest > 0)
+            time += START + part / rate(rest);
+        if (parts > 1)
+            time += MERGE + PER_PART * static_cast<double>(parts);
         if (time < 0.98 * least) {
             least = time;
             best = parts;
         }
     }
     return best;
+}
+
+/* Threads of a block that takes a row or a part of one, of so many bytes. If few blocks run at once,
+ * threads have the same number of packs: idle warps would only delay the block. */
+static inline int threads_of_part(int64_t blocks, int64_t bytes, int in_flight, int most_threads) {
+    constexpr int64_t FEW_BLOCKS = 396;
+    const int64_t packs = bytes / 16;
+    if (blocks > FEW_BLOCKS) {
+        int threads = 2 * WARP;
+        while (threads < packs / in_flight && threads < most_threads)
+            threads *= 2;
+        return threads;
+    }
+    const int64_t rounds = (packs + in_flight * most_threads - 1) / (in_flight * most_threads);
+    const int64_t threads = rounds == 0 ? 0 : (packs + rounds * in_flight - 1) / (rounds * in_flight);
+    return static_cast<int>(max((threads + WARP - 1) / WARP, int64_t(2))) * WARP;
 }
 
 /* Counts this block at `counter`. True in the last of `blocks` blocks, which then sees everything

@@ -130,6 +130,7 @@ static const struct single {
     /* rows larger than shared memory, for clusters of several sizes, with different alignments; so
      * many rows that a block takes several; so many labels that a separate kernel counts them */
     {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {1, 1 << 20}}, 0, true},
+    {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED}, false}, {2, {7, 65536}}, 0, true},
     {RAFTER_F32, {{.name = "long", .smoothing = 0.1f}, false}, {2, {3, 151939}}, 0, true},
     {RAFTER_BF16, {{.name = "long", .without_lse = true}, true}, {2, {5, 131072}}, 0, true},
     {RAFTER_F16,

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Basic calls (basic.cuh), forward without a gradient: a block per row, then one block that adds
- * up. */
+/* Basic calls (basic.cuh), forward without a gradient: a block per row, or per part of a row if rows
+ * are few and long; then one block that adds up. */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
@@ -25,25 +25,63 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
         u.losses[row] = u.finish_row(row, label, s, z_label);
 }
 
+/* `parts` blocks per row; all parts but the last have `part` packs. The last block of a row to end merges
+ * the parts, in order. */
+template <typename T>
+__global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_constant__ BasicArgs u, unsigned parts,
+                                                                  int part, RowStats *part_stats) {
+    constexpr int N = WIDE<T>;
+    start_next_kernel();
+    const int row = static_cast<int>(blockIdx.x / parts), threads = blockDim.x;
+    const int from = static_cast<int>(blockIdx.x - row * parts) * part, packs = min(u.classes / N - from, part);
+    const T *const first = u.row_of_z<T>(row), *const z = first + int64_t(from) * N;
+    Pack<T, N> pack[IN_FLIGHT];
+    load_packs(pack, z, packs, threadIdx.x, threads);
+    issue_loads_first();
+    const int label = u.class_of(u.load_label(row));
+    const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(first[label]) : 0.0f;
+    RowStats s = no_elements();
+    if (label >= 0) {
+        s = merge_block(stats_of_packs(pack, z, packs, threadIdx.x, threads), 1.0f);
+        if (threadIdx.x == 0)
+            part_stats[blockIdx.x] = s;
+        if (!block_arrives_last(u.counter + row, parts) || threadIdx.x >= WARP)
+            return;
+        s = no_elements();
+        for (unsigned i = threadIdx.x; i < parts; i += WARP)
+            s = merge(s, load_stats(part_stats + row * parts + i), 1.0f);
+        s = merge_lanes<WARP>(s, 1.0f);
+    } else if (from > 0) {
+        return;
+    }
+    if (threadIdx.x == 0)
+        u.losses[row] = u.finish_row(row, label, s, z_label);
+}
+
 struct BasicBlockPerRow {
     typedef cross_entropy_call Call;
     struct Plan {
         BasicArgs args;
+        Split split;
+        size_t part_stats; /* offset in the workspace, if rows are split */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.forward || p.gradient)
             return "a gradient is wanted";
-        if (const char *reason = why_not_basic(p, call))
-            return reason;
-        return split_rows(p, call.logits.dtype).parts > 1 ? "rows are few and long: they are split" : NULL;
+        return why_not_basic(p, call);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
+        WorkspaceLayout layout;
         plan->args = basic_args(device, p, call);
-        return p.rows * sizeof(double);
+        plan->split = split_rows(p, call.logits.dtype);
+        layout.add(p.rows * int64_t(sizeof(double)));
+        plan->part_stats =
+            plan->split.parts > 1 ? layout.add(p.rows * plan->split.parts * int64_t(sizeof(RowStats))) : 0;
+        return layout.bytes;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
@@ -53,7 +91,11 @@ struct BasicBlockPerRow {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;
-            if (packs <= 2 * 128)
+            if (plan.split.parts > 1)
+                sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T>, args,
+                             static_cast<unsigned>(plan.split.parts), static_cast<int>(plan.split.part / WIDE<T>),
+                             at_offset<RowStats>(workspace, plan.part_stats));
+            else if (packs <= 2 * 128)
                 sequence.run(Launch{args.rows, 128}, block_per_row<T, 2>, args);
             else
                 sequence.run(Launch{args.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, block_per_row<T, 4>,

@@ -42,18 +42,16 @@ DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const L
                                                  loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
 }
 
-/* A thread per row, or a warp if rows have parts: merges the row's parts in order, writes its outputs
- * and, if not NULL, coefficients. The last block writes the loss. If `known` is not NULL, it has the label's logit,
- * which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the label's
+/* A thread per row: writes its outputs and, if not NULL, coefficients. The last block writes the loss. If
+ * `known` is not NULL, it has the label's logit, which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the label's
  * logit, which may be another rank's. */
 template <typename T, int OPTIONS, bool SHARED = false>
-__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, unsigned parts,
-                                                      const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
+__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c,
+                                                      const LossStats<OPTIONS> *row_stats, const KnownTerms *known,
                                                       RowCoefficients *coefficients) {
     start_next_kernel();
     const Loss &loss = c.loss;
-    const int lanes = parts > 1 ? WARP : 1, lane = threadIdx.x & (lanes - 1);
-    const int64_t row = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / lanes;
+    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
     float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
     wait_for_previous_kernel();
@@ -62,12 +60,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
     if (row < loss.rows) {
         RowGradient gradient = gradient_of_skipped(label);
         if (label >= 0) {
-            LossStats<OPTIONS> g = lane < parts ? part_stats[row * parts + lane] : no_columns<OPTIONS>();
-            if (parts > 1) {
-                for (unsigned part = lane + WARP; part < parts; part += WARP)
-                    g = merge(g, part_stats[row * parts + part], loss.scale);
-                g = merge_warp(g, loss.scale);
-            }
+            const LossStats<OPTIONS> g = row_stats[row];
             if (known)
                 z_label = known[row].z_label;
             if constexpr (SHARED)
@@ -75,12 +68,12 @@ __global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Ar
             const WholeRowStats stats = whole_row_stats(g, z_label, loss);
             if (coefficients)
                 gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
-            if (loss.forward && lane == 0)
+            if (loss.forward)
                 write_row(loss, row, label, results_of(loss, row, label, stats), &totals);
-        } else if (lane == 0) {
+        } else {
             write_skipped(loss, row, label, &totals);
         }
-        if (coefficients && lane == 0)
+        if (coefficients)
             coefficients[row] = {gradient, loss.column_of(label)};
     }
     if (loss.forward)

@@ -169,16 +169,16 @@ DEVICE bool adds_up(const Args &c) {
     return c.loss.loss.data && c.loss.reduction != RAFTER_NONE;
 }
 
-/* Adds up all blocks, whose totals their first threads have. The last block to finish writes the loss.
- * Called by all threads. */
-DEVICE void add_up_blocks(const Args &c, Totals all) {
-    if (gridDim.x > 1) {
+/* Adds up `shares`, which the first threads of as many blocks have; this block's is number `own`. The
+ * last block to come writes the loss. Called by all threads. */
+DEVICE void add_up_shares(const Args &c, Totals all, unsigned own, unsigned shares) {
+    if (shares > 1) {
         if (threadIdx.x == 0)
-            c.block_totals[blockIdx.x] = all;
-        if (!block_arrives_last(c.counter, gridDim.x))
+            c.block_totals[own] = all;
+        if (!block_arrives_last(c.counter, shares))
             return;
         all = {};
-        for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+        for (unsigned i = threadIdx.x; i < shares; i += blockDim.x) {
             all.loss += __ldcg(&c.block_totals[i].loss);
             all.weight += __ldcg(&c.block_totals[i].weight);
             all.counted += __ldcg(&c.block_totals[i].counted);
@@ -187,6 +187,11 @@ DEVICE void add_up_blocks(const Args &c, Totals all) {
     }
     if (threadIdx.x == 0)
         write_loss(c.loss, all);
+}
+
+/* The same for all blocks of the kernel. */
+DEVICE void add_up_blocks(const Args &c, const Totals &all) {
+    add_up_shares(c, all, blockIdx.x, gridDim.x);
 }
 
 /* Adds up the rows of all threads of all blocks. Called by all threads. */

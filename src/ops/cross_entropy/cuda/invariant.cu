@@ -169,7 +169,7 @@ struct Invariant {
                              plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
                              args, plan.team, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(per_row, finish<T, OPTIONS>, args, 1u, stats, terms,
+                    sequence.run(per_row, finish<T, OPTIONS>, args, stats, terms,
                                  static_cast<RowCoefficients *>(nullptr));
             });
         });

@@ -167,8 +167,7 @@ struct OnChip {
                     on_chip<T, OPTIONS, Largest>};
                 sequence.run(blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(rows, finish<T, OPTIONS>, args, 1u, stats, terms,
-                                 static_cast<RowCoefficients *>(nullptr));
+                    sequence.run(rows, finish<T, OPTIONS>, args, stats, terms, static_cast<RowCoefficients *>(nullptr));
             });
         });
         return RAFTER_OK;

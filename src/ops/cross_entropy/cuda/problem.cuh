@@ -74,7 +74,7 @@ inline Split split_rows(const Problem &p, rafter_dtype dtype) {
     Split split;
     split.part = round_up<int64_t>(ceil_div(p.classes, parts), 64); /* multiples of 64 keep the row's alignment */
     split.parts = ceil_div(p.classes, split.part);
-    split.threads = power_at_least(split.part * element / (16 * IN_FLIGHT), 64, MOST_THREADS);
+    split.threads = threads_of_part(p.rows * split.parts, split.part * element, IN_FLIGHT, MOST_THREADS);
     return split;
 }
 

@@ -98,8 +98,8 @@ struct ContiguousRows {
         if (plan->split.parts == 1 && warp_per_row)
             plan->lanes = bytes <= 256 ? 8 : WARP;
         else
-            plan->lanes =
-                power_at_least(plan->split.part * rafter_dtype_bytes(p.x.dtype) / (16 * IN_FLIGHT), 64, MOST_THREADS);
+            plan->lanes = threads_of_part(p.rows * plan->split.parts, plan->split.part * rafter_dtype_bytes(p.x.dtype),
+                                          IN_FLIGHT, MOST_THREADS);
         return plan->split.parts > 1 ? tasks_at_a_time(p.rows, plan->split) * plan->split.parts * sizeof(RowStats) : 0;
     }
 
