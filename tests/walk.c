@@ -5,6 +5,7 @@
  * reported size; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
+ *               [--batch-invariant]
  *
  * Every variant that this device can run gets every problem. A variant may decline a call that it
  * does not serve. On a GPU the library's own choice is walked too, as "auto". The walk prints how
@@ -17,7 +18,8 @@
  * (default 0), so that several runs can share the problems. Only the run from 0 checks the oracle
  * by finite differences. --each gives every variant only N problems (at most 16) per mode, the
  * smallest that it serves (tests/few.h), for checkers that are slower still; a variant that serves
- * none fails the walk.
+ * none fails the walk. --batch-invariant: with that option of the contexts; variants that do not have
+ * it decline.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,6 +35,7 @@
 
 static int64_t passed, failed;
 static DLDevice device = {kDLCPU, 0};
+static bool batch_invariant;
 
 static void verdict(bool good, const problem *p, const char *variant, const char *what, const char *sentence) {
     if (good) {
@@ -69,7 +72,7 @@ static void release_nothing(void *user, void *memory, size_t bytes) {
 
 /* `variant`: NULL for the library's choice. */
 static rafter_context *open_context(const char *variant, int threads, bool allocates) {
-    rafter_context_options options = {.device = device, .threads = threads};
+    rafter_context_options options = {.device = device, .threads = threads, .batch_invariant = batch_invariant};
     if (!allocates) {
         options.allocate = allocate_nothing;
         options.release = release_nothing;
@@ -360,7 +363,7 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
         printf("%-22s %-28s served %lld problems, %lld checks\n", op->op, v->name, (long long)v->served,
                (long long)v->checks);
         fflush(stdout); /* if a time limit ends the walk, it has said which variants were done */
-        if (s->every == 1)
+        if (s->every == 1 && !batch_invariant)
             verdict(v->served > 0 || v->automatic, &(problem){.op = op}, v->name, "the whole walk",
                     "the variant served no problem");
         close_variant(v);
@@ -379,6 +382,8 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
             s.large = true;
+        else if (strcmp(argv[i], "--batch-invariant") == 0)
+            batch_invariant = true;
         else if (strcmp(argv[i], "--variant") == 0 && i + 1 < argc)
             s.variant = argv[++i];
         else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)

@@ -173,9 +173,7 @@ RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void
  * if their elements are not adjacent.)
  * Refused with RAFTER_UNSUPPORTED, because they cannot be served: linear_cross_entropy with dx summed
  * over more than two ranks, in the communicator's order; and on CUDA, cross_entropy with class_group, and
- * linear_cross_entropy with a budget, with fp32 inputs and class_group, or with dx of fp16 inputs if
- * rows have upstream gradients or weights of their own and the exponentials of the logits are not
- * stored (mode compact, backward from lse, or V <= 2 D). */
+ * linear_cross_entropy with a budget, or with fp32 inputs and class_group. */
 RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/variants.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #include "core/backend.h"
@@ -54,6 +55,25 @@ static const char *why_not(const rafter_context *context, const struct rafter_ca
     return "it takes more workspace than the budget";
 }
 
+/* No row serves the call. None of their reasons is better than the others, so the message has all,
+ * each with the first row that gave it. */
+static rafter_status fail_for_all_reasons(rafter_context *context, const struct rafter_op *op) {
+    char reasons[400] = ": there is none for this device";
+    size_t used = 0;
+    for (int i = 0; i < context->considered_count; i++) {
+        const struct rafter_considered *const row = &context->considered[i];
+        bool said = false;
+        for (int k = 0; k < i; k++)
+            said |= strcmp(context->considered[k].reason, row->reason) == 0;
+        const size_t wanted = said ? 0 : strlen(row->variant) + strlen(row->reason) + 5;
+        if (wanted == 0 || used + wanted >= sizeof reasons)
+            continue;
+        used += (size_t)snprintf(reasons + used, sizeof reasons - used, "%s %s (%s)", used == 0 ? ":" : ",",
+                                 row->variant, row->reason);
+    }
+    return rafter_fail(context, RAFTER_UNSUPPORTED, "no variant of %s serves this call%s", op->name, reasons);
+}
+
 /* Walks the op's rows in order of preference and plans the call with the first one that serves
  * it. */
 static rafter_status pick(rafter_context *context, const struct rafter_op *op, const struct rafter_call *call,
@@ -79,8 +99,7 @@ static rafter_status pick(rafter_context *context, const struct rafter_op *op, c
     if (forced)
         return rafter_fail(context, RAFTER_UNSUPPORTED, "variant '%s' of %s does not serve this call: %s", forced->name,
                            op->name, reason);
-    return rafter_fail(context, RAFTER_UNSUPPORTED, "no variant of %s serves this call; the last one because %s",
-                       op->name, reason ? reason : "there is none for this device");
+    return fail_for_all_reasons(context, op);
 }
 
 rafter_status rafter_begin_call(rafter_context *context, const char *name, const void *args, void *copy, size_t size,

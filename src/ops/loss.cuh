@@ -45,6 +45,7 @@ struct Loss {
     bool zero_if_all_ignored, forward;
     bool weighted;         /* label smoothing: the loss needs sum(w u) */
     bool divides_upstream; /* linear_cross_entropy: rows use Prepared's factors */
+    bool row_units;        /* linear_cross_entropy: and divide their gradients by a unit of their own: row_unit */
     float z_loss, softcap, scale;
     float inverse_cap;          /* 1 / softcap, or 0 */
     double label_share, spread; /* 1 - s, s / V */
@@ -327,6 +328,22 @@ DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t l
     const double target = upstream * loss.label_share * weight, spread = upstream * loss.spread;
     return {target + spread * loss.class_weight_sum(), loss.z_loss != 0.0f ? upstream * 2.0 * loss.z_loss : 0.0, spread,
             target, target + spread * weight};
+}
+
+/* The largest coefficient of a row's gradient, and the power of two next to it: for dz that fp16 is to
+ * hold. */
+DEVICE float largest_coefficient(const Loss &loss, double common, int64_t row, int64_t label) {
+    constexpr double LARGE_LSE = 65536.0; /* lse is not known yet; fp16's logits are at most that */
+    const RowTerms terms = terms_of(loss, common, row, label);
+    const float largest = static_cast<float>(fabs(terms.softmax) + LARGE_LSE * fabs(terms.z_loss));
+    return loss.dentropy.data ? fmaxf(largest, fabsf(loss.dentropy.get(row))) : largest;
+}
+DEVICE double unit_next_to(float largest) {
+    return largest > 0.0f && largest < INFINITY ? exp2(static_cast<double>(ilogbf(largest))) : 1.0;
+}
+/* Loss::row_units: what the coefficients of a row are divided by. */
+DEVICE double row_unit(const Loss &loss, int64_t row, int64_t label) {
+    return label < 0 ? 1.0 : unit_next_to(largest_coefficient(loss, loss.prepared->loss_factor, row, label));
 }
 
 /* The softmax is share * e^(u - scale * pivot). z: the logit at the label. lse: only read for

@@ -134,10 +134,12 @@ static rafter_status cross_entropy(struct scene *s, bool *skipped) {
 }
 
 /* options: of the loss, and 3 times: 0 results of forward; 1 forward with gradients; 2 the same,
- * compact; 3 backward from lse, with a gradient of every row; 4 forward that saves, and backward. */
+ * compact; 3 backward from lse, with a gradient of every row; 4 the same, and one of its entropy; 5
+ * forward that saves, and backward. */
 static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
     const int which = s->setting->options % 3, what = s->setting->options / 3;
     const rafter_dtype dtype = s->setting->dtype;
+    enum { SAVES = 5 };
     const bool own_gradients = what >= 3;
     const int64_t weight[] = {s->setting->length, s->setting->depth};
     const rafter_loss_options o = options_of(s, which, what == 0 || own_gradients ? RAFTER_NONE : RAFTER_SUM);
@@ -149,7 +151,7 @@ static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
                                           .target = add_labels(s)};
     if (which > 0)
         a.bias = add(s, SHARED, dtype, 1.0, 0, 1, &s->setting->length);
-    if (what == 3)
+    if (what == 3 || what == 4)
         a.lse = add_numbers(s, INPUT, RAFTER_F32, 9.0);
     else
         a.row_loss = add_numbers(s, OUTPUT, RAFTER_F32, 0.0);
@@ -162,20 +164,21 @@ static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
         a.argmax = add(s, OUTPUT, RAFTER_I64, 0.0, 0, 0, NULL);
     }
     const DLTensor *const dx = what > 0 ? add(s, OUTPUT, dtype, 0.0, 0, 1, &s->setting->depth) : NULL;
-    if (what < 4)
+    if (what < SAVES)
         a.dx = dx;
     if (own_gradients)
         a.dloss = add_numbers(s, INPUT, RAFTER_F32, 1.0);
+    if (what == 4) {
+        a.entropy = add_numbers(s, INPUT, RAFTER_F32, 3.0);
+        a.dentropy = add_numbers(s, INPUT, RAFTER_F32, 1.0);
+    }
     if (s->failed)
         return RAFTER_OUT_OF_MEMORY;
-    if (what < 4) {
-        const rafter_status status = what == 3 ? rafter_linear_cross_entropy_backward(s->context, &a)
-                                               : rafter_linear_cross_entropy_forward(s->context, &a);
-        /* The header says which. */
-        *skipped = status == RAFTER_UNSUPPORTED && dtype == RAFTER_F16 && what > 0;
-        return status;
-    }
+    if (what < SAVES)
+        return what >= 3 ? rafter_linear_cross_entropy_backward(s->context, &a)
+                         : rafter_linear_cross_entropy_forward(s->context, &a);
     rafter_status status = rafter_linear_cross_entropy_saved(s->context, &a, &a.saved_bytes);
+    /* fp32 inputs, and CPUs: there is nothing to save. */
     *skipped = status == RAFTER_OK && a.saved_bytes == 0;
     if (status != RAFTER_OK || *skipped)
         return RAFTER_UNSUPPORTED;
@@ -196,6 +199,6 @@ const struct call calls[] = {
     {"logsumexp", logsumexp, 2, ANY_LENGTH},
     {"cross_entropy", cross_entropy, 12, ANY_LENGTH},
     {"lrpe_cosine", lrpe_cosine, 6, SEQUENCES},
-    {"linear_cross_entropy", linear_cross_entropy, 15, WITH_DEPTH},
+    {"linear_cross_entropy", linear_cross_entropy, 18, WITH_DEPTH},
 };
 const int calls_count = sizeof calls / sizeof *calls;

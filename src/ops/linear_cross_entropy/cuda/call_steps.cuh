@@ -22,6 +22,7 @@ struct Run {
     Totals *block_totals;   /* sums over rows, one per block that has finished rows */
     int64_t blocks;         /* of block_totals so far */
     RowGradient *gradients; /* coefficients of every row's gradient; NULL: no gradient is wanted */
+    const float *row_units; /* what they have been divided by: see row_units.cuh; NULL: all rows by the same */
     const float *bias;      /* of all classes, fp32; NULL: none */
     Operand weight;         /* [classes, depth]: the caller's, or a packed copy */
 
@@ -86,9 +87,9 @@ void pack_rows(const Run &run, const rafter_view &view, int64_t first, int64_t r
 void finish_rows(Run *run, const int *order, int64_t first, int64_t rows, const LossStats<FULL> *stats, int parts);
 
 /* Rows [first, first + rows) of a gradient = alpha * sums, or 0 if `sums` is NULL;
- * `add`: to what it holds. */
+ * `add`: to what it holds. `alpha` NULL: the run's. */
 void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout, bool add, int64_t first, int64_t rows,
-                const float *sums);
+                const float *sums, const float *alpha = NULL);
 void store_dbias(const Run &run, const float *sums);
 
 /* After products that multiplied ignored rows as zeros: their dx is 0 * alpha, which is NaN if alpha

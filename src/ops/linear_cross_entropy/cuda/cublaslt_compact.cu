@@ -20,8 +20,7 @@ const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call
     const Problem p(call);
     if (p.invariant && p.shared)
         return "classes are spread over ranks, and cuBLASLt's products are to be batch invariant";
-    const char *const reason = why_not_compact(p);
-    return reason ? reason : why_not_invariant_dz(p);
+    return why_not_compact(p);
 }
 
 size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t group, int64_t slice, Plan *plan) {
@@ -40,6 +39,7 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     Layout layout;
     plan->common.place(&layout, p, CommonBuffers::totals_of(p.rows, group));
     plan->ranks.place(&layout, p);
+    plan->units.place(&layout, p);
     layout.place(&plan->stats, p.statistics && !p.shared, p.rows * int64_t(sizeof(LossStats<FULL>)));
     layout.place(&plan->x, plan->pack_x, padded_rows(p) * p.depth_stride() * p.bytes());
     layout.place(&plan->z, true, group * tile_stride * 4);
@@ -79,6 +79,7 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
     const Operand x =
         !plan.pack_x ? Operand{call.x.data, p.x.stride, false} : Operand{plan.x.in(base), p.depth_stride(), false};
     plan.common.use(&run, base);
+    run.loss.row_units = plan.units.any();
     begin_call(&run, {}, base, plan.common);
     if (plan.pack_x)
         pack_rows(run, call.x, 0, p.rows, plan.x.in(base));
@@ -88,6 +89,14 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
         cudaMemsetAsync(plan.x.in(base) + p.rows * stride, 0, rows * stride, stream);
         if (all_dz)
             cudaMemsetAsync(all_dz + p.rows * tile_stride * p.bytes(), 0, rows * tile_stride * p.bytes(), stream);
+    }
+
+    Operand dweight_x = x;
+    const float *const dweight_alpha = plan.units.dweight_alpha(p, base);
+    if (plan.units.any()) {
+        const ActiveRows all = {NULL, NULL, NULL, p.rows};
+        find_row_units(&run, plan.units, {all, static_cast<const fp16 *>(x.data), x.stride, false}, base);
+        dweight_x.data = plan.units.x.in(base);
     }
 
     /* Forms the logits of a slice, group by group, and calls step(tile) for each. */
@@ -120,13 +129,16 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
             write_gradient(run, tile, group_dz.data, group_dz.stride, dbias, tile.first_row == 0);
         }));
         if (p.dweight) {
-            const GradientOut out =
+            GradientOut out =
                 plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, v) : into_sums(run, dweight);
-            RAFTER_TRY(multiply_dweight(run, products, dz, p.rows, x, out, plan.direct_dweight && p.adds_dweight));
+            if (plan.direct_dweight && dweight_alpha)
+                out.alpha = dweight_alpha;
+            RAFTER_TRY(
+                multiply_dweight(run, products, dz, p.rows, dweight_x, out, plan.direct_dweight && p.adds_dweight));
             if (plan.redo_nonfinite)
                 redo_nonfinite(run, x, dz, out);
             if (!plan.direct_dweight)
-                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight);
+                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight, dweight_alpha);
         }
         const int64_t at_once = p.invariant ? plan.group : p.rows;
         for (int64_t first = 0; p.dx && first < p.rows; first += at_once)
@@ -139,6 +151,8 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
         RAFTER_TRY(begin_dx_sum(run, dx, plan.ranks.dx_share.in(base)));
         RAFTER_TRY(end_dx_sum(run, dx, plan.ranks.dx_share.in(base)));
     } else if (p.dx) {
+        if (plan.units.any())
+            multiply_by_units(run, NULL, dx);
         if (!plan.direct_dx)
             store_rows(run, call.dx, p.dx_layout, false, 0, p.rows, dx);
         zero_ignored_dx(run, 0, p.rows);

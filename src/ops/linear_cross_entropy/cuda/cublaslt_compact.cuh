@@ -8,6 +8,7 @@
 #define RAFTER_LCE_CUDA_CUBLASLT_COMPACT_CUH
 
 #include "ops/linear_cross_entropy/cuda/cublaslt_steps.cuh"
+#include "ops/linear_cross_entropy/cuda/row_units.cuh"
 
 namespace lce {
 
@@ -28,6 +29,7 @@ struct CublasLtCompact {
         Buffer<char> x, dz, products; /* dz: of all rows and a slice */
         Buffer<float> z, dx, dweight, dbias;
         RankBuffers ranks;
+        RowUnits units;
     };
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call);

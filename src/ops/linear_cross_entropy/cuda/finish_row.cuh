@@ -14,8 +14,9 @@ namespace lce {
 DEVICE RowGradient finish_row(const Loss &loss, int64_t row, int64_t label, const LossStats<FULL> *g, double row_scale,
                               bool wanted, Totals *totals) {
     const bool divided = loss.divides_upstream;
-    const double loss_factor = divided ? loss.prepared->loss_factor * row_scale : row_scale,
-                 entropy_factor = divided ? loss.prepared->entropy_factor * row_scale : 0.0;
+    const double scale = loss.row_units ? row_scale / row_unit(loss, row, label) : row_scale;
+    const double loss_factor = divided ? loss.prepared->loss_factor * scale : scale,
+                 entropy_factor = divided ? loss.prepared->entropy_factor * scale : 0.0;
     RowGradient gradient = gradient_of_skipped(label);
     if (label < 0) {
         write_skipped(loss, row, label, totals);

@@ -13,8 +13,6 @@ const char *HopperCompact::why_not(const rafter_cuda_state &device, const Call &
     const char *const reason = why_not_compact(p);
     if (reason)
         return reason;
-    if (const char *const varies = why_not_invariant_dz(p))
-        return varies;
     return why_not_hopper(device, p);
 }
 
@@ -28,7 +26,8 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
     plan->setup.drop_ignored = limits.drop_ignored;
     plan->setup.clusters = clusters;
     plan->setup.split_capacity = split_capacity_for(p, limits, clusters, p.rows, true);
-    plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared;
+    plan->setup.row_units = has_row_units(p);
+    plan->direct_dx = p.dx_layout.direct && !(p.dx && slice < p.classes) && !p.shared && !plan->setup.row_units;
     plan->redo_nonfinite = p.dweight && p.x.direct && !limits.drop_ignored;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
@@ -47,6 +46,7 @@ size_t HopperCompact::make(const Problem &p, const Limits &limits, int clusters,
                  max(p.dbias ? ColumnSums::bytes(p.rows, p.classes) : 0,
                      p.logit_sums ? ColumnSums::bytes(p.classes, p.depth) : 0));
     plan->ranks.place(&layout, p);
+    plan->units.place(&layout, p);
     layout.place(&plan->dx, p.dx && !plan->direct_dx, p.rows * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     return layout.bytes();
@@ -112,6 +112,12 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     if (!p.statistics)
         finish_rows(&run, run.active.order, 0, p.rows, NULL, 1);
 
+    const Matrix scaled_x = {plan.units.x.in(base), p.rows, p.depth, p.depth_stride()}, *const dweight_x =
+                                                                                            plan.units.any() ? &scaled_x
+                                                                                                             : NULL;
+    const float *const dweight_alpha = plan.units.dweight_alpha(p, base);
+    if (plan.units.any())
+        find_row_units(&run, plan.units, run.active_x<fp16>(), base);
     if (plan.redo_nonfinite)
         find_nonfinite(run, x);
     for (int64_t v = 0; p.gradients() && v < p.classes;) {
@@ -124,13 +130,15 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         if (p.dbias)
             sum_dbias(run, dz, 0, p.rows, NULL, run.z_label, false, dbias);
         if (p.dweight) {
-            const GradientOut out =
+            GradientOut out =
                 plan.direct_dweight ? into_tensor(run, call.dweight, p.dweight_layout, v) : into_sums(run, dweight);
-            RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, NULL, NULL, out, plan.direct_dweight && p.adds_dweight));
+            if (plan.direct_dweight && dweight_alpha)
+                out.alpha = dweight_alpha;
+            RAFTER_TRY(hopper_dweight(run, dz, 0, p.rows, dweight_x, NULL, out, plan.direct_dweight && p.adds_dweight));
             if (plan.redo_nonfinite)
                 redo_nonfinite(run, x, dz, out);
             if (!plan.direct_dweight)
-                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight);
+                store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight, dweight_alpha);
         }
         const DxInput input = {dz, {}, 0, p.rows, NULL};
         if (p.dx)
@@ -139,6 +147,8 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
     }
     if (p.dbias)
         store_dbias(run, dbias);
+    if (p.dx && plan.units.any())
+        multiply_by_units(run, run.active.count, dx);
     if (p.dx && p.shared) {
         float *const in_order = plan.ranks.dx.in(base);
         put_in_order(run, run.active, dx, in_order);

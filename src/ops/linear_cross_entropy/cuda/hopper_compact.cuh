@@ -11,6 +11,7 @@
 #define RAFTER_LCE_CUDA_HOPPER_COMPACT_CUH
 
 #include "ops/linear_cross_entropy/cuda/hopper_steps.cuh"
+#include "ops/linear_cross_entropy/cuda/row_units.cuh"
 
 namespace lce {
 
@@ -31,6 +32,7 @@ struct HopperCompact {
         Buffer<float> dbias, weight_sum, logit_sums, column_parts;
         Buffer<float> dx, dweight;
         RankBuffers ranks;
+        RowUnits units;
     };
 
     static const char *why_not(const rafter_cuda_state &device, const Call &call);

@@ -21,9 +21,8 @@ const char *HopperFast::why_not(const rafter_cuda_state &device, const Call &cal
     const char *const reason = why_not_fast(p);
     if (reason)
         return reason;
-    if (converts(p, true))
-        if (const char *const varies = why_not_invariant_dz(p))
-            return varies;
+    if (converts(p, true) && has_row_units(p))
+        return "it would scale dz by the largest gradient of all rows, which is not batch invariant";
     return why_not_hopper_fast(device, p);
 }
 

@@ -70,7 +70,8 @@ struct HopperSetup {
     /* x of active rows is copied into dx, which has a row for each. When dx of the k-th active row
      * is written, only copies up to the k-th are lost, and those have been multiplied. */
     bool copy_into_dx;
-    int clusters; /* that run at a time */
+    bool row_units; /* see row_units.cuh */
+    int clusters;   /* that run at a time */
     int split_capacity;
     CommonBuffers common;
     Buffer<int> order, classes; /* of ActiveRows */

@@ -143,11 +143,10 @@ inline const char *why_not_compact(const Problem &p) {
 }
 
 /* dz of fp16 inputs is divided by a power of two next to the largest coefficient of all rows, so that
- * fp16 holds it: what is below its range in one batch is not in another. */
-inline const char *why_not_invariant_dz(const Problem &p) {
-    return p.invariant && p.dx && p.dtype == RAFTER_F16 && p.divides_upstream
-               ? "it would scale dz by the largest gradient of all rows, which is not batch invariant"
-               : NULL;
+ * fp16 holds it: what is below its range in one batch is not in another. So batch-invariant calls that
+ * store dz divide every row by a unit of its own: see row_units.cuh. */
+inline bool has_row_units(const Problem &p) {
+    return p.invariant && p.dx && p.dtype == RAFTER_F16 && p.divides_upstream;
 }
 
 /* ---- limits of the workspace ----------------------------------------------------------------- */

@@ -93,27 +93,24 @@ DEVICE void list_active_rows(const Loss &loss, bool drop_ignored, int blocks, in
  * And rows have coefficients of their own if they have weights, a z-loss or an upstream gradient
  * each, which may be too large or too small for fp16. So rows divide them by the power of two next to
  * the largest one: then dz, rounded to 16 bits, has the same size as otherwise; and alpha contains
- * it. Called by a block; every thread gets alpha, without row_scale. */
+ * it. With Loss::row_units they do so one by one, and the unit here is 1. Called by a block; every
+ * thread gets alpha, without row_scale. */
 DEVICE double divide_upstream(Loss loss, Prepared *prepared) {
     __shared__ float warp_largest[WARP];
     const double common = common_upstream(loss, prepared->totals) / loss.scale;
     loss.prepared = prepared;
     float largest = 0.0f;
-    for (int64_t row = threadIdx.x; row < loss.rows; row += PREPARE_THREADS) {
+    for (int64_t row = threadIdx.x; row < loss.rows && !loss.row_units; row += PREPARE_THREADS) {
         if (loss.class_of(loss.load_label(row)) < 0)
             continue;
-        const RowTerms terms = terms_of(loss, common, row, loss.class_of(loss.load_label(row)));
-        constexpr double LARGE_LSE = 65536.0; /* lse is not known yet; fp16's logits are at most that */
-        largest = fmaxf(largest, static_cast<float>(fabs(terms.softmax) + LARGE_LSE * fabs(terms.z_loss)));
-        if (loss.dentropy.data)
-            largest = fmaxf(largest, fabsf(loss.dentropy.get(row)));
+        largest = fmaxf(largest, largest_coefficient(loss, common, row, loss.class_of(loss.load_label(row))));
     }
     largest = warp_max(largest);
     if (threadIdx.x % WARP == 0)
         warp_largest[threadIdx.x / WARP] = largest;
     __syncthreads();
     largest = warp_max(warp_largest[threadIdx.x % WARP]);
-    const double unit = largest > 0.0f && largest < INFINITY ? exp2(static_cast<double>(ilogbf(largest))) : 1.0;
+    const double unit = unit_next_to(largest);
     prepared->loss_factor = common / unit;
     prepared->entropy_factor = 1.0 / unit;
     return unit * loss.scale;
@@ -314,8 +311,8 @@ rafter_view as_row(const rafter_view &view) {
 
 Run::Run(rafter_context *for_context, const linear_cross_entropy_call &for_call)
     : context(for_context), call(for_call), problem(for_call), loss(loss_of(*for_context->cuda_state, &for_call.loss)),
-      row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), bias(NULL),
-      weight() {
+      row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), row_units(NULL),
+      bias(NULL), weight() {
     loss.divides_upstream = problem.divides_upstream;
 }
 
@@ -381,8 +378,9 @@ void finish_rows(Run *run, const int *order, int64_t first, int64_t rows, const 
 }
 
 void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout, bool add, int64_t first, int64_t rows,
-                const float *sums) {
+                const float *sums, const float *alpha) {
     const int last = view.ndim - 1;
+    const float *const factor = alpha ? alpha : run.alpha();
     const int64_t columns = view.shape[last], wide = 16 / rafter_dtype_bytes(view.dtype);
     const int64_t stride = run.problem.depth_stride();
     const Out out = {rows_of(view, last), columns > 1 ? view.stride[last] : 1, add};
@@ -390,10 +388,10 @@ void store_rows(const Run &run, const rafter_view &view, const RowLayout &layout
         typedef decltype(zero) T;
         if (sums && !add && layout.direct && layout.stride == columns && stride == columns && columns % wide == 0)
             launch(run.context, thread_per_item(rows * columns / wide, 256, INT64_MAX), store_wide<T>,
-                   reinterpret_cast<T *>(view.data) + first * columns, rows * columns / wide, sums, run.alpha());
+                   reinterpret_cast<T *>(view.data) + first * columns, rows * columns / wide, sums, factor);
         else
             launch(run.context, thread_per_item(rows * columns, 256), store<T>, out, first, rows, columns, sums, stride,
-                   run.alpha());
+                   factor);
     });
 }
 

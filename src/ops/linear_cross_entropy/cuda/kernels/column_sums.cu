@@ -72,13 +72,17 @@ template <typename T> struct DzRows {
     const float *label_elements;  /* NULL: those of all_gradients */
     const RowGradient *all_gradients;
     int64_t first_class;
+    const float *units; /* of Run */
 
     static constexpr bool HAS_LABELS = true;
     DEVICE int label_column(int64_t k) const {
         return static_cast<int>(active.classes[first + k] - first_class);
     }
+    DEVICE float unit(int64_t k) const {
+        return units ? units[first + k] : 1.0f;
+    }
     DEVICE float at_label(int64_t k) const {
-        return label_elements ? label_elements[first + k] : all_gradients[first + k].at_label;
+        return (label_elements ? label_elements[first + k] : all_gradients[first + k].at_label) * unit(k);
     }
     DEVICE int64_t count() const {
         return active.among(first, rows);
@@ -87,7 +91,7 @@ template <typename T> struct DzRows {
         return dz + k * stride;
     }
     DEVICE float coefficient(int64_t k) const {
-        return gradients ? gradients[first + k].p : 1.0f;
+        return gradients ? gradients[first + k].p : unit(k);
     }
     DEVICE float subtracted(int64_t k) const {
         return gradients ? gradients[first + k].spread : 0.0f;
@@ -247,9 +251,9 @@ void sum_dbias(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, 
                const float *at_label, bool add, float *dbias) {
     for_16_bit(run.problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        const DzRows<T> source = {run.active,    first,     rows,     reinterpret_cast<const T *>(dz.data),
-                                  dz.stride,     gradients, at_label, run.gradients,
-                                  dz.first_class};
+        const DzRows<T> source = {run.active,     first,        rows,     reinterpret_cast<const T *>(dz.data),
+                                  dz.stride,      gradients,    at_label, run.gradients,
+                                  dz.first_class, run.row_units};
         sum_rows<T>(run, source, rows, dz.classes, gradients != NULL && run.spread == SPREAD_APART, dz.first_class, add,
                     dz.classes, dbias + dz.first_class);
     });

@@ -118,6 +118,7 @@ HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_cal
     unsigned *const counters = setup.counters.in(workspace);
     const Matrix packed = {setup.x.in(workspace), p.rows, p.depth, p.depth_stride()};
     setup.common.use(this, workspace);
+    loss.row_units = setup.row_units;
     active = {order, &common->active, classes, p.rows};
     split = {setup.split_sums.in(workspace), counters, setup.split_capacity};
     x = p.x.direct ? Matrix{call.x.data, p.rows, p.depth, p.x.stride} : packed;

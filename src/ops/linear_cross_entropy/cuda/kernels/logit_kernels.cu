@@ -195,12 +195,13 @@ __global__ __launch_bounds__(MOST_THREADS) void convert(const __grid_constant__ 
 
 constexpr int SUM_COLUMNS = 64, SUM_ROWS = 8;
 
-/* Adds the sum of dz over the tile's rows, not rounded, to sums[v], v being the tile's classes.
- * Blocks of SUM_COLUMNS x SUM_ROWS threads. */
+/* Adds the sum of dz over the tile's rows, not rounded, to sums[v], v being the tile's classes. `units`:
+ * see Run. Blocks of SUM_COLUMNS x SUM_ROWS threads. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_constant__ LogitTile tile,
                                                                 const __grid_constant__ Loss loss,
-                                                                const RowGradient *gradients, bool first, float *sums) {
+                                                                const RowGradient *gradients, const float *units,
+                                                                bool first, float *sums) {
     __shared__ float row_sums[SUM_ROWS][SUM_COLUMNS];
     const int x = threadIdx.x % SUM_COLUMNS, y = threadIdx.x / SUM_COLUMNS;
     const int64_t v = blockIdx.x * int64_t(SUM_COLUMNS) + x, column = tile.first_class + v;
@@ -209,9 +210,10 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
     for (int64_t row = y; row < tile.rows && v < tile.classes; row += SUM_ROWS) {
         const RowGradient gradient = gradients[tile.first_row + row];
         const ColumnGradient<OPTIONS, T> of(gradient, loss);
-        sum += gradient.constant ? gradient.p
-                                 : gradient_at<T>(of, gradient, tile.z[row * tile.stride + v] + bias, column,
-                                                  loss.load_label(tile.first_row + row), loss);
+        const float d = gradient.constant ? gradient.p
+                                          : gradient_at<T>(of, gradient, tile.z[row * tile.stride + v] + bias, column,
+                                                           loss.load_label(tile.first_row + row), loss);
+        sum += units ? units[tile.first_row + row] * d : d;
     }
     row_sums[y][x] = sum;
     __syncthreads();
@@ -313,7 +315,7 @@ void write_gradient(const Run &run, const LogitTile &tile, char *dz, int64_t dz_
         const RowGradient *gradients = run.gradients;
         if (run.problem.dbias)
             launch(run.context, {ceil_div<int64_t>(tile.classes, SUM_COLUMNS), SUM_COLUMNS * SUM_ROWS},
-                   sum_dz<T, options.value>, tile, run.loss, gradients, first_rows, dbias);
+                   sum_dz<T, options.value>, tile, run.loss, gradients, run.row_units, first_rows, dbias);
         if (run.problem.dx || run.problem.dweight)
             launch(run.context, {tile.rows, threads_for(tile.classes)}, write_dz<T, options.value>, tile, run.loss,
                    gradients, reinterpret_cast<T *>(dz), dz_stride);
