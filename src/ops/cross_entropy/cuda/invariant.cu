@@ -3,7 +3,8 @@
  * Any layout and any options, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by
  * the length of rows alone. If a gradient is wanted, the block reads its row a second time, usually
  * from L1 or L2; a kernel before it computes the terms of the gradient that need no statistics, and in
- * forward a kernel after it writes the outputs. Without a gradient, one kernel does everything.
+ * forward a kernel after it writes the outputs. Without a gradient, one kernel does everything but the
+ * sum over rows.
  */
 #include "cuda/indexed_rows.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
@@ -15,15 +16,9 @@ template <int OPTIONS, typename T, bool ALIGNED>
 DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, const Loss &loss) {
     constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    for (int64_t i = thread; i < row.packs(); i += COUNT * threads) {
-        Pack<T, N> group[COUNT];
-        row.load(group, i, threads, -INFINITY);
-        int valid = 0;
-#pragma unroll
-        for (int k = 0; k < COUNT; k++)
-            valid += i + k * threads < row.packs();
+    row.template for_groups<COUNT, OPTIONS == FULL>(thread, threads, [&](const auto &group, int64_t i, int valid) {
         add(g, group, valid, i * N, int64_t(threads) * N, loss);
-    }
+    });
     for (int64_t e = row.packs() * N + thread; e < row.n; e += threads)
         add_one(g, row.first[e * row.step], e, loss);
     return g;
@@ -83,10 +78,30 @@ __global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOC
     } else if (thread == 0 && row < loss.rows) {
         write_skipped(loss, row, label, &totals);
     }
+    if (!adds_up(c))
+        return;
     if (team.is_warp())
-        add_up(c, totals);
-    else if (adds_up(c))
-        add_up_blocks(c, totals);
+        totals = block_sum(totals);
+    if (threadIdx.x == 0)
+        c.block_totals[blockIdx.x] = totals;
+}
+
+constexpr int SUM_BLOCKS = 64, SUM_THREADS = 1024;
+
+/* Adds up the totals of `blocks` blocks of indexed_losses. If those counted each other themselves, every
+ * one would end with a wait for the counter. `sums`: of each block of this kernel. */
+__global__ __launch_bounds__(SUM_THREADS) void sum_blocks(const __grid_constant__ Args c, int64_t blocks,
+                                                          Totals *sums) {
+    wait_for_previous_kernel();
+    Totals mine = {};
+    for (int64_t i = blockIdx.x * int64_t(SUM_THREADS) + threadIdx.x; i < blocks; i += gridDim.x * SUM_THREADS) {
+        mine.loss += __ldcg(&c.block_totals[i].loss);
+        mine.weight += __ldcg(&c.block_totals[i].weight);
+        mine.counted += __ldcg(&c.block_totals[i].counted);
+    }
+    Args own = c;
+    own.block_totals = sums;
+    add_up_blocks(own, block_sum(mine));
 }
 
 /* The gradient, and in forward the statistics. */
@@ -140,7 +155,8 @@ struct Invariant {
         plan->row_blocks = p.row_blocks();
         plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
         plan->aligned = rows_are_aligned(call.logits);
-        plan->general.fill(device, p, call, p.gradient ? plan->row_blocks : plan->team.blocks(p.rows).blocks, &layout);
+        plan->general.fill(device, p, call,
+                           p.gradient ? plan->row_blocks : plan->team.blocks(p.rows).blocks + SUM_BLOCKS, &layout);
         plan->stats = p.gradient && p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
         plan->terms = p.gradient ? layout.add(p.rows * int64_t(sizeof(KnownTerms))) : 0;
         return layout.bytes;
@@ -161,6 +177,10 @@ struct Invariant {
                     sequence.run(teams,
                                  plan.aligned ? indexed_losses<T, OPTIONS, true> : indexed_losses<T, OPTIONS, false>,
                                  args, plan.team);
+                    if (plan.general.reduces)
+                        sequence.run(
+                            Launch{min(ceil_div<int64_t>(teams.blocks, SUM_THREADS), int64_t(SUM_BLOCKS)), SUM_THREADS},
+                            sum_blocks, args, teams.blocks, args.block_totals + teams.blocks);
                     return;
                 }
                 LossStats<OPTIONS> *const stats =
