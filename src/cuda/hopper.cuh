@@ -87,10 +87,6 @@ DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, cons
 }
 
 /* Prefetches a box into L2. */
-DEVICE void prefetch_box(const CUtensorMap *map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(column), "r"(row)
-                 : "memory");
-}
 DEVICE void prefetch_box(const CUtensorMap *map, int column, int row, const int (&outer)[3]) {
     asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map), "r"(column),
                  "r"(row), "r"(outer[0]), "r"(outer[1]), "r"(outer[2])

@@ -53,16 +53,14 @@ struct WorkItem {
  * parts, in their order. So no cluster waits, and sums do not depend on which part is last. */
 struct TileScheduler {
     static constexpr int MOST_PARTS = 16, LEAST_GAIN = 8; /* LEAST_GAIN: in steps */
-    static constexpr int MOST_KEPT_PARTS = 31;            /* of a Job that KEEPS_PARTS: see tiles::multiply */
-    static_assert(MOST_PARTS < WARP && MOST_KEPT_PARTS < WARP, "one lane per number of parts");
+    static_assert(MOST_PARTS < WARP, "one lane per number of parts");
     int whole, rest, parts, steps; /* tiles that are not split; that are; parts of each; steps of a tile */
     int64_t time;                  /* of the whole product, in steps */
 
     /* `capacity`: parts that SplitSums can hold. Beyond their steps, parts cost memory traffic:
      * each one stores its sums, and the last one of a tile reads them all, in all clusters at the
      * same time, through L2. On the device, all lanes of a warp must call this. */
-    static __host__ __device__ TileScheduler of(int tiles, int steps, int clusters, int capacity,
-                                                int most_parts = MOST_PARTS) {
+    static __host__ __device__ TileScheduler of(int tiles, int steps, int clusters, int capacity) {
         const int last = tiles % clusters, waves = tiles / clusters;
         int64_t least = int64_t(last > 0 ? steps : 0) * WARP + 1; /* steps of the last wave, and parts */
         const auto consider = [&](int n) {
@@ -70,7 +68,7 @@ struct TileScheduler {
             if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
                 least = int64_t(time) * WARP + n;
         };
-        const int most = last == 0 ? 0 : most_parts < capacity / last ? most_parts : capacity / last;
+        const int most = last == 0 ? 0 : MOST_PARTS < capacity / last ? MOST_PARTS : capacity / last;
 #ifdef __CUDA_ARCH__
         const int n = threadIdx.x % WARP;
         if (n > 1 && n <= most)

@@ -157,20 +157,6 @@ template <typename... Maps> DEVICE void begin(Barriers &barriers, const Maps &..
     cluster_sync();
 }
 
-/* In a wide product, whose b is not transposed, after begin: loads the first steps of b into L2 while the
- * previous kernel still runs. If that kernel writes b, its stores reach L2 as well. `first`: as in
- * Source. */
-DEVICE void prefetch_first_steps(const CUtensorMap &b, int first, int depth) {
-    constexpr int PREFETCHED = 4; /* 17 MB in all blocks: what memory delivers in 4 us */
-    if (threadIdx.x > 0)
-        return;
-    const int tile = blockIdx.x / CLUSTER,
-              column = first + (tile * CLUSTER + static_cast<int>(cluster_rank())) * COLUMNS;
-    for (int k = 0; k < PREFETCHED && k * DEPTH < depth; k++)
-        for (int i = 0; i < CLUSTER; i++)
-            prefetch_box(&b, k * DEPTH, column + i * SHARE);
-}
-
 /* The copying thread: loads the operands of all of this cluster's work items into the ring. */
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &job, const SplitSums &split,
@@ -276,7 +262,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
         }
         TileOrigin origin = job.order.at(scheduler.at(item).tile, rank);
         if constexpr (Job::KEEPS_PARTS)
-            origin.row += scheduler.part_of(item) * job.part_rows();
+            origin.row += scheduler.part_of(item) * job.order.shape.rows();
         rows.load(job, origin.row + own_row);
 #pragma unroll 1
         for (int k = BEGIN; k < count; k++)
@@ -311,7 +297,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
  *                    load(job, row); the other row is row + 8
  *     PACKED         results are 16-bit, and are stored while the next tile is being summed
  *     KEEPS_PARTS    all tiles are split, and there is one tile of rows: the results of part n are
- *                    stored n * part_rows() rows further down, and the next kernel adds them up
+ *                    stored n tiles further down, and the next kernel adds them up
  *     HELD           steps of the ring, after those of a tile's depth, that finish has to itself
  *     finish(d, origin, rows, staging, held, packed)
  *                    converts the sums to results. multiply_64x256x16 says who holds which sums.
@@ -328,11 +314,9 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
     const int rank = static_cast<int>(cluster_rank());
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
     if (threadIdx.x < WARP) {
-        const TileScheduler found =
-            split.parts
-                ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
-                : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity,
-                                    Job::KEEPS_PARTS ? TileScheduler::MOST_KEPT_PARTS : TileScheduler::MOST_PARTS);
+        const TileScheduler found = split.parts
+                                        ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
+                                        : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity);
         if (threadIdx.x == 0)
             barriers.scheduler = found;
     }

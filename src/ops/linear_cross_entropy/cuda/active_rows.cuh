@@ -22,6 +22,7 @@ struct Common {
     float alpha;
     int found_nonfinite; /* an ignored row of x holds an infinity or NaN */
     int active;          /* number of active rows */
+    unsigned finished;   /* blocks that have finished rows; 0 between kernels */
 };
 
 /* ---- active rows ----------------------------------------------------------------------------- */

@@ -21,6 +21,7 @@ struct Run {
     Common *common;         /* on the device */
     Totals *block_totals;   /* sums over rows, one per block that has finished rows */
     int64_t blocks;         /* of block_totals so far */
+    bool loss_is_written;   /* by the kernel that finished all rows */
     RowGradient *gradients; /* coefficients of every row's gradient; NULL: no gradient is wanted */
     const float *row_units; /* what they have been divided by: see row_units.cuh; NULL: all rows by the same */
     const float *bias;      /* of all classes, fp32; NULL: none */
@@ -41,9 +42,9 @@ struct CommonBuffers {
     Buffer<float> bias;
     Buffer<char> weight; /* packed copy of W, unless products can use the caller's */
 
-    /* Enough for the blocks of finish_rows or finish_tiles over all groups. */
+    /* Enough for finish_rows or finish_tiles over all groups: few rows have a block each. */
     static int64_t totals_of(int64_t rows, int64_t group) {
-        return rows / (ROW_THREADS / WARP) + ceil_div(rows, group) + 1;
+        return rows + ceil_div(rows, group) + 1;
     }
     void place(Layout *layout, const Problem &p, int64_t totals);
     /* Sets the Run's pointers. */
@@ -124,7 +125,7 @@ rafter_status end_dx_sum(const Run &run, const float *dx, const float *share);
 /* Zeros the rows of `dx` that are not active; they are depth_stride() apart. */
 void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx);
 
-/* The last kernel: the loss. If zero_inactive_dx, it also zeroes dx of the rows that are not
+/* The last kernel: the loss, unless finish_tiles has written it. If zero_inactive_dx, it also zeroes dx of the rows that are not
  * active. */
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx);
 

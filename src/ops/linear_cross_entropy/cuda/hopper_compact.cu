@@ -142,7 +142,7 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         }
         const DxInput input = {dz, {}, 0, p.rows, NULL};
         if (p.dx)
-            RAFTER_TRY(plan.direct_dx ? hopper_dx(run, input) : hopper_dx_sums(run, input, dx, p.rows, v > 0));
+            RAFTER_TRY(plan.direct_dx ? hopper_dx(&run, input) : hopper_dx_sums(run, input, dx, p.rows, v > 0));
         v += dz.classes;
     }
     if (p.dbias)
@@ -160,7 +160,7 @@ rafter_status HopperCompact::launch(rafter_context *context, const Call &call, c
         if (!plan.setup.drop_ignored)
             zero_ignored_dx(run, 0, p.rows);
     }
-    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
+    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx && !run.zeroed_dx);
     return RAFTER_OK;
 }
 

@@ -174,10 +174,10 @@ rafter_status form_exponentials(const HopperRun &run, const Group &group, RowSta
 }
 
 /* dx of the group. `gradients`: as in DxInput. */
-rafter_status form_dx(const HopperRun &run, const HopperFast::Plan &plan, const Group &group, float *sums,
+rafter_status form_dx(HopperRun &run, const HopperFast::Plan &plan, const Group &group, float *sums,
                       const RowGradient *gradients) {
     if (plan.direct_dx)
-        return hopper_dx(run, {group.dz, group.rest, group.first, group.rows, gradients});
+        return hopper_dx(&run, {group.dz, group.rest, group.first, group.rows, gradients});
     const int64_t bytes = run.problem.bytes();
     for (int64_t done = 0; done < group.rows; done += plan.group) {
         const int64_t first = group.first + done, rows = min(group.rows - done, plan.group);
@@ -259,7 +259,7 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
         store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, 0, p.classes, dweight);
     if (p.dx && !plan.setup.drop_ignored)
         zero_ignored_dx(run, 0, p.rows);
-    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx);
+    finish_call(run, run.active, p.dx && plan.setup.drop_ignored && plan.direct_dx && !run.zeroed_dx);
     return RAFTER_OK;
 }
 

@@ -131,14 +131,14 @@ struct HopperSaved {
         }
         const DxInput input = {dz, {}, 0, p.rows, run.gradients};
         if (p.dx && plan.direct_dx) {
-            RAFTER_TRY(hopper_dx(run, input));
+            RAFTER_TRY(hopper_dx(&run, input));
         } else if (p.dx) {
             RAFTER_TRY(hopper_dx_sums(run, input, dx, p.rows, false));
             store_dx_rows(run, 0, p.rows, dx, run.gradients);
         }
         if (p.dweight)
             RAFTER_TRY(form_dweight(run, dz, x_scaled, spread_x, plan.direct_dweight, dweight));
-        finish_call(run, run.active, p.dx && plan.direct_dx);
+        finish_call(run, run.active, p.dx && plan.direct_dx && !run.zeroed_dx);
         return RAFTER_OK;
     }
 

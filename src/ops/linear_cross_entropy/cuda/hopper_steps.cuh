@@ -54,11 +54,6 @@ inline int invariant_dx_parts(const Problem &p, int64_t classes) {
     return !p.invariant || classes < LEAST_CLASSES || p.depth > 2048 ? 1 : p.depth > 512 ? 2 : 4;
 }
 
-/* Rows of memory that a part of dx's sums takes, where parts are stored apart. */
-inline int64_t dx_part_rows(int64_t rows) {
-    return round_up<int64_t>(rows, tiles::PART_ROWS);
-}
-
 /* Rows whose dz of all classes fits into dW's own memory; 0 if dW must not be used for that. dW is
  * free until the products write it, unless it is added to, has gaps, or is not written by
  * products. */
@@ -113,6 +108,7 @@ struct HopperRun : Run {
     SpreadPlace spread;
     const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
     const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
+    bool zeroed_dx;          /* of rows that are not active: by hopper_dx */
 
     /* Sets the pointers, and enqueues the first kernels. */
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
@@ -197,8 +193,9 @@ struct DxInput {
     int64_t first, rows;
     const RowGradient *gradients; /* of all active rows, if dz is exponentials; NULL: it is dz */
 };
-/* Complete, into the caller's dx. */
-rafter_status hopper_dx(const HopperRun &run, const DxInput &input);
+/* Complete, into the caller's dx. If it is stored in parts first, the rows that are not active are zeroed
+ * as well; run->zeroed_dx tells. */
+rafter_status hopper_dx(HopperRun *run, const DxInput &input);
 /* This rank's part of the sum over ranks: dx of all rows as fp32 and without alpha, in the call's
  * order, depth_stride() apart; zeros for ignored rows. */
 rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *to);

@@ -124,7 +124,6 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
                                                                 const __grid_constant__ Labels labels,
                                                                 const __grid_constant__ CopyOfActive copy,
                                                                 Common *common) {
-    start_next_kernel();
     if (labels.of_row)
         labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
@@ -146,6 +145,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
         return;
     common->prepared = prepared;
     common->found_nonfinite = 0;
+    common->finished = 0;
     common->active = static_cast<int>(drop_ignored ? static_cast<int64_t>(prepared.totals.counted) : loss.rows);
     /* Without rows all gradients are 0, whatever the mean's denominator is. */
     common->alpha = prepared.totals.counted == 0.0 ? 1.0f : static_cast<float>(shared_factor / row_scale);
@@ -187,7 +187,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_each_row(const __grid_cons
         if (gradients)
             gradients[first + index] = gradient;
     }
-    add_block_totals(totals, block_totals);
+    add_block_totals(totals, block_totals + blockIdx.x);
 }
 
 /* Zeros dx of the rows that are not active. By all blocks. */
@@ -198,25 +198,15 @@ template <typename U> DEVICE void zero_inactive(const ActiveRows &active, int64_
         });
 }
 
-/* The first block writes the loss, from the totals of all blocks that have finished rows. All
- * blocks zero dx of the rows that are not active, if it is given. */
+/* The first block writes the loss, if block_totals is given. All blocks zero dx of the rows that are not
+ * active, if it is given. */
 template <typename U>
 __global__ __launch_bounds__(PREPARE_THREADS) void finish(const __grid_constant__ Loss loss, const Totals *block_totals,
                                                           int64_t blocks, const __grid_constant__ ActiveRows active,
                                                           int64_t columns, U *dx, int64_t stride) {
-    start_next_kernel();
     wait_for_previous_kernel();
-    if (blockIdx.x == 0 && loss.forward) {
-        Totals all = {};
-        for (int64_t i = threadIdx.x; i < blocks; i += blockDim.x) {
-            all.loss += block_totals[i].loss;
-            all.weight += block_totals[i].weight;
-            all.counted += block_totals[i].counted;
-        }
-        all = block_sum(all);
-        if (threadIdx.x == 0)
-            write_loss(loss, all);
-    }
+    if (blockIdx.x == 0 && block_totals)
+        write_loss_of_blocks(loss, block_totals, blocks);
     if (dx)
         zero_inactive(active, columns, dx, stride);
 }
@@ -224,7 +214,6 @@ __global__ __launch_bounds__(PREPARE_THREADS) void finish(const __grid_constant_
 template <typename U>
 __global__ __launch_bounds__(ZERO_THREADS) void zero_inactive_kernel(const __grid_constant__ ActiveRows active,
                                                                      int64_t columns, U *dx, int64_t stride) {
-    start_next_kernel();
     wait_for_previous_kernel();
     zero_inactive(active, columns, dx, stride);
 }
@@ -311,8 +300,8 @@ rafter_view as_row(const rafter_view &view) {
 
 Run::Run(rafter_context *for_context, const linear_cross_entropy_call &for_call)
     : context(for_context), call(for_call), problem(for_call), loss(loss_of(*for_context->cuda_state, &for_call.loss)),
-      row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), gradients(NULL), row_units(NULL),
-      bias(NULL), weight() {
+      row_scale(row_scale_of(problem)), common(NULL), block_totals(NULL), blocks(0), loss_is_written(false),
+      gradients(NULL), row_units(NULL), bias(NULL), weight() {
     loss.divides_upstream = problem.divides_upstream;
 }
 
@@ -423,7 +412,8 @@ void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx) {
 
 void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx) {
     const rafter_view &dx = run.call.dx;
-    if (!zero_inactive_dx && !run.loss.forward)
+    const bool writes_loss = run.loss.forward && !run.loss_is_written;
+    if (!zero_inactive_dx && !writes_loss)
         return;
     const int64_t most = 8 * run.context->cuda_state->multiprocessors;
     for_dtype(zero_inactive_dx ? dx.dtype : RAFTER_F32, [&](auto zero) {
@@ -431,8 +421,8 @@ void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx
         launch(
             run.context,
             zero_inactive_dx ? overlapping(min(run.problem.rows, most), ZERO_THREADS) : overlapping(1, PREPARE_THREADS),
-            finish<U>, run.loss, static_cast<const Totals *>(run.block_totals), run.blocks, active, run.problem.depth,
-            zero_inactive_dx ? reinterpret_cast<U *>(dx.data) : NULL, run.problem.dx_layout.stride);
+            finish<U>, run.loss, writes_loss ? static_cast<const Totals *>(run.block_totals) : NULL, run.blocks, active,
+            run.problem.depth, zero_inactive_dx ? reinterpret_cast<U *>(dx.data) : NULL, run.problem.dx_layout.stride);
     });
 }
 

@@ -108,7 +108,6 @@ __global__ __launch_bounds__(SUM_THREADS) void sum_chunk(const __grid_constant__
     constexpr int N = WIDE<T>;
     __shared__ float coefficients[STAGED_ROWS];
     __shared__ int labels[STAGED_ROWS]; /* columns */
-    start_next_kernel();
     wait_for_previous_kernel();
     const int across = gridDim.x / chunks, block = blockIdx.x % across, chunk = blockIdx.x / across;
     const int64_t count = source.count();
@@ -186,7 +185,6 @@ __global__ __launch_bounds__(SUM_THREADS) void add_chunks(const float *parts, co
                                                           int64_t columns, int64_t padded,
                                                           const __grid_constant__ Loss loss, int64_t first_class,
                                                           bool add, float *to) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t c = blockIdx.x * int64_t(SUM_THREADS) + threadIdx.x;
     if (c >= padded)

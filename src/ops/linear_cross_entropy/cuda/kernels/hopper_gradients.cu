@@ -44,8 +44,7 @@ struct DxTask {
     const float *alpha;      /* RESULTS only */
     void *dx;                /* of all the call's rows */
     int64_t dx_stride;
-    bool wide;     /* tiles::ClusterShape */
-    int part_rows; /* PART_SUMS: rows from one part to the next, a multiple of tiles::PART_ROWS */
+    bool wide; /* tiles::ClusterShape */
 };
 
 /* dx itself; or fp32 sums of active rows, written or added to; or the sums of each part of the
@@ -191,9 +190,6 @@ template <typename T, typename U, int END> struct DxJob {
           in_rows(*t.active.count == t.active.all && t.depth * sizeof(U) % 16 == 0),
           factor(END == RESULTS ? *t.alpha : 1.0f), order(rows, t.depth, t.wide) {
     }
-    DEVICE int part_rows() const {
-        return task.part_rows;
-    }
     DEVICE tiles::Source a(int k) const {
         return k < in_front ? tiles::Source{&dz, 0, 0} : tiles::Source{&dz_rest, 0, -in_front * tiles::DEPTH};
     }
@@ -255,9 +251,7 @@ template <typename T, typename U, int END> struct DxJob {
                        char *const *held, tiles::Packed &packed) const {
         constexpr int COLUMNS = PACKED ? tiles::CHUNK : tiles::FLOATS;
         const int row = (END == RESULTS ? static_cast<int>(task.first_row) : 0) + loaded.row;
-        /* The warp's 16 rows do not exist. In the part of a narrow cluster's second block, origin.row is
-         * at most ROWS further down, which is less than part_rows. */
-        if (KEEPS_PARTS && (row & ~15) - origin.row / part_rows() * part_rows() >= rows)
+        if (KEEPS_PARTS && (row & ~15) % order.shape.rows() >= rows) /* the warp's 16 rows do not exist */
             return;
         packed.row = row;
         packed.column = origin.column;
@@ -315,7 +309,6 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void dweight_kernel(const __grid
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
-    start_next_kernel();
     tiles::begin(barriers, dz, x, copy, out);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
@@ -336,7 +329,6 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void dx_kernel(const __grid_cons
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
-    start_next_kernel();
     tiles::begin(barriers, dz, dz_rest, w, out);
     wait_for_previous_kernel();
     tiles::multiply<T, false, true>(memory, barriers, DxJob<T, U, END>(dz, dz_rest, w, out, task), task.split);
@@ -377,13 +369,12 @@ struct DxOut {
     const float *alpha; /* NULL: sums */
 };
 
-template <int END>
-rafter_status launch_dx(const HopperRun &run, const DxInput &in, const DxOut &out, const tiles::SplitSums &split) {
+template <int END> rafter_status launch_dx(const HopperRun &run, const DxInput &in, const DxOut &out) {
     const rafter_dtype dtype = run.problem.dtype;
     const Matrix dz = dz_matrix(in.dz, in.rows), rest = in.rest.classes > 0 ? dz_matrix(in.rest, in.rows) : dz;
     DxTask task = {};
     task.active = run.active;
-    task.split = split;
+    task.split = run.dx_split(in.dz.classes + in.rest.classes);
     task.first_row = in.first;
     task.rows = in.rows;
     task.classes = in.dz.classes + in.rest.classes;
@@ -399,7 +390,6 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, const DxOut &ou
     task.dx_stride = out.stride;
     const tiles::ClusterShape shape = tiles::ClusterShape::of(task.rows);
     task.wide = shape.wide;
-    task.part_rows = static_cast<int>(dx_part_rows(in.rows));
 
     CUtensorMap dz_map, rest_map, w_map, out_map = {};
     if (!map_operand(&dz_map, dtype, dz, false, shape.a_share()) ||
@@ -417,56 +407,45 @@ rafter_status launch_dx(const HopperRun &run, const DxInput &in, const DxOut &ou
     return RAFTER_OK;
 }
 
-/* Dx in parts, each of which is stored apart: PART_SUMS. */
-struct DxParts {
-    int count; /* 1: dx is not stored in parts */
-    tiles::SplitSums split;
-};
-
-/* All tiles of dx are split, if there is one tile of rows, and the parts are better added up by a
- * kernel of their own. */
-DxParts dx_parts(const HopperRun &run, const DxInput &in) {
+/* The parts that all tiles of dx are split into, if there is one tile of rows, and the parts are
+ * better added up by a kernel of their own; else 1. */
+int dx_parts(const HopperRun &run, const DxInput &in) {
     if (run.problem.invariant)
-        return {1, {}};
+        return 1;
     const tiles::ClusterShape shape = tiles::ClusterShape::of(in.rows);
     const int64_t classes = in.dz.classes + in.rest.classes, tiles = shape.tiles(in.rows, run.problem.depth);
-    if (in.rows > shape.rows())
-        return {1, {}};
-    /* Parts have no rows but dx's. */
-    tiles::SplitSums split = run.split;
-    split.capacity = static_cast<int>(split.capacity * shape.rows() / dx_part_rows(in.rows));
-    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, split);
-    const tiles::TileScheduler scheduler = tiles::TileScheduler::of(
-        static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
-        static_cast<int>(how.blocks / tiles::CLUSTER), split.capacity, tiles::TileScheduler::MOST_KEPT_PARTS);
+    const Launch how = tiles::launch_for(run.context->cuda_state, shape, in.rows, run.problem.depth, run.split);
+    const tiles::TileScheduler scheduler =
+        tiles::TileScheduler::of(static_cast<int>(tiles), static_cast<int>(ceil_div<int64_t>(classes, tiles::DEPTH)),
+                                 static_cast<int>(how.blocks / tiles::CLUSTER), run.split.capacity);
     /* A cluster that adds up its tile takes 1.2 us per part, the kernel 5 to 8 us. */
     constexpr int MANY_PARTS = 6;
-    const bool in_parts = scheduler.whole == 0 && (shape.wide || scheduler.parts > MANY_PARTS);
-    return {in_parts ? scheduler.parts : 1, split};
+    const bool all_split = in.rows <= shape.rows() && scheduler.whole == 0;
+    return all_split && (shape.wide || scheduler.parts > MANY_PARTS) ? scheduler.parts : 1;
 }
 
 /* Few rows: parts are many and large. All blocks add them up, in store(parts, elements between parts),
  * faster than the blocks that finish last. */
 template <typename Store>
 rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &out, Store store) {
-    const DxParts parts = dx_parts(run, input);
-    if (parts.count == 1)
-        return launch_dx<RESULTS>(run, input, out, run.dx_split(input.dz.classes + input.rest.classes));
-    const int64_t stride = run.problem.depth_stride(), rows = dx_part_rows(input.rows);
-    RAFTER_TRY(
-        launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, parts.count * rows, stride, NULL}, parts.split));
-    store(parts.count, rows * stride);
+    const int parts = dx_parts(run, input);
+    if (parts == 1)
+        return launch_dx<RESULTS>(run, input, out);
+    const int64_t stride = run.problem.depth_stride(), rows = tiles::ClusterShape::of(input.rows).rows();
+    RAFTER_TRY(launch_dx<PART_SUMS>(run, input, {RAFTER_F32, run.split.sums, parts * rows, stride, NULL}));
+    store(parts, rows * stride);
     return RAFTER_OK;
 }
 
 } // namespace
 
-rafter_status hopper_dx(const HopperRun &run, const DxInput &input) {
-    const rafter_view &dx = run.call.dx;
-    return form_dx(run, input, {dx.dtype, dx.data, input.first + input.rows, run.problem.dx_layout.stride, run.alpha()},
-                   [&](int parts, int64_t part_stride) {
-                       store_dx_rows(run, input.first, input.rows, run.split.sums, input.gradients, parts, part_stride);
-                   });
+rafter_status hopper_dx(HopperRun *run, const DxInput &input) {
+    const rafter_view &dx = run->call.dx;
+    const DxOut out = {dx.dtype, dx.data, input.first + input.rows, run->problem.dx_layout.stride, run->alpha()};
+    return form_dx(*run, input, out, [&](int parts, int64_t part_stride) {
+        store_dx_rows(*run, input.first, input.rows, run->split.sums, input.gradients, parts, part_stride);
+        run->zeroed_dx = input.rows == run->problem.rows;
+    });
 }
 
 rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *to) {
@@ -480,8 +459,7 @@ rafter_status hopper_rank_dx(const HopperRun &run, const DxInput &input, float *
 
 rafter_status hopper_dx_sums(const HopperRun &run, const DxInput &input, float *sums, int64_t sums_rows, bool add) {
     const DxOut out = {RAFTER_F32, sums, sums_rows, run.problem.depth_stride(), NULL};
-    const tiles::SplitSums split = run.dx_split(input.dz.classes + input.rest.classes);
-    return add ? launch_dx<MORE_SUMS>(run, input, out, split) : launch_dx<SUMS>(run, input, out, split);
+    return add ? launch_dx<MORE_SUMS>(run, input, out) : launch_dx<SUMS>(run, input, out);
 }
 
 rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, int64_t rows, const Matrix *scaled,

@@ -478,10 +478,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
     __shared__ tiles::Barriers barriers;
-    start_next_kernel();
     tiles::begin(barriers, x, copy, w, out);
-    if (task.wide)
-        tiles::prefetch_first_steps(w, static_cast<int>(task.first_class), task.depth);
     wait_for_previous_kernel();
     const bool all = *task.active.count == task.active.all;
     tiles::multiply<T, false, false>(memory, barriers, LogitJob<T, MODE, OPTIONS>(all ? x : copy, w, out, task),

@@ -10,6 +10,7 @@ namespace lce {
 namespace {
 
 constexpr int ROW_BLOCKS = 6; /* of finish_tiles_kernel, that fit on a multiprocessor */
+constexpr int ROW_WARPS = ROW_THREADS / WARP;
 
 /* ---- the end of rows ------------------------------------------------------------------------- */
 
@@ -17,7 +18,7 @@ constexpr int ROW_BLOCKS = 6; /* of finish_tiles_kernel, that fit on a multiproc
  * warp: a pack per lane from each of TILES tiles at a time. The first ones are loaded before the
  * row's gradient is known. */
 template <typename T> struct RowConversion {
-    static constexpr int N = WIDE<T>, TILES = 4;
+    static constexpr int N = WIDE<T>, TILES = 4, CLASSES = TILES * TILE_CLASSES;
     static_assert(TILE_CLASSES == WARP * N, "one pack per lane");
     T *row;
     const RowStats *stats;
@@ -35,65 +36,39 @@ template <typename T> struct RowConversion {
                 max[k] = stats[first / TILE_CLASSES + k].max;
             }
     }
-    /* Converts the loaded packs, and stores them. With a softcap, exponentials have been multiplied by
-     * its derivative, and there is no label smoothing. */
-    DEVICE void convert(int64_t first, const RowGradient &gradient, int label, const Loss &loss) {
+    /* Classes from `begin` on, which are loaded, up to `end`. With a softcap, exponentials have been
+     * multiplied by its derivative, and there is no label smoothing. */
+    DEVICE void finish(int64_t begin, int64_t end, const RowGradient &gradient, int label, const Loss &loss) {
+        for (int64_t first = begin; first < end; first += CLASSES) {
+            if (first > begin)
+                load(first, loss.classes);
 #pragma unroll
-        for (int k = 0; k < TILES; k++) {
-            const int64_t v = at(first, k);
-            if (v >= loss.classes)
-                continue;
-            /* If the tile is all -inf, there is nothing to rescale, and the pivot may be
-             * any distance away. */
-            const float factor =
-                gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
-            float all[N];
-            unpack(pack[k], all);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                all[j] = factor * all[j];
-            if (loss.weighted)
+            for (int k = 0; k < TILES; k++) {
+                const int64_t v = at(first, k);
+                if (v >= loss.classes)
+                    continue;
+                /* If the tile is all -inf, there is nothing to rescale, and the pivot may be
+                 * any distance away. */
+                const float factor =
+                    gradient.p * (max[k] == -INFINITY ? 0.0f : expf((pivot_at(max[k]) - gradient.pivot) * loss.scale));
+                float all[N];
+                unpack(pack[k], all);
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    if (v + j < loss.classes)
-                        all[j] -= gradient.spread * static_cast<float>(loss.column_weight(v + j));
+                    all[j] = factor * all[j];
+                if (loss.weighted)
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
-            store_once<T, N>(row + v, packed<T>(all));
-        }
-    }
-    /* All of the row, from its beginning, which is loaded. */
-    DEVICE void finish(const RowGradient &gradient, int label, const Loss &loss) {
-        for (int64_t first = 0; first < loss.classes; first += TILES * TILE_CLASSES) {
-            if (first > 0)
-                load(first, loss.classes);
-            convert(first, gradient, label, loss);
+                    for (int j = 0; j < N; j++)
+                        if (v + j < loss.classes)
+                            all[j] -= gradient.spread * static_cast<float>(loss.column_weight(v + j));
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all[j] = gradient.constant ? gradient.p : v + j == label ? gradient.at_label : all[j];
+                store_once<T, N>(row + v, packed<T>(all));
+            }
         }
     }
 };
-
-/* Converts active rows from `first_row` on, whose gradients are known. A warp takes 4 tiles of a row, a
- * row has row_blocks blocks. */
-template <typename T>
-__global__ __launch_bounds__(ROW_THREADS) void convert_rows(const __grid_constant__ Loss loss,
-                                                            const __grid_constant__ ActiveRows active,
-                                                            int64_t first_row, int row_blocks, const RowStats *stats,
-                                                            int tiles, const RowGradient *gradients, T *exponentials,
-                                                            int64_t stride) {
-    start_next_kernel();
-    wait_for_previous_kernel();
-    const int64_t index = blockIdx.x / row_blocks, k = first_row + index;
-    const int64_t piece = (blockIdx.x - index * row_blocks) * (ROW_THREADS / WARP) + threadIdx.x / WARP,
-                  first = piece * (RowConversion<T>::TILES * TILE_CLASSES);
-    if (k >= *active.count || first >= loss.classes)
-        return;
-    RowConversion<T> conversion;
-    conversion.row = exponentials + index * stride;
-    conversion.stats = stats + index * tiles;
-    conversion.load(first, loss.classes);
-    conversion.convert(first, gradients[k], active.classes[k], loss);
-}
 
 /* The value of lane `from`. */
 DEVICE RowGradient from_lane(const RowGradient &gradient, int from) {
@@ -153,17 +128,27 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
 /* A warp finishes `each` rows: one lane per row if rows have few tiles, or all lanes together for
  * one row. `stats` and `more` (FULL only) have the tiles of the group's active rows, `logit_sums`
  * (or NULL) those of all active rows. If `exponentials` is not NULL, these rows' exponentials are
- * converted to dz. `saved`: where the rows' statistics are stored, or NULL. */
+ * converted to dz. `saved`: where the rows' statistics are stored, or NULL.
+ *
+ * row_blocks > 1: a row has so many blocks. Every warp of them merges the row's tiles, and converts
+ * RowConversion::TILES of them; the first warp writes the row's results.
+ *
+ * finished: if these are all rows of the call, where blocks are counted. The last one writes the loss. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
-    const RowStats *stats, const OptionStats *more, int tiles, const float *z_label, const float *logit_sums,
-    double row_scale, RowGradient *gradients, SpreadPlace spread, const __grid_constant__ Labels labels,
-    T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save, Totals *block_totals) {
-    start_next_kernel();
+    int row_blocks, const RowStats *stats, const OptionStats *more, int tiles, const float *z_label,
+    const float *logit_sums, double row_scale, RowGradient *gradients, SpreadPlace spread,
+    const __grid_constant__ Labels labels, T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save,
+    Totals *block_totals, unsigned *finished) {
     wait_for_previous_kernel();
-    const int lane = threadIdx.x % WARP;
-    const int64_t begin = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) / WARP * each, index = begin + lane;
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    const int64_t unit = blockIdx.x / row_blocks; /* of blocks */
+    const int piece = row_blocks > 1 ? static_cast<int>(blockIdx.x - unit * row_blocks) * ROW_WARPS + warp : 0;
+    const int64_t begin = row_blocks > 1 ? unit : (unit * ROW_WARPS + warp) * each, index = begin + lane,
+                  first_class = piece * int64_t(RowConversion<T>::CLASSES),
+                  end_class =
+                      row_blocks > 1 ? min(loss.classes, first_class + RowConversion<T>::CLASSES) : loss.classes;
     const int count = active.among(first + begin, min(int64_t(each), rows - begin)); /* active rows come first */
     const bool own = lane < each && index < rows;
     const int64_t row = own ? active.order[first + index] : 0;
@@ -172,7 +157,7 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const auto begin_conversion = [&](int64_t i) {
         conversion.row = exponentials + i * stride;
         conversion.stats = stats + i * tiles;
-        conversion.load(0, loss.classes);
+        conversion.load(first_class, loss.classes);
     };
     if (exponentials && count > 0)
         begin_conversion(begin);
@@ -216,17 +201,23 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     Totals totals = {};
     RowGradient gradient = gradient_of_skipped(IGNORED);
     if (own) {
-        gradient = finish_row(loss, row, label, &g, row_scale, gradients, &totals);
-        if (saved)
+        gradient = finish_row(loss, row, label, &g, row_scale, gradients, piece == 0 ? &totals : NULL);
+        if (saved && piece == 0)
             saved[first + index] = g;
-        put_gradient(loss, first + index, label, &gradient, spread, gradients, labels);
+        if (piece == 0)
+            put_gradient(loss, first + index, label, &gradient, spread, gradients, labels);
     }
     for (int i = 0; i < count && exponentials; i++) {
         if (i > 0)
             begin_conversion(begin + i);
-        conversion.finish(from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
+        conversion.finish(first_class, end_class, from_lane(gradient, i), __shfl_sync(~0u, label, i), loss);
     }
-    add_block_totals(totals, block_totals);
+    if (blockIdx.x != unit * row_blocks)
+        return;
+    const unsigned units = gridDim.x / row_blocks;
+    add_block_totals(totals, block_totals + unit);
+    if (finished && block_arrives_last(finished, units))
+        write_loss_of_blocks(loss, block_totals, units);
 }
 
 /* Brings level + tilt * t below 1 for all t of exponentials that fp16 can store, so that their
@@ -249,7 +240,6 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_saved(const __grid_constan
                                                             const LossStats<FULL> *saved, double row_scale,
                                                             RowGradient *gradients, SpreadPlace spread,
                                                             const __grid_constant__ Labels labels, bool bounds) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     if (k >= active.all)
@@ -274,7 +264,6 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
                                                             double row_scale, RowGradient *gradients,
                                                             SpreadPlace spread, const __grid_constant__ Labels labels,
                                                             Totals *block_totals) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
@@ -296,7 +285,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_ranks(const __grid_constan
             labels.add(static_cast<int>(k),
                        here && gradient.at_label != 0.0f ? static_cast<int>(loss.column_of(label)) : -1);
     }
-    add_block_totals(totals, block_totals);
+    add_block_totals(totals, block_totals + blockIdx.x);
 }
 
 /* ---- exponentials ---------------------------------------------------------------------------- */
@@ -358,7 +347,6 @@ __global__ __launch_bounds__(LABEL_THREADS) void unify_pivots(const __grid_const
                                                               const RowStats *stats, int tiles,
                                                               const LossStats<FULL> *saved,
                                                               const __grid_constant__ Exponentials<T> e) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     if (index < *active.count)
@@ -422,7 +410,6 @@ __global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ 
                                                         const __grid_constant__ Exponentials<T> e,
                                                         const __grid_constant__ ActiveX<T> x, int64_t depth,
                                                         T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     const int count = x.active.among(first, rows);
@@ -466,12 +453,12 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
                                                           const RowGradient *gradients, const T *weight,
                                                           int64_t weight_stride, const float *weight_sum) {
     constexpr int AT_ONCE = 8;
-    start_next_kernel();
     wait_for_previous_kernel();
     const int own = blockIdx.x / row_blocks, piece = blockIdx.x - own * row_blocks;
     const int64_t share = round_up<int64_t>(ceil_div<int64_t>(columns, row_blocks), 4), begin = piece * share;
     const int64_t k = first + own, row = active.order[k];
     const bool is_active = k < *active.count;
+    const float factor = *alpha; /* loaded early */
     const float p = gradients && is_active ? gradients[k].p : 1.0f,
                 at_label = gradients && is_active ? gradients[k].at_label : 0.0f,
                 spread = weight_sum && is_active ? gradients[k].spread : 0.0f;
@@ -498,7 +485,7 @@ __global__ __launch_bounds__(LABEL_THREADS) void store_dx(const __grid_constant_
 #pragma unroll
         for (int j = 0; j < n.value; j++)
             sum[j] =
-                is_active ? *alpha * fmaf(p, sum[j], fmaf(at_label, label_weight[j], -spread * all_weights[j])) : 0.0f;
+                is_active ? factor * fmaf(p, sum[j], fmaf(at_label, label_weight[j], -spread * all_weights[j])) : 0.0f;
         store_once<U, n.value>(to + i * step, packed<U>(sum));
     };
     const int64_t count = max(int64_t(0), min(share, columns - begin));
@@ -519,31 +506,33 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
     return static_cast<int>(min(each, int64_t(WARP)));
 }
 
+/* Blocks per row of finish_tiles_kernel, if it converts: with a warp per row, few rows would leave most
+ * of the GPU idle. */
+int64_t blocks_per_row(const Run &run, int64_t rows, int64_t tiles) {
+    constexpr int64_t BLOCK_TILES = RowConversion<uint16_t>::CLASSES / TILE_CLASSES * ROW_WARPS;
+    const int64_t enough = run.context->cuda_state->multiprocessors * (ROW_BLOCKS / 2);
+    return rows < enough * ROW_WARPS ? ceil_div(tiles, BLOCK_TILES) : 1;
+}
+
 } // namespace
 
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
                   const Dz &to_dz, LossStats<FULL> *saved, bool only_save) {
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
-    const int64_t blocks = ceil_div<int64_t>(rows, ROW_THREADS / WARP * each);
-    /* A warp per row would leave most of the GPU idle: rows are converted by a kernel of their own. */
-    const int64_t pieces = ceil_div<int64_t>(tiles, RowConversion<uint16_t>::TILES),
-                  row_blocks = ceil_div<int64_t>(pieces, ROW_THREADS / WARP);
-    const bool apart =
-        to_dz.data && row_blocks > 1 && blocks < run->context->cuda_state->multiprocessors * (ROW_BLOCKS / 2);
+    const int64_t row_blocks = to_dz.data ? blocks_per_row(*run, rows, tiles) : 1,
+                  blocks = row_blocks > 1 ? rows : ceil_div<int64_t>(rows, ROW_WARPS * each);
+    const bool writes_loss = rows == run->problem.rows && !only_save && run->loss.forward;
     for_16_bit(run->problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        T *const exponentials = reinterpret_cast<T *>(to_dz.data);
-        launch(run->context, overlapping(blocks, ROW_THREADS),
+        launch(run->context, overlapping(blocks * row_blocks, ROW_THREADS),
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
-               each, stats, more, static_cast<int>(tiles), static_cast<const float *>(run->z_label), run->logit_sums,
-               static_cast<double>(run->row_scale), run->gradients, run->spread, run->labels,
-               apart ? NULL : exponentials, to_dz.stride, saved, only_save, run->block_totals + run->blocks);
-        if (apart)
-            launch(run->context, overlapping(rows * row_blocks, ROW_THREADS), convert_rows<T>, run->loss, run->active,
-                   first, static_cast<int>(row_blocks), stats, static_cast<int>(tiles),
-                   static_cast<const RowGradient *>(run->gradients), exponentials, to_dz.stride);
+               each, static_cast<int>(row_blocks), stats, more, static_cast<int>(tiles),
+               static_cast<const float *>(run->z_label), run->logit_sums, static_cast<double>(run->row_scale),
+               run->gradients, run->spread, run->labels, reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved,
+               only_save, run->block_totals + run->blocks, writes_loss ? &run->common->finished : NULL);
     });
+    run->loss_is_written = writes_loss;
     run->blocks += only_save ? 0 : blocks;
 }
 

@@ -47,27 +47,20 @@ int split_capacity_for(const Problem &p, const Limits &limits, int clusters, int
     const int most = static_cast<int>(2 * static_cast<int64_t>(limits.product_bytes) / tiles::SPLIT_BYTES);
     bool gains = false;
     int capacity = 0;
-    /* A part takes `part_rows` rows of memory. */
-    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth,
-                                 int64_t part_rows, int most_parts) {
+    const auto add_product = [&](tiles::ClusterShape shape, int64_t down, int64_t across, int64_t depth) {
         const int tiles = static_cast<int>(shape.tiles(down, across)),
-                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH)),
-                  fit = static_cast<int>(most * shape.rows() / part_rows);
-        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, fit, most_parts);
+                  steps = static_cast<int>(ceil_div<int64_t>(depth, tiles::DEPTH));
+        const tiles::TileScheduler split = tiles::TileScheduler::of(tiles, steps, clusters, most);
         const int64_t whole = tiles::TileScheduler::of(tiles, steps, clusters, 0).time;
         gains = gains || whole - split.time > whole / 50;
-        capacity =
-            max(capacity, static_cast<int>(ceil_div(split.rest * split.parts * part_rows, int64_t(shape.rows()))));
+        capacity = max(capacity, split.rest * split.parts);
     };
-    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows), narrow(false);
-    const bool keeps_parts = rows <= shape.rows() && !p.invariant;
-    add_product(shape, rows, p.classes, p.depth, shape.rows(), tiles::TileScheduler::MOST_PARTS);
-    if (p.dx && keeps_parts)
-        add_product(shape, rows, p.depth, p.classes, dx_part_rows(rows), tiles::TileScheduler::MOST_KEPT_PARTS);
-    else if (p.dx)
-        add_product(shape, rows, p.depth, p.classes, shape.rows(), tiles::TileScheduler::MOST_PARTS);
+    const tiles::ClusterShape shape = tiles::ClusterShape::of(rows);
+    add_product(shape, rows, p.classes, p.depth);
+    if (p.dx)
+        add_product(shape, rows, p.depth, p.classes);
     if (p.dweight)
-        add_product(narrow, p.classes, p.depth, rows, narrow.rows(), tiles::TileScheduler::MOST_PARTS);
+        add_product(tiles::ClusterShape(false), p.classes, p.depth, rows);
     capacity = !gains ? 0 : sliced ? most : capacity;
     if (const int parts = invariant_dx_parts(p, p.classes); parts > 1 && p.dx)
         capacity = max(capacity, parts * static_cast<int>(shape.tiles(rows, p.depth)));
@@ -112,7 +105,7 @@ static CopyOfActive copy_of(const HopperRun &run) {
 HopperRun::HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,
                      const Labels &for_labels, char *workspace)
     : Run(for_context, for_call), labels(for_labels), column_parts(NULL), spread(SPREAD_IN_DZ), weight_sum(NULL),
-      logit_sums(NULL) {
+      logit_sums(NULL), zeroed_dx(false) {
     const Problem &p = problem;
     int *const order = setup.order.in(workspace), *const classes = setup.classes.in(workspace);
     unsigned *const counters = setup.counters.in(workspace);

@@ -150,7 +150,6 @@ template <typename T, typename U> struct LabelSums {
 template <typename T, typename U>
 __global__ __launch_bounds__(ADD_THREADS, ADD_BLOCKS) void add_labels(const __grid_constant__ LabelSums<T, U> a,
                                                                       int for_many) {
-    start_next_kernel();
     wait_for_previous_kernel();
     const int block = static_cast<int>(blockIdx.x);
     if (block < for_many) {

@@ -19,7 +19,6 @@ __global__ __launch_bounds__(SAMPLE_WARPS *WARP) void sample_rows(const __grid_c
                                                                   RowStats *sample) {
     constexpr int N = WIDE<T>, LOGITS = SAMPLES + 1;
     __shared__ float parts[SAMPLE_WARPS][LOGITS];
-    start_next_kernel();
     wait_for_previous_kernel();
     const int64_t k = blockIdx.x;
     if (k >= *x.active.count)
@@ -81,7 +80,6 @@ template <typename T>
 __global__ __launch_bounds__(ROW_WARPS *WARP) void sum_row_logits(const __grid_constant__ ActiveX<T> x, int64_t depth,
                                                                   const float *weight_sum, const float *weighted_bias,
                                                                   float *to) {
-    start_next_kernel();
     wait_for_previous_kernel();
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP;
@@ -108,7 +106,6 @@ __global__ __launch_bounds__(ROW_WARPS *WARP) void sum_row_logits(const __grid_c
 /* *to = the sum of w_v bias_v. One block. */
 __global__ __launch_bounds__(1024) void sum_weighted_bias(const __grid_constant__ Loss loss, const float *bias,
                                                           float *to) {
-    start_next_kernel();
     wait_for_previous_kernel();
     double sum = 0.0;
     for (int64_t v = threadIdx.x; v < loss.classes; v += blockDim.x)
