@@ -69,6 +69,10 @@ static const struct shape shapes[] = {
     {3, 1, {2, 100, 64}},
     {3, 1, {2, 21, 70}},
     {2, 0, {70, 513}},
+    /* short columns, four of which are adjacent and aligned */
+    {3, 1, {3, 2, 64}},
+    {3, 1, {2, 7, 100}},
+    {3, 1, {3, 4, 32}},
     /* rows of whole packs, more of them than a warp of a GPU takes */
     {2, 1, {35, 128}},
     {2, 1, {35, 256}},
@@ -104,6 +108,10 @@ static const struct shape cuda_shapes[] = {
     {2, 1, {30001, 133}},
     {2, 1, {9001, 1031}},
     {2, 1, {2101, 4111}},
+    /* many short columns: a thread takes four */
+    {3, 1, {5, 21, 26216}},
+    {2, 0, {37, 131076}},
+    {3, 1, {9, 13, 16388}},
 };
 
 /* All options but the algorithm, which the harness chooses. */
@@ -115,7 +123,7 @@ struct options {
 };
 enum { OPTION_SETS = 16 };
 
-static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}};
+static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}, {3, 1, {2, 5, 32}}};
 
 enum {
     DTYPES = 3,

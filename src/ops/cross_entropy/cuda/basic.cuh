@@ -158,25 +158,32 @@ inline bool rows_of_packs(const rafter_view &view) {
            (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
 }
 
-/* NULL if the call is basic, with any number of rows, else the reason. */
-inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call) {
+/* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */
+inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
-    if (l.reduction == RAFTER_NONE)
-        return "the reduction is none";
     if (l.smoothing != 0.0f || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f || l.class_weight.data ||
         l.row_weight.data)
         return "the call has options beyond reduction and ignore_index";
     if (l.logprob.data || l.entropy.data || l.argmax.data)
         return "logprob, entropy or argmax is wanted";
-    if (p.strided)
-        return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-    if (!rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits)))
-        return "rows are not whole, aligned packs of 16 bytes";
     if (!contiguous_or_missing(l.target) || !contiguous_or_missing(l.lse) || !contiguous_or_missing(l.row_loss))
         return "target, lse or row_loss is strided";
     if (p.rows == 0 || p.classes == 0)
         return "there are no rows or no classes";
     return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
+}
+
+/* NULL if the call is basic, with any number of rows, else the reason. */
+inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call) {
+    if (call.loss.reduction == RAFTER_NONE)
+        return "the reduction is none";
+    if (const char *const reason = why_not_basic_outputs(p, call))
+        return reason;
+    if (p.strided)
+        return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+    return !rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits))
+               ? "rows are not whole, aligned packs of 16 bytes"
+               : NULL;
 }
 
 /* The same for kernels in which every block counts all labels: the number of rows is limited. */

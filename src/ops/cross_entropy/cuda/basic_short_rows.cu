@@ -7,34 +7,11 @@
  * logarithm in double and the other arithmetic of a row then run on 32 lanes at once; with a warp
  * per row they ran on one lane, and took longer than reading the row.
  */
-#include "ops/cross_entropy/cuda/basic.cuh"
+#include "ops/cross_entropy/cuda/basic_factor.cuh"
 
 namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
-constexpr int COUNT_BLOCKS = 128, COUNT_THREADS = 512;
-
-/* Writes the factor of all gradients: dloss over the denominator. With more than one block it
- * counts the labels that are not ignored; the last block to finish adds up the counts. One block:
- * the denominator is not a count. */
-__global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ BasicArgs u, int *counts,
-                                                              double *factor) {
-    start_next_kernel();
-    int counted = 0;
-    if (gridDim.x > 1) {
-        const int step = gridDim.x * COUNT_THREADS;
-        for (int64_t row = blockIdx.x * COUNT_THREADS + threadIdx.x; row < u.rows; row += step)
-            counted += u.load_label(static_cast<int>(row)) != u.ignore_index;
-        counted = block_sum(counted);
-        if (threadIdx.x == 0)
-            counts[blockIdx.x] = counted;
-        if (!block_arrives_last(u.counter, gridDim.x))
-            return;
-        counted = block_sum(threadIdx.x < gridDim.x ? __ldcg(counts + threadIdx.x) : 0);
-    }
-    if (threadIdx.x == 0)
-        *factor = (u.dloss ? *u.dloss : 1.0f) / u.divisor(counted);
-}
 
 /* PACKS: packs per lane. A lane loads BATCH rows before it uses the first. Packs past the end of a
  * row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
@@ -140,7 +117,7 @@ struct BasicShortRows {
         plan->args = basic_args(device, p, call);
         plan->forward = p.forward;
         plan->blocks = ceil_div<int64_t>(p.rows, THREADS);
-        plan->count_blocks = plan->args.mean && !plan->args.denominator ? COUNT_BLOCKS : 1;
+        plan->count_blocks = count_blocks(plan->args);
         WorkspaceLayout layout;
         plan->losses = layout.add(p.forward && plan->args.loss ? plan->blocks * sizeof(double2) : 0);
         plan->counts = layout.add(p.gradient ? COUNT_BLOCKS * sizeof(int) : 0);

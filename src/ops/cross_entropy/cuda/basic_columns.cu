@@ -1,0 +1,286 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Calls without options beyond reduction and ignore_index whose rows are short and lie side by side, as in
+ * segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
+ * writes the factor of all gradients, then the gradients.
+ */
+#include "cuda/column_packs.cuh"
+#include "ops/cross_entropy/cuda/basic_factor.cuh"
+
+namespace {
+
+constexpr int THREADS = 256, PER_SM = 3; /* forward: threads of a block, blocks per multiprocessor */
+constexpr int GRADIENT_BLOCK = 128;
+
+/* Kernel arguments. */
+struct ColumnArgs {
+    BasicArgs basic;
+    ColumnPacks columns;
+    float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
+    const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
+    bool one_dloss;           /* the same for all rows */
+};
+
+/* Four adjacent numbers, at a multiple of 16 bytes. */
+DEVICE void load_four(float (&to)[COLUMNS], const float *from) {
+    const float4 all = *reinterpret_cast<const float4 *>(from);
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+}
+DEVICE void store_four(float *to, const float (&from)[COLUMNS]) {
+    *reinterpret_cast<float4 *>(to) = make_float4(from[0], from[1], from[2], from[3]);
+}
+
+/* The classes of four adjacent rows. */
+struct FourLabels {
+    int64_t loaded[COLUMNS];
+
+    DEVICE FourLabels(const BasicArgs &u, int row) {
+        if (u.wide_labels) {
+            const longlong2 *const from =
+                reinterpret_cast<const longlong2 *>(static_cast<const int64_t *>(u.labels) + row);
+            const longlong2 a = from[0], b = from[1];
+            loaded[0] = a.x, loaded[1] = a.y, loaded[2] = b.x, loaded[3] = b.y;
+        } else {
+            const int4 a = *reinterpret_cast<const int4 *>(static_cast<const int *>(u.labels) + row);
+            loaded[0] = a.x, loaded[1] = a.y, loaded[2] = a.z, loaded[3] = a.w;
+        }
+    }
+    DEVICE void classes(const BasicArgs &u, int (&label)[COLUMNS]) const {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            label[j] = u.class_of(loaded[j]);
+    }
+};
+
+/* z_label of the labels among elements l, l + 1, ... */
+template <typename T, int STEPS>
+DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS],
+                            const int (&label)[COLUMNS], int l) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            if (label[j] - l == k)
+                z_label[j] = to_float(packs[k].v[j]);
+}
+
+/* Writes the outputs of four rows and adds their losses and their number to `sum`. */
+DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS], const RowStats (&s)[COLUMNS],
+                        const float (&z_label)[COLUMNS], double2 *sum) {
+    const BasicArgs &u = a.basic;
+    float lse[COLUMNS], loss[COLUMNS];
+    int counted = 0;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const double log_sum = log_of_sum(s[j].max == INFINITY ? NAN : s[j].sum);
+        double value = negative_log_prob(s[j].max, z_label[j], log_sum, 1.0);
+        lse[j] = static_cast<float>(s[j].max + log_sum);
+        if (label[j] < 0) {
+            value = label[j] == IGNORED ? 0.0 : NAN;
+            lse[j] = static_cast<float>(value);
+            u.flag_bad_label(label[j]);
+        }
+        loss[j] = static_cast<float>(value);
+        sum->x += value;
+        counted += label[j] != IGNORED;
+    }
+    sum->y += counted;
+    if (u.lse)
+        store_four(u.lse + row, lse);
+    if (u.row_loss)
+        store_four(u.row_loss + row, loss);
+    if (a.row_losses)
+        store_four(a.row_losses + row, loss);
+}
+
+template <typename T, int STEPS>
+__global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_constant__ ColumnArgs a) {
+    const BasicArgs &u = a.basic;
+    const ColumnPacks &c = a.columns;
+    double2 sum = {};
+    for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < c.packs; i += gridDim.x * THREADS) {
+        const PlacedColumns<T> place(c, i);
+        const FourLabels loaded(u, place.row);
+        Pack<T, COLUMNS> packs[STEPS];
+        load_columns(packs, place.x, 0, c);
+        int label[COLUMNS];
+        loaded.classes(u, label);
+        RowStats s[COLUMNS];
+        float z_label[COLUMNS] = {};
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            s[j] = no_elements();
+        for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+            add_lines_of(s, group, 1.0f);
+            look_for_labels(z_label, group, label, l);
+        });
+        finish_rows(a, place.row, label, s, z_label, &sum);
+    }
+    if (!u.loss)
+        return;
+    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        block_losses[blockIdx.x] = sum;
+    if (!block_arrives_last(u.counter, gridDim.x))
+        return;
+    sum = {};
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) {
+        const double2 more = __ldcg(&block_losses[i]);
+        sum = make_double2(sum.x + more.x, sum.y + more.y);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        u.write_loss(sum.x, sum.y);
+}
+
+template <typename T, int STEPS>
+__global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __grid_constant__ ColumnArgs a,
+                                                                      const double *factor_at) {
+    const BasicArgs &u = a.basic;
+    const ColumnPacks &c = a.columns;
+    const unsigned i = blockIdx.x * GRADIENT_BLOCK + threadIdx.x;
+    if (i >= c.packs)
+        return;
+    const PlacedColumns<T> place(c, i);
+    const FourLabels loaded(u, place.row);
+    float given[COLUMNS] = {INFINITY, INFINITY, INFINITY, INFINITY}, dloss[COLUMNS] = {1.0f, 1.0f, 1.0f, 1.0f};
+    if (u.lse)
+        load_four(given, u.lse + place.row);
+    if (a.row_dlosses && !a.one_dloss)
+        load_four(dloss, a.row_dlosses + place.row);
+    Pack<T, COLUMNS> packs[STEPS];
+    load_columns(packs, place.x, 0, c);
+    wait_for_previous_kernel();
+    const double factor = *factor_at;
+    int label[COLUMNS];
+    loaded.classes(u, label);
+    RowStats s[COLUMNS];
+    bool from_lse = true;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        s[j] = no_elements();
+        from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
+    }
+    if (!from_lse) {
+        for_columns(packs, place.x, c,
+                    [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+        load_columns(packs, place.x, 0, c);
+    }
+    BasicGradient g[COLUMNS];
+    ScaledExp<T> scaled[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++) {
+        const double own = a.row_dlosses ? factor * dloss[j] : factor;
+        u.flag_bad_label(label[j]);
+        g[j] = label[j] < 0                   ? u.gradient_of_skipped(label[j])
+               : lse_is_accurate<T>(given[j]) ? u.gradient_from_lse(label[j], own, given[j])
+                                              : u.gradient_from_stats(label[j], own, s[j]);
+        scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
+    }
+    for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        float z_label[COLUMNS] = {}, at_label[COLUMNS];
+        look_for_labels(z_label, group, label, l);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            at_label[j] = g[j].c * expf(z_label[j] - g[j].pivot) - g[j].target;
+        T *to = place.dx + l * c.slabs.step[1];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, to += c.slabs.step[1]) {
+            float d[COLUMNS];
+            unpack(group[k], d);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                d[j] = g[j].label < 0 ? g[j].c : g[j].label - l == k ? at_label[j] : scaled[j].of(d[j]);
+            if (l + k < c.length)
+                store_once<T, COLUMNS>(to, packed<T>(d));
+        }
+    });
+}
+
+/* Whether four adjacent numbers of a tensor, one per row, can be accessed at once. */
+inline bool in_fours(const rafter_view &view) {
+    return !view.data || (contiguous_or_missing(view) && reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
+}
+
+struct BasicColumns {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        ColumnArgs args;
+        size_t losses, counts, factor; /* offsets in the workspace */
+        int64_t blocks, count_blocks;
+        bool forward;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        const struct rafter_loss &l = call.loss;
+        if (const char *const reason = why_not_basic_outputs(p, call))
+            return reason;
+        if (p.forward && p.gradient)
+            return "loss and gradient are wanted at once";
+        if (!p.forward && !p.gradient)
+            return "there is nothing to write";
+        const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
+        const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
+        if (const char *const reason = why_not_column_packs(s, p.gradient ? 2 : 1, bytes))
+            return reason;
+        const bool each = l.reduction == RAFTER_NONE, one_dloss = l.dloss.ndim == 1 && l.dloss.stride[0] == 0;
+        const rafter_view &numbers = p.forward ? l.loss : l.dloss;
+        return in_fours(l.target) && in_fours(l.lse) && in_fours(l.row_loss) &&
+                       (!each || in_fours(numbers) || (!p.forward && one_dloss))
+                   ? NULL
+                   : "numbers of four rows cannot be accessed at once";
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const struct rafter_loss &l = call.loss;
+        ColumnArgs &args = plan->args;
+        args.basic = basic_args(device, p, call);
+        args.columns = column_packs_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL));
+        const bool each = l.reduction == RAFTER_NONE;
+        args.row_losses = each ? args.basic.loss : nullptr;
+        args.row_dlosses = each ? args.basic.dloss : nullptr;
+        args.one_dloss = l.dloss.ndim == 1 && l.dloss.stride[0] == 0;
+        if (each)
+            args.basic.loss = nullptr;
+        if (each && !args.one_dloss)
+            args.basic.dloss = nullptr; /* write_factor leaves it to the rows */
+        plan->forward = p.forward;
+        plan->blocks =
+            p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS), int64_t(PER_SM) * device.multiprocessors)
+                      : ceil_div<int64_t>(args.columns.packs, GRADIENT_BLOCK);
+        plan->count_blocks = count_blocks(args.basic);
+        WorkspaceLayout layout;
+        plan->losses = layout.add(p.forward ? plan->blocks * int64_t(sizeof(double2)) : 0);
+        plan->counts = layout.add(p.forward ? 0 : COUNT_BLOCKS * int64_t(sizeof(int)));
+        plan->factor = layout.add(p.forward ? 0 : int64_t(sizeof(double)));
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        ColumnArgs args = plan.args;
+        args.basic.losses = at_offset<double>(workspace, plan.losses);
+        double *const factor = at_offset<double>(workspace, plan.factor);
+        if (!plan.forward)
+            sequence.run(Launch{plan.count_blocks, COUNT_THREADS}, write_factor, args.basic,
+                         at_offset<int>(workspace, plan.counts), factor);
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_column_steps(args.columns.length, [&](auto steps) {
+                constexpr int STEPS = decltype(steps)::value;
+                if (plan.forward)
+                    sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, STEPS>, args);
+                else
+                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, STEPS>, args, factor);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, basic_columns, BasicColumns)

@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The kernel before gradients of basic calls (basic.cuh) with any number of rows: their common factor. */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
+
+#include "ops/cross_entropy/cuda/basic.cuh"
+
+namespace {
+
+constexpr int COUNT_BLOCKS = 128, COUNT_THREADS = 512;
+
+/* Writes the factor of all gradients: dloss over the denominator. With more than one block it
+ * counts the labels that are not ignored; the last block to finish adds up the counts. One block:
+ * the denominator is not a count. */
+__global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ BasicArgs u, int *counts,
+                                                              double *factor) {
+    start_next_kernel();
+    int counted = 0;
+    if (gridDim.x > 1) {
+        const int step = gridDim.x * COUNT_THREADS;
+        for (int64_t row = blockIdx.x * COUNT_THREADS + threadIdx.x; row < u.rows; row += step)
+            counted += u.load_label(static_cast<int>(row)) != u.ignore_index;
+        counted = block_sum(counted);
+        if (threadIdx.x == 0)
+            counts[blockIdx.x] = counted;
+        if (!block_arrives_last(u.counter, gridDim.x))
+            return;
+        counted = block_sum(threadIdx.x < gridDim.x ? __ldcg(counts + threadIdx.x) : 0);
+    }
+    if (threadIdx.x == 0)
+        *factor = (u.dloss ? *u.dloss : 1.0f) / u.divisor(counted);
+}
+
+/* Blocks of write_factor. */
+inline int64_t count_blocks(const BasicArgs &u) {
+    return u.mean && !u.denominator ? COUNT_BLOCKS : 1;
+}
+
+} // namespace
+
+#endif

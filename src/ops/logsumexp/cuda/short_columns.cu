@@ -1,0 +1,143 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* logsumexp of short rows side by side: a thread takes four of them (cuda/column_packs.cuh). */
+#include "cuda/column_packs.cuh"
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+constexpr int THREADS = 128;
+
+/* Kernel arguments. */
+struct ColumnArgs {
+    ColumnPacks columns;
+    Rows lse, dlse; /* contiguous; dlse: backward only */
+};
+
+template <typename T, int STEPS>
+__global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_constant__ ColumnArgs a) {
+    const ColumnPacks &c = a.columns;
+    const unsigned i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= c.packs)
+        return;
+    const PlacedColumns<T> place(c, i);
+    Pack<T, COLUMNS> packs[STEPS];
+    load_columns(packs, place.x, 0, c);
+    RowStats s[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+        s[j] = no_elements();
+    for_columns(packs, place.x, c, [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+    float lse[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+        lse[j] = lse_of(s[j]);
+    if (a.lse.dtype == RAFTER_F32)
+        store_once<float, COLUMNS>(reinterpret_cast<float *>(a.lse.data) + place.row, packed<float>(lse));
+    else
+        store_once<T, COLUMNS>(reinterpret_cast<T *>(a.lse.data) + place.row, packed<T>(lse));
+}
+
+/* Four adjacent numbers of a tensor that is fp32 or has x's dtype. */
+template <typename T> DEVICE void load_four(float (&to)[COLUMNS], const Rows &from, int row) {
+    if (from.dtype == RAFTER_F32)
+        unpack(load_once<float, COLUMNS>(reinterpret_cast<const float *>(from.data) + row), to);
+    else
+        unpack(load_once<T, COLUMNS>(reinterpret_cast<const T *>(from.data) + row), to);
+}
+
+template <typename T, int STEPS>
+__global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_constant__ ColumnArgs a, bool one_dlse) {
+    const ColumnPacks &c = a.columns;
+    const unsigned i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= c.packs)
+        return;
+    const PlacedColumns<T> place(c, i);
+    float lse[COLUMNS], dlse[COLUMNS];
+    load_four<T>(lse, a.lse, place.row);
+    if (one_dlse)
+        dlse[0] = dlse[1] = dlse[2] = dlse[3] = load_number(a.dlse.data, a.dlse.dtype, 0);
+    else
+        load_four<T>(dlse, a.dlse, place.row);
+    Pack<T, COLUMNS> packs[STEPS];
+    load_columns(packs, place.x, 0, c);
+    ScaledExp<T> gradient[COLUMNS];
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+        gradient[j] = gradient_of_row<T>(lse[j], dlse[j]);
+    for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        T *to = place.dx + l * c.slabs.step[1];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, to += c.slabs.step[1]) {
+            float d[COLUMNS];
+            unpack(group[k], d);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                d[j] = gradient[j].of(d[j]);
+            if (l + k < c.length)
+                store_once<T, COLUMNS>(to, packed<T>(d));
+        }
+    });
+}
+
+struct ShortColumns {
+    typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
+    struct Plan {
+        ColumnArgs args;
+        bool backward, one_dlse;
+    };
+
+    /* Whether four adjacent numbers can be accessed at once. */
+    static bool in_fours(const Rows &numbers, rafter_dtype dtype) {
+        return numbers.contiguous() && (numbers.dtype == RAFTER_F32 || numbers.dtype == dtype) &&
+               reinterpret_cast<uintptr_t>(numbers.data) % (COLUMNS * rafter_dtype_bytes(numbers.dtype)) == 0;
+    }
+    static bool is_one_number(const Rows &numbers) {
+        return numbers.dims == 1 && numbers.step == 0;
+    }
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
+        const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        if (const char *const reason = why_not_column_packs(s, p.backward ? 2 : 1, bytes))
+            return reason;
+        if (!in_fours(reduced_rows(call.lse, call), p.x.dtype))
+            return "lse is strided, not aligned or of another dtype";
+        if (!p.backward)
+            return NULL;
+        const Rows dlse = reduced_rows(call.dlse, call);
+        return in_fours(dlse, p.x.dtype) || is_one_number(dlse) ? NULL
+                                                                : "dlse is strided, not aligned or of another dtype";
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->backward = p.backward;
+        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL)), reduced_rows(call.lse, call),
+                      p.backward ? reduced_rows(call.dlse, call) : Rows{}};
+        plan->one_dlse = p.backward && is_one_number(plan->args.dlse);
+        return 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        const Launch how = {ceil_div<int64_t>(plan.args.columns.packs, THREADS), THREADS};
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_column_steps(plan.args.columns.length, [&](auto steps) {
+                constexpr int STEPS = decltype(steps)::value;
+                if (plan.backward)
+                    ::launch(context, how, column_gradients<T, STEPS>, plan.args, plan.one_dlse);
+                else
+                    ::launch(context, how, column_logsumexp<T, STEPS>, plan.args);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, short_columns, ShortColumns)
