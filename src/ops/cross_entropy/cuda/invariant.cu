@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Any layout and any options, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by
- * the length of rows alone. If a gradient is wanted, the block reads its row a second time, usually
- * from L1 or L2; a kernel before it computes the terms of the gradient that need no statistics, and in
- * forward a kernel after it writes the outputs. Without a gradient, one kernel does everything but the
- * sum over rows.
+ * the length of rows alone. If a gradient is wanted, the block keeps its row in shared memory, or reads
+ * it a second time, usually from L1 or L2, if it is too long or strided; a kernel before it computes the
+ * terms of the gradient that need no statistics, and in forward a kernel after it writes the outputs.
+ * Without a gradient, one kernel does everything but the sum over rows.
  */
 #include "cuda/indexed_rows.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
 
 namespace {
 
-/* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. */
-template <int OPTIONS, typename T, bool ALIGNED>
+/* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. FEW: see
+ * IndexedRow. */
+template <int OPTIONS, bool FEW, typename T, bool ALIGNED>
 DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, const Loss &loss) {
     constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    row.template for_groups<COUNT, OPTIONS == FULL>(thread, threads, [&](const auto &group, int64_t i, int valid) {
+    row.template for_groups<COUNT, FEW>(thread, threads, [&](const auto &group, int64_t i, int valid) {
         add(g, group, valid, i * N, int64_t(threads) * N, loss);
     });
     for (int64_t e = row.packs() * N + thread; e < row.n; e += threads)
@@ -72,7 +73,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOC
     Totals totals = {};
     if (label >= 0) {
         const LossStats<OPTIONS> g =
-            merge_team(team, indexed_stats<OPTIONS>(z, thread, team.threads, loss), loss.scale);
+            merge_team(team, indexed_stats<OPTIONS, OPTIONS == FULL>(z, thread, team.threads, loss), loss.scale);
         if (thread == 0)
             write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
     } else if (thread == 0 && row < loss.rows) {
@@ -122,13 +123,105 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
         const LossStats<OPTIONS> g =
-            merge_team(team, indexed_stats<OPTIONS>(z, thread, team.threads, loss), loss.scale);
+            merge_team(team, indexed_stats<OPTIONS, true>(z, thread, team.threads, loss), loss.scale);
         gradient_in_float(loss, row_terms[row], g, &gradient);
         if (thread == 0 && loss.forward)
             stats[row] = g;
     }
     write_row_gradient(RowWriter<OPTIONS, T>(gradient, label, loss), z, c.dz.at<T>(row), c.dz_step, thread,
                        team.threads);
+}
+
+/* The same as indexed_gradients, with the same bits, for adjacent elements, dz aligned as z: the row is
+ * read once, into shared memory. Granule g is the 16 bytes in memory that hold elements [g N - shift, g N
+ * - shift + N); so pack i is in granules i and i + 1. `alone`: the block has its multiprocessor to itself,
+ * so that no other one works while it waits for the label. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(INDEXED_THREADS, 2) void staged_gradients(const __grid_constant__ Args c, bool alone,
+                                                                       const KnownTerms *row_terms,
+                                                                       LossStats<OPTIONS> *stats) {
+    extern __shared__ __align__(128) uint4 granules[];
+    __shared__ KnownTerms known;
+    constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
+    const Loss &loss = c.loss;
+    const int64_t row = blockIdx.x;
+    const int thread = threadIdx.x, threads = blockDim.x, n = static_cast<int>(loss.classes), packs = n / N;
+    const T *const z = c.z.at<const T>(row);
+    const int64_t loaded = loss.load_label(row); /* issued before the row's loads, or it would arrive after them */
+    const int shift = offset_in_pack(z), all = (n + shift + N - 1) / N, whole = (n + shift) / N, /* granules */
+        chunks = max((all - 1 + COUNT * threads - 1) / (COUNT * threads), 1);
+    T *const elements = reinterpret_cast<T *>(granules) + shift;
+    const auto is_whole = [&](int g) { return g < whole && (g > 0 || shift == 0); };
+    const auto copy = [&](int g) {
+        if (is_whole(g))
+            copy_async<T, N>(reinterpret_cast<Pack<T, N> *>(granules + g), z + (g * N - shift));
+        else
+            for (int e = max(g * N - shift, 0); e < min(g * N - shift + N, n); e++)
+                elements[e] = z[e];
+    };
+    /* Chunk j holds all that packs before (j + 1) * COUNT * threads need. */
+    const auto fetch = [&] {
+        if (thread == 0)
+            copy(0);
+        for (int g = 1 + thread, chunk = 0; chunk < chunks; chunk++) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++, g += threads)
+                if (g < all)
+                    copy(g);
+            copy_commit();
+        }
+    };
+    if (alone)
+        fetch();
+    start_next_kernel();
+    const int64_t label = loss.class_of(loaded);
+    if (!alone && label >= 0)
+        fetch();
+    wait_for_previous_kernel();
+    RowGradient gradient = gradient_of_skipped(label);
+    if (label >= 0) {
+        if (thread < static_cast<int>(sizeof known / 16))
+            copy_async<uint32_t, 4>(reinterpret_cast<Pack<uint32_t, 4> *>(&known) + thread,
+                                    reinterpret_cast<const uint32_t *>(row_terms + row) + 4 * thread);
+        copy_commit();
+        LossStats<OPTIONS> g = no_columns<OPTIONS>();
+        for (int i = thread, chunk = 0; chunk < chunks; chunk++, i += COUNT * threads) {
+            copy_wait_all_but(chunks - chunk);
+            __syncthreads();
+            Pack<T, N> group[COUNT];
+            int valid = 0;
+#pragma unroll
+            for (int k = 0; k < COUNT; k++) {
+                const int at = i + k * threads;
+                group[k] = all_of<T, N>(-INFINITY);
+                valid += at < packs;
+                if (at < packs)
+                    reinterpret_cast<uint4 &>(group[k]) =
+                        shifted(granules[at], granules[at + (shift > 0)], shift * int(sizeof(T)));
+            }
+            if (valid > 0)
+                add(g, group, valid, int64_t(i) * N, int64_t(threads) * N, loss);
+        }
+        for (int e = packs * N + thread; e < n; e += threads)
+            add_one(g, elements[e], e, loss);
+        copy_wait<0>();
+        g = merge_block_for_all(g, loss.scale);
+        gradient_in_float(loss, known, g, &gradient);
+        if (thread == 0 && loss.forward)
+            stats[row] = g;
+    } else {
+        copy_wait<0>();
+    }
+    const RowWriter<OPTIONS, T> writer(gradient, label, loss);
+    T *const dz = c.dz.at<T>(row);
+    for (int m = thread; m < all; m += threads) {
+        const int at = m * N - shift;
+        if (is_whole(m))
+            store_once<T, N>(dz + at, writer.of(reinterpret_cast<const Pack<T, N> &>(granules[m]), at));
+        else
+            for (int e = max(at, 0); e < min(at + N, n); e++)
+                dz[e] = writer.of_one(elements[e], e);
+    }
 }
 
 struct Invariant {
@@ -138,6 +231,8 @@ struct Invariant {
         GeneralPlan general;
         RowTeam team;
         bool aligned;
+        int per_sm;          /* blocks of staged_gradients; 0: not used */
+        size_t shared;       /* of each */
         size_t stats, terms; /* offsets in the workspace, if a gradient is wanted; stats: forward only */
         int64_t row_blocks;
     };
@@ -149,12 +244,22 @@ struct Invariant {
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
     }
 
+    /* Blocks of staged_gradients that a multiprocessor holds, at most 2 of 512 threads. */
+    static int staged_blocks(const rafter_cuda_state &device, const Problem &p, const RowTeam &team, size_t *shared) {
+        constexpr int64_t OWN = 2 << 10, RESERVED = 1 << 10; /* shared memory: static, and the system's */
+        *shared = static_cast<size_t>(p.row_bytes / 16 + 2) * 16;
+        const int64_t most = 2 * INDEXED_THREADS / team.threads,
+                      fit = (device.shared_bytes + RESERVED) / (static_cast<int64_t>(*shared) + OWN + RESERVED);
+        return p.gradient && !p.strided && team.threads > WARP ? static_cast<int>(min(most, fit)) : 0;
+    }
+
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
         plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
         plan->aligned = rows_are_aligned(call.logits);
+        plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
         plan->general.fill(device, p, call,
                            p.gradient ? plan->row_blocks : plan->team.blocks(p.rows).blocks + SUM_BLOCKS, &layout);
         plan->stats = p.gradient && p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
@@ -185,9 +290,14 @@ struct Invariant {
                 }
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
-                sequence.run(teams,
-                             plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
-                             args, plan.team, terms, stats);
+                if (plan.per_sm > 0)
+                    sequence.run(Launch{teams.blocks, teams.threads, plan.shared}, staged_gradients<T, OPTIONS>, args,
+                                 plan.per_sm == 1, terms, stats);
+                else
+                    sequence.run(teams,
+                                 plan.aligned ? indexed_gradients<T, OPTIONS, true>
+                                              : indexed_gradients<T, OPTIONS, false>,
+                                 args, plan.team, terms, stats);
                 if (args.loss.forward)
                     sequence.run(per_row, finish<T, OPTIONS>, args, stats, terms,
                                  static_cast<RowCoefficients *>(nullptr));
