@@ -89,6 +89,10 @@ struct BasicArgs {
 
     /* Writes the outputs of a row and returns its loss. Called by one thread. */
     DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
+        return finish_row_at(row, row, label, s, z_label);
+    }
+    /* lse_at, loss_at: where lse and row_loss have the row. */
+    DEVICE double finish_row_at(int64_t lse_at, int64_t loss_at, int label, RowStats s, float z_label) const {
         double value, log_sum_exp;
         if (label >= 0) {
             const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
@@ -99,9 +103,9 @@ struct BasicArgs {
             flag_bad_label(label);
         }
         if (lse)
-            lse[row] = static_cast<float>(log_sum_exp);
+            lse[lse_at] = static_cast<float>(log_sum_exp);
         if (row_loss)
-            row_loss[row] = static_cast<float>(value);
+            row_loss[loss_at] = static_cast<float>(value);
         return value;
     }
     /* Writes the loss of all rows. Called by one thread. */
@@ -126,6 +130,40 @@ struct BasicArgs {
         if (sum == 0.0f)
             return {0.0f, 0.0f, 0.0f, static_cast<int>(IGNORED)};
         return {static_cast<float>(factor / static_cast<double>(sum)), s.max, static_cast<float>(factor), label};
+    }
+};
+
+/* Batch-invariant calls: rows are anywhere. A row alone always is evenly spaced; with these arguments it
+ * goes through the same kernel as among others that are not. */
+struct SpacedArgs : BasicArgs {
+    Rows z_rows, dz_rows, label_rows, lse_rows, row_loss_rows;
+
+    template <typename T> DEVICE const T *row_of_z(int row) const {
+        return z_rows.at<const T>(row);
+    }
+    template <typename T> DEVICE T *row_of_dz(int row) const {
+        return dz_rows.at<T>(row);
+    }
+    DEVICE int64_t load_label(int row) const {
+        const int64_t at = label_rows.offset(row);
+        return wide_labels ? load_now(static_cast<const int64_t *>(labels) + at)
+                           : load_now(static_cast<const int *>(labels) + at);
+    }
+    template <int THREADS> DEVICE int count() const {
+        if (label_rows.dims == 1 && label_rows.step == 1)
+            return BasicArgs::count<THREADS>();
+        int counted = 0;
+        for (int row = threadIdx.x; row < rows; row += THREADS)
+            counted += load_label(row) != ignore_index;
+        return block_sum(counted);
+    }
+    template <int THREADS> DEVICE double factor() const {
+        const float upstream = dloss ? *dloss : 1.0f;
+        return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
+    }
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
+        return finish_row_at(lse ? lse_rows.offset(row) : 0, row_loss ? row_loss_rows.offset(row) : 0, label, s,
+                             z_label);
     }
 };
 
@@ -166,7 +204,8 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
         return "the call has options beyond reduction and ignore_index";
     if (l.logprob.data || l.entropy.data || l.argmax.data)
         return "logprob, entropy or argmax is wanted";
-    if (!contiguous_or_missing(l.target) || !contiguous_or_missing(l.lse) || !contiguous_or_missing(l.row_loss))
+    if (!p.invariant &&
+        (!contiguous_or_missing(l.target) || !contiguous_or_missing(l.lse) || !contiguous_or_missing(l.row_loss)))
         return "target, lse or row_loss is strided";
     if (p.rows == 0 || p.classes == 0)
         return "there are no rows or no classes";
@@ -181,6 +220,10 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
         return reason;
     if (p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+    if (p.invariant) /* SpacedArgs */
+        return !p.whole_packs || p.row_packs() < INVARIANT_PACKS ? "rows are short, or not whole, aligned packs"
+               : p.rows > 1 << 30                                ? "it counts rows in 31 bits"
+                                                                 : NULL;
     return !rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits))
                ? "rows are not whole, aligned packs of 16 bytes"
                : NULL;
@@ -188,7 +231,7 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
 
 /* The same for kernels in which every block counts all labels: the number of rows is limited. */
 inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call) {
-    if (p.rows > 2 * SCANNED_ROWS)
+    if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
         return "there are more labels than one block should count";
     return why_not_basic_options(p, call);
 }
@@ -216,6 +259,20 @@ inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, c
             reinterpret_cast<const float *>(l.denominator.data),
             l.reduction == RAFTER_MEAN,
             l.zero_if_all_ignored};
+}
+
+/* For calls that want batch invariance. */
+inline SpacedArgs spaced_args(const BasicArgs &args, const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    SpacedArgs all = {args,
+                      rows_of(call.logits, call.logits.ndim - 1),
+                      {},
+                      loss_rows(l.target),
+                      loss_rows(l.lse),
+                      loss_rows(l.row_loss)};
+    if (p.gradient)
+        all.dz_rows = rows_of(call.dlogits, call.dlogits.ndim - 1);
+    return all;
 }
 
 } // namespace

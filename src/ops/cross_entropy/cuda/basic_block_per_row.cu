@@ -7,13 +7,13 @@ namespace {
 
 constexpr int MOST_THREADS = 512;
 
-/* A thread loads AT_ONCE packs at a time. */
-template <typename T, int AT_ONCE>
-__global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ BasicArgs u) {
+/* A thread loads AT_ONCE packs at a time. U: BasicArgs or SpacedArgs. */
+template <typename T, int AT_ONCE, class U>
+__global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ U u) {
     constexpr int N = WIDE<T>;
     start_next_kernel();
     const int row = blockIdx.x, packs = u.classes / N, threads = blockDim.x;
-    const T *const z = u.row_of_z<T>(row);
+    const T *const z = u.template row_of_z<T>(row);
     Pack<T, N> pack[AT_ONCE];
     load_packs(pack, z, packs, threadIdx.x, threads);
     issue_loads_first();
@@ -60,6 +60,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_c
 
 struct BasicBlockPerRow {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         BasicArgs args;
         Split split;
@@ -77,33 +78,42 @@ struct BasicBlockPerRow {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->args = basic_args(device, p, call);
-        plan->split = split_rows(p, call.logits.dtype);
+        plan->split = p.invariant ? Split{} : split_rows(p, call.logits.dtype);
         layout.add(p.rows * int64_t(sizeof(double)));
         plan->part_stats =
             plan->split.parts > 1 ? layout.add(p.rows * plan->split.parts * int64_t(sizeof(RowStats))) : 0;
         return layout.bytes;
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    template <class U>
+    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
+                                     char *workspace) {
         LaunchSequence sequence = {context};
-        BasicArgs args = plan.args;
-        args.losses = at_offset<double>(workspace, 0);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;
             if (plan.split.parts > 1)
-                sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T>, args,
-                             static_cast<unsigned>(plan.split.parts), static_cast<int>(plan.split.part / WIDE<T>),
+                sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T>,
+                             static_cast<const BasicArgs &>(args), static_cast<unsigned>(plan.split.parts),
+                             static_cast<int>(plan.split.part / WIDE<T>),
                              at_offset<RowStats>(workspace, plan.part_stats));
             else if (packs <= 2 * 128)
-                sequence.run(Launch{args.rows, 128}, block_per_row<T, 2>, args);
+                sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, U>, args);
             else
-                sequence.run(Launch{args.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, block_per_row<T, 4>,
+                sequence.run(Launch{args.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, block_per_row<T, 4, U>,
                              args);
         });
         if (args.loss)
-            sequence.run(Launch{1, ONE_BLOCK}, sum_losses, args);
+            sequence.run(Launch{1, ONE_BLOCK}, sum_losses<U>, args);
         return RAFTER_OK;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Problem p(call);
+        BasicArgs args = plan.args;
+        args.losses = at_offset<double>(workspace, 0);
+        return p.invariant ? launch_with(context, call, plan, spaced_args(args, p, call), workspace)
+                           : launch_with(context, call, plan, args, workspace);
     }
 };
 

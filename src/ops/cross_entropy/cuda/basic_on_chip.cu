@@ -9,24 +9,25 @@
 
 namespace {
 
-/* One block. */
-__global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ BasicArgs u, double *factor) {
+/* One block. U: BasicArgs or SpacedArgs. */
+template <class U>
+__global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
     start_next_kernel();
-    const double value = u.factor<ONE_BLOCK>();
+    const double value = u.template factor<ONE_BLOCK>();
     if (threadIdx.x == 0)
         *factor = value;
 }
 
 /* The lean copy of on_chip in on_chip.cu. */
-template <typename T, class Shape>
-__global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ BasicArgs u,
+template <typename T, class Shape, class U>
+__global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ U u,
                                                                          const double *factor) {
     extern __shared__ __align__(128) uint4 slot_memory[]; /* unaligned, copies cost 9 % of the call */
     constexpr int N = WIDE<T>, THREADS = Shape::THREADS, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED,
                   STEP = COPIED * THREADS;
     const int thread = threadIdx.x, row = blockIdx.x, packs = u.classes / N;
-    const T *const z = u.row_of_z<T>(row);
-    T *const dz = u.row_of_dz<T>(row);
+    const T *const z = u.template row_of_z<T>(row);
+    T *const dz = u.template row_of_dz<T>(row);
     Pack<T, N> own[OWN];
     load_packs(own, z, packs, thread, THREADS);
     const int64_t loaded = u.load_label(row);
@@ -102,6 +103,7 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
 
 struct BasicOnChip {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         BasicArgs args;
         Fit fit;
@@ -129,22 +131,29 @@ struct BasicOnChip {
         return (p.rows + 1) * sizeof(double); /* one loss per row, and the factor */
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    template <class U>
+    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args) {
         LaunchSequence sequence = {context};
-        BasicArgs args = plan.args;
-        args.losses = at_offset<double>(workspace, 0);
         double *const factor = args.losses + args.rows;
         const Launch one = {1, ONE_BLOCK}, rows = {args.rows, plan.fit.threads, plan.fit.shared};
-        sequence.run(one, compute_factor, args, factor);
+        sequence.run(one, compute_factor<U>, args, factor);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            void (*const kernels[])(BasicArgs, const double *) = {on_chip<T, SixPerSm>, on_chip<T, ThreePerSm>,
-                                                                  on_chip<T, TwoPerSm>, on_chip<T, OnePerSm>};
+            void (*const kernels[])(U, const double *) = {on_chip<T, SixPerSm, U>, on_chip<T, ThreePerSm, U>,
+                                                          on_chip<T, TwoPerSm, U>, on_chip<T, OnePerSm, U>};
             sequence.run(rows, kernels[plan.fit.shape], args, factor);
         });
         if (args.loss)
-            sequence.run(one, sum_losses, args);
+            sequence.run(one, sum_losses<U>, args);
         return RAFTER_OK;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Problem p(call);
+        BasicArgs args = plan.args;
+        args.losses = at_offset<double>(workspace, 0);
+        return p.invariant ? launch_with(context, call, plan, spaced_args(args, p, call))
+                           : launch_with(context, call, plan, args);
     }
 };
 

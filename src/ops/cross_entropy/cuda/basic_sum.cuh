@@ -9,10 +9,10 @@ namespace {
 
 constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
 
-/* Writes the loss of all rows. One block. */
-__global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const __grid_constant__ BasicArgs u) {
+/* Writes the loss of all rows. One block. U: BasicArgs or SpacedArgs. */
+template <class U> __global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const __grid_constant__ U u) {
     constexpr int AT_ONCE = 8;
-    const int counted = u.mean ? u.count<ONE_BLOCK>() : 0;
+    const int counted = u.mean ? u.template count<ONE_BLOCK>() : 0;
     wait_for_previous_kernel();
     double sum = 0.0;
     for (int first = threadIdx.x; first < u.rows; first += AT_ONCE * ONE_BLOCK) {

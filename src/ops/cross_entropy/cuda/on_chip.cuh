@@ -41,9 +41,6 @@ template <class... Shapes> bool find_shape(const rafter_cuda_state &device, int6
     return (... || (fit->shape++, fits<Shapes>(device, packs, full_blocks, fit)));
 }
 
-/* In batch-invariant calls, shorter rows take a warp each: invariant.cu. */
-constexpr int64_t INVARIANT_PACKS = 128;
-
 /* Why a row per block, kept on chip, does not serve the call, apart from the length of its rows. */
 inline const char *why_not_on_chip(const rafter_cuda_state &device, const Problem &p) {
     if (!p.gradient)

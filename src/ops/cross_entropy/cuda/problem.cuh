@@ -21,6 +21,9 @@ constexpr int GRADIENT_THREADS = 128, GRADIENT_PACKS = 2;
  * itself. */
 constexpr int64_t SCANNED_ROWS = 1 << 13;
 
+/* In batch-invariant calls, shorter rows take a warp each: invariant.cu. */
+constexpr int64_t INVARIANT_PACKS = 128;
+
 /* Facts about a call that decide which variants serve it. Cheap to compute: every why_not does. */
 struct Problem {
     int64_t rows, classes, row_bytes;
