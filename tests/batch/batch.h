@@ -18,6 +18,7 @@ enum layout {
     SHIFTED,     /* the same, beginning one element after a multiple of 16 bytes */
     INTERLEAVED, /* the elements of a row are MOST_ROWS + 1 apart: other rows lie between them */
     NARROW,      /* the same, 7 apart, and at most 7 rows */
+    GAPS,        /* one after the other, with gaps between them, and numbers per row 3 apart */
     LAYOUTS
 };
 
@@ -55,7 +56,7 @@ int content_of(const struct scene *scene, int64_t row);
 
 /* Adds a tensor and fills it. The values of an input follow from `size` and its number among the
  * scene's tensors. labels > 0: integers below that instead; ignored rows have -100. Layouts other than
- * ROWS apply to tensors with one dimension besides the rows. */
+ * ROWS apply to tensors with one dimension besides the rows; GAPS also to those with none. */
 const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, double size, int64_t labels, int ndim,
                     const int64_t *shape);
 /* One number per row. */

@@ -76,7 +76,8 @@ const char *element_at(const struct tensor *t, int64_t row, int64_t e) {
 const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, double size, int64_t labels, int ndim,
                     const int64_t *shape) {
     struct tensor *const t = &scene->tensor[scene->count++];
-    const enum layout layout = role != SHARED && ndim == 1 ? scene->setting->layout : ROWS;
+    const enum layout wanted = scene->setting->layout;
+    const enum layout layout = role != SHARED && (ndim == 1 || (ndim == 0 && wanted == GAPS)) ? wanted : ROWS;
     const int leading = role == SHARED ? 0 : 1;
     const int64_t rows = role == SHARED ? 1 : scene->rows;
     *t = (struct tensor){.role = role, .elements = 1, .element = problem_dtype_bytes(dtype)};
@@ -93,7 +94,9 @@ const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, dou
         t->strides[0] = 1;
         t->strides[1] = apart;
     }
-    const int64_t elements = apart ? t->elements * apart : rows * t->elements;
+    if (layout == GAPS)
+        t->strides[0] += ndim == 0 ? 2 : 64;
+    const int64_t elements = apart ? t->elements * apart : (rows - 1) * t->strides[0] + t->elements;
     t->bytes = elements * t->element;
     const int64_t before = layout == SHIFTED ? t->element : 0, row_bytes = t->elements * t->element;
     const bool gpu = context_on_gpu(scene->context);
@@ -120,7 +123,7 @@ const DLTensor *add(struct scene *scene, enum role role, rafter_dtype dtype, dou
             if (content_of(scene, r) != content)
                 continue;
             if (!apart)
-                memcpy(t->host + r * row_bytes, row, (size_t)row_bytes);
+                memcpy(t->host + r * t->strides[0] * t->element, row, (size_t)row_bytes);
             for (int64_t e = 0; apart && e < t->elements; e++)
                 memcpy(t->host + (r + e * apart) * t->element, row + e * t->element, (size_t)t->element);
         }
