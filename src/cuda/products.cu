@@ -283,6 +283,22 @@ static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtC
     cudaGetLastError(); /* a trial that fails is no failure of the product */
 }
 
+/* Describes the entry's product and lists algorithms for it. Those of a rigid one are for a product of
+ * RIGID_ROWS rows: then any number of them is multiplied by the same kernel, tile by tile. */
+static LtStatus find_algorithms(const rafter_cuda_products *products, CachedProduct *entry, LtCandidate *found,
+                                int *count) {
+    constexpr int64_t RIGID_ROWS = 2048;
+    CachedProduct asked = {};
+    asked.shape = entry->shape;
+    if (entry->shape.rigid)
+        asked.shape.m = RIGID_ROWS;
+    LtStatus status = describe(products->lt, &asked);
+    if (status == 0)
+        status = propose(products, &asked, found, count);
+    clear(products->lt, &asked);
+    return status == 0 ? describe(products->lt, entry) : status;
+}
+
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, void *workspace, size_t workspace_bytes) {
     rafter_cuda_products *products = context->cuda_state->products;
     if (context->cuda_state->failed)
@@ -316,16 +332,14 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
         entry->shape = shape;
         LtCandidate found[MOST_CANDIDATES] = {};
         int count = 0;
-        status = describe(products->lt, entry);
-        if (status == 0)
-            status = propose(products, entry, found, &count);
+        status = find_algorithms(products, entry, found, &count);
         if (status != 0 || count == 0) {
             clear(products->lt, entry);
             return rafter_fail(context, RAFTER_DEVICE_ERROR,
                                "cuBLASLt has no algorithm for a product of %lld x %lld x %lld (status %d)",
                                (long long)p.m, (long long)p.n, (long long)p.k, (int)status);
         }
-        entry->algorithm = found[built_in_choice(context->cuda_state, shape, found, count)].algorithm;
+        entry->algorithm = found[p.rigid ? 0 : built_in_choice(context->cuda_state, shape, found, count)].algorithm;
         if (products->tunes && count > 1 && !p.rigid && !rafter_cuda_capturing(context->cuda_state))
             tune(context->cuda_state, entry, found, count, p, workspace);
         products->next = (products->next + 1) % MOST_CACHED;

@@ -25,7 +25,7 @@ struct Product {
     const float *alpha; /* on the device; NULL: 1 */
     bool add;           /* beta is 1, else 0 and c is not read */
     bool tf32;          /* fp32 operands may be rounded to TF32 */
-    bool rigid;         /* every element of c is summed in the same way: k is not split, nothing is tuned */
+    bool rigid;         /* rows of c have the same bits for any m: k is not split, nothing is tuned */
 };
 
 /* With this much workspace cuBLASLt can choose among all of its algorithms; with less it has fewer,

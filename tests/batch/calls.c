@@ -166,6 +166,8 @@ static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
     const DLTensor *const dx = what > 0 ? add(s, OUTPUT, dtype, 0.0, 0, 1, &s->setting->depth) : NULL;
     if (what < SAVES)
         a.dx = dx;
+    if (what > 0 && what < SAVES && which == 1) /* not compared: it is a sum over rows */
+        a.dweight = add(s, SHARED, dtype, 0.0, 0, 2, weight);
     if (own_gradients)
         a.dloss = add_numbers(s, INPUT, RAFTER_F32, 1.0);
     if (what == 4) {

@@ -8,14 +8,6 @@ namespace lce {
 /* Without a budget. */
 static constexpr int64_t DZ_BYTES = 64 * MIB, TILE_BYTES = 32 * MIB;
 
-/* cuBLASLt chooses an algorithm by the shape of a product. So products are batch invariant if they
- * always have this many rows, some of which may be padding. */
-static constexpr int64_t INVARIANT_GROUP = 512;
-
-static int64_t padded_rows(const Problem &p) {
-    return p.invariant ? round_up(p.rows, INVARIANT_GROUP) : p.rows;
-}
-
 const char *CublasLtCompact::why_not(const rafter_cuda_state &, const Call &call) {
     const Problem p(call);
     if (p.invariant && p.shared)
@@ -29,7 +21,7 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     plan->group = group;
     plan->slice = slice;
     plan->direct_dx = p.dx_layout.direct && !sums_dx;
-    plan->pack_x = !p.x.direct || p.invariant;
+    plan->pack_x = !p.x.direct || p.invariant; /* cuBLASLt chooses an algorithm by strides, too */
     plan->redo_nonfinite = p.dweight && !plan->pack_x;
     /* redo_nonfinite overwrites dW: it cannot be the caller's if that is added to. */
     plan->direct_dweight = p.dweight_layout.direct && !(plan->redo_nonfinite && p.adds_dweight);
@@ -41,10 +33,10 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
     plan->ranks.place(&layout, p);
     plan->units.place(&layout, p);
     layout.place(&plan->stats, p.statistics && !p.shared, p.rows * int64_t(sizeof(LossStats<FULL>)));
-    layout.place(&plan->x, plan->pack_x, padded_rows(p) * p.depth_stride() * p.bytes());
+    layout.place(&plan->x, plan->pack_x, p.rows * p.depth_stride() * p.bytes());
     layout.place(&plan->z, true, group * tile_stride * 4);
-    layout.place(&plan->dz, p.dx || p.dweight, padded_rows(p) * tile_stride * p.bytes());
-    layout.place(&plan->dx, p.dx && !plan->direct_dx && !p.shared, padded_rows(p) * p.depth_stride() * 4);
+    layout.place(&plan->dz, p.dx || p.dweight, p.rows * tile_stride * p.bytes());
+    layout.place(&plan->dx, p.dx && !plan->direct_dx && !p.shared, p.rows * p.depth_stride() * 4);
     layout.place(&plan->dweight, p.dweight && !plan->direct_dweight, slice * p.depth_stride() * 4);
     layout.place(&plan->dbias, p.dbias, p.classes * 4);
     layout.place(&plan->products, plan->product_bytes > 0, static_cast<int64_t>(plan->product_bytes));
@@ -52,8 +44,6 @@ size_t CublasLtCompact::make(const Problem &p, const Limits &limits, int64_t gro
 }
 
 size_t CublasLtCompact::fit(const Problem &p, const Limits &limits, Plan *plan) {
-    if (p.invariant)
-        return make(p, limits, INVARIANT_GROUP, min(slice_for(p, DZ_BYTES), p.classes), plan);
     return fit_slices(
         p, limits.budget, slice_for(p, DZ_BYTES), p.gradients() ? TILE_BYTES : FORWARD_TILE_BYTES,
         [](int64_t slice) { return slice * 4; },
@@ -83,14 +73,6 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
     begin_call(&run, {}, base, plan.common);
     if (plan.pack_x)
         pack_rows(run, call.x, 0, p.rows, plan.x.in(base));
-    if (p.invariant) { /* padding */
-        const int64_t rows = padded_rows(p) - p.rows, stride = p.depth_stride() * p.bytes();
-        const cudaStream_t stream = context->cuda_state->stream;
-        cudaMemsetAsync(plan.x.in(base) + p.rows * stride, 0, rows * stride, stream);
-        if (all_dz)
-            cudaMemsetAsync(all_dz + p.rows * tile_stride * p.bytes(), 0, rows * tile_stride * p.bytes(), stream);
-    }
-
     Operand dweight_x = x;
     const float *const dweight_alpha = plan.units.dweight_alpha(p, base);
     if (plan.units.any()) {
@@ -104,9 +86,7 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
         for (int64_t first = 0; first < p.rows; first += plan.group) {
             const LogitTile tile = {plan.z.in(base), tile_stride, first,   min(plan.group, p.rows - first),
                                     first_class,     classes,     run.bias};
-            LogitTile formed = tile;
-            formed.rows = p.invariant ? plan.group : tile.rows;
-            RAFTER_TRY(form_logits(run, products, rows_from(x, p.dtype, first), formed));
+            RAFTER_TRY(form_logits(run, products, rows_from(x, p.dtype, first), tile));
             step(tile);
         }
         return RAFTER_OK;
@@ -140,11 +120,9 @@ rafter_status CublasLtCompact::launch(rafter_context *context, const Call &call,
             if (!plan.direct_dweight)
                 store_rows(run, call.dweight, p.dweight_layout, p.adds_dweight, v, dz.classes, dweight, dweight_alpha);
         }
-        const int64_t at_once = p.invariant ? plan.group : p.rows;
-        for (int64_t first = 0; p.dx && first < p.rows; first += at_once)
-            RAFTER_TRY(multiply_dx(run, products, dz.from_row(first, p.bytes()), at_once,
-                                   plan.direct_dx ? into_tensor(run, call.dx, p.dx_layout, 0)
-                                                  : into_sums(run, dx + first * p.depth_stride()),
+        if (p.dx)
+            RAFTER_TRY(multiply_dx(run, products, dz, p.rows,
+                                   plan.direct_dx ? into_tensor(run, call.dx, p.dx_layout, 0) : into_sums(run, dx),
                                    v > 0));
     }
     if (p.dx && p.shared) {

@@ -6,7 +6,12 @@
 namespace lce {
 
 const char *CublasLtFast::why_not(const rafter_cuda_state &, const Call &call) {
-    return why_not_fast(Problem(call));
+    const Problem p(call);
+    const char *const reason = why_not_fast(p);
+    if (reason)
+        return reason;
+    return has_row_units(p) ? "it would scale dz by the largest gradient of all rows, which is not batch invariant"
+                            : NULL;
 }
 
 size_t CublasLtFast::make(const Problem &p, const Limits &limits, int64_t group, Plan *plan) {
@@ -16,9 +21,10 @@ size_t CublasLtFast::make(const Problem &p, const Limits &limits, int64_t group,
     plan->parts = static_cast<int>(ceil_div<int64_t>(p.classes, MOST_PART));
     plan->one_pass = p.statistics && !p.dbias && p.classes <= MOST_PART;
     /* Packing leaves out what ignored rows hold. If dW is added to something,
-     * redo_nonfinite is not possible. */
-    plan->pack_x = !p.x.direct || group < p.rows || p.adds_dweight;
-    plan->direct_dx = p.dx_layout.direct;
+     * redo_nonfinite is not possible. And cuBLASLt chooses an algorithm by strides, too: in batch-invariant
+     * calls they are always the same. */
+    plan->pack_x = !p.x.direct || group < p.rows || p.adds_dweight || p.invariant;
+    plan->direct_dx = p.dx_layout.direct && !p.invariant;
     plan->direct_dweight = p.dweight_layout.direct && !sums_dweight;
     plan->redo_nonfinite = p.dweight && !plan->pack_x;
     plan->product_bytes = limits.product_bytes;

@@ -13,6 +13,7 @@ namespace lce {
 
 struct CublasLtFast {
     typedef linear_cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
 
     struct Plan {
         int64_t group;       /* rows */
