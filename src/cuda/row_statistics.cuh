@@ -294,22 +294,23 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
 static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
     constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, MOST_PARTS = 64, SHORT_ROW = 48 << 10,
                       LEAST_PART = 8 << 10;
-    constexpr double START = 0.6, MERGE = 1.8, PER_PART = 0.03;
+    constexpr double START = 0.6, MERGE = 1.8, PER_PART = 0.015;
     if (rows >= MANY_ROWS || row_bytes <= SHORT_ROW)
         return 1;
-    /* KB per us of one of `running` blocks: the block's own limit, that of a multiprocessor, of memory */
-    const auto rate = [](int64_t running) {
-        const double per_sm = static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS);
-        return fmin(fmin(26.0, 45.0 / per_sm), 4200.0 / static_cast<double>(running));
+    /* KB per us of one of `running` blocks: the block's own limit, that of a multiprocessor, of memory.
+     * After the first wave, blocks go where others have ended: often three to a multiprocessor. */
+    const auto rate = [](int64_t running, bool first) {
+        const double per_sm = first ? static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS) : 3.0;
+        return fmin(fmin(26.0, 45.0 / per_sm), 3500.0 / static_cast<double>(running));
     };
     int64_t best = 1;
     double least = INFINITY;
     for (int64_t parts = 1; parts <= MOST_PARTS && row_bytes / parts >= LEAST_PART; parts++) {
         const int64_t waves = rows * parts / AT_ONCE, rest = rows * parts % AT_ONCE;
         const double part = static_cast<double>(row_bytes) / 1024.0 / static_cast<double>(parts);
-        double time = static_cast<double>(waves) * (START + part / rate(AT_ONCE));
+        double time = static_cast<double>(waves) * (START + part / rate(AT_ONCE, true));
         if (rest > 0)
-            time += START + part / rate(rest);
+            time += START + part / rate(rest, waves == 0);
         if (parts > 1)
             time += MERGE + PER_PART * static_cast<double>(parts);
         if (time < 0.98 * least) {

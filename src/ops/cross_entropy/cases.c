@@ -205,6 +205,8 @@ static const struct single {
     {RAFTER_F32, {{.name = "batches", .extras = true, .ignored = SOME_IGNORED}, false}, {2, {1100, 1031}}, 0, true},
     {RAFTER_F16, {{.name = "batches", .z_loss = 0.005f, .reduction = RAFTER_NONE}, false}, {2, {9001, 1031}}, 0, true},
     {RAFTER_BF16, {{.name = "many", .smoothing = 0.1f, .class_weight = true}, false}, {2, {70001, 17}}, 0, true},
+    /* transposed: so many rows side by side, not whole packs, that a block takes 128 of them */
+    {RAFTER_BF16, {{.name = "columns", .z_loss = 0.005f, .ignored = SOME_IGNORED}, false}, {2, {4099, 66}}, 0, false},
     /* transposed: basic rows side by side, four to a thread; in one step, and in several */
     {RAFTER_F32, {{.name = "segments", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {192, 2}}, 0, false},
     {RAFTER_BF16, {{.name = "segments", .ignored = SOME_IGNORED, .narrow = true}, true}, {2, {200, 5}}, 0, false},

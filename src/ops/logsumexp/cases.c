@@ -108,6 +108,9 @@ static const struct shape cuda_shapes[] = {
     {2, 1, {30001, 133}},
     {2, 1, {9001, 1031}},
     {2, 1, {2101, 4111}},
+    /* columns that are not whole packs, so many that a block takes 128 or 256 of them */
+    {2, 0, {35, 4099}},
+    {2, 0, {300, 16387}},
     /* many short columns: a thread takes four */
     {3, 1, {5, 21, 26216}},
     {2, 0, {37, 131076}},

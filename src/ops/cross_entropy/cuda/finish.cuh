@@ -42,25 +42,55 @@ DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const L
                                                  loss.z_loss != 0.0f ? loss.scale * g.s.max + logf(sum) : 0.0f);
 }
 
-/* A thread per row: writes its outputs and, if not NULL, coefficients. The last block writes the loss. If
- * `known` is not NULL, it has the label's logit, which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the label's
- * logit, which may be another rank's. */
+/* How the threads of `finish` share rows. */
+struct RowLanes {
+    unsigned parts; /* of a row, whose statistics are merged */
+    int shift;      /* 2^shift adjacent threads per row */
+
+    /* Few rows take one block: blocks that add up their losses take longer than a thread that merges
+     * several parts. */
+    static RowLanes of(int64_t rows, int64_t parts) {
+        RowLanes all = {static_cast<unsigned>(max(parts, int64_t(1))), 0};
+        while (all.lanes() < parts && all.lanes() < WARP && 2 * all.lanes() * rows <= ROW_THREADS)
+            all.shift++;
+        return all;
+    }
+    __host__ DEVICE int lanes() const {
+        return 1 << shift;
+    }
+    int64_t blocks(int64_t rows) const {
+        return max(ceil_div<int64_t>(rows * lanes(), ROW_THREADS), int64_t(1));
+    }
+};
+
+/* A thread per row, or several: merges the row's parts, always in the same order, writes its outputs and,
+ * if not NULL, coefficients. The last block writes the loss. If `known` is not NULL, it has the label's
+ * logit, which dz may have overwritten. SHARED: the statistics are those of all ranks, and have the
+ * label's logit, which may be another rank's. */
 template <typename T, int OPTIONS, bool SHARED = false>
-__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c,
-                                                      const LossStats<OPTIONS> *row_stats, const KnownTerms *known,
+__global__ __launch_bounds__(ROW_THREADS) void finish(const __grid_constant__ Args c, RowLanes rows,
+                                                      const LossStats<OPTIONS> *part_stats, const KnownTerms *known,
                                                       RowCoefficients *coefficients) {
     start_next_kernel();
     const Loss &loss = c.loss;
-    const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
+    const int64_t row = (blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x) >> rows.shift;
+    const unsigned lane = threadIdx.x & (rows.lanes() - 1);
     const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
     float z_label = label >= 0 && !known && !SHARED ? to_float(c.z.at<const T>(row)[label * c.z_step]) : 0.0f;
     wait_for_previous_kernel();
     const double common = coefficients ? common_factor(c) : 0.0;
     Totals totals = {};
-    if (row < loss.rows) {
+    LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    if (label >= 0 && lane < rows.parts)
+        g = part_stats[row * rows.parts + lane];
+    if (rows.parts > 1) {
+        for (unsigned part = lane + rows.lanes(); label >= 0 && part < rows.parts; part += rows.lanes())
+            g = merge(g, part_stats[row * rows.parts + part], loss.scale);
+        g = merge_lanes(g, rows.lanes(), loss.scale);
+    }
+    if (row < loss.rows && lane == 0) {
         RowGradient gradient = gradient_of_skipped(label);
         if (label >= 0) {
-            const LossStats<OPTIONS> g = row_stats[row];
             if (known)
                 z_label = known[row].z_label;
             if constexpr (SHARED)

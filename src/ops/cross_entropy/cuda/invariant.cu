@@ -299,7 +299,7 @@ struct Invariant {
                                               : indexed_gradients<T, OPTIONS, false>,
                                  args, plan.team, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(per_row, finish<T, OPTIONS>, args, stats, terms,
+                    sequence.run(per_row, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
                                  static_cast<RowCoefficients *>(nullptr));
             });
         });

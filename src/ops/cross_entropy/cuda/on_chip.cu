@@ -167,7 +167,8 @@ struct OnChip {
                     on_chip<T, OPTIONS, Largest>};
                 sequence.run(blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(rows, finish<T, OPTIONS>, args, stats, terms, static_cast<RowCoefficients *>(nullptr));
+                    sequence.run(rows, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
+                                 static_cast<RowCoefficients *>(nullptr));
             });
         });
         return RAFTER_OK;

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Contiguous rows of any length, any options: statistics by a block per row, or per part of a row
- * if rows are few and long. Outputs by the block of the row that ends last, if rows are few, else by a
- * thread per row; then the gradient, if it is wanted, by short blocks that read the logits a second
- * time, from L2 if it holds them. If classes are spread over ranks, the statistics are exchanged before
- * the outputs.
+ * if rows are few and long; outputs by a thread per row, or by several if rows have parts; then the
+ * gradient, if it is wanted, by short blocks that read the logits a second time, from L2 if it holds
+ * them. If classes are spread over ranks, the statistics are exchanged before the outputs.
  */
 #include "ops/cross_entropy/cuda/finish.cuh"
 #include "ops/cross_entropy/cuda/gradients.cuh"
@@ -13,32 +12,6 @@
 namespace {
 
 constexpr int MOST_THREADS = 512;
-constexpr int64_t FEW_ROWS = 264; /* whose blocks run at once */
-
-/* Writes the outputs of a row whose statistics thread 0 has. Called by all threads of one block per row. */
-template <int OPTIONS>
-DEVICE void finish_few(const Args &c, unsigned row, int64_t label, float z_label, const LossStats<OPTIONS> &g,
-                       RowCoefficients *coefficients) {
-    const Loss &loss = c.loss;
-    const double common = coefficients ? common_factor(c) : 0.0;
-    Totals totals = {};
-    if (threadIdx.x == 0) {
-        RowGradient gradient = gradient_of_skipped(label);
-        if (label >= 0) {
-            const WholeRowStats stats = whole_row_stats(g, z_label, loss);
-            if (coefficients)
-                gradient = gradient_from_stats(loss, common, row, label, z_label, stats);
-            if (loss.forward)
-                write_row(loss, row, label, results_of(loss, row, label, stats), &totals);
-        } else {
-            write_skipped(loss, row, label, &totals);
-        }
-        if (coefficients)
-            coefficients[row] = {gradient, label};
-    }
-    if (loss.forward && adds_up(c))
-        add_up_shares(c, totals, row, static_cast<unsigned>(loss.rows));
-}
 
 /* A block per part of a row; all parts but the last have `part` elements. */
 template <typename T, int OPTIONS>
@@ -61,45 +34,6 @@ __global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statist
         merge_block_for_all(span_stats<OPTIONS>(span, from, group, threadIdx.x, blockDim.x, loss), loss.scale);
     if (threadIdx.x == 0)
         part_stats[blockIdx.x] = g;
-}
-
-/* Few rows: the same, and the outputs; coefficients, if not NULL. */
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(MOST_THREADS, 2) void few_rows(const __grid_constant__ Args c, unsigned parts,
-                                                            int64_t part, LossStats<OPTIONS> *part_stats,
-                                                            RowCoefficients *coefficients) {
-    start_next_kernel();
-    const Loss &loss = c.loss;
-    const unsigned row = blockIdx.x / parts;
-    const int64_t from = (blockIdx.x - row * parts) * part;
-    const int64_t n = from >= loss.classes ? 0 : loss.classes - from < part ? loss.classes - from : part;
-    const T *const first = c.z.at<const T>(row);
-    const AlignedSpan<const T> span(first + (n > 0 ? from : 0), n);
-    const int64_t loaded = loss.load_label(row);
-    PackGroup<T, AHEAD<OPTIONS>> group;
-    group.load(span, threadIdx.x, blockDim.x);
-    const int64_t label = loss.class_of(loaded);
-    const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(first[label]) : 0.0f;
-    wait_for_previous_kernel();
-    LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    if (label >= 0) {
-        g = merge_block_for_all(span_stats<OPTIONS>(span, from, group, threadIdx.x, blockDim.x, loss), loss.scale);
-        if (parts > 1) {
-            if (threadIdx.x == 0)
-                part_stats[blockIdx.x] = g;
-            if (!block_arrives_last(c.counter + 1 + row, parts))
-                return;
-            g = no_columns<OPTIONS>();
-            if (threadIdx.x < WARP) {
-                for (unsigned i = threadIdx.x; i < parts; i += WARP)
-                    g = merge(g, load_stats(part_stats + row * parts + i), loss.scale);
-                g = merge_warp(g, loss.scale);
-            }
-        }
-    } else if (from > 0) {
-        return;
-    }
-    finish_few(c, row, label, z_label, g, coefficients);
 }
 
 /* A thread per row: this rank's statistics of the row, for the other ranks. */
@@ -149,7 +83,7 @@ struct TwoPass {
         size_t stats, coefficients; /* offsets in the workspace */
         size_t exchange, merged;    /* the same, if classes are spread over ranks */
         int64_t row_blocks, gradient_parts;
-        bool few; /* `few_rows` computes the outputs */
+        RowLanes finish;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -165,8 +99,8 @@ struct TwoPass {
         plan->row_blocks = p.row_blocks();
         plan->gradient_parts = p.gradient_parts();
         plan->split = p.rows > 0 && p.classes > 0 ? split_rows(p, call.logits.dtype) : Split{};
-        plan->few = call.loss.class_group.ranks == 0 && p.rows > 0 && (plan->split.parts > 1 || p.rows <= FEW_ROWS);
-        plan->general.fill(device, p, call, plan->few ? p.rows : plan->row_blocks, &layout);
+        plan->finish = RowLanes::of(p.rows, call.loss.class_group.ranks > 0 ? 1 : plan->split.parts);
+        plan->general.fill(device, p, call, plan->finish.blocks(p.rows), &layout);
         plan->stats = layout.add(p.rows * plan->split.parts * plan->general.stats_bytes());
         plan->coefficients = p.gradient ? layout.add(p.rows * int64_t(sizeof(RowCoefficients))) : 0;
         if (call.loss.class_group.ranks > 0) {
@@ -190,10 +124,7 @@ struct TwoPass {
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats = at_offset<LossStats<OPTIONS>>(workspace, plan.stats);
-                if (plan.few)
-                    sequence.run(Launch{rows * parts, plan.split.threads}, few_rows<T, OPTIONS>, args, parts,
-                                 plan.split.part, stats, coefficients);
-                else if (rows > 0 && parts > 0)
+                if (rows > 0 && parts > 0)
                     sequence.run(Launch{rows * parts, plan.split.threads}, statistics<T, OPTIONS>, args, parts,
                                  plan.split.part, stats);
                 const Launch per_row = {plan.row_blocks, ROW_THREADS};
@@ -208,9 +139,10 @@ struct TwoPass {
                     if (status != RAFTER_OK)
                         return;
                     sequence.run(per_row, merge_ranks, args, exchange, merged);
-                    sequence.run(per_row, finish<T, FULL, true>, args, merged, known, coefficients);
-                } else if (!plan.few) {
-                    sequence.run(per_row, finish<T, OPTIONS>, args, stats, known, coefficients);
+                    sequence.run(per_row, finish<T, FULL, true>, args, plan.finish, merged, known, coefficients);
+                } else {
+                    sequence.run(Launch{plan.finish.blocks(rows), ROW_THREADS}, finish<T, OPTIONS>, args, plan.finish,
+                                 stats, known, coefficients);
                 }
                 if (coefficients)
                     sequence.run(Launch{rows * plan.gradient_parts, GRADIENT_THREADS},
