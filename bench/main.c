@@ -68,6 +68,8 @@ static void help(FILE *to) {
         "    --ranks 1,2,4,8         numbers of ranks (default: 1 to 64)\n"
         "    --network nvlink|infiniband  (default nvlink), or --latency US per hop and --bandwidth GB/s per rank\n"
         "    --dtype bf16|fp16|fp32, --device cpu|cuda, --seconds S per number of ranks (default 1)\n"
+        "    --beside 8,16,32        also with a copy on so many multiprocessors in place of the sum of dx, beside the "
+        "product for dW\n"
         "    --svg FILE              the efficiencies as a plot\n"
         "rafter help                 this text\n"
         "rafter --version            the library's version\n"

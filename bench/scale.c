@@ -6,7 +6,8 @@
  *
  * All ranks make the call once, as threads, and what rank 0 receives is kept. Then rank 0 alone repeats
  * the call, and its collectives copy what was kept: the measured call has the real statistics of all
- * ranks, and no network.
+ * ranks, and no network. Instead of the sum of dx there is nothing; or, to measure what it costs beside
+ * the product for dW, a copy on some multiprocessors.
  */
 #include <math.h>
 #include <stdio.h>
@@ -36,6 +37,7 @@ struct settings {
     rafter_dtype dtype;
     DLDevice device;
     int ranks[MOST_POINTS], points;
+    int beside[MOST_POINTS], besides; /* multiprocessors for a copy in place of the sum of dx */
     struct network network;
     double seconds;
     const char *svg;
@@ -46,17 +48,18 @@ static int wrong(const char *option, const char *value, const char *wanted) {
     return 2;
 }
 
-static bool read_ranks(struct settings *s, const char *text) {
-    s->points = 0;
-    while (*text && s->points < MOST_POINTS) {
+/* At most MOST_POINTS numbers from 1 to `most`. */
+static bool read_list(const char *text, int most, int *list, int *count) {
+    *count = 0;
+    while (*text && *count < MOST_POINTS) {
         char *end;
-        const long ranks = strtol(text, &end, 10);
-        if (end == text || ranks < 1 || ranks > LOOPBACK_MOST_RANKS || (*end && *end != ','))
+        const long number = strtol(text, &end, 10);
+        if (end == text || number < 1 || number > most || (*end && *end != ','))
             return false;
-        s->ranks[s->points++] = (int)ranks;
+        list[(*count)++] = (int)number;
         text = *end ? end + 1 : end;
     }
-    return s->points > 0 && !*text;
+    return *count > 0 && !*text;
 }
 
 static bool read_number(const char *text, double least, double *value) {
@@ -76,8 +79,11 @@ static int read_option(struct settings *s, const char *option, const char *value
           : strcmp(option, "--depth") == 0 ? &s->depth
                                            : &s->classes) = (int64_t)number;
     } else if (strcmp(option, "--ranks") == 0) {
-        if (!read_ranks(s, value))
+        if (!read_list(value, LOOPBACK_MOST_RANKS, s->ranks, &s->points))
             return wrong(option, value, "numbers from 1 to 64, separated by commas");
+    } else if (strcmp(option, "--beside") == 0) {
+        if (!read_list(value, 1024, s->beside, &s->besides))
+            return wrong(option, value, "numbers of multiprocessors, separated by commas");
     } else if (strcmp(option, "--dtype") == 0) {
         if (strcmp(value, "bf16") != 0 && strcmp(value, "fp16") != 0 && strcmp(value, "fp32") != 0)
             return wrong(option, value, "bf16, fp16 or fp32");
@@ -128,6 +134,8 @@ struct tape {
         size_t bytes;
     } gather[MOST_GATHERS];
     size_t gathered, summed; /* bytes that this rank gave to collectives */
+    int copies_on;           /* multiprocessors that copy instead of a sum; 0: nothing is done */
+    void *copied;            /* `summed` bytes */
 };
 
 static bool copy(const struct tape *t, void *to, const void *from, size_t bytes) {
@@ -155,10 +163,18 @@ static int tape_gather(void *user, const void *send, void *receive, size_t bytes
     return 0;
 }
 
+/* What a rank's part of the sum does to its memory: dx is read and written 2 (ranks - 1) / ranks times,
+ * half of that to add up shares, half to spread them. */
+static bool stand_in(const struct tape *t, const void *data, void *stream) {
+    const size_t ranks = (size_t)t->inner.ranks, rest = t->summed / ranks * (ranks - 2) / 16 * 16;
+    return gpu_copy_on(stream, t->copied, data, t->summed, t->copies_on) &&
+           gpu_copy_on(stream, t->copied, data, rest, t->copies_on);
+}
+
 static int tape_sum(void *user, float *data, size_t count, void *stream) {
     struct tape *const t = user;
     if (t->playing)
-        return 0;
+        return t->copies_on == 0 || stand_in(t, data, stream) ? 0 : 1;
     t->summed += count * sizeof *data;
     return t->inner.all_reduce_sum(t->inner.user, data, count, stream);
 }
@@ -176,6 +192,8 @@ static rafter_communicator tape_open(struct tape *t, struct loopback *wire, int 
 static void tape_close(struct tape *t) {
     for (int i = 0; i < t->count; i++)
         context_on_gpu(t->context) ? gpu_release(t->gather[i].data) : free(t->gather[i].data);
+    if (t->copied)
+        gpu_release(t->copied);
 }
 
 /* ---- one rank's call ------------------------------------------------------------------------- */
@@ -241,8 +259,17 @@ static void call_rank(void *arg, int r) {
         k->status = RAFTER_DEVICE_ERROR;
 }
 
-/* The median seconds of rank 0's call. Negative: it failed. */
-static double time_rank(struct world *w, double seconds) {
+/* Rank 0's call; or, `copy_alone`, the copy that takes the place of its sum. */
+static void do_once(struct rank *k, bool copy_alone) {
+    k->tape.at = 0;
+    if (!copy_alone)
+        k->status = k->p.op->call(&k->p, k->context, PROBLEM_BOTH);
+    else if (!stand_in(&k->tape, k->tape.copied, NULL)) /* in place, on the context's stream */
+        k->status = RAFTER_DEVICE_ERROR;
+}
+
+/* The median seconds of that. Negative: it failed. */
+static double time_rank(struct world *w, double seconds, bool copy_alone) {
     struct rank *const k = &w->rank[0];
     const bool gpu = context_on_gpu(k->context);
     void *const before = gpu ? gpu_new_event() : NULL, *const after = gpu ? gpu_new_event() : NULL;
@@ -254,8 +281,7 @@ static double time_rank(struct world *w, double seconds) {
         const double start = clock_seconds();
         if (gpu)
             gpu_record(k->context, before);
-        k->tape.at = 0;
-        k->status = k->p.op->call(&k->p, k->context, PROBLEM_BOTH);
+        do_once(k, copy_alone);
         if (gpu)
             gpu_record(k->context, after);
         const double took = gpu ? (double)gpu_elapsed(before, after) * 1e-3 : clock_seconds() - start;
@@ -281,6 +307,9 @@ struct point {
     double compute, gather, sum, step; /* seconds */
     double gathered, summed;           /* bytes that a rank sends */
     char variant[64];
+    struct {
+        double copy, call; /* seconds: the copy alone; the call with it */
+    } beside[MOST_POINTS];
 };
 
 /* The formulas of docs/distributed.md. The sum of dx can hide behind the product for dW, a third of the
@@ -290,6 +319,20 @@ static void add_network(struct point *p, const struct network *n) {
     p->gather = p->ranks == 1 ? 0 : n->latency * hops + others * p->gathered / n->bandwidth;
     p->sum = p->ranks == 1 ? 0 : 2 * n->latency * hops + 2 * others / p->ranks * p->summed / n->bandwidth;
     p->step = p->compute + p->gather + fmax(0, p->sum - p->compute / 3);
+}
+
+/* With a copy in place of the sum of dx. */
+static bool measure_beside(struct world *w, const struct settings *s, struct point *point) {
+    struct tape *const tape = &w->rank[0].tape;
+    tape->copied = s->besides > 0 && w->ranks > 1 ? gpu_allocate(tape->summed) : NULL;
+    bool good = true;
+    for (int i = 0; i < s->besides && w->ranks > 1 && good; i++) {
+        tape->copies_on = s->beside[i];
+        point->beside[i].copy = tape->copied ? time_rank(w, s->seconds, true) : -1;
+        point->beside[i].call = tape->copied ? time_rank(w, s->seconds, false) : -1;
+        good = point->beside[i].copy > 0 && point->beside[i].call > 0;
+    }
+    return good;
 }
 
 static bool measure(const problem *whole, const struct settings *s, int ranks, struct point *point) {
@@ -310,16 +353,17 @@ static bool measure(const problem *whole, const struct settings *s, int ranks, s
     if (good) {
         point->gathered = (double)w.rank[0].tape.gathered;
         point->summed = (double)w.rank[0].tape.summed;
-        point->compute = time_rank(&w, s->seconds);
+        point->compute = time_rank(&w, s->seconds, false);
         problem_variant(&w.rank[0].p, w.rank[0].context, PROBLEM_BOTH, point->variant, sizeof point->variant);
         add_network(point, &s->network);
+        good = point->compute > 0 && measure_beside(&w, s, point);
     }
     for (int r = 0; w.rank && r < ranks; r++)
         if (w.rank[r].context)
             free_rank(&w.rank[r], s->device.device_type == kDLCUDA);
     loopback_free(wire);
     free(w.rank);
-    return good && point->compute > 0;
+    return good;
 }
 
 /* ---- output ---------------------------------------------------------------------------------- */
@@ -349,6 +393,17 @@ static void print_points(const struct settings *s, const struct point *p, int co
             putchar('#');
         printf(" %.3f\n", e);
     }
+}
+
+static void print_besides(const struct settings *s, const struct point *p, int count) {
+    printf("\na copy on some multiprocessors in place of the sum of dx, beside the product for dW\n");
+    printf("ranks  multiprocessors   copy ms   call ms   more than without   hidden\n");
+    for (int i = 0; i < count; i++)
+        for (int b = 0; b < s->besides && p[i].ranks > 1; b++) {
+            const double more = p[i].beside[b].call - p[i].compute;
+            printf("%5d %16d %9.4f %9.4f %16.4f ms %8.3f\n", p[i].ranks, s->beside[b], p[i].beside[b].copy * 1e3,
+                   p[i].beside[b].call * 1e3, more * 1e3, 1 - more / p[i].beside[b].copy);
+        }
 }
 
 /* Efficiencies over ranks: of the compute, and of the modelled step. */
@@ -418,6 +473,8 @@ int verb_scale(int argc, char **argv) {
             return status;
     }
     const bool gpu = s.device.device_type == kDLCUDA;
+    if (s.besides > 0 && !gpu)
+        return wrong("--device", "cpu", "cuda, with --beside");
     bool chosen = false; /* the ranks, by default */
     s.rows = s.rows ? s.rows : gpu ? 8192 : 256;
     s.depth = s.depth ? s.depth : gpu ? 4096 : 256;
@@ -441,6 +498,8 @@ int verb_scale(int argc, char **argv) {
         good = measure(whole, &s, s.ranks[count], &points[count]);
     if (good)
         print_points(&s, points, count);
+    if (good && s.besides > 0)
+        print_besides(&s, points, count);
     if (good && s.svg && !write_svg(s.svg, &s, points, count)) {
         fprintf(stderr, "rafter scale: cannot write %s\n", s.svg);
         good = false;

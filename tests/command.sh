@@ -49,6 +49,7 @@ expect 2 "no option '--shape'" "$rafter" bench --shape 2x3
 # --- over ranks
 expect 2 "--ranks is '0'" "$rafter" scale --ranks 0
 expect 2 "--network is 'string'" "$rafter" scale --network string
+expect 2 "--device is 'cpu', wanted cuda, with --beside" "$rafter" scale --beside 8
 expect 2 "no option '--shape'" "$rafter" scale --shape 2x3
 expect 1 "cannot write $folder/none/a.svg" "$rafter" scale --rows 8 --depth 8 --classes 60 --ranks 1 --seconds 0.001 --svg "$folder/none/a.svg"
 expect 0 'network modelled: custom, 7.0 us per hop, 3000 GB/s' "$rafter" scale --rows 8 --depth 8 --classes 60 --ranks 1,4 --seconds 0.001 \

@@ -113,7 +113,7 @@ static void narrow(problem_tensor *t, int dim, int64_t from, int64_t to) {
 }
 
 static char *duplicate(const problem_tensor *t) {
-    const char *const from = t->device ? t->device : t->memory;
+    const char *const from = t->tensor.data; /* t->device may be aligned otherwise */
     char *const copy = t->device ? gpu_allocate(t->memory_bytes) : malloc(t->memory_bytes + 1);
     if (!copy || (t->device ? !gpu_copy(copy, from, t->memory_bytes) : !memcpy(copy, from, t->memory_bytes)))
         abort();
@@ -133,10 +133,8 @@ static void make_part(struct run *run, int rank) {
         t->tensor.strides = strides[rank][i];
         /* Of results that several ranks have, rank 0's are compared with the oracle. */
         part->owned[i] = is_common(&part->p, t) && (c > 0 || (w > 0 && !has_rows(&part->p, t)));
-        if (part->owned[i]) {
-            char *const base = t->device ? t->device : t->memory;
-            t->tensor.data = duplicate(t) + ((char *)t->tensor.data - base);
-        }
+        if (part->owned[i])
+            t->tensor.data = duplicate(t);
         const int dim = spread_dim(&part->p, t);
         if (dim >= 0)
             narrow(t, dim, run->class_cut[c], run->class_cut[c + 1]);
@@ -156,9 +154,8 @@ static void make_part(struct run *run, int rank) {
 
 /* The start of a copy, from where its tensor begins. */
 static char *copy_of(const struct run *run, const struct part *part, int i) {
-    const problem_tensor *const whole = &run->whole->tensor[i], *const own = &part->p.tensor[i];
-    const char *const base = whole->device ? whole->device : whole->memory;
-    int64_t shift = (char *)whole->tensor.data - base;
+    const problem_tensor *const own = &part->p.tensor[i];
+    int64_t shift = 0;
     const int w = (int)(part - run->part) / run->grid.classes;
     if (run->grid.rows > 1 && has_rows(&part->p, own))
         shift += run->row_cut[w] * own->tensor.strides[0] * problem_dtype_bytes(own->dtype);

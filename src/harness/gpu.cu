@@ -70,6 +70,33 @@ bool gpu_move(const rafter_context *context, void *to, const void *from, size_t 
     return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_of(context)) == cudaSuccess;
 }
 
+/* With so much shared memory that a multiprocessor has one block of it. */
+enum { COPY_THREADS = 1024, COPY_SHARED = 120 << 10 };
+
+static __global__ void __launch_bounds__(COPY_THREADS) copy_packs(uint4 *to, const uint4 *from, int64_t packs) {
+    constexpr int AT_ONCE = 4;
+    const int64_t step = static_cast<int64_t>(gridDim.x) * COPY_THREADS;
+    for (int64_t i = static_cast<int64_t>(blockIdx.x) * COPY_THREADS + threadIdx.x; i < packs; i += AT_ONCE * step) {
+        uint4 some[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i + k * step < packs)
+                some[k] = from[i + k * step];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            if (i + k * step < packs)
+                to[i + k * step] = some[k];
+    }
+}
+
+bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks) {
+    if (cudaFuncSetAttribute(copy_packs, cudaFuncAttributeMaxDynamicSharedMemorySize, COPY_SHARED) != cudaSuccess)
+        return false;
+    copy_packs<<<static_cast<unsigned>(blocks), COPY_THREADS, COPY_SHARED, static_cast<cudaStream_t>(stream)>>>(
+        static_cast<uint4 *>(to), static_cast<const uint4 *>(from), static_cast<int64_t>(bytes / sizeof(uint4)));
+    return cudaGetLastError() == cudaSuccess;
+}
+
 template <typename T>
 static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

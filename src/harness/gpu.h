@@ -49,6 +49,8 @@ bool gpu_copy(void *to, const void *from, size_t bytes);
  * of `element` bytes (1, 2, 4 or 8), to[i] = from[index[i]]. */
 bool gpu_fill(const rafter_context *context, void *memory, int value, size_t bytes);
 bool gpu_move(const rafter_context *context, void *to, const void *from, size_t bytes);
+/* The same copy, by a kernel of one block on each of `blocks` multiprocessors, on this stream. */
+bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks);
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
                 int element);
 

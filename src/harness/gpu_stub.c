@@ -39,6 +39,11 @@ bool gpu_move(const rafter_context *context, void *to, const void *from, size_t 
     return false;
 }
 
+bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks) {
+    (void)stream, (void)to, (void)from, (void)bytes, (void)blocks;
+    return false;
+}
+
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
                 int element) {
     (void)context, (void)to, (void)from, (void)index, (void)count, (void)element;
