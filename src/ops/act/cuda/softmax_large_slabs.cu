@@ -293,8 +293,6 @@ constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
  * faster in clusters. docs/perf/act.md */
 constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
 constexpr int MOST_PIECES = 16;
-/* Lines and groups of parts of a block that merges; parts of a line that a thread loads at once. */
-constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32, MERGED_PARTS = 8;
 
 /* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts parts. */
 struct Pieces {
@@ -340,41 +338,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
     merge_columns<T, FORWARD, ALIGNED>(first, mine, plan, ColumnMemory(memory), to);
 }
 
-/* Merges every `step`-th of the parts of a line, from number `first` on. */
-template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
-    Part all = no_part();
-    for (int i = first; i < parts; i += step * MERGED_PARTS) {
-        Part some[MERGED_PARTS];
-#pragma unroll
-        for (int u = 0; u < MERGED_PARTS; u++)
-            some[u] = i + u * step < parts ? line[(int64_t)(i + u * step) * inner] : no_part();
-        all = merged<FORWARD>(all, some);
-    }
-    return all;
-}
-
-/* Second kernel: MERGED_LINES lines of a slab per block. totals: [slab][line]. */
-template <bool FORWARD>
-__global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
-    merge_parts(const Part *parts, Part *totals, int inner, int blocks, Divisor across) {
-    static_assert(MERGE_GROUPS == WARP, "a warp merges the groups of a line");
-    __shared__ Part groups[MERGED_LINES][MERGE_GROUPS + 1];
-    wait_for_previous_kernel();
-    start_next_kernel();
-    const unsigned slab = across.quotient(blockIdx.x);
-    const int first = static_cast<int>(blockIdx.x - slab * across.number) * MERGED_LINES;
-    const int line = threadIdx.x % MERGED_LINES, group = threadIdx.x / MERGED_LINES;
-    const bool active = first + line < inner;
-    groups[line][group] = merge_some<FORWARD>(parts + (int64_t)slab * blocks * inner + first + line, group,
-                                              MERGE_GROUPS, active ? blocks : 0, inner);
-    __syncthreads();
-    const int own = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const Part all = merge_lanes<FORWARD>(groups[own][lane], WARP);
-    if (lane == 0 && first + own < inner)
-        totals[(int64_t)slab * inner + first + own] = all;
-}
-
-/* The same for all lines of one slab, by a block of the third kernel. All threads call this. */
+/* The second kernel's work for all lines of one slab, by a block of the third kernel. All threads call
+ * this. */
 template <bool FORWARD> DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
     const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
     for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
@@ -560,12 +525,8 @@ struct LargeSlabs {
             how.overlaps = ordered.copied;
             ::launch(context, how, slab_statistics<T, forward, aligned>, args, plan.each, column_bytes(slab), parts);
             how.overlaps = true;
-            if (!plan.fused) {
-                const int across = ceil_div(slab.inner, MERGED_LINES);
-                Launch merge = {slab.slabs * across, MERGED_LINES * MERGE_GROUPS};
-                merge.overlaps = true;
-                ::launch(context, merge, merge_parts<forward>, parts, totals, slab.inner, slab.blocks, Divisor(across));
-            }
+            if (!plan.fused)
+                launch_merge<forward>(context, parts, totals, slab.slabs, slab.inner, slab.blocks);
             const int total_bytes = plan.fused ? round_up(slab.inner * (int)sizeof(Part), 128) : 0;
             how.shared = total_bytes + stages;
             ::launch(context, how, slab_results<T, forward, aligned>, args, plan.each, total_bytes, parts, totals);

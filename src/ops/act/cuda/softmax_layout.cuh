@@ -103,6 +103,12 @@ struct SlabViews : Views {
     }
 };
 
+/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait. */
+inline bool is_long(const act_call &call, const SlabViews &views) {
+    const int inputs = is_forward(call) || views.is_expanded(DY) ? 1 : 2;
+    return views.length() * inputs > 65536;
+}
+
 /* Whether few and narrow columns are too little for persistent blocks, which wait for each other. */
 inline bool is_narrow(const act_call &call, const SlabViews &views) {
     return views.all_slabs() && views.inner() * rafter_dtype_bytes(call.out.dtype) <= 256 && views.slabs() <= 8 &&

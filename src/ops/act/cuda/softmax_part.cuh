@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Statistics of parts of softmax's lines, in the kernels for slabs. */
+/* Statistics of parts of softmax's lines, in the kernels for slabs and column tiles. */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_PART_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_PART_CUH
 
 #include <float.h>
 
+#include "cuda/launch.cuh"
 #include "cuda/vocabulary.cuh"
 
 /* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy; max
@@ -57,6 +58,54 @@ template <bool FORWARD> DEVICE Part part_of(float x, float d) {
         return {-FLT_MAX, x * d};
     const float max = fmaxf(x, -FLT_MAX);
     return {max, exp2_fast((x - max) * LOG2E)};
+}
+
+/* ---- merging parts in global memory ----------------------------------------------------------- */
+
+/* Lines and groups of parts of a block that merges; parts of a line that a thread loads at once. */
+constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32, MERGED_PARTS = 8;
+
+/* Merges every `step`-th of the parts of a line, from number `first` on. */
+template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
+    Part all = no_part();
+    for (int i = first; i < parts; i += step * MERGED_PARTS) {
+        Part some[MERGED_PARTS];
+#pragma unroll
+        for (int u = 0; u < MERGED_PARTS; u++)
+            some[u] = i + u * step < parts ? line[(int64_t)(i + u * step) * inner] : no_part();
+        all = merged<FORWARD>(all, some);
+    }
+    return all;
+}
+
+/* A kernel: MERGED_LINES lines of a slab per block. parts: [slab][part][line]; totals: [slab][line]. */
+template <bool FORWARD>
+__global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
+    merge_parts(const Part *parts, Part *totals, int inner, int count, Divisor across) {
+    static_assert(MERGE_GROUPS == WARP, "a warp merges the groups of a line");
+    __shared__ Part groups[MERGED_LINES][MERGE_GROUPS + 1];
+    wait_for_previous_kernel();
+    start_next_kernel();
+    const unsigned slab = across.quotient(blockIdx.x);
+    const int first = static_cast<int>(blockIdx.x - slab * across.number) * MERGED_LINES;
+    const int line = threadIdx.x % MERGED_LINES, group = threadIdx.x / MERGED_LINES;
+    const bool active = first + line < inner;
+    groups[line][group] = merge_some<FORWARD>(parts + (int64_t)slab * count * inner + first + line, group, MERGE_GROUPS,
+                                              active ? count : 0, inner);
+    __syncthreads();
+    const int own = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const Part all = merge_lanes<FORWARD>(groups[own][lane], WARP);
+    if (lane == 0 && first + own < inner)
+        totals[(int64_t)slab * inner + first + own] = all;
+}
+
+/* Enqueues it. The kernel before must call start_next_kernel. */
+template <bool FORWARD>
+void launch_merge(const rafter_context *context, const Part *parts, Part *totals, int64_t slabs, int inner, int count) {
+    const int across = ceil_div(inner, MERGED_LINES);
+    Launch merge = {slabs * across, MERGED_LINES * MERGE_GROUPS};
+    merge.overlaps = true;
+    ::launch(context, merge, merge_parts<FORWARD>, parts, totals, inner, count, Divisor(across));
 }
 
 #endif

@@ -62,8 +62,11 @@ struct PersistentColumnSoftmax {
         const OrderedCall ordered(call, true);
         if (ordered.dim_is_contiguous())
             return "dim is contiguous";
-        if (is_narrow(call, SlabViews(ordered.call)))
+        const SlabViews slabs(ordered.call);
+        if (is_narrow(call, slabs))
             return "columns are few and narrow";
+        if (is_long(call, slabs))
+            return "columns are so long that blocks would wait for each other";
         const SoftmaxViews views(ordered.call, ordered.expanded);
         const ColumnPanels columns(ordered.call, views);
         if (!columns.wide)
