@@ -10,9 +10,12 @@ using namespace lrpe;
 
 template <typename T, bool FORWARD, int F, bool DTHETA>
 void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, const Staging &plan) {
-    const bool many = has_many_spans(plan, FORWARD || call.dx.data);
-    launch(context, {plan.tiling.blocks(), THREADS, plan.bytes},
-           many ? staged<T, FORWARD, F, DTHETA, true> : staged<T, FORWARD, F, DTHETA, false>, arguments<T>(call), plan);
+    auto kernel =
+        plan.layout == COMPACT ? staged<T, FORWARD, F, DTHETA, COMPACT> : staged<T, FORWARD, F, DTHETA, SPREAD>;
+    if constexpr (!FORWARD)
+        if (plan.layout == DIRECT)
+            kernel = staged<T, FORWARD, F, DTHETA, DIRECT>;
+    launch(context, {plan.tiling.blocks(), THREADS, plan.bytes}, kernel, arguments<T>(call), plan);
 }
 
 struct Staged {
@@ -23,7 +26,6 @@ struct Staged {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
         if (call.x.numel == 0)
             return "x is empty";
         if (call.act == RAFTER_ACT_SOFTMAX)
@@ -34,9 +36,14 @@ struct Staged {
             return "rows are aligned packs";
         if (call.x.shape[3] > THREADS * (16 / rafter_dtype_bytes(call.x.dtype)))
             return "the threads of a block cannot hold a row";
-        for (const rafter_view *view : views)
+        for (const rafter_view *view : {&call.x, &call.y, &call.dx})
             if (view->data && view->stride[3] != 1)
                 return "features are not adjacent";
+        /* A chunk has at most 2048 tokens. */
+        const rafter_view &dy = call.dy;
+        if (dy.data && dy.stride[3] != 1 &&
+            2048 * dy.stride[1] + dy.shape[2] * dy.stride[2] + dy.shape[3] * dy.stride[3] > INT32_MAX)
+            return "dy is spread over more memory than 32 bits can count";
         return NULL;
     }
 

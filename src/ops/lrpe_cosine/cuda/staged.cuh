@@ -27,6 +27,7 @@ struct Spans {
 
 struct Staging {
     Tiling tiling;                  /* tiles of heads; step tokens at a time */
+    int layout;                     /* a Layout */
     int step;                       /* tokens of a chunk; more than one only if it has all heads */
     Divisor heads, features, width; /* width: heads * features */
     Spans x, y, out;                /* y: dy. out: y or dx */
@@ -159,6 +160,34 @@ template <typename T, int PLACING> struct Places {
     }
 };
 
+/* The same for a dy that is read from memory, element by element: the offsets from the chunk. */
+template <typename T> struct DirectPlaces {
+    static constexpr int COUNT = WIDE<T>;
+    unsigned place[COUNT];
+
+    DEVICE DirectPlaces(const Strides &stride, const Staging &plan) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            const unsigned e = j * THREADS + threadIdx.x, row = plan.features.quotient(e),
+                           token = plan.heads.quotient(row);
+            place[j] = token * static_cast<unsigned>(stride.n) +
+                       (row - token * plan.heads.number) * static_cast<unsigned>(stride.h) +
+                       (e - row * plan.features.number) * static_cast<unsigned>(stride.d);
+            keep(place[j]);
+        }
+    }
+    /* `count`: elements of the chunk that exist. */
+    DEVICE void read(const T *chunk, int count, float (&v)[COUNT]) const {
+        T loaded[COUNT];
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            loaded[j] = j * THREADS + (int)threadIdx.x < count ? chunk[place[j]] : from_float<T>(0.0f);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            v[j] = to_float(loaded[j]);
+    }
+};
+
 /* The address of a tensor's chunks, or its lower half, in the order of the work: all sequences of some
  * tokens, then those of the next. */
 template <typename Address> struct ChunkAddress {
@@ -177,6 +206,13 @@ template <typename Address> struct ChunkAddress {
 };
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
+
+/* What a kernel is instantiated for. */
+enum Layout {
+    COMPACT, /* a chunk is one span in every tensor */
+    SPREAD,  /* it may have several spans */
+    DIRECT   /* and the features of dy are not adjacent: dy is read from memory */
+};
 
 template <bool FORWARD> constexpr int STAGED_STAGES = FORWARD ? 4 : 3;
 
@@ -268,10 +304,11 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int6
     }
 }
 
-template <typename T, bool FORWARD, int F, bool DTHETA, bool MANY>
+template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
 __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Arguments<T> a, const Staging plan) {
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
-    constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE;
+    constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
+    constexpr bool STAGES_DY = !FORWARD && LAYOUT != DIRECT;
     constexpr int OF_X = MANY ? MANY_SPANS : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
     extern __shared__ __align__(128) char dynamic[];
     AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic);
@@ -305,7 +342,8 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
     const uintptr_t whole = 0;
     const unsigned lower = 0;
     auto next_x = address(whole, a.x, a.x_stride), next_dy = address(whole, a.dy, a.y_stride);
-    auto x = address(lower, a.x, a.x_stride), dy = address(lower, a.dy, a.y_stride);
+    auto x = address(lower, a.x, a.x_stride);
+    auto dy = address(std::conditional_t<STAGES_DY, unsigned, uintptr_t>(), a.dy, a.y_stride);
     auto out = address(whole, a.out, FORWARD ? a.y_stride : a.dx_stride);
     int64_t next_token = first_token;
     int next_b = 0;
@@ -315,7 +353,7 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
             const Extent extent = extent_at(next_token);
             if constexpr (READS_X)
                 copy_in<MANY>(plan.x, plan.heads, reinterpret_cast<const T *>(next_x.at), extent, a.x, a.x_end, to);
-            if constexpr (!FORWARD)
+            if constexpr (STAGES_DY)
                 copy_in<MANY>(plan.y, plan.heads, reinterpret_cast<const T *>(next_dy.at), extent, a.dy, a.dy_end,
                               to + plan.dy_at);
             const bool was_last = ++next_b == sequences;
@@ -334,7 +372,12 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
         angle_steps[i] = angle_step(a.theta_at(first_head + h, i - h * features));
     }
     const Places<T, OF_X> x_at(plan.x, plan, 0);
-    const Places<T, OF_Y> dy_at(plan.y, plan, 0);
+    const auto dy_at = [&] {
+        if constexpr (LAYOUT == DIRECT)
+            return DirectPlaces<T>(a.y_stride, plan);
+        else
+            return Places<T, OF_Y>(plan.y, plan, 0);
+    }();
     const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, plan, plan.out_bytes);
     unsigned entries[COUNT];
 #pragma unroll
@@ -374,8 +417,14 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
                 out_at.write(results + features * sizeof(T), (unsigned)out.at, s);
             } else {
                 float c[COUNT], s[COUNT], g[COUNT];
-                dy_at.read(staged_dy, dy.at, c);
-                dy_at.read(staged_dy + features * sizeof(T), dy.at, s);
+                if constexpr (LAYOUT == DIRECT) {
+                    const T *const from = reinterpret_cast<const T *>(dy.at);
+                    dy_at.read(from, extent.tokens * width, c);
+                    dy_at.read(from + features * a.y_stride.d, extent.tokens * width, s);
+                } else {
+                    dy_at.read(staged_dy, dy.at, c);
+                    dy_at.read(staged_dy + features * sizeof(T), dy.at, s);
+                }
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
@@ -418,6 +467,7 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
 /* How chunks lie in `view`, with rows of `row` elements. */
 inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64_t step) {
     Spans spans = {};
+    spans.kind = Spans::ALL;
     if (!view.data)
         return spans;
     const int64_t n = view.stride[1], h = view.stride[2], width = 16 / rafter_dtype_bytes(view.dtype);
@@ -464,21 +514,18 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.x = spans_of(call.x, features, chunk_heads, plan.step);
     plan.y = spans_of(y, 2 * features, chunk_heads, plan.step);
     plan.out = forward ? plan.y : spans_of(out, features, chunk_heads, plan.step);
+    const bool compact = plan.x.kind == Spans::ALL && plan.y.kind == Spans::ALL && plan.out.kind == Spans::ALL;
+    plan.layout = y.stride[3] != 1 ? DIRECT : compact ? COMPACT : SPREAD;
     const auto bytes_of = [&](const Spans &spans) { return staged_bytes(spans, chunk_heads, plan.step, bytes); };
     const unsigned stages = forward ? STAGED_STAGES<true> : STAGED_STAGES<false>;
     plan.positions_at = (unsigned)(chunk_heads * features * (int64_t)sizeof(AngleStep));
     plan.stages_at = (unsigned)round_up(plan.positions_at + 2 * plan.step * (int64_t)sizeof(Position), int64_t(128));
     plan.dy_at = bytes_of(plan.x);
-    plan.stage_bytes = plan.dy_at + (forward ? 0 : bytes_of(plan.y));
+    plan.stage_bytes = plan.dy_at + (forward || plan.layout == DIRECT ? 0 : bytes_of(plan.y));
     plan.out_at = plan.stages_at + stages * plan.stage_bytes;
     plan.out_bytes = bytes_of(plan.out);
     plan.bytes = plan.out_at + plan.out_bytes + (unsigned)round_up((features + width) * bytes, int64_t(128));
     return plan;
-}
-
-/* Whether a chunk may have several spans in some tensor. */
-inline bool has_many_spans(const Staging &plan, bool has_out) {
-    return plan.x.kind != Spans::ALL || plan.y.kind != Spans::ALL || (has_out && plan.out.kind != Spans::ALL);
 }
 
 } // namespace lrpe
