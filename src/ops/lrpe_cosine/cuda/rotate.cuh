@@ -9,83 +9,10 @@
 
 #include "cuda/activations.cuh"
 #include "cuda/line_statistics.cuh"
+#include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 #include "ops/lrpe_cosine/cuda/rotate_memory.cuh"
 
 namespace lrpe {
-
-/* ---- a softmax within the lanes of a warp, or the warps of a block --------------------------- */
-
-/* The threads that hold a row: `lanes` lanes of a warp, a power of two; or if BLOCK, `warps` warps
- * of the block. All threads of the block take part in every sum and maximum, of COUNT rows at
- * once. */
-template <bool BLOCK> struct RowThreads {
-    static constexpr int MOST_ROWS = 4;
-    typedef float Exchange[2][THREADS / WARP][MOST_ROWS]; /* two in turns, so that one barrier is enough */
-    int lanes, warps;
-    Exchange &exchange;
-    int turn = 0;
-
-    /* Combines x over the warps of a row, in their order. */
-    template <int COUNT, class F> DEVICE void combine_warps(float (&x)[COUNT], F combine) {
-        const int warp = threadIdx.x / WARP, first = warp & ~(warps - 1);
-        float(&numbers)[THREADS / WARP][MOST_ROWS] = exchange[turn];
-        turn ^= 1;
-        if (threadIdx.x % WARP == 0)
-#pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                numbers[warp][i] = x[i];
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            x[i] = numbers[first][i];
-        for (int w = 1; w < warps; w++)
-#pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                x[i] = combine(x[i], numbers[first + w][i]);
-    }
-    /* All five butterfly steps are made: one that would leave the group adds nothing, or compares
-     * a lane with itself. A branch around it would cost more. */
-    template <int COUNT> DEVICE void sum(float (&x)[COUNT]) {
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2)
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const float other = __shfl_xor_sync(~0u, x[i], step);
-                if (BLOCK || step < lanes)
-                    x[i] += other;
-            }
-        if constexpr (BLOCK)
-            combine_warps(x, [](float a, float b) { return a + b; });
-    }
-    template <int COUNT> DEVICE void max(float (&x)[COUNT]) {
-#pragma unroll
-        for (int step = WARP / 2; step > 0; step /= 2)
-#pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                x[i] = fmaxf(x[i], __shfl_xor_sync(~0u, x[i], BLOCK ? step : step & (lanes - 1)));
-        if constexpr (BLOCK)
-            combine_warps(x, [](float a, float b) { return fmaxf(a, b); });
-    }
-    /* Replaces x by e^(x - max); `all` gets its sum. */
-    template <typename T, int COUNT, int N> DEVICE void exponentials(float (&x)[COUNT][N], float (&all)[COUNT]) {
-        float top[COUNT];
-#pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            top[i] = -FLT_MAX;
-            all[i] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                top[i] = fmaxf(top[i], x[i][j]);
-        }
-        max(top);
-#pragma unroll
-        for (int i = 0; i < COUNT; i++)
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                all[i] += x[i][j] = exp_as<T>(x[i][j] - top[i]);
-        sum(all);
-    }
-};
 
 /* ---- one pack -------------------------------------------------------------------------------- */
 

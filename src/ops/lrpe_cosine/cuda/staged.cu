@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* lrpe_cosine with an elementwise f, for rows that are not aligned packs. */
+/* lrpe_cosine without a softmax over the sequence, for rows that are not aligned packs. */
 #include "ops/lrpe_cosine/cuda/staged.cuh"
 
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
@@ -28,8 +28,8 @@ struct Staged {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (call.x.numel == 0)
             return "x is empty";
-        if (call.act == RAFTER_ACT_SOFTMAX)
-            return "a softmax needs more than one element at a time";
+        if (call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_SEQUENCE)
+            return "a softmax over the sequence needs the statistics of columns";
         if (call.algorithm == RAFTER_LRPE_BP)
             return "bp has a block walk along the sequence";
         if (takes_packs(call, true))
@@ -58,15 +58,20 @@ struct Staged {
         staging.tiling.moments = reinterpret_cast<double *>(workspace);
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            const bool forward = call.common.direction == RAFTER_FORWARD;
-            if (!forward && call.dtheta.data)
-                launch_staged<T, false, RUNTIME_F, true>(context, call, staging);
-            else if (call.act == RAFTER_ACT_NONE)
-                forward ? launch_staged<T, true, RAFTER_ACT_NONE, false>(context, call, staging)
-                        : launch_staged<T, false, RAFTER_ACT_NONE, false>(context, call, staging);
-            else
-                forward ? launch_staged<T, true, RUNTIME_F, false>(context, call, staging)
-                        : launch_staged<T, false, RUNTIME_F, false>(context, call, staging);
+            const auto with = [&](auto f) {
+                if (call.common.direction == RAFTER_FORWARD)
+                    launch_staged<T, true, f, false>(context, call, staging);
+                else if (call.dtheta.data)
+                    launch_staged<T, false, f == RAFTER_ACT_NONE ? RUNTIME_F : f, true>(context, call, staging);
+                else
+                    launch_staged<T, false, f, false>(context, call, staging);
+            };
+            switch (staging.tiling.f) {
+            case RAFTER_ACT_NONE: return with(std::integral_constant<int, RAFTER_ACT_NONE>());
+            case LANE_SOFTMAX: return with(std::integral_constant<int, LANE_SOFTMAX>());
+            case BLOCK_SOFTMAX: return with(std::integral_constant<int, BLOCK_SOFTMAX>());
+            default: return with(std::integral_constant<int, RUNTIME_F>());
+            }
         });
         if (call.dtheta.data)
             launch_sum_moments(context, call, staging.tiling.moments, staging.tiling.chunks());

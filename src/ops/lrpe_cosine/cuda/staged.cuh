@@ -10,7 +10,7 @@
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
 
 #include "cuda/activations.cuh"
-#include "ops/lrpe_cosine/cuda/problem.cuh"
+#include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 
 namespace lrpe {
 
@@ -101,6 +101,34 @@ DEVICE void keep(unsigned &a) {
     asm volatile("" : "+r"(a));
 }
 
+/* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the chunk, or if
+ * ROWS, of a row, which `lanes` threads hold. */
+template <typename T, bool ROWS> struct Elements {
+    static constexpr int COUNT = WIDE<T>;
+    const Staging &plan;
+    int rows; /* that exist */
+
+    struct Element {
+        bool exists;
+        unsigned token, head, row, d;
+    };
+    DEVICE Element operator[](int j) const {
+        const unsigned e = j * THREADS + threadIdx.x, lanes_log2 = plan.tiling.width_log2;
+        Element at;
+        if (ROWS) {
+            at.row = threadIdx.x >> lanes_log2;
+            at.d = (j << lanes_log2) + (threadIdx.x & (plan.tiling.lanes - 1));
+        } else {
+            at.row = plan.features.quotient(e);
+            at.d = e - at.row * plan.features.number;
+        }
+        at.token = plan.heads.quotient(at.row);
+        at.head = at.row - at.token * plan.heads.number;
+        at.exists = at.row < static_cast<unsigned>(rows) && at.d < plan.features.number;
+        return at;
+    }
+};
+
 enum Placing {
     LINEAR,    /* one span without gaps: element e of the chunk is element e of the span */
     ONE_SPAN,  /* with gaps */
@@ -108,32 +136,30 @@ enum Placing {
                   further from a pack the span begins than the chunk */
 };
 
-/* Where the thread's elements are in the shared memory of a tensor, in bytes. Number j is element
- * threadIdx.x + j * THREADS of the chunk; those past its end are `elsewhere`. LINEAR: they follow. */
+/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
+ * not have are `elsewhere`, or if LINEAR, after its end. */
 template <typename T, int PLACING> struct Places {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[PLACING == LINEAR ? 1 : COUNT];
 
-    DEVICE Places(const Spans &spans, const Staging &plan, unsigned elsewhere) {
+    template <bool ROWS> DEVICE Places(const Spans &spans, const Elements<T, ROWS> &elements, unsigned elsewhere) {
         if constexpr (PLACING == LINEAR)
             place[0] = threadIdx.x * sizeof(T);
         else
 #pragma unroll
             for (int j = 0; j < COUNT; j++) {
-                const unsigned e = j * THREADS + threadIdx.x, row = plan.features.quotient(e),
-                               d = e - row * plan.features.number;
-                const bool exists = e < plan.step * plan.width.number;
+                const typename Elements<T, ROWS>::Element at = elements[j];
                 if constexpr (PLACING == MANY_SPANS) {
-                    const unsigned token = plan.heads.quotient(row), head = row - token * plan.heads.number;
-                    const unsigned span = spans.kind == Spans::ALL ? 0 : spans.kind == Spans::TOKEN ? token : row;
-                    const unsigned in_span = spans.kind == Spans::ALL ? row : spans.kind == Spans::TOKEN ? head : 0;
-                    const unsigned n = spans.kind == Spans::ALL ? 0 : token, h = spans.kind == Spans::ROW ? head : 0;
-                    const unsigned shift = n * static_cast<unsigned>(spans.n) + h * static_cast<unsigned>(spans.h);
-                    place[j] = exists ? (span * spans.pitch + in_span * spans.row + d) * sizeof(T) * 16 +
-                                            shift * sizeof(T) % 16
-                                      : elsewhere * 16;
+                    const bool all = spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
+                    const unsigned span = all ? 0 : of_tokens ? at.token : at.row;
+                    const unsigned in_span = all ? at.row : of_tokens ? at.head : 0;
+                    const unsigned shift = (all ? 0 : at.token * static_cast<unsigned>(spans.n)) +
+                                           (all || of_tokens ? 0 : at.head * static_cast<unsigned>(spans.h));
+                    place[j] = at.exists ? (span * spans.pitch + in_span * spans.row + at.d) * sizeof(T) * 16 +
+                                               shift * sizeof(T) % 16
+                                         : elsewhere * 16;
                 } else {
-                    place[j] = exists ? (row * spans.row + d) * sizeof(T) : elsewhere;
+                    place[j] = at.exists ? (at.row * spans.row + at.d) * sizeof(T) : elsewhere;
                 }
                 keep(place[j]);
             }
@@ -165,23 +191,21 @@ template <typename T> struct DirectPlaces {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[COUNT];
 
-    DEVICE DirectPlaces(const Strides &stride, const Staging &plan) {
+    template <bool ROWS> DEVICE DirectPlaces(const Strides &stride, const Elements<T, ROWS> &elements) {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
-            const unsigned e = j * THREADS + threadIdx.x, row = plan.features.quotient(e),
-                           token = plan.heads.quotient(row);
-            place[j] = token * static_cast<unsigned>(stride.n) +
-                       (row - token * plan.heads.number) * static_cast<unsigned>(stride.h) +
-                       (e - row * plan.features.number) * static_cast<unsigned>(stride.d);
+            const typename Elements<T, ROWS>::Element at = elements[j];
+            place[j] = at.token * static_cast<unsigned>(stride.n) + at.head * static_cast<unsigned>(stride.h) +
+                       at.d * static_cast<unsigned>(stride.d);
             keep(place[j]);
         }
     }
-    /* `count`: elements of the chunk that exist. */
-    DEVICE void read(const T *chunk, int count, float (&v)[COUNT]) const {
+    /* has(j): whether the element exists. */
+    template <class Has> DEVICE void read(const T *chunk, Has has, float (&v)[COUNT]) const {
         T loaded[COUNT];
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            loaded[j] = j * THREADS + (int)threadIdx.x < count ? chunk[place[j]] : from_float<T>(0.0f);
+            loaded[j] = has(j) ? chunk[place[j]] : from_float<T>(0.0f);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
             v[j] = to_float(loaded[j]);
@@ -216,8 +240,14 @@ enum Layout {
 
 template <bool FORWARD> constexpr int STAGED_STAGES = FORWARD ? 4 : 3;
 
-/* The elements of a chunk as f wants them, with f known to the compiler inside of the loops. */
-template <typename T, int N> DEVICE void activate_all(int f, float (&v)[N]) {
+/* f(x), with f known to the compiler inside of the loops; of a softmax, v is p / scale. */
+template <typename T, int N> DEVICE void activate_all(int f, float scale, float (&v)[N]) {
+    if (f >= LANE_SOFTMAX) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            v[j] *= scale;
+        return;
+    }
     const auto with = [&](auto kind) {
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -285,16 +315,17 @@ DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, con
     }
 }
 
-/* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. */
-template <typename T>
-DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int64_t chunk, int first_head, int heads,
-                                const double (&moment)[WIDE<T>], double *shared) {
-    const int width = heads * static_cast<int>(plan.features.number);
+/* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. `entries`: as
+ * above. */
+template <typename T, class Has>
+DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int64_t chunk, int first_head, int width,
+                                const unsigned (&entries)[WIDE<T>], Has has, const double (&moment)[WIDE<T>],
+                                double *shared) {
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < WIDE<T>; j++)
-        if (const int e = j * THREADS + threadIdx.x; e < plan.step * width)
-            shared[e] = moment[j];
+        if (has(j))
+            shared[(entries[j] >> 16) * width + (entries[j] & 0xffff)] = moment[j];
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += THREADS) {
         double sum = 0.0;
@@ -304,13 +335,20 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int6
     }
 }
 
+/* Blocks that share an SM: so many that no registers are spilled. */
+template <bool FORWARD, int F, bool DTHETA, int LAYOUT>
+constexpr int STAGED_BLOCKS = !FORWARD && (DTHETA || F >= LANE_SOFTMAX || LAYOUT == DIRECT) ? 2 : 3;
+
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
-__global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Arguments<T> a, const Staging plan) {
+__global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAYOUT>)
+    staged(const Arguments<T> a, const Staging plan) {
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
     constexpr bool STAGES_DY = !FORWARD && LAYOUT != DIRECT;
-    constexpr int OF_X = MANY ? MANY_SPANS : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
+    constexpr bool SOFTMAX = F == LANE_SOFTMAX || F == BLOCK_SOFTMAX;
+    constexpr int OF_X = MANY ? MANY_SPANS : SOFTMAX ? ONE_SPAN : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
     extern __shared__ __align__(128) char dynamic[];
+    __shared__ typename RowThreads<F == BLOCK_SOFTMAX>::Exchange exchange;
     AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic);
     Position *positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
     char *const stages = dynamic + plan.stages_at, *const results = dynamic + plan.out_at;
@@ -371,21 +409,26 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
         const int h = plan.features.quotient(i);
         angle_steps[i] = angle_step(a.theta_at(first_head + h, i - h * features));
     }
-    const Places<T, OF_X> x_at(plan.x, plan, 0);
+    const Elements<T, SOFTMAX> elements = {plan, step * heads};
+    const Places<T, OF_X> x_at(plan.x, elements, 0);
+    const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, elements, plan.out_bytes);
     const auto dy_at = [&] {
         if constexpr (LAYOUT == DIRECT)
-            return DirectPlaces<T>(a.y_stride, plan);
+            return DirectPlaces<T>(a.y_stride, elements);
         else
-            return Places<T, OF_Y>(plan.y, plan, 0);
+            return Places<T, OF_Y>(plan.y, elements, 0);
     }();
-    const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, plan, plan.out_bytes);
-    unsigned entries[COUNT];
+    unsigned entries[COUNT], exist = 0;
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
-        const unsigned e = j * THREADS + threadIdx.x, token = plan.width.quotient(e);
-        entries[j] = e < unsigned(step * width) ? (e - token * width) | token << 16 : 0;
+        const auto at = elements[j];
+        entries[j] = at.exists ? (at.head * features + at.d) | at.token << 16 : 0;
+        exist |= unsigned(at.exists) << j;
         keep(entries[j]);
     }
+    keep(exist);
+    const auto exists = [&](int j) { return (exist >> j & 1) != 0; };
+    RowThreads<F == BLOCK_SOFTMAX> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
     double moment[DTHETA ? COUNT : 1] = {};
     int stage = 0;
 
@@ -402,16 +445,24 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
             copy_wait<STAGES - 2>();
             __syncthreads(); /* the chunk is here, and all threads are done with the one before */
             request(stage == 0 ? STAGES - 1 : stage - 1);
-            float v[COUNT];
+            const auto has = [&](int j) { return exists(j) && int(entries[j] >> 16) < extent.tokens; };
+            float v[1][COUNT], sum[1], scale = 1.0f; /* x; of a softmax p / scale */
             if constexpr (READS_X)
-                x_at.read(staged_x, x.at, v);
+                x_at.read(staged_x, x.at, v[0]);
+            if constexpr (SOFTMAX) {
+#pragma unroll
+                for (int j = 0; j < COUNT; j++)
+                    v[0][j] = exists(j) ? v[0][j] : -INFINITY;
+                row_threads.template exponentials<T>(v, sum);
+                scale = reciprocal_fast(sum[0]); /* sum >= 1, or NaN */
+            }
             if constexpr (FORWARD) {
-                activate_all<T>(f, v);
+                activate_all<T>(f, scale, v[0]);
                 float c[COUNT], s[COUNT];
 #pragma unroll
                 for (int j = 0; j < COUNT; j++) {
-                    c[j] = v[j] * cosine[j];
-                    s[j] = v[j] * sine[j];
+                    c[j] = v[0][j] * cosine[j];
+                    s[j] = v[0][j] * sine[j];
                 }
                 out_at.write(results, (unsigned)out.at, c);
                 out_at.write(results + features * sizeof(T), (unsigned)out.at, s);
@@ -419,8 +470,8 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
                 float c[COUNT], s[COUNT], g[COUNT];
                 if constexpr (LAYOUT == DIRECT) {
                     const T *const from = reinterpret_cast<const T *>(dy.at);
-                    dy_at.read(from, extent.tokens * width, c);
-                    dy_at.read(from + features * a.y_stride.d, extent.tokens * width, s);
+                    dy_at.read(from, has, c);
+                    dy_at.read(from + features * a.y_stride.d, has, s);
                 } else {
                     dy_at.read(staged_dy, dy.at, c);
                     dy_at.read(staged_dy + features * sizeof(T), dy.at, s);
@@ -428,15 +479,26 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-                if constexpr (READS_X)
-                    gradient_of_all<T>(f, v, g);
+                if constexpr (SOFTMAX) {
+                    float dot[1] = {};
+#pragma unroll
+                    for (int j = 0; j < COUNT; j++)
+                        dot[0] = exists(j) ? fmaf(v[0][j], g[j], dot[0]) : dot[0];
+                    row_threads.sum(dot);
+                    const float shift = dot[0] * scale * scale;
+#pragma unroll
+                    for (int j = 0; j < COUNT; j++)
+                        g[j] = v[0][j] * fmaf(g[j], scale, -shift);
+                } else if constexpr (READS_X) {
+                    gradient_of_all<T>(f, v[0], g);
+                }
                 if (!DTHETA || a.out)
                     out_at.write(results, (unsigned)out.at, g);
                 if constexpr (DTHETA) {
-                    activate_all<T>(f, v);
+                    activate_all<T>(f, scale, v[0]);
 #pragma unroll
                     for (int j = 0; j < COUNT; j++)
-                        angle_gradient[j] = fmaf(v[j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
+                        angle_gradient[j] = fmaf(v[0][j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
                 }
             }
             __syncthreads();
@@ -451,14 +513,15 @@ __global__ void __launch_bounds__(THREADS, DTHETA ? 2 : 3) staged(const Argument
         if constexpr (DTHETA)
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                if (j * THREADS + (int)threadIdx.x < extent.tokens * width)
+                if (exists(j) && int(entries[j] >> 16) < extent.tokens)
                     moment[j] += (double)number_of(positions[entries[j] >> 16]) * (double)angle_gradient[j];
         positions = reinterpret_cast<Position *>(dynamic + plan.positions_at) +
                     (positions == reinterpret_cast<Position *>(dynamic + plan.positions_at) ? step : 0);
     }
     if constexpr (DTHETA) {
         copy_wait<0>();
-        store_chunk_moments(a, plan, chunk, first_head, heads, moment, reinterpret_cast<double *>(stages));
+        store_chunk_moments(a, plan, chunk, first_head, width, entries, exists, moment,
+                            reinterpret_cast<double *>(stages));
     }
 }
 
@@ -495,7 +558,13 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     const bool forward = call.common.direction == RAFTER_FORWARD;
     const rafter_view &y = forward ? call.y : call.dy, &out = forward ? call.y : call.dx;
     const int bytes = (int)rafter_dtype_bytes(call.x.dtype);
-    const int64_t heads = call.x.shape[2], features = call.x.shape[3], width = 16 / bytes, most = THREADS * width;
+    const int64_t heads = call.x.shape[2], features = call.x.shape[3], width = 16 / bytes;
+    const bool softmax = call.act == RAFTER_ACT_SOFTMAX;
+    /* A row of a softmax has a power of two of threads. */
+    plan.tiling.lanes = softmax ? power_at_least(ceil_div(features, width), 1, THREADS) : 1;
+    while (1 << plan.tiling.width_log2 < plan.tiling.lanes)
+        plan.tiling.width_log2++;
+    const int64_t most = softmax ? THREADS / plan.tiling.lanes * features : THREADS * width;
     const bool rows_adjacent = heads == 1 || (call.x.stride[2] == features && y.stride[2] == 2 * features &&
                                               (forward || !out.data || out.stride[2] == features));
     const int64_t most_rows = max(most / (rows_adjacent ? features : features + width), int64_t(1));
@@ -507,7 +576,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.heads = Divisor(chunk_heads);
     plan.features = Divisor(features);
     plan.width = Divisor(chunk_heads * features);
-    plan.tiling.f = (int)call.act;
+    plan.tiling.f = !softmax ? (int)call.act : plan.tiling.lanes > WARP ? BLOCK_SOFTMAX : LANE_SOFTMAX;
     plan.tiling.tiles = Divisor(tiles);
     plan_blocks(&plan.tiling, device, call, plan.step);
 
