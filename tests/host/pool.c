@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "failures.h"
@@ -245,6 +246,9 @@ void unload_with_workers(void) {
         expect(count_workers() == 3, "%d workers, wanted 3", count_workers());
         destroy(context);
         dlclose(library);
+        /* /proc may list a thread for a moment after it was joined. */
+        for (int wait = 0; count_workers() > 0 && wait < 2000; wait++)
+            nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
         expect(count_workers() == 0, "%d workers after unloading, wanted none", count_workers());
     }
 }
