@@ -42,6 +42,11 @@ static rafter_status ce_forward(struct work *w) {
 static rafter_status ce_gradient(struct work *w) {
     return cross_entropy(w, &w->y);
 }
+static rafter_status ce_backward(struct work *w) {
+    const rafter_cross_entropy_args a = {
+        .size = sizeof a, .logits = &w->x, .target = &w->target, .lse = &w->numbers, .dlogits = &w->y};
+    return rafter_cross_entropy_backward(context, &a);
+}
 static rafter_status logsumexp(struct work *w) {
     const rafter_logsumexp_args a = {.size = sizeof a, .dim = 1, .x = &w->x, .lse = &w->numbers};
     return rafter_logsumexp_forward(context, &a);
@@ -149,15 +154,16 @@ int main(void) {
     other = gpu_allocate(other_bytes);
     before = gpu_new_event();
     after = gpu_new_event();
-    static const int64_t rows[] = {64, 2048, 8192}, classes[] = {32000, 50257, 50304, 128256},
+    static const int64_t rows[] = {64, 2048, 8192}, classes[] = {1000, 8192, 32000, 50257, 50304, 128256},
                          lengths[] = {64, 1000, 1024, 4096, 8192, 32768}, depths[] = {1024, 2048, 4096};
     static const rafter_dtype dtypes[] = {RAFTER_BF16, RAFTER_F32};
     printf("%-22s %-27s %15s %10s\n", "call", "     rows x length x depth", "usual, us", "invariant");
     for (int r = 0; r < 3; r++)
         for (int t = 0; t < 2; t++) {
-            for (int c = 0; c < 4; c++) {
+            for (int c = 0; c < 6; c++) {
                 measure("cross_entropy", ce_forward, dtypes[t], rows[r], classes[c], 0);
                 measure("cross_entropy, dlogits", ce_gradient, dtypes[t], rows[r], classes[c], 0);
+                measure("cross_entropy backward", ce_backward, dtypes[t], rows[r], classes[c], 0);
                 measure("logsumexp", logsumexp, dtypes[t], rows[r], classes[c], 0);
             }
             for (int l = 0; l < 6; l++) {
@@ -167,7 +173,7 @@ int main(void) {
         }
     for (int r = 0; r < 3; r++)
         for (int d = 0; d < 3; d++)
-            for (int c = 0; c < 4; c += 3) {
+            for (int c = 2; c < 6; c += 3) {
                 measure("lce", lce_forward, RAFTER_BF16, rows[r], classes[c], depths[d]);
                 measure("lce, gradients", lce_gradients, RAFTER_BF16, rows[r], classes[c], depths[d]);
             }

@@ -15,7 +15,6 @@
  * elements are adjacent, and the first one is at a multiple of 16 bytes. The sums are the same. */
 template <typename T, bool ALIGNED> struct IndexedRow {
     static constexpr int N = WIDE<T>;
-    static constexpr int ANY_SHIFT = -1, STRIDED = -2;
     const T *first;
     int64_t n, step; /* elements; distance between them */
 
@@ -25,58 +24,23 @@ template <typename T, bool ALIGNED> struct IndexedRow {
     DEVICE float element(int64_t i) const {
         return to_float(first[i * step]);
     }
-    /* Calls add(group, i, valid) for packs i, i + threads, ... of this thread, COUNT at a time, in their
-     * order. Only the first `valid` packs of a group exist; the others are full of -inf. FEW: one loop
-     * for all alignments, which takes longer to run and less to compile. */
-    template <int COUNT, bool FEW, typename Add> DEVICE void for_groups(int thread, int threads, Add add) const {
-        if constexpr (ALIGNED) {
-            loop<0, COUNT>(thread, threads, add);
-        } else if (step != 1) {
-            loop<STRIDED, COUNT>(thread, threads, add);
-        } else if constexpr (FEW) {
-            loop<ANY_SHIFT, COUNT>(thread, threads, add);
-        } else {
-            switch (offset_in_pack(first)) {
-            case 0: return loop<0, COUNT>(thread, threads, add);
-            case 1: return loop<1, COUNT>(thread, threads, add);
-            case 2: return loop<2, COUNT>(thread, threads, add);
-            case 3: return loop<3, COUNT>(thread, threads, add);
-            case 4: return loop<4 % N, COUNT>(thread, threads, add);
-            case 5: return loop<5 % N, COUNT>(thread, threads, add);
-            case 6: return loop<6 % N, COUNT>(thread, threads, add);
-            default: return loop<7 % N, COUNT>(thread, threads, add);
-            }
-        }
-    }
-
     /* Packs i, i + threads, ...; those that do not exist are full of `instead`. */
     template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
         const int left = static_cast<int>(min(packs() - i, int64_t(1) << 30));
         if constexpr (ALIGNED)
-            load_some<0>(group, i, left, threads, instead);
+            load_some<WHOLE>(group, i, left, threads, instead);
         else if (step == 1)
-            load_some<ANY_SHIFT>(group, i, left, threads, instead);
+            load_some<SHIFTED>(group, i, left, threads, instead);
         else
             load_some<STRIDED>(group, i, left, threads, instead);
     }
 
   private:
-    template <int SHIFT, int COUNT, typename Add> DEVICE void loop(int thread, int threads, Add add) const {
-        for (int64_t i = thread; i < packs(); i += COUNT * threads) {
-            Pack<T, N> group[COUNT];
-            const int left = static_cast<int>(min(packs() - i, int64_t(1) << 30)); /* packs, from i on */
-            load_some<SHIFT>(group, i, left, threads, -INFINITY);
-            int valid = 0;
-#pragma unroll
-            for (int k = 0; k < COUNT; k++)
-                valid += k * threads < left;
-            add(group, i, valid);
-        }
-    }
-    /* SHIFT: elements from a multiple of 16 bytes to the first one; or one of the constants above. */
-    template <int SHIFT, int COUNT>
+    enum Kind { WHOLE, SHIFTED, STRIDED }; /* where packs are: in one of memory, in two, or nowhere */
+
+    template <Kind KIND, int COUNT>
     DEVICE void load_some(Pack<T, N> (&group)[COUNT], int64_t i, int left, int threads, float instead) const {
-        if constexpr (SHIFT == 0) {
+        if constexpr (KIND == WHOLE) {
             const T *const p = first + i * N;
             if ((COUNT - 1) * threads < left) {
 #pragma unroll
@@ -87,13 +51,13 @@ template <typename T, bool ALIGNED> struct IndexedRow {
                 for (int k = 0; k < COUNT; k++)
                     group[k] = load_once_if<T, N>(k * threads < left, p + k * threads * N, instead);
             }
-        } else if constexpr (SHIFT == STRIDED) {
+        } else if constexpr (KIND == STRIDED) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
                 group[k] = k * threads < left ? elements(i + k * threads) : all_of<T, N>(instead);
         } else {
             /* Of two aligned packs each, where both lie within the row. */
-            const int shift = SHIFT == ANY_SHIFT ? offset_in_pack(first) : SHIFT;
+            const int shift = offset_in_pack(first);
             const T *const p = first - shift + i * N;
             uint4 low[COUNT], high[COUNT];
             if (i > 0 && (COUNT - 1) * threads + 1 < left) {
@@ -189,8 +153,11 @@ template <typename T> DEVICE bool aligned_alike(const T *a, const T *b) {
 template <typename T, bool ALIGNED>
 DEVICE RowStats indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, float scale) {
     RowStats s = no_elements();
-    row.template for_groups<IN_FLIGHT, false>(thread, threads,
-                                              [&](const auto &group, int64_t, int) { add_packs(s, group, scale); });
+    for (int64_t i = thread; i < row.packs(); i += IN_FLIGHT * threads) {
+        Pack<T, WIDE<T>> group[IN_FLIGHT];
+        row.load(group, i, threads, -INFINITY);
+        add_packs(s, group, scale);
+    }
     for (int64_t e = row.packs() * WIDE<T> + thread; e < row.n; e += threads)
         s = merge(s, stats_of_one(row.first[e * row.step], scale), scale);
     return s;

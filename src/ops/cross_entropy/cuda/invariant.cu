@@ -6,23 +6,47 @@
  * terms of the gradient that need no statistics, and in forward a kernel after it writes the outputs.
  * Without a gradient, one kernel does everything but the sum over rows.
  */
-#include "cuda/indexed_rows.cuh"
+#include "cuda/slot_sums.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
 
 namespace {
 
-/* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. FEW: see
- * IndexedRow. */
-template <int OPTIONS, bool FEW, typename T, bool ALIGNED>
-DEVICE LossStats<OPTIONS> indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, const Loss &loss) {
-    constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
-    LossStats<OPTIONS> g = no_columns<OPTIONS>();
-    row.template for_groups<COUNT, FEW>(thread, threads, [&](const auto &group, int64_t i, int valid) {
+/* The statistics of one thread's share of a row: every threads-th pack, and columns of the tail. */
+template <typename T, bool ALIGNED>
+DEVICE LossStats<FULL> full_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, const Loss &loss) {
+    constexpr int N = WIDE<T>, COUNT = AHEAD<FULL>;
+    LossStats<FULL> g = no_columns<FULL>();
+    for (int64_t i = thread; i < row.packs(); i += COUNT * threads) {
+        Pack<T, N> group[COUNT];
+        row.load(group, i, threads, -INFINITY);
+        int valid = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            valid += i + k * threads < row.packs();
         add(g, group, valid, i * N, int64_t(threads) * N, loss);
-    });
+    }
     for (int64_t e = row.packs() * N + thread; e < row.n; e += threads)
         add_one(g, row.first[e * row.step], e, loss);
     return g;
+}
+
+template <int OPTIONS> DEVICE LossStats<OPTIONS> stats_from(const RowSums &sums) {
+    LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    g.s = sums.stats;
+    if constexpr (OPTIONS == SMOOTH)
+        g.weighted = sums.total;
+    return g;
+}
+
+/* The statistics of a row; every thread of the team gets them. */
+template <int OPTIONS, typename T, bool ALIGNED>
+DEVICE LossStats<OPTIONS> team_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, const Loss &loss) {
+    if constexpr (OPTIONS == FULL) {
+        const LossStats<FULL> g = full_stats(row, team.thread(), team.threads, loss);
+        return team.is_warp() ? merge_warp(g, loss.scale) : merge_block_for_all(g, loss.scale);
+    } else {
+        return stats_from<OPTIONS>(slot_stats<OPTIONS == SMOOTH, IN_FLIGHT>(team, row, loss.scale));
+    }
 }
 
 /* Writes the gradient of a row. Every element is read and written by the same thread: dz may be z. */
@@ -52,16 +76,10 @@ DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const Indexe
     writer.write_edges(dz, span, thread, threads);
 }
 
-/* Of the whole row; every thread of the row gets them. */
-template <int OPTIONS>
-DEVICE LossStats<OPTIONS> merge_team(const RowTeam &team, const LossStats<OPTIONS> &g, float scale) {
-    return team.is_warp() ? merge_warp(g, scale) : merge_block_for_all(g, scale);
-}
-
 /* Forward without a gradient: statistics, outputs and the loss. */
 template <typename T, int OPTIONS, bool ALIGNED>
-__global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOCKS<ALIGNED>) void indexed_losses(
-    const __grid_constant__ Args c, const RowTeam team) {
+__global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_losses(const __grid_constant__ Args c,
+                                                                     const RowTeam team) {
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = team.row();
@@ -72,8 +90,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, OPTIONS == FULL ? 2 : INDEXED_BLOC
     wait_for_previous_kernel();
     Totals totals = {};
     if (label >= 0) {
-        const LossStats<OPTIONS> g =
-            merge_team(team, indexed_stats<OPTIONS, OPTIONS == FULL>(z, thread, team.threads, loss), loss.scale);
+        const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss);
         if (thread == 0)
             write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
     } else if (thread == 0 && row < loss.rows) {
@@ -122,8 +139,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __
     const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row), loss.classes, c.z_step};
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
-        const LossStats<OPTIONS> g =
-            merge_team(team, indexed_stats<OPTIONS, true>(z, thread, team.threads, loss), loss.scale);
+        const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss);
         gradient_in_float(loss, row_terms[row], g, &gradient);
         if (thread == 0 && loss.forward)
             stats[row] = g;
@@ -132,59 +148,59 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __
                        team.threads);
 }
 
-/* The same as indexed_gradients, with the same bits, for adjacent elements, dz aligned as z: the row is
- * read once, into shared memory. Granule g is the 16 bytes in memory that hold elements [g N - shift, g N
- * - shift + N); so pack i is in granules i and i + 1. `alone`: the block has its multiprocessor to itself,
- * so that no other one works while it waits for the label. */
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(INDEXED_THREADS, 2) void staged_gradients(const __grid_constant__ Args c, bool alone,
-                                                                       const KnownTerms *row_terms,
-                                                                       LossStats<OPTIONS> *stats) {
-    extern __shared__ __align__(128) uint4 granules[];
-    __shared__ KnownTerms known;
-    constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>;
-    const Loss &loss = c.loss;
-    const int64_t row = blockIdx.x;
-    const int thread = threadIdx.x, threads = blockDim.x, n = static_cast<int>(loss.classes), packs = n / N;
-    const T *const z = c.z.at<const T>(row);
-    const int64_t loaded = loss.load_label(row); /* issued before the row's loads, or it would arrive after them */
-    const int shift = offset_in_pack(z), all = (n + shift + N - 1) / N, whole = (n + shift) / N, /* granules */
-        chunks = max((all - 1 + COUNT * threads - 1) / (COUNT * threads), 1);
-    T *const elements = reinterpret_cast<T *>(granules) + shift;
-    const auto is_whole = [&](int g) { return g < whole && (g > 0 || shift == 0); };
-    const auto copy = [&](int g) {
+/* A row in shared memory, for staged_gradients: granule g is the 16 bytes that hold elements [g N - shift,
+ * g N - shift + N). Elements of granules that are not the row's are -inf. */
+template <typename T> struct StagedRow {
+    static constexpr int N = WIDE<T>;
+    const T *const z;
+    const int n, shift, all, whole; /* elements; granules; before which they end within the row */
+    Pack<T, N> *const granules;
+
+    DEVICE StagedRow(const T *row, int classes, void *memory)
+        : z(row), n(classes), shift(offset_in_pack(row)), all((n + shift + N - 1) / N), whole((n + shift) / N),
+          granules(static_cast<Pack<T, N> *>(memory)) {
+    }
+    DEVICE int element(int g, int j) const {
+        return g * N - shift + j;
+    }
+    DEVICE bool present(int g, int j) const {
+        return static_cast<unsigned>(element(g, j)) < static_cast<unsigned>(n);
+    }
+    DEVICE bool is_whole(int g) const {
+        return g < whole && (g > 0 || shift == 0);
+    }
+    DEVICE T *elements() const {
+        return granules->v + shift;
+    }
+    DEVICE void copy(int g) const {
         if (is_whole(g))
-            copy_async<T, N>(reinterpret_cast<Pack<T, N> *>(granules + g), z + (g * N - shift));
+            copy_async<T, N>(granules + g, z + element(g, 0));
         else
-            for (int e = max(g * N - shift, 0); e < min(g * N - shift + N, n); e++)
-                elements[e] = z[e];
-    };
-    /* Chunk j holds all that packs before (j + 1) * COUNT * threads need. */
-    const auto fetch = [&] {
-        if (thread == 0)
-            copy(0);
-        for (int g = 1 + thread, chunk = 0; chunk < chunks; chunk++) {
+            for (int j = 0; j < N; j++)
+                granules[g].v[j] = present(g, j) ? z[element(g, j)] : from_float<T>(-INFINITY);
+    }
+    /* Granules first, first + threads, ... in chunks of COUNT, a group of copies each. */
+    template <int COUNT> DEVICE void fetch(int first, int threads, int chunks) const {
+        for (int g = first, chunk = 0; chunk < chunks; chunk++) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++, g += threads)
                 if (g < all)
                     copy(g);
             copy_commit();
         }
-    };
-    if (alone)
-        fetch();
-    start_next_kernel();
-    const int64_t label = loss.class_of(loaded);
-    if (!alone && label >= 0)
-        fetch();
-    wait_for_previous_kernel();
-    RowGradient gradient = gradient_of_skipped(label);
-    if (label >= 0) {
-        if (thread < static_cast<int>(sizeof known / 16))
-            copy_async<uint32_t, 4>(reinterpret_cast<Pack<uint32_t, 4> *>(&known) + thread,
-                                    reinterpret_cast<const uint32_t *>(row_terms + row) + 4 * thread);
-        copy_commit();
-        LossStats<OPTIONS> g = no_columns<OPTIONS>();
+    }
+};
+
+/* The statistics of a row whose `chunks` chunks are being copied, and one more group. FULL: every thread
+ * takes packs, which are in two granules; so chunks begin one granule after the first. */
+template <int OPTIONS, typename T, int COUNT>
+DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &row, int chunks, const Loss &loss) {
+    constexpr int N = WIDE<T>;
+    const int thread = threadIdx.x, threads = blockDim.x;
+    if constexpr (OPTIONS == FULL) {
+        const int packs = row.n / N;
+        const uint4 *const granules = reinterpret_cast<const uint4 *>(row.granules);
+        LossStats<FULL> g = no_columns<FULL>();
         for (int i = thread, chunk = 0; chunk < chunks; chunk++, i += COUNT * threads) {
             copy_wait_all_but(chunks - chunk);
             __syncthreads();
@@ -197,30 +213,89 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void staged_gradients(const __g
                 valid += at < packs;
                 if (at < packs)
                     reinterpret_cast<uint4 &>(group[k]) =
-                        shifted(granules[at], granules[at + (shift > 0)], shift * int(sizeof(T)));
+                        shifted(granules[at], granules[at + (row.shift > 0)], row.shift * int(sizeof(T)));
             }
             if (valid > 0)
                 add(g, group, valid, int64_t(i) * N, int64_t(threads) * N, loss);
         }
-        for (int e = packs * N + thread; e < n; e += threads)
-            add_one(g, elements[e], e, loss);
+        for (int e = packs * N + thread; e < row.n; e += threads)
+            add_one(g, row.elements()[e], e, loss);
         copy_wait<0>();
-        g = merge_block_for_all(g, loss.scale);
+        return merge_block_for_all(g, loss.scale);
+    } else {
+        const IndexedRow<T, false> in_memory = {row.z, row.n, 1};
+        SlotSums<T, OPTIONS == SMOOTH> slots(pivot_of(in_memory));
+        const auto add_all = [&] {
+            for (int g = thread, chunk = 0; chunk < chunks; chunk++, g += COUNT * threads) {
+                copy_wait_all_but(chunks - chunk);
+                Pack<T, N> group[COUNT];
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    group[k] = g + k * threads < row.all ? row.granules[g + k * threads] : all_of<T, N>(-INFINITY);
+                slots.add(group, loss.scale, [&](int k, int j) { return row.present(g + k * threads, j); });
+            }
+        };
+        add_all();
+        copy_wait<0>();
+        const float max = reduce_team<true>(team, slots.max);
+        if (!is_near(slots.pivot, max, loss.scale)) {
+            slots = SlotSums<T, OPTIONS == SMOOTH>(pivot_at(max));
+            add_all();
+        }
+        return stats_from<OPTIONS>(merge_slots(team, slots, max, row.shift, loss.scale));
+    }
+}
+
+/* The same as indexed_gradients, with the same bits, for adjacent elements, dz aligned as z: the row is
+ * read once, into shared memory. `alone`: the block has its multiprocessor to itself, so that no other one
+ * works while it waits for the label. */
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(INDEXED_THREADS,
+                             2) void staged_gradients(const __grid_constant__ Args c, const RowTeam team, bool alone,
+                                                      const KnownTerms *row_terms, LossStats<OPTIONS> *stats) {
+    extern __shared__ __align__(128) uint4 memory[];
+    __shared__ KnownTerms known;
+    constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>, FIRST = OPTIONS == FULL;
+    const Loss &loss = c.loss;
+    const int64_t at_row = blockIdx.x;
+    const int thread = threadIdx.x, threads = blockDim.x;
+    const StagedRow<T> row(c.z.at<const T>(at_row), static_cast<int>(loss.classes), memory);
+    const int64_t loaded = loss.load_label(at_row); /* issued before the row's loads, or it would arrive after them */
+    const int chunks = max((row.all - FIRST + COUNT * threads - 1) / (COUNT * threads), 1);
+    const auto fetch = [&] {
+        if (FIRST > 0 && thread == 0)
+            row.copy(0);
+        row.template fetch<COUNT>(FIRST + thread, threads, chunks);
+    };
+    if (alone)
+        fetch();
+    start_next_kernel();
+    const int64_t label = loss.class_of(loaded);
+    if (!alone && label >= 0)
+        fetch();
+    wait_for_previous_kernel();
+    RowGradient gradient = gradient_of_skipped(label);
+    if (label >= 0) {
+        if (thread < static_cast<int>(sizeof known / 16))
+            copy_async<uint32_t, 4>(reinterpret_cast<Pack<uint32_t, 4> *>(&known) + thread,
+                                    reinterpret_cast<const uint32_t *>(row_terms + at_row) + 4 * thread);
+        copy_commit();
+        const LossStats<OPTIONS> g = staged_stats<OPTIONS, T, COUNT>(team, row, chunks, loss);
         gradient_in_float(loss, known, g, &gradient);
         if (thread == 0 && loss.forward)
-            stats[row] = g;
+            stats[at_row] = g;
     } else {
         copy_wait<0>();
     }
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
-    T *const dz = c.dz.at<T>(row);
-    for (int m = thread; m < all; m += threads) {
-        const int at = m * N - shift;
-        if (is_whole(m))
-            store_once<T, N>(dz + at, writer.of(reinterpret_cast<const Pack<T, N> &>(granules[m]), at));
+    T *const dz = c.dz.at<T>(at_row);
+    for (int g = thread; g < row.all; g += threads) {
+        if (row.is_whole(g))
+            store_once<T, N>(dz + row.element(g, 0), writer.of(row.granules[g], row.element(g, 0)));
         else
-            for (int e = max(at, 0); e < min(at + N, n); e++)
-                dz[e] = writer.of_one(elements[e], e);
+            for (int j = 0; j < N; j++)
+                if (row.present(g, j))
+                    dz[row.element(g, j)] = writer.of_one(row.granules[g].v[j], row.element(g, j));
     }
 }
 
@@ -241,6 +316,8 @@ struct Invariant {
         const Problem p(call);
         if (p.lse_given)
             return "lse is given: no statistics are needed";
+        if (p.row_packs() >= MOST_GRANULES)
+            return "a row has more than 16 GiB";
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
     }
 
@@ -292,7 +369,7 @@ struct Invariant {
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
                 if (plan.per_sm > 0)
                     sequence.run(Launch{teams.blocks, teams.threads, plan.shared}, staged_gradients<T, OPTIONS>, args,
-                                 plan.per_sm == 1, terms, stats);
+                                 plan.team, plan.per_sm == 1, terms, stats);
                 else
                     sequence.run(teams,
                                  plan.aligned ? indexed_gradients<T, OPTIONS, true>

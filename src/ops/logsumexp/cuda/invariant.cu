@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Forward in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the
+ * Forward in any layout, batch invariant (cuda/slot_sums.cuh): a warp or a block per row, by the
  * length of rows alone.
  */
-#include "cuda/indexed_rows.cuh"
+#include "cuda/slot_sums.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
@@ -21,7 +21,7 @@ __global__ __launch_bounds__(INDEXED_THREADS,
     if (row >= a.rows)
         return;
     const IndexedRow<T, ALIGNED> x = {a.x.at<const T>(row), a.n, a.step};
-    const RowStats s = merge_team(a.team, indexed_stats(x, a.team.thread(), a.team.threads, 1.0f), 1.0f);
+    const RowStats s = slot_stats<false, IN_FLIGHT>(a.team, x, 1.0f).stats;
     if (a.team.thread() == 0)
         a.lse.put(row, lse_of(s));
 }
@@ -35,7 +35,9 @@ struct Invariant {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        return call.common.direction == RAFTER_BACKWARD ? "it is for forward" : NULL;
+        if (call.common.direction == RAFTER_BACKWARD)
+            return "it is for forward";
+        return Problem(call).row_bytes() / 16 >= MOST_GRANULES ? "a row has more than 16 GiB" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {

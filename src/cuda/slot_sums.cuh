@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Softmax statistics of rows of any alignment whose bits do not depend on the alignment, at the cost of
+ * rows that are read by address.
+ *
+ * A granule is 16 bytes of memory; granule g holds elements [g N - shift, g N - shift + N), where `shift`
+ * is the first element's offset in its granule. A thread takes granules t, t + threads, ... and keeps a
+ * sum per element of a granule, its slot. So a slot always sums the elements with one remainder by threads
+ * * N, in the order of their indices; the shift only decides which thread has which remainder. All terms
+ * have the same pivot: the largest of the row's first elements. So a term does not depend on the others
+ * of its thread either. In the end the slots are summed in the order of their remainders. If the row's
+ * maximum turns out to be far from the pivot, the row is read once more, with its maximum as pivot.
+ */
+#ifndef RAFTER_CUDA_SLOT_SUMS_CUH
+#define RAFTER_CUDA_SLOT_SUMS_CUH
+
+#include "cuda/indexed_rows.cuh"
+
+/* Between pivot and maximum, times the scale. Terms are at most e^that. */
+constexpr float MOST_DISTANCE = 40.0f;
+
+/* Of one thread. TOTAL: also the sum of the elements. */
+template <typename T, bool TOTAL> struct SlotSums {
+    static constexpr int N = WIDE<T>;
+    float pivot, max, sum[N], total[TOTAL ? N : 1];
+
+    DEVICE explicit SlotSums(float at) : pivot(at), max(-INFINITY), sum{}, total{} {
+    }
+    /* Elements that do not exist are -inf. `present`: whether element j of pack k exists; read for
+     * TOTAL only. */
+    template <int COUNT, typename Present>
+    DEVICE void add(const Pack<T, N> (&packs)[COUNT], float scale, Present present) {
+        max = fmaxf(max, max_of_all(packs));
+#pragma unroll
+        for (int k = 0; k < COUNT; k++) {
+            float x[N];
+            unpack(packs[k], x);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                sum[j] += exp_term<T>(x[j] - pivot, scale);
+                if constexpr (TOTAL)
+                    total[j] += present(k, j) ? x[j] : 0.0f;
+            }
+        }
+    }
+};
+
+/* The pivot of a row. Every warp of its team finds it alone; all lanes take part. */
+template <typename T, bool ALIGNED> DEVICE float pivot_of(const IndexedRow<T, ALIGNED> &row) {
+    constexpr int EACH = 4;
+    T x[EACH];
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const int e = k * WARP + static_cast<int>(threadIdx.x % WARP);
+        x[k] = e < row.n ? row.first[e * row.step] : from_float<T>(-INFINITY);
+    }
+    float max = -INFINITY;
+#pragma unroll
+    for (int k = 0; k < EACH; k++)
+        max = fmaxf(max, to_float(x[k]));
+    return pivot_at(warp_max(max));
+}
+
+/* The granules of a row, of which there are fewer than 2^30. */
+constexpr int64_t MOST_GRANULES = 1 << 30;
+
+template <typename T, bool ALIGNED> struct Granules {
+    static constexpr int N = WIDE<T>;
+    const IndexedRow<T, ALIGNED> &row;
+    const bool adjacent; /* elements are */
+    const int shift;
+    const int count, begin, end; /* granules; those in [begin, end) lie within the row, if it is adjacent */
+
+    DEVICE explicit Granules(const IndexedRow<T, ALIGNED> &of)
+        : row(of), adjacent(ALIGNED || of.step == 1), shift(ALIGNED || of.step != 1 ? 0 : offset_in_pack(of.first)),
+          count(static_cast<int>((of.n + shift + N - 1) / N)), begin(shift > 0),
+          end(static_cast<int>((of.n + shift) / N)) {
+    }
+    /* The first whole granule of a thread. */
+    DEVICE int first_of(int thread, int threads) const {
+        return thread < begin ? thread + threads : thread;
+    }
+    /* Granules g, g + threads, ...; those from `end` on are full of -inf. */
+    template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int g, int threads) const {
+        const Pack<T, N> *const base = reinterpret_cast<const Pack<T, N> *>(row.first - shift);
+        if (g + (COUNT - 1) * threads < end) {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                group[k] = load_once<T, N>(base[g + k * threads].v);
+        } else {
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                group[k] = load_once_if<T, N>(g + k * threads < end, base[g + k * threads].v, -INFINITY);
+        }
+    }
+    /* A granule that is not whole, or whose elements are not adjacent. */
+    template <bool TOTAL> DEVICE void add_some(SlotSums<T, TOTAL> &slots, int g, float scale) const {
+        const int64_t first = int64_t(g) * N - shift;
+        const auto present = [&](int, int j) { return first + j >= 0 && first + j < row.n; };
+        Pack<T, N> pack[1] = {all_of<T, N>(-INFINITY)};
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (present(0, j))
+                pack[0].v[j] = row.first[(first + j) * row.step];
+        slots.add(pack, scale, present);
+    }
+    /* Granules of a thread before its first whole one, and after its last one. */
+    template <bool TOTAL> DEVICE void add_before(SlotSums<T, TOTAL> &slots, int thread, float scale) const {
+        if (!ALIGNED && thread < begin)
+            add_some(slots, thread, scale);
+    }
+    template <bool TOTAL> DEVICE void add_after(SlotSums<T, TOTAL> &slots, int thread, int threads, float scale) const {
+        if (begin <= end && end < count && (end & (threads - 1)) == thread)
+            add_some(slots, end, scale);
+    }
+};
+
+/* ---- merging --------------------------------------------------------------------------------- */
+
+/* The largest or the sum of one number per thread of the team; every thread gets it. */
+template <bool MAX> DEVICE float reduce_team(const RowTeam &team, float value) {
+    __shared__ float of_warp[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    value = MAX ? warp_max(value) : warp_sum(value);
+    if (team.is_warp())
+        return value;
+    __syncthreads(); /* what the array held has been read */
+    if (lane == 0)
+        of_warp[warp] = value;
+    __syncthreads();
+    value = lane < team.threads / WARP ? of_warp[lane] : MAX ? -INFINITY : 0.0f;
+    return MAX ? warp_max(value) : warp_sum(value);
+}
+
+/* w[j] = w[j + by] for j < N and by < N. */
+template <int BIT, int DOUBLE> DEVICE void rotate(float (&w)[DOUBLE], int by) {
+    if constexpr (BIT > 0) {
+        if (by & BIT)
+#pragma unroll
+            for (int j = 0; j < DOUBLE - BIT; j++)
+                w[j] = w[j + BIT];
+        rotate<BIT / 2>(w, by);
+    }
+}
+
+/* The sum of all slots of the team, in the order of their remainders: those below `shift` belong to the
+ * thread before. */
+template <int N> DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift) {
+    __shared__ float first[WARP][N]; /* slots of every warp's first lane */
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    float w[2 * N]; /* this thread's slots, and the next one's */
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        w[j] = slot[j];
+    if (shift != 0) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            w[N + j] = __shfl_sync(~0u, slot[j], (lane + 1) % WARP);
+        if (!team.is_warp()) {
+            __syncthreads(); /* what the array held has been read */
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (lane == 0)
+                    first[warp][j] = slot[j];
+            __syncthreads();
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if (lane == WARP - 1)
+                    w[N + j] = first[(warp + 1) % (team.threads / WARP)][j];
+        }
+        rotate<N / 2>(w, shift);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < N; j += 4)
+        sum += (w[j] + w[j + 1]) + (w[j + 2] + w[j + 3]);
+    return reduce_team<false>(team, sum);
+}
+
+/* The statistics of a row, and the sum of its elements if TOTAL. */
+struct RowSums {
+    RowStats stats;
+    float total;
+};
+
+/* From the slots of all threads, and the row's maximum. */
+template <typename T, bool TOTAL>
+DEVICE RowSums merge_slots(const RowTeam &team, const SlotSums<T, TOTAL> &slots, float max, int shift, float scale) {
+    const float sum = sum_slots(team, slots.sum, shift);
+    float total = 0.0f;
+    if constexpr (TOTAL)
+        total = sum_slots(team, slots.total, shift);
+    return {{max, sum * expf((slots.pivot - pivot_at(max)) * scale)}, total};
+}
+
+/* Whether sums with this pivot are good enough for a row with this maximum. */
+DEVICE bool is_near(float pivot, float max, float scale) {
+    const float distance = (max - pivot) * scale;
+    return distance >= 0.0f && distance <= MOST_DISTANCE;
+}
+
+/* Called by all threads of the team, which get the result. COUNT: granules in flight; of no effect on the
+ * result. */
+template <bool TOTAL, int COUNT, typename T, bool ALIGNED>
+DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, float scale) {
+    constexpr int N = WIDE<T>;
+    const Granules<T, ALIGNED> granules(row);
+    const int thread = team.thread(), threads = team.threads, end = granules.end;
+    Pack<T, N> group[COUNT];
+    int g = granules.first_of(thread, threads);
+    if (granules.adjacent && g < end)
+        granules.load(group, g, threads);
+    SlotSums<T, TOTAL> slots(pivot_of(row));
+    const auto add_all = [&] {
+        if (!granules.adjacent) {
+            for (int i = thread; i < granules.count; i += threads)
+                granules.add_some(slots, i, scale);
+            return;
+        }
+        granules.add_before(slots, thread, scale);
+        while (g < end) {
+            slots.add(group, scale, [&](int k, int) { return g + k * threads < end; });
+            g += COUNT * threads;
+            if (g < end)
+                granules.load(group, g, threads);
+        }
+        granules.add_after(slots, thread, threads, scale);
+    };
+    add_all();
+    const float max = reduce_team<true>(team, slots.max);
+    if (!is_near(slots.pivot, max, scale)) {
+        slots = SlotSums<T, TOTAL>(pivot_at(max));
+        g = granules.first_of(thread, threads);
+        if (granules.adjacent && g < end)
+            granules.load(group, g, threads);
+        add_all();
+    }
+    return merge_slots(team, slots, max, granules.shift, scale);
+}
+
+#endif
