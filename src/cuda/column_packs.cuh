@@ -19,22 +19,32 @@ struct ColumnPacks {
     unsigned packs;   /* of COLUMNS rows */
     Divisor by_inner; /* packs of a slab */
     int length;
+    int parts, part; /* of the rows, for gradients; elements of each part but the last */
+    unsigned across; /* blocks of a part */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* Why these rows are not for packs of columns, or NULL. `tensors`: 2 if there is a gradient. */
-static inline const char *why_not_column_packs(const Slabs &s, int tensors, int bytes) {
-    constexpr int64_t LONGEST = 64, FEW_STEPS = 8, ROWS_PER_STEP = 2048;
+/* How a kernel takes rows. */
+struct ColumnChoice {
+    int tensors;     /* 2 if there is a gradient */
+    int64_t longest; /* elements of a row */
+    bool splits;     /* rows may be cut into parts */
+};
+
+/* Why these rows are not for packs of columns, or NULL. */
+static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoice &how, int bytes) {
+    constexpr int64_t FEW_STEPS = 8, ROWS_PER_STEP = 2048, MANY_ROWS = 1 << 18, LEAST_ROWS = 4096;
     if (s.inner == 1 || s.row_step != 1)
         return "rows are not side by side";
     if (s.inner % COLUMNS != 0 || s.inner * bytes < 32)
         return "the number of rows side by side is not a multiple of 4, or small";
     if (s.rows() > INT32_MAX)
         return "it counts rows in 31 bits";
-    if (s.length > LONGEST || (s.length > FEW_STEPS && s.rows() < ROWS_PER_STEP * s.length))
+    const int64_t enough = how.splits ? LEAST_ROWS : min(ROWS_PER_STEP * s.length, MANY_ROWS);
+    if (s.length > how.longest || (s.length > FEW_STEPS && s.rows() < enough))
         return "rows are too long for one thread";
-    for (int t = 0; t < tensors; t++) {
+    for (int t = 0; t < how.tensors; t++) {
         bool whole = s.across[t] == 1 && reinterpret_cast<uintptr_t>(s.data[t]) % (COLUMNS * bytes) == 0 &&
                      (s.length <= 1 || s.step[t] % COLUMNS == 0);
         for (int d = 0; d < s.walk.dims; d++)
@@ -45,12 +55,19 @@ static inline const char *why_not_column_packs(const Slabs &s, int tensors, int 
     return NULL;
 }
 
-static inline ColumnPacks column_packs_of(const Slabs &s) {
+/* For blocks of `threads` threads. */
+static inline ColumnPacks column_packs_of(const Slabs &s, bool splits, int threads) {
+    constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 16;
     ColumnPacks c = {};
     c.slabs = s;
     c.packs = static_cast<unsigned>(s.rows() / COLUMNS);
     c.by_inner = Divisor(s.inner / COLUMNS);
     c.length = static_cast<int>(s.length);
+    const int64_t parts =
+        splits ? max(min(ceil_div<int64_t>(ENOUGH_THREADS, c.packs), s.length / LEAST_PART), int64_t(1)) : 1;
+    c.part = static_cast<int>(round_up<int64_t>(ceil_div(s.length, parts), 8));
+    c.parts = static_cast<int>(ceil_div<int64_t>(s.length, c.part));
+    c.across = static_cast<unsigned>(ceil_div<int64_t>(c.packs, threads));
     return c;
 }
 
@@ -84,22 +101,22 @@ template <typename T> struct PlacedColumns {
     }
 };
 
-/* Elements l, l + 1, ... of the rows; -inf past their end. */
+/* Elements l, l + 1, ... of the rows; -inf from `to` on. */
 template <typename T, int STEPS>
-DEVICE void load_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, int l, const ColumnPacks &c) {
+DEVICE void load_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, int l, int to, const ColumnPacks &c) {
     const T *p = x + l * c.slabs.step[0];
 #pragma unroll
     for (int k = 0; k < STEPS; k++, p += c.slabs.step[0])
-        packs[k] = load_once_if<T, COLUMNS>(l + k < c.length, p, -INFINITY);
+        packs[k] = load_once_if<T, COLUMNS>(l + k < to, p, -INFINITY);
 }
 
-/* f(l, packs) for all elements of the rows. The first packs have been loaded. */
+/* f(l, packs) for elements `from` to `to` of the rows. The first packs have been loaded. */
 template <typename T, int STEPS, typename F>
-DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, const ColumnPacks &c, F f) {
-    f(0, packs);
+DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, int from, int to, const ColumnPacks &c, F f) {
+    f(from, packs);
 #pragma unroll 1
-    for (int l = STEPS; l < c.length; l += STEPS) {
-        load_columns(packs, x, l, c);
+    for (int l = from + STEPS; l < to; l += STEPS) {
+        load_columns(packs, x, l, to, c);
         f(l, packs);
     }
 }

@@ -115,6 +115,8 @@ static const struct shape cuda_shapes[] = {
     {3, 1, {5, 21, 26216}},
     {2, 0, {37, 131076}},
     {3, 1, {9, 13, 16388}},
+    {3, 1, {3, 70, 2052}},
+    {2, 0, {300, 4100}},
 };
 
 /* All options but the algorithm, which the harness chooses. */

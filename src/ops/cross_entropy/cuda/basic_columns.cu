@@ -102,7 +102,7 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
         const PlacedColumns<T> place(c, i);
         const FourLabels loaded(u, place.row);
         Pack<T, COLUMNS> packs[STEPS];
-        load_columns(packs, place.x, 0, c);
+        load_columns(packs, place.x, 0, c.length, c);
         int label[COLUMNS];
         loaded.classes(u, label);
         RowStats s[COLUMNS];
@@ -110,7 +110,7 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             s[j] = no_elements();
-        for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        for_columns(packs, place.x, 0, c.length, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
             add_lines_of(s, group, 1.0f);
             look_for_labels(z_label, group, label, l);
         });
@@ -139,7 +139,9 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
                                                                       const double *factor_at) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
-    const unsigned i = blockIdx.x * GRADIENT_BLOCK + threadIdx.x;
+    const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
+    const int from = part * c.part, to = min(from + c.part, c.length);
+    const unsigned i = (blockIdx.x - part * c.across) * GRADIENT_BLOCK + threadIdx.x;
     if (i >= c.packs)
         return;
     const PlacedColumns<T> place(c, i);
@@ -150,7 +152,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
     if (a.row_dlosses && !a.one_dloss)
         load_four(dloss, a.row_dlosses + place.row);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, 0, c);
+    load_columns(packs, place.x, from, to, c);
     wait_for_previous_kernel();
     const double factor = *factor_at;
     int label[COLUMNS];
@@ -162,10 +164,11 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
         s[j] = no_elements();
         from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
     }
-    if (!from_lse) {
-        for_columns(packs, place.x, c,
+    if (!from_lse) { /* every part reads the whole rows */
+        load_columns(packs, place.x, 0, c.length, c);
+        for_columns(packs, place.x, 0, c.length, c,
                     [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
-        load_columns(packs, place.x, 0, c);
+        load_columns(packs, place.x, from, to, c);
     }
     BasicGradient g[COLUMNS];
     ScaledExp<T> scaled[COLUMNS];
@@ -178,22 +181,22 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
                                               : u.gradient_from_stats(label[j], own, s[j]);
         scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
     }
-    for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+    for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
         float z_label[COLUMNS] = {}, at_label[COLUMNS];
         look_for_labels(z_label, group, label, l);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             at_label[j] = g[j].c * expf(z_label[j] - g[j].pivot) - g[j].target;
-        T *to = place.dx + l * c.slabs.step[1];
+        T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
-        for (int k = 0; k < STEPS; k++, to += c.slabs.step[1]) {
+        for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1]) {
             float d[COLUMNS];
             unpack(group[k], d);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 d[j] = g[j].label < 0 ? g[j].c : g[j].label - l == k ? at_label[j] : scaled[j].of(d[j]);
-            if (l + k < c.length)
-                store_once<T, COLUMNS>(to, packed<T>(d));
+            if (l + k < to)
+                store_once<T, COLUMNS>(dz, packed<T>(d));
         }
     });
 }
@@ -212,6 +215,11 @@ struct BasicColumns {
         bool forward;
     };
 
+    /* Rows are cut if lse is given: otherwise every part would read the whole row. */
+    static ColumnChoice choice(const Problem &p) {
+        return {p.gradient ? 2 : 1, p.lse_given ? 1024 : p.gradient ? 64 : 256, p.lse_given};
+    }
+
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         const struct rafter_loss &l = call.loss;
@@ -223,7 +231,7 @@ struct BasicColumns {
             return "there is nothing to write";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        if (const char *const reason = why_not_column_packs(s, p.gradient ? 2 : 1, bytes))
+        if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
             return reason;
         const bool each = l.reduction == RAFTER_NONE, one_dloss = l.dloss.ndim == 1 && l.dloss.stride[0] == 0;
         const rafter_view &numbers = p.forward ? l.loss : l.dloss;
@@ -238,7 +246,8 @@ struct BasicColumns {
         const struct rafter_loss &l = call.loss;
         ColumnArgs &args = plan->args;
         args.basic = basic_args(device, p, call);
-        args.columns = column_packs_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL));
+        args.columns = column_packs_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), choice(p).splits,
+                                       p.forward ? THREADS : GRADIENT_BLOCK);
         const bool each = l.reduction == RAFTER_NONE;
         args.row_losses = each ? args.basic.loss : nullptr;
         args.row_dlosses = each ? args.basic.dloss : nullptr;
@@ -250,7 +259,7 @@ struct BasicColumns {
         plan->forward = p.forward;
         plan->blocks =
             p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS), int64_t(PER_SM) * device.multiprocessors)
-                      : ceil_div<int64_t>(args.columns.packs, GRADIENT_BLOCK);
+                      : int64_t(args.columns.across) * args.columns.parts;
         plan->count_blocks = count_blocks(args.basic);
         WorkspaceLayout layout;
         plan->losses = layout.add(p.forward ? plan->blocks * int64_t(sizeof(double2)) : 0);

@@ -21,12 +21,13 @@ __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_cons
         return;
     const PlacedColumns<T> place(c, i);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, 0, c);
+    load_columns(packs, place.x, 0, c.length, c);
     RowStats s[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
         s[j] = no_elements();
-    for_columns(packs, place.x, c, [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+    for_columns(packs, place.x, 0, c.length, c,
+                [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
     float lse[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
@@ -48,7 +49,9 @@ template <typename T> DEVICE void load_four(float (&to)[COLUMNS], const Rows &fr
 template <typename T, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_constant__ ColumnArgs a, bool one_dlse) {
     const ColumnPacks &c = a.columns;
-    const unsigned i = blockIdx.x * THREADS + threadIdx.x;
+    const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
+    const int from = part * c.part, to = min(from + c.part, c.length);
+    const unsigned i = (blockIdx.x - part * c.across) * THREADS + threadIdx.x;
     if (i >= c.packs)
         return;
     const PlacedColumns<T> place(c, i);
@@ -59,22 +62,22 @@ __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_cons
     else
         load_four<T>(dlse, a.dlse, place.row);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, 0, c);
+    load_columns(packs, place.x, from, to, c);
     ScaledExp<T> gradient[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
         gradient[j] = gradient_of_row<T>(lse[j], dlse[j]);
-    for_columns(packs, place.x, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
-        T *to = place.dx + l * c.slabs.step[1];
+    for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        T *dx = place.dx + l * c.slabs.step[1];
 #pragma unroll
-        for (int k = 0; k < STEPS; k++, to += c.slabs.step[1]) {
+        for (int k = 0; k < STEPS; k++, dx += c.slabs.step[1]) {
             float d[COLUMNS];
             unpack(group[k], d);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
                 d[j] = gradient[j].of(d[j]);
-            if (l + k < c.length)
-                store_once<T, COLUMNS>(to, packed<T>(d));
+            if (l + k < to)
+                store_once<T, COLUMNS>(dx, packed<T>(d));
         }
     });
 }
@@ -96,13 +99,17 @@ struct ShortColumns {
         return numbers.dims == 1 && numbers.step == 0;
     }
 
+    static ColumnChoice choice(const Problem &p) {
+        return {p.backward ? 2 : 1, p.backward ? 1024 : 64, p.backward};
+    }
+
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
-        if (const char *const reason = why_not_column_packs(s, p.backward ? 2 : 1, bytes))
+        if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
             return reason;
         if (!in_fours(reduced_rows(call.lse, call), p.x.dtype))
             return "lse is strided, not aligned or of another dtype";
@@ -116,14 +123,14 @@ struct ShortColumns {
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->backward = p.backward;
-        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL)), reduced_rows(call.lse, call),
-                      p.backward ? reduced_rows(call.dlse, call) : Rows{}};
+        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward, THREADS),
+                      reduced_rows(call.lse, call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->one_dlse = p.backward && is_one_number(plan->args.dlse);
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
-        const Launch how = {ceil_div<int64_t>(plan.args.columns.packs, THREADS), THREADS};
+        const Launch how = {int64_t(plan.args.columns.across) * plan.args.columns.parts, THREADS};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_column_steps(plan.args.columns.length, [&](auto steps) {
