@@ -39,6 +39,7 @@ struct BasicArgs {
     const float *dloss;       /* NULL: 1 */
     const float *denominator; /* NULL: the number of labels that are not ignored */
     bool mean, zero_if_all_ignored;
+    double label_share, spread; /* 1 - s, s / V: label smoothing, which only warp_per_row knows */
 
     template <typename T> DEVICE const T *row_of_z(int row) const {
         return reinterpret_cast<const T *>(z + row * z_step);
@@ -87,17 +88,23 @@ struct BasicArgs {
         return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
     }
 
-    /* Writes the outputs of a row and returns its loss. Called by one thread. */
-    DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
-        return finish_row_at(row, row, label, s, z_label);
+    /* Writes the outputs of a row and returns its loss. `total`, if not NULL: the sum of the row's logits,
+     * for label smoothing. Called by one thread. */
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr) const {
+        return finish_row_at(row, row, label, s, z_label, total);
     }
     /* lse_at, loss_at: where lse and row_loss have the row. */
-    DEVICE double finish_row_at(int64_t lse_at, int64_t loss_at, int label, RowStats s, float z_label) const {
+    DEVICE double finish_row_at(int64_t lse_at, int64_t loss_at, int label, RowStats s, float z_label,
+                                const float *total = nullptr) const {
         double value, log_sum_exp;
         if (label >= 0) {
             const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
             value = negative_log_prob(s.max, z_label, log_sum, 1.0);
             log_sum_exp = s.max + log_sum;
+            if (total) {
+                const double all = classes; /* see results_of */
+                value = label_share * value + spread * ((s.max * all - *total) + log_sum * all);
+            }
         } else {
             value = log_sum_exp = label == IGNORED ? 0.0 : NAN;
             flag_bad_label(label);
@@ -196,11 +203,12 @@ inline bool rows_of_packs(const rafter_view &view) {
            (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
 }
 
-/* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */
-inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call) {
+/* NULL if the call has no options or outputs that basic kernels do not know, else the reason. `smooths`:
+ * the kernel knows label smoothing. */
+inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
     const struct rafter_loss &l = call.loss;
-    if (l.smoothing != 0.0f || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f || l.class_weight.data ||
-        l.row_weight.data)
+    if ((l.smoothing != 0.0f && !smooths) || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f ||
+        l.class_weight.data || l.row_weight.data)
         return "the call has options beyond reduction and ignore_index";
     if (l.logprob.data || l.entropy.data || l.argmax.data)
         return "logprob, entropy or argmax is wanted";
@@ -213,10 +221,10 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
 }
 
 /* NULL if the call is basic, with any number of rows, else the reason. */
-inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call) {
+inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
     if (call.loss.reduction == RAFTER_NONE)
         return "the reduction is none";
-    if (const char *const reason = why_not_basic_outputs(p, call))
+    if (const char *const reason = why_not_basic_outputs(p, call, smooths))
         return reason;
     if (p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
@@ -230,10 +238,10 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
 }
 
 /* The same for kernels in which every block counts all labels: the number of rows is limited. */
-inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call) {
+inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
     if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
         return "there are more labels than one block should count";
-    return why_not_basic_options(p, call);
+    return why_not_basic_options(p, call, smooths);
 }
 
 /* All but `losses`. */
@@ -258,7 +266,9 @@ inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, c
             reinterpret_cast<const float *>(l.dloss.data),
             reinterpret_cast<const float *>(l.denominator.data),
             l.reduction == RAFTER_MEAN,
-            l.zero_if_all_ignored};
+            l.zero_if_all_ignored,
+            1.0 - static_cast<double>(l.smoothing),
+            p.classes > 0 ? static_cast<double>(l.smoothing) / static_cast<double>(p.classes) : 0.0};
 }
 
 /* For calls that want batch invariance. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
- * row, for forward, backward and both.
+ * row, for forward, backward and both; forward also with label smoothing.
  */
 #include "ops/cross_entropy/cuda/basic.cuh"
 
@@ -31,8 +31,8 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
         u.write_loss(sum.x, sum.y);
 }
 
-/* PACKS: packs per lane. */
-template <typename T, int PACKS, bool FORWARD, bool GRADIENT>
+/* PACKS: packs per lane. SMOOTHS: label smoothing, only without a gradient. */
+template <typename T, int PACKS, bool FORWARD, bool GRADIENT, bool SMOOTHS = false>
 __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ BasicArgs u) {
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
@@ -49,8 +49,18 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const bool from_lse = lse_is_accurate<T>(given);
     RowStats s = no_elements();
+    [[maybe_unused]] float total = 0.0f;
     if (__any_sync(~0u, label >= 0 && !from_lse)) {
-        add_packs(s, pack, 1.0f);
+        if constexpr (SMOOTHS) {
+            int own_packs = 0;
+#pragma unroll
+            for (int k = 0; k < PACKS; k++)
+                own_packs += lane + k * WARP < packs;
+            add_packs(s, pack, 1.0f, &total, own_packs);
+            total = warp_sum(total);
+        } else {
+            add_packs(s, pack, 1.0f);
+        }
         s = merge_lanes<WARP>(s, 1.0f);
     }
     if (GRADIENT) {
@@ -67,7 +77,8 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
         __shared__ double2 row_losses[ROW_THREADS / WARP];
         if (lane == 0)
             row_losses[threadIdx.x / WARP] =
-                valid ? make_double2(u.finish_row(row, label, s, z_label), label != IGNORED) : make_double2(0.0, 0.0);
+                valid ? make_double2(u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr), label != IGNORED)
+                      : make_double2(0.0, 0.0);
         if (u.loss)
             add_up_rows(u, row_losses);
     }
@@ -84,7 +95,7 @@ struct BasicWarpPerRow {
         const Problem p(call);
         if (p.row_packs() > (p.gradient ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
-        return why_not_basic(p, call);
+        return why_not_basic(p, call, !p.gradient);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -97,7 +108,9 @@ struct BasicWarpPerRow {
     template <typename T, int PACKS>
     static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const BasicArgs &args) {
         const Launch how = {plan.blocks, ROW_THREADS};
-        if (!args.dz)
+        if (!args.dz && args.spread != 0.0)
+            sequence.run(how, warp_per_row<T, PACKS, true, false, true>, args);
+        else if (!args.dz)
             sequence.run(how, warp_per_row<T, PACKS, true, false>, args);
         else if (call.common.direction == RAFTER_FORWARD)
             sequence.run(how, warp_per_row<T, PACKS, true, true>, args);
