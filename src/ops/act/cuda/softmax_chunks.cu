@@ -169,17 +169,18 @@ DEVICE void softmax_of_lines(const ChunkArgs<T> &a, const ChunkInput<T> &in, con
     }
 }
 
-/* Calls f with the number of steps, from LEAST to MOST, as a constant. */
-template <int LEAST, int MOST, class F> DEVICE void with_steps(int steps, F f) {
-    if constexpr (MOST > LEAST)
+/* Calls f with the number of steps, up to MOST, as a constant. */
+template <int MOST, class F> DEVICE void with_steps(int steps, F f) {
+    if constexpr (MOST > 1)
         if (steps < MOST)
-            return with_steps<LEAST, MOST - 1>(steps, f);
+            return with_steps<MOST - 1>(steps, f);
     f(std::integral_constant<int, MOST>());
 }
 
-/* LEAST to MOST elements per lane. */
-template <typename T, bool FORWARD, int LEAST, int MOST>
-__global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
+/* Up to MOST elements per lane. */
+template <typename T, bool FORWARD, int MOST>
+__global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
+    softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
     constexpr int N = WIDE<T>;
     extern __shared__ uint4 chunk_memory[];
     char *const memory = reinterpret_cast<char *>(chunk_memory);
@@ -199,7 +200,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, 4) softmax_chunk(const __grid_c
     const int shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
     copy_wait<0>();
     __syncthreads();
-    with_steps<LEAST, MOST>(plan.steps, [&](auto steps) {
+    with_steps<MOST>(plan.steps, [&](auto steps) {
         softmax_of_lines<T, FORWARD, decltype(steps)::value>(a, in, dy, results + shift, slabs * plan.inner);
     });
     __syncthreads();
@@ -328,10 +329,10 @@ struct Chunks {
         Launch how = {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS};
         how.shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
         how.overlaps = ordered.copied;
-        auto kernel = softmax_chunk<T, FORWARD, 1, STEPS>;
+        auto kernel = softmax_chunk<T, FORWARD, STEPS>;
         if constexpr (FORWARD && NARROW<T>)
             if (plan.chunk.steps > STEPS)
-                kernel = softmax_chunk<T, FORWARD, STEPS + 1, MORE_STEPS>;
+                kernel = softmax_chunk<T, FORWARD, MORE_STEPS>;
         ::launch(context, how, kernel, args);
     }
 

@@ -226,14 +226,16 @@ constexpr int MOST_EDGES = 14;
 /* In shared memory. */
 struct ColumnMemory {
     Edge *edges;
+    Part *scratch; /* per warp */
     Part *partial; /* of every element of the threads' packs */
 
-    static constexpr int EDGE_BYTES = 256;
+    static constexpr int EDGE_BYTES = 256, SCRATCH_BYTES = 256;
     DEVICE explicit ColumnMemory(char *memory)
-        : edges(reinterpret_cast<Edge *>(memory)), partial(reinterpret_cast<Part *>(memory + EDGE_BYTES)) {
+        : edges(reinterpret_cast<Edge *>(memory)), scratch(reinterpret_cast<Part *>(memory + EDGE_BYTES)),
+          partial(reinterpret_cast<Part *>(memory + EDGE_BYTES + SCRATCH_BYTES)) {
     }
     static int bytes(const SlabPlan &plan) {
-        return round_up(EDGE_BYTES + plan.threads * plan.width() * (int)sizeof(Part), 128);
+        return round_up(EDGE_BYTES + SCRATCH_BYTES + plan.threads * plan.width() * (int)sizeof(Part), 128);
     }
 };
 static_assert(MOST_EDGES * sizeof(Edge) <= ColumnMemory::EDGE_BYTES, "");
@@ -244,7 +246,7 @@ template <typename T, bool FORWARD, bool ALIGNED>
 DEVICE void merge_columns(const SlabPiece<T, FORWARD, ALIGNED> &part, const Statistics<WIDE<T>, FORWARD, 1> &mine,
                           const SlabPlan &plan, const ColumnMemory &memory, Part *own) {
     constexpr int N = WIDE<T>;
-    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
+    const int thread = threadIdx.x;
     if (thread < plan.threads)
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -252,22 +254,15 @@ DEVICE void merge_columns(const SlabPiece<T, FORWARD, ALIGNED> &part, const Stat
     if (!ALIGNED && part.edge)
         memory.edges[thread] = {part.edge_part(plan), part.edge_column};
     __syncthreads();
-    const int skew = part.head % plan.inner, terms = plan.threads * N / plan.inner;
-    for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
-        const int column = base + thread / plan.lanes;
+    const auto edges_of = [&](int line, int lane, int lanes) {
         Part all = no_part();
-        if (column < plan.inner) {
-            const Part *const from = memory.partial + (column < skew ? column + plan.inner : column) - skew;
-            for (int m = lane; m < terms; m += plan.lanes)
-                all = merged<FORWARD>(all, from[m * plan.inner]);
-            for (int e = lane; e < part.edges; e += plan.lanes)
-                if (memory.edges[e].column == column)
-                    all = merged<FORWARD>(all, memory.edges[e].part);
-        }
-        all = merge_lanes<FORWARD>(all, plan.lanes);
-        if (column < plan.inner && lane == 0)
-            own[column] = all;
-    }
+        for (int e = lane; e < part.edges; e += lanes)
+            if (memory.edges[e].column == line)
+                all = merged<FORWARD>(all, memory.edges[e].part);
+        return all;
+    };
+    merge_lines<FORWARD>(memory.partial, plan.threads * N / plan.inner, plan.inner, part.head % plan.inner, plan.lanes,
+                         memory.scratch, edges_of, [&](int line, Part all) { own[line] = all; });
 }
 
 /* The statistics of the line of each element of a thread's packs, and of its edge. total: of all
@@ -453,7 +448,7 @@ struct LargeSlabs {
     };
     /* Blocks of a kernel that run at the same time: as many pieces per block as that takes. */
     static int blocks_at_once(const SlabPlan &slab) {
-        return 132 * (slab.threads > SLAB_THREADS ? 2 : 4);
+        return 128 * (slab.threads > SLAB_THREADS ? 2 : 4);
     }
 
     static bool cut(const SlabViews &views, bool forward, Plan *plan) {

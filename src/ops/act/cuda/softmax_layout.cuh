@@ -109,10 +109,12 @@ inline bool is_long(const act_call &call, const SlabViews &views) {
     return views.length() * inputs > 65536;
 }
 
-/* Whether few and narrow columns are too little for persistent blocks, which wait for each other. */
+/* Whether one input of few and narrow columns is too little for persistent blocks, which wait for each
+ * other. */
 inline bool is_narrow(const act_call &call, const SlabViews &views) {
-    return views.all_slabs() && views.inner() * rafter_dtype_bytes(call.out.dtype) <= 256 && views.slabs() <= 8 &&
-           bytes_moved(call) < int64_t(64) << 20;
+    const int64_t bytes = rafter_dtype_bytes(call.out.dtype);
+    return views.all_slabs() && (is_forward(call) || views.is_expanded(DY)) && views.inner() * bytes <= 256 &&
+           views.slabs() <= 8 && views.elements() * bytes >= 1 << 20 && bytes_moved(call) < int64_t(64) << 20;
 }
 
 /* ---- inputs in another order than the output ------------------------------------------------- */

@@ -60,10 +60,9 @@ template <bool FORWARD> DEVICE Part part_of(float x, float d) {
     return {max, exp2_fast((x - max) * LOG2E)};
 }
 
-/* ---- merging parts in global memory ----------------------------------------------------------- */
+/* ---- merging many parts ----------------------------------------------------------------------- */
 
-/* Lines and groups of parts of a block that merges; parts of a line that a thread loads at once. */
-constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32, MERGED_PARTS = 8;
+constexpr int MERGED_PARTS = 8; /* of a line, that a thread loads at once */
 
 /* Merges every `step`-th of the parts of a line, from number `first` on. */
 template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
@@ -77,6 +76,49 @@ template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int 
     }
     return all;
 }
+
+/* The statistics of interleaved lines over a block. partial: [thread][element of its packs] in shared
+ * memory, where the elements of a line are `inner` apart and line 0 begins at -skew modulo inner.
+ * `lanes`: lanes per line, a power of two; if there are several warps per line, they take it
+ * together. scratch: a Part per warp. extra(line, lane, lanes): what else belongs to a line. One thread
+ * per line calls keep(line, all). All threads call this, after a barrier. */
+template <bool FORWARD, class Extra, class Keep>
+DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int lanes, Part *scratch, Extra extra,
+                        Keep keep) {
+    const int thread = threadIdx.x, threads = blockDim.x, each = threads / WARP / inner; /* warps per line */
+    const auto first_of = [&](int line) { return partial + (line < skew ? line + inner : line) - skew; };
+    if (each > 1) {
+        const int warp = thread / WARP, line = warp / each, own = thread - line * each * WARP;
+        if (line < inner) {
+            Part all = merge_some<FORWARD>(first_of(line), own, each * WARP, terms, inner);
+            all = merge_lanes<FORWARD>(merged<FORWARD>(all, extra(line, own, each * WARP)), WARP);
+            if (thread % WARP == 0)
+                scratch[warp] = all;
+        }
+        __syncthreads();
+        const int lane = thread % WARP;
+        if (warp < inner) {
+            const Part all = merge_lanes<FORWARD>(lane < each ? scratch[warp * each + lane] : no_part(), WARP);
+            if (lane == 0)
+                keep(warp, all);
+        }
+        return;
+    }
+    const int lane = thread % lanes;
+    for (int base = 0; base < inner; base += threads / lanes) {
+        const int line = base + thread / lanes;
+        Part all = no_part();
+        if (line < inner)
+            all = merged<FORWARD>(merge_some<FORWARD>(first_of(line), lane, lanes, terms, inner),
+                                  extra(line, lane, lanes));
+        all = merge_lanes<FORWARD>(all, lanes);
+        if (line < inner && lane == 0)
+            keep(line, all);
+    }
+}
+
+/* Lines and groups of parts of a block that merges. */
+constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32;
 
 /* A kernel: MERGED_LINES lines of a slab per block. parts: [slab][part][line]; totals: [slab][line]. */
 template <bool FORWARD>

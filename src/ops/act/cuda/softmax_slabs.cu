@@ -250,7 +250,7 @@ DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WID
     Part *const partial = reinterpret_cast<Part *>(memory + at.partial), *const own = (Part *)(memory + at.own),
                 *const total = (Part *)(memory + at.total);
     Edge *const edges = reinterpret_cast<Edge *>(memory + 384);
-    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
+    const int thread = threadIdx.x, threads = blockDim.x;
     if (thread < plan.threads)
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -260,22 +260,16 @@ DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WID
                          static_cast<int>((part.out.head + part.edge) % plan.inner)};
     const int edge_count = part.first == 0 ? part.out.edges : 0;
     __syncthreads();
-    const int skew = part.out.head % plan.inner, terms = plan.threads * N / plan.inner;
-    for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
-        const int column = base + thread / plan.lanes;
-        Part all = {-FLT_MAX, 0.0f};
-        if (column < plan.inner) {
-            const Part *const from = partial + (column < skew ? column + plan.inner : column) - skew;
-            for (int m = lane; m < terms; m += plan.lanes)
-                all = merged<FORWARD>(all, from[m * plan.inner]);
-            for (int e = lane; e < edge_count; e += plan.lanes)
-                if (edges[e].column == column)
-                    all = merged<FORWARD>(all, edges[e].part);
-        }
-        all = merge_lanes<FORWARD>(all, plan.lanes);
-        if (column < plan.inner && lane == 0)
-            (blocks > 1 ? own : total)[column] = all;
-    }
+    const auto edges_of = [&](int line, int lane, int lanes) {
+        Part all = no_part();
+        for (int e = lane; e < edge_count; e += lanes)
+            if (edges[e].column == line)
+                all = merged<FORWARD>(all, edges[e].part);
+        return all;
+    };
+    merge_lines<FORWARD>(partial, plan.threads * N / plan.inner, plan.inner, part.out.head % plan.inner, plan.lanes,
+                         reinterpret_cast<Part *>(memory), edges_of,
+                         [&](int line, Part all) { (blocks > 1 ? own : total)[line] = all; });
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
         cluster_sync();

@@ -119,23 +119,36 @@ template <typename T> struct TurnArgs {
  * write of a row is whole sectors. */
 constexpr int GROUP_ROWS = 8, GROUP_PACKS = 4;
 
-/* A pack at any address. Elements outside of the tensor are not read. */
-template <typename T> DEVICE Pack<T, WIDE<T>> load_anywhere(const T *first, const T *begin, const T *end) {
-    constexpr int N = WIDE<T>;
-    const int shift = offset_in_pack(first);
-    const T *const aligned = first - shift;
-    Pack<T, N> pack;
-    if (aligned >= begin && aligned + (shift > 0 ? 2 : 1) * N <= end) {
-        uint4 words = *reinterpret_cast<const uint4 *>(aligned);
-        if (shift > 0)
-            words = shifted(words, reinterpret_cast<const uint4 *>(aligned)[1], shift * static_cast<int>(sizeof(T)));
-        return reinterpret_cast<const Pack<T, N> &>(words);
+/* A pack at any address: two aligned packs, which are shifted. Packs that reach out of the tensor are
+ * read by elements. */
+template <typename T> struct PackAnywhere {
+    static constexpr int N = WIDE<T>;
+    const T *first;
+    bool low_inside, high_inside;
+    Pack<T, N> low, high;
+
+    /* Issues the loads. */
+    DEVICE void load(bool present, const T *from, const T *begin, const T *end) {
+        first = from;
+        const int shift = offset_in_pack(from);
+        const T *const aligned = from - shift;
+        low_inside = present && aligned >= begin && aligned + N <= end;
+        high_inside = present && shift > 0 && aligned + 2 * N <= end;
+        low = load_once_if<T, N>(low_inside, aligned, 0.0f);
+        high = load_once_if<T, N>(high_inside, aligned + N, 0.0f);
     }
+    DEVICE uint4 words(const T *begin, const T *end) const {
+        const int shift = offset_in_pack(first);
+        if (low_inside && (shift == 0 || high_inside))
+            return shifted(reinterpret_cast<const uint4 &>(low), reinterpret_cast<const uint4 &>(high),
+                           shift * static_cast<int>(sizeof(T)));
+        Pack<T, N> pack;
 #pragma unroll
-    for (int j = 0; j < N; j++)
-        pack.v[j] = first + j >= begin && first + j < end ? first[j] : from_float<T>(0.0f);
-    return pack;
-}
+        for (int j = 0; j < N; j++)
+            pack.v[j] = first + j >= begin && first + j < end ? first[j] : from_float<T>(0.0f);
+        return reinterpret_cast<const uint4 &>(pack);
+    }
+};
 
 /* Stores those elements of a pack that are in [low, high); `at` is the index of its first one. */
 template <typename T>
@@ -154,32 +167,33 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
 /* Reads the lines [first, first + lines) of a tile, of which `from` is the origin, into shared memory. */
 template <typename T>
 DEVICE void read_lines(const TurnArgs<T> &a, const T *from, int first, int lines, int64_t rows_left, T *tile) {
-    constexpr int N = WIDE<T>, AT_ONCE = 4;
+    constexpr int N = WIDE<T>, AT_ONCE = 3;
     const int units = lines * static_cast<int>(a.line_packs.number);
     for (int base = threadIdx.x; base < units; base += AT_ONCE * COPY_THREADS) {
-        Pack<T, N> loaded[AT_ONCE];
+        PackAnywhere<T> loaded[AT_ONCE];
         int place[AT_ONCE];
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++) {
             const int unit = base + u * COPY_THREADS, line = static_cast<int>(a.line_packs.quotient(unit)),
                       row = (unit - line * static_cast<int>(a.line_packs.number)) * N;
             place[u] = unit < units && row < rows_left ? line * a.pitch + row : -1;
-            if (place[u] >= 0)
-                loaded[u] = load_anywhere(from + (first + line) * a.from_line + row, a.from, a.from_end);
+            loaded[u].load(place[u] >= 0, from + (first + line) * a.from_line + row, a.from, a.from_end);
         }
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++)
             if (place[u] >= 0) {
+                const uint4 four = loaded[u].words(a.from, a.from_end);
                 unsigned *const words = reinterpret_cast<unsigned *>(tile + place[u]);
-#pragma unroll
-                for (int w = 0; w < 4; w++)
-                    words[w] = reinterpret_cast<const unsigned(&)[4]>(loaded[u])[w];
+                words[0] = four.x;
+                words[1] = four.y;
+                words[2] = four.z;
+                words[3] = four.w;
             }
     }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(COPY_THREADS) turn_tiles(const __grid_constant__ TurnArgs<T> a) {
+__global__ void __launch_bounds__(COPY_THREADS, 4) turn_tiles(const __grid_constant__ TurnArgs<T> a) {
     constexpr int N = WIDE<T>;
     extern __shared__ uint4 turn_memory[];
     T *const tile = reinterpret_cast<T *>(turn_memory);
