@@ -68,21 +68,29 @@ template <typename T> struct Staged {
     const uint4 *packs;
     int shift; /* of the first element in its pack */
 
-    /* Starts to copy `count` packs, from element `begin` of the slab on. Packs that reach over an
-     * end of the slab are copied element by element: the rest may lie outside of the tensor. */
-    DEVICE void fill(char *memory, const T *slab, int elements, int begin, int count, int threads) {
-        Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(memory);
+    int elements, begin; /* of the slab; of the first pack in it */
+    int slots;           /* packs that are copied */
+    const T *from;       /* the first one */
+
+    /* `count` packs, from element `begin` of the slab on. */
+    DEVICE void place(char *memory, const T *slab, int slab_elements, int first, int count) {
         packs = reinterpret_cast<const uint4 *>(memory);
-        const T *from = slab + begin;
+        from = slab + first;
         shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T));
         from -= shift;
-        begin -= shift;
-        const int slots = count > 0 ? count + (shift > 0) : 0;
-        for (int i = threadIdx.x; i < slots; i += AT_ONCE * threads)
+        begin = first - shift;
+        elements = slab_elements;
+        slots = count > 0 ? count + (shift > 0) : 0;
+    }
+    /* Starts to copy the packs [low, high). Packs that reach over an end of the slab are copied element
+     * by element: the rest may lie outside of the tensor. */
+    DEVICE void fill(int low, int high, int threads) const {
+        Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(const_cast<uint4 *>(packs));
+        for (int i = low + (int)threadIdx.x; i < min(slots, high); i += AT_ONCE * threads)
 #pragma unroll
             for (int u = 0; u < AT_ONCE; u++) {
                 const int slot = i + u * threads, first = begin + slot * N;
-                if (slot >= slots)
+                if (slot >= min(slots, high))
                     break;
                 if (first >= 0 && first + N <= elements) {
                     copy_async(to + slot, from + slot * N);
@@ -121,6 +129,7 @@ template <typename T, bool FORWARD> struct SlabPart {
     static constexpr int N = WIDE<T>;
     AlignedSpan<T> out;
     int first, count; /* packs of the block; of the thread */
+    int half;         /* packs of a thread in the first group of copies, at most */
     int threads;
     Staged<T> in, dy;
     bool expanded;
@@ -140,19 +149,27 @@ template <typename T, bool FORWARD> struct SlabPart {
         const int begin = out.head + first * N;
         const T *const x = a.in + offset[IN];
         expanded = !FORWARD && a.plan.expanded;
-        if (thread < threads) {
-            in.fill(memory + at.input, x, a.plan.elements, begin, packs, threads);
-            if (!FORWARD && !expanded)
-                dy.fill(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs, threads);
-        }
-        copy_commit();
+        in.place(memory + at.input, x, a.plan.elements, begin, packs);
+        if (!FORWARD && !expanded)
+            dy.place(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs);
+        /* A shifted pack needs the one after it too. */
+        half = round_up((a.plan.items + 1) / 2, AT_ONCE);
+        fill(0, half * threads + 1);
+        fill(half * threads + 1, INT32_MAX);
         upstream = expanded ? to_float(a.dy[offset[DY]]) : 0.0f;
         has_edge = rank == 0 && thread < out.edges;
         edge = has_edge ? out.edge(thread) : 0;
         x_edge = has_edge ? to_float(x[out.head + edge]) : FORWARD ? -INFINITY : 0.0f;
         d_edge = FORWARD || !has_edge ? 0.0f : expanded ? upstream : to_float(a.dy[offset[DY] + out.head + edge]);
-        copy_wait<0>();
-        __syncthreads();
+    }
+    /* A group of copies. */
+    DEVICE void fill(int low, int high) const {
+        if ((int)threadIdx.x < threads) {
+            in.fill(low, high, threads);
+            if (!FORWARD && !expanded)
+                dy.fill(low, high, threads);
+        }
+        copy_commit();
     }
     DEVICE Pack<T, N> read_in(int k) const {
         return in.read((int)threadIdx.x + k * threads);
@@ -167,34 +184,43 @@ template <typename T, bool FORWARD> struct SlabPart {
         }
     }
 
-    /* The thread's packs. LINES: 1, or N. */
+    /* The thread's packs, as they arrive. LINES: 1, or N. */
     template <int LINES> DEVICE Statistics<LINES, FORWARD, 1> statistics() const {
         Statistics<LINES, FORWARD, 1> mine;
         mine.clear();
-        for (int k = 0; k < count; k += AT_ONCE) {
-            Pack<T, N> x[AT_ONCE];
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++)
-                x[u] = k + u < count ? read_in(k + u) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
-            if constexpr (FORWARD)
-                cover<false, LINES>(mine, 0, max_of(max_of(x[0], x[1]), max_of(x[2], x[3])));
-#pragma unroll
-            for (int u = 0; u < AT_ONCE; u++) {
-                float v[N], d[N];
-                unpack(x[u], v);
-                if (!FORWARD) {
-                    if (k + u >= count)
-                        break;
-                    read_dy(k + u, d);
-                }
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    float &sum = mine.sum[0][j % LINES];
-                    sum = FORWARD ? sum + exp2_fast((v[j] - mine.max[j % LINES]) * LOG2E) : fmaf(v[j], d[j], sum);
-                }
-            }
+        int k = 0;
+#pragma unroll 1
+        for (int group = 0; group < 2; group++) {
+            group == 0 ? copy_wait<1>() : copy_wait<0>();
+            __syncthreads();
+            for (const int end = group == 0 ? min(half, count) : count; k < end; k += AT_ONCE)
+                add(mine, k);
         }
         return mine;
+    }
+    /* Packs k to k + AT_ONCE - 1 of the thread. */
+    template <int LINES> DEVICE void add(Statistics<LINES, FORWARD, 1> &mine, int k) const {
+        Pack<T, N> x[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++)
+            x[u] = k + u < count ? read_in(k + u) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
+        if constexpr (FORWARD)
+            cover<false, LINES>(mine, 0, max_of(max_of(x[0], x[1]), max_of(x[2], x[3])));
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; u++) {
+            float v[N], d[N];
+            unpack(x[u], v);
+            if (!FORWARD) {
+                if (k + u >= count)
+                    break;
+                read_dy(k + u, d);
+            }
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float &sum = mine.sum[0][j % LINES];
+                sum = FORWARD ? sum + exp2_fast((v[j] - mine.max[j % LINES]) * LOG2E) : fmaf(v[j], d[j], sum);
+            }
+        }
     }
 
     DEVICE static float result(float x, float d, Part all, float scale) {
@@ -294,7 +320,9 @@ DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WID
 }
 
 template <typename T, bool FORWARD, bool ROW>
-__global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS)
+__global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS, !ROW      ? 1
+                                                                    : FORWARD ? 5
+                                                                              : 4)
     softmax_slab(const __grid_constant__ SlabArgs<T> a) {
     constexpr int N = WIDE<T>, LINES = ROW ? 1 : N;
     extern __shared__ uint4 slab_memory[];
@@ -359,12 +387,15 @@ struct Slabs {
         return static_cast<int>(a);
     }
 
-    /* Blocks per slab, so that a few slabs of interleaved lines take all multiprocessors. */
+    /* Slabs of interleaved lines that are too few to take all multiprocessors. */
+    static constexpr int64_t FEW_SLABS = 256;
+    static bool are_few(const SlabViews &views) {
+        return views.inner() > 1 && views.slabs() < FEW_SLABS;
+    }
+    /* Blocks per slab, so that they do. */
     static int blocks_for_few(const SlabViews &views, int64_t packs) {
-        constexpr int64_t ENOUGH_BLOCKS = 256, LEAST_PACKS = 128;
-        return views.inner() == 1
-                   ? 1
-                   : power_at_least(min(ENOUGH_BLOCKS / views.slabs(), packs / LEAST_PACKS), 1, MOST_BLOCKS);
+        constexpr int64_t LEAST_PACKS = 512; /* per block: less is not worth a cluster */
+        return are_few(views) ? power_at_least(min(FEW_SLABS / views.slabs(), packs / LEAST_PACKS), 1, MOST_BLOCKS) : 1;
     }
 
     /* By the shape of a slab, and of interleaved lines also by the number of slabs; never by the
@@ -382,14 +413,15 @@ struct Slabs {
         plan->elements = static_cast<int>(elements);
         plan->inner = static_cast<int>(inner);
         plan->expanded = !forward && inputs == 1;
-        const int few = blocks_for_few(views, packs);
-        const int64_t most = inner == 1 || (unit <= 32 && few == 1) ? ROW_THREADS : unit <= 256 ? 512 : MOST_THREADS;
-        const int64_t each = few > 1 ? 4 * few : inner > 1 && inputs == 1 ? 16 : 8; /* packs per thread and slab */
+        const bool few = are_few(views);
+        const int least = blocks_for_few(views, packs);
+        const int64_t most = inner == 1 || (unit <= 32 && !few) ? ROW_THREADS : unit <= 256 ? 512 : MOST_THREADS;
+        const int64_t each = few ? 4 * least : inner > 1 && inputs == 1 ? 16 : 8; /* packs per thread and slab */
         const int64_t wanted = min(round_up(ceil_div<int64_t>(packs, each), int64_t(WARP)), most);
         plan->threads = static_cast<int>(max(wanted / unit, int64_t(1)) * unit);
         const bool twice = inputs == 1 && (inner > 1 || packs <= 2 * BLOCK_PACKS || packs > 8 * BLOCK_PACKS);
         const int64_t block = twice ? plan->threads > 512 ? 4 * BLOCK_PACKS : 2 * BLOCK_PACKS : BLOCK_PACKS;
-        plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), few);
+        plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), least);
         plan->items = static_cast<int>(ceil_div(packs, int64_t(plan->threads) * plan->blocks));
         plan->lanes = 1;
         while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
