@@ -194,7 +194,9 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
                 row_threads.template exponentials<T>(v, sum);
 #pragma unroll
             for (int k = 0; k < SEQUENCES; k++) {
-                const bool valid = has_token && (SEQUENCES == 1 || b + k < place.sequences);
+                if (k > 0 && b + k >= place.sequences)
+                    break; /* for all threads of the block: a batch of one is worth the branch */
+                const bool valid = has_token;
                 const float scale = on_chip ? reciprocal_fast(sum[k]) : 1.0f; /* sum >= 1, or NaN */
                 if (F == ROW_STATISTICS && valid)
                     dot[k] = softmax_of_row<T, FORWARD>(v[k], tiling, a.row(place.first_b + b + k, n, place.h));
@@ -260,8 +262,8 @@ struct RotateForm {
     explicit RotateForm(const lrpe_cosine_call &call) {
         const int width = 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype));
         const bool packs = takes_packs(call, true);
-        shifted =
-            !packs && call.algorithm != RAFTER_LRPE_BP && features_are_adjacent(call) && call.x.shape[3] >= 2 * width;
+        shifted = !packs && call.algorithm != RAFTER_LRPE_BP && features_are_adjacent(call) &&
+                  call.x.shape[3] >= 2 * width && call.x.shape[2] * call.x.shape[3] >= WARP * width;
         n = packs || shifted ? width : 1;
     }
 };

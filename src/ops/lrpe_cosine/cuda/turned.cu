@@ -17,7 +17,7 @@ namespace {
 
 /* Measured: docs/perf/lrpe_cosine.md. */
 constexpr int64_t LEAST_BYTES = 8 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
-constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 4;          /* of what is turned */
+constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 2;          /* of what is turned */
 
 /* The same elements, for cuda/elementwise.cuh. */
 struct Same {
