@@ -7,6 +7,7 @@
 #include "cuda/line_statistics.cuh"
 #include "ops/lrpe_cosine/cuda/dtheta.cuh"
 #include "ops/lrpe_cosine/cuda/rotate.cuh"
+#include "ops/lrpe_cosine/cuda/staged.cuh"
 
 namespace {
 
@@ -322,6 +323,8 @@ struct SequenceSoftmax {
     struct Plan {
         int width; /* elements per pack of column_statistics */
         Tiling columns, rotate;
+        bool staged;                    /* `staged` takes the place of `rotate` */
+        Staging staging;                /* then */
         int64_t count, parts;           /* columns; parts of the sequence */
         size_t statistics_at, parts_at; /* bytes into the workspace, after dtheta's moments */
     };
@@ -339,6 +342,9 @@ struct SequenceSoftmax {
         plan->width = pack_width(call);
         plan->columns = plan_columns(device, call, plan->width);
         plan->rotate = plan_rotate(device, call, COLUMN_STATISTICS);
+        plan->staged = !why_not_staged(call);
+        if (plan->staged)
+            plan->staging = plan_staged(device, call, COLUMN_STATISTICS);
         plan->count = call.x.shape[0] * call.x.shape[2] * call.x.shape[3];
         plan->parts = plan->columns.token_chunks.number;
         plan->statistics_at = call.dtheta.data ? moments_bytes(call, call.x.shape[0]) : 0;
@@ -367,7 +373,11 @@ struct SequenceSoftmax {
         if (parts)
             ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS, 0, 1, true},
                      merge_statistics<Columns::SUMS, DTHETA>, columns, parts, plan.count);
-        if (a.out)
+        Staging staging = plan.staging;
+        staging.tiling.statistics = tiling.statistics;
+        if (a.out && plan.staged)
+            launch_staged<T, FORWARD, COLUMN_STATISTICS, false>(context, call, staging);
+        else if (a.out)
             launch_any_form<COLUMN_STATISTICS, T, FORWARD>(context, call, tiling, false);
         if (DTHETA)
             launch_sum_moments(context, call, columns.moments, a.batch);

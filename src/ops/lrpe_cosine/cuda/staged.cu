@@ -8,16 +8,6 @@ namespace {
 
 using namespace lrpe;
 
-template <typename T, bool FORWARD, int F, bool DTHETA>
-void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, const Staging &plan) {
-    auto kernel =
-        plan.layout == COMPACT ? staged<T, FORWARD, F, DTHETA, COMPACT> : staged<T, FORWARD, F, DTHETA, SPREAD>;
-    if constexpr (!FORWARD)
-        if (plan.layout == DIRECT)
-            kernel = staged<T, FORWARD, F, DTHETA, DIRECT>;
-    launch(context, {plan.tiling.blocks(), THREADS, plan.bytes}, kernel, arguments<T>(call), plan);
-}
-
 struct Staged {
     typedef lrpe_cosine_call Call;
     static constexpr bool BATCH_INVARIANT = true;
@@ -30,26 +20,12 @@ struct Staged {
             return "x is empty";
         if (call.act == RAFTER_ACT_SOFTMAX && call.softmax_over == RAFTER_OVER_SEQUENCE)
             return "a softmax over the sequence needs the statistics of columns";
-        if (call.algorithm == RAFTER_LRPE_BP)
-            return "bp has a block walk along the sequence";
-        if (takes_packs(call, true))
-            return "rows are aligned packs";
-        if (call.x.shape[3] > THREADS * (16 / rafter_dtype_bytes(call.x.dtype)))
-            return "the threads of a block cannot hold a row";
-        for (const rafter_view *view : {&call.x, &call.y, &call.dx})
-            if (view->data && view->stride[3] != 1)
-                return "features are not adjacent";
-        /* A chunk has at most 2048 tokens. */
-        const rafter_view &dy = call.dy;
-        if (dy.data && dy.stride[3] != 1 &&
-            2048 * dy.stride[1] + dy.shape[2] * dy.stride[2] + dy.shape[3] * dy.stride[3] > INT32_MAX)
-            return "dy is spread over more memory than 32 bits can count";
-        return NULL;
+        return why_not_staged(call);
     }
 
     /* The workspace holds the moments of dtheta. */
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        plan->staging = plan_staged(device, call);
+        plan->staging = plan_staged(device, call, (int)call.act);
         return call.dtheta.data ? moments_bytes(call, plan->staging.tiling.chunks()) : 0;
     }
 

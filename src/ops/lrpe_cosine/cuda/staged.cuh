@@ -11,223 +11,9 @@
 
 #include "cuda/activations.cuh"
 #include "ops/lrpe_cosine/cuda/row_softmax.cuh"
+#include "ops/lrpe_cosine/cuda/staged_memory.cuh"
 
 namespace lrpe {
-
-/* ---- a chunk in memory and in shared memory -------------------------------------------------- */
-
-/* How a chunk lies in one tensor: in spans of adjacent elements. In shared memory a span begins as
- * far after a multiple of 16 bytes as in memory. */
-struct Spans {
-    enum Kind { ROW, TOKEN, ALL } kind; /* what a span holds */
-    int row, pitch;                     /* elements: of a row; from span to span in shared memory */
-    Divisor packs;                      /* from span to span in shared memory */
-    int64_t n, h;                       /* strides of tokens and heads in memory */
-};
-
-struct Staging {
-    Tiling tiling;                  /* tiles of heads; step tokens at a time */
-    int layout;                     /* a Layout */
-    int step;                       /* tokens of a chunk; more than one only if it has all heads */
-    Divisor heads, features, width; /* width: heads * features */
-    Spans x, y, out;                /* y: dy. out: y or dx */
-    /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in turns, the
-     * stages, each with x and dy, and the output. */
-    unsigned positions_at, stages_at, stage_bytes, dy_at, out_at, out_bytes, bytes;
-};
-
-/* The part of a chunk that exists. */
-struct Extent {
-    int tokens, heads, rows;
-};
-
-/* Calls f(address of a pack in memory, its number in shared memory, first, end) for the thread's packs
- * of a chunk. Elements first to end - 1 of the pack belong to the chunk. MANY: it may have several
- * spans. */
-template <bool MANY, typename T, class F>
-DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, F f) {
-    constexpr int N = WIDE<T>;
-    const bool all = !MANY || spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
-    const int length = spans.row * (all ? extent.rows : of_tokens ? extent.heads : 1);
-    if (all) {
-        const int shift = offset_in_pack(chunk), end = shift + length;
-        T *const aligned = chunk - shift;
-        for (int k = threadIdx.x; k * N < end; k += THREADS)
-            f(aligned + k * N, k, k == 0 ? shift : 0, min(end - k * N, N));
-        return;
-    }
-    const int count = of_tokens ? extent.tokens : extent.rows, packs = static_cast<int>(spans.packs.number);
-    for (int k = threadIdx.x; k < count * packs; k += THREADS) {
-        const int s = spans.packs.quotient(k), token = of_tokens ? s : static_cast<int>(heads.quotient(s));
-        const int head = of_tokens ? 0 : s - token * static_cast<int>(heads.number);
-        T *const span = chunk + token * spans.n + head * spans.h;
-        const int before = (k - s * packs) * N - offset_in_pack(span); /* from the span to the pack */
-        if (before < length)
-            f(span + before, k, max(-before, 0), min(length - before, N));
-    }
-}
-
-/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. */
-template <bool MANY, typename T>
-DEVICE void copy_in(const Spans &spans, const Divisor &heads, const T *chunk, const Extent &extent, const T *begin,
-                    const T *end, char *to) {
-    for_each_pack<MANY>(spans, heads, chunk, extent, [&](const T *pack, int k, int from, int until) {
-        Pack<T, WIDE<T>> *const place = reinterpret_cast<Pack<T, WIDE<T>> *>(to) + k;
-        if (pack >= begin && pack + WIDE<T> <= end)
-            copy_async(place, pack);
-        else
-#pragma unroll 1
-            for (int j = from; j < until; j++)
-                place->v[j] = pack[j];
-    });
-}
-
-/* Copies a chunk out of shared memory. */
-template <bool MANY, typename T>
-DEVICE void copy_out(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, const char *from) {
-    for_each_pack<MANY>(spans, heads, chunk, extent, [&](T *pack, int k, int first, int until) {
-        const Pack<T, WIDE<T>> *const place = reinterpret_cast<const Pack<T, WIDE<T>> *>(from) + k;
-        if (until - first == WIDE<T>)
-            store_once(pack, *place);
-        else
-#pragma unroll 1
-            for (int j = first; j < until; j++)
-                pack[j] = place->v[j];
-    });
-}
-
-/* Keeps the compiler from computing `a` again wherever it is used. */
-DEVICE void keep(unsigned &a) {
-    asm volatile("" : "+r"(a));
-}
-
-/* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the chunk, or if
- * ROWS, of a row, which `lanes` threads hold. */
-template <typename T, bool ROWS> struct Elements {
-    static constexpr int COUNT = WIDE<T>;
-    const Staging &plan;
-    int rows; /* that exist */
-
-    struct Element {
-        bool exists;
-        unsigned token, head, row, d;
-    };
-    DEVICE Element operator[](int j) const {
-        const unsigned e = j * THREADS + threadIdx.x, lanes_log2 = plan.tiling.width_log2;
-        Element at;
-        if (ROWS) {
-            at.row = threadIdx.x >> lanes_log2;
-            at.d = (j << lanes_log2) + (threadIdx.x & (plan.tiling.lanes - 1));
-        } else {
-            at.row = plan.features.quotient(e);
-            at.d = e - at.row * plan.features.number;
-        }
-        at.token = plan.heads.quotient(at.row);
-        at.head = at.row - at.token * plan.heads.number;
-        at.exists = at.row < static_cast<unsigned>(rows) && at.d < plan.features.number;
-        return at;
-    }
-};
-
-enum Placing {
-    LINEAR,    /* one span without gaps: element e of the chunk is element e of the span */
-    ONE_SPAN,  /* with gaps */
-    MANY_SPANS /* `place` holds the place without the span's distance from a pack, times 16, plus how much
-                  further from a pack the span begins than the chunk */
-};
-
-/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
- * not have are `elsewhere`, or if LINEAR, after its end. */
-template <typename T, int PLACING> struct Places {
-    static constexpr int COUNT = WIDE<T>;
-    unsigned place[PLACING == LINEAR ? 1 : COUNT];
-
-    template <bool ROWS> DEVICE Places(const Spans &spans, const Elements<T, ROWS> &elements, unsigned elsewhere) {
-        if constexpr (PLACING == LINEAR)
-            place[0] = threadIdx.x * sizeof(T);
-        else
-#pragma unroll
-            for (int j = 0; j < COUNT; j++) {
-                const typename Elements<T, ROWS>::Element at = elements[j];
-                if constexpr (PLACING == MANY_SPANS) {
-                    const bool all = spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
-                    const unsigned span = all ? 0 : of_tokens ? at.token : at.row;
-                    const unsigned in_span = all ? at.row : of_tokens ? at.head : 0;
-                    const unsigned shift = (all ? 0 : at.token * static_cast<unsigned>(spans.n)) +
-                                           (all || of_tokens ? 0 : at.head * static_cast<unsigned>(spans.h));
-                    place[j] = at.exists ? (span * spans.pitch + in_span * spans.row + at.d) * sizeof(T) * 16 +
-                                               shift * sizeof(T) % 16
-                                         : elsewhere * 16;
-                } else {
-                    place[j] = at.exists ? (at.row * spans.row + at.d) * sizeof(T) : elsewhere;
-                }
-                keep(place[j]);
-            }
-    }
-    /* `low`: the lower half of the chunk's address in memory. */
-    DEVICE unsigned operator()(int j, unsigned low) const {
-        if constexpr (PLACING == LINEAR)
-            return place[0] + low % 16 + j * THREADS * static_cast<unsigned>(sizeof(T));
-        else if constexpr (PLACING == ONE_SPAN)
-            return place[j] + low % 16;
-        else
-            return (place[j] >> 4) + (place[j] + low) % 16;
-    }
-    DEVICE void read(const char *from, unsigned low, float (&v)[COUNT]) const {
-#pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            v[j] = to_float(*reinterpret_cast<const T *>(from + (*this)(j, low)));
-    }
-    DEVICE void write(char *to, unsigned low, const float (&v)[COUNT]) const {
-        const Pack<T, COUNT> pack = packed<T, COUNT>(v);
-#pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            *reinterpret_cast<T *>(to + (*this)(j, low)) = pack.v[j];
-    }
-};
-
-/* The same for a dy that is read from memory, element by element: the offsets from the chunk. */
-template <typename T> struct DirectPlaces {
-    static constexpr int COUNT = WIDE<T>;
-    unsigned place[COUNT];
-
-    template <bool ROWS> DEVICE DirectPlaces(const Strides &stride, const Elements<T, ROWS> &elements) {
-#pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            const typename Elements<T, ROWS>::Element at = elements[j];
-            place[j] = at.token * static_cast<unsigned>(stride.n) + at.head * static_cast<unsigned>(stride.h) +
-                       at.d * static_cast<unsigned>(stride.d);
-            keep(place[j]);
-        }
-    }
-    /* has(j): whether the element exists. */
-    template <class Has> DEVICE void read(const T *chunk, Has has, float (&v)[COUNT]) const {
-        T loaded[COUNT];
-#pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            loaded[j] = has(j) ? chunk[place[j]] : from_float<T>(0.0f);
-#pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            v[j] = to_float(loaded[j]);
-    }
-};
-
-/* The address of a tensor's chunks, or its lower half, in the order of the work: all sequences of some
- * tokens, then those of the next. */
-template <typename Address> struct ChunkAddress {
-    Address at, sequence,
-        back; /* sequence, back: from one sequence to the next; from the last one to the next tokens */
-
-    DEVICE ChunkAddress(const void *tensor, int bytes, const Strides &stride, int64_t b, int64_t n, int64_t h,
-                        int sequences, int step)
-        : at((Address)((uintptr_t)tensor + (b * stride.b + n * stride.n + h * stride.h) * bytes)),
-          sequence((Address)(stride.b * bytes)),
-          back((Address)((step * stride.n - (sequences - 1) * stride.b) * bytes)) {
-    }
-    DEVICE void advance(bool was_last) {
-        at += was_last ? back : sequence;
-    }
-};
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
@@ -315,6 +101,31 @@ DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, con
     }
 }
 
+/* theta of a chunk's heads: all loads at once. */
+template <typename T, int N>
+DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_head, int width, float (&theta)[N]) {
+    const auto with = [&](auto zero) {
+        const auto *const from = static_cast<const decltype(zero) *>(a.theta) + first_head * a.theta_h;
+        decltype(zero) loaded[N];
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const int i = j * plan.threads + threadIdx.x, h = plan.features.quotient(i);
+            loaded[j] = zero;
+            if (i < width)
+                loaded[j] = from[h * a.theta_h + (i - h * static_cast<int>(plan.features.number)) * a.theta_d];
+        }
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            theta[j] = to_float(loaded[j]);
+    };
+    if (a.theta_dtype == RAFTER_F32)
+        with(0.0f);
+    else if (a.theta_dtype == RAFTER_BF16)
+        with(from_float<bf16>(0.0f));
+    else
+        with(from_float<fp16>(0.0f));
+}
+
 /* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. `entries`: as
  * above. */
 template <typename T, class Has>
@@ -327,7 +138,7 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int6
         if (has(j))
             shared[(entries[j] >> 16) * width + (entries[j] & 0xffff)] = moment[j];
     __syncthreads();
-    for (int i = threadIdx.x; i < width; i += THREADS) {
+    for (int i = threadIdx.x; i < width; i += plan.threads) {
         double sum = 0.0;
         for (int token = 0; token < plan.step; token++)
             sum += shared[token * width + i];
@@ -336,11 +147,12 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int6
 }
 
 /* Blocks that share an SM: so many that no registers are spilled. */
-template <bool FORWARD, int F, bool DTHETA, int LAYOUT>
-constexpr int STAGED_BLOCKS = !FORWARD && (DTHETA || F >= LANE_SOFTMAX || LAYOUT == DIRECT) ? 2 : 3;
+constexpr int staged_blocks(bool forward, int f, bool dtheta, int layout) {
+    return !forward && (dtheta || f >= LANE_SOFTMAX || layout == DIRECT) ? 2 : 3;
+}
 
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
-__global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAYOUT>)
+__global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAYOUT))
     staged(const Arguments<T> a, const Staging plan) {
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
@@ -402,13 +214,15 @@ __global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAY
         }
         copy_commit();
     };
+    float theta[COUNT]; /* everything waits for it */
+    read_theta(a, plan, first_head, width, theta);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
         request(i);
-    for (int i = threadIdx.x; i < width; i += THREADS) {
-        const int h = plan.features.quotient(i);
-        angle_steps[i] = angle_step(a.theta_at(first_head + h, i - h * features));
-    }
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        if (const int i = j * plan.threads + threadIdx.x; i < width)
+            angle_steps[i] = angle_step(theta[j]);
     const Elements<T, SOFTMAX> elements = {plan, step * heads};
     const Places<T, OF_X> x_at(plan.x, elements, 0);
     const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, elements, plan.out_bytes);
@@ -428,13 +242,16 @@ __global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAY
     }
     keep(exist);
     const auto exists = [&](int j) { return (exist >> j & 1) != 0; };
+    const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
     RowThreads<F == BLOCK_SOFTMAX> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
     double moment[DTHETA ? COUNT : 1] = {};
     int stage = 0;
+    if constexpr (F == COLUMN_STATISTICS)
+        wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
     for (int64_t n = first_token; n < end_token; n += step) {
         const Extent extent = extent_at(n);
-        for (int i = threadIdx.x; i < step; i += THREADS)
+        for (int i = threadIdx.x; i < step; i += plan.threads)
             positions[i] = position_of(a.position(first_b, min(n + i, end_token - 1)));
         __syncthreads(); /* for the positions, and the table */
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
@@ -447,8 +264,16 @@ __global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAY
             request(stage == 0 ? STAGES - 1 : stage - 1);
             const auto has = [&](int j) { return exists(j) && int(entries[j] >> 16) < extent.tokens; };
             float v[1][COUNT], sum[1], scale = 1.0f; /* x; of a softmax p / scale */
+            const float *const statistics =
+                tiling.statistics + (first_b + b) * row_columns + first_head * a.features; /* of the chunk's columns */
             if constexpr (READS_X)
                 x_at.read(staged_x, x.at, v[0]);
+            if constexpr (F == COLUMN_STATISTICS)
+#pragma unroll
+                for (int j = 0; j < COUNT; j++) {
+                    const float *const at = statistics + (entries[j] & 0xffff);
+                    v[0][j] = exp_as<T>(v[0][j] - at[0]) * at[columns];
+                }
             if constexpr (SOFTMAX) {
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
@@ -489,6 +314,10 @@ __global__ void __launch_bounds__(THREADS, STAGED_BLOCKS<FORWARD, F, DTHETA, LAY
 #pragma unroll
                     for (int j = 0; j < COUNT; j++)
                         g[j] = v[0][j] * fmaf(g[j], scale, -shift);
+                } else if constexpr (F == COLUMN_STATISTICS) {
+#pragma unroll
+                    for (int j = 0; j < COUNT; j++)
+                        g[j] = v[0][j] * (g[j] - statistics[2 * columns + (entries[j] & 0xffff)]);
                 } else if constexpr (READS_X) {
                     gradient_of_all<T>(f, v[0], g);
                 }
@@ -546,55 +375,132 @@ inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64
 }
 
 /* Bytes of a chunk in shared memory. There are bytes for all elements that threads may touch. */
-inline unsigned staged_bytes(const Spans &spans, int64_t heads, int64_t step, int bytes) {
+inline unsigned staged_bytes(const Spans &spans, int64_t heads, int64_t step, int bytes, int threads) {
     const int64_t count = spans.kind == Spans::ALL ? 1 : spans.kind == Spans::TOKEN ? step : heads * step;
-    return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(THREADS + 1) * 16), int64_t(128));
+    return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(threads + 1) * 16), int64_t(128));
 }
 
-/* Chunks of as many elements as the threads can hold, or of fewer if the tensor is so small that some
- * blocks would have none. */
-inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_call &call) {
+/* The heads and tokens of a chunk: as many elements as the threads can hold, or fewer if the tensor is so
+ * small that some blocks would have none. Then all blocks run at once. */
+inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call) {
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
+                  features = call.x.shape[3], width = 16 / rafter_dtype_bytes(call.x.dtype);
+    const bool softmax = plan->tiling.f == LANE_SOFTMAX || plan->tiling.f == BLOCK_SOFTMAX;
+    /* Very short rows that are not adjacent take more shared memory than they have elements. */
+    const int64_t most = softmax ? THREADS / plan->tiling.lanes
+                                 : max(THREADS * width / (features < width ? features + width : features), int64_t(1));
+    const int64_t least = min(max(THREADS / features, int64_t(1)), most), wave = (int64_t)device.multiprocessors * 3;
+    int64_t rows = min(max(ceil_div(batch * length * heads, wave), least), most);
+    for (;; rows = min(rows + ceil_div(rows, int64_t(8)), most)) {
+        const int64_t tiles = ceil_div(heads, min(heads, rows));
+        plan->step = (int)(tiles == 1 ? min(max(rows / heads, int64_t(1)), length) : 1);
+        plan->tiling.tiles = Divisor(tiles);
+        plan->heads = Divisor(ceil_div(heads, tiles));
+        if (rows == most || tiles * ceil_div(length, (int64_t)plan->step) * batch <= wave)
+            break;
+    }
+    const int64_t chunk_rows = plan->heads.number * plan->step;
+    const int64_t threads = softmax ? chunk_rows * plan->tiling.lanes : ceil_div(chunk_rows * features, width);
+    plan->threads = (int)min(max(round_up(threads, int64_t(WARP)), int64_t(128)), int64_t(THREADS));
+    plan->features = Divisor(features);
+    plan->width = Divisor(plan->heads.number * features);
+}
+
+/* The tokens and sequences of a block: whole waves of `wave` blocks, and a table of angles for at least
+ * 64 tokens if there are so many. Angles are computed once for all sequences of a block. */
+inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave) {
+    constexpr int64_t SERVED = 64;
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
+    const int64_t apart = alike < batch ? batch : 1; /* sequences whose blocks share nothing */
+    const int64_t chunks = ceil_div(length, step), work = chunks * tiling->tiles.number * apart;
+    const bool dtheta = tiling->f != COLUMN_STATISTICS && call.dtheta.data;
+    const int64_t most = dtheta ? chunks : max(SERVED / min(step * alike, SERVED), int64_t(1));
+    const int64_t waves = ceil_div(work, wave * most), steps = ceil_div(work, wave * waves);
+    tiling->tokens = step * steps;
+    tiling->token_chunks = Divisor(ceil_div(chunks, steps));
+    /* Few blocks: cut the batch, into one wave, or if each block still has many sequences, into so many
+     * waves that the end of the last one does not matter. */
+    constexpr int64_t MANY_SEQUENCES = 32, MANY_WAVES = 8;
+    const int64_t blocks = tiling->token_chunks.number * tiling->tiles.number;
+    const int64_t one_wave = ceil_div(batch, min(max(wave / blocks, int64_t(1)), batch));
+    const int64_t many_waves = ceil_div(batch * blocks, wave * MANY_WAVES);
+    const int64_t sequences = many_waves >= MANY_SEQUENCES ? min(one_wave, many_waves) : one_wave;
+    tiling->sequences = apart > 1 ? 1 : (int)min(sequences, int64_t(4096));
+    tiling->sequence_chunks = ceil_div(batch, (int64_t)tiling->sequences);
+}
+
+/* f: an act, COLUMN_STATISTICS, or for a softmax over features RAFTER_ACT_SOFTMAX. */
+inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_call &call, int f) {
     Staging plan = {};
-    const bool forward = call.common.direction == RAFTER_FORWARD;
+    const bool forward = call.common.direction == RAFTER_FORWARD, dtheta = call.dtheta.data != NULL;
     const rafter_view &y = forward ? call.y : call.dy, &out = forward ? call.y : call.dx;
     const int bytes = (int)rafter_dtype_bytes(call.x.dtype);
-    const int64_t heads = call.x.shape[2], features = call.x.shape[3], width = 16 / bytes;
-    const bool softmax = call.act == RAFTER_ACT_SOFTMAX;
-    /* A row of a softmax has a power of two of threads. */
-    plan.tiling.lanes = softmax ? power_at_least(ceil_div(features, width), 1, THREADS) : 1;
-    while (1 << plan.tiling.width_log2 < plan.tiling.lanes)
-        plan.tiling.width_log2++;
-    const int64_t most = softmax ? THREADS / plan.tiling.lanes * features : THREADS * width;
-    const bool rows_adjacent = heads == 1 || (call.x.stride[2] == features && y.stride[2] == 2 * features &&
-                                              (forward || !out.data || out.stride[2] == features));
-    const int64_t most_rows = max(most / (rows_adjacent ? features : features + width), int64_t(1));
-    const int64_t least_rows = min(max(THREADS / features, int64_t(1)), most_rows);
-    const int64_t blocks = (int64_t)device.multiprocessors * 3, rows = call.x.numel / features / blocks;
-    const int64_t chunk_rows = min(max(rows, least_rows), most_rows);
-    const int64_t tiles = ceil_div(heads, min(heads, chunk_rows)), chunk_heads = ceil_div(heads, tiles);
-    plan.step = (int)(tiles == 1 ? min(max(chunk_rows / heads, int64_t(1)), call.x.shape[1]) : 1);
-    plan.heads = Divisor(chunk_heads);
-    plan.features = Divisor(features);
-    plan.width = Divisor(chunk_heads * features);
-    plan.tiling.f = !softmax ? (int)call.act : plan.tiling.lanes > WARP ? BLOCK_SOFTMAX : LANE_SOFTMAX;
-    plan.tiling.tiles = Divisor(tiles);
-    plan_blocks(&plan.tiling, device, call, plan.step);
-
-    plan.x = spans_of(call.x, features, chunk_heads, plan.step);
-    plan.y = spans_of(y, 2 * features, chunk_heads, plan.step);
-    plan.out = forward ? plan.y : spans_of(out, features, chunk_heads, plan.step);
+    const int64_t features = call.x.shape[3], width = 16 / bytes;
+    plan.tiling.f = f;
+    plan.tiling.lanes = 1;
+    if (f == LANE_SOFTMAX) { /* a row has a power of two of threads */
+        plan.tiling.lanes = power_at_least(ceil_div(features, width), 1, THREADS);
+        plan.tiling.f = plan.tiling.lanes > WARP ? BLOCK_SOFTMAX : LANE_SOFTMAX;
+        while (1 << plan.tiling.width_log2 < plan.tiling.lanes)
+            plan.tiling.width_log2++;
+    }
+    plan_chunk(&plan, device, call);
+    const int64_t heads = plan.heads.number;
+    plan.x = spans_of(call.x, features, heads, plan.step);
+    plan.y = spans_of(y, 2 * features, heads, plan.step);
+    plan.out = forward ? plan.y : spans_of(out, features, heads, plan.step);
     const bool compact = plan.x.kind == Spans::ALL && plan.y.kind == Spans::ALL && plan.out.kind == Spans::ALL;
     plan.layout = y.stride[3] != 1 ? DIRECT : compact ? COMPACT : SPREAD;
-    const auto bytes_of = [&](const Spans &spans) { return staged_bytes(spans, chunk_heads, plan.step, bytes); };
+    const auto bytes_of = [&](const Spans &spans) {
+        return staged_bytes(spans, heads, plan.step, bytes, plan.threads);
+    };
     const unsigned stages = forward ? STAGED_STAGES<true> : STAGED_STAGES<false>;
-    plan.positions_at = (unsigned)(chunk_heads * features * (int64_t)sizeof(AngleStep));
+    plan.positions_at = (unsigned)(heads * features * (int64_t)sizeof(AngleStep));
     plan.stages_at = (unsigned)round_up(plan.positions_at + 2 * plan.step * (int64_t)sizeof(Position), int64_t(128));
     plan.dy_at = bytes_of(plan.x);
     plan.stage_bytes = plan.dy_at + (forward || plan.layout == DIRECT ? 0 : bytes_of(plan.y));
     plan.out_at = plan.stages_at + stages * plan.stage_bytes;
     plan.out_bytes = bytes_of(plan.out);
     plan.bytes = plan.out_at + plan.out_bytes + (unsigned)round_up((features + width) * bytes, int64_t(128));
+
+    const int blocks = staged_blocks(forward, plan.tiling.f, dtheta, plan.layout) * THREADS / plan.threads;
+    const int fitting = (int)(227 << 10) / (int)(plan.bytes + (1 << 10));
+    plan_waves(&plan.tiling, call, plan.step, (int64_t)device.multiprocessors * max(min(blocks, fitting), 1));
     return plan;
+}
+
+template <typename T, bool FORWARD, int F, bool DTHETA>
+void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, const Staging &plan) {
+    auto kernel =
+        plan.layout == COMPACT ? staged<T, FORWARD, F, DTHETA, COMPACT> : staged<T, FORWARD, F, DTHETA, SPREAD>;
+    if constexpr (!FORWARD)
+        if (plan.layout == DIRECT)
+            kernel = staged<T, FORWARD, F, DTHETA, DIRECT>;
+    launch(context, {plan.tiling.blocks(), plan.threads, plan.bytes, 1, F == COLUMN_STATISTICS}, kernel,
+           arguments<T>(call), plan);
+}
+
+/* Why a call is not for `staged`, whatever f is; or NULL. */
+inline const char *why_not_staged(const lrpe_cosine_call &call) {
+    const int64_t width = 16 / rafter_dtype_bytes(call.x.dtype);
+    if (call.algorithm == RAFTER_LRPE_BP)
+        return "bp has a block walk along the sequence";
+    if (takes_packs(call, true))
+        return "rows are aligned packs";
+    if (call.x.shape[3] > THREADS * width)
+        return "the threads of a block cannot hold a row";
+    for (const rafter_view *view : {&call.x, &call.y, &call.dx})
+        if (view->data && view->stride[3] != 1)
+            return "features are not adjacent";
+    if (call.act != RAFTER_ACT_SOFTMAX && call.y.data && allows_wide_access(call.y, 4) &&
+        call.x.shape[3] % width == 0 && call.x.shape[2] > 1 && call.x.stride[2] != call.x.shape[3])
+        return "y is aligned packs, and rows of x lie apart: it takes less to shift them";
+    /* A chunk has at most 2048 tokens. */
+    const rafter_view &dy = call.dy;
+    if (dy.data && dy.stride[3] != 1 &&
+        2048 * dy.stride[1] + dy.shape[2] * dy.stride[2] + dy.shape[3] * dy.stride[3] > INT32_MAX)
+        return "dy is spread over more memory than 32 bits can count";
+    return NULL;
 }
 
 } // namespace lrpe
