@@ -287,6 +287,8 @@ struct RowOnChip {
         bool aligned, expanded;
     };
 
+    static constexpr int64_t AT_ONCE = 264; /* blocks of 512 threads that run at a time, two per multiprocessor */
+
     static int packs_per_thread(const Call &call) {
         return is_forward(call) ? BLOCK_PACKS<true> : BLOCK_PACKS<false>;
     }
@@ -327,6 +329,9 @@ struct RowOnChip {
             return "rows need a cluster of 16 blocks, which is used on compute capability 9.0 only";
         if (blocks > 1 && device.compute_capability == 90 && is_large(call))
             return "rows of a cluster in a large tensor: shared memory holds more of them";
+        if (blocks > 1 && device.compute_capability == 90 && views.slabs() * blocks > AT_ONCE &&
+            (is_forward(call) || !views.slabs_are_packs()))
+            return "more clusters than run at a time: shared memory holds more of them";
         if (blocks > 1 && !is_forward(call) && views.slabs_are_packs() && !is_small(call))
             return "gradients of rows of a cluster, unless the tensor is small, are faster in two passes";
         return NULL;

@@ -32,8 +32,8 @@ struct Edge {
 struct SlabPlan {
     int elements, inner; /* of a slab */
     int threads;         /* that take packs; a block has whole warps */
-    int items;           /* packs per thread, at most */
     int blocks;          /* per slab */
+    int each;            /* packs per block, at most */
     int lanes;           /* that merge the statistics of one column, a power of two */
     bool expanded;       /* dy is one number per slab */
 };
@@ -57,7 +57,7 @@ struct SlabMemory {
         total = own + (row ? 0 : round_up(plan.inner * (int)sizeof(Part), 16));
         input = total + (row ? 0 : round_up(plan.inner * (int)sizeof(Part), 16));
         input = round_up(input, 128);
-        input_bytes = (plan.threads * plan.items + 1) * 16;
+        input_bytes = (plan.each + 1) * 16;
         bytes = input + inputs * input_bytes;
     }
 };
@@ -143,8 +143,8 @@ template <typename T, bool FORWARD> struct SlabPart {
         a.outer.offsets(slab, offset);
         threads = a.plan.threads;
         out = AlignedSpan<T>(a.out + offset[OUT], a.plan.elements);
-        first = (int)rank * threads * a.plan.items;
-        const int packs = min((int)out.packs - first, threads * a.plan.items), thread = threadIdx.x;
+        first = (int)rank * a.plan.each;
+        const int packs = min((int)out.packs - first, a.plan.each), thread = threadIdx.x;
         count = thread < threads && thread < packs ? (packs - thread - 1) / threads + 1 : 0;
         const int begin = out.head + first * N;
         const T *const x = a.in + offset[IN];
@@ -153,7 +153,7 @@ template <typename T, bool FORWARD> struct SlabPart {
         if (!FORWARD && !expanded)
             dy.place(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs);
         /* A shifted pack needs the one after it too. */
-        half = round_up((a.plan.items + 1) / 2, AT_ONCE);
+        half = round_up(a.plan.each / threads / 2 + 1, AT_ONCE);
         fill(0, half * threads + 1);
         fill(half * threads + 1, INT32_MAX);
         upstream = expanded ? to_float(a.dy[offset[DY]]) : 0.0f;
@@ -377,6 +377,8 @@ struct Slabs {
      * another stores; twice as many where a larger cluster costs more. Measured: docs/perf/act.md. And
      * the most shared memory. */
     static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
+    /* From here on a multiprocessor has one block, which then has all threads. */
+    static constexpr int ALONE_BYTES = 96 << 10;
 
     static int greatest_common_divisor(int64_t a, int64_t b) {
         while (b > 0) {
@@ -422,7 +424,10 @@ struct Slabs {
         const bool twice = inputs == 1 && (inner > 1 || packs <= 2 * BLOCK_PACKS || packs > 8 * BLOCK_PACKS);
         const int64_t block = twice ? plan->threads > 512 ? 4 * BLOCK_PACKS : 2 * BLOCK_PACKS : BLOCK_PACKS;
         plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), least);
-        plan->items = static_cast<int>(ceil_div(packs, int64_t(plan->threads) * plan->blocks));
+        /* All blocks alike, and from a first line on. */
+        plan->each = static_cast<int>(round_up(ceil_div(packs, int64_t(plan->blocks)), unit));
+        if (!forward && inner == 1 && plan->each * 16 * inputs > ALONE_BYTES)
+            plan->threads = MOST_THREADS;
         plan->lanes = 1;
         while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
             plan->lanes *= 2;
@@ -439,8 +444,7 @@ struct Slabs {
         SlabPlan plan;
         if (!cut(views, is_forward(call), &plan))
             return "slabs do not fit into the shared memory of a cluster";
-        const bool narrow = is_narrow(call, views);
-        if (!narrow && plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
+        if (plan.blocks == MOST_BLOCKS && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 128 &&
             views.column_width() > 2)
             return "columns of this length are read once by persistent blocks";
         if (MOST_BYTES > device.shared_bytes)
@@ -452,12 +456,14 @@ struct Slabs {
             if (views.elements() * rafter_dtype_bytes(call.out.dtype) <= int64_t(16) * KEPT_THREADS * kept)
                 return "batch invariant rows that fit into the registers of a block";
         }
-        if (!narrow && is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 &&
-            views.column_width() > 2)
+        if (is_small(call) && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 2)
             return "aligned columns of a small tensor";
-        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !is_large(call) &&
-            !call.common.batch_invariant)
-            return "gradients of rows, unless the tensor is large, are faster in two passes";
+        if (!is_forward(call) && views.inner() == 1 && dim_is_contiguous(call) && !call.common.batch_invariant) {
+            if (views.slabs_are_packs() && !is_large(call))
+                return "gradients of aligned rows, unless the tensor is large, are faster in two passes";
+            if (plan.each * 16 * (plan.expanded ? 1 : 2) > ALONE_BYTES)
+                return "gradients of rows of which a multiprocessor holds one part are faster in two passes";
+        }
         if (plan.blocks > 1 && device.compute_capability < 90)
             return "slabs do not fit into the shared memory of a block, and the GPU has no clusters";
         if (plan.blocks > PORTABLE_BLOCKS && device.compute_capability != 90)
