@@ -19,7 +19,11 @@ using namespace lrpe;
  * tokens. The sums of a column are those of e^x, in backward e^x g, and for dtheta e^x position
  * dTheta. */
 template <typename T, int N, bool FORWARD, bool DTHETA> struct Columns {
-    static constexpr int INPUTS = 3, STAGES = FORWARD ? 0 : 4, BLOCKS_PER_SM = FORWARD ? 4 : 2;
+    static constexpr int INPUTS = 3;
+    /* cp.async cannot copy 2 bytes: single elements of that size are loaded AT_A_TIME. */
+    static constexpr bool ASYNC = !FORWARD && sizeof(Pack<T, N>) >= 4;
+    static constexpr int STAGES = ASYNC ? 4 : 0, AT_A_TIME = FORWARD && N == 1 ? 16 : 8;
+    static constexpr int BLOCKS_PER_SM = FORWARD ? 4 : N == 1 ? 3 : 2;
     static constexpr int THREADS = ::THREADS, LINES = N, MOST_LINES = WARP * N, SUMS = FORWARD ? 1 : DTHETA ? 3 : 2;
     static constexpr bool HAS_MAX = true;
     typedef Statistics<1, HAS_MAX, SUMS> One;
@@ -172,7 +176,8 @@ template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
     column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
     typedef Columns<T, N, FORWARD, DTHETA> Columns;
-    constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS;
+    constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS,
+                  AT_A_TIME = Columns::AT_A_TIME;
     extern __shared__ __align__(128) char dynamic[];
     typename Columns::Stage *const stages = reinterpret_cast<typename Columns::Stage *>(dynamic);
     auto &groups = *reinterpret_cast<GroupStatistics<Columns> *>(dynamic); /* after the loop */
@@ -189,7 +194,6 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     mine.clear();
     start_next_kernel();
     if constexpr (FORWARD) {
-        constexpr int AT_A_TIME = 8;
         const int64_t apart = step * a.x_stride.n;
         for (int i = 0; i < count; i += AT_A_TIME, x += AT_A_TIME * apart) {
             Pack<T, N> packs[AT_A_TIME];
@@ -213,9 +217,10 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             dy += step * a.y_stride.n;
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         };
+        if constexpr (Columns::ASYNC)
 #pragma unroll 1
-        for (int i = 0; i < STAGES; i++)
-            request();
+            for (int i = 0; i < STAGES; i++)
+                request();
 
         if (row < N) {
             const AngleStep one = angle_steps[row * width + column] = angle_step(theta);
@@ -226,15 +231,10 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
 
         const auto token = [&](int i) { return a.position(place.b, place.first + (int64_t)i * step); };
         float cosine[N], sine[N];
-#pragma unroll 1
-        for (int i = 0; i < count; i++) {
-            copy_wait<STAGES - 1>();
-            Pack<T, N> packs[INPUTS];
-            read_stage(stages[stage], packs);
+        const auto add = [&](int i, const Pack<T, N>(&packs)[INPUTS]) {
             float v[N], c[N], s[N];
             unpack(packs[0], v);
             cover_loosely(mine, v, packs[0]);
-
             if constexpr (!INCREMENTAL)
                 sincos_of<T>(angle_steps + column, width, position_of(token(i)), sine, cosine);
             else if (i % REFRESH == 0)
@@ -248,7 +248,29 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             const float position = DTHETA ? (float)token(i) : 0.0f;
             unpack_dy(packs, c, s);
             add_token<DTHETA>(mine, v, c, s, cosine, sine, position);
-            request(); /* all that was in the stage has been used */
+        };
+        if constexpr (Columns::ASYNC) {
+#pragma unroll 1
+            for (int i = 0; i < count; i++) {
+                copy_wait<STAGES - 1>();
+                Pack<T, N> packs[INPUTS];
+                read_stage(stages[stage], packs);
+                add(i, packs);
+                request(); /* all that was in the stage has been used */
+            }
+        } else {
+            const int64_t x_apart = step * a.x_stride.n, dy_apart = step * a.y_stride.n;
+#pragma unroll 1
+            for (int i = 0; i < count; i += AT_A_TIME) {
+                Pack<T, N> loaded[INPUTS][AT_A_TIME];
+                load_tokens(x + i * x_apart, x_apart, i, count, loaded[0]);
+                load_tokens(dy + i * dy_apart, dy_apart, i, count, loaded[1]);
+                load_tokens(dy + i * dy_apart + half, dy_apart, i, count, loaded[2]);
+#pragma unroll
+                for (int k = 0; k < AT_A_TIME; k++)
+                    if (i + k < count)
+                        add(i + k, {loaded[0][k], loaded[1][k], loaded[2][k]});
+            }
         }
     }
     __syncthreads();
@@ -302,12 +324,12 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling,
 /* All tokens per block if they are few or bp asks for it; else enough blocks for the device,
  * with at least 8 tokens per thread. */
 Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n) {
-    constexpr int NARROW_TILE = 8; /* packs: 128 bytes */
+    constexpr int NARROW_TILE = 8; /* packs: 128 bytes; single elements need whole warps for 64 */
     Tiling tiling = {};
     constexpr int64_t INVARIANT_BATCH = 8; /* what a batch-invariant call is cut for */
     const int64_t batch = call.common.batch_invariant ? INVARIANT_BATCH : call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
-    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part ? NARROW_TILE : WARP, 0);
+    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part && n > 1 ? NARROW_TILE : WARP, 0);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
     const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), most = length / (step * 8);
     const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
@@ -386,7 +408,7 @@ struct SequenceSoftmax {
     template <typename T, int N>
     static void launch_backward(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const bool dtheta = call.dtheta.data != NULL;
-        if constexpr (NARROW<T> && N > 1)
+        if constexpr (NARROW<T>)
             if (incremental(call))
                 return dtheta ? launch_columns<T, N, false, true, true>(context, call, plan, workspace)
                               : launch_columns<T, N, false, false, true>(context, call, plan, workspace);
