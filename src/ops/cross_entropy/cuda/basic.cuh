@@ -58,6 +58,9 @@ struct BasicArgs {
                : static_cast<uint64_t>(label) >= classes ? static_cast<int>(OUT_OF_RANGE)
                                                          : static_cast<int>(label);
     }
+    DEVICE float load_lse(int row) const {
+        return load_now(lse + row);
+    }
     /* The number of labels that are not ignored. Called by all THREADS threads of a block. */
     template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
         constexpr int AT_ONCE = 16;
@@ -155,6 +158,9 @@ struct SpacedArgs : BasicArgs {
         const int64_t at = label_rows.offset(row);
         return wide_labels ? load_now(static_cast<const int64_t *>(labels) + at)
                            : load_now(static_cast<const int *>(labels) + at);
+    }
+    DEVICE float load_lse(int row) const {
+        return load_now(lse + lse_rows.offset(row));
     }
     template <int THREADS> DEVICE int count() const {
         if (label_rows.dims == 1 && label_rows.step == 1)

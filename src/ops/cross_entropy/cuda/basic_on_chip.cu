@@ -9,15 +9,6 @@
 
 namespace {
 
-/* One block. U: BasicArgs or SpacedArgs. */
-template <class U>
-__global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
-    start_next_kernel();
-    const double value = u.template factor<ONE_BLOCK>();
-    if (threadIdx.x == 0)
-        *factor = value;
-}
-
 /* The lean copy of on_chip in on_chip.cu. */
 template <typename T, class Shape, class U>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ U u,

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The last kernel of basic calls that write one loss per row to the workspace. */
+/* Kernels of one block, for basic calls: the factor of all gradients, and the sum of losses, one per row
+ * in the workspace. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_SUM_CUH
 
@@ -9,7 +10,16 @@ namespace {
 
 constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
 
-/* Writes the loss of all rows. One block. U: BasicArgs or SpacedArgs. */
+/* U: BasicArgs or SpacedArgs. */
+template <class U>
+__global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
+    start_next_kernel();
+    const double value = u.template factor<ONE_BLOCK>();
+    if (threadIdx.x == 0)
+        *factor = value;
+}
+
+/* Writes the loss of all rows. U: BasicArgs or SpacedArgs. */
 template <class U> __global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const __grid_constant__ U u) {
     constexpr int AT_ONCE = 8;
     const int counted = u.mean ? u.template count<ONE_BLOCK>() : 0;
