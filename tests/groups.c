@@ -170,8 +170,13 @@ static void body(void *arg, int rank) {
     part->status = run->whole->op->call(&part->p, contexts[rank], run->mode);
     snprintf(part->error, sizeof part->error, "rank %d: %s (%s)", rank, rafter_status_name(part->status),
              rafter_last_error(contexts[rank]));
-    if (context_on_gpu(contexts[rank]) && !gpu_synchronize(contexts[rank]))
+    const bool gpu = context_on_gpu(contexts[rank]);
+    if (gpu && !gpu_synchronize(contexts[rank]))
         part->status = RAFTER_DEVICE_ERROR;
+    if (gpu && part->status != RAFTER_OK) { /* on a CPU the library tells the others */
+        loopback_leave(&part->class_group);
+        loopback_leave(&part->row_group);
+    }
 }
 
 /* Row by row: ranks of one class group have the same bits. `fetched`: the whole tensor's bytes on the

@@ -198,6 +198,11 @@ rafter_communicator loopback_rank(struct loopback *wire, int rank, const rafter_
                                  .describe = describe};
 }
 
+void loopback_leave(const rafter_communicator *rank) {
+    const struct rank *const own = rank->user;
+    set_error(own->wire, LOOPBACK_ALONE);
+}
+
 void loopback_break(struct loopback *wire, int calls) {
     wire->calls_left = calls;
 }

@@ -29,6 +29,9 @@ void loopback_free(struct loopback *wire);
  * communicator also has reduce_scatter_sum. */
 rafter_communicator loopback_rank(struct loopback *wire, int rank, const rafter_context *context);
 
+/* A rank whose call has failed will not come any more: the others, who may wait for it, fail too. */
+void loopback_leave(const rafter_communicator *rank);
+
 /* From now on collectives fail on every rank after `calls` more of them. */
 void loopback_break(struct loopback *wire, int calls);
 

@@ -88,9 +88,10 @@ struct TwoPass {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (p.strided)
+        const bool shared = call.loss.class_group.ranks > 0;
+        if (p.strided && !(shared && call.logits.numel == 0)) /* without elements, strides mean nothing */
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-        return p.classes == 0 && call.loss.class_group.ranks == 0 ? "there are no classes" : NULL;
+        return p.classes == 0 && !shared ? "there are no classes" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
