@@ -78,7 +78,7 @@ struct HopperShared {
         return layout.bytes();
     }
 
-    /* Exponentials with one pivot per row, and the statistics of all rows. */
+    /* Exponentials, and the statistics of all rows. */
     static rafter_status form_exponentials(HopperRun &run, const Plan &plan, const Dz &dz, char *base) {
         const Problem &p = run.problem;
         RowStats *const stats = plan.stats.in(base), *const sample = plan.sample.in(base);
@@ -93,7 +93,6 @@ struct HopperShared {
         task.sample = sample;
         RAFTER_TRY(multiply_logits(run, EXPONENTIALS, task, dz));
         finish_tiles(&run, 0, p.rows, stats, task.more, {}, own, true);
-        unify_saved_pivots(run, stats, own, dz);
         return exchange_statistics(run, run.active.order, plan.ranks.exchange.in(base), own, plan.merged.in(base));
     }
 
@@ -113,7 +112,7 @@ struct HopperShared {
         run.spread = spread_place_of(p);
         run.weight_sum = plan.weight_sum.in(base);
         finish_rank_rows(&run, plan.ranks.stats.in(base), plan.merged.in(base));
-        adjust_exponentials(run, 0, p.rows, NULL, dz, {}, x_scaled);
+        adjust_exponentials(run, 0, p.rows, plan.stats.in(base), dz, {}, x_scaled);
         if (spread_x)
             sum_spread_x(run, 0, p.rows, spread_x);
         if (p.dbias) {

@@ -11,6 +11,7 @@ namespace {
 __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constant__ Loss loss, const int *order,
                                                             const LossStats<FULL> *stats,
                                                             const __grid_constant__ Exchange exchange) {
+    wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     if (k >= loss.rows)
         return;
@@ -22,6 +23,7 @@ __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constan
 __global__ __launch_bounds__(ROW_THREADS) void merge_ranks(const __grid_constant__ Loss loss, const int *order,
                                                            const __grid_constant__ Exchange exchange,
                                                            LossStats<FULL> *stats) {
+    wait_for_previous_kernel();
     const int64_t k = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     if (k < loss.rows)
         stats[k] = loss_group::merged(exchange, order ? order[k] : k, loss);
@@ -51,7 +53,7 @@ rafter_status exchange_statistics(const Run &run, const int *order, char *exchan
                                   LossStats<FULL> *merged) {
     const Problem &p = run.problem;
     const struct rafter_loss &loss = run.call.loss;
-    const Launch per_row = {ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS};
+    const Launch per_row = overlapping(ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS);
     const Exchange e = loss_group::exchange_of(
         run.context, loss, exchange, {RAFTER_OP_INDEX_linear_cross_entropy, p.dtype, p.depth, run.call.dx_rows});
     const LossStats<FULL> *const known = p.classes > 0 ? own : NULL;
