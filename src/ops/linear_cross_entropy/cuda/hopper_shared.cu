@@ -122,6 +122,7 @@ struct HopperShared {
         if (p.dx) {
             RAFTER_TRY(hopper_rank_dx(run, {dz, {}, 0, p.rows, run.gradients}, dx));
             RAFTER_TRY(begin_dx_sum(run, dx, share));
+            run.beside = p.ranks > 1 ? call.loss.class_group.multiprocessors : 0;
         }
         if (p.dweight)
             RAFTER_TRY(form_dweight(run, dz, x_scaled, spread_x, plan.direct_dweight, dweight));
