@@ -8,11 +8,13 @@
 namespace lce {
 
 /* Whether exponentials are converted to dz: one pass over them, but none over x and dx, and no kernels
- * for samples and labels. For so few rows these kernels would take longer than the pass. If ignored
- * rows are not dropped, their x would be multiplied by dz in sums over some of the rows. */
+ * for samples and labels. For few rows these kernels would take longer than the pass; with many
+ * classes, the blocks of a row would take longer to merge its tiles. If ignored rows are not dropped,
+ * their x would be multiplied by dz in sums over some of the rows. */
 static bool converts(const Problem &p, bool drop_ignored) {
-    constexpr int64_t FEW_ROWS = 128;
-    const bool is_short = p.classes <= MOST_CLASSES_PER_DEPTH * p.depth || (p.rows <= FEW_ROWS && !p.invariant);
+    constexpr int64_t FEW_ROWS = 128, MOST_CLASSES = 65536;
+    const bool is_short = p.classes <= MOST_CLASSES_PER_DEPTH * p.depth ||
+                          (p.rows <= FEW_ROWS && p.classes <= MOST_CLASSES && !p.invariant);
     return drop_ignored && is_short && !(p.caps && p.smooths);
 }
 
@@ -225,10 +227,14 @@ rafter_status HopperFast::launch(rafter_context *context, const Call &call, cons
             finish_tiles(&run, first, group.rows, stats, more, group.dz);
             if (p.dbias)
                 sum_dbias(run, group.dz, first, group.rows, NULL, NULL, first > 0, dbias);
-            /* dx is last: it may overwrite the copy of x, which dW is formed from. */
+            /* dx is first, while W is still in L2; unless it overwrites the copy of x, which dW is formed
+             * from. */
+            const bool dx_first = !plan.setup.copy_into_dx;
+            if (p.dx && dx_first)
+                RAFTER_TRY(form_dx(run, plan, group, dx, NULL));
             if (p.dweight)
                 RAFTER_TRY(hopper_dweight(run, group.dz, first, group.rows, NULL, NULL, dweight_from(0), add));
-            if (p.dx)
+            if (p.dx && !dx_first)
                 RAFTER_TRY(form_dx(run, plan, group, dx, NULL));
         } else {
             finish_tiles(&run, first, group.rows, stats, more, {});

@@ -130,8 +130,8 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
  * (or NULL) those of all active rows. If `exponentials` is not NULL, these rows' exponentials are
  * converted to dz. `saved`: where the rows' statistics are stored, or NULL.
  *
- * row_blocks > 1: a row has so many blocks. Every warp of them merges the row's tiles, and converts
- * RowConversion::TILES of them; the first warp writes the row's results.
+ * row_blocks > 1: a row has so many blocks. Each one merges all of the row's tiles, and its warps convert
+ * RowConversion::TILES of them each; the first warp writes the row's results.
  *
  * finished: if these are all rows of the call, where blocks are counted. The last one writes the loss. */
 template <typename T, int OPTIONS>
@@ -162,7 +162,16 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     if (exponentials && count > 0)
         begin_conversion(begin);
     LossStats<FULL> g = no_columns<FULL>();
-    if constexpr (OPTIONS == FULL) {
+    if (row_blocks > 1) {
+        LossStats<OPTIONS> own_tiles = no_columns<OPTIONS>();
+        for (int tile = threadIdx.x; tile < tiles && count > 0; tile += ROW_THREADS)
+            own_tiles = merge(own_tiles, load_tile<OPTIONS>(stats, more, begin * tiles + tile), loss.scale);
+        own_tiles = merge_block_for_all(own_tiles, loss.scale);
+        if constexpr (OPTIONS == FULL)
+            g = own_tiles;
+        else
+            g.s = own_tiles.s;
+    } else if constexpr (OPTIONS == FULL) {
         if (each > 1) {
             for (int tile = 0; tile < tiles && lane < count; tile++)
                 g = merge(g, load_tile<FULL>(stats, more, index * tiles + tile), loss.scale);
@@ -507,11 +516,11 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
 }
 
 /* Blocks per row of finish_tiles_kernel, if it converts: with a warp per row, few rows would leave most
- * of the GPU idle. */
+ * of the GPU idle. Blocks merge tiles in another order than warps, so batch-invariant calls have none. */
 int64_t blocks_per_row(const Run &run, int64_t rows, int64_t tiles) {
     constexpr int64_t BLOCK_TILES = RowConversion<uint16_t>::CLASSES / TILE_CLASSES * ROW_WARPS;
     const int64_t enough = run.context->cuda_state->multiprocessors * (ROW_BLOCKS / 2);
-    return rows < enough * ROW_WARPS ? ceil_div(tiles, BLOCK_TILES) : 1;
+    return rows < enough * ROW_WARPS && !run.problem.invariant ? ceil_div(tiles, BLOCK_TILES) : 1;
 }
 
 } // namespace

@@ -73,7 +73,9 @@ int64_t rows_in_dweight(const Problem &p, bool direct_dweight) {
 }
 
 void HopperSetup::place(Layout *layout, const Problem &p, int64_t totals) {
-    copy_into_dx = drop_ignored && p.x.direct && p.dx && p.dx_layout.direct && !p.share_of_dx;
+    constexpr int64_t SMALL_COPY = 4 * MIB; /* has a place of its own, so that dx can be computed before dW */
+    copy_into_dx = drop_ignored && p.x.direct && p.dx && p.dx_layout.direct && !p.share_of_dx &&
+                   p.rows * p.depth_stride() * p.bytes() > SMALL_COPY;
     const bool copies = !p.x.direct || (drop_ignored && !copy_into_dx);
     common.place(layout, p, totals);
     layout->place(&order, true, p.rows * int64_t(sizeof(int)));
