@@ -64,14 +64,23 @@ template <bool FORWARD> DEVICE Part part_of(float x, float d) {
 
 constexpr int MERGED_PARTS = 8; /* of a line, that a thread loads at once */
 
-/* Merges every `step`-th of the parts of a line, from number `first` on. */
-template <bool FORWARD> DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
+template <bool GLOBAL> DEVICE Part load_part(const Part *p) {
+    if constexpr (!GLOBAL)
+        return *p;
+    const float2 both = __ldcg(reinterpret_cast<const float2 *>(p));
+    return {both.x, both.y};
+}
+
+/* Merges every `step`-th of the parts of a line, from number `first` on. GLOBAL: they are in global memory,
+ * and may have been written by this kernel. */
+template <bool FORWARD, bool GLOBAL = false>
+DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
     Part all = no_part();
     for (int i = first; i < parts; i += step * MERGED_PARTS) {
         Part some[MERGED_PARTS];
 #pragma unroll
         for (int u = 0; u < MERGED_PARTS; u++)
-            some[u] = i + u * step < parts ? line[(int64_t)(i + u * step) * inner] : no_part();
+            some[u] = i + u * step < parts ? load_part<GLOBAL>(line + (int64_t)(i + u * step) * inner) : no_part();
         all = merged<FORWARD>(all, some);
     }
     return all;
@@ -132,8 +141,8 @@ __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
     const int first = static_cast<int>(blockIdx.x - slab * across.number) * MERGED_LINES;
     const int line = threadIdx.x % MERGED_LINES, group = threadIdx.x / MERGED_LINES;
     const bool active = first + line < inner;
-    groups[line][group] = merge_some<FORWARD>(parts + (int64_t)slab * count * inner + first + line, group, MERGE_GROUPS,
-                                              active ? count : 0, inner);
+    groups[line][group] = merge_some<FORWARD, true>(parts + (int64_t)slab * count * inner + first + line, group,
+                                                    MERGE_GROUPS, active ? count : 0, inner);
     __syncthreads();
     const int own = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const Part all = merge_lanes<FORWARD>(groups[own][lane], WARP);
