@@ -62,7 +62,7 @@ DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, int across, int down, in
 }
 
 template <typename T, int N, bool FORWARD>
-__global__ void __launch_bounds__(N == WIDE<T> ? WIDE_THREADS : NARROW_THREADS)
+__global__ void __launch_bounds__(N == WIDE<T> ? WIDE_THREADS : NARROW_THREADS, N == WIDE<T> ? FORWARD ? 4 : 2 : 1)
     softmax_short_column(const __grid_constant__ ColumnArgs<T> a) {
     extern __shared__ uint4 column_memory[];
     constexpr int COUNT = STEPS<N * sizeof(T)>;
