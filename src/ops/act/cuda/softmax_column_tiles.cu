@@ -159,13 +159,16 @@ __global__ void __launch_bounds__(TILE_THREADS, 4)
     tile.load(a);
     wait_for_previous_kernel();
     const Part *const total = totals + (int64_t)tile.outside * a.plan.inner + tile.pack * N;
+    Part all[N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        all[j] = load_part<true>(tile.left > 0 ? total + j : totals); /* issued one after another */
     float max[N], sum[N], scale[N];
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        const Part all = tile.left > 0 ? total[j] : Part{0.0f, 1.0f};
-        max[j] = all.max;
-        sum[j] = all.sum;
-        scale[j] = 1.0f / all.sum;
+        max[j] = all[j].max;
+        sum[j] = all[j].sum;
+        scale[j] = 1.0f / all[j].sum;
     }
     while (tile.left > 0) {
 #pragma unroll
