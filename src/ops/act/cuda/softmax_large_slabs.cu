@@ -242,7 +242,7 @@ struct LargeSlabs {
     };
     /* Blocks of a kernel that run at the same time: as many pieces per block as that takes. */
     static int blocks_at_once(const SlabPlan &slab) {
-        return 128 * (slab.threads > SLAB_THREADS ? 2 : 4);
+        return 132 * (slab.threads > SLAB_THREADS ? 2 : 4);
     }
 
     /* Cuts slabs of `pieces` pieces into parts of at most `most`. */

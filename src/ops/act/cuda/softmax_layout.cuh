@@ -103,10 +103,11 @@ struct SlabViews : Views {
     }
 };
 
-/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait. */
+/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait; and
+ * wide enough for tiles, which are 512 bytes wide. */
 inline bool is_long(const act_call &call, const SlabViews &views) {
     const int inputs = is_forward(call) || views.is_expanded(DY) ? 1 : 2;
-    return views.length() * inputs > 65536;
+    return views.length() * inputs > 65536 && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 1024;
 }
 
 /* Whether one input of few and narrow columns is too little for persistent blocks, which wait for each

@@ -12,7 +12,6 @@ namespace {
 
 constexpr int WIDE_THREADS = 256, NARROW_THREADS = 1024;        /* per block, at most: packs of 16 bytes; less */
 template <int BYTES> constexpr int STEPS = BYTES < 16 ? 16 : 8; /* per thread, at most, of packs of BYTES */
-constexpr int64_t MOST_SLAB_LINES = 1024;                       /* interleaved lines that softmax_slabs takes */
 constexpr int LEAST_BYTES = 64;                                 /* of adjacent columns */
 
 struct ColumnPlan {
@@ -158,7 +157,7 @@ struct ShortColumns {
         const int least = 2 * LEAST_BYTES << plan->down_log2; /* so that a block is twice LEAST_BYTES wide */
         while (!wide && plan->threads < NARROW_THREADS && plan->threads * width * bytes < least)
             plan->threads *= 2;
-        return plan->threads * width * bytes >= least;
+        return plan->threads * width * bytes >= (wide ? least : least / 2);
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -174,8 +173,6 @@ struct ShortColumns {
         const int64_t bytes = rafter_dtype_bytes(call.out.dtype);
         if (views.inner() * bytes < LEAST_BYTES)
             return "there are less than 64 bytes of adjacent columns";
-        if (width == 1 && bytes == 2 && views.inner() <= MOST_SLAB_LINES && views.all_slabs())
-            return "slabs have packs of 16 bytes, where columns are single elements";
         ColumnPlan plan;
         if (!cut(views.length(), width, static_cast<int>(bytes), &plan))
             return "the dimension is too long for the registers of a block";

@@ -153,7 +153,7 @@ template <typename T, bool FORWARD> struct SlabPart {
         if (!FORWARD && !expanded)
             dy.place(memory + at.input + at.input_bytes, a.dy + offset[DY], a.plan.elements, begin, packs);
         /* A shifted pack needs the one after it too. */
-        half = round_up(a.plan.each / threads / 2 + 1, AT_ONCE);
+        half = round_up((ceil_div(a.plan.each, threads) + 1) / 2, AT_ONCE);
         fill(0, half * threads + 1);
         fill(half * threads + 1, INT32_MAX);
         upstream = expanded ? to_float(a.dy[offset[DY]]) : 0.0f;
@@ -377,7 +377,7 @@ struct Slabs {
      * another stores; twice as many where a larger cluster costs more. Measured: docs/perf/act.md. And
      * the most shared memory. */
     static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
-    /* From here on a multiprocessor has one block, which then has all threads. */
+    /* From here on a multiprocessor has one block, which waits alone. */
     static constexpr int ALONE_BYTES = 96 << 10;
 
     static int greatest_common_divisor(int64_t a, int64_t b) {
@@ -426,8 +426,6 @@ struct Slabs {
         plan->blocks = max(power_at_least(ceil_div(packs, max(block, int64_t(plan->threads))), 1, MOST_BLOCKS), least);
         /* All blocks alike, and from a first line on. */
         plan->each = static_cast<int>(round_up(ceil_div(packs, int64_t(plan->blocks)), unit));
-        if (!forward && inner == 1 && plan->each * 16 * inputs > ALONE_BYTES)
-            plan->threads = MOST_THREADS;
         plan->lanes = 1;
         while (plan->lanes < WARP && 2 * plan->lanes * inner <= plan->threads)
             plan->lanes *= 2;

@@ -118,6 +118,8 @@ template <typename T> struct TurnArgs {
 /* A warp takes GROUP_ROWS x GROUP_PACKS packs of `to`: no two lanes meet in a bank, and what they
  * write of a row is whole sectors. */
 constexpr int GROUP_ROWS = 8, GROUP_PACKS = 4;
+/* Less is faster by elements: docs/perf/act.md. */
+constexpr int64_t LEAST_ROWS = 16, LEAST_BYTES = 2 << 20;
 
 /* A pack at any address: two aligned packs, which are shifted. Packs that reach out of the tensor are
  * read by elements. */
@@ -327,7 +329,8 @@ void act_copy_in_order(rafter_context *context, rafter_view from, rafter_view to
         int64_t many = 1;
         for (int d = 0; d < outside; d++)
             many *= to.shape[d];
-        if (turned && a.rows * a.size > COPY_ELEMENTS / 2) {
+        if (turned && a.rows >= LEAST_ROWS && to.numel * int64_t(sizeof(T)) >= LEAST_BYTES &&
+            a.rows * a.size > COPY_ELEMENTS / 2) {
             TurnArgs<T> turn = {};
             turn.from = a.from;
             turn.from_end = reinterpret_cast<const T *>(end);
