@@ -207,7 +207,7 @@ static const struct {
                   {RAFTER_BF16, 1, {3, {1200, 2100, 7}}, true},   {RAFTER_BF16, 0, {2, {20001, 513}}, true},
                   {RAFTER_BF16, 0, {2, {70001, 72}}, true},       {RAFTER_F16, -1, {2, {2, 1100001}}, true},
                   {RAFTER_F16, 1, {3, {10, 130001, 7}}, true},    {RAFTER_F32, 1, {3, {4, 400001, 3}}, true},
-                  {RAFTER_BF16, 0, {2, {33001, 136}}, true},      {RAFTER_F16, 1, {3, {19, 65537, 14}}, true}};
+                  {RAFTER_BF16, 0, {2, {33001, 512}}, true},      {RAFTER_F16, 1, {3, {19, 65537, 14}}, true}};
 
 static const struct {
     rafter_act_kind kind;
