@@ -170,10 +170,10 @@ static const struct {
     {-2, {4, {2, 3, 1, 5}}},
 };
 /* Lines so few and so long that they are split into parts. For GPUs also column tiles of one chunk
- * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks, one
- * row per cluster and several; chunks of short lines; interleaved lines in a block and in clusters, one
- * slab per cluster and several; slabs that are read twice; short columns in packs of 16 bytes, of
- * two elements and of one; and tiles of columns that are not aligned or very long. */
+ * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks,
+ * one row per cluster and several; chunks of short lines; interleaved lines in a block and in
+ * clusters, one slab per cluster and several; slabs that are read twice; short columns in packs of
+ * 16 bytes, of two elements and of one; and tiles of columns that are not aligned or very long. */
 static const struct {
     rafter_dtype dtype;
     int dim;

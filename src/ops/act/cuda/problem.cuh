@@ -90,8 +90,8 @@ bool is_large(const act_call &call) {
     return bytes_moved(call) >= int64_t(256) << 20;
 }
 
-/* Batch-invariant softmax: packs per thread and input, and threads, that hold a row in the registers
- * of a block. Longer rows of aligned packs take softmax_slabs. */
+/* Batch-invariant softmax: packs per thread and input, and threads, that hold a row in the
+ * registers of a block. Longer rows of aligned packs take softmax_slabs. */
 template <bool FORWARD> constexpr int KEPT_PACKS = FORWARD ? 4 : 2;
 constexpr int KEPT_THREADS = 512;
 

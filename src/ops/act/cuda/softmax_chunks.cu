@@ -67,8 +67,8 @@ template <typename T> struct ChunkInput {
     int which, pitch, shift;
     bool dense;
 
-    /* Starts to copy `slabs` slabs. Packs at the ends of the chunk reach into other chunks, but never
-     * out of the tensor's memory. */
+    /* Starts to copy `slabs` slabs. Packs at the ends of the chunk reach into other chunks, but
+     * never out of the tensor's memory. */
     DEVICE void fill(const ChunkPlan &plan, int slabs, const T *end) {
         int64_t at[3];
         if (dense) {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over a strided dimension of [outer ..., length, columns] with adjacent columns, where these are
- * not aligned packs of 16 bytes, or where they are so long that the blocks of other variants wait for
- * each other. Three kernels: statistics of parts of the length, of the whole length, and the results.
- * The inputs are read twice; the last kernel begins with what the first one has read last, which may
- * still be in L2.
+ * Softmax over a strided dimension of [outer ..., length, columns] with adjacent columns, where
+ * these are not aligned packs of 16 bytes, or where they are so long that the blocks of other
+ * variants wait for each other. Three kernels: statistics of parts of the length, of the whole
+ * length, and the results. The inputs are read twice; the last kernel begins with what the first
+ * one has read last, which may still be in L2.
  *
  * A block takes a part of a tile of columns. The lanes of a warp take adjacent packs, as wide as
  * alignment allows, of one step of the length; a thread has several steps in flight.
@@ -220,8 +220,8 @@ struct ColumnTiles {
 
     static void make(const SlabViews &views, bool forward, Plan *plan) {
         const int bytes = static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
-        /* As many parts as give all multiprocessors several blocks, but not so short ones that their
-         * statistics count, unless blocks would be too few. */
+        /* As many parts as give all multiprocessors several blocks, but not so short ones that
+         * their statistics count, unless blocks would be too few. */
         constexpr int64_t ENOUGH_BLOCKS = 528, PART = 512, LEAST = 64;
         TilePlan &tile = plan->tile;
         tile = {};

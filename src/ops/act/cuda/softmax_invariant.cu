@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the
- * length of rows alone. Rows that fit stay in registers; others are read a second time, usually from
- * L1 or L2. Of those, softmax_slabs takes the ones that are aligned packs.
+ * length of rows alone. Rows that fit stay in registers; others are read a second time, usually
+ * from L1 or L2. Of those, softmax_slabs takes the ones that are aligned packs.
  */
 #include "ops/act/cuda/softmax_indexed.cuh"
 

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax of large slabs: interleaved lines ([outer, length, inner]) that no cluster holds
- * (softmax_pieces.cuh). A block takes several pieces of a part in turn, and loads one while it works on
- * another. The inputs are read twice, in one of two ways.
+ * (softmax_pieces.cuh). A block takes several pieces of a part in turn, and loads one while it
+ * works on another. The inputs are read twice, in one of two ways.
  *
- * Three kernels: statistics of every part of a slab, the statistics of whole slabs, and the results. If
- * the parts of a slab have few statistics, every block of the last kernel merges them for itself, and
- * there is no second kernel. The last kernel begins with what the first one has read last, which may
- * still be in L2.
+ * Three kernels: statistics of every part of a slab, the statistics of whole slabs, and the
+ * results. If the parts of a slab have few statistics, every block of the last kernel merges them
+ * for itself, and there is no second kernel. The last kernel begins with what the first one has
+ * read last, which may still be in L2.
  *
  * Two phases in one grid, if the tensor is larger than L2, slabs are not, and their parts have few
- * statistics. Blocks of both phases alternate, those of the results `delay` blocks behind those of the
- * statistics: far enough that the statistics of their slab are ready, near enough that the slab is still in
- * L2. A block waits only for blocks with lower numbers, which have started before it.
+ * statistics. Blocks of both phases alternate, those of the results `delay` blocks behind those of
+ * the statistics: far enough that the statistics of their slab are ready, near enough that the slab
+ * is still in L2. A block waits only for blocks with lower numbers, which have started before it.
  *
- * All elements that a block writes it has read before, and no other block needs them later: the output
- * may be the input.
+ * All elements that a block writes it has read before, and no other block needs them later: the
+ * output may be the input.
  */
 #include "ops/act/cuda/softmax_pieces.cuh"
 
@@ -28,12 +28,13 @@ constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
  * faster in clusters. docs/perf/act.md */
 constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
 constexpr int MOST_PIECES = 16;
-/* Phases: pieces of a block; bytes of all inputs, at least; of those of a slab, at most; and that are read
- * between the last statistics of a slab and its first results. */
+/* Phases: pieces of a block; bytes of all inputs, at least; of those of a slab, at most; and that
+ * are read between the last statistics of a slab and its first results. */
 constexpr int PHASE_PIECES = 3;
 constexpr int64_t PHASES_BYTES = 32 << 20, MOST_PHASE_BYTES = 8 << 20, BEHIND_BYTES = 8 << 20;
 
-/* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts parts. */
+/* The pieces of a block, counted from the first one of the slab. In the plan, `blocks` counts
+ * parts. */
 struct Pieces {
     int64_t slab;
     int part, begin, end;
@@ -75,8 +76,8 @@ DEVICE void add_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *memory,
     merge_columns<T, FORWARD, ALIGNED>(first, mine, plan, ColumnMemory(memory), own);
 }
 
-/* The results of a block's pieces. total(): waits for the statistics of the slab; [line]. All threads
- * call this. */
+/* The results of a block's pieces. total(): waits for the statistics of the slab; [line]. All
+ * threads call this. */
 template <Hint HINT, typename T, bool FORWARD, bool ALIGNED, class Total>
 DEVICE void write_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *stages, Total total) {
     const SlabPlan &plan = a.plan;
@@ -96,8 +97,8 @@ DEVICE void write_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *stage
     }
 }
 
-/* The statistics of all lines of one slab from those of its parts, in global memory. All threads call
- * this. */
+/* The statistics of all lines of one slab from those of its parts, in global memory. All threads
+ * call this. */
 template <bool FORWARD> DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
     const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
     for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
                                              parts + (int64_t)blockIdx.x * a.plan.inner);
 }
 
-/* Third kernel. total_bytes: for the statistics of whole lines in shared memory; 0: the second kernel
- * has written them to `totals`. */
+/* Third kernel. total_bytes: for the statistics of whole lines in shared memory; 0: the second
+ * kernel has written them to `totals`. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_results(const __grid_constant__ SlabArgs<T> a, int each, int total_bytes, const Part *parts,
@@ -143,8 +144,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
         });
 }
 
-/* Both phases in one grid: `delay` blocks of the first, then blocks of both alternately, then the rest of
- * the second. arrived: [slab], parts whose statistics have been written. */
+/* Both phases in one grid: `delay` blocks of the first, then blocks of both alternately, then the
+ * rest of the second. arrived: [slab], parts whose statistics have been written. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(SLAB_THREADS, 4)
     slab_phases(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, unsigned delay, Part *parts,
@@ -185,8 +186,8 @@ int64_t greatest_common_divisor(int64_t a, int64_t b) {
     return a;
 }
 
-/* The plan of `views` but for blocks and items. False if no block has as many threads as interleaved
- * lines take. */
+/* The plan of `views` but for blocks and items. False if no block has as many threads as
+ * interleaved lines take. */
 bool plan_slabs(const SlabViews &views, bool forward, SlabPlan *plan) {
     const int bytes = static_cast<int>(rafter_dtype_bytes(views.view[OUT].dtype));
     const int64_t inner = views.inner(), unit = inner / greatest_common_divisor(inner, 16 / bytes);

@@ -7,15 +7,16 @@
  * inner have no gaps, what belongs to one outer index is one span of memory: a slab.
  *
  * Kernels want all tensors in the order of the output's memory. An input in another order
- * (transposed) is first copied into the output, which the kernel then takes as that input, in place.
+ * (transposed) is first copied into the output, which the kernel then takes as that input, in
+ * place.
  */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_LAYOUT_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_LAYOUT_CUH
 
 #include "ops/act/cuda/problem.cuh"
 
-/* Copies `from` into `to`, which has another order of dimensions in memory. A kernel after it may be
- * launched with Launch::overlaps. kernels/softmax_copy.cu. */
+/* Copies `from` into `to`, which has another order of dimensions in memory. A kernel after it may
+ * be launched with Launch::overlaps. kernels/softmax_copy.cu. */
 void act_copy_in_order(rafter_context *context, rafter_view from, rafter_view to);
 
 namespace {
@@ -66,7 +67,8 @@ struct SlabViews : Views {
     bool all_slabs() const {
         return is_slab(IN) && is_slab(OUT) && (!pointer[DY] || is_slab(DY) || is_expanded(DY));
     }
-    /* The widest packs of adjacent columns that all tensors allow: 16 bytes, two elements, or one. */
+    /* The widest packs of adjacent columns that all tensors allow: 16 bytes, two elements, or
+     * one. */
     int column_width() const {
         const int bytes = static_cast<int>(rafter_dtype_bytes(view[OUT].dtype));
         for (int width = 16 / bytes; width > 1; width = width > 2 && bytes == 2 ? 2 : 1) {
@@ -103,15 +105,15 @@ struct SlabViews : Views {
     }
 };
 
-/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait; and
- * wide enough for tiles, which are 512 bytes wide. */
+/* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait;
+ * and wide enough for tiles, which are 512 bytes wide. */
 inline bool is_long(const act_call &call, const SlabViews &views) {
     const int inputs = is_forward(call) || views.is_expanded(DY) ? 1 : 2;
     return views.length() * inputs > 65536 && views.inner() * rafter_dtype_bytes(call.out.dtype) >= 1024;
 }
 
-/* Whether one input of few and narrow columns is too little for persistent blocks, which wait for each
- * other. */
+/* Whether one input of few and narrow columns is too little for persistent blocks, which wait for
+ * each other. */
 inline bool is_narrow(const act_call &call, const SlabViews &views) {
     const int64_t bytes = rafter_dtype_bytes(call.out.dtype);
     return views.all_slabs() && (is_forward(call) || views.is_expanded(DY)) && views.inner() * bytes <= 256 &&

@@ -8,9 +8,9 @@
 #include "cuda/launch.cuh"
 #include "cuda/vocabulary.cuh"
 
-/* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy; max
- * is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0, and its
- * softmax is 0 / 0 = NaN, as in PyTorch. */
+/* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy;
+ * max is not used. The maximum starts from the lowest finite number: a line of all -inf has sum 0,
+ * and its softmax is 0 / 0 = NaN, as in PyTorch. */
 struct alignas(8) Part {
     float max, sum;
 };
@@ -71,8 +71,8 @@ template <bool GLOBAL> DEVICE Part load_part(const Part *p) {
     return {both.x, both.y};
 }
 
-/* Merges every `step`-th of the parts of a line, from number `first` on. GLOBAL: they are in global memory,
- * and may have been written by this kernel. */
+/* Merges every `step`-th of the parts of a line, from number `first` on. GLOBAL: they are in global
+ * memory, and may have been written by this kernel. */
 template <bool FORWARD, bool GLOBAL = false>
 DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
     Part all = no_part();
@@ -86,11 +86,11 @@ DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inn
     return all;
 }
 
-/* The statistics of interleaved lines over a block. partial: [thread][element of its packs] in shared
- * memory, where the elements of a line are `inner` apart and line 0 begins at -skew modulo inner.
- * `lanes`: lanes per line, a power of two; if there are several warps per line, they take it
- * together. scratch: a Part per warp. extra(line, lane, lanes): what else belongs to a line. One thread
- * per line calls keep(line, all). All threads call this, after a barrier. */
+/* The statistics of interleaved lines over a block. partial: [thread][element of its packs] in
+ * shared memory, where the elements of a line are `inner` apart and line 0 begins at -skew modulo
+ * inner. `lanes`: lanes per line, a power of two; if there are several warps per line, they take it
+ * together. scratch: a Part per warp. extra(line, lane, lanes): what else belongs to a line. One
+ * thread per line calls keep(line, all). All threads call this, after a barrier. */
 template <bool FORWARD, class Extra, class Keep>
 DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int lanes, Part *scratch, Extra extra,
                         Keep keep) {
@@ -129,7 +129,8 @@ DEVICE void merge_lines(const Part *partial, int terms, int inner, int skew, int
 /* Lines and groups of parts of a block that merges. */
 constexpr int MERGED_LINES = 8, MERGE_GROUPS = 32;
 
-/* A kernel: MERGED_LINES lines of a slab per block. parts: [slab][part][line]; totals: [slab][line]. */
+/* A kernel: MERGED_LINES lines of a slab per block. parts: [slab][part][line]; totals:
+ * [slab][line]. */
 template <bool FORWARD>
 __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
     merge_parts(const Part *parts, Part *totals, int inner, int count, Divisor across) {

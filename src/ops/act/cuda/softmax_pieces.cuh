@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Pieces of slabs of interleaved lines: [outer, length, inner], where length and inner have no gaps.
+ * Pieces of slabs of interleaved lines: [outer, length, inner], where length and inner have no
+ * gaps.
  *
- * A slab may begin anywhere. It is cut into packs of 16 bytes where those of the output are aligned;
- * what is left at either end are the edges, an element per thread. Thread t takes the packs t, t +
- * threads, ... Because threads * N is a multiple of `inner`, element j of all its packs belongs to the
- * same line. An input that is aligned differently is copied to shared memory by its own aligned packs,
- * and shifted when it is read from there.
+ * A slab may begin anywhere. It is cut into packs of 16 bytes where those of the output are
+ * aligned; what is left at either end are the edges, an element per thread. Thread t takes the
+ * packs t, t + threads, ... Because threads * N is a multiple of `inner`, element j of all its
+ * packs belongs to the same line. An input that is aligned differently is copied to shared memory
+ * by its own aligned packs, and shifted when it is read from there.
  */
 #ifndef RAFTER_ACT_CUDA_SOFTMAX_PIECES_CUH
 #define RAFTER_ACT_CUDA_SOFTMAX_PIECES_CUH
@@ -18,7 +19,8 @@
 
 namespace {
 
-/* What becomes of an input in L2 after a copy: nothing is said, it is read again soon, or it is not. */
+/* What becomes of an input in L2 after a copy: nothing is said, it is read again soon, or it is
+ * not. */
 enum Hint { NO_HINT, KEEP, DROP };
 
 constexpr int SLAB_THREADS = 256, MOST_THREADS = 576; /* per block, if possible; at most */
@@ -58,9 +60,9 @@ template <typename T> struct SlabArgs {
 template <typename T, bool ALIGNED> struct Staged {
     static constexpr int N = WIDE<T>;
 
-    /* Starts to copy the packs under `packs` packs of the output, of which the first begins at `from`.
-     * Returns how far they lie from aligned packs. A pack that reaches out of the tensor's memory is
-     * copied element by element. */
+    /* Starts to copy the packs under `packs` packs of the output, of which the first begins at
+     * `from`. Returns how far they lie from aligned packs. A pack that reaches out of the tensor's
+     * memory is copied element by element. */
     template <Hint HINT>
     DEVICE static int fill(char *memory, const T *from, int packs, int threads, const T *begin, const T *end) {
         Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(memory);

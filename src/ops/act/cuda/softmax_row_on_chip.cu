@@ -5,8 +5,8 @@
  * read once and written once.
  *
  * Rows may begin anywhere. They are cut into packs where those of the output are aligned; the few
- * elements before the first pack and after the last one, the edges, are taken by one thread each. An
- * input that is aligned differently is loaded as two aligned packs, which are shifted.
+ * elements before the first pack and after the last one, the edges, are taken by one thread each.
+ * An input that is aligned differently is loaded as two aligned packs, which are shifted.
  *
  * The output may be the input: then they are aligned alike, every element that counts is read and
  * written by the same thread.
@@ -210,7 +210,8 @@ template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLO
     return merge_warp<FORWARD>(lane < blocks ? parts[lane] : Part{-FLT_MAX, 0.0f});
 }
 
-/* A block, or a cluster, per row. Exponentials are computed twice, and x is kept packed in between. */
+/* A block, or a cluster, per row. Exponentials are computed twice, and x is kept packed in
+ * between. */
 template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void softmax_of_row(const RowArgs<T> &a) {
     constexpr int N = WIDE<T>, COUNT = BLOCK_PACKS<FORWARD>;
     __shared__ Part warps[MOST_THREADS / WARP], parts[MOST_BLOCKS];

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over a short dimension of [outer, length, columns]. A thread takes a few adjacent columns, as wide as alignment allows, and every `down`-th step of the length, all in
- * registers. Every byte is read once and written once. Steps may lie any distance apart.
+ * Softmax over a short dimension of [outer, length, columns]. A thread takes a few adjacent
+ * columns, as wide as alignment allows, and every `down`-th step of the length, all in registers.
+ * Every byte is read once and written once. Steps may lie any distance apart.
  *
  * A thread writes only what it has read itself: the output may be the input.
  */

@@ -4,14 +4,14 @@
  * one contiguous row, or `inner` interleaved ones ([outer, length, inner]); it may begin anywhere.
  * Every byte is read once and written once.
  *
- * A slab is cut into packs of 16 bytes where those of the output are aligned; what is left at either
- * end are the edges, an element per thread. Thread t takes the packs t, t + threads, ... Because
- * threads * N is a multiple of `inner`, element j of all its packs belongs to the same line. An
- * input that is aligned differently is copied to shared memory by its own aligned packs, and shifted
- * when it is read from there.
+ * A slab is cut into packs of 16 bytes where those of the output are aligned; what is left at
+ * either end are the edges, an element per thread. Thread t takes the packs t, t + threads, ...
+ * Because threads * N is a multiple of `inner`, element j of all its packs belongs to the same
+ * line. An input that is aligned differently is copied to shared memory by its own aligned packs,
+ * and shifted when it is read from there.
  *
- * All elements that a block writes it has read before, and no other block needs them: the output may
- * be the input.
+ * All elements that a block writes it has read before, and no other block needs them: the output
+ * may be the input.
  */
 #include "cuda/cluster.cuh"
 #include "cuda/line_statistics.cuh"
@@ -82,8 +82,8 @@ template <typename T> struct Staged {
         elements = slab_elements;
         slots = count > 0 ? count + (shift > 0) : 0;
     }
-    /* Starts to copy the packs [low, high). Packs that reach over an end of the slab are copied element
-     * by element: the rest may lie outside of the tensor. */
+    /* Starts to copy the packs [low, high). Packs that reach over an end of the slab are copied
+     * element by element: the rest may lie outside of the tensor. */
     DEVICE void fill(int low, int high, int threads) const {
         Pack<T, N> *const to = reinterpret_cast<Pack<T, N> *>(const_cast<uint4 *>(packs));
         for (int i = low + (int)threadIdx.x; i < min(slots, high); i += AT_ONCE * threads)
@@ -373,9 +373,9 @@ struct Slabs {
         SlabPlan slab;
     };
 
-    /* Packs of one input per block, so that several blocks share a multiprocessor and one loads while
-     * another stores; twice as many where a larger cluster costs more. Measured: docs/perf/act.md. And
-     * the most shared memory. */
+    /* Packs of one input per block, so that several blocks share a multiprocessor and one loads
+     * while another stores; twice as many where a larger cluster costs more. Measured:
+     * docs/perf/act.md. And the most shared memory. */
     static constexpr int BLOCK_PACKS = 2048, MOST_BYTES = 192 << 10;
     /* From here on a multiprocessor has one block, which waits alone. */
     static constexpr int ALONE_BYTES = 96 << 10;

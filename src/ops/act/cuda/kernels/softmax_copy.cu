@@ -71,8 +71,8 @@ template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_trans
     }
 }
 
-/* Where rows * size is so small that a block takes several of them: in the order of the output. What
- * is read apart in `from` lies close enough for the cache. */
+/* Where rows * size is so small that a block takes several of them: in the order of the output.
+ * What is read apart in `from` lies close enough for the cache. */
 template <typename T> __global__ void __launch_bounds__(COPY_THREADS) copy_small(const CopyArgs<T> a) {
     constexpr int EACH = COPY_ELEMENTS / COPY_THREADS;
     start_next_kernel();
@@ -121,8 +121,8 @@ constexpr int GROUP_ROWS = 8, GROUP_PACKS = 4;
 /* Less is faster by elements: docs/perf/act.md. */
 constexpr int64_t LEAST_ROWS = 16, LEAST_BYTES = 2 << 20;
 
-/* A pack at any address: two aligned packs, which are shifted. Packs that reach out of the tensor are
- * read by elements. */
+/* A pack at any address: two aligned packs, which are shifted. Packs that reach out of the tensor
+ * are read by elements. */
 template <typename T> struct PackAnywhere {
     static constexpr int N = WIDE<T>;
     const T *first;
@@ -166,7 +166,8 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
     }
 }
 
-/* Reads the lines [first, first + lines) of a tile, of which `from` is the origin, into shared memory. */
+/* Reads the lines [first, first + lines) of a tile, of which `from` is the origin, into shared
+ * memory. */
 template <typename T>
 DEVICE void read_lines(const TurnArgs<T> &a, const T *from, int first, int lines, int64_t rows_left, T *tile) {
     constexpr int N = WIDE<T>, AT_ONCE = 3;
