@@ -276,7 +276,7 @@ DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WID
     Part *const partial = reinterpret_cast<Part *>(memory + at.partial), *const own = (Part *)(memory + at.own),
                 *const total = (Part *)(memory + at.total);
     Edge *const edges = reinterpret_cast<Edge *>(memory + 384);
-    const int thread = threadIdx.x, threads = blockDim.x;
+    const int thread = threadIdx.x;
     if (thread < plan.threads)
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -299,7 +299,7 @@ DEVICE void merge_columns(const SlabPart<T, FORWARD> &part, const Statistics<WID
 #if __CUDA_ARCH__ >= 900
     if (blocks > 1) {
         cluster_sync();
-        const int rank = thread % blocks; /* `blocks` lanes per column */
+        const int threads = blockDim.x, rank = thread % blocks; /* `blocks` lanes per column */
         for (int base = 0; base < plan.inner; base += threads / blocks) {
             const int column = base + thread / blocks;
             Part all = {-FLT_MAX, 0.0f};
