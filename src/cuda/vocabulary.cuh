@@ -295,6 +295,36 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         copy_async(to, from);
 }
 
+/* Shared memory by its 32-bit address there. The compiler computes the address behind a pointer again for
+ * every access. */
+DEVICE unsigned shared_address(const void *p) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+template <typename T> DEVICE T read_shared(unsigned at) {
+    typename Word<sizeof(T)>::type w;
+    if constexpr (sizeof w == 2)
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(w) : "r"(at) : "memory");
+    else if constexpr (sizeof w == 4)
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(at) : "memory");
+    else
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+                     : "r"(at)
+                     : "memory");
+    return reinterpret_cast<const T &>(w);
+}
+template <typename T> DEVICE void write_shared(unsigned at, const T &value) {
+    const auto &w = reinterpret_cast<const typename Word<sizeof(T)>::type &>(value);
+    if constexpr (sizeof w == 2)
+        asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(w) : "memory");
+    else
+        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(w) : "memory");
+}
+/* cp.async of 16 bytes. */
+DEVICE void copy_async_to(unsigned at, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+}
+
 /* Ends a group of copies: cp.async.commit_group. */
 DEVICE void copy_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -163,7 +163,9 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     __shared__ typename RowThreads<F == BLOCK_SOFTMAX>::Exchange exchange;
     AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic);
     Position *positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
-    char *const stages = dynamic + plan.stages_at, *const results = dynamic + plan.out_at;
+    unsigned stages = shared_address(dynamic + plan.stages_at), results = shared_address(dynamic + plan.out_at);
+    keep(stages);
+    keep(results);
     const int f = F == RUNTIME_F ? plan.tiling.f : F;
     if constexpr (DTHETA)
         start_next_kernel(); /* the sum of moments */
@@ -179,38 +181,31 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     const int first_head = (int)(tile * plan.heads.number);
     const int heads = min((int)a.heads - first_head, (int)plan.heads.number);
     const int features = (int)plan.features.number, width = heads * features, step = plan.step;
-    const auto extent_at = [&](int64_t n) {
-        const int tokens = (int)min(end_token - n, (int64_t)step);
-        return Extent{tokens, heads, tokens * heads};
+    const auto address = [&](const T *tensor, const Strides &stride) {
+        return ChunkAddress(tensor, stride, first_b, first_token, first_head, sequences, step);
     };
-    const auto address = [&](auto kind, const T *tensor, const Strides &stride) {
-        return ChunkAddress<decltype(kind)>(tensor, sizeof(T), stride, first_b, first_token, first_head, sequences,
-                                            step);
+    const auto extent_of = [&](int tokens_left) {
+        const int tokens = min(tokens_left, step);
+        return Extent{tokens, heads, tokens * heads};
     };
 
     /* What is loaded next, and what is worked on. */
-    const uintptr_t whole = 0;
-    const unsigned lower = 0;
-    auto next_x = address(whole, a.x, a.x_stride), next_dy = address(whole, a.dy, a.y_stride);
-    auto x = address(lower, a.x, a.x_stride);
-    auto dy = address(std::conditional_t<STAGES_DY, unsigned, uintptr_t>(), a.dy, a.y_stride);
-    auto out = address(whole, a.out, FORWARD ? a.y_stride : a.dx_stride);
-    int64_t next_token = first_token;
-    int next_b = 0;
+    ChunkAddress next_x = address(a.x, a.x_stride), next_dy = address(a.dy, a.y_stride);
+    ChunkAddress x = next_x, dy = next_dy, out = address(a.out, FORWARD ? a.y_stride : a.dx_stride);
+    int next_left = (int)(end_token - first_token), next_b = 0; /* tokens from the next chunk on; its sequence */
     const auto request = [&](int stage) {
-        char *const to = stages + stage * plan.stage_bytes;
-        if (next_token < end_token) {
-            const Extent extent = extent_at(next_token);
+        const unsigned to = stages + stage * plan.stage_bytes;
+        if (next_left > 0) {
+            const Extent extent = extent_of(next_left);
             if constexpr (READS_X)
-                copy_in<MANY>(plan.x, plan.heads, reinterpret_cast<const T *>(next_x.at), extent, a.x, a.x_end, to);
+                copy_in<MANY>(plan.x, plan.heads, next_x.at, extent, a.x, a.x_end, to);
             if constexpr (STAGES_DY)
-                copy_in<MANY>(plan.y, plan.heads, reinterpret_cast<const T *>(next_dy.at), extent, a.dy, a.dy_end,
-                              to + plan.dy_at);
+                copy_in<MANY>(plan.y, plan.heads, next_dy.at, extent, a.dy, a.dy_end, to + plan.dy_at);
             const bool was_last = ++next_b == sequences;
             next_x.advance(was_last);
             next_dy.advance(was_last);
             next_b = was_last ? 0 : next_b;
-            next_token += was_last ? step : 0;
+            next_left -= was_last ? step : 0;
         }
         copy_commit();
     };
@@ -250,7 +245,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
     for (int64_t n = first_token; n < end_token; n += step) {
-        const Extent extent = extent_at(n);
+        const Extent extent = extent_of((int)(end_token - n));
         for (int i = threadIdx.x; i < step; i += plan.threads)
             positions[i] = position_of(a.position(first_b, min(n + i, end_token - 1)));
         __syncthreads(); /* for the positions, and the table */
@@ -258,7 +253,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         sincos_of_all<T>(angle_steps, positions, entries, sine, cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
-            const char *const staged_x = stages + stage * plan.stage_bytes, *const staged_dy = staged_x + plan.dy_at;
+            const unsigned staged_x = stages + stage * plan.stage_bytes, staged_dy = staged_x + plan.dy_at;
             copy_wait<STAGES - 2>();
             __syncthreads(); /* the chunk is here, and all threads are done with the one before */
             request(stage == 0 ? STAGES - 1 : stage - 1);
@@ -267,7 +262,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
             const float *const statistics =
                 tiling.statistics + (first_b + b) * row_columns + first_head * a.features; /* of the chunk's columns */
             if constexpr (READS_X)
-                x_at.read(staged_x, x.at, v[0]);
+                x_at.read(staged_x, x.low(), v[0]);
             if constexpr (F == COLUMN_STATISTICS)
 #pragma unroll
                 for (int j = 0; j < COUNT; j++) {
@@ -289,8 +284,8 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                     c[j] = v[0][j] * cosine[j];
                     s[j] = v[0][j] * sine[j];
                 }
-                out_at.write(results, (unsigned)out.at, c);
-                out_at.write(results + features * sizeof(T), (unsigned)out.at, s);
+                out_at.write(results, out.low(), c);
+                out_at.write(results + features * sizeof(T), out.low(), s);
             } else {
                 float c[COUNT], s[COUNT], g[COUNT];
                 if constexpr (LAYOUT == DIRECT) {
@@ -298,8 +293,8 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                     dy_at.read(from, has, c);
                     dy_at.read(from + features * a.y_stride.d, has, s);
                 } else {
-                    dy_at.read(staged_dy, dy.at, c);
-                    dy_at.read(staged_dy + features * sizeof(T), dy.at, s);
+                    dy_at.read(staged_dy, dy.low(), c);
+                    dy_at.read(staged_dy + features * sizeof(T), dy.low(), s);
                 }
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
@@ -322,7 +317,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                     gradient_of_all<T>(f, v[0], g);
                 }
                 if (!DTHETA || a.out)
-                    out_at.write(results, (unsigned)out.at, g);
+                    out_at.write(results, out.low(), g);
                 if constexpr (DTHETA) {
                     activate_all<T>(f, scale, v[0]);
 #pragma unroll
@@ -332,7 +327,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
             }
             __syncthreads();
             if (!DTHETA || a.out)
-                copy_out<MANY>(plan.out, plan.heads, reinterpret_cast<T *>(out.at), extent, results);
+                copy_out<MANY, T>(plan.out, plan.heads, out.at, extent, results);
             const bool was_last = b + 1 == sequences;
             x.advance(was_last);
             dy.advance(was_last);
@@ -350,7 +345,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     if constexpr (DTHETA) {
         copy_wait<0>();
         store_chunk_moments(a, plan, chunk, first_head, width, entries, exists, moment,
-                            reinterpret_cast<double *>(stages));
+                            reinterpret_cast<double *>(dynamic + plan.stages_at));
     }
 }
 

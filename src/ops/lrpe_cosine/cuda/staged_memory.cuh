@@ -36,65 +36,82 @@ struct Extent {
     int tokens, heads, rows;
 };
 
-/* Calls f(address of a pack in memory, its number in shared memory, first, end) for the thread's packs
- * of a chunk. Elements first to end - 1 of the pack belong to the chunk. MANY: it may have several
- * spans. */
-template <bool MANY, typename T, class F>
-DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, F f) {
-    constexpr int N = WIDE<T>;
-    const int threads = blockDim.x;
-    const bool all = !MANY || spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
-    const int length = spans.row * (all ? extent.rows : of_tokens ? extent.heads : 1);
-    if (all) {
-        const int shift = offset_in_pack(chunk), end = shift + length;
-        T *const aligned = chunk - shift;
-        for (int k = threadIdx.x; k * N < end; k += threads)
-            f(aligned + k * N, k, k == 0 ? shift : 0, min(end - k * N, N));
-        return;
-    }
+/* Keeps the compiler from computing `a` again wherever it is used. */
+DEVICE void keep(unsigned &a) {
+    asm volatile("" : "+r"(a));
+}
+DEVICE void keep(uint64_t &a) {
+    asm volatile("" : "+l"(a));
+}
+
+/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the thread's
+ * packs of a chunk with several spans. Bytes first to end - 1 of the pack belong to the chunk. */
+template <typename T, class F>
+DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, F f) {
+    const bool of_tokens = spans.kind == Spans::TOKEN;
+    const int length = spans.row * (of_tokens ? extent.heads : 1) * static_cast<int>(sizeof(T));
     const int count = of_tokens ? extent.tokens : extent.rows, packs = static_cast<int>(spans.packs.number);
-    for (int k = threadIdx.x; k < count * packs; k += threads) {
+    for (int k = threadIdx.x; k < count * packs; k += blockDim.x) {
         const int s = spans.packs.quotient(k), token = of_tokens ? s : static_cast<int>(heads.quotient(s));
         const int head = of_tokens ? 0 : s - token * static_cast<int>(heads.number);
-        T *const span = chunk + token * spans.n + head * spans.h;
-        const int before = (k - s * packs) * N - offset_in_pack(span); /* from the span to the pack */
+        const uint64_t span = chunk + (token * spans.n + head * spans.h) * sizeof(T);
+        const int before = (k - s * packs) * 16 - static_cast<int>(span % 16); /* from the span to the pack */
         if (before < length)
-            f(span + before, k, max(-before, 0), min(length - before, N));
+            f(span + before, k * 16, max(-before, 0), min(length - before, 16));
     }
 }
 
-/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. */
-template <bool MANY, typename T>
-DEVICE void copy_in(const Spans &spans, const Divisor &heads, const T *chunk, const Extent &extent, const T *begin,
-                    const T *end, char *to) {
-    for_each_pack<MANY>(spans, heads, chunk, extent, [&](const T *pack, int k, int from, int until) {
-        Pack<T, WIDE<T>> *const place = reinterpret_cast<Pack<T, WIDE<T>> *>(to) + k;
-        if (pack >= begin && pack + WIDE<T> <= end)
-            copy_async(place, pack);
-        else
+template <typename T> DEVICE void copy_elements_in(uint64_t pack, unsigned to, int first, int end) {
 #pragma unroll 1
-            for (int j = from; j < until; j++)
-                place->v[j] = pack[j];
-    });
+    for (int at = first; at < end; at += sizeof(T))
+        write_shared(to + at, *reinterpret_cast<const T *>(pack + at));
+}
+template <typename T> DEVICE void copy_elements_out(uint64_t pack, unsigned from, int first, int end) {
+#pragma unroll 1
+    for (int at = first; at < end; at += sizeof(T))
+        *reinterpret_cast<T *>(pack + at) = read_shared<T>(from + at);
+}
+
+/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. MANY: it may have
+ * several spans. */
+template <bool MANY, typename T>
+DEVICE void copy_in(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, const T *begin,
+                    const T *end, unsigned to) {
+    const auto lowest = reinterpret_cast<uint64_t>(begin), highest = reinterpret_cast<uint64_t>(end);
+    const auto pack_in = [&](uint64_t pack, unsigned offset, int first, int until) {
+        if (pack >= lowest && pack + 16 <= highest)
+            copy_async_to(to + offset, reinterpret_cast<const void *>(pack));
+        else
+            copy_elements_in<T>(pack, to + offset, first, until);
+    };
+    if (MANY && spans.kind != Spans::ALL)
+        return for_each_pack<T>(spans, heads, chunk, extent, pack_in);
+    const unsigned low = static_cast<unsigned>(chunk) % 16, bytes = low + extent.rows * spans.row * sizeof(T);
+    const uint64_t aligned = chunk - low;
+    if (aligned >= lowest && aligned + bytes + 15 <= highest)
+        for (unsigned at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
+            copy_async_to(to + at, reinterpret_cast<const void *>(aligned + at));
+    else /* at either end of the tensor */
+        for (unsigned at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
+            pack_in(aligned + at, at, at == 0 ? low : 0, min(bytes - at, 16u));
 }
 
 /* Copies a chunk out of shared memory. */
 template <bool MANY, typename T>
-DEVICE void copy_out(const Spans &spans, const Divisor &heads, T *chunk, const Extent &extent, const char *from) {
-    for_each_pack<MANY>(spans, heads, chunk, extent, [&](T *pack, int k, int first, int until) {
-        const Pack<T, WIDE<T>> *const place = reinterpret_cast<const Pack<T, WIDE<T>> *>(from) + k;
-        if (until - first == WIDE<T>)
-            store_once(pack, *place);
+DEVICE void copy_out(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, unsigned from) {
+    typedef Pack<T, WIDE<T>> Whole;
+    const auto pack_out = [&](uint64_t pack, unsigned offset, int first, int until) {
+        if (until - first == 16)
+            store_once(reinterpret_cast<T *>(pack), read_shared<Whole>(from + offset));
         else
-#pragma unroll 1
-            for (int j = first; j < until; j++)
-                pack[j] = place->v[j];
-    });
-}
-
-/* Keeps the compiler from computing `a` again wherever it is used. */
-DEVICE void keep(unsigned &a) {
-    asm volatile("" : "+r"(a));
+            copy_elements_out<T>(pack, from + offset, first, until);
+    };
+    if (MANY && spans.kind != Spans::ALL)
+        return for_each_pack<T>(spans, heads, chunk, extent, pack_out);
+    const unsigned low = static_cast<unsigned>(chunk) % 16, bytes = low + extent.rows * spans.row * sizeof(T);
+    const uint64_t aligned = chunk - low;
+    for (unsigned at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
+        pack_out(aligned + at, at, at == 0 ? low : 0, min(bytes - at, 16u));
 }
 
 /* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the chunk, or if
@@ -169,16 +186,20 @@ template <typename T, int PLACING> struct Places {
         else
             return (place[j] >> 4) + (place[j] + low) % 16;
     }
-    DEVICE void read(const char *from, unsigned low, float (&v)[COUNT]) const {
+    DEVICE void read(unsigned from, unsigned low, float (&v)[COUNT]) const {
+        T loaded[COUNT];
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            v[j] = to_float(*reinterpret_cast<const T *>(from + (*this)(j, low)));
+            loaded[j] = read_shared<T>(from + (*this)(j, low));
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            v[j] = to_float(loaded[j]);
     }
-    DEVICE void write(char *to, unsigned low, const float (&v)[COUNT]) const {
+    DEVICE void write(unsigned to, unsigned low, const float (&v)[COUNT]) const {
         const Pack<T, COUNT> pack = packed<T, COUNT>(v);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            *reinterpret_cast<T *>(to + (*this)(j, low)) = pack.v[j];
+            write_shared(to + (*this)(j, low), pack.v[j]);
     }
 };
 
@@ -208,20 +229,24 @@ template <typename T> struct DirectPlaces {
     }
 };
 
-/* The address of a tensor's chunks, or its lower half, in the order of the work: all sequences of some
- * tokens, then those of the next. */
-template <typename Address> struct ChunkAddress {
-    Address at, sequence,
-        back; /* sequence, back: from one sequence to the next; from the last one to the next tokens */
+/* The address of a tensor's chunks, in the order of the work: all sequences of some tokens, then those of
+ * the next. */
+struct ChunkAddress {
+    uint64_t at, sequence, back; /* sequence, back: from a sequence to the next; from the last to the next tokens */
 
-    DEVICE ChunkAddress(const void *tensor, int bytes, const Strides &stride, int64_t b, int64_t n, int64_t h,
-                        int sequences, int step)
-        : at((Address)((uintptr_t)tensor + (b * stride.b + n * stride.n + h * stride.h) * bytes)),
-          sequence((Address)(stride.b * bytes)),
-          back((Address)((step * stride.n - (sequences - 1) * stride.b) * bytes)) {
+    template <typename T>
+    DEVICE ChunkAddress(const T *tensor, const Strides &stride, int64_t b, int64_t n, int64_t h, int sequences,
+                        int step)
+        : at(reinterpret_cast<uint64_t>(tensor) + (b * stride.b + n * stride.n + h * stride.h) * sizeof(T)),
+          sequence(stride.b * sizeof(T)), back((step * stride.n - (sequences - 1) * stride.b) * sizeof(T)) {
+        keep(sequence);
+        keep(back);
     }
     DEVICE void advance(bool was_last) {
         at += was_last ? back : sequence;
+    }
+    DEVICE unsigned low() const {
+        return static_cast<unsigned>(at);
     }
 };
 
