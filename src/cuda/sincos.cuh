@@ -21,8 +21,9 @@
 
 /* The angle that one position adds. */
 struct alignas(16) AngleStep {
-    unsigned low, middle, high; /* the fraction of a turn, times 2^96 */
-    float quarters;             /* theta / (pi / 2), with whole turns; NaN if theta is not finite */
+    /* The fraction of a turn, times 2^96. sincos_short needs the two upper words: one access. */
+    unsigned middle, high, low;
+    float quarters; /* theta / (pi / 2), with whole turns; NaN if theta is not finite */
 };
 
 /* 1 / (2 pi) in 32-bit words after the binary point, from word -5 on. */
@@ -58,7 +59,7 @@ DEVICE AngleStep angle_step(float theta) {
         middle = ~middle + (rest == 0);
         high = ~high + (rest == 0 && middle == 0);
     }
-    return {rest, middle, high, (float)((double)theta * 0.63661977236758134308)};
+    return {middle, high, rest, (float)((double)theta * 0.63661977236758134308)};
 }
 
 struct alignas(16) Position {
