@@ -166,18 +166,22 @@ template <typename T, int COUNT>
 DEVICE void sincos_of(const AngleStep *steps, int stride, const Position &position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
     if constexpr (NARROW<T>) {
-        bool good = position.high == 0 && position.low < SHORT_POSITION;
+        /* Which entries need the long way. Only they take it: the others' bits do not depend on them. */
+        unsigned bad = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; i++)
-            good &= sincos_short(steps[i * stride], position, &sine[i], &cosine[i]);
-        if (good)
+            bad |= static_cast<unsigned>(!sincos_short(steps[i * stride], position, &sine[i], &cosine[i])) << i;
+        if (position.high != 0 || position.low >= SHORT_POSITION)
+            bad = ~0u;
+        if (bad == 0)
             return;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const float2 both = sincos_apart(steps[i * stride], position);
-            sine[i] = both.x;
-            cosine[i] = both.y;
-        }
+        for (int i = 0; i < COUNT; i++)
+            if (bad >> i & 1) {
+                const float2 both = sincos_apart(steps[i * stride], position);
+                sine[i] = both.x;
+                cosine[i] = both.y;
+            }
     } else if (position.high == 0)
 #pragma unroll
         for (int i = 0; i < COUNT; i++)

@@ -70,21 +70,22 @@ DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, con
     const auto step = [&](int j) { return steps[entries[j] & 0xffff]; };
     const auto position = [&](int j) { return positions[entries[j] >> 16]; };
     if constexpr (NARROW<T>) {
-        bool good = true;
+        unsigned bad = 0; /* which ones need the long way: as in sincos_of */
 #pragma unroll
         for (int j = 0; j < N; j++) {
             const Position at = position(j);
-            good &= at.high == 0 && at.low < SHORT_POSITION;
-            good &= sincos_short(step(j), at, &sine[j], &cosine[j]);
+            const bool is_short = sincos_short(step(j), at, &sine[j], &cosine[j]);
+            bad |= static_cast<unsigned>(!is_short || at.high != 0 || at.low >= SHORT_POSITION) << j;
         }
-        if (good)
+        if (bad == 0)
             return;
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float2 both = sincos_apart(step(j), position(j));
-            sine[j] = both.x;
-            cosine[j] = both.y;
-        }
+        for (int j = 0; j < N; j++)
+            if (bad >> j & 1) {
+                const float2 both = sincos_apart(step(j), position(j));
+                sine[j] = both.x;
+                cosine[j] = both.y;
+            }
     } else {
         unsigned high = 0;
 #pragma unroll
@@ -101,18 +102,18 @@ DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, con
     }
 }
 
-/* theta of a chunk's heads: all loads at once. */
+/* theta of the table's entries that a thread fills: all loads at once. */
 template <typename T, int N>
-DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_head, int width, float (&theta)[N]) {
+DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_head, int heads, float (&theta)[N]) {
     const auto with = [&](auto zero) {
         const auto *const from = static_cast<const decltype(zero) *>(a.theta) + first_head * a.theta_h;
         decltype(zero) loaded[N];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const int i = j * plan.threads + threadIdx.x, h = plan.features.quotient(i);
+            const Tiling::Place at = place_of(plan, j * plan.threads + threadIdx.x);
             loaded[j] = zero;
-            if (i < width)
-                loaded[j] = from[h * a.theta_h + (i - h * static_cast<int>(plan.features.number)) * a.theta_d];
+            if (at.h < heads && at.d < a.features)
+                loaded[j] = from[at.h * a.theta_h + at.d * a.theta_d];
         }
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -129,20 +130,24 @@ DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_hea
 /* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. `entries`: as
  * above. */
 template <typename T, class Has>
-DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int64_t chunk, int first_head, int width,
+DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int64_t chunk, int first_head, int heads,
                                 const unsigned (&entries)[WIDE<T>], Has has, const double (&moment)[WIDE<T>],
                                 double *shared) {
+    const unsigned width = plan.width.number;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < WIDE<T>; j++)
         if (has(j))
             shared[(entries[j] >> 16) * width + (entries[j] & 0xffff)] = moment[j];
     __syncthreads();
-    for (int i = threadIdx.x; i < width; i += plan.threads) {
+    for (unsigned i = threadIdx.x; i < width; i += plan.threads) {
+        const Tiling::Place at = place_of(plan, i);
         double sum = 0.0;
+        if (at.h >= heads)
+            continue;
         for (int token = 0; token < plan.step; token++)
             sum += shared[token * width + i];
-        plan.tiling.moments[(chunk * a.heads + first_head) * a.features + i] = sum;
+        plan.tiling.moments[(chunk * a.heads + first_head + at.h) * a.features + at.d] = sum;
     }
 }
 
@@ -180,7 +185,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     const int sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
     const int first_head = (int)(tile * plan.heads.number);
     const int heads = min((int)a.heads - first_head, (int)plan.heads.number);
-    const int features = (int)plan.features.number, width = heads * features, step = plan.step;
+    const int features = (int)plan.features.number, step = plan.step;
     const auto address = [&](const T *tensor, const Strides &stride) {
         return ChunkAddress(tensor, stride, first_b, first_token, first_head, sequences, step);
     };
@@ -210,13 +215,13 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         copy_commit();
     };
     float theta[COUNT]; /* everything waits for it */
-    read_theta(a, plan, first_head, width, theta);
+    read_theta(a, plan, first_head, heads, theta);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
         request(i);
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-        if (const int i = j * plan.threads + threadIdx.x; i < width)
+        if (const unsigned i = j * plan.threads + threadIdx.x; i < plan.width.number)
             angle_steps[i] = angle_step(theta[j]);
     const Elements<T, SOFTMAX> elements = {plan, step * heads};
     const Places<T, OF_X> x_at(plan.x, elements, 0);
@@ -231,12 +236,13 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
 #pragma unroll
     for (int j = 0; j < COUNT; j++) {
         const auto at = elements[j];
-        entries[j] = at.exists ? (at.head * features + at.d) | at.token << 16 : 0;
+        entries[j] = at.exists ? entry_of(plan, at.head, at.d) | at.token << 16 : 0;
         exist |= unsigned(at.exists) << j;
         keep(entries[j]);
     }
     keep(exist);
     const auto exists = [&](int j) { return (exist >> j & 1) != 0; };
+    const bool one_number = LAYOUT == DIRECT && a.y_stride.n == 0 && a.y_stride.h == 0 && a.y_stride.d == 0;
     const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
     RowThreads<F == BLOCK_SOFTMAX> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
     double moment[DTHETA ? COUNT : 1] = {};
@@ -290,8 +296,15 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                 float c[COUNT], s[COUNT], g[COUNT];
                 if constexpr (LAYOUT == DIRECT) {
                     const T *const from = reinterpret_cast<const T *>(dy.at);
-                    dy_at.read(from, has, c);
-                    dy_at.read(from + features * a.y_stride.d, has, s);
+                    if (one_number) {
+                        const float number = to_float(*from);
+#pragma unroll
+                        for (int j = 0; j < COUNT; j++)
+                            c[j] = s[j] = number;
+                    } else {
+                        dy_at.read(from, has, c);
+                        dy_at.read(from + features * a.y_stride.d, has, s);
+                    }
                 } else {
                     dy_at.read(staged_dy, dy.low(), c);
                     dy_at.read(staged_dy + features * sizeof(T), dy.low(), s);
@@ -344,25 +357,28 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     }
     if constexpr (DTHETA) {
         copy_wait<0>();
-        store_chunk_moments(a, plan, chunk, first_head, width, entries, exists, moment,
+        store_chunk_moments(a, plan, chunk, first_head, heads, entries, exists, moment,
                             reinterpret_cast<double *>(dynamic + plan.stages_at));
     }
 }
 
 /* ---- planning -------------------------------------------------------------------------------- */
 
-/* How chunks lie in `view`, with rows of `row` elements. */
-inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64_t step) {
+/* How chunks lie in `view`, with rows of `row` elements. `apart`: rows are spans of their own, an odd
+ * number of packs apart in shared memory, where threads with adjacent heads otherwise met in one bank. */
+inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64_t step, bool apart = false) {
     Spans spans = {};
     spans.kind = Spans::ALL;
     if (!view.data)
         return spans;
     const int64_t n = view.stride[1], h = view.stride[2], width = 16 / rafter_dtype_bytes(view.dtype);
     const bool heads_adjacent = heads == 1 || h == row, tokens_adjacent = step == 1 || n == heads * row;
-    spans.kind = !heads_adjacent ? Spans::ROW : tokens_adjacent ? Spans::ALL : Spans::TOKEN;
+    spans.kind = !heads_adjacent || apart ? Spans::ROW : tokens_adjacent ? Spans::ALL : Spans::TOKEN;
     spans.row = (int)row;
     const int64_t length = row * (spans.kind == Spans::ALL ? heads * step : spans.kind == Spans::TOKEN ? heads : 1);
     spans.pitch = (int)round_up(length + width - 1, width);
+    if (apart && spans.pitch / width % 2 == 0)
+        spans.pitch += (int)width;
     spans.packs = Divisor(spans.pitch / width);
     spans.n = n;
     spans.h = h;
@@ -441,9 +457,11 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     }
     plan_chunk(&plan, device, call);
     const int64_t heads = plan.heads.number;
-    plan.x = spans_of(call.x, features, heads, plan.step);
+    plan.heads_first = f < LANE_SOFTMAX && heads > 1 && y.stride[2] > 0 && y.stride[2] < y.stride[3];
+    const bool apart = plan.heads_first && features % width == 0;
+    plan.x = spans_of(call.x, features, heads, plan.step, apart);
     plan.y = spans_of(y, 2 * features, heads, plan.step);
-    plan.out = forward ? plan.y : spans_of(out, features, heads, plan.step);
+    plan.out = forward ? plan.y : spans_of(out, features, heads, plan.step, apart);
     const bool compact = plan.x.kind == Spans::ALL && plan.y.kind == Spans::ALL && plan.out.kind == Spans::ALL;
     plan.layout = y.stride[3] != 1 ? DIRECT : compact ? COMPACT : SPREAD;
     const auto bytes_of = [&](const Spans &spans) {
@@ -490,6 +508,14 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
     if (call.act != RAFTER_ACT_SOFTMAX && call.y.data && allows_wide_access(call.y, 4) &&
         call.x.shape[3] % width == 0 && call.x.shape[2] > 1 && call.x.stride[2] != call.x.shape[3])
         return "y is aligned packs, and rows of x lie apart: it takes less to shift them";
+    /* Going through shared memory takes longer than a small call has: up to 4 MB it pays off only for rows
+     * so short that `rotate` wastes many lanes at their ends. */
+    const int64_t bytes = call.x.numel * rafter_dtype_bytes(call.x.dtype), features = call.x.shape[3];
+    const bool strided = call.dy.data && call.dy.stride[3] != 1, fills = call.x.shape[2] * features >= WARP * width;
+    const bool rotates = strided || (features >= 64 && width == 8 && fills);
+    if (call.act != RAFTER_ACT_SOFTMAX && !call.common.batch_invariant &&
+        ((bytes <= 4 << 20 && rotates) || (bytes <= 128 << 10 && !fills)))
+        return "x is small";
     /* A chunk has at most 2048 tokens. */
     const rafter_view &dy = call.dy;
     if (dy.data && dy.stride[3] != 1 &&

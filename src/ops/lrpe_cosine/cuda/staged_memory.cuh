@@ -22,6 +22,7 @@ struct Spans {
 struct Staging {
     Tiling tiling;                  /* tiles of heads; step tokens at a time */
     int threads;                    /* of a block */
+    bool heads_first;               /* adjacent threads have adjacent heads, which are adjacent in dy */
     int layout;                     /* a Layout */
     int step;                       /* tokens of a chunk; more than one only if it has all heads */
     Divisor heads, features, width; /* width: heads * features */
@@ -114,6 +115,17 @@ DEVICE void copy_out(const Spans &spans, const Divisor &heads, uint64_t chunk, c
         pack_out(aligned + at, at, at == 0 ? low : 0, min(bytes - at, 16u));
 }
 
+/* A head and a feature of a chunk as one number: the place in the table of angles. Adjacent threads have
+ * adjacent places. */
+DEVICE unsigned entry_of(const Staging &plan, unsigned head, unsigned d) {
+    return plan.heads_first ? d * plan.heads.number + head : head * plan.features.number + d;
+}
+DEVICE Tiling::Place place_of(const Staging &plan, unsigned entry) {
+    const unsigned major = plan.heads_first ? plan.heads.quotient(entry) : plan.features.quotient(entry);
+    const unsigned minor = entry - major * (plan.heads_first ? plan.heads.number : plan.features.number);
+    return plan.heads_first ? Tiling::Place{minor, major} : Tiling::Place{major, minor};
+}
+
 /* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the chunk, or if
  * ROWS, of a row, which `lanes` threads hold. */
 template <typename T, bool ROWS> struct Elements {
@@ -131,6 +143,11 @@ template <typename T, bool ROWS> struct Elements {
         if (ROWS) {
             at.row = threadIdx.x >> lanes_log2;
             at.d = (j << lanes_log2) + (threadIdx.x & (plan.tiling.lanes - 1));
+        } else if (plan.heads_first) {
+            at.token = plan.width.quotient(e);
+            const unsigned in_token = e - at.token * plan.width.number;
+            at.d = plan.heads.quotient(in_token);
+            at.row = at.token * plan.heads.number + in_token - at.d * plan.heads.number;
         } else {
             at.row = plan.features.quotient(e);
             at.d = e - at.row * plan.features.number;
