@@ -107,10 +107,10 @@ struct RowTeam {
     int threads;                   /* per row */
 
     /* `packs`: that a thread should have, if that is possible. */
-    static __host__ RowTeam of(int64_t row_bytes, int packs) {
+    static __host__ RowTeam of(int64_t row_bytes, int packs, int most_threads = INDEXED_THREADS) {
         constexpr int64_t SHORT_ROW = 2048;
         return {row_bytes <= SHORT_ROW ? WARP
-                                       : power_at_least(ceil_div<int64_t>(row_bytes, 16 * packs), 64, INDEXED_THREADS)};
+                                       : power_at_least(ceil_div<int64_t>(row_bytes, 16 * packs), 64, most_threads)};
     }
     Launch blocks(int64_t rows) const {
         return threads == WARP ? Launch{ceil_div<int64_t>(rows, ROWS), ROWS * WARP} : Launch{rows, threads};

@@ -16,6 +16,9 @@
 
 #include "cuda/indexed_rows.cuh"
 
+/* Of teams that only sum: with more rows at a time, blocks wait less for their first and last loads. */
+constexpr int SLOT_THREADS = 256;
+
 /* Between pivot and maximum, times the scale. Terms are at most e^that. */
 constexpr float MOST_DISTANCE = 40.0f;
 
@@ -117,21 +120,6 @@ template <typename T, bool ALIGNED> struct Granules {
 
 /* ---- merging --------------------------------------------------------------------------------- */
 
-/* The largest or the sum of one number per thread of the team; every thread gets it. */
-template <bool MAX> DEVICE float reduce_team(const RowTeam &team, float value) {
-    __shared__ float of_warp[WARP];
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    value = MAX ? warp_max(value) : warp_sum(value);
-    if (team.is_warp())
-        return value;
-    __syncthreads(); /* what the array held has been read */
-    if (lane == 0)
-        of_warp[warp] = value;
-    __syncthreads();
-    value = lane < team.threads / WARP ? of_warp[lane] : MAX ? -INFINITY : 0.0f;
-    return MAX ? warp_max(value) : warp_sum(value);
-}
-
 /* w[j] = w[j + by] for j < N and by < N. */
 template <int BIT, int DOUBLE> DEVICE void rotate(float (&w)[DOUBLE], int by) {
     if constexpr (BIT > 0) {
@@ -143,30 +131,30 @@ template <int BIT, int DOUBLE> DEVICE void rotate(float (&w)[DOUBLE], int by) {
     }
 }
 
-/* The sum of all slots of the team, in the order of their remainders: those below `shift` belong to the
- * thread before. */
-template <int N> DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift) {
-    __shared__ float first[WARP][N]; /* slots of every warp's first lane */
+/* What the warps of a block tell each other: once per kernel. */
+template <int N> struct WarpSums {
+    float max[WARP], sum[WARP], total[WARP];
+    float first_sum[WARP][N], first_total[WARP][N]; /* slots of every warp's first lane */
+};
+
+/* The sum of this warp's slots, in the order of their remainders: those below `shift` belong to the thread
+ * before. `first`: if the team is a block. */
+template <int N>
+DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift, const float (*first)[N]) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     float w[2 * N]; /* this thread's slots, and the next one's */
 #pragma unroll
-    for (int j = 0; j < N; j++)
+    for (int j = 0; j < N; j++) {
         w[j] = slot[j];
+        w[N + j] = 0.0f;
+    }
     if (shift != 0) {
+        const bool next_warp = !team.is_warp() && lane == WARP - 1;
 #pragma unroll
-        for (int j = 0; j < N; j++)
+        for (int j = 0; j < N; j++) {
             w[N + j] = __shfl_sync(~0u, slot[j], (lane + 1) % WARP);
-        if (!team.is_warp()) {
-            __syncthreads(); /* what the array held has been read */
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                if (lane == 0)
-                    first[warp][j] = slot[j];
-            __syncthreads();
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                if (lane == WARP - 1)
-                    w[N + j] = first[(warp + 1) % (team.threads / WARP)][j];
+            if (next_warp)
+                w[N + j] = first[(warp + 1) % (team.threads / WARP)][j];
         }
         rotate<N / 2>(w, shift);
     }
@@ -174,7 +162,7 @@ template <int N> DEVICE float sum_slots(const RowTeam &team, const float (&slot)
 #pragma unroll
     for (int j = 0; j < N; j += 4)
         sum += (w[j] + w[j + 1]) + (w[j + 2] + w[j + 3]);
-    return reduce_team<false>(team, sum);
+    return warp_sum(sum);
 }
 
 /* The statistics of a row, and the sum of its elements if TOTAL. */
@@ -183,26 +171,66 @@ struct RowSums {
     float total;
 };
 
-/* From the slots of all threads, and the row's maximum. */
-template <typename T, bool TOTAL>
-DEVICE RowSums merge_slots(const RowTeam &team, const SlotSums<T, TOTAL> &slots, float max, int shift, float scale) {
-    const float sum = sum_slots(team, slots.sum, shift);
-    float total = 0.0f;
-    if constexpr (TOTAL)
-        total = sum_slots(team, slots.total, shift);
-    return {{max, sum * expf((slots.pivot - pivot_at(max)) * scale)}, total};
-}
-
 /* Whether sums with this pivot are good enough for a row with this maximum. */
 DEVICE bool is_near(float pivot, float max, float scale) {
     const float distance = (max - pivot) * scale;
     return distance >= 0.0f && distance <= MOST_DISTANCE;
 }
 
+/* From the slots of all threads; every thread gets the result. redo(): sums the row again, with the pivot
+ * that it finds in `slots`. Called once per kernel. */
+template <typename T, bool TOTAL, typename Redo>
+DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int shift, float scale, Redo redo) {
+    constexpr int N = WIDE<T>;
+    __shared__ WarpSums<N> of;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = team.threads / WARP;
+    const bool is_block = !team.is_warp();
+    const auto publish = [&] {
+        if (is_block && lane == 0) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                of.first_sum[warp][j] = slots.sum[j];
+                if constexpr (TOTAL)
+                    of.first_total[warp][j] = slots.total[j];
+            }
+        }
+    };
+    float max = warp_max(slots.max);
+    if (is_block && lane == 0)
+        of.max[warp] = max;
+    publish();
+    if (is_block) {
+        __syncthreads();
+        max = warp_max(lane < warps ? of.max[lane] : -INFINITY);
+    }
+    if (!is_near(slots.pivot, max, scale)) {
+        slots = SlotSums<T, TOTAL>(pivot_at(max));
+        redo();
+        publish(); /* nobody has read the first ones */
+        if (is_block)
+            __syncthreads();
+    }
+    float sum = sum_slots(team, slots.sum, shift, of.first_sum), total = 0.0f;
+    if constexpr (TOTAL)
+        total = sum_slots(team, slots.total, shift, of.first_total);
+    if (is_block) {
+        if (lane == 0) {
+            of.sum[warp] = sum;
+            of.total[warp] = total;
+        }
+        __syncthreads();
+        sum = warp_sum(lane < warps ? of.sum[lane] : 0.0f);
+        if constexpr (TOTAL)
+            total = warp_sum(lane < warps ? of.total[lane] : 0.0f);
+    }
+    return {{max, sum * expf((slots.pivot - pivot_at(max)) * scale)}, total};
+}
+
 /* Called by all threads of the team, which get the result. COUNT: granules in flight; of no effect on the
- * result. */
-template <bool TOTAL, int COUNT, typename T, bool ALIGNED>
-DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, float scale) {
+ * result. wanted(): called after the first loads; false: the row is not needed, and the result is
+ * undefined. Called once per kernel. */
+template <bool TOTAL, int COUNT, typename T, bool ALIGNED, typename Wanted>
+DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, float scale, Wanted wanted) {
     constexpr int N = WIDE<T>;
     const Granules<T, ALIGNED> granules(row);
     const int thread = team.thread(), threads = team.threads, end = granules.end;
@@ -211,6 +239,8 @@ DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row
     if (granules.adjacent && g < end)
         granules.load(group, g, threads);
     SlotSums<T, TOTAL> slots(pivot_of(row));
+    if (!wanted())
+        return {};
     const auto add_all = [&] {
         if (!granules.adjacent) {
             for (int i = thread; i < granules.count; i += threads)
@@ -227,15 +257,12 @@ DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row
         granules.add_after(slots, thread, threads, scale);
     };
     add_all();
-    const float max = reduce_team<true>(team, slots.max);
-    if (!is_near(slots.pivot, max, scale)) {
-        slots = SlotSums<T, TOTAL>(pivot_at(max));
+    return merge_slots(team, slots, granules.shift, scale, [&] {
         g = granules.first_of(thread, threads);
         if (granules.adjacent && g < end)
             granules.load(group, g, threads);
         add_all();
-    }
-    return merge_slots(team, slots, max, granules.shift, scale);
+    });
 }
 
 #endif

@@ -47,19 +47,22 @@ struct BasicArgs {
     template <typename T> DEVICE T *row_of_dz(int row) const {
         return reinterpret_cast<T *>(dz + row * dz_step);
     }
-    /* Loading and checking are two functions, so that the load can be in flight during other
-     * work. */
-    DEVICE int64_t load_label(int row) const {
-        return wide_labels ? load_now(static_cast<const int64_t *>(labels) + row)
-                           : load_now(static_cast<const int *>(labels) + row);
+    /* Finding, loading and checking are three functions, so that the load can be in flight during other
+     * work. Finding may take a division: it comes before loads whose results a call would have to save. */
+    DEVICE int label_at(int row) const {
+        return row;
+    }
+    DEVICE int lse_at(int row) const {
+        return row;
+    }
+    DEVICE int64_t load_label(int64_t at) const {
+        return wide_labels ? load_now(static_cast<const int64_t *>(labels) + at)
+                           : load_now(static_cast<const int *>(labels) + at);
     }
     DEVICE int class_of(int64_t label) const {
         return label == ignore_index                     ? static_cast<int>(IGNORED)
                : static_cast<uint64_t>(label) >= classes ? static_cast<int>(OUT_OF_RANGE)
                                                          : static_cast<int>(label);
-    }
-    DEVICE float load_lse(int row) const {
-        return load_now(lse + row);
     }
     /* The number of labels that are not ignored. Called by all THREADS threads of a block. */
     template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
@@ -154,29 +157,27 @@ struct SpacedArgs : BasicArgs {
     template <typename T> DEVICE T *row_of_dz(int row) const {
         return dz_rows.at<T>(row);
     }
-    DEVICE int64_t load_label(int row) const {
-        const int64_t at = label_rows.offset(row);
-        return wide_labels ? load_now(static_cast<const int64_t *>(labels) + at)
-                           : load_now(static_cast<const int *>(labels) + at);
+    DEVICE int64_t label_at(int row) const {
+        return label_rows.offset(row);
     }
-    DEVICE float load_lse(int row) const {
-        return load_now(lse + lse_rows.offset(row));
+    DEVICE int64_t lse_at(int row) const {
+        return lse_rows.offset(row);
     }
     template <int THREADS> DEVICE int count() const {
         if (label_rows.dims == 1 && label_rows.step == 1)
             return BasicArgs::count<THREADS>();
         int counted = 0;
         for (int row = threadIdx.x; row < rows; row += THREADS)
-            counted += load_label(row) != ignore_index;
+            counted += load_label(label_at(row)) != ignore_index;
         return block_sum(counted);
     }
     template <int THREADS> DEVICE double factor() const {
         const float upstream = dloss ? *dloss : 1.0f;
         return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
     }
-    DEVICE double finish_row(int row, int label, RowStats s, float z_label) const {
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr) const {
         return finish_row_at(lse ? lse_rows.offset(row) : 0, row_loss ? row_loss_rows.offset(row) : 0, label, s,
-                             z_label);
+                             z_label, total);
     }
 };
 
@@ -235,9 +236,9 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
     if (p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
     if (p.invariant) /* SpacedArgs */
-        return !p.whole_packs || p.row_packs() < INVARIANT_PACKS ? "rows are short, or not whole, aligned packs"
-               : p.rows > 1 << 30                                ? "it counts rows in 31 bits"
-                                                                 : NULL;
+        return !p.whole_packs     ? "rows are not whole, aligned packs of 16 bytes"
+               : p.rows > 1 << 30 ? "it counts rows in 31 bits"
+                                  : NULL;
     return !rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits))
                ? "rows are not whole, aligned packs of 16 bytes"
                : NULL;

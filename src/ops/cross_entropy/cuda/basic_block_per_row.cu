@@ -14,10 +14,11 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
     start_next_kernel();
     const int row = blockIdx.x, packs = u.classes / N, threads = blockDim.x;
     const T *const z = u.template row_of_z<T>(row);
+    const int64_t label_at = u.label_at(row);
     Pack<T, N> pack[AT_ONCE];
     load_packs(pack, z, packs, threadIdx.x, threads);
     issue_loads_first();
-    const int label = u.class_of(u.load_label(row));
+    const int label = u.class_of(u.load_label(label_at));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
     const RowStats s =
         label >= 0 ? merge_block(stats_of_packs(pack, z, packs, threadIdx.x, threads), 1.0f) : no_elements();

@@ -15,8 +15,8 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
     start_next_kernel();
     const int lane = threadIdx.x % WARP, row = blockIdx.x * ROW_THREADS + threadIdx.x;
     const bool valid = row < u.rows;
-    const int64_t loaded = valid ? u.load_label(row) : u.ignore_index;
-    const float given = valid ? u.load_lse(row) : 0.0f;
+    const int64_t loaded = valid ? u.load_label(u.label_at(row)) : u.ignore_index;
+    const float given = valid ? load_now(u.lse + u.lse_at(row)) : 0.0f;
     if (known_factor)
         wait_for_previous_kernel();
     const double factor = known_factor ? __ldcg(known_factor) : u.template factor<ROW_THREADS>();

@@ -19,9 +19,10 @@ __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const _
     const int thread = threadIdx.x, row = blockIdx.x, packs = u.classes / N;
     const T *const z = u.template row_of_z<T>(row);
     T *const dz = u.template row_of_dz<T>(row);
+    const int64_t label_at = u.label_at(row);
     Pack<T, N> own[OWN];
     load_packs(own, z, packs, thread, THREADS);
-    const int64_t loaded = u.load_label(row);
+    const int64_t loaded = u.load_label(label_at);
 
     /* Pack i is in slots[i]. Each slot has one thread, which waits only for its own copies. */
     Pack<T, N> *const slots = reinterpret_cast<Pack<T, N> *>(slot_memory) - OWN * THREADS;

@@ -3,7 +3,7 @@
  * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
  * row, for forward, backward and both; forward also with label smoothing.
  */
-#include "ops/cross_entropy/cuda/basic.cuh"
+#include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
 
@@ -31,20 +31,23 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
         u.write_loss(sum.x, sum.y);
 }
 
-/* PACKS: packs per lane. SMOOTHS: label smoothing, only without a gradient. */
-template <typename T, int PACKS, bool FORWARD, bool GRADIENT, bool SMOOTHS = false>
-__global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ BasicArgs u) {
+/* PACKS: packs per lane. SMOOTHS: label smoothing, only without a gradient. known_factor: NULL, if every
+ * block is to compute it. U: BasicArgs or SpacedArgs. */
+template <typename T, int PACKS, bool FORWARD, bool GRADIENT, bool SMOOTHS, class U>
+__global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ U u, const double *known_factor) {
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
     const bool valid = own < u.rows;
     const int row = valid ? own : u.rows - 1, packs = u.classes / N;
-    const T *const z = u.row_of_z<T>(row);
+    const T *const z = u.template row_of_z<T>(row);
+    T *const dz = GRADIENT ? u.template row_of_dz<T>(row) : nullptr;
+    const int64_t label_at = u.label_at(row), lse_at = FORWARD || !u.lse ? 0 : u.lse_at(row);
     Pack<T, N> pack[PACKS];
     load_packs(pack, z, packs, lane, WARP);
     issue_loads_first();
-    const int64_t loaded = u.load_label(row);
-    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + row);
-    const double factor = GRADIENT ? u.factor<ROW_THREADS>() : 0.0;
+    const int64_t loaded = u.load_label(label_at);
+    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + lse_at);
+    const double factor = !GRADIENT ? 0.0 : known_factor ? __ldcg(known_factor) : u.template factor<ROW_THREADS>();
     const int label = u.class_of(loaded);
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const bool from_lse = lse_is_accurate<T>(given);
@@ -71,7 +74,7 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
                                 : from_lse ? u.gradient_from_lse(label, factor, given)
                                            : u.gradient_from_stats(label, factor, s);
         const bool mine = valid && g.label >= 0 && g.label / N % WARP == lane;
-        write_packs(u.row_of_dz<T>(row), pack, lane, WARP, valid ? packs : 0, g, z_label, mine);
+        write_packs(dz, pack, lane, WARP, valid ? packs : 0, g, z_label, mine);
     }
     if (FORWARD) {
         __shared__ double2 row_losses[ROW_THREADS / WARP];
@@ -86,6 +89,7 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
 
 struct BasicWarpPerRow {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         BasicArgs args;
         int64_t blocks;
@@ -102,34 +106,50 @@ struct BasicWarpPerRow {
         const Problem p(call);
         plan->args = basic_args(device, p, call);
         plan->blocks = ceil_div<int64_t>(p.rows, ROW_THREADS / WARP);
-        return plan->args.loss ? plan->blocks * sizeof(double2) : 0;
+        return (plan->args.loss ? plan->blocks : 0) * sizeof(double2) + (counts(plan->args) ? sizeof(double) : 0);
     }
 
-    template <typename T, int PACKS>
-    static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const BasicArgs &args) {
+    /* Whether there are more labels than every block should count: only if the call is batch invariant. */
+    static bool counts(const BasicArgs &args) {
+        return args.dz && args.rows > 2 * SCANNED_ROWS;
+    }
+
+    template <typename T, int PACKS, class U>
+    static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const U &args,
+                            const double *factor) {
         const Launch how = {plan.blocks, ROW_THREADS};
         if (!args.dz && args.spread != 0.0)
-            sequence.run(how, warp_per_row<T, PACKS, true, false, true>, args);
+            sequence.run(how, warp_per_row<T, PACKS, true, false, true, U>, args, factor);
         else if (!args.dz)
-            sequence.run(how, warp_per_row<T, PACKS, true, false>, args);
+            sequence.run(how, warp_per_row<T, PACKS, true, false, false, U>, args, factor);
         else if (call.common.direction == RAFTER_FORWARD)
-            sequence.run(how, warp_per_row<T, PACKS, true, true>, args);
+            sequence.run(how, warp_per_row<T, PACKS, true, true, false, U>, args, factor);
         else
-            sequence.run(how, warp_per_row<T, PACKS, false, true>, args);
+            sequence.run(how, warp_per_row<T, PACKS, false, true, false, U>, args, factor);
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    template <class U>
+    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args) {
         LaunchSequence sequence = {context};
-        BasicArgs args = plan.args;
-        args.losses = at_offset<double>(workspace, 0);
+        double *const factor = counts(args) ? args.losses + (args.loss ? 2 * plan.blocks : 0) : nullptr;
+        if (factor)
+            sequence.run(Launch{1, ONE_BLOCK}, compute_factor<U>, args, factor);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (args.classes / WIDE<T> <= 4 * WARP)
-                launch_rows<T, 4>(sequence, call, plan, args);
+                launch_rows<T, 4>(sequence, call, plan, args, factor);
             else
-                launch_rows<T, 8>(sequence, call, plan, args);
+                launch_rows<T, 8>(sequence, call, plan, args, factor);
         });
         return RAFTER_OK;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Problem p(call);
+        BasicArgs args = plan.args;
+        args.losses = at_offset<double>(workspace, 0);
+        return p.invariant ? launch_with(context, call, plan, spaced_args(args, p, call))
+                           : launch_with(context, call, plan, args);
     }
 };
 

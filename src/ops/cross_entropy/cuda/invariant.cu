@@ -38,14 +38,17 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> stats_from(const RowSums &sums)
     return g;
 }
 
-/* The statistics of a row; every thread of the team gets them. */
-template <int OPTIONS, typename T, bool ALIGNED>
-DEVICE LossStats<OPTIONS> team_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, const Loss &loss) {
+/* The statistics of a row; every thread of the team gets them. `wanted`: see slot_stats. */
+template <int OPTIONS, typename T, bool ALIGNED, typename Wanted>
+DEVICE LossStats<OPTIONS> team_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, const Loss &loss,
+                                     Wanted wanted) {
     if constexpr (OPTIONS == FULL) {
+        if (!wanted())
+            return no_columns<FULL>();
         const LossStats<FULL> g = full_stats(row, team.thread(), team.threads, loss);
         return team.is_warp() ? merge_warp(g, loss.scale) : merge_block_for_all(g, loss.scale);
     } else {
-        return stats_from<OPTIONS>(slot_stats<OPTIONS == SMOOTH, IN_FLIGHT>(team, row, loss.scale));
+        return stats_from<OPTIONS>(slot_stats<OPTIONS == SMOOTH, IN_FLIGHT>(team, row, loss.scale, wanted));
     }
 }
 
@@ -84,18 +87,22 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_losses(const __gri
     const Loss &loss = c.loss;
     const int64_t row = team.row();
     const int thread = team.thread();
-    const int64_t label = row < loss.rows ? loss.class_of(loss.load_label(row)) : IGNORED;
+    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
     const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row < loss.rows ? row : 0), loss.classes, c.z_step};
-    const float z_label = thread == 0 && label >= 0 ? z.element(label) : 0.0f;
-    wait_for_previous_kernel();
+    int64_t label = IGNORED;
+    float z_label = 0.0f;
     Totals totals = {};
-    if (label >= 0) {
-        const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss);
-        if (thread == 0)
-            write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
-    } else if (thread == 0 && row < loss.rows) {
+    const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss, [&] {
+        wait_for_previous_kernel();
+        label = loss.class_of(loaded);
+        if (thread == 0 && label >= 0)
+            z_label = z.element(label);
+        return label >= 0;
+    });
+    if (thread == 0 && label >= 0)
+        write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
+    else if (thread == 0 && row < loss.rows)
         write_skipped(loss, row, label, &totals);
-    }
     if (!adds_up(c))
         return;
     if (team.is_warp())
@@ -139,7 +146,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_gradients(const __
     const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row), loss.classes, c.z_step};
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
-        const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss);
+        const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss, [] { return true; });
         gradient_in_float(loss, row_terms[row], g, &gradient);
         if (thread == 0 && loss.forward)
             stats[row] = g;
@@ -237,12 +244,7 @@ DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &
         };
         add_all();
         copy_wait<0>();
-        const float max = reduce_team<true>(team, slots.max);
-        if (!is_near(slots.pivot, max, loss.scale)) {
-            slots = SlotSums<T, OPTIONS == SMOOTH>(pivot_at(max));
-            add_all();
-        }
-        return stats_from<OPTIONS>(merge_slots(team, slots, max, row.shift, loss.scale));
+        return stats_from<OPTIONS>(merge_slots(team, slots, row.shift, loss.scale, add_all));
     }
 }
 
@@ -323,7 +325,7 @@ struct Invariant {
 
     /* Blocks of staged_gradients that a multiprocessor holds, at most 2 of 512 threads. */
     static int staged_blocks(const rafter_cuda_state &device, const Problem &p, const RowTeam &team, size_t *shared) {
-        constexpr int64_t OWN = 2 << 10, RESERVED = 1 << 10; /* shared memory: static, and the system's */
+        constexpr int64_t OWN = 4 << 10, RESERVED = 1 << 10; /* shared memory: static, and the system's */
         *shared = static_cast<size_t>(p.row_bytes / 16 + 2) * 16;
         const int64_t most = 2 * INDEXED_THREADS / team.threads,
                       fit = (device.shared_bytes + RESERVED) / (static_cast<int64_t>(*shared) + OWN + RESERVED);
@@ -334,7 +336,7 @@ struct Invariant {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
-        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT);
+        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT, p.gradient ? INDEXED_THREADS : SLOT_THREADS);
         plan->aligned = rows_are_aligned(call.logits);
         plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
         plan->general.fill(device, p, call,

@@ -15,15 +15,45 @@ struct InvariantArgs {
 };
 
 template <typename T, bool ALIGNED>
-__global__ __launch_bounds__(INDEXED_THREADS,
-                             INDEXED_BLOCKS<ALIGNED>) void indexed_rows(const __grid_constant__ InvariantArgs a) {
+__global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_constant__ InvariantArgs a) {
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
     const IndexedRow<T, ALIGNED> x = {a.x.at<const T>(row), a.n, a.step};
-    const RowStats s = slot_stats<false, IN_FLIGHT>(a.team, x, 1.0f).stats;
+    const RowStats s = slot_stats<false, IN_FLIGHT>(a.team, x, 1.0f, [] { return true; }).stats;
     if (a.team.thread() == 0)
         a.lse.put(row, lse_of(s));
+}
+
+/* Rows of whole, aligned packs: a warp per row, up to 32 * IN_FLIGHT packs; or a block. As in
+ * packed_rows.cu, but with any strides: a row alone has none. */
+constexpr int WARP_ROW_THREADS = 128, MOST_THREADS = 512;
+
+template <typename T>
+__global__ __launch_bounds__(WARP_ROW_THREADS) void short_rows_of_packs(const __grid_constant__ InvariantArgs a) {
+    const int64_t row = blockIdx.x * int64_t(WARP_ROW_THREADS / WARP) + threadIdx.x / WARP;
+    if (row >= a.rows)
+        return;
+    const int lane = threadIdx.x % WARP;
+    const T *const x = a.x.at<const T>(row);
+    Pack<T, WIDE<T>> packs[IN_FLIGHT];
+    load_packs(packs, x, static_cast<int>(a.n / WIDE<T>), lane, WARP);
+    RowStats s = no_elements();
+    add_packs(s, packs, 1.0f);
+    s = merge_lanes<WARP>(s, 1.0f);
+    if (lane == 0)
+        a.lse.put(row, lse_of(s));
+}
+
+template <typename T>
+__global__ __launch_bounds__(MOST_THREADS, 3) void rows_of_packs(const __grid_constant__ InvariantArgs a) {
+    const int count = static_cast<int>(a.n / WIDE<T>);
+    const T *const x = a.x.at<const T>(blockIdx.x);
+    Pack<T, WIDE<T>> packs[IN_FLIGHT];
+    load_packs(packs, x, count, threadIdx.x, blockDim.x);
+    const RowStats s = merge_block(stats_of_packs(packs, x, count, threadIdx.x, blockDim.x), 1.0f);
+    if (threadIdx.x == 0)
+        a.lse.put(blockIdx.x, lse_of(s));
 }
 
 struct Invariant {
@@ -31,7 +61,7 @@ struct Invariant {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         InvariantArgs args;
-        bool aligned;
+        bool aligned, whole; /* rows; whole: and consist of packs */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -42,17 +72,27 @@ struct Invariant {
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
-        plan->args = {p.x_rows(), reduced_rows(call.lse, call),           p.rows,
-                      p.n,        p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1, RowTeam::of(p.row_bytes(), IN_FLIGHT)};
+        plan->args = {
+            p.x_rows(), reduced_rows(call.lse, call),           p.rows,
+            p.n,        p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1, RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_THREADS)};
         plan->aligned = rows_are_aligned(p.x);
+        plan->whole = plan->aligned && p.row_bytes() % 16 == 0 && p.n <= 1 << 30;
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, plan.args.team.blocks(plan.args.rows),
-                     plan.aligned ? indexed_rows<T, true> : indexed_rows<T, false>, plan.args);
+            const int64_t packs = plan.args.n / WIDE<T>;
+            if (plan.whole && packs <= WARP * IN_FLIGHT)
+                ::launch(context, {ceil_div<int64_t>(plan.args.rows, WARP_ROW_THREADS / WARP), WARP_ROW_THREADS},
+                         short_rows_of_packs<T>, plan.args);
+            else if (plan.whole)
+                ::launch(context, {plan.args.rows, power_at_least(packs / IN_FLIGHT, 2 * WARP, MOST_THREADS)},
+                         rows_of_packs<T>, plan.args);
+            else
+                ::launch(context, plan.args.team.blocks(plan.args.rows),
+                         plan.aligned ? indexed_rows<T, true> : indexed_rows<T, false>, plan.args);
         });
         return RAFTER_OK;
     }
