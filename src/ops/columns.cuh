@@ -10,8 +10,9 @@
 
 /* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
  * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and its
- * gradient, and argmax, as the call says. Gradients distinguish only FULL from the others. */
-enum Options { PLAIN, SMOOTH, FULL };
+ * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; only kernels that write no
+ * gradient know it. Gradients distinguish only FULL from the others. */
+enum Options { PLAIN, SMOOTH, FULL, CAPPED };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
@@ -224,6 +225,47 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 }
 
 /* ---- the same for packs of adjacent columns -------------------------------------------------- */
+
+/* Adds packs of logits under a softcap, of which the first `valid` are part of the row. */
+template <typename T, int N, int COUNT>
+DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
+    constexpr int TOGETHER = N >= 8 ? 1 : COUNT < 8 / N ? COUNT : 8 / N; /* packs that share a branch */
+    static_assert(COUNT % TOGETHER == 0, "the last group would be short");
+    /* The cap grows with the logit, and any number close to the maximum will do. */
+    const float max = fmaxf(g.s.max, capped(max_of_all(packs), loss)), pivot = pivot_at(max), rate = cap_rate(loss);
+    float sum[4] = {g.s.sum * exp_term<T>(g.s.max - pivot, loss.scale)}, all = 0.0f;
+#pragma unroll
+    for (int first = 0; first < COUNT; first += TOGETHER) {
+        float v[TOGETHER][N], largest = 0.0f;
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            unpack(packs[first + k], v[k]);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                largest = fmaxf(largest, fabsf(v[k][j]));
+        }
+        const bool near = largest < CAP_NEAR * loss.softcap; /* then no pack is full of -inf */
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                float &x = v[k][j];
+                if (near)
+                    x = capped_near(x, loss);
+                else
+                    x = first + k >= valid ? -INFINITY : NARROW<T> ? capped_fast(x, rate, loss) : capped(x, loss);
+            }
+#pragma unroll
+        for (int k = 0; k < TOGETHER; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                sum[(k * N + j) % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
+                all += first + k < valid ? v[k][j] : 0.0f;
+            }
+    }
+    g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+    g.weighted += all;
+}
 
 /* The largest element; NaN if there is one. */
 template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N> (&packs)[COUNT]) {

@@ -260,6 +260,14 @@ template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
             z[j] = capped(z[j], loss);
     }
 }
+/* The same of a logit of 16 bits, to 2^-22 of the cap. Without a sum that cancels for small z, but at a
+ * third of the instructions. `rate`: see cap_rate. */
+DEVICE float cap_rate(const Loss &loss) {
+    return fminf(2.0f * LOG2E * loss.inverse_cap, FLT_MAX);
+}
+DEVICE float capped_fast(float z, float rate, const Loss &loss) {
+    return fmaf(-2.0f * loss.softcap, reciprocal_fast(1.0f + exp2_fast(z * rate)), loss.softcap);
+}
 /* Its derivative, 1 - tanh^2(z / cap). */
 DEVICE float cap_slope(float z, const Loss &loss) {
     const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);

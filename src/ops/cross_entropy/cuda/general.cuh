@@ -40,6 +40,8 @@ DEVICE void add(LossStats<OPTIONS> &g, const Pack<T, N> (&packs)[COUNT], int val
         add_packs(g.s, packs, loss.scale);
     } else if constexpr (OPTIONS == SMOOTH) {
         add_packs(g.s, packs, loss.scale, &g.weighted, valid);
+    } else if constexpr (OPTIONS == CAPPED) {
+        add_capped(g, packs, valid, loss);
     } else if (valid > 0) {
         add_full(g, packs, valid, column, step, loss);
     }
@@ -243,10 +245,16 @@ template <typename F> auto for_options(Options options, F f) {
     }
 }
 
+/* The same for kernels that write no gradient. */
+template <typename F> auto for_forward_options(Options options, F f) {
+    return options == CAPPED ? f(std::integral_constant<int, CAPPED>()) : for_options(options, f);
+}
+
 /* The part of a plan that all general variants share. */
 struct GeneralPlan {
     Args args; /* without the workspace */
     Options options;
+    Options forward_options;       /* the same for kernels that write no gradient: may be CAPPED */
     bool prepares, reduces;        /* whether `prepare` runs; whether add_up writes the loss */
     size_t prepared, block_totals; /* offsets in the workspace */
 
@@ -266,16 +274,16 @@ struct GeneralPlan {
         }
         args.counter = device.counters;
         const bool weights = loss.weighted && loss.class_weight;
-        options = loss.softcap != 0.0f || weights || loss.entropy.data || loss.argmax.data ? FULL
-                  : loss.weighted && loss.forward                                          ? SMOOTH
-                                                                                           : PLAIN;
+        const bool caps = loss.softcap != 0.0f, more = weights || loss.entropy.data || loss.argmax.data;
+        options = caps || more ? FULL : loss.weighted && loss.forward ? SMOOTH : PLAIN;
+        forward_options = caps && !more && !p.gradient ? CAPPED : options;
         prepares = weights || (p.gradient && loss.needs_totals() && p.rows > SCANNED_ROWS);
         reduces = loss.loss.data && loss.reduction != RAFTER_NONE;
         block_totals = reduces ? layout->add(summing_blocks * int64_t(sizeof(Totals))) : 0;
         prepared = prepares ? layout->add((1 + PREPARE_BLOCKS) * int64_t(sizeof(Prepared))) : 0;
     }
 
-    /* Bytes of one LossStats. */
+    /* Bytes of one LossStats; those of forward_options are not larger. */
     int64_t stats_bytes() const {
         return for_options(options, [](auto o) { return int64_t(sizeof(LossStats<decltype(o)::value>)); });
     }

@@ -14,7 +14,7 @@ struct StreamArgs {
 };
 
 /* Blocks per multiprocessor. LANES: see below. */
-template <int OPTIONS, int LANES> constexpr int STREAMS_PER_SM = OPTIONS == FULL || LANES != 0 ? 3 : 4;
+template <int OPTIONS, int LANES> constexpr int STREAMS_PER_SM = OPTIONS >= FULL || LANES != 0 ? 3 : 4;
 
 /* LANES per row, or 0: a warp, for rows of several groups. */
 template <typename T, int OPTIONS, int LANES>
@@ -67,7 +67,7 @@ struct StreamedRows {
         const StreamArgs args = {plan.general.start(sequence, workspace), plan.stream};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
+            for_forward_options(plan.general.forward_options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
                 if (args.stream.lanes == 4)

@@ -77,7 +77,7 @@ struct ThreadPerRow {
                      merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
+            for_forward_options(plan.general.forward_options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.threads.parts > 1) {
                     sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, true>, args);

@@ -15,7 +15,7 @@ constexpr int MOST_THREADS = 512;
 
 /* A block per part of a row; all parts but the last have `part` elements. */
 template <typename T, int OPTIONS>
-__global__ __launch_bounds__(MOST_THREADS, OPTIONS == FULL ? 2 : 3) void statistics(const __grid_constant__ Args c,
+__global__ __launch_bounds__(MOST_THREADS, OPTIONS >= FULL ? 2 : 3) void statistics(const __grid_constant__ Args c,
                                                                                     unsigned parts, int64_t part,
                                                                                     LossStats<OPTIONS> *part_stats) {
     start_next_kernel();
@@ -57,7 +57,7 @@ __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constan
             all = g;
         else
             all.s = g.s;
-        if constexpr (OPTIONS == SMOOTH)
+        if constexpr (OPTIONS == SMOOTH || OPTIONS == CAPPED)
             all.weighted = g.weighted;
         all.z_label = loss.has_class(label) ? to_float(c.z.at<const T>(row)[loss.column_of(label)]) : 0.0f;
     }
@@ -122,7 +122,7 @@ struct TwoPass {
         rafter_status status = RAFTER_OK;
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
+            for_forward_options(plan.general.forward_options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats = at_offset<LossStats<OPTIONS>>(workspace, plan.stats);
                 if (rows > 0 && parts > 0)
