@@ -57,7 +57,7 @@ static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoic
 
 /* For blocks of `threads` threads. */
 static inline ColumnPacks column_packs_of(const Slabs &s, bool splits, int threads) {
-    constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 16;
+    constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 8;
     ColumnPacks c = {};
     c.slabs = s;
     c.packs = static_cast<unsigned>(s.rows() / COLUMNS);

@@ -292,27 +292,28 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
  * the parts takes: by an estimate, in us, for an H200, which runs 396 blocks at once. By shape alone,
  * never by the device: the same bits everywhere. */
 static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
-    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, MOST_PARTS = 64, SHORT_ROW = 48 << 10,
-                      LEAST_PART = 8 << 10;
-    constexpr double START = 0.6, MERGE = 1.8, PER_PART = 0.015;
+    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, SHORT_ROW = 48 << 10;
+    constexpr int64_t MOST_PARTS = WARP;     /* which one warp merges */
+    constexpr int64_t USUAL_PART = 16 << 10; /* a load for each pack of 256 threads */
+    constexpr double START = 0.6, MERGE = 2.2;
     if (rows >= MANY_ROWS || row_bytes <= SHORT_ROW)
         return 1;
     /* KB per us of one of `running` blocks: the block's own limit, that of a multiprocessor, of memory.
      * After the first wave, blocks go where others have ended: often three to a multiprocessor. */
     const auto rate = [](int64_t running, bool first) {
         const double per_sm = first ? static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS) : 3.0;
-        return fmin(fmin(26.0, 45.0 / per_sm), 3500.0 / static_cast<double>(running));
+        return fmin(fmin(26.0, 45.0 / per_sm), (first ? 4200.0 : 3500.0) / static_cast<double>(running));
     };
     int64_t best = 1;
     double least = INFINITY;
-    for (int64_t parts = 1; parts <= MOST_PARTS && row_bytes / parts >= LEAST_PART; parts++) {
+    for (int64_t parts = 1; parts <= min(row_bytes / USUAL_PART, MOST_PARTS); parts++) {
         const int64_t waves = rows * parts / AT_ONCE, rest = rows * parts % AT_ONCE;
         const double part = static_cast<double>(row_bytes) / 1024.0 / static_cast<double>(parts);
-        double time = static_cast<double>(waves) * (START + part / rate(AT_ONCE, true));
+        double time = static_cast<double>(waves) * (START + part / rate(AT_ONCE, false));
         if (rest > 0)
             time += START + part / rate(rest, waves == 0);
         if (parts > 1)
-            time += MERGE + PER_PART * static_cast<double>(parts);
+            time += MERGE;
         if (time < 0.98 * least) {
             least = time;
             best = parts;

@@ -188,7 +188,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
         t.down = power_at_least(full, 1, WARP);
     else if (t.rows)
         t.down = static_cast<int>(round_up<int64_t>(ceil_div(full, ceil_div<int64_t>(full, usual)), WARP));
-    else if (t.elements == 1 && columns >= (how.split ? 32 : 4) * usual)
+    else if (t.elements == 1 && (how.split ? bytes == 4 && columns >= 32 * usual : columns >= 4 * usual))
         t.down = 1; /* blocks as wide as possible: sectors that two blocks share are few */
     else
         t.down = static_cast<int>(max(min(full, columns < WARP ? usual / columns : int64_t(8)), int64_t(1)));

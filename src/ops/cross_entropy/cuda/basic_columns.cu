@@ -172,6 +172,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
     }
     BasicGradient g[COLUMNS];
     ScaledExp<T> scaled[COLUMNS];
+    bool constant[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const double own = a.row_dlosses ? factor * dloss[j] : factor;
@@ -180,6 +181,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
                : lse_is_accurate<T>(given[j]) ? u.gradient_from_lse(label[j], own, given[j])
                                               : u.gradient_from_stats(label[j], own, s[j]);
         scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
+        constant[j] = g[j].label < 0;
     }
     for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
         float z_label[COLUMNS] = {}, at_label[COLUMNS];
@@ -193,8 +195,10 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
             float d[COLUMNS];
             unpack(group[k], d);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
-                d[j] = g[j].label < 0 ? g[j].c : g[j].label - l == k ? at_label[j] : scaled[j].of(d[j]);
+            for (int j = 0; j < COLUMNS; j++) {
+                const float usual = scaled[j].of(d[j]);
+                d[j] = g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
+            }
             if (l + k < to)
                 store_once<T, COLUMNS>(dz, packed<T>(d));
         }

@@ -100,7 +100,8 @@ struct ShortColumns {
     }
 
     static ColumnChoice choice(const Problem &p) {
-        return {p.backward ? 2 : 1, p.backward ? 1024 : 64, p.backward};
+        const int64_t longest = !p.backward ? 64 : p.x.dtype == RAFTER_F32 ? 256 : 1024;
+        return {p.backward ? 2 : 1, longest, p.backward};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
