@@ -216,6 +216,9 @@ static const struct single {
     {RAFTER_F16, {{.name = "segments", .reduction = RAFTER_NONE, .dloss = true}, false}, {2, {128, 3}}, 0, false},
     {RAFTER_BF16, {{.name = "segments", .without_lse = true}, true}, {2, {160, 7}}, 0, false},
     {RAFTER_BF16, {{.name = "segments", .ignored = SOME_IGNORED}, false}, {2, {18436, 9}}, 0, false},
+    /* contiguous: very short rows through shared memory */
+    {RAFTER_F16, {{.name = "tiny", .reduction = RAFTER_NONE, .dloss = true}, false}, {2, {8195, 7}}, 0, true},
+    {RAFTER_BF16, {{.name = "tiny", .ignored = SOME_IGNORED, .narrow = true}, true}, {2, {150000, 21}}, 0, true},
     {RAFTER_F32, {{.name = "segments", .without_lse = true}, true}, {2, {22532, 11}}, 0, false},
 };
 

@@ -1,0 +1,213 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Calls without options beyond reduction and ignore_index, of many rows of 2 to 32 classes that follow each
+ * other (cuda/tiny_rows.cuh). Forward: one kernel. Backward: one that writes the factor of all gradients,
+ * then the gradients.
+ */
+#include "cuda/tiny_rows.cuh"
+#include "ops/cross_entropy/cuda/basic_factor.cuh"
+
+namespace {
+
+constexpr int PER_SM = 4; /* blocks */
+
+/* Kernel arguments. */
+struct TinyArgs {
+    BasicArgs basic;
+    TinyRows tiny;
+    float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
+    const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
+    const double *factor;     /* backward: of all gradients */
+};
+
+template <typename T> struct TinyLoss {
+    const TinyArgs &a;
+    double2 sum = {}; /* losses, and how many */
+    typedef int64_t Row;
+
+    DEVICE Row no_row() const {
+        return a.basic.ignore_index;
+    }
+    DEVICE Row load(int row) const {
+        return a.basic.load_label(row);
+    }
+    DEVICE void begin() const {
+    }
+    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements) {
+        const BasicArgs &u = a.basic;
+        const int label = u.class_of(loaded);
+        const RowStats s = stats_of_row<T>(x);
+        const double log_sum = log_of_sum(s.max == INFINITY ? NAN : s.sum);
+        double value, lse;
+        if (label >= 0) {
+            value = negative_log_prob(s.max, to_float(elements[label]), log_sum, 1.0);
+            lse = s.max + log_sum;
+        } else {
+            value = lse = label == IGNORED ? 0.0 : NAN;
+            u.flag_bad_label(label);
+        }
+        if (u.lse)
+            u.lse[row] = static_cast<float>(lse);
+        if (u.row_loss)
+            u.row_loss[row] = static_cast<float>(value);
+        if (a.row_losses)
+            a.row_losses[row] = static_cast<float>(value);
+        sum.x += value;
+        sum.y += label != IGNORED;
+    }
+};
+
+template <typename T> struct TinyGradient {
+    const TinyArgs &a;
+    double factor = 0.0;
+    struct Row {
+        int64_t label;
+        float lse, dloss;
+    };
+
+    DEVICE Row no_row() const {
+        return {a.basic.ignore_index, 0.0f, 0.0f};
+    }
+    DEVICE Row load(int row) const {
+        return {a.basic.load_label(row), a.basic.lse ? a.basic.lse[row] : INFINITY,
+                a.row_dlosses ? a.row_dlosses[row] : 1.0f};
+    }
+    DEVICE void begin() {
+        wait_for_previous_kernel();
+        factor = *a.factor;
+    }
+    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+        const BasicArgs &u = a.basic;
+        const int label = u.class_of(loaded.label);
+        const double own = factor * loaded.dloss;
+        u.flag_bad_label(label);
+        const BasicGradient g = label < 0 ? u.gradient_of_skipped(label)
+                                : lse_is_accurate<T>(loaded.lse)
+                                    ? u.gradient_from_lse(label, own, loaded.lse)
+                                    : u.gradient_from_stats(label, own, stats_of_row<T>(x));
+        const float z_label = g.label >= 0 ? to_float(elements[g.label]) : 0.0f;
+        const ScaledExp<T> scaled(g.c, g.pivot, 1.0f);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            if (j < a.tiny.length)
+                elements[j] = from_float<T>(g.label < 0 ? g.c : scaled.of(x[j]));
+        if (g.label >= 0)
+            elements[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
+    }
+};
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
+    extern __shared__ uint4 dynamic[];
+    const BasicArgs &u = a.basic;
+    TinyLoss<T> op = {a};
+    tiny_rows<TinyLoss<T>, T, COUNT, false>(op, a.tiny, dynamic);
+    if (!u.loss)
+        return;
+    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
+    double2 sum = block_sum(op.sum);
+    if (threadIdx.x == 0)
+        block_losses[blockIdx.x] = sum;
+    if (!block_arrives_last(u.counter, gridDim.x))
+        return;
+    sum = {};
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += TINY_THREADS) {
+        const double2 more = __ldcg(&block_losses[i]);
+        sum = make_double2(sum.x + more.x, sum.y + more.y);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        u.write_loss(sum.x, sum.y);
+}
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
+    extern __shared__ uint4 dynamic[];
+    TinyGradient<T> op = {a};
+    tiny_rows<TinyGradient<T>, T, COUNT, true>(op, a.tiny, dynamic);
+}
+
+struct BasicTinyRows {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        TinyArgs args;
+        size_t losses, counts, factor; /* offsets in the workspace */
+        int64_t blocks, count_blocks;
+        bool forward;
+    };
+
+    static bool is_one_number(const rafter_view &view) {
+        return view.ndim == 1 && view.stride[0] == 0;
+    }
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        const struct rafter_loss &l = call.loss;
+        if (const char *const reason = why_not_basic_outputs(p, call))
+            return reason;
+        if (p.forward == p.gradient)
+            return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
+        if (const char *const reason =
+                why_not_tiny(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
+                             static_cast<int>(rafter_dtype_bytes(call.logits.dtype))))
+            return reason;
+        if (l.reduction != RAFTER_NONE)
+            return NULL;
+        return p.forward ? (contiguous_or_missing(l.loss) ? NULL : "loss is strided")
+                         : (contiguous_or_missing(l.dloss) || is_one_number(l.dloss) ? NULL : "dloss is strided");
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        const struct rafter_loss &l = call.loss;
+        TinyArgs &args = plan->args;
+        args.basic = basic_args(device, p, call);
+        args.tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL),
+                                 static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        args.row_losses = nullptr;
+        args.row_dlosses = nullptr;
+        if (l.reduction == RAFTER_NONE) {
+            args.row_losses = args.basic.loss;
+            args.basic.loss = nullptr;
+            if (args.basic.dloss && !is_one_number(l.dloss)) { /* write_factor leaves it to the rows */
+                args.row_dlosses = args.basic.dloss;
+                args.basic.dloss = nullptr;
+            }
+        }
+        plan->forward = p.forward;
+        plan->blocks = tiny_blocks(args.tiny, device, PER_SM);
+        plan->count_blocks = count_blocks(args.basic);
+        WorkspaceLayout layout;
+        plan->losses = layout.add(p.forward ? plan->blocks * int64_t(sizeof(double2)) : 0);
+        plan->counts = layout.add(p.forward ? 0 : COUNT_BLOCKS * int64_t(sizeof(int)));
+        plan->factor = layout.add(p.forward ? 0 : int64_t(sizeof(double)));
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        TinyArgs args = plan.args;
+        args.basic.losses = at_offset<double>(workspace, plan.losses);
+        double *const factor = at_offset<double>(workspace, plan.factor);
+        args.factor = factor;
+        if (!plan.forward)
+            sequence.run(Launch{plan.count_blocks, COUNT_THREADS}, write_factor, args.basic,
+                         at_offset<int>(workspace, plan.counts), factor);
+        const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_tiny_count(args.tiny.length, [&](auto count) {
+                constexpr int COUNT = decltype(count)::value;
+                if (plan.forward)
+                    sequence.run(how, tiny_losses<T, COUNT>, args);
+                else
+                    sequence.run(how, tiny_gradients<T, COUNT>, args);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, basic_tiny_rows, BasicTinyRows)

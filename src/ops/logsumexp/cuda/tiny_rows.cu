@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* logsumexp of many rows of 2 to 32 elements that follow each other (cuda/tiny_rows.cuh). */
+#include "cuda/tiny_rows.cuh"
+#include "ops/logsumexp/cuda/problem.cuh"
+
+namespace {
+
+constexpr int PER_SM = 4; /* blocks */
+
+/* Kernel arguments. */
+struct TinyArgs {
+    TinyRows tiny;
+    Rows lse, dlse; /* contiguous, or dlse is one number; dlse: backward only */
+};
+
+template <typename T, bool BACKWARD> struct TinyLogsumexp {
+    const TinyArgs &a;
+    struct Row {
+        float lse, dlse;
+    };
+
+    DEVICE Row no_row() const {
+        return {0.0f, 0.0f};
+    }
+    DEVICE Row load(int row) const {
+        if (!BACKWARD)
+            return no_row();
+        return {load_number(a.lse.data, a.lse.dtype, row), load_number(a.dlse.data, a.dlse.dtype, row * a.dlse.step)};
+    }
+    DEVICE void begin() const {
+    }
+    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+        if constexpr (BACKWARD) {
+            const ScaledExp<T> gradient = gradient_of_row<T>(loaded.lse, loaded.dlse);
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                if (j < a.tiny.length)
+                    elements[j] = from_float<T>(gradient.of(x[j]));
+        } else {
+            store_number(a.lse.data, a.lse.dtype, row, lse_of(stats_of_row<T>(x)));
+        }
+    }
+};
+
+template <typename T, int COUNT, bool BACKWARD>
+__global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_constant__ TinyArgs a) {
+    extern __shared__ uint4 dynamic[];
+    TinyLogsumexp<T, BACKWARD> op = {a};
+    tiny_rows<TinyLogsumexp<T, BACKWARD>, T, COUNT, BACKWARD>(op, a.tiny, dynamic);
+}
+
+struct Tiny {
+    typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
+    struct Plan {
+        TinyArgs args;
+        int64_t blocks;
+        bool backward;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
+        const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
+        if (const char *const reason =
+                why_not_tiny(s, p.backward ? 2 : 1, static_cast<int>(rafter_dtype_bytes(p.x.dtype))))
+            return reason;
+        if (!reduced_rows(call.lse, call).contiguous())
+            return "lse is strided";
+        if (!p.backward)
+            return NULL;
+        const Rows dlse = reduced_rows(call.dlse, call);
+        return dlse.dims == 1 && (dlse.step == 0 || dlse.step == 1) ? NULL : "dlse is strided";
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->backward = p.backward;
+        plan->args = {
+            tiny_rows_of(slabs_of(p.x, p.backward ? &p.dx : NULL), static_cast<int>(rafter_dtype_bytes(p.x.dtype))),
+            reduced_rows(call.lse, call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
+        plan->blocks = tiny_blocks(plan->args.tiny, device, PER_SM);
+        return 0;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+        const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(plan.args.tiny)};
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_tiny_count(plan.args.tiny.length, [&](auto count) {
+                constexpr int COUNT = decltype(count)::value;
+                if (plan.backward)
+                    ::launch(context, how, tiny<T, COUNT, true>, plan.args);
+                else
+                    ::launch(context, how, tiny<T, COUNT, false>, plan.args);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, tiny_rows, Tiny)
