@@ -90,13 +90,17 @@ act_eager = _ActEager()
 # ---- logsumexp
 
 
-def _logsumexp_fake(x, dim, keepdim=False, algorithm=0):
+def _logsumexp_fake(x, dim, keepdim=False, algorithm=0, dtype=torch.float32):
     shape = list(x.shape)
     if shape:
         shape[dim] = 1
         if not keepdim:
             del shape[dim]
-    return x.new_empty(shape, dtype=torch.float32)
+    return x.new_empty(shape, dtype=dtype)
+
+
+def _logsumexp_rounded_fake(x, dim, keepdim=False, algorithm=0):
+    return _logsumexp_fake(x, dim, keepdim, algorithm, x.dtype)
 
 
 def _logsumexp_save(ctx, args, lse):
@@ -110,6 +114,9 @@ def _logsumexp_backward(op, ctx, dlse):
 
 declare("logsumexp_backward", lambda dlse, x, lse, dim, algorithm=0: torch.empty_like(x))
 logsumexp = Op("logsumexp", 1, _logsumexp_fake, _logsumexp_save, _logsumexp_backward)
+# In the input's dtype, for calls without a gradient: saves the kernel that converts the result.
+declare("logsumexp_rounded", _logsumexp_rounded_fake)
+logsumexp_rounded = below_autograd("logsumexp_rounded")
 
 # ---- cross_entropy
 

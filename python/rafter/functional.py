@@ -147,6 +147,8 @@ def logsumexp(input: Tensor, dim: int, keepdim: bool = False, *, dtype: Optional
         lse = _subclasses.call(_formulas.logsumexp.op, input, dim, keepdim, number)
     elif input.requires_grad and _grad_enabled():
         lse = _formulas.logsumexp.eager(input, (dim, keepdim, number))
+    elif dtype is None or dtype is input.dtype:
+        return _formulas.logsumexp_rounded(input, dim, keepdim, number)
     else:
         lse = _formulas.logsumexp.raw(input, dim, keepdim, number)
     if dtype is None:

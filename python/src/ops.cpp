@@ -111,7 +111,8 @@ void relu_mask_backward(Call &call) {
 
 /* ---- logsumexp ------------------------------------------------------------------------------- */
 
-void logsumexp(Call &call) {
+/* `rounded`: to x's dtype, otherwise fp32. */
+void compute_logsumexp(Call &call, bool rounded) {
     const Tensor x = call.tensor();
     rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
     args.dim = dimension(call);
@@ -124,11 +125,19 @@ void logsumexp(Call &call) {
         if (!reduced || keepdim)
             shape[dims++] = reduced ? 1 : x.shape()[d];
     }
-    Tensor lse = Tensor::empty(shape, dims, f32(), call.device());
+    Tensor lse = Tensor::empty(shape, dims, rounded ? x.dtype() : f32(), call.device());
     args.x = x.dl();
     args.lse = lse.dl();
     run("logsumexp", call, rafter_logsumexp_forward, args);
     call.return_tensors(lse);
+}
+
+void logsumexp(Call &call) {
+    compute_logsumexp(call, false);
+}
+
+void logsumexp_rounded(Call &call) {
+    compute_logsumexp(call, true);
 }
 
 void logsumexp_backward(Call &call) {
@@ -531,6 +540,8 @@ const OpEntry ops[] = {
     {"relu_saving", "(Tensor x) -> (Tensor y, Tensor mask)", kernel<relu_saving>},
     {"relu_mask_backward", "(Tensor dy, Tensor mask) -> Tensor", kernel<relu_mask_backward>},
     {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", kernel<logsumexp>},
+    {"logsumexp_rounded", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor",
+     kernel<logsumexp_rounded>},
     {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
      kernel<logsumexp_backward>},
     {"cross_entropy", "(Tensor input, Tensor target, " LOSS_OPTIONS ") -> (Tensor loss, Tensor lse)",
