@@ -114,6 +114,7 @@ static const struct {
     {"arguments", "bad arguments", test_arguments},
     {"labels", "labels out of range", test_bad_labels},
     {"layouts", "gradients with other strides", test_layouts},
+    {"ranks", "ranks that make different calls", test_ranks},
     {"captures", "calls in graphs", test_captures},
     {"streams", "calls on two streams", test_streams},
     {"processes", "calls of three processes at once", test_processes},

@@ -67,5 +67,6 @@ void test_tiles(void);
 void test_bad_labels(void);
 void test_layouts(void);
 void test_arguments(void);
+void test_ranks(void);
 
 #endif
