@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over a dim that is spread over ranks, in any layout. A warp or a block per row computes the
- * statistics of this rank's part of it: the maximum and the sum of exponentials, or the sum of y dy. The
- * ranks gather those of all, 8 bytes per row and rank; then each merges them, in rank order, and reads its
- * part a second time.
+ * Softmax over a dim that is spread over ranks, in any layout. One kernel computes the statistics of this
+ * rank's part of every line: the maximum and the sum of exponentials, or the sum of y dy. The ranks gather
+ * those of all, 8 bytes per line and rank; then each merges them, in rank order, and reads its part a
+ * second time. A warp or a block per line; or, if neighbouring lines are adjacent in memory but the
+ * elements of a line are not, a lane per line, and the warps of a block share the elements.
  */
 #include "ops/act/cuda/softmax_indexed.cuh"
 #include "ops/line_group.cuh"
@@ -26,6 +27,10 @@ template <typename T, bool FORWARD, bool ALIGNED> struct OwnRow {
     }
 };
 
+template <bool FORWARD> DEVICE RowStats merged(RowStats a, RowStats b) {
+    return FORWARD ? merge(a, b, 1.0f) : RowStats{0.0f, a.sum + b.sum};
+}
+
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_statistics(const __grid_constant__ IndexedArgs<T> a,
                                                                       const __grid_constant__ Exchange exchange) {
@@ -41,6 +46,16 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_statistics(const __gr
         exchange.put_hash();
 }
 
+/* The statistics of a line over all ranks; NaN if they made different calls. */
+template <bool FORWARD> DEVICE RowStats over_ranks(const Exchange &exchange, int64_t line) {
+    RowStats s = FORWARD ? no_elements() : RowStats{0.0f, 0.0f};
+    for (int rank = 0; rank < exchange.ranks; rank++)
+        s = merged<FORWARD>(s, exchange.of(rank, line));
+    if (!exchange.agree())
+        s.sum = NAN;
+    return s;
+}
+
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_results(const __grid_constant__ IndexedArgs<T> a,
                                                                    const __grid_constant__ Exchange exchange) {
@@ -48,15 +63,71 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_results(const __grid_
     if (line >= a.rows)
         return;
     const OwnRow<T, FORWARD, ALIGNED> row(a, line);
-    RowStats s = FORWARD ? no_elements() : RowStats{0.0f, 0.0f};
-    for (int rank = 0; rank < exchange.ranks; rank++) {
-        const RowStats one = exchange.of(rank, line);
-        s = FORWARD ? merge(s, one, 1.0f) : RowStats{0.0f, s.sum + one.sum};
-    }
-    if (!exchange.agree())
-        s.sum = NAN;
+    const RowStats s = over_ranks<FORWARD>(exchange, line);
     write_row(a.team, element_from<T, FORWARD>(s), row.in, row.dy, row.out, a.step[OUT]);
 }
+
+/* ---- a lane per line ------------------------------------------------------------------------- */
+
+constexpr int MOST_WARPS = 32, AT_ONCE = 8; /* warps of a block; elements that a lane loads at a time */
+
+/* The statistics of every `warps`-th element from `first` on. */
+template <typename T, bool FORWARD>
+DEVICE RowStats column_share(const OwnRow<T, FORWARD, false> &line, int first, int warps) {
+    RowStats s = FORWARD ? no_elements() : RowStats{0.0f, 0.0f};
+    for (int64_t from = first; from < line.in.n; from += warps * AT_ONCE) {
+        Pack<T, 1> x[AT_ONCE], d[FORWARD ? 1 : AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int64_t e = from + k * warps;
+            x[k] = load_once_if<T, 1>(e < line.in.n, line.in.first + e * line.in.step, FORWARD ? -INFINITY : 0.0f);
+            if constexpr (!FORWARD)
+                d[k] = load_once_if<T, 1>(e < line.in.n, line.dy.first + e * line.dy.step, 0.0f);
+        }
+        if constexpr (FORWARD)
+            add_packs(s, x, 1.0f);
+        else
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                s.sum = fmaf(to_float(x[k].v[0]), to_float(d[k].v[0]), s.sum);
+    }
+    return s;
+}
+
+template <typename T, bool FORWARD>
+__global__ __launch_bounds__(MOST_WARPS *WARP) void column_statistics(const __grid_constant__ IndexedArgs<T> a,
+                                                                      const __grid_constant__ Exchange exchange) {
+    __shared__ RowStats shares[MOST_WARPS][WARP];
+    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int64_t line = blockIdx.x * int64_t(WARP) + lane;
+    if (line < a.rows)
+        shares[warp][lane] = column_share<T, FORWARD>(OwnRow<T, FORWARD, false>(a, line), warp, warps);
+    __syncthreads();
+    if (warp > 0 || line >= a.rows)
+        return;
+    RowStats s = shares[0][lane];
+    for (int other = 1; other < warps; other++)
+        s = merged<FORWARD>(s, shares[other][lane]);
+    exchange.own[line] = s;
+    if (line == 0)
+        exchange.put_hash();
+}
+
+template <typename T, bool FORWARD>
+__global__ __launch_bounds__(MOST_WARPS *WARP) void column_results(const __grid_constant__ IndexedArgs<T> a,
+                                                                   const __grid_constant__ Exchange exchange) {
+    const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    const int64_t line = blockIdx.x * int64_t(WARP) + threadIdx.x % WARP;
+    if (line >= a.rows)
+        return;
+    const OwnRow<T, FORWARD, false> row(a, line);
+    const ElementOf<T, FORWARD> element_of = element_from<T, FORWARD>(over_ranks<FORWARD>(exchange, line));
+#pragma unroll 4
+    for (int64_t e = warp; e < a.n; e += warps)
+        row.out[e * a.step[OUT]] = from_float<T>(element_of(row.in.element(e), FORWARD ? 0.0f : row.dy.element(e)));
+}
+
+/* ---- host side ------------------------------------------------------------------------------- */
 
 struct SoftmaxOverRanks {
     typedef act_call Call;
@@ -65,7 +136,7 @@ struct SoftmaxOverRanks {
         Walk walk; /* over lines, in the order of the call, which all ranks share */
         int64_t lines, n, step[TENSORS];
         RowTeam team;
-        bool aligned;
+        bool aligned, columns; /* columns: a lane per line */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -88,6 +159,8 @@ struct SoftmaxOverRanks {
             for (int t = 0; t < TENSORS && plan->n > 1; t++)
                 plan->step[t] = views.pointer[t] ? views.view[t].stride[dim] : 1;
             plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));
+            plan->columns = plan->step[IN] != 1 && dim > 0 && views.view[IN].stride[dim - 1] == 1 &&
+                            !call.common.batch_invariant; /* a single line has no neighbours */
         }
         plan->team = RowTeam::of(plan->n * rafter_dtype_bytes(call.out.dtype), IN_FLIGHT);
         return Exchange::workspace(plan->lines, call.group.ranks);
@@ -104,11 +177,15 @@ struct SoftmaxOverRanks {
                                      plan.n,
                                      {plan.step[IN], plan.step[DY], plan.step[OUT]},
                                      plan.team};
-        const Launch how = plan.team.blocks(plan.lines);
-        ::launch(context, how, rank_statistics<T, FORWARD, ALIGNED>, args, exchange);
+        const int warps = power_at_least(ceil_div<int64_t>(plan.n, 2 * AT_ONCE), 1, MOST_WARPS);
+        const Launch how =
+            plan.columns ? Launch{ceil_div<int64_t>(plan.lines, WARP), warps * WARP} : plan.team.blocks(plan.lines);
+        ::launch(context, how, plan.columns ? column_statistics<T, FORWARD> : rank_statistics<T, FORWARD, ALIGNED>,
+                 args, exchange);
         RAFTER_TRY(rafter_group_gather(context, "group", &call.group, exchange.own,
                                        const_cast<RowStats *>(exchange.all), exchange.bytes_sent()));
-        ::launch(context, how, rank_results<T, FORWARD, ALIGNED>, args, exchange);
+        ::launch(context, how, plan.columns ? column_results<T, FORWARD> : rank_results<T, FORWARD, ALIGNED>, args,
+                 exchange);
         return RAFTER_OK;
     }
 
