@@ -302,8 +302,8 @@ static double time_rank(struct world *w, double seconds, bool copy_alone) {
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
-/* What the library is told of the copy: nothing, its multiprocessors, or that there are some. */
-enum { TOLD = 3 };
+/* What the library is told of the copy: nothing, or its multiprocessors. */
+enum { TOLD = 2 };
 
 struct point {
     int ranks;
@@ -334,7 +334,7 @@ static bool measure_beside(struct world *w, const struct settings *s, struct poi
         point->beside[i].copy = tape->copied ? time_rank(w, s->seconds, true) : -1;
         good = point->beside[i].copy > 0;
         for (int told = 0; told < TOLD && good; told++) {
-            w->rank[0].group.multiprocessors = told == 0 ? 0 : told == 1 ? s->beside[i] : -1;
+            w->rank[0].group.multiprocessors = told ? s->beside[i] : 0;
             point->beside[i].call[told] = time_rank(w, s->seconds, false);
             good = point->beside[i].call[told] > 0;
         }
@@ -409,10 +409,7 @@ static void print_besides(const struct settings *s, const struct point *p, int c
         for (int b = 0; b < s->besides * TOLD && p[i].ranks > 1; b++) {
             const double copy = p[i].beside[b / TOLD].copy, call = p[i].beside[b / TOLD].call[b % TOLD];
             printf("%5d %16d %9.4f %5s %9.4f %16.4f ms %8.3f\n", p[i].ranks, s->beside[b / TOLD], copy * 1e3,
-                   b % TOLD == 0   ? "no"
-                   : b % TOLD == 1 ? "yes"
-                                   : "some",
-                   call * 1e3, (call - p[i].compute) * 1e3, 1 - (call - p[i].compute) / copy);
+                   b % TOLD ? "yes" : "no", call * 1e3, (call - p[i].compute) * 1e3, 1 - (call - p[i].compute) / copy);
         }
 }
 

@@ -201,6 +201,12 @@ static void test_arguments(void **state) {
     REFUSE(rank, -1, "class_group.rank is -1", "0 to 0");
     REFUSE(all_gather, NULL, "class_group.all_gather", "NULL");
     REFUSE(all_reduce_sum, NULL, "class_group.all_reduce_sum", "NULL");
+    REFUSE(multiprocessors, -1, "class_group.multiprocessors is -1", "at least 0");
+    /* An older caller's communicator ends before the multiprocessors: they are not read. */
+    k->group.multiprocessors = -1;
+    k->group.size = offsetof(rafter_communicator, multiprocessors);
+    assert_int_equal(rafter_cross_entropy_forward(k->context, &k->ce), RAFTER_OK);
+    k->group = good;
     k->options.first_class = 1;
     refuse(k, "first_class is 1", "0 to 0");
     k->options.first_class = -1;

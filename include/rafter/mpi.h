@@ -88,6 +88,7 @@ static inline int rafter_mpi_open(rafter_mpi *own, MPI_Comm comm) {
     own->communicator.all_reduce_sum = rafter_mpi_all_reduce_sum;
     own->communicator.reduce_scatter_sum = rafter_mpi_reduce_scatter_sum;
     own->communicator.describe = rafter_mpi_describe;
+    own->communicator.multiprocessors = 0;
     return MPI_SUCCESS;
 }
 

@@ -11,6 +11,9 @@
  * Collectives are enqueued on the context's stream. The ncclComm_t must belong to the context's
  * device, and other collectives on it must be ordered with that stream. A rank that dies is NCCL's to
  * find: ncclCommGetAsyncError, ncclCommAbort.
+ *
+ * If you limit the blocks of `comm` (ncclConfig_t.maxCTAs; 8 to 16 are enough beside a product), set
+ * ranks.communicator.multiprocessors to that number: the sum of dx then hides behind the product for dW.
  */
 #ifndef RAFTER_NCCL_H
 #define RAFTER_NCCL_H
@@ -62,6 +65,7 @@ static inline ncclResult_t rafter_nccl_open(rafter_nccl *own, ncclComm_t comm) {
     own->communicator.all_reduce_sum = rafter_nccl_all_reduce_sum;
     own->communicator.reduce_scatter_sum = rafter_nccl_reduce_scatter_sum;
     own->communicator.describe = rafter_nccl_describe;
+    own->communicator.multiprocessors = 0; /* NCCL does not tell; set it with ncclConfig_t.maxCTAs */
     return ncclSuccess;
 }
 

@@ -256,8 +256,9 @@ typedef struct rafter_communicator {
     int (*all_reduce_sum)(void *user, float *data, size_t count, void *stream);
     int (*reduce_scatter_sum)(void *user, const float *send, float *receive, size_t count, void *stream);
     const char *(*describe)(void *user, int error); /* NULL: only the number is reported */
-    /* CUDA: multiprocessors that the sums take while they run beside a product, which then leaves them
-     * these. 0: none, or not known: a product takes all, and waits for those that a sum has taken. */
+    /* CUDA: multiprocessors that a sum takes, which the product beside it leaves to it: see
+     * docs/distributed.md. 0: none, or not known; the product then takes all, and waits for those that the
+     * sum has. */
     int32_t multiprocessors;
 } rafter_communicator;
 

@@ -28,7 +28,7 @@ rafter_status rafter_group_take(rafter_context *context, const char *name, const
         return rafter_fail(context, bad, "%s.ranks is %d, wanted at least 1", name, (int)g.ranks);
     if (g.rank < 0 || g.rank >= g.ranks)
         return rafter_fail(context, bad, "%s.rank is %d, wanted 0 to %d", name, (int)g.rank, (int)g.ranks - 1);
-    if (g.multiprocessors < -1)
+    if (g.multiprocessors < 0)
         return rafter_fail(context, bad, "%s.multiprocessors is %d, wanted at least 0", name, (int)g.multiprocessors);
     if (!g.all_gather)
         return rafter_fail(context, bad, "%s.all_gather is NULL, wanted a function", name);

@@ -113,11 +113,9 @@ struct SplitSums {
     unsigned *counters; /* counters_of(split tiles) of them; 0 before and after a kernel */
     int capacity;       /* parts that fit into `sums` */
     int parts = 0;      /* of every tile, which fit; 0: as capacity allows and time suggests */
-    /* Clusters that follow one another on two multiprocessors. With one, it is known beforehand which
-     * tiles a cluster takes. If other work holds some multiprocessors for a while, more of them leave it
-     * to the GPU: clusters that start late are then not the last to finish. */
-    int rounds = 1;
-    int left = 0; /* multiprocessors that are left to other work */
+    /* Multiprocessors that are left to other work. It is known beforehand which tiles a cluster takes: if
+     * other work held some multiprocessors for a while, their clusters would start and end late. */
+    int left = 0;
 };
 constexpr int LOCKSTEP_COUNTERS = 5; /* the first ones */
 constexpr int counters_of(int split_tiles) {

@@ -162,9 +162,8 @@ template <bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &job, const SplitSums &split,
                        const TileScheduler &scheduler, int rank, int first, int stride) {
     Ring ring;
-    /* In one block of the cluster only: the other one needs its half of an operand, and so follows. All
-     * clusters must run at the same time. */
-    ClusterLockstep lockstep(split, rank == 0 && split.rounds == 1 ? scheduler.time : 0, stride);
+    /* In one block of the cluster only: the other one needs its half of an operand, and so follows. */
+    ClusterLockstep lockstep(split, rank == 0 ? scheduler.time : 0, stride);
     for (int next = first; next < scheduler.items(); next += stride) {
         const WorkItem item = scheduler.at(next);
         const TileOrigin origin = job.order.at(item.tile, rank);
@@ -367,7 +366,7 @@ static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape sha
     const int64_t items = split.parts              ? tiles * split.parts
                           : tiles < split.capacity ? split.capacity
                                                    : tiles,
-                  most = max((state->multiprocessors - split.left) / CLUSTER, 1) * split.rounds;
+                  most = max((state->multiprocessors - split.left) / CLUSTER, 1);
     Launch how = {CLUSTER * (items < most ? items : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
     how.overlaps = true;

@@ -109,7 +109,7 @@ struct HopperRun : Run {
     const float *weight_sum; /* label smoothing: the sum of w_v W_v; NULL: not needed */
     const float *logit_sums; /* label smoothing without a softcap: from sum_logits */
     bool zeroed_dx;          /* of rows that are not active: by hopper_dx */
-    int beside = 0;          /* multiprocessors that the sum of dx takes while dW is computed; -1: not known */
+    int beside = 0;          /* multiprocessors that the sum of dx takes while dW is computed */
 
     /* Sets the pointers, and enqueues the first kernels. */
     HopperRun(rafter_context *for_context, const linear_cross_entropy_call &for_call, const HopperSetup &setup,

@@ -437,14 +437,6 @@ rafter_status form_dx(const HopperRun &run, const DxInput &input, const DxOut &o
     return RAFTER_OK;
 }
 
-/* A product beside a collective, which takes multiprocessors of its own: clusters of about so many tiles.
- * Fewer would cost more to start, and more would leave the last ones alone for longer. */
-int rounds_beside(const HopperRun &run, int64_t tiles) {
-    constexpr int64_t TILES = 2;
-    const int64_t clusters = clusters_of(*run.context->cuda_state);
-    return static_cast<int>(max(tiles / (TILES * clusters), int64_t(1)));
-}
-
 } // namespace
 
 rafter_status hopper_dx(HopperRun *run, const DxInput &input) {
@@ -477,9 +469,7 @@ rafter_status hopper_dweight(const HopperRun &run, const Dz &dz, int64_t first, 
     DweightTask task = {};
     task.active = run.active;
     task.split = run.split;
-    task.split.left = max(run.beside, 0);
-    if (run.beside < 0)
-        task.split.rounds = rounds_beside(run, tiles::ClusterShape(false).tiles(dz.classes, run.problem.depth));
+    task.split.left = run.beside;
     task.first_row = first;
     task.rows = rows;
     task.scaled = scaled ? scaled->rows : 0;
