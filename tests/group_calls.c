@@ -201,12 +201,6 @@ static void test_arguments(void **state) {
     REFUSE(rank, -1, "class_group.rank is -1", "0 to 0");
     REFUSE(all_gather, NULL, "class_group.all_gather", "NULL");
     REFUSE(all_reduce_sum, NULL, "class_group.all_reduce_sum", "NULL");
-    REFUSE(multiprocessors, -1, "class_group.multiprocessors is -1", "at least 0");
-    /* An older caller's communicator ends before the multiprocessors: they are not read. */
-    k->group.multiprocessors = -1;
-    k->group.size = offsetof(rafter_communicator, multiprocessors);
-    assert_int_equal(rafter_cross_entropy_forward(k->context, &k->ce), RAFTER_OK);
-    k->group = good;
     k->options.first_class = 1;
     refuse(k, "first_class is 1", "0 to 0");
     k->options.first_class = -1;
@@ -590,16 +584,18 @@ static void test_share_of_dx(void **state) {
     world_close(&one);
 }
 
-void test_logsumexp(void **state), test_softmax(void **state); /* group_lines.c */
+/* group_lines.c */
+void test_logsumexp(void **state), test_softmax(void **state), test_older_communicator(void **state);
 
 int main(void) {
     unsetenv("RAFTER_VARIANT");
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_arguments),        cmocka_unit_test(test_disagreements),
-                                       cmocka_unit_test(test_failures),         cmocka_unit_test(test_other_op),
-                                       cmocka_unit_test(test_broken_wire),      cmocka_unit_test(test_traffic),
-                                       cmocka_unit_test(test_same_bits),        cmocka_unit_test(test_no_offset),
-                                       cmocka_unit_test(test_smoothing_and_dx), cmocka_unit_test(test_row_mean),
-                                       cmocka_unit_test(test_unequal_chunks),   cmocka_unit_test(test_share_of_dx),
-                                       cmocka_unit_test(test_logsumexp),        cmocka_unit_test(test_softmax)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_arguments),         cmocka_unit_test(test_disagreements),
+                                       cmocka_unit_test(test_failures),          cmocka_unit_test(test_other_op),
+                                       cmocka_unit_test(test_broken_wire),       cmocka_unit_test(test_traffic),
+                                       cmocka_unit_test(test_same_bits),         cmocka_unit_test(test_no_offset),
+                                       cmocka_unit_test(test_smoothing_and_dx),  cmocka_unit_test(test_row_mean),
+                                       cmocka_unit_test(test_unequal_chunks),    cmocka_unit_test(test_share_of_dx),
+                                       cmocka_unit_test(test_logsumexp),         cmocka_unit_test(test_softmax),
+                                       cmocka_unit_test(test_older_communicator)};
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -16,6 +16,7 @@
 
 void test_logsumexp(void **state);
 void test_softmax(void **state);
+void test_older_communicator(void **state);
 
 enum { MOST = 4 };
 
@@ -175,4 +176,26 @@ void test_softmax(void **state) {
             }
             loopback_free(w.wire);
         }
+}
+
+/* ---- an older caller's communicator ---------------------------------------------------------- */
+
+/* It ends before the multiprocessors, which are not read. */
+void test_older_communicator(void **state) {
+    (void)state;
+    float data[] = {1, 2, 3}, y[3];
+    int64_t shape[] = {3};
+    const DLTensor x = rafter_tensor(data, RAFTER_F32, 1, shape), out = rafter_tensor(y, RAFTER_F32, 1, shape);
+    struct loopback *const wire = loopback_new(1);
+    rafter_context *context = NULL;
+    assert_int_equal(rafter_context_create(&context, NULL), RAFTER_OK);
+    rafter_communicator group = loopback_rank(wire, 0, context);
+    const rafter_act_args args = {.size = sizeof args, .kind = RAFTER_ACT_SOFTMAX, .x = &x, .y = &out, .group = &group};
+    group.multiprocessors = -1;
+    assert_int_equal(rafter_act_forward(context, &args), RAFTER_INVALID_ARGUMENT);
+    assert_non_null(strstr(rafter_last_error(context), "group.multiprocessors is -1, wanted at least 0"));
+    group.size = offsetof(rafter_communicator, multiprocessors);
+    assert_int_equal(rafter_act_forward(context, &args), RAFTER_OK);
+    rafter_context_destroy(context);
+    loopback_free(wire);
 }
