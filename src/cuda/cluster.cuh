@@ -9,10 +9,6 @@
 
 #include "cuda/vocabulary.cuh"
 
-DEVICE unsigned shared_address(const void *p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
 DEVICE unsigned cluster_rank() {
     unsigned rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

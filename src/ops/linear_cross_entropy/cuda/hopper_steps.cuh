@@ -84,7 +84,7 @@ struct Matrix {
     int64_t rows, columns, stride;
 };
 
-/* Where the spread of label smoothing is subtracted: see kernels/hopper_rows.cu. */
+/* Where the spread of label smoothing is subtracted: see kernels/exponentials.cu. */
 enum SpreadPlace {
     SPREAD_IN_DZ,          /* where dz is formed: in the epilogue of the logits, or in the conversion */
     SPREAD_APART,          /* from dx and dW, as a product of two vectors */
@@ -222,19 +222,23 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to);
 void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *stats, const OptionStats *more,
                   const Dz &to_dz, LossStats<FULL> *saved = NULL, bool only_save = false);
 
-/* For a later backward. finish_tiles stores the statistics of all active rows in `saved`; then all
- * tiles of a row get one pivot; backward begins with finish_saved_rows. */
-void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz);
+/* The beginning of a later backward. finish_tiles has stored the statistics of all active rows in
+ * `saved`, and unify_saved_pivots has given all tiles of a row one pivot. */
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved);
 
 /* If classes are spread over ranks: results and coefficients of all rows. `own`: their statistics over
  * this rank's classes, whose pivots the exponentials have; `merged`: over all. */
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged);
 
+/* ---- exponentials, and dx: kernels/exponentials.cu ------------------------------------------- */
+
+/* Rescales the tiles whose pivot is not their row's, for a later backward. */
+void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossStats<FULL> *saved, const Dz &dz);
+
 /* Prepares the exponentials of a group for the products. They are in one part or two (first the
  * classes below dz.classes). Tiles that have another pivot than their row are rescaled to it
  * (`stats` NULL: there are none), the spread is subtracted if this is its place (run.spread), the
- * label's element is removed, and x_scaled = p * x is written: see "exponentials" in hopper_rows.cu. */
+ * label's element is removed, and x_scaled = p * x is written: see there. */
 void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, const RowStats *stats, const Dz &dz,
                          const Dz &rest, const Matrix &x_scaled);
 
