@@ -129,6 +129,14 @@ static const struct single {
     {RAFTER_F32, {{.name = "basic", .reduction = RAFTER_SUM, .ignored = SOME_IGNORED}, true}, {2, {35, 404}}, 0, false},
     {RAFTER_BF16, {{.name = "basic", .smoothing = 0.1f, .ignored = SOME_IGNORED}, false}, {2, {35, 200}}, 0, false},
     {RAFTER_F32, {{.name = "basic", .smoothing = 0.3f, .reduction = RAFTER_SUM}, false}, {2, {11, 500}}, 0, false},
+    {RAFTER_BF16,
+     {{.name = "basic", .reduction = RAFTER_NONE, .ignored = SOME_IGNORED}, false},
+     {2, {35, 200}},
+     0,
+     false},
+    {RAFTER_F16, {{.name = "basic", .reduction = RAFTER_NONE, .narrow = true}, false}, {2, {9, 4104}}, 0, false},
+    {RAFTER_BF16, {{.name = "basic", .reduction = RAFTER_NONE}, false}, {2, {20001, 24}}, 0, true},
+    {RAFTER_F32, {{.name = "basic", .reduction = RAFTER_NONE, .smoothing = 0.1f}, false}, {2, {21, 64}}, 0, false},
     /* rows larger than shared memory, for clusters of several sizes, with different alignments; so
      * many rows that a block takes several; so many labels that a separate kernel counts them */
     {RAFTER_BF16, {{.name = "long", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {1, 1 << 20}}, 0, true},

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The basic call: reduction mean or sum, no options beyond reduction and ignore_index, no outputs
- * beyond loss, row_loss and lse, rows of whole aligned packs, and per-row tensors contiguous.
+ * The basic call: reduction mean or sum (forward also none), no options beyond reduction and
+ * ignore_index, no outputs beyond loss, row_loss and lse, rows of whole aligned packs, and per-row
+ * tensors contiguous.
  * Kernels for it take few parameters and have few instructions: both are cold when a kernel starts,
  * and with short rows that is most of the time.
  */
@@ -20,7 +21,7 @@ struct alignas(16) BasicGradient {
 
 /* Kernel arguments. The loss of a row and of all rows comes from loss.cuh. The gradient
  * coefficients are written again here, for scale 1 and without weights and smoothing: the general
- * ones take struct Loss, which means 3.5 KB of parameters instead of 136 bytes, and at least four
+ * ones take struct Loss, which means 3.5 KB of parameters instead of 152 bytes, and at least four
  * times the instructions. */
 struct BasicArgs {
     const char *z; /* logits */
@@ -229,8 +230,10 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
 
 /* NULL if the call is basic, with any number of rows, else the reason. */
 inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
-    if (call.loss.reduction == RAFTER_NONE)
-        return "the reduction is none";
+    const struct rafter_loss &l = call.loss;
+    const bool each = p.forward && !p.gradient && !p.invariant && !l.row_loss.data && contiguous_or_missing(l.loss);
+    if (l.reduction == RAFTER_NONE && !each)
+        return "the reduction is none, and the call is not forward alone with one output per row";
     if (const char *const reason = why_not_basic_outputs(p, call, smooths))
         return reason;
     if (p.strided)
@@ -249,6 +252,14 @@ inline const char *why_not_basic(const Problem &p, const cross_entropy_call &cal
     if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
         return "there are more labels than one block should count";
     return why_not_basic_options(p, call, smooths);
+}
+
+/* Reduction none: the loss of each row, as row_loss. */
+inline void write_each_loss(BasicArgs *args, const cross_entropy_call &call) {
+    if (call.loss.reduction == RAFTER_NONE) {
+        args->row_loss = args->loss;
+        args->loss = nullptr;
+    }
 }
 
 /* All but `losses`. */

@@ -79,6 +79,7 @@ struct BasicBlockPerRow {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->args = basic_args(device, p, call);
+        write_each_loss(&plan->args, call);
         plan->split = p.invariant ? Split{} : split_rows(p, call.logits.dtype);
         layout.add(p.rows * int64_t(sizeof(double)));
         plan->part_stats =

@@ -115,6 +115,7 @@ struct BasicShortRows {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->args = basic_args(device, p, call);
+        write_each_loss(&plan->args, call);
         plan->forward = p.forward;
         plan->blocks = ceil_div<int64_t>(p.rows, THREADS);
         plan->count_blocks = count_blocks(plan->args);

@@ -105,6 +105,7 @@ struct BasicWarpPerRow {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->args = basic_args(device, p, call);
+        write_each_loss(&plan->args, call);
         plan->blocks = ceil_div<int64_t>(p.rows, ROW_THREADS / WARP);
         return (plan->args.loss ? plan->blocks : 0) * sizeof(double2) + (counts(plan->args) ? sizeof(double) : 0);
     }
