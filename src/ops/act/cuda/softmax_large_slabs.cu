@@ -24,10 +24,9 @@ namespace {
 /* ---- kernels ---------------------------------------------------------------------------------- */
 
 constexpr int STAGES = 2, PIECE_PACKS = 1024; /* of all inputs of a piece */
-/* Bytes of a slab, of one input or of two; of all inputs of a small tensor; and of those of a slab
- * in phases: smaller ones are faster in clusters. docs/perf/act.md */
-constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20,
-                  LEAST_OF_PHASES = 384 << 10;
+/* Bytes of a slab, of one input or of two, and of all inputs of a small tensor: smaller ones are
+ * faster in clusters. docs/perf/act.md */
+constexpr int64_t LEAST_BYTES = 850 << 10, LEAST_OF_TWO = 3 << 19, LEAST_OF_SMALL = 1 << 20;
 constexpr int MOST_PIECES = 16;
 /* Phases: pieces of a block; bytes of all inputs, at least; of those of a slab, at most; and that
  * are read between the last statistics of a slab and its first results. */
@@ -300,8 +299,7 @@ struct LargeSlabs {
         if (!cut(views, is_forward(call), &plan))
             return "a block has too few threads for the interleaved lines";
         const int inputs = is_forward(call) || plan.slab.expanded ? 1 : 2;
-        const int64_t least = plan.delay > 0                ? LEAST_OF_PHASES
-                              : is_small(call) || narrow    ? LEAST_OF_SMALL
+        const int64_t least = is_small(call) || narrow      ? LEAST_OF_SMALL
                               : inputs == 1 || across >= 64 ? LEAST_BYTES
                                                             : LEAST_OF_TWO;
         if (views.elements() * bytes * inputs < least)
