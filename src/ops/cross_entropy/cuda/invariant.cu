@@ -48,8 +48,7 @@ DEVICE LossStats<OPTIONS> team_stats(const RowTeam &team, const IndexedRow<T, AL
         const LossStats<FULL> g = full_stats(row, team.thread(), team.threads, loss);
         return team.is_warp() ? merge_warp(g, loss.scale) : merge_block_for_all(g, loss.scale);
     } else {
-        return stats_from<OPTIONS>(slot_stats < OPTIONS == SMOOTH,
-                                   ALIGNED || sizeof(T) == 4 ? IN_FLIGHT : 3 > (team, row, loss.scale, wanted));
+        return stats_from<OPTIONS>(slot_stats<OPTIONS == SMOOTH, IN_FLIGHT>(team, row, loss.scale, wanted));
     }
 }
 
@@ -292,27 +291,14 @@ __global__ __launch_bounds__(INDEXED_THREADS,
     }
     const RowWriter<OPTIONS, T> writer(gradient, label, loss);
     T *const dz = c.dz.at<T>(at_row);
-    const auto write = [&](int g) {
-        store_once<T, N>(dz + row.element(g, 0), writer.of(row.granules[g], row.element(g, 0)));
-    };
-    const auto write_some = [&](int g) {
-        for (int j = 0; j < N; j++)
-            if (row.present(g, j))
-                dz[row.element(g, j)] = writer.of_one(row.granules[g].v[j], row.element(g, j));
-    };
-    int g = thread;
-    if (g == 0 && row.shift > 0) {
-        write_some(0);
-        g += threads;
+    for (int g = thread; g < row.all; g += threads) {
+        if (row.is_whole(g))
+            store_once<T, N>(dz + row.element(g, 0), writer.of(row.granules[g], row.element(g, 0)));
+        else
+            for (int j = 0; j < N; j++)
+                if (row.present(g, j))
+                    dz[row.element(g, j)] = writer.of_one(row.granules[g].v[j], row.element(g, j));
     }
-    for (; g + (IN_FLIGHT - 1) * threads < row.whole; g += IN_FLIGHT * threads)
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++)
-            write(g + k * threads);
-    for (; g < row.whole; g += threads)
-        write(g);
-    if (g == row.whole && g < row.all)
-        write_some(g);
 }
 
 struct Invariant {
