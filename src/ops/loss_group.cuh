@@ -108,17 +108,16 @@ DEVICE LossStats<FULL> merged(const Exchange &e, int64_t row, const Loss &loss) 
     LossStats<FULL> g = no_columns<FULL>();
     bool agree = true;
     int64_t next = 0; /* where the next shard must begin */
-#pragma unroll 4
-    for (int from = 0; from < e.ranks; from++) { /* the loads of some ranks at a time */
+    for (int from = 0; from < e.ranks; from++) {
         LossStats<FULL> one = no_columns<FULL>();
         const float4 *const record = reinterpret_cast<const float4 *>(e.record(from, row));
         reinterpret_cast<float4 *>(&one)[0] = record[0];
         if (e.bytes > 16)
             reinterpret_cast<float4 *>(&one)[1] = record[1];
         g = merge(g, one, loss.scale);
-        const ulonglong2 header = *reinterpret_cast<const ulonglong2 *>(e.record(from, e.rows));
-        const int64_t classes = classes_in(header.y);
-        agree &= (header.x == header_word(next, e.hash)) & (header.y == header_word(classes, e.hash >> 16));
+        const uint64_t *const header = reinterpret_cast<const uint64_t *>(e.record(from, e.rows));
+        const int64_t classes = classes_in(header[1]);
+        agree = agree && header[0] == header_word(next, e.hash) && header[1] == header_word(classes, e.hash >> 16);
         next += classes;
     }
     if (!agree || next != loss.all_classes) {

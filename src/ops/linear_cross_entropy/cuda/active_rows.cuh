@@ -116,34 +116,6 @@ template <int N, typename F> DEVICE void for_elements(int64_t count, F f) {
         f(i, std::integral_constant<int, 1>());
 }
 
-/* The elements of a row, by a block of THREADS threads. The first packs are loaded at once, the others,
- * and single elements at the end, when they are wanted. */
-template <typename T, int THREADS, int AHEAD = 2> struct RowAhead {
-    static constexpr int N = WIDE<T>;
-    const T *row;
-    int64_t count;
-    Pack<T, N> packs[AHEAD];
-
-    DEVICE static int64_t start_of(int k) {
-        return (threadIdx.x + k * THREADS) * int64_t(N);
-    }
-    DEVICE RowAhead(const T *from, int64_t elements) : row(from), count(elements) {
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-            if (start_of(k) + N <= count)
-                packs[k] = load_once<T, N>(row + start_of(k));
-    }
-    /* Calls f(first element, pack). */
-    template <typename F> DEVICE void for_each(F f) const {
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-            if (start_of(k) + N <= count)
-                f(start_of(k), packs[k]);
-        const int64_t done = min(count / N, int64_t(AHEAD * THREADS)) * N;
-        for_elements<N>(count - done, [&](int64_t i, auto n) { f(done + i, load_once<T, n.value>(row + done + i)); });
-    }
-};
-
 template <int N, typename T> DEVICE void load_floats(float (&to)[N], const T *from) {
     unpack(load_once<T, N>(from), to);
 }

@@ -121,20 +121,18 @@ DEVICE void subtract_spread(const Exponentials<T> &e, int64_t index, const RowGr
 /* Rescales tiles (`stats` NULL: all have the row's pivot), zeroes the label's e, and writes x_scaled:
  * the last of its x_rows rows are the group's. A block per row. */
 template <typename T>
-__global__ __launch_bounds__(LABEL_THREADS, 6) void adjust(const __grid_constant__ Loss loss, int64_t first,
-                                                           int64_t rows, const RowStats *stats, int tiles,
-                                                           const RowGradient *gradients,
-                                                           const __grid_constant__ Exponentials<T> e,
-                                                           const __grid_constant__ ActiveX<T> x, int64_t depth,
-                                                           T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
+__global__ __launch_bounds__(LABEL_THREADS) void adjust(const __grid_constant__ Loss loss, int64_t first, int64_t rows,
+                                                        const RowStats *stats, int tiles, const RowGradient *gradients,
+                                                        const __grid_constant__ Exponentials<T> e,
+                                                        const __grid_constant__ ActiveX<T> x, int64_t depth,
+                                                        T *x_scaled, int64_t x_rows, int64_t scaled_stride) {
     wait_for_previous_kernel();
     const int64_t index = blockIdx.x;
     const int count = x.active.among(first, rows);
     if (index >= count)
         return;
-    const RowAhead<T, LABEL_THREADS> from(x.at(first + index),
-                                          depth); /* arrives while the exponentials are looked at */
     const RowGradient gradient = gradients[first + index];
+    constexpr int N = WIDE<T>;
     if (!gradient.constant) {
         if (stats)
             rescale_tiles(e, index, stats + index * tiles, tiles, gradient.pivot, loss);
@@ -146,13 +144,15 @@ __global__ __launch_bounds__(LABEL_THREADS, 6) void adjust(const __grid_constant
         if (threadIdx.x == 0 && loss.has_class(label))
             *e.at(index, loss.column_of(label)) = from_float<T>(0.0f);
     }
+    const T *const from = x.at(first + index);
     T *const to = x_scaled + (x_rows - count + index) * scaled_stride;
-    from.for_each([&](int64_t i, auto pack) {
-        float all[sizeof pack / sizeof(T)];
-        unpack(pack, all);
-        for (float &value : all)
-            value = gradient.constant ? gradient.p : gradient.p * value;
-        store_once<T, sizeof pack / sizeof(T)>(to + i, packed<T>(all));
+    for_elements<N>(depth, [&](int64_t i, auto n) {
+        float all[n.value];
+        load_floats(all, from + i);
+#pragma unroll
+        for (int j = 0; j < n.value; j++)
+            all[j] = gradient.constant ? gradient.p : gradient.p * all[j];
+        store_once<T, n.value>(to + i, packed<T>(all));
     });
 }
 

@@ -36,9 +36,7 @@ __global__ __launch_bounds__(SAMPLE_WARPS *WARP) void sample_rows(const __grid_c
 #pragma unroll
         for (int i = 0; i < SAMPLES; i++)
             weights[i] = load_once<T, n.value>(weight + class_at(i) * stride + at);
-        weights[SAMPLES] = all_of<T, n.value>(0.0f);
-        if (has_label) /* else another rank has it */
-            weights[SAMPLES] = load_l2<T, n.value>(weight + class_at(SAMPLES) * stride + at);
+        weights[SAMPLES] = load_l2<T, n.value>(weight + class_at(SAMPLES) * stride + at);
         float a[n.value];
         unpack(own, a);
 #pragma unroll
