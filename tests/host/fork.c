@@ -18,12 +18,12 @@ static void some_results(void) {
 
 static void grandchild(void) {
     some_results(); /* a pool of its own, then another fork */
-    expect(in_child(some_results, 30) == 0, "in the grandchild");
+    expect(in_child(some_results, TEST_SECONDS / 4) == 0, "in the grandchild");
 }
 
 static void *fork_and_call(void *arg) {
     (void)arg;
-    expect(in_child(grandchild, 60) == 0, "in the child of a thread");
+    expect(in_child(grandchild, TEST_SECONDS / 2) == 0, "in the child of a thread");
     some_results();
     return NULL;
 }
@@ -33,7 +33,7 @@ void call_after_fork(void) {
     for (int call = 0; call < calls_count(); call++)
         wanted[call] = result_of(context, call);
     expect(count_workers() == 3, "%d workers, wanted 3", count_workers());
-    expect(in_child(grandchild, 60) == 0, "in the child");
+    expect(in_child(grandchild, TEST_SECONDS / 2) == 0, "in the child");
     some_results();
     pthread_t thread;
     expect(pthread_create(&thread, NULL, fork_and_call, NULL) == 0, "no thread");
@@ -66,7 +66,7 @@ void fork_while_threads_call(void) {
     for (int i = 0; i < 2; i++)
         expect(pthread_create(&threads[i], NULL, call_meanwhile, NULL) == 0, "no thread");
     for (int i = 0; i < 30; i++) {
-        expect(in_child(one_result, 30) == 0, "in child %d", i);
+        expect(in_child(one_result, TEST_SECONDS / 4) == 0, "in child %d", i);
         expect(result_of(context, 1) == wanted[1], "other bits in the parent");
     }
     done = true;

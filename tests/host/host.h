@@ -4,6 +4,13 @@
 
 #include "calls.h"
 
+/* Of a test. Other machines may be emulated. */
+#if defined(__x86_64__)
+enum { TEST_SECONDS = 120 };
+#else
+enum { TEST_SECONDS = 1200 };
+#endif
+
 /* Runs a function in a child process and returns its wait status; SIGALRM if it takes too long. */
 int in_child(void (*run)(void), unsigned seconds);
 

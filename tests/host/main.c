@@ -37,13 +37,6 @@ int in_child(void (*run)(void), unsigned seconds) {
     return status;
 }
 
-/* Seconds for a test. Other machines may be emulated. */
-#if defined(__x86_64__)
-enum { LIMIT = 120 };
-#else
-enum { LIMIT = 1200 };
-#endif
-
 int main(int argc, char **argv) {
     int failed = 0, run = 0;
     fill_inputs(ORDINARY);
@@ -53,7 +46,7 @@ int main(int argc, char **argv) {
             named |= strcmp(argv[j], tests[i].name) == 0;
         if (!named)
             continue;
-        const int status = in_child(tests[i].run, LIMIT);
+        const int status = in_child(tests[i].run, TEST_SECONDS);
         printf("%-4s %s", status == 0 ? "ok" : "FAIL", tests[i].name);
         if (WIFSIGNALED(status))
             printf(": signal %d", WTERMSIG(status));

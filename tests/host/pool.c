@@ -63,7 +63,7 @@ static void with_some_threads(void) {
 void some_threads_can_be_created(void) {
     serial_results(wanted_in_child);
     for (left_in_child = 0; left_in_child < 8; left_in_child++)
-        expect(in_child(with_some_threads, 60) == 0, "with %d threads", left_in_child);
+        expect(in_child(with_some_threads, TEST_SECONDS / 2) == 0, "with %d threads", left_in_child);
 }
 
 void threads_past_the_limit_of_processes(void) {
@@ -199,7 +199,7 @@ static void exits(void) {
 
 void exit_with_workers(void) {
     for (int i = 0; i < 20; i++) {
-        const int status = in_child(exits, 30);
+        const int status = in_child(exits, TEST_SECONDS / 4);
         expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "status %x", status);
     }
 }
@@ -220,7 +220,7 @@ static void exits_meanwhile(void) {
 
 void exit_while_a_thread_calls(void) {
     for (int i = 0; i < 10; i++) {
-        const int status = in_child(exits_meanwhile, 30);
+        const int status = in_child(exits_meanwhile, TEST_SECONDS / 4);
         expect(WIFEXITED(status) && WEXITSTATUS(status) == 7, "status %x", status);
     }
 }
