@@ -69,10 +69,10 @@ void release(struct scene *scene);
 /* The address of element e of row `row`, on the host. */
 const char *element_at(const struct tensor *t, int64_t row, int64_t e);
 
-/* Adds the tensors of a call and makes it. RAFTER_UNSUPPORTED with `skipped` set: not on this device. */
+/* Adds the tensors of a call and makes it. */
 struct call {
     const char *name;
-    rafter_status (*make)(struct scene *scene, bool *skipped);
+    rafter_status (*make)(struct scene *scene);
     int options; /* settings.options is below that */
     enum { ANY_LENGTH, WITH_DEPTH, SEQUENCES } kind;
 };

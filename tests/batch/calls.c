@@ -14,8 +14,7 @@ static const DLTensor *add_row(struct scene *s, enum role role, rafter_dtype dty
 
 /* ---- act, logsumexp, lrpe_cosine -------------------------------------------------------------- */
 
-static rafter_status softmax_forward(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status softmax_forward(struct scene *s) {
     const rafter_act_args a = {.size = sizeof a,
                                .kind = RAFTER_ACT_SOFTMAX,
                                .dim = 1,
@@ -24,8 +23,7 @@ static rafter_status softmax_forward(struct scene *s, bool *skipped) {
     return s->failed ? RAFTER_OUT_OF_MEMORY : rafter_act_forward(s->context, &a);
 }
 
-static rafter_status softmax_backward(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status softmax_backward(struct scene *s) {
     const rafter_act_args a = {.size = sizeof a,
                                .kind = RAFTER_ACT_SOFTMAX,
                                .dim = 1,
@@ -35,8 +33,7 @@ static rafter_status softmax_backward(struct scene *s, bool *skipped) {
     return s->failed ? RAFTER_OUT_OF_MEMORY : rafter_act_backward(s->context, &a);
 }
 
-static rafter_status silu(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status silu(struct scene *s) {
     const rafter_dtype dtype = s->setting->dtype;
     rafter_act_args a = {.size = sizeof a, .kind = RAFTER_ACT_SILU, .x = add_row(s, INPUT, dtype, 3.0)};
     if (s->setting->options == 0) {
@@ -48,8 +45,7 @@ static rafter_status silu(struct scene *s, bool *skipped) {
     return s->failed ? RAFTER_OUT_OF_MEMORY : rafter_act_backward(s->context, &a);
 }
 
-static rafter_status logsumexp(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status logsumexp(struct scene *s) {
     rafter_logsumexp_args a = {.size = sizeof a, .dim = 1, .x = add_row(s, INPUT, s->setting->dtype, 3.0)};
     if (s->setting->options == 0) {
         a.lse = add_numbers(s, OUTPUT, RAFTER_F32, 0.0);
@@ -63,8 +59,7 @@ static rafter_status logsumexp(struct scene *s, bool *skipped) {
 
 /* A row is a sequence of `length` tokens, 2 heads and `depth` features. options: act, softmax over the
  * sequence; then backward. */
-static rafter_status lrpe_cosine(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status lrpe_cosine(struct scene *s) {
     const struct setting *const g = s->setting;
     const int64_t x[] = {g->length, 2, g->depth}, y[] = {g->length, 2, 2 * g->depth}, theta[] = {2, g->depth};
     const int which = g->options / 2;
@@ -106,8 +101,7 @@ static const DLTensor *add_labels(struct scene *s) {
 
 /* options: of the loss, and 3 times: 0 results of forward; 1 forward with the gradient; 2 backward
  * from lse; 3 backward without. */
-static rafter_status cross_entropy(struct scene *s, bool *skipped) {
-    (void)skipped;
+static rafter_status cross_entropy(struct scene *s) {
     const int which = s->setting->options % 3, what = s->setting->options / 3;
     const rafter_dtype dtype = s->setting->dtype;
     const rafter_loss_options o = options_of(s, which, what == 0 ? RAFTER_NONE : RAFTER_SUM);
@@ -135,8 +129,8 @@ static rafter_status cross_entropy(struct scene *s, bool *skipped) {
 
 /* options: of the loss, and 3 times: 0 results of forward; 1 forward with gradients; 2 the same,
  * compact; 3 backward from lse, with a gradient of every row; 4 the same, and one of its entropy; 5
- * forward that saves, and backward. */
-static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
+ * forward that saves, if it can, and backward. */
+static rafter_status linear_cross_entropy(struct scene *s) {
     const int which = s->setting->options % 3, what = s->setting->options / 3;
     const rafter_dtype dtype = s->setting->dtype;
     enum { SAVES = 5 };
@@ -180,15 +174,16 @@ static rafter_status linear_cross_entropy(struct scene *s, bool *skipped) {
         return what >= 3 ? rafter_linear_cross_entropy_backward(s->context, &a)
                          : rafter_linear_cross_entropy_forward(s->context, &a);
     rafter_status status = rafter_linear_cross_entropy_saved(s->context, &a, &a.saved_bytes);
-    /* fp32 inputs, and CPUs: there is nothing to save. */
-    *skipped = status == RAFTER_OK && a.saved_bytes == 0;
-    if (status != RAFTER_OK || *skipped)
-        return RAFTER_UNSUPPORTED;
-    a.saved = gpu_allocate(a.saved_bytes);
-    status = a.saved ? rafter_linear_cross_entropy_forward(s->context, &a) : RAFTER_OUT_OF_MEMORY;
+    if (status != RAFTER_OK)
+        return status;
+    if (a.saved_bytes > 0 && !(a.saved = gpu_allocate(a.saved_bytes)))
+        return RAFTER_OUT_OF_MEMORY;
+    status = rafter_linear_cross_entropy_forward(s->context, &a);
     a.dx = dx;
     if (status == RAFTER_OK)
         status = rafter_linear_cross_entropy_backward(s->context, &a);
+    if (!a.saved)
+        return status;
     gpu_synchronize(s->context);
     gpu_release(a.saved);
     return status;
