@@ -98,8 +98,6 @@ template <typename T, bool ALIGNED> struct IndexedRow {
 /* ---- threads per row ------------------------------------------------------------------------- */
 
 constexpr int INDEXED_THREADS = 512; /* per block, at most */
-/* Blocks per multiprocessor: shifting takes registers. */
-template <bool ALIGNED> constexpr int INDEXED_BLOCKS = ALIGNED ? 3 : 2;
 
 /* By the length of rows alone. A warp per row, and several rows per block; or a block per row. */
 struct RowTeam {
