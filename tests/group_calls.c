@@ -584,7 +584,6 @@ static void test_share_of_dx(void **state) {
     world_close(&one);
 }
 
-/* group_lines.c */
 void test_logsumexp(void **state), test_softmax(void **state), test_older_communicator(void **state);
 
 int main(void) {
