@@ -127,33 +127,163 @@ DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_hea
         with(from_float<fp16>(0.0f));
 }
 
-/* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. `entries`: as
- * above. */
-template <typename T, class Has>
-DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, int64_t chunk, int first_head, int heads,
-                                const unsigned (&entries)[WIDE<T>], Has has, const double (&moment)[WIDE<T>],
-                                double *shared) {
+/* Blocks that share an SM: so many that no registers are spilled. */
+constexpr int staged_blocks(bool forward, int f, bool dtheta, int layout) {
+    return !forward && (dtheta || f >= LANE_SOFTMAX || layout == DIRECT) ? 2 : 3;
+}
+
+/* The tokens, sequences and heads of a block. */
+struct StagedBlock {
+    unsigned chunk;
+    int64_t first_token, end_token, first_b;
+    int sequences, first_head, heads, step;
+
+    template <typename T> DEVICE StagedBlock(const Arguments<T> &a, const Staging &plan) : step(plan.step) {
+        const Tiling &tiling = plan.tiling;
+        chunk = tiling.tiles.quotient(blockIdx.x);
+        const unsigned tile = blockIdx.x - chunk * tiling.tiles.number;
+        const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
+        first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
+        end_token = min(first_token + tiling.tokens, a.length);
+        first_b = (int64_t)sequence_chunk * tiling.sequences;
+        sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
+        first_head = (int)(tile * plan.heads.number);
+        heads = min((int)a.heads - first_head, (int)plan.heads.number);
+    }
+    template <typename T> DEVICE ChunkAddress address(const T *tensor, const Strides &stride) const {
+        return ChunkAddress(tensor, stride, first_b, first_token, first_head, sequences, step);
+    }
+    DEVICE Extent extent(int tokens_left) const {
+        const int tokens = min(tokens_left, step);
+        return Extent{tokens, heads, tokens * heads};
+    }
+};
+
+/* Copies chunks into the stages, in the order of the work. */
+template <typename T, bool MANY, bool X, bool DY> struct ChunkLoader {
+    const Arguments<T> &a;
+    const Staging &plan;
+    const StagedBlock &block;
+    unsigned stages;
+    ChunkAddress x, dy; /* of the next chunk */
+    int left, b;        /* tokens from the next chunk on; its sequence */
+
+    DEVICE ChunkLoader(const Arguments<T> &a, const Staging &plan, const StagedBlock &block, unsigned stages)
+        : a(a), plan(plan), block(block), stages(stages), x(block.address(a.x, a.x_stride)),
+          dy(block.address(a.dy, a.y_stride)), left((int)(block.end_token - block.first_token)), b(0) {
+    }
+    DEVICE void request(int stage) {
+        const unsigned to = stages + stage * plan.stage_bytes;
+        if (left > 0) {
+            const Extent extent = block.extent(left);
+            if constexpr (X)
+                copy_in<MANY>(plan.x, plan.heads, x.at, extent, a.x, a.x_end, to);
+            if constexpr (DY)
+                copy_in<MANY>(plan.y, plan.heads, dy.at, extent, a.dy, a.dy_end, to + plan.dy_at);
+            const bool was_last = ++b == block.sequences;
+            x.advance(was_last);
+            dy.advance(was_last);
+            b = was_last ? 0 : b;
+            left -= was_last ? block.step : 0;
+        }
+        copy_commit();
+    }
+};
+
+/* The entries of the table of angles, in the lower halves, and the tokens of the thread's elements. */
+template <typename T> struct Entries {
+    static constexpr int COUNT = WIDE<T>;
+    unsigned entries[COUNT], exist = 0;
+
+    template <bool ROWS> DEVICE Entries(const Staging &plan, const Elements<T, ROWS> &elements) {
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            const auto at = elements[j];
+            entries[j] = at.exists ? entry_of(plan, at.head, at.d) | at.token << 16 : 0;
+            exist |= unsigned(at.exists) << j;
+            keep(entries[j]);
+        }
+        keep(exist);
+    }
+    DEVICE bool exists(int j) const {
+        return (exist >> j & 1) != 0;
+    }
+    DEVICE unsigned entry(int j) const {
+        return entries[j] & 0xffff;
+    }
+    DEVICE int token(int j) const {
+        return static_cast<int>(entries[j] >> 16);
+    }
+};
+
+/* What f is besides an act: x becomes p / scale, and g, the gradient of f(x), that of x. */
+template <typename T, int F> struct StagedF {
+    static constexpr int COUNT = WIDE<T>;
+    static constexpr bool SOFTMAX = F == LANE_SOFTMAX || F == BLOCK_SOFTMAX;
+    const int f;
+    const Entries<T> &entries;
+    RowThreads<F == BLOCK_SOFTMAX> row_threads;
+    int64_t columns; /* COLUMN_STATISTICS: from one statistic to the next */
+
+    DEVICE float normalise(const float *statistics, float (&v)[1][COUNT]) {
+        if constexpr (SOFTMAX) {
+            float sum[1];
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                v[0][j] = entries.exists(j) ? v[0][j] : -INFINITY;
+            row_threads.template exponentials<T>(v, sum);
+            return reciprocal_fast(sum[0]); /* sum >= 1, or NaN */
+        } else {
+            if constexpr (F == COLUMN_STATISTICS)
+#pragma unroll
+                for (int j = 0; j < COUNT; j++) {
+                    const float *const at = statistics + entries.entry(j);
+                    v[0][j] = exp_as<T>(v[0][j] - at[0]) * at[columns];
+                }
+            return 1.0f;
+        }
+    }
+    DEVICE void differentiate(const float *statistics, const float (&v)[COUNT], float scale, float (&g)[COUNT]) {
+        if constexpr (SOFTMAX) {
+            float dot[1] = {};
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                dot[0] = entries.exists(j) ? fmaf(v[j], g[j], dot[0]) : dot[0];
+            row_threads.sum(dot);
+            const float shift = dot[0] * scale * scale;
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                g[j] = v[j] * fmaf(g[j], scale, -shift);
+        } else if constexpr (F == COLUMN_STATISTICS) {
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                g[j] = v[j] * (g[j] - statistics[2 * columns + entries.entry(j)]);
+        } else if constexpr (F != RAFTER_ACT_NONE) {
+            gradient_of_all<T>(f, v, g);
+        }
+    }
+};
+
+/* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. */
+template <typename T>
+DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, const StagedBlock &block,
+                                const Entries<T> &entries, const double (&moment)[WIDE<T>], double *shared) {
     const unsigned width = plan.width.number;
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < WIDE<T>; j++)
-        if (has(j))
-            shared[(entries[j] >> 16) * width + (entries[j] & 0xffff)] = moment[j];
+        if (entries.exists(j))
+            shared[entries.token(j) * width + entries.entry(j)] = moment[j];
     __syncthreads();
     for (unsigned i = threadIdx.x; i < width; i += plan.threads) {
         const Tiling::Place at = place_of(plan, i);
         double sum = 0.0;
-        if (at.h >= heads)
+        if (at.h >= block.heads)
             continue;
         for (int token = 0; token < plan.step; token++)
             sum += shared[token * width + i];
-        plan.tiling.moments[(chunk * a.heads + first_head + at.h) * a.features + at.d] = sum;
+        plan.tiling.moments[(block.chunk * a.heads + block.first_head + at.h) * a.features + at.d] = sum;
     }
-}
-
-/* Blocks that share an SM: so many that no registers are spilled. */
-constexpr int staged_blocks(bool forward, int f, bool dtheta, int layout) {
-    return !forward && (dtheta || f >= LANE_SOFTMAX || layout == DIRECT) ? 2 : 3;
 }
 
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
@@ -161,8 +291,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     staged(const Arguments<T> a, const Staging plan) {
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
-    constexpr bool STAGES_DY = !FORWARD && LAYOUT != DIRECT;
-    constexpr bool SOFTMAX = F == LANE_SOFTMAX || F == BLOCK_SOFTMAX;
+    constexpr bool SOFTMAX = StagedF<T, F>::SOFTMAX;
     constexpr int OF_X = MANY ? MANY_SPANS : SOFTMAX ? ONE_SPAN : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
     extern __shared__ __align__(128) char dynamic[];
     __shared__ typename RowThreads<F == BLOCK_SOFTMAX>::Exchange exchange;
@@ -171,120 +300,61 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     unsigned stages = shared_address(dynamic + plan.stages_at), results = shared_address(dynamic + plan.out_at);
     keep(stages);
     keep(results);
-    const int f = F == RUNTIME_F ? plan.tiling.f : F;
     if constexpr (DTHETA)
         start_next_kernel(); /* the sum of moments */
 
-    /* The block's tokens, sequences and heads. */
-    const Tiling &tiling = plan.tiling;
-    const unsigned chunk = tiling.tiles.quotient(blockIdx.x), tile = blockIdx.x - chunk * tiling.tiles.number;
-    const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
-    const int64_t first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
-    const int64_t end_token = min(first_token + tiling.tokens, a.length);
-    const int64_t first_b = (int64_t)sequence_chunk * tiling.sequences;
-    const int sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
-    const int first_head = (int)(tile * plan.heads.number);
-    const int heads = min((int)a.heads - first_head, (int)plan.heads.number);
-    const int features = (int)plan.features.number, step = plan.step;
-    const auto address = [&](const T *tensor, const Strides &stride) {
-        return ChunkAddress(tensor, stride, first_b, first_token, first_head, sequences, step);
-    };
-    const auto extent_of = [&](int tokens_left) {
-        const int tokens = min(tokens_left, step);
-        return Extent{tokens, heads, tokens * heads};
-    };
-
-    /* What is loaded next, and what is worked on. */
-    ChunkAddress next_x = address(a.x, a.x_stride), next_dy = address(a.dy, a.y_stride);
-    ChunkAddress x = next_x, dy = next_dy, out = address(a.out, FORWARD ? a.y_stride : a.dx_stride);
-    int next_left = (int)(end_token - first_token), next_b = 0; /* tokens from the next chunk on; its sequence */
-    const auto request = [&](int stage) {
-        const unsigned to = stages + stage * plan.stage_bytes;
-        if (next_left > 0) {
-            const Extent extent = extent_of(next_left);
-            if constexpr (READS_X)
-                copy_in<MANY>(plan.x, plan.heads, next_x.at, extent, a.x, a.x_end, to);
-            if constexpr (STAGES_DY)
-                copy_in<MANY>(plan.y, plan.heads, next_dy.at, extent, a.dy, a.dy_end, to + plan.dy_at);
-            const bool was_last = ++next_b == sequences;
-            next_x.advance(was_last);
-            next_dy.advance(was_last);
-            next_b = was_last ? 0 : next_b;
-            next_left -= was_last ? step : 0;
-        }
-        copy_commit();
-    };
+    const StagedBlock block(a, plan);
+    const int features = (int)plan.features.number, sequences = block.sequences;
+    ChunkLoader<T, MANY, READS_X, !FORWARD && LAYOUT != DIRECT> loader(a, plan, block, stages);
+    ChunkAddress x = loader.x, dy = loader.dy, out = block.address(a.out, FORWARD ? a.y_stride : a.dx_stride);
     float theta[COUNT]; /* everything waits for it */
-    read_theta(a, plan, first_head, heads, theta);
+    read_theta(a, plan, block.first_head, block.heads, theta);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
-        request(i);
+        loader.request(i);
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
         if (const unsigned i = j * plan.threads + threadIdx.x; i < plan.width.number)
             angle_steps[i] = angle_step(theta[j]);
-    const Elements<T, SOFTMAX> elements = {plan, step * heads};
+
+    const Elements<T, SOFTMAX> elements = {plan, plan.step * block.heads};
+    const Entries<T> entries(plan, elements);
     const Places<T, OF_X> x_at(plan.x, elements, 0);
     const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, elements, plan.out_bytes);
-    const auto dy_at = [&] {
-        if constexpr (LAYOUT == DIRECT)
-            return DirectPlaces<T>(a.y_stride, elements);
-        else
-            return Places<T, OF_Y>(plan.y, elements, 0);
-    }();
-    unsigned entries[COUNT], exist = 0;
-#pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-        const auto at = elements[j];
-        entries[j] = at.exists ? entry_of(plan, at.head, at.d) | at.token << 16 : 0;
-        exist |= unsigned(at.exists) << j;
-        keep(entries[j]);
-    }
-    keep(exist);
-    const auto exists = [&](int j) { return (exist >> j & 1) != 0; };
-    const bool one_number = LAYOUT == DIRECT && a.y_stride.n == 0 && a.y_stride.h == 0 && a.y_stride.d == 0;
-    const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
-    RowThreads<F == BLOCK_SOFTMAX> row_threads = {tiling.lanes, tiling.lanes / WARP, exchange};
+    const std::conditional_t<LAYOUT == DIRECT, DirectPlaces<T>, Places<T, OF_Y>> dy_at(plan.y, elements, 0);
+    const int64_t row_columns = a.heads * a.features;
+    StagedF<T, F> function = {F == RUNTIME_F ? plan.tiling.f : F,
+                              entries,
+                              {plan.tiling.lanes, plan.tiling.lanes / WARP, exchange},
+                              a.batch * row_columns};
     double moment[DTHETA ? COUNT : 1] = {};
     int stage = 0;
     if constexpr (F == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
-    for (int64_t n = first_token; n < end_token; n += step) {
-        const Extent extent = extent_of((int)(end_token - n));
-        for (int i = threadIdx.x; i < step; i += plan.threads)
-            positions[i] = position_of(a.position(first_b, min(n + i, end_token - 1)));
+    for (int64_t n = block.first_token; n < block.end_token; n += plan.step) {
+        const Extent extent = block.extent((int)(block.end_token - n));
+        const auto has = [&](int j) { return entries.exists(j) && entries.token(j) < extent.tokens; };
+        for (int i = threadIdx.x; i < plan.step; i += plan.threads)
+            positions[i] = position_of(a.position(block.first_b, min(n + i, block.end_token - 1)));
         __syncthreads(); /* for the positions, and the table */
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
-        sincos_of_all<T>(angle_steps, positions, entries, sine, cosine);
+        sincos_of_all<T>(angle_steps, positions, entries.entries, sine, cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
             const unsigned staged_x = stages + stage * plan.stage_bytes, staged_dy = staged_x + plan.dy_at;
+            const float *const statistics = /* of the chunk's columns */
+                plan.tiling.statistics + (block.first_b + b) * row_columns + block.first_head * a.features;
             copy_wait<STAGES - 2>();
             __syncthreads(); /* the chunk is here, and all threads are done with the one before */
-            request(stage == 0 ? STAGES - 1 : stage - 1);
-            const auto has = [&](int j) { return exists(j) && int(entries[j] >> 16) < extent.tokens; };
-            float v[1][COUNT], sum[1], scale = 1.0f; /* x; of a softmax p / scale */
-            const float *const statistics =
-                tiling.statistics + (first_b + b) * row_columns + first_head * a.features; /* of the chunk's columns */
-            if constexpr (READS_X)
+            loader.request(stage == 0 ? STAGES - 1 : stage - 1);
+            float v[1][COUNT], c[COUNT], s[COUNT], scale = 1.0f; /* v: x; of a softmax p / scale */
+            if constexpr (READS_X) {
                 x_at.read(staged_x, x.low(), v[0]);
-            if constexpr (F == COLUMN_STATISTICS)
-#pragma unroll
-                for (int j = 0; j < COUNT; j++) {
-                    const float *const at = statistics + (entries[j] & 0xffff);
-                    v[0][j] = exp_as<T>(v[0][j] - at[0]) * at[columns];
-                }
-            if constexpr (SOFTMAX) {
-#pragma unroll
-                for (int j = 0; j < COUNT; j++)
-                    v[0][j] = exists(j) ? v[0][j] : -INFINITY;
-                row_threads.template exponentials<T>(v, sum);
-                scale = reciprocal_fast(sum[0]); /* sum >= 1, or NaN */
+                scale = function.normalise(statistics, v);
             }
             if constexpr (FORWARD) {
-                activate_all<T>(f, scale, v[0]);
-                float c[COUNT], s[COUNT];
+                activate_all<T>(function.f, scale, v[0]);
 #pragma unroll
                 for (int j = 0; j < COUNT; j++) {
                     c[j] = v[0][j] * cosine[j];
@@ -293,46 +363,21 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                 out_at.write(results, out.low(), c);
                 out_at.write(results + features * sizeof(T), out.low(), s);
             } else {
-                float c[COUNT], s[COUNT], g[COUNT];
-                if constexpr (LAYOUT == DIRECT) {
-                    const T *const from = reinterpret_cast<const T *>(dy.at);
-                    if (one_number) {
-                        const float number = to_float(*from);
-#pragma unroll
-                        for (int j = 0; j < COUNT; j++)
-                            c[j] = s[j] = number;
-                    } else {
-                        dy_at.read(from, has, c);
-                        dy_at.read(from + features * a.y_stride.d, has, s);
-                    }
-                } else {
+                float g[COUNT];
+                if constexpr (LAYOUT == DIRECT)
+                    dy_at.read(reinterpret_cast<const T *>(dy.at), features * a.y_stride.d, has, c, s);
+                else {
                     dy_at.read(staged_dy, dy.low(), c);
                     dy_at.read(staged_dy + features * sizeof(T), dy.low(), s);
                 }
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-                if constexpr (SOFTMAX) {
-                    float dot[1] = {};
-#pragma unroll
-                    for (int j = 0; j < COUNT; j++)
-                        dot[0] = exists(j) ? fmaf(v[0][j], g[j], dot[0]) : dot[0];
-                    row_threads.sum(dot);
-                    const float shift = dot[0] * scale * scale;
-#pragma unroll
-                    for (int j = 0; j < COUNT; j++)
-                        g[j] = v[0][j] * fmaf(g[j], scale, -shift);
-                } else if constexpr (F == COLUMN_STATISTICS) {
-#pragma unroll
-                    for (int j = 0; j < COUNT; j++)
-                        g[j] = v[0][j] * (g[j] - statistics[2 * columns + (entries[j] & 0xffff)]);
-                } else if constexpr (READS_X) {
-                    gradient_of_all<T>(f, v[0], g);
-                }
+                function.differentiate(statistics, v[0], scale, g);
                 if (!DTHETA || a.out)
                     out_at.write(results, out.low(), g);
                 if constexpr (DTHETA) {
-                    activate_all<T>(f, scale, v[0]);
+                    activate_all<T>(function.f, scale, v[0]);
 #pragma unroll
                     for (int j = 0; j < COUNT; j++)
                         angle_gradient[j] = fmaf(v[0][j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
@@ -350,15 +395,14 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         if constexpr (DTHETA)
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                if (exists(j) && int(entries[j] >> 16) < extent.tokens)
-                    moment[j] += (double)number_of(positions[entries[j] >> 16]) * (double)angle_gradient[j];
-        positions = reinterpret_cast<Position *>(dynamic + plan.positions_at) +
-                    (positions == reinterpret_cast<Position *>(dynamic + plan.positions_at) ? step : 0);
+                if (has(j))
+                    moment[j] += (double)number_of(positions[entries.token(j)]) * (double)angle_gradient[j];
+        Position *const first = reinterpret_cast<Position *>(dynamic + plan.positions_at);
+        positions = positions == first ? first + plan.step : first;
     }
     if constexpr (DTHETA) {
         copy_wait<0>();
-        store_chunk_moments(a, plan, chunk, first_head, heads, entries, exists, moment,
-                            reinterpret_cast<double *>(dynamic + plan.stages_at));
+        store_chunk_moments(a, plan, block, entries, moment, reinterpret_cast<double *>(dynamic + plan.stages_at));
     }
 }
 
@@ -382,6 +426,7 @@ inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64
     spans.packs = Divisor(spans.pitch / width);
     spans.n = n;
     spans.h = h;
+    spans.d = view.stride[3];
     return spans;
 }
 

@@ -16,7 +16,7 @@ struct Spans {
     enum Kind { ROW, TOKEN, ALL } kind; /* what a span holds */
     int row, pitch;                     /* elements: of a row; from span to span in shared memory */
     Divisor packs;                      /* from span to span in shared memory */
-    int64_t n, h;                       /* strides of tokens and heads in memory */
+    int64_t n, h, d;                    /* strides of tokens, heads and features in memory */
 };
 
 struct Staging {
@@ -224,25 +224,39 @@ template <typename T, int PLACING> struct Places {
 template <typename T> struct DirectPlaces {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[COUNT];
+    bool one_number; /* dy is the same for the whole chunk */
 
-    template <bool ROWS> DEVICE DirectPlaces(const Strides &stride, const Elements<T, ROWS> &elements) {
+    template <bool ROWS> DEVICE DirectPlaces(const Spans &spans, const Elements<T, ROWS> &elements, unsigned) {
+        one_number = spans.n == 0 && spans.h == 0 && spans.d == 0;
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const typename Elements<T, ROWS>::Element at = elements[j];
-            place[j] = at.token * static_cast<unsigned>(stride.n) + at.head * static_cast<unsigned>(stride.h) +
-                       at.d * static_cast<unsigned>(stride.d);
+            place[j] = at.token * static_cast<unsigned>(spans.n) + at.head * static_cast<unsigned>(spans.h) +
+                       at.d * static_cast<unsigned>(spans.d);
             keep(place[j]);
         }
     }
-    /* has(j): whether the element exists. */
-    template <class Has> DEVICE void read(const T *chunk, Has has, float (&v)[COUNT]) const {
-        T loaded[COUNT];
+    /* Both halves, `half` apart. has(j): whether the element exists. */
+    template <class Has>
+    DEVICE void read(const T *chunk, int64_t half, Has has, float (&c)[COUNT], float (&s)[COUNT]) const {
+        if (one_number) {
+            const float number = to_float(*chunk);
 #pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            loaded[j] = has(j) ? chunk[place[j]] : from_float<T>(0.0f);
+            for (int j = 0; j < COUNT; j++)
+                c[j] = s[j] = number;
+            return;
+        }
+        T first[COUNT], second[COUNT];
 #pragma unroll
-        for (int j = 0; j < COUNT; j++)
-            v[j] = to_float(loaded[j]);
+        for (int j = 0; j < COUNT; j++) {
+            first[j] = has(j) ? chunk[place[j]] : from_float<T>(0.0f);
+            second[j] = has(j) ? chunk[place[j] + half] : from_float<T>(0.0f);
+        }
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            c[j] = to_float(first[j]);
+            s[j] = to_float(second[j]);
+        }
     }
 };
 
