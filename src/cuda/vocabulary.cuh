@@ -295,8 +295,8 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         copy_async(to, from);
 }
 
-/* Shared memory by its 32-bit address there. The compiler computes the address behind a pointer again for
- * every access. */
+/* Shared memory by its 32-bit address there. The compiler computes the address behind a pointer
+ * again for every access. */
 DEVICE unsigned shared_address(const void *p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }

@@ -62,8 +62,8 @@ template <typename T, int N> DEVICE void gradient_of_all(int f, const float (&x)
         with(std::integral_constant<int, RAFTER_ACT_SILU>());
 }
 
-/* Sines and cosines of the thread's elements. `entries`: which step and position each has, in the halves
- * of a word. */
+/* Sines and cosines of the thread's elements. `entries`: which step and position each has, in
+ * the halves of a word. */
 template <typename T, int N>
 DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, const unsigned (&entries)[N],
                           float (&sine)[N], float (&cosine)[N]) {
@@ -190,7 +190,8 @@ template <typename T, bool MANY, bool X, bool DY> struct ChunkLoader {
     }
 };
 
-/* The entries of the table of angles, in the lower halves, and the tokens of the thread's elements. */
+/* The entries of the table of angles, in the lower halves, and the tokens of the thread's
+ * elements. */
 template <typename T> struct Entries {
     static constexpr int COUNT = WIDE<T>;
     unsigned entries[COUNT], exist = 0;
@@ -408,8 +409,9 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
 
 /* ---- planning -------------------------------------------------------------------------------- */
 
-/* How chunks lie in `view`, with rows of `row` elements. `apart`: rows are spans of their own, an odd
- * number of packs apart in shared memory, where threads with adjacent heads otherwise met in one bank. */
+/* How chunks lie in `view`, with rows of `row` elements. `apart`: rows are spans of their own,
+ * an odd number of packs apart in shared memory, where threads with adjacent heads otherwise met
+ * in one bank. */
 inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64_t step, bool apart = false) {
     Spans spans = {};
     spans.kind = Spans::ALL;
@@ -436,8 +438,8 @@ inline unsigned staged_bytes(const Spans &spans, int64_t heads, int64_t step, in
     return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(threads + 1) * 16), int64_t(128));
 }
 
-/* The heads and tokens of a chunk: as many elements as the threads can hold, or fewer if the tensor is so
- * small that some blocks would have none. Then all blocks run at once. */
+/* The heads and tokens of a chunk: as many elements as the threads can hold, or fewer if the
+ * tensor is so small that some blocks would have none. Then all blocks run at once. */
 inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call) {
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
                   features = call.x.shape[3], width = 16 / rafter_dtype_bytes(call.x.dtype);
@@ -462,8 +464,9 @@ inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrp
     plan->width = Divisor(plan->heads.number * features);
 }
 
-/* The tokens and sequences of a block: whole waves of `wave` blocks, and a table of angles for at least
- * 64 tokens if there are so many. Angles are computed once for all sequences of a block. */
+/* The tokens and sequences of a block: whole waves of `wave` blocks, and a table of angles for
+ * at least 64 tokens if there are so many. Angles are computed once for all sequences of a
+ * block. */
 inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave) {
     constexpr int64_t SERVED = 64;
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
@@ -474,8 +477,8 @@ inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t ste
     const int64_t waves = ceil_div(work, wave * most), steps = ceil_div(work, wave * waves);
     tiling->tokens = step * steps;
     tiling->token_chunks = Divisor(ceil_div(chunks, steps));
-    /* Few blocks: cut the batch, into one wave, or if each block still has many sequences, into so many
-     * waves that the end of the last one does not matter. */
+    /* Few blocks: cut the batch, into one wave, or if each block still has many sequences, into
+     * so many waves that the end of the last one does not matter. */
     constexpr int64_t MANY_SEQUENCES = 32, MANY_WAVES = 8;
     const int64_t blocks = tiling->token_chunks.number * tiling->tiles.number;
     const int64_t one_wave = ceil_div(batch, min(max(wave / blocks, int64_t(1)), batch));
@@ -553,8 +556,8 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
     if (call.act != RAFTER_ACT_SOFTMAX && call.y.data && allows_wide_access(call.y, 4) &&
         call.x.shape[3] % width == 0 && call.x.shape[2] > 1 && call.x.stride[2] != call.x.shape[3])
         return "y is aligned packs, and rows of x lie apart: it takes less to shift them";
-    /* Going through shared memory takes longer than a small call has: up to 4 MB it pays off only for rows
-     * so short that `rotate` wastes many lanes at their ends. */
+    /* Going through shared memory takes longer than a small call has: up to 4 MB it pays off
+     * only for rows so short that `rotate` wastes many lanes at their ends. */
     const int64_t bytes = call.x.numel * rafter_dtype_bytes(call.x.dtype), features = call.x.shape[3];
     const bool strided = call.dy.data && call.dy.stride[3] != 1, fills = call.x.shape[2] * features >= WARP * width;
     const bool rotates = strided || (features >= 64 && width == 8 && fills);

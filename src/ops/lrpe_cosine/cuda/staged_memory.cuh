@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How `staged` (staged.cuh) moves chunks between memory and shared memory, and where a thread finds its
- * elements there. */
+/* How `staged` (staged.cuh) moves chunks between memory and shared memory, and where a thread
+ * finds its elements there. */
 #ifndef RAFTER_LRPE_COSINE_CUDA_STAGED_MEMORY_CUH
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_MEMORY_CUH
 
@@ -27,8 +27,8 @@ struct Staging {
     int step;                       /* tokens of a chunk; more than one only if it has all heads */
     Divisor heads, features, width; /* width: heads * features */
     Spans x, y, out;                /* y: dy. out: y or dx */
-    /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in turns, the
-     * stages, each with x and dy, and the output. */
+    /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in
+     * turns, the stages, each with x and dy, and the output. */
     unsigned positions_at, stages_at, stage_bytes, dy_at, out_at, out_bytes, bytes;
 };
 
@@ -45,8 +45,9 @@ DEVICE void keep(uint64_t &a) {
     asm volatile("" : "+l"(a));
 }
 
-/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the thread's
- * packs of a chunk with several spans. Bytes first to end - 1 of the pack belong to the chunk. */
+/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the
+ * thread's packs of a chunk with several spans. Bytes first to end - 1 of the pack belong to the
+ * chunk. */
 template <typename T, class F>
 DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, F f) {
     const bool of_tokens = spans.kind == Spans::TOKEN;
@@ -73,8 +74,8 @@ template <typename T> DEVICE void copy_elements_out(uint64_t pack, unsigned from
         *reinterpret_cast<T *>(pack + at) = read_shared<T>(from + at);
 }
 
-/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. MANY: it may have
- * several spans. */
+/* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. MANY: it
+ * may have several spans. */
 template <bool MANY, typename T>
 DEVICE void copy_in(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, const T *begin,
                     const T *end, unsigned to) {
@@ -115,8 +116,8 @@ DEVICE void copy_out(const Spans &spans, const Divisor &heads, uint64_t chunk, c
         pack_out(aligned + at, at, at == 0 ? low : 0, min(bytes - at, 16u));
 }
 
-/* A head and a feature of a chunk as one number: the place in the table of angles. Adjacent threads have
- * adjacent places. */
+/* A head and a feature of a chunk as one number: the place in the table of angles. Adjacent
+ * threads have adjacent places. */
 DEVICE unsigned entry_of(const Staging &plan, unsigned head, unsigned d) {
     return plan.heads_first ? d * plan.heads.number + head : head * plan.features.number + d;
 }
@@ -126,8 +127,8 @@ DEVICE Tiling::Place place_of(const Staging &plan, unsigned entry) {
     return plan.heads_first ? Tiling::Place{minor, major} : Tiling::Place{major, minor};
 }
 
-/* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the chunk, or if
- * ROWS, of a row, which `lanes` threads hold. */
+/* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the
+ * chunk, or if ROWS, of a row, which `lanes` threads hold. */
 template <typename T, bool ROWS> struct Elements {
     static constexpr int COUNT = WIDE<T>;
     const Staging &plan;
@@ -166,8 +167,8 @@ enum Placing {
                   further from a pack the span begins than the chunk */
 };
 
-/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
- * not have are `elsewhere`, or if LINEAR, after its end. */
+/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the
+ * chunk does not have are `elsewhere`, or if LINEAR, after its end. */
 template <typename T, int PLACING> struct Places {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[PLACING == LINEAR ? 1 : COUNT];
@@ -260,8 +261,8 @@ template <typename T> struct DirectPlaces {
     }
 };
 
-/* The address of a tensor's chunks, in the order of the work: all sequences of some tokens, then those of
- * the next. */
+/* The address of a tensor's chunks, in the order of the work: all sequences of some tokens, then
+ * those of the next. */
 struct ChunkAddress {
     uint64_t at, sequence, back; /* sequence, back: from a sequence to the next; from the last to the next tokens */
 
