@@ -505,7 +505,8 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     }
     plan_chunk(&plan, device, call);
     const int64_t heads = plan.heads.number;
-    plan.heads_first = f < LANE_SOFTMAX && heads > 1 && y.stride[2] > 0 && y.stride[2] < y.stride[3];
+    /* Shorter rows would take more copies of their own than the loads of dy save. */
+    plan.heads_first = f < LANE_SOFTMAX && heads > 1 && features >= 32 && y.stride[2] > 0 && y.stride[2] < y.stride[3];
     const bool apart = plan.heads_first && features % width == 0;
     plan.x = spans_of(call.x, features, heads, plan.step, apart);
     plan.y = spans_of(y, 2 * features, heads, plan.step);
