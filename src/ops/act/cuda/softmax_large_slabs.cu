@@ -97,14 +97,16 @@ DEVICE void write_pieces(const SlabArgs<T> &a, const Pieces &pieces, char *stage
     }
 }
 
-/* The statistics of all lines of one slab from those of its parts, in global memory. All threads
- * call this. */
-template <bool FORWARD> DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
+/* The statistics of all lines of one slab from those of its parts, in global memory. SAME_KERNEL:
+ * this kernel has written them; else L1 may serve the blocks of a multiprocessor, which all read the
+ * same. All threads call this. */
+template <bool FORWARD, bool SAME_KERNEL>
+DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
     const int thread = threadIdx.x, threads = blockDim.x, lane = thread % plan.lanes;
     for (int base = 0; base < plan.inner; base += threads / plan.lanes) {
         const int column = base + thread / plan.lanes;
-        Part all = merge_some<FORWARD, true>(parts + column, lane, plan.lanes, column < plan.inner ? plan.blocks : 0,
-                                             plan.inner);
+        Part all = merge_some<FORWARD, SAME_KERNEL>(parts + column, lane, plan.lanes,
+                                                    column < plan.inner ? plan.blocks : 0, plan.inner);
         all = merge_lanes<FORWARD>(all, plan.lanes);
         if (column < plan.inner && lane == 0)
             totals[column] = all;
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2)
             if (total_bytes == 0)
                 return totals + pieces.slab * plan.inner;
             Part *const own = reinterpret_cast<Part *>(results_memory);
-            merge_slab<FORWARD>(plan, parts + pieces.slab * plan.blocks * plan.inner, own);
+            merge_slab<FORWARD, false>(plan, parts + pieces.slab * plan.blocks * plan.inner, own);
             return own;
         });
 }
@@ -170,7 +172,8 @@ __global__ void __launch_bounds__(SLAB_THREADS, 4)
             while (load_acquire(arrived + pieces.slab) != (unsigned)plan.blocks)
                 ;
         __syncthreads();
-        merge_slab<FORWARD>(plan, parts + pieces.slab * plan.blocks * plan.inner, reinterpret_cast<Part *>(memory));
+        merge_slab<FORWARD, true>(plan, parts + pieces.slab * plan.blocks * plan.inner,
+                                  reinterpret_cast<Part *>(memory));
         return reinterpret_cast<const Part *>(memory);
     });
 }
@@ -265,7 +268,9 @@ struct LargeSlabs {
         slab.input_bytes = round_up((slab.items * slab.threads + 1) * 16, 128);
         const int64_t pieces = ceil_div(slab.elements, int64_t(slab.threads) * slab.items * slab.width());
         const int64_t slab_bytes = slab.elements * slab.element_bytes * inputs;
-        if (slab_bytes * slab.slabs >= PHASES_BYTES && slab_bytes <= MOST_PHASE_BYTES && slab.threads <= SLAB_THREADS) {
+        /* Two inputs of 16 bits are no faster in phases: docs/perf/act.md. */
+        if (slab_bytes * slab.slabs >= PHASES_BYTES && slab_bytes <= MOST_PHASE_BYTES && slab.threads <= SLAB_THREADS &&
+            (inputs == 1 || slab.element_bytes == 4)) {
             cut_into(pieces, PHASE_PIECES, plan);
             const int64_t all = slab.slabs * slab.blocks,
                           delay = slab.blocks + ceil_div(BEHIND_BYTES, slab_bytes / slab.blocks);

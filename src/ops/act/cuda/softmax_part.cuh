@@ -72,7 +72,7 @@ template <bool GLOBAL> DEVICE Part load_part(const Part *p) {
 }
 
 /* Merges every `step`-th of the parts of a line, from number `first` on. GLOBAL: they are in global
- * memory, and may have been written by this kernel. */
+ * memory, and have been written by this kernel: they are read from L2. */
 template <bool FORWARD, bool GLOBAL = false>
 DEVICE Part merge_some(const Part *line, int first, int step, int parts, int inner) {
     Part all = no_part();
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
     const int first = static_cast<int>(blockIdx.x - slab * across.number) * MERGED_LINES;
     const int line = threadIdx.x % MERGED_LINES, group = threadIdx.x / MERGED_LINES;
     const bool active = first + line < inner;
-    groups[line][group] = merge_some<FORWARD, true>(parts + (int64_t)slab * count * inner + first + line, group,
-                                                    MERGE_GROUPS, active ? count : 0, inner);
+    groups[line][group] = merge_some<FORWARD>(parts + (int64_t)slab * count * inner + first + line, group, MERGE_GROUPS,
+                                              active ? count : 0, inner);
     __syncthreads();
     const int own = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const Part all = merge_lanes<FORWARD>(groups[own][lane], WARP);
