@@ -292,7 +292,7 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
  * the parts takes: by an estimate, in us, for an H200, which runs 396 blocks at once. By shape alone,
  * never by the device: the same bits everywhere. */
 static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
-    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, SHORT_ROW = 48 << 10;
+    constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, SHORT_ROW = 48 << 10, FEW_BLOCKS = 512;
     constexpr int64_t MOST_PARTS = WARP;     /* which one warp merges */
     constexpr int64_t USUAL_PART = 16 << 10; /* a load for each pack of 256 threads */
     constexpr double START = 0.6, MERGE = 2.2;
@@ -319,7 +319,9 @@ static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
             best = parts;
         }
     }
-    return best;
+    /* Few blocks: parts of the usual size, whose threads have one load of each pack. */
+    const int64_t usual = min(row_bytes / USUAL_PART, MOST_PARTS);
+    return best > 1 && rows * usual <= FEW_BLOCKS ? usual : best;
 }
 
 /* Threads of a block that takes a row or a part of one, of so many bytes. If few blocks run at once,

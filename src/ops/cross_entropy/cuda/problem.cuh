@@ -70,10 +70,11 @@ struct Split {
     int threads;         /* per block */
 };
 
-inline Split split_rows(const Problem &p, rafter_dtype dtype) {
+/* `slow`: a block takes twice as long for a column, or longer. */
+inline Split split_rows(const Problem &p, rafter_dtype dtype, bool slow = false) {
     constexpr int MOST_THREADS = 512;
     const int64_t element = rafter_dtype_bytes(dtype);
-    const int64_t parts = parts_of_row(p.rows, p.row_bytes);
+    const int64_t parts = parts_of_row(p.rows, slow ? 2 * p.row_bytes : p.row_bytes);
     Split split;
     split.part = round_up<int64_t>(ceil_div(p.classes, parts), 64); /* multiples of 64 keep the row's alignment */
     split.parts = ceil_div(p.classes, split.part);

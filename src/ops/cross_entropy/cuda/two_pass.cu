@@ -96,10 +96,13 @@ struct TwoPass {
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
-        WorkspaceLayout layout;
+        WorkspaceLayout layout, unused;
         plan->row_blocks = p.row_blocks();
         plan->gradient_parts = p.gradient_parts();
-        plan->split = p.rows > 0 && p.classes > 0 ? split_rows(p, call.logits.dtype) : Split{};
+        plan->general.fill(device, p, call, 0, &unused);
+        plan->split = p.rows > 0 && p.classes > 0
+                          ? split_rows(p, call.logits.dtype, plan->general.forward_options == FULL)
+                          : Split{};
         plan->finish = RowLanes::of(p.rows, call.loss.class_group.ranks > 0 ? 1 : plan->split.parts);
         plan->general.fill(device, p, call, plan->finish.blocks(p.rows), &layout);
         plan->stats = layout.add(p.rows * plan->split.parts * plan->general.stats_bytes());
