@@ -11,8 +11,9 @@ namespace {
 /* What a kernel that computes statistics and gradient needs of a row besides its logits. */
 struct alignas(16) KnownTerms {
     RowTerms terms;
-    float z_label;
+    float z_label, unused; /* initialised, because all of it is copied */
 };
+static_assert(sizeof(KnownTerms) == sizeof(RowTerms) + 8, "no padding");
 
 /* A thread per row. */
 template <typename T>

@@ -361,8 +361,8 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                     c[j] = v[0][j] * cosine[j];
                     s[j] = v[0][j] * sine[j];
                 }
-                out_at.write(results, out.low(), c);
-                out_at.write(results + features * sizeof(T), out.low(), s);
+                out_at.write(results, out.low(), c, plan.out_bytes);
+                out_at.write(results + features * sizeof(T), out.low(), s, plan.out_bytes);
             } else {
                 float g[COUNT];
                 if constexpr (LAYOUT == DIRECT)
@@ -376,7 +376,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
                 function.differentiate(statistics, v[0], scale, g);
                 if (!DTHETA || a.out)
-                    out_at.write(results, out.low(), g);
+                    out_at.write(results, out.low(), g, plan.out_bytes);
                 if constexpr (DTHETA) {
                     activate_all<T>(function.f, scale, v[0]);
 #pragma unroll

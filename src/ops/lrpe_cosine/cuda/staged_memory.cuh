@@ -167,8 +167,8 @@ enum Placing {
                   further from a pack the span begins than the chunk */
 };
 
-/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the
- * chunk does not have are `elsewhere`, or if LINEAR, after its end. */
+/* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
+ * not have are read `elsewhere`, and not written; if LINEAR, they are after its end. */
 template <typename T, int PLACING> struct Places {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[PLACING == LINEAR ? 1 : COUNT];
@@ -213,11 +213,13 @@ template <typename T, int PLACING> struct Places {
         for (int j = 0; j < COUNT; j++)
             v[j] = to_float(loaded[j]);
     }
-    DEVICE void write(unsigned to, unsigned low, const float (&v)[COUNT]) const {
+    /* `elsewhere`: the constructor's. */
+    DEVICE void write(unsigned to, unsigned low, const float (&v)[COUNT], unsigned elsewhere) const {
         const Pack<T, COUNT> pack = packed<T, COUNT>(v);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            write_shared(to + (*this)(j, low), pack.v[j]);
+            if (PLACING == LINEAR || place[j] != (PLACING == MANY_SPANS ? elsewhere * 16 : elsewhere))
+                write_shared(to + (*this)(j, low), pack.v[j]);
     }
 };
 
