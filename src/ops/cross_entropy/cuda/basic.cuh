@@ -182,6 +182,30 @@ struct SpacedArgs : BasicArgs {
     }
 };
 
+/* The last block to call this adds up block_losses, one per block, and writes the loss of all rows. Called
+ * by all `threads` threads of every block, after one of them has written the block's own. */
+DEVICE void add_up_blocks(const BasicArgs &u, const double2 *block_losses, unsigned threads) {
+    if (!block_arrives_last(u.counter, gridDim.x))
+        return;
+    double2 sum = {};
+    for (unsigned i = threadIdx.x; i < gridDim.x; i += threads) {
+        const double2 more = __ldcg(&block_losses[i]);
+        sum = make_double2(sum.x + more.x, sum.y + more.y);
+    }
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        u.write_loss(sum.x, sum.y);
+}
+
+/* The same from `sum`, the loss of a thread's rows and their number. */
+template <int THREADS> DEVICE void add_up_threads(const BasicArgs &u, double2 sum) {
+    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
+    sum = block_sum(sum);
+    if (threadIdx.x == 0)
+        block_losses[blockIdx.x] = sum;
+    add_up_blocks(u, block_losses, THREADS);
+}
+
 /* Writes the gradient of packs first, first + step, ... of a row of `packs` packs. `mine`: this
  * thread also writes the label's column, whose logit is z_label, once more. */
 template <typename T, int COUNT>

@@ -116,22 +116,8 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
         });
         finish_rows(a, place.row, label, s, z_label, &sum);
     }
-    if (!u.loss)
-        return;
-    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        block_losses[blockIdx.x] = sum;
-    if (!block_arrives_last(u.counter, gridDim.x))
-        return;
-    sum = {};
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) {
-        const double2 more = __ldcg(&block_losses[i]);
-        sum = make_double2(sum.x + more.x, sum.y + more.y);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        u.write_loss(sum.x, sum.y);
+    if (u.loss)
+        add_up_threads<THREADS>(u, sum);
 }
 
 template <typename T, int STEPS>

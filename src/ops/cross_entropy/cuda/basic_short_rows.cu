@@ -73,25 +73,11 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
             u.flag_bad_label(label);
         return;
     }
-    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
     double2 sum = {};
     if (valid)
         sum = make_double2(u.finish_row(own, label, own_stats, z_label), label != IGNORED);
-    if (!u.loss)
-        return;
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        block_losses[blockIdx.x] = sum;
-    if (!block_arrives_last(u.counter, gridDim.x))
-        return;
-    sum = {};
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += THREADS) {
-        const double2 more = __ldcg(&block_losses[i]);
-        sum = make_double2(sum.x + more.x, sum.y + more.y);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        u.write_loss(sum.x, sum.y);
+    if (u.loss)
+        add_up_threads<THREADS>(u, sum);
 }
 
 struct BasicShortRows {

@@ -99,25 +99,10 @@ template <typename T> struct TinyGradient {
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    const BasicArgs &u = a.basic;
     TinyLoss<T> op = {a};
     tiny_rows<TinyLoss<T>, T, COUNT, false>(op, a.tiny, dynamic);
-    if (!u.loss)
-        return;
-    double2 *const block_losses = reinterpret_cast<double2 *>(u.losses);
-    double2 sum = block_sum(op.sum);
-    if (threadIdx.x == 0)
-        block_losses[blockIdx.x] = sum;
-    if (!block_arrives_last(u.counter, gridDim.x))
-        return;
-    sum = {};
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += TINY_THREADS) {
-        const double2 more = __ldcg(&block_losses[i]);
-        sum = make_double2(sum.x + more.x, sum.y + more.y);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        u.write_loss(sum.x, sum.y);
+    if (a.basic.loss)
+        add_up_threads<TINY_THREADS>(a.basic, op.sum);
 }
 
 template <typename T, int COUNT>

@@ -19,16 +19,7 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
             sum = make_double2(sum.x + row_losses[i].x, sum.y + row_losses[i].y);
         block_losses[blockIdx.x] = sum;
     }
-    if (!block_arrives_last(u.counter, gridDim.x))
-        return;
-    double2 sum = {};
-    for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-        const double2 more = __ldcg(&block_losses[i]);
-        sum = make_double2(sum.x + more.x, sum.y + more.y);
-    }
-    sum = block_sum(sum);
-    if (threadIdx.x == 0)
-        u.write_loss(sum.x, sum.y);
+    add_up_blocks(u, block_losses, blockDim.x);
 }
 
 /* PACKS: packs per lane. SMOOTHS: label smoothing, only without a gradient. known_factor: NULL, if every
