@@ -17,6 +17,18 @@ template <typename T> struct IndexedArgs {
     RowTeam team;
 };
 
+/* From a plan with walk, n, step and team. */
+template <typename T, class Plan> IndexedArgs<T> indexed_args(const act_call &call, const Plan &plan, int64_t rows) {
+    return {reinterpret_cast<const T *>(call.in.data),
+            reinterpret_cast<const T *>(call.dy.data),
+            reinterpret_cast<T *>(call.out.data),
+            plan.walk,
+            rows,
+            plan.n,
+            {plan.step[IN], plan.step[DY], plan.step[OUT]},
+            plan.team};
+}
+
 /* y of x, or dx of y and dy. */
 template <typename T, bool FORWARD> struct ElementOf {
     float max, scale, dot;

@@ -107,14 +107,7 @@ struct SoftmaxInvariant {
 
     template <typename T, bool FORWARD>
     static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
-        const IndexedArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
-                                     reinterpret_cast<const T *>(call.dy.data),
-                                     reinterpret_cast<T *>(call.out.data),
-                                     plan.walk,
-                                     plan.rows,
-                                     plan.n,
-                                     {plan.step[IN], plan.step[DY], plan.step[OUT]},
-                                     plan.team};
+        const IndexedArgs<T> args = indexed_args<T>(call, plan, plan.rows);
         ::launch(context, plan.team.blocks(plan.rows),
                  plan.in_registers ? rows_in_registers<T, FORWARD>
                  : plan.aligned    ? indexed_rows<T, FORWARD, true>

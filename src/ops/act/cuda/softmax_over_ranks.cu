@@ -169,14 +169,7 @@ struct SoftmaxOverRanks {
     template <typename T, bool FORWARD, bool ALIGNED>
     static rafter_status launch_as(rafter_context *context, const Call &call, const Plan &plan,
                                    const Exchange &exchange) {
-        const IndexedArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
-                                     reinterpret_cast<const T *>(call.dy.data),
-                                     reinterpret_cast<T *>(call.out.data),
-                                     plan.walk,
-                                     plan.lines,
-                                     plan.n,
-                                     {plan.step[IN], plan.step[DY], plan.step[OUT]},
-                                     plan.team};
+        const IndexedArgs<T> args = indexed_args<T>(call, plan, plan.lines);
         const int warps = power_at_least(ceil_div<int64_t>(plan.n, 2 * AT_ONCE), 1, MOST_WARPS);
         const Launch how =
             plan.columns ? Launch{ceil_div<int64_t>(plan.lines, WARP), warps * WARP} : plan.team.blocks(plan.lines);

@@ -229,6 +229,11 @@ inline bool contiguous_or_missing(const rafter_view &view) {
     return !view.data || (view.ndim == 1 && (view.stride[0] == 1 || view.shape[0] == 1));
 }
 
+/* The same number for all rows. */
+inline bool is_one_number(const rafter_view &view) {
+    return view.ndim == 1 && view.stride[0] == 0;
+}
+
 inline bool rows_of_packs(const rafter_view &view) {
     const int64_t bytes = rafter_dtype_bytes(view.dtype);
     return view.ndim == 2 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0 && view.shape[1] * bytes % 16 == 0 &&

@@ -200,8 +200,8 @@ struct BasicColumns {
     typedef cross_entropy_call Call;
     struct Plan {
         ColumnArgs args;
-        size_t losses, counts, factor; /* offsets in the workspace */
-        int64_t blocks, count_blocks;
+        BasicWorkspace workspace;
+        int64_t blocks;
         bool forward;
     };
 
@@ -223,7 +223,7 @@ struct BasicColumns {
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
             return reason;
-        const bool each = l.reduction == RAFTER_NONE, one_dloss = l.dloss.ndim == 1 && l.dloss.stride[0] == 0;
+        const bool each = l.reduction == RAFTER_NONE, one_dloss = is_one_number(l.dloss);
         const rafter_view &numbers = p.forward ? l.loss : l.dloss;
         return in_fours(l.target) && in_fours(l.lse) && in_fours(l.row_loss) &&
                        (!each || in_fours(numbers) || (!p.forward && one_dloss))
@@ -241,7 +241,7 @@ struct BasicColumns {
         const bool each = l.reduction == RAFTER_NONE;
         args.row_losses = each ? args.basic.loss : nullptr;
         args.row_dlosses = each ? args.basic.dloss : nullptr;
-        args.one_dloss = l.dloss.ndim == 1 && l.dloss.stride[0] == 0;
+        args.one_dloss = is_one_number(l.dloss);
         if (each)
             args.basic.loss = nullptr;
         if (each && !args.one_dloss)
@@ -250,22 +250,13 @@ struct BasicColumns {
         plan->blocks =
             p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS), int64_t(PER_SM) * device.multiprocessors)
                       : int64_t(args.columns.across) * args.columns.parts;
-        plan->count_blocks = count_blocks(args.basic);
-        WorkspaceLayout layout;
-        plan->losses = layout.add(p.forward ? plan->blocks * int64_t(sizeof(double2)) : 0);
-        plan->counts = layout.add(p.forward ? 0 : COUNT_BLOCKS * int64_t(sizeof(int)));
-        plan->factor = layout.add(p.forward ? 0 : int64_t(sizeof(double)));
-        return layout.bytes;
+        return plan->workspace.place(p.forward ? plan->blocks : 0, p.gradient);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
         ColumnArgs args = plan.args;
-        args.basic.losses = at_offset<double>(workspace, plan.losses);
-        double *const factor = at_offset<double>(workspace, plan.factor);
-        if (!plan.forward)
-            sequence.run(Launch{plan.count_blocks, COUNT_THREADS}, write_factor, args.basic,
-                         at_offset<int>(workspace, plan.counts), factor);
+        const double *const factor = plan.workspace.start(sequence, !plan.forward, &args.basic, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_column_steps(args.columns.length, [&](auto steps) {

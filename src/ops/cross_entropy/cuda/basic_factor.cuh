@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The kernel before gradients of basic calls (basic.cuh) with any number of rows: their common factor. */
+/* The kernel before gradients of basic calls (basic.cuh) with any number of rows, which writes their common
+ * factor; and the workspace of such calls. */
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_FACTOR_CUH
 
@@ -35,6 +36,30 @@ __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_const
 inline int64_t count_blocks(const BasicArgs &u) {
     return u.mean && !u.denominator ? COUNT_BLOCKS : 1;
 }
+
+/* What these calls have in the workspace: a loss for each block, and what write_factor writes. */
+struct BasicWorkspace {
+    size_t losses, counts, factor; /* offsets */
+
+    /* Returns the bytes. loss_blocks: 0 if no loss is wanted. */
+    size_t place(int64_t loss_blocks, bool gradient) {
+        WorkspaceLayout layout;
+        losses = layout.add(loss_blocks * int64_t(sizeof(double2)));
+        counts = layout.add(gradient ? COUNT_BLOCKS * int64_t(sizeof(int)) : 0);
+        factor = layout.add(gradient ? int64_t(sizeof(double)) : 0);
+        return layout.bytes;
+    }
+    /* Tells args where the losses are, enqueues write_factor if a gradient is wanted, and returns where the
+     * factor will be. */
+    const double *start(LaunchSequence &sequence, bool gradient, BasicArgs *args, char *workspace) const {
+        double *const factor_at = at_offset<double>(workspace, factor);
+        args->losses = at_offset<double>(workspace, losses);
+        if (gradient)
+            sequence.run(Launch{count_blocks(*args), COUNT_THREADS}, write_factor, *args,
+                         at_offset<int>(workspace, counts), factor_at);
+        return factor_at;
+    }
+};
 
 } // namespace
 

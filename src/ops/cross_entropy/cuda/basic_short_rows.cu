@@ -84,8 +84,8 @@ struct BasicShortRows {
     typedef cross_entropy_call Call;
     struct Plan {
         BasicArgs args;
-        size_t losses, counts, factor; /* offsets in the workspace */
-        int64_t blocks, count_blocks;
+        BasicWorkspace workspace;
+        int64_t blocks;
         bool forward;
     };
 
@@ -104,12 +104,7 @@ struct BasicShortRows {
         write_each_loss(&plan->args, call);
         plan->forward = p.forward;
         plan->blocks = ceil_div<int64_t>(p.rows, THREADS);
-        plan->count_blocks = count_blocks(plan->args);
-        WorkspaceLayout layout;
-        plan->losses = layout.add(p.forward && plan->args.loss ? plan->blocks * sizeof(double2) : 0);
-        plan->counts = layout.add(p.gradient ? COUNT_BLOCKS * sizeof(int) : 0);
-        plan->factor = layout.add(p.gradient ? sizeof(double) : 0);
-        return layout.bytes;
+        return plan->workspace.place(p.forward && plan->args.loss ? plan->blocks : 0, p.gradient);
     }
 
     template <typename T, int LANES, int PACKS>
@@ -126,11 +121,7 @@ struct BasicShortRows {
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
         BasicArgs args = plan.args;
-        args.losses = at_offset<double>(workspace, plan.losses);
-        double *const factor = at_offset<double>(workspace, plan.factor);
-        if (args.dz)
-            sequence.run(Launch{plan.count_blocks, COUNT_THREADS}, write_factor, args,
-                         at_offset<int>(workspace, plan.counts), factor);
+        const double *const factor = plan.workspace.start(sequence, args.dz, &args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;

@@ -116,14 +116,10 @@ struct BasicTinyRows {
     typedef cross_entropy_call Call;
     struct Plan {
         TinyArgs args;
-        size_t losses, counts, factor; /* offsets in the workspace */
-        int64_t blocks, count_blocks;
+        BasicWorkspace workspace;
+        int64_t blocks;
         bool forward;
     };
-
-    static bool is_one_number(const rafter_view &view) {
-        return view.ndim == 1 && view.stride[0] == 0;
-    }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
@@ -161,23 +157,13 @@ struct BasicTinyRows {
         }
         plan->forward = p.forward;
         plan->blocks = tiny_blocks(args.tiny, device, PER_SM);
-        plan->count_blocks = count_blocks(args.basic);
-        WorkspaceLayout layout;
-        plan->losses = layout.add(p.forward ? plan->blocks * int64_t(sizeof(double2)) : 0);
-        plan->counts = layout.add(p.forward ? 0 : COUNT_BLOCKS * int64_t(sizeof(int)));
-        plan->factor = layout.add(p.forward ? 0 : int64_t(sizeof(double)));
-        return layout.bytes;
+        return plan->workspace.place(p.forward ? plan->blocks : 0, p.gradient);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
         TinyArgs args = plan.args;
-        args.basic.losses = at_offset<double>(workspace, plan.losses);
-        double *const factor = at_offset<double>(workspace, plan.factor);
-        args.factor = factor;
-        if (!plan.forward)
-            sequence.run(Launch{plan.count_blocks, COUNT_THREADS}, write_factor, args.basic,
-                         at_offset<int>(workspace, plan.counts), factor);
+        args.factor = plan.workspace.start(sequence, !plan.forward, &args.basic, workspace);
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
