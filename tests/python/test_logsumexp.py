@@ -24,6 +24,9 @@ def test_agrees_with_pytorch(device, dtype, shape_dim, keepdim, algorithm):
     wide = rafter.logsumexp(x, dim, keepdim, dtype=torch.float32)
     assert wide.dtype == torch.float32
     close(wide, theirs)
+    alone = rafter.logsumexp(x.detach(), dim, keepdim, algorithm=algorithm)  # the kernel rounds, not PyTorch
+    assert alone.dtype == dtype and alone.shape == theirs.shape
+    close(alone, theirs)
 
 
 @on_devices
