@@ -34,6 +34,8 @@ static const struct rafter_variant cuda[] = {
 #undef CUDA
 };
 
+_Static_assert(sizeof cuda / sizeof *cuda <= RAFTER_MOST_CONSIDERED, "a call could not say which variant it took");
+
 const struct rafter_op RAFTER_PASTE(rafter_op_, OP) = {
     .name = STRING(OP),
     .index = RAFTER_PASTE(RAFTER_OP_INDEX_, OP),
