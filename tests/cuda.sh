@@ -54,23 +54,28 @@ walk() {
 # none is a failure.
 served() {
     cat "$logs"/walk-*.log | awk '$3 == "served" { sum[$1 " " $2] += $4 }
-        END { for (name in sum) { printf "%-52s %8d problems\n", name, sum[name]; bad += sum[name] == 0 && name !~ / auto$/ }
+        END { for (name in sum) { printf "%-52s %8d problems\n", name, sum[name]; bad += sum[name] == 0 && name !~ / (auto|hopper_shared)$/ }
               print bad + 0, "variants served no problem"; exit (bad > 0) }'
 }
 
 sanitize() {
-    local tool=$1
+    local tool=$1 op except
     if ! command -v compute-sanitizer >/dev/null; then
         echo "compute-sanitizer is not installed: $tool is skipped"
         return
     fi
     # Every tensor in an allocation of its own, so that the checker knows its bounds.
     export RAFTER_TEST_EXACT_MEMORY=1
+    # initcheck does not see what the TMA stores: the exponentials that finish_tiles_kernel reads.
+    except=
+    [ "$tool" != initcheck ] || except="--kernel-name-exclude kernel_substring=finish_tiles_kernel"
     for op in "${ops[@]}"; do
-        job "$tool-$op" 100 compute-sanitizer --tool "$tool" --error-exitcode 9 "$walk" "$op" --device cuda --each "$each"
+        # shellcheck disable=SC2086
+        job "$tool-$op" 100 compute-sanitizer --tool "$tool" $except --error-exitcode 9 "$walk" "$op" --device cuda --each "$each"
     done
     # hopper_shared serves calls of several ranks only.
-    job "$tool-groups" 100 compute-sanitizer --tool "$tool" --error-exitcode 9 "$build/tests/test_groups" linear_cross_entropy \
+    # shellcheck disable=SC2086
+    job "$tool-groups" 100 compute-sanitizer --tool "$tool" $except --error-exitcode 9 "$build/tests/test_groups" linear_cross_entropy \
         --device cuda --every "${GROUPS_EVERY:-997}"
     unset RAFTER_TEST_EXACT_MEMORY
     wait

@@ -55,7 +55,8 @@ def install():
     """Installs a stand-in for the module pytest, with the parts that the tests use."""
     module = types.ModuleType("pytest")
     module.skip, module.raises, module.importorskip = skip, raises, importorskip
-    # skipif: JAX imports a package that decorates functions of its own with it.
+    # skipif, fixture: JAX imports a package that decorates functions of its own with them.
+    module.fixture = lambda *given, **_: given[0] if given else lambda function: function
     module.mark = types.SimpleNamespace(parametrize=parametrize, skipif=lambda *_, **__: lambda function: function)
     sys.modules["pytest"] = module
 
