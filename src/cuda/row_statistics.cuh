@@ -154,6 +154,13 @@ template <typename T> DEVICE float exp_term(float d, float scale) {
         return expf(d * scale);
 }
 
+/* The same for sums relative to their maximum: a relative error of 2^-22, and 2^-24 times the exponent, whatever T.
+ * Weighted by the terms, exponents are small: a sum is off by a few units in the last place. For float
+ * that is 3 instructions instead of 9. */
+DEVICE float exp_below(float d, float scale) {
+    return exp2_fast(d * (scale * LOG2E));
+}
+
 /* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the
  * exponent of c is added to the argument of the exponential, so that a large c is not multiplied by
  * an exponential that was flushed to 0. 24 more powers of two are added too and divided out by the
@@ -366,14 +373,14 @@ template <typename T, int N, int COUNT>
 DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale, float *total = nullptr,
                       int valid = COUNT) {
     const float max = fmaxf(s.max, max_of_all(packs)), pivot = pivot_at(max);
-    float sum[4] = {s.sum * exp_term<T>(s.max - pivot, scale), 0.0f, 0.0f, 0.0f}, all = 0.0f;
+    float sum[4] = {s.sum * exp_below(s.max - pivot, scale), 0.0f, 0.0f, 0.0f}, all = 0.0f;
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         float x[N], of_pack = 0.0f;
         unpack(packs[k], x);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            sum[(k * N + j) % 4] += exp_term<T>(x[j] - pivot, scale);
+            sum[(k * N + j) % 4] += exp_below(x[j] - pivot, scale);
             of_pack += x[j];
         }
         all += k < valid ? of_pack : 0.0f;
@@ -395,10 +402,10 @@ DEVICE void add_lines_of(RowStats (&lines)[N], const Pack<T, N> (&packs)[COUNT],
     for (int j = 0; j < N; j++) {
         RowStats &s = lines[j];
         const float max = fmaxf(s.max, top[j]), pivot = pivot_at(max);
-        float sum = s.sum * exp_term<T>(s.max - pivot, scale);
+        float sum = s.sum * exp_below(s.max - pivot, scale);
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
-            sum += exp_term<T>(x[k][j] - pivot, scale);
+            sum += exp_below(x[k][j] - pivot, scale);
         s = {max, sum};
     }
 }

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of many rows of adjacent elements, of any alignment. LANES lanes reduce a row. A warp
- * takes a batch of up to 32 rows, WARP / LANES at a time, and then finishes them, a lane for each.
- * Loads run ahead of the arithmetic across rows: while some packs are added, the next ones are in
- * flight, whether they belong to the same rows or to the next. Warps do not wait for each other.
+ * Statistics of many rows of adjacent elements, of any alignment. A warp takes a batch of up to 32 rows,
+ * reduces one after the other, and then finishes them, a lane for each. Loads run ahead of the arithmetic
+ * across rows: while some packs are added, the next ones are in flight, whether they belong to the same
+ * row or to the next. Warps do not wait for each other. Short rows: row_chunks.cuh.
  *
  * An Op says what the statistics are:
  *
@@ -12,7 +12,7 @@
  *     bool LARGE              whether `add` is large, and uses the numbers of columns
  *     Stats none()
  *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
- *     Stats merge_lanes(Stats, int lanes), Stats shuffled(Stats, int lane)
+ *     Stats merge_lanes(Stats, int lanes)
  *     void begin()            after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row)
  *     bool needs(const Row &)     whether the row has to be reduced
@@ -28,14 +28,13 @@
 
 constexpr int STREAM_THREADS = 256;
 constexpr int STREAM_PACKS = 4; /* of a group: what a lane loads at a time */
-constexpr int STREAM_SIDES = 3; /* groups in shared memory, at most */
+constexpr int STREAM_SIDES = 2; /* groups in shared memory */
 
 /* As a kernel argument. */
 struct RowStream {
     Rows x;
     int rows, length; /* length: elements of a row */
-    int lanes, batch, blocks;
-    bool one_group; /* the lanes of a row load it at once */
+    int batch, blocks;
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -55,17 +54,15 @@ static inline const char *why_not_streamed(int64_t rows, int64_t length, int byt
                : "rows are too long for a warp, or too few";
 }
 
-static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, int bytes, int warps) {
+static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, int64_t warps) {
+    constexpr int PER_BLOCK = STREAM_THREADS / WARP;
     RowStream s = {};
     s.x = x;
     s.rows = static_cast<int>(rows);
     s.length = static_cast<int>(length);
-    const int64_t packs = length * bytes / 16;
-    s.lanes = packs <= 4 * STREAM_PACKS ? 4 : packs <= 8 * STREAM_PACKS ? 8 : WARP;
-    s.one_group = packs <= s.lanes * STREAM_PACKS;
-    const int at_once = WARP / s.lanes, most = STREAM_THREADS / WARP;
-    s.batch = static_cast<int>(min(round_up<int64_t>(ceil_div<int64_t>(rows, warps), at_once), int64_t(WARP)));
-    s.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, s.batch), most), int64_t(warps / most)));
+    const int64_t rounds = ceil_div<int64_t>(rows, warps * WARP); /* of batches, all of about the same size */
+    s.batch = static_cast<int>(ceil_div(rows, warps * rounds));
+    s.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, s.batch), PER_BLOCK), warps / PER_BLOCK));
     return s;
 }
 
@@ -156,18 +153,6 @@ DEVICE void add_edges_of(const Op &op, typename Op::Stats &g, const StreamedRow<
     }
 }
 
-/* The statistics of the rows that a warp has just reduced, to the lanes that finish them. */
-template <class Op, int LANES>
-DEVICE void hand_over(const Op &op, typename Op::Stats &mine, typename Op::Stats g, int s) {
-    const int lane = threadIdx.x % WARP;
-    g = op.merge_lanes(g, LANES);
-    if constexpr (LANES < WARP)
-        g = op.shuffled(g, (lane - s) * LANES & (WARP - 1));
-    if (lane >= s && lane < s + WARP / LANES)
-        mine = g;
-}
-
-/* Rows of more than one group of packs. */
 template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
     typedef typename Op::Row Row;
     constexpr int N = WIDE<T>, GROUP = PACKS * WARP, AHEAD_BYTES = PACKS * STREAM_THREADS * 16;
@@ -219,131 +204,11 @@ template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const
                 left -= GROUP;
             }
             add_edges_of(op, g, now, lane, t.length);
-            hand_over<Op, WARP>(op, mine, g, s);
+            g = op.merge_lanes(g, WARP);
+            if (lane == s)
+                mine = g;
         }
         op.finish(row, base + lane, mine);
-        row = following;
-    }
-}
-
-/* Loads the rows of one step after the other, of one batch after the other; a row is one group. */
-template <typename T, int LANES, int PACKS> struct RowLoader {
-    const RowStream &t;
-    const unsigned place;
-    const int step;            /* from one batch to the next */
-    int base, s = 0, side = 0; /* of the next rows */
-
-    DEVICE RowLoader(const RowStream &stream, int first, int batches_apart, const void *places)
-        : t(stream), place(static_cast<unsigned>(__cvta_generic_to_shared(places))), step(batches_apart), base(first) {
-    }
-    DEVICE StreamedRow<T, LANES, PACKS> start() {
-        const int lane = threadIdx.x % WARP, row = base + s + lane / LANES;
-        const bool present = row < t.rows;
-        StreamedRow<T, LANES, PACKS> loaded;
-        loaded.begin(t.x.at<const T>(present ? row : 0), present ? t.length : 0, lane % LANES,
-                     place + side * PACKS * STREAM_THREADS * 16);
-        copy_commit();
-        side = side + 1 == STREAM_SIDES ? 0 : side + 1;
-        s += WARP / LANES;
-        if (s >= t.batch) {
-            s = 0;
-            base += step;
-        }
-        return loaded;
-    }
-};
-
-/* Rows of one group: the rows of the next two steps are in flight. */
-template <class Op, typename T, int LANES, int PACKS>
-DEVICE void stream_short_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
-    typedef typename Op::Row Row;
-    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES;
-    const int lane = threadIdx.x % WARP, own = lane % LANES;
-    const int step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
-    const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
-    int base = (blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP) * t.batch;
-    RowLoader<T, LANES, PACKS> loader(t, base, step, places);
-    const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
-    StreamedRow<T, LANES, PACKS> next = loader.start(), later = loader.start();
-    Row row = load_row(base + lane);
-    op.begin();
-    int side = 0;
-    for (; base < t.rows; base += step) {
-        op.look(
-            row, [&] { return t.x.at<const T>(base + lane); }, 1);
-        const Row following = load_row(base + step + lane);
-        typename Op::Stats mine = op.none();
-#pragma unroll 1
-        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
-            const StreamedRow<T, LANES, PACKS> now = next;
-            next = later;
-            later = loader.start();
-            copy_wait<2>();
-            typename Op::Stats g = op.none();
-            add_group<Op, T, LANES, PACKS, 2>(op, g, places + side * PACKS * STREAM_THREADS, now.left,
-                                              now.head + int64_t(own) * N);
-            side = side + 1 == STREAM_SIDES ? 0 : side + 1;
-            add_edges_of(op, g, now, own, t.length);
-            hand_over<Op, LANES>(op, mine, g, s);
-        }
-        op.finish(row, base + lane, mine);
-        row = following;
-    }
-}
-
-/*
- * The gradient of rows of one group, from what is known of each row. An Op of a gradient:
- *
- *     typedef ... Row, Coefficient;
- *     bool LARGE              as above
- *     void begin(), Row no_row(), Row load_row(int64_t row)
- *     Coefficient coefficient(const Row &, int64_t row)    called by all lanes, with a row or no_row()
- *     Coefficient shuffled(Coefficient, int lane)
- *     Writer writer(Coefficient), Pack<T, N> Writer::of(pack, column), T Writer::of_one(T x, int64_t column)
- *     T *out(int64_t row)     aligned as the input
- */
-template <class Op, typename T, int LANES, int PACKS>
-DEVICE void stream_short_gradients(Op &op, const RowStream &t, uint4 *shared_memory) {
-    constexpr int N = WIDE<T>, AT_ONCE = WARP / LANES, TURNS = Op::LARGE ? 1 : PACKS;
-    const int lane = threadIdx.x % WARP, own = lane % LANES, which = lane / LANES;
-    const int step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
-    const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
-    int base = (blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP) * t.batch;
-    RowLoader<T, LANES, PACKS> loader(t, base, step, places);
-    const auto load_row = [&](int row) { return lane < t.batch && row < t.rows ? op.load_row(row) : op.no_row(); };
-    StreamedRow<T, LANES, PACKS> next = loader.start(), later = loader.start();
-    typename Op::Row row = load_row(base + lane);
-    op.begin();
-    int side = 0;
-    for (; base < t.rows; base += step) {
-        const typename Op::Row following = load_row(base + step + lane);
-        const typename Op::Coefficient mine = op.coefficient(row, base + lane);
-#pragma unroll 1
-        for (int s = 0; s < t.batch && base + s < t.rows; s += AT_ONCE) {
-            const StreamedRow<T, LANES, PACKS> now = next;
-            next = later;
-            later = loader.start();
-            copy_wait<2>();
-            const typename Op::Coefficient of_row = op.shuffled(mine, s + which);
-            const Pack<T, N> *const from = places + side * PACKS * STREAM_THREADS;
-            side = side + 1 == STREAM_SIDES ? 0 : side + 1;
-            if (base + s + which >= t.rows)
-                continue;
-            const auto writer = op.writer(of_row);
-            T *const out = op.out(base + s + which);
-#pragma unroll TURNS
-            for (int k = 0; k < PACKS; k++)
-                if (now.left > k * LANES) {
-                    const int column = now.head + (own + k * LANES) * N;
-                    store_once<T, N>(out + column, writer.of(from[k * STREAM_THREADS], column));
-                }
-#pragma unroll
-            for (int k = 0; k < now.EDGES; k++)
-                if (own + k * LANES < now.edges) {
-                    const int column = now.column(own + k * LANES, t.length);
-                    out[column] = writer.of_one(now.edge[k].v[0], column);
-                }
-        }
         row = following;
     }
 }

@@ -7,15 +7,16 @@
  *     typedef ... Row;        what is loaded of a row before its statistics are known
  *     Stats none()
  *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
- *     void add_lines(Stats (&)[N], const Pack<T, N> (&packs)[COUNT], int valid)   a row per element
+ *     void add_lines(Stats (&)[N], const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
+ *                             a row per element
  *     Stats merge(Stats, Stats), Stats merge_lanes(Stats, int lanes), Stats load(const Stats *)
  *     void begin()            after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row, const T *first), void finish(const Row &, const Stats &)
  *
- * and an Op of a gradient:
+ * and an Op of a gradient of contiguous rows:
  *
  *     bool LABELS             whether a row may have an element with a value of its own
- *     template <int LINES> struct Lines { set(op, j, row); Pack<T, N> of(op, pack, column) }
+ *     struct Line { Line(op, row); Pack<T, N> of(op, pack, column) }
  *     void begin(), T of_one(int64_t row, T x, int64_t column)
  *     int64_t label(int64_t row), T at_label(int64_t row)
  */
@@ -216,7 +217,7 @@ DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, uns
             if constexpr (LINES == 1)
                 op.add(g[0], packs, valid, N > 1 ? span.head + int64_t(s) * N : s, int64_t(t.down) * N);
             else
-                op.add_lines(g, packs, valid);
+                op.add_lines(g, packs, valid, 0, 0);
             s += STEPS * t.down;
             p += STEPS * ahead;
             if (s < to)
@@ -330,23 +331,22 @@ template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &p
     store_once<T, N>(p + skip, out);
 }
 
-/* Writes the gradient element by element; a block per tile. */
-template <class Op, typename T, int N, int LINES, int STEPS>
-DEVICE void slab_gradients(const Op &op, const SlabTiles &t) {
-    const int inner = static_cast<int>(t.slabs.inner);
+/* Writes the gradient of contiguous rows element by element; a block per tile. Other layouts:
+ * slab_columns.cuh. */
+template <class Op, typename T, int N, int STEPS> DEVICE void slab_gradients(const Op &op, const SlabTiles &t) {
     const SlabThread<T, N> own(t);
     const SlabTile tile(t, blockIdx.x);
-    const int pack = tile.pack + own.pack;
-    const bool active = own.slab_of_tile < tile.slabs && pack < t.packs;
+    const bool active = own.slab_of_tile < tile.slabs;
     int64_t offset[3];
     t.slabs.walk.offsets(tile.slab + (active ? own.slab_of_tile : 0), offset);
     const SlabSpan<T, N> span(t, t.slabs.at<const T>(0, offset[0]));
     T *const begin = t.slabs.at<T>(1, offset[1]);
+    const int64_t row = offset[2];
     const int from = tile.part * t.part, end = min(from + t.part, t.steps),
-              to = active ? min(span.steps(t, pack), end) : 0;
+              to = active ? min(span.steps(t, 0), end) : 0;
     int s = from + own.down;
-    const T *x = span.begin + span.head + pack * t.pack_stride + s * t.stride;
-    T *dx = begin + span.head + pack * t.grad_pack_stride + s * t.grad_stride;
+    const T *x = span.begin + span.head + s * t.stride;
+    T *dx = begin + span.head + s * t.grad_stride;
     const int64_t ahead = t.down * t.stride, grad_ahead = t.down * t.grad_stride;
     Pack<T, N> packs[STEPS];
     const auto load = [&] {
@@ -355,17 +355,9 @@ DEVICE void slab_gradients(const Op &op, const SlabTiles &t) {
             if (s + k * t.down < to)
                 packs[k] = load_once<T, N>(x + k * ahead);
     };
-    const auto column_of =
-        [&](int j) { /* the row of the slab that line j is */
-                     return !active ? 0 : t.dense ? (span.head + pack * N + j) % inner : pack * LINES + j;
-        };
-    const auto row_of = [&](int column) { return offset[2] + column * t.slabs.row_step; };
     load();
     op.begin();
-    typename Op::template Lines<LINES> lines;
-#pragma unroll
-    for (int j = 0; j < LINES; j++)
-        lines.set(op, j, row_of(column_of(j)));
+    const typename Op::Line line(op, row);
     /* All threads of a warp take the same number of turns: they exchange elements. */
     for (int turn = from; turn < end; turn += STEPS * t.down) {
         if (turn != from)
@@ -373,45 +365,26 @@ DEVICE void slab_gradients(const Op &op, const SlabTiles &t) {
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
             const int step = s + k * t.down;
-            const bool valid = step < to;
-            const Pack<T, N> out = lines.of(op, packs[k], N > 1 && LINES == 1 ? span.head + int64_t(step) * N : step);
-            if constexpr (N == 1) {
-                if (valid)
-                    dx[k * grad_ahead] = out.v[0];
-            } else {
-                store_shifted<T, N>(dx + k * grad_ahead, out, valid, step * t.packs + pack);
-            }
+            const Pack<T, N> out = line.of(op, packs[k], span.head + int64_t(step) * N);
+            store_shifted<T, N>(dx + k * grad_ahead, out, step < to, step);
         }
         s += STEPS * t.down;
         x += STEPS * ahead;
         dx += STEPS * grad_ahead;
     }
-    if (N > 1 && t.dense && active && tile.part == 0)
-        for (int e = own.down * t.width + own.pack; e < span.edges; e += t.down * t.width) {
-            const int64_t at = span.edge(e, t.slabs.length * t.slabs.inner);
-            const int column = LINES == 1 ? 0 : row_of_edge(e, span.head, span.edges, inner);
-            begin[at] = op.of_one(row_of(column), span.begin[at], LINES == 1 ? at : (at - column) / inner);
+    if (active && tile.part == 0)
+        for (int e = own.down; e < span.edges; e += t.down) {
+            const int64_t at = span.edge(e, t.slabs.length);
+            begin[at] = op.of_one(row, span.begin[at], at);
         }
     if constexpr (Op::LABELS) {
-        /* The labels' columns once more, by the threads that have them: they have a term of their
-         * own. */
+        /* The label's column once more, by the thread that has it: it has a term of its own. */
         __syncwarp();
-#pragma unroll
-        for (int j = 0; j < LINES; j++) {
-            const int column = column_of(j);
-            const int64_t label = active ? op.label(row_of(column)) : -1;
-            int step = static_cast<int>(label);
-            bool mine = label >= 0;
-            if (N > 1 && t.dense) {
-                const int64_t position = label * inner + column - span.head;
-                mine = mine && position >= 0 && position < int64_t(span.packs) * N; /* else an edge, written above */
-                const unsigned of = static_cast<unsigned>(position / N);
-                step = static_cast<int>(t.by_packs.quotient(of));
-                mine = mine && static_cast<int>(of) - step * t.packs == pack && (LINES == 1 || position % N == j);
-            }
-            if (mine && step >= from && step < end && (step - from) % t.down == own.down)
-                begin[column * t.slabs.across[1] + label * t.slabs.step[1]] = op.at_label(row_of(column));
-        }
+        const int64_t label = active ? op.label(row) : -1, position = label - span.head;
+        const int step = static_cast<int>(position / N);
+        if (label >= 0 && position >= 0 && position < int64_t(span.packs) * N && /* else an edge, written above */
+            step >= from && step < end && (step - from) % t.down == own.down)
+            begin[label] = op.at_label(row);
     }
 }
 

@@ -48,21 +48,27 @@ template <typename T, bool TOTAL> struct SlotSums {
     }
 };
 
-/* The pivot of a row. Every warp of its team finds it alone; all lanes take part. */
-template <typename T, bool ALIGNED> DEVICE float pivot_of(const IndexedRow<T, ALIGNED> &row) {
-    constexpr int EACH = 4;
+/* The pivot of a row, from its first elements. Every warp of its team finds it alone; all lanes take part.
+ * In two steps, so that other loads can be issued in between. */
+template <typename T> struct Pivot {
+    static constexpr int EACH = 4;
     T x[EACH];
+
+    template <bool ALIGNED> DEVICE explicit Pivot(const IndexedRow<T, ALIGNED> &row) {
 #pragma unroll
-    for (int k = 0; k < EACH; k++) {
-        const int e = k * WARP + static_cast<int>(threadIdx.x % WARP);
-        x[k] = e < row.n ? row.first[e * row.step] : from_float<T>(-INFINITY);
+        for (int k = 0; k < EACH; k++) {
+            const int e = k * WARP + static_cast<int>(threadIdx.x % WARP);
+            x[k] = e < row.n ? row.first[e * row.step] : from_float<T>(-INFINITY);
+        }
     }
-    float max = -INFINITY;
+    DEVICE float value() const {
+        float max = -INFINITY;
 #pragma unroll
-    for (int k = 0; k < EACH; k++)
-        max = fmaxf(max, to_float(x[k]));
-    return pivot_at(warp_max(max));
-}
+        for (int k = 0; k < EACH; k++)
+            max = fmaxf(max, to_float(x[k]));
+        return pivot_at(warp_max(max));
+    }
+};
 
 /* The granules of a row, of which there are fewer than 2^30. */
 constexpr int64_t MOST_GRANULES = 1 << 30;
@@ -238,7 +244,7 @@ DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row
     int g = granules.first_of(thread, threads);
     if (granules.adjacent && g < end)
         granules.load(group, g, threads);
-    SlotSums<T, TOTAL> slots(pivot_of(row));
+    SlotSums<T, TOTAL> slots(Pivot<T>(row).value());
     if (!wanted())
         return {};
     const auto add_all = [&] {

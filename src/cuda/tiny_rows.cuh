@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rows of 2 to 32 elements that follow each other without gaps, at any alignment: blocks copy 256 rows at
- * a time into shared memory, as one span of aligned packs; then a thread takes a row. The next two tiles
- * are in flight meanwhile. Gradients go back the same way.
+ * Rows of 2 to 32 elements that follow each other, at any alignment, without gaps or, if no gradient is
+ * written, with small ones: blocks copy 256 rows at a time into shared memory, as one span of aligned
+ * packs; then a thread takes a row. The next two tiles are in flight meanwhile. Gradients go back the same
+ * way.
  *
  * An Op: Row no_row(), Row load(int row), void begin(), void finish(const Row &, int row, const float (&x)[COUNT],
  * const T *elements); and for gradients it overwrites the elements.
@@ -20,22 +21,34 @@ constexpr int TINY_THREADS = 256, TINY_SIDES = 3;
 struct TinyRows {
     char *data[2]; /* the input, and its gradient, aligned alike */
     int rows, length;
+    int pitch; /* elements from a row to the next */
     unsigned tiles;
     int side_bytes; /* of a tile in shared memory */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
+/* Elements from a row to the next, or 0: rows are not close enough. */
+static inline int64_t tiny_pitch(const Slabs &s, int tensors) {
+    if (s.inner != 1 || !s.dense(0) || s.walk.dims > 1)
+        return 0;
+    if (tensors > 1)
+        return s.packed(0) && s.packed(1) ? s.length : 0;
+    const int64_t pitch = s.outer <= 1 ? s.length : s.walk.stride[0][0];
+    return pitch >= s.length && pitch <= 2 * s.length ? pitch : 0;
+}
+
 /* Why these rows are not for it, or NULL. */
 static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
     constexpr int64_t LONGEST = 32, LEAST_ROWS = 1 << 13;
     if (s.length < 2 || s.length > LONGEST)
         return "rows have fewer than 2 or more than 32 elements";
-    if (s.inner != 1 || !s.packed(0) || (tensors > 1 && !s.packed(1)))
-        return "rows do not follow each other without gaps";
+    const int64_t pitch = tiny_pitch(s, tensors);
+    if (pitch == 0)
+        return "rows do not follow each other, or with large gaps";
     if (s.rows() < LEAST_ROWS || s.rows() > INT32_MAX - TINY_THREADS)
         return "rows are few, or more than 31 bits count";
-    if (s.length * bytes % 16 == 0)
+    if (pitch * bytes % (pitch == s.length ? 16 : 32) == 0)
         return "threads would wait for each other's banks";
     return tensors > 1 && (reinterpret_cast<uintptr_t>(s.data[0]) - reinterpret_cast<uintptr_t>(s.data[1])) % 16 != 0
                ? "the gradient is aligned otherwise"
@@ -48,8 +61,9 @@ static inline TinyRows tiny_rows_of(const Slabs &s, int bytes) {
     t.data[1] = s.data[1];
     t.rows = static_cast<int>(s.rows());
     t.length = static_cast<int>(s.length);
+    t.pitch = static_cast<int>(tiny_pitch(s, 1)); /* of one tensor or of two */
     t.tiles = static_cast<unsigned>(ceil_div<int64_t>(s.rows(), TINY_THREADS));
-    t.side_bytes = TINY_THREADS * t.length * bytes + 16; /* a multiple of 16; and what precedes the first element */
+    t.side_bytes = TINY_THREADS * t.pitch * bytes + 16; /* a multiple of 16; and what precedes the first element */
     return t;
 }
 
@@ -87,9 +101,9 @@ template <typename T> struct TinyTile {
 
     DEVICE TinyTile(const TinyRows &t, unsigned tile) {
         const T *const data = reinterpret_cast<const T *>(t.data[0]);
-        begin = int64_t(tile) * (TINY_THREADS * t.length);
+        begin = int64_t(tile) * (TINY_THREADS * t.pitch);
         const int rows = min(t.rows - static_cast<int>(tile * TINY_THREADS), TINY_THREADS);
-        span = AlignedSpan<const T>(data + begin, rows * t.length);
+        span = AlignedSpan<const T>(data + begin, (rows - 1) * t.pitch + t.length);
         ragged = static_cast<int>(reinterpret_cast<uintptr_t>(data) % 16 / sizeof(T)); /* the same for all tiles */
     }
     /* The place of element i of the body, which may be before it. */
@@ -123,7 +137,7 @@ template <typename T, int COUNT> DEVICE RowStats stats_of_row(const float (&x)[C
     float sum[4] = {};
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
-        sum[j % 4] += exp_term<T>(x[j] - pivot, 1.0f);
+        sum[j % 4] += exp_below(x[j] - pivot, 1.0f);
     return {top, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
@@ -152,7 +166,7 @@ DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
         const typename Op::Row following = load_row(tile + gridDim.x);
         const TinyTile<T> place(t, tile);
         if (row_of(tile) < t.rows) {
-            T *const elements = side_at(side) + place.ragged + threadIdx.x * t.length;
+            T *const elements = side_at(side) + place.ragged + threadIdx.x * t.pitch;
             float x[COUNT];
 #pragma unroll
             for (int j = 0; j < COUNT; j++)

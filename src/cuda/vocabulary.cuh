@@ -320,6 +320,10 @@ template <typename T> DEVICE void write_shared(unsigned at, const T &value) {
     else
         asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(w) : "memory");
 }
+DEVICE void write_shared_16(unsigned at, const uint4 &w) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                 : "memory");
+}
 /* cp.async of 16 bytes. */
 DEVICE void copy_async_to(unsigned at, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");

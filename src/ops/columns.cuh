@@ -10,8 +10,8 @@
 
 /* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
  * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and its
- * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; only kernels that write no
- * gradient know it. Gradients distinguish only FULL from the others. */
+ * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; not every kernel knows it.
+ * Gradients do not distinguish SMOOTH from PLAIN. */
 enum Options { PLAIN, SMOOTH, FULL, CAPPED };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
@@ -92,19 +92,6 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_lanes(LossStats<OPTIONS> 
     return g;
 }
 
-/* Those of another lane. All lanes of the warp take part. */
-template <int OPTIONS> DEVICE LossStats<OPTIONS> shuffled(LossStats<OPTIONS> g, int lane) {
-    g.s = {__shfl_sync(~0u, g.s.max, lane), __shfl_sync(~0u, g.s.sum, lane)};
-    if constexpr (OPTIONS != PLAIN)
-        g.weighted = __shfl_sync(~0u, g.weighted, lane);
-    if constexpr (OPTIONS == FULL) {
-        g.moment = __shfl_sync(~0u, g.moment, lane);
-        g.best = __shfl_sync(~0u, g.best, lane);
-        g.argmax = __shfl_sync(~0u, g.argmax, lane);
-    }
-    return g;
-}
-
 /* Loads statistics that another block has stored. */
 template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTIONS> *stored) {
     LossStats<OPTIONS> g;
@@ -155,7 +142,7 @@ DEVICE bool needs_moment(const Loss &loss) {
 template <typename T, int COUNT, int N>
 DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], float max, const Loss &loss) {
     max = fmaxf(g.s.max, max);
-    const float pivot = pivot_at(max), shift = g.s.max - pivot, shrink = exp_term<T>(shift, loss.scale);
+    const float pivot = pivot_at(max), shift = g.s.max - pivot, shrink = exp_below(shift, loss.scale);
     float sum[4] = {g.s.sum * shrink}, moment[2] = {};
     g.moment = g.s.sum == 0.0f ? 0.0f : (g.moment + shift * g.s.sum) * shrink;
     if (needs_moment(loss)) {
@@ -163,7 +150,7 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float d = v[k][j] - pivot, e = exp_term<T>(d, loss.scale);
+                const float d = v[k][j] - pivot, e = exp_below(d, loss.scale);
                 sum[(k * N + j) % 4] += e;
                 moment[(k * N + j) % 2] =
                     fmaf(fmaxf(d, -1e30f), e, moment[(k * N + j) % 2]); /* keeps -inf out; e is 0 long before it */
@@ -174,7 +161,7 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                sum[(k * N + j) % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
+                sum[(k * N + j) % 4] += exp_below(v[k][j] - pivot, loss.scale);
     }
     g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
@@ -226,6 +213,43 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 
 /* ---- the same for packs of adjacent columns -------------------------------------------------- */
 
+/* The largest |z|; NaN counts as more than infinity, or not at all. */
+template <typename T, int N, int COUNT> DEVICE float largest_of(const Pack<T, N> (&packs)[COUNT]) {
+    if constexpr (NARROW<T> && N % 2 == 0) {
+        unsigned top = 0;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j += 2)
+                top = __vmaxu2(top, reinterpret_cast<const unsigned &>(packs[k].v[j]) & 0x7fff7fffu);
+        float x[2];
+        unpack(reinterpret_cast<const Pack<T, 2> &>(top), x);
+        return x[0] == x[0] && x[1] == x[1] ? fmaxf(x[0], x[1]) : INFINITY;
+    } else {
+        float top = 0.0f;
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                top = fmaxf(top, fabsf(to_float(packs[k].v[j])));
+        return top;
+    }
+}
+
+/* u log2(e) of the logits z, which are those of `pack`, if Loss::cap_bounds. */
+template <typename T, int N> DEVICE void cap_to_bits(float (&z)[N], const Pack<T, N> &pack, const Loss &loss) {
+    const Pack<T, N>(&packs)[1] = reinterpret_cast<const Pack<T, N>(&)[1]>(pack);
+    if (largest_of(packs) < CAP_NEAR * loss.softcap) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            z[j] = capped_bits(z[j], loss);
+    } else {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            z[j] = capped_bits_far<T>(z[j], loss);
+    }
+}
+
 /* Adds packs of logits under a softcap, of which the first `valid` are part of the row. */
 template <typename T, int N, int COUNT>
 DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
@@ -233,7 +257,7 @@ DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], i
     static_assert(COUNT % TOGETHER == 0, "the last group would be short");
     /* The cap grows with the logit, and any number close to the maximum will do. */
     const float max = fmaxf(g.s.max, capped(max_of_all(packs), loss)), pivot = pivot_at(max), rate = cap_rate(loss);
-    float sum[4] = {g.s.sum * exp_term<T>(g.s.max - pivot, loss.scale)}, all = 0.0f;
+    float sum[4] = {g.s.sum * exp_below(g.s.max - pivot, loss.scale)}, all = 0.0f;
 #pragma unroll
     for (int first = 0; first < COUNT; first += TOGETHER) {
         float v[TOGETHER][N], largest = 0.0f;
@@ -259,7 +283,7 @@ DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], i
         for (int k = 0; k < TOGETHER; k++)
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                sum[(k * N + j) % 4] += exp_term<T>(v[k][j] - pivot, loss.scale);
+                sum[(k * N + j) % 4] += exp_below(v[k][j] - pivot, loss.scale);
                 all += first + k < valid ? v[k][j] : 0.0f;
             }
     }
@@ -291,10 +315,37 @@ template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N>
     return all;
 }
 
+/* The first element, of those of all packs in order, that is `top`: one of them is. */
+template <typename T, int N, int COUNT> DEVICE int first_equal(const Pack<T, N> (&packs)[COUNT], float top) {
+    if constexpr (NARROW<T> && N % 2 == 0 && COUNT * N <= 32) {
+        typedef typename Pair<T>::type P;
+        const P both = {from_float<T>(top), from_float<T>(top)};
+        unsigned found = 0; /* bit i: element 2 i; bit 16 + i: element 2 i + 1 */
+#pragma unroll
+        for (int i = 0; i < COUNT * N / 2; i++)
+            found |= __heq2_mask(reinterpret_cast<const P &>(packs[2 * i / N].v[2 * i % N]), both) & (0x10001u << i);
+        const int even = __ffs(found & 0xffffu), odd = __ffs(found >> 16); /* 0: none */
+        return odd == 0 || (even != 0 && even <= odd) ? 2 * even - 2 : 2 * odd - 1;
+    } else {
+        int at = 0;
+#pragma unroll
+        for (int i = COUNT * N - 1; i >= 0; i--)
+            at = to_float(packs[i / N].v[i % N]) == top ? i : at;
+        return at;
+    }
+}
+template <typename T, int N, int COUNT> DEVICE int first_nan(const Pack<T, N> (&packs)[COUNT]) {
+    int at = 0;
+#pragma unroll
+    for (int i = COUNT * N - 1; i >= 0; i--)
+        at = to_float(packs[i / N].v[i % N]) != to_float(packs[i / N].v[i % N]) ? i : at;
+    return at;
+}
+
 /* The weights of a pack of columns that begins at `column`; the call has class weights. */
 template <int N> DEVICE void load_weights(float (&w)[N], int64_t column, const Loss &loss) {
     const float *const p = loss.class_weight + column * loss.class_stride;
-    if (N % 4 == 0 && loss.class_stride == 1 && reinterpret_cast<uintptr_t>(p) % 16 == 0) {
+    if (N % 4 == 0 && loss.wide_weights && column % 4 == 0) {
 #pragma unroll
         for (int j = 0; j + 3 < N; j += 4) {
             const float4 four = *reinterpret_cast<const float4 *>(p + j);
@@ -310,21 +361,25 @@ template <int N> DEVICE void load_weights(float (&w)[N], int64_t column, const L
     }
 }
 
-/* The sum of w v over a pack that begins at `column`. */
-template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, const Loss &loss) {
+/* The sum of w v over a pack. `weights`: those of its columns, if the call has any. */
+template <int N> DEVICE float weighted_sum(const float (&v)[N], const float (&weights)[N], const Loss &loss) {
     float sum[2] = {};
     if (loss.class_weight) {
-        float w[N];
-        load_weights(w, column, loss);
 #pragma unroll
         for (int j = 0; j < N; j++)
-            sum[j % 2] = fmaf(w[j], v[j], sum[j % 2]);
+            sum[j % 2] = fmaf(weights[j], v[j], sum[j % 2]);
     } else {
 #pragma unroll
         for (int j = 0; j < N; j++)
             sum[j % 2] += v[j];
     }
     return sum[0] + sum[1];
+}
+template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, const Loss &loss) {
+    float weights[N];
+    if (loss.class_weight)
+        load_weights(weights, column, loss);
+    return weighted_sum(v, weights, loss);
 }
 
 /* Adds packs that begin at columns `column`, column + step, ... Only the first `valid` of them, at
@@ -337,15 +392,7 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
         const float top = max_or_nan(packs);
         /* A thread's running maximum grows a logarithmic number of times. */
         if (g.argmax < 0 || !(top <= g.best) || (top == g.best && column < g.argmax)) {
-            int at = 0; /* the first one that is `top` */
-#pragma unroll
-            for (int k = COUNT - 1; k >= 0; k--)
-#pragma unroll
-                for (int j = N - 1; j >= 0; j--) {
-                    const float z = to_float(packs[k].v[j]);
-                    if (k < valid && (z == top || z != z))
-                        at = k * N + j;
-                }
+            const int at = top == top ? first_equal(packs, top) : first_nan(packs);
             update_argmax(g, top, column + at / N * step + at % N);
         }
     }
@@ -396,10 +443,10 @@ template <int OPTIONS, typename T> struct ColumnGradient {
     }
 
     DEVICE float of(float z, int64_t column, const Loss &loss) const {
-        if constexpr (OPTIONS != FULL) {
+        if constexpr (OPTIONS < FULL) {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
-            const float w = loss.weighted ? static_cast<float>(loss.column_weight(column)) : 1.0f;
+            const float w = loss.weighted && loss.class_weight ? loss.class_weight[column * loss.class_stride] : 1.0f;
             const float v = loss.softcap == 0.0f ? z : capped(z, loss);
             float e = exp.exp(v);
             if (loss.dentropy.data)
@@ -408,12 +455,26 @@ template <int OPTIONS, typename T> struct ColumnGradient {
             return loss.softcap == 0.0f ? d : d * cap_slope(z, loss);
         }
     }
+    /* CAPPED, if Loss::cap_bounds and all |z| < CAP_NEAR * softcap. */
+    template <int N> DEVICE Pack<T, N> of_near(float (&z)[N], const Loss &loss) const {
+        const float unit = loss.cap_curve[0], per_unit = loss.inverse_cap * loss.cap_per_bit;
+        const float rest = fmaf(-exp.pivot, unit, NARROW<T> ? exp.shift : 0.0f);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            const float bits = capped_bits(z[j], loss), tanh = bits * per_unit;
+            z[j] = fmaf(exp.factor, exp2_fast(bits + rest), -spread) * fmaf(-tanh, tanh, 1.0f);
+        }
+        return packed<T>(z);
+    }
     /* The gradient of a pack that begins at `column`. FULL: branches once per pack on what the call
-     * asks for. */
+     * asks for. CAPPED: on how large its logits are. */
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {
         float z[N];
         unpack(pack, z);
-        if constexpr (OPTIONS != FULL) {
+        if constexpr (OPTIONS == CAPPED) {
+            if (loss.cap_bounds && largest_of(reinterpret_cast<const Pack<T, N>(&)[1]>(pack)) < CAP_NEAR * loss.softcap)
+                return of_near(z, loss);
+        } else if constexpr (OPTIONS != FULL) {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 z[j] = of(z[j], column + j, loss);
@@ -426,11 +487,11 @@ template <int OPTIONS, typename T> struct ColumnGradient {
 #pragma unroll
         for (int j = 0; j < N; j++)
             e[j] = exp.exp(z[j]);
-        if (loss.dentropy.data)
+        if (OPTIONS == FULL && loss.dentropy.data)
 #pragma unroll
             for (int j = 0; j < N; j++)
                 e[j] *= tilted(level, tilt, loss.scale * (z[j] - exp.pivot));
-        if (loss.weighted && loss.class_weight) {
+        if (OPTIONS == FULL && loss.weighted && loss.class_weight) {
             float w[N];
             load_weights(w, column, loss);
 #pragma unroll

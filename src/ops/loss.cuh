@@ -48,7 +48,11 @@ struct Loss {
     bool row_units;        /* linear_cross_entropy: and divide their gradients by a unit of their own: row_unit */
     float z_loss, softcap, scale;
     float inverse_cap;          /* 1 / softcap, or 0 */
+    bool cap_bounds;            /* |u| is at most MOST_CAPPED: exponentials need no maximum */
+    float cap_curve[5];         /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
     double label_share, spread; /* 1 - s, s / V */
+
+    float cap_per_bit; /* v of u log2(e) = 1, if cap_bounds */
 
     Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
     Rows entropy;              /* backward: given by the caller, only with dentropy */
@@ -56,6 +60,7 @@ struct Loss {
     const float *class_weight; /* of this rank's first class; NULL: not given. Those of all classes can be read */
     const float *denominator;  /* NULL: not given */
     int64_t class_stride;
+    bool wide_weights; /* those of four classes, from a multiple of four on, are 16 aligned bytes */
 
     int *bad_labels;          /* set to 1 when a label is out of range */
     const Prepared *prepared; /* NULL: class_weight_sum() is V, and blocks that need the totals count them */
@@ -100,6 +105,12 @@ struct Loss {
     }
 };
 
+/* For cap_bounds. With smaller caps, the coefficients could be infinite. */
+constexpr float MOST_CAPPED = 40.0f, LEAST_CAP = 0x1p-6f;
+/* tanh(x) / x = 1 + CAP_TERMS[0] x^2 + ... up to CAP_NEAR, with an error of 2 units in the last place. */
+constexpr float CAP_NEAR = 0.55f;
+constexpr float CAP_TERMS[4] = {-0.33332957f, 0.13320942f, -0.052684144f, 0.016458759f};
+
 /* A missing view (data NULL) gives empty Rows. */
 static inline Rows loss_rows(const rafter_view &view) {
     Rows none = {};
@@ -122,6 +133,13 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     loss.softcap = from->softcap;
     loss.inverse_cap = from->softcap != 0.0f ? fminf(1.0f / from->softcap, FLT_MAX) : 0.0f;
     loss.scale = from->scale;
+    loss.cap_bounds = from->softcap >= LEAST_CAP && from->softcap * from->scale <= MOST_CAPPED;
+    double term = static_cast<double>(from->scale) * 1.4426950408889634;
+    for (int i = 0; i < 5 && loss.cap_bounds; i++) {
+        loss.cap_curve[i] = static_cast<float>(term * (i > 0 ? CAP_TERMS[i - 1] : 1.0f));
+        term /= static_cast<double>(from->softcap) * from->softcap;
+    }
+    loss.cap_per_bit = loss.cap_bounds ? 1.0f / loss.cap_curve[0] : 0.0f;
     loss.label_share = 1.0 - static_cast<double>(from->smoothing);
     loss.spread =
         from->all_classes ? static_cast<double>(from->smoothing) / static_cast<double>(from->all_classes) : 0.0;
@@ -141,6 +159,7 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     if (from->class_weight.data)
         loss.class_weight =
             reinterpret_cast<const float *>(from->class_weight.data) + from->first_class * loss.class_stride;
+    loss.wide_weights = loss.class_stride == 1 && reinterpret_cast<uintptr_t>(loss.class_weight) % 16 == 0;
     loss.denominator = reinterpret_cast<const float *>(from->denominator.data);
     loss.bad_labels = device.bad_labels_on_device;
     return loss;
@@ -232,12 +251,11 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
 
 /* ---- the gradient of a row ------------------------------------------------------------------- */
 
-/* cap * tanh(z / cap), to 3 units in the last place. Up to CAP_NEAR, tanh(x) is x plus a polynomial in
- * x^2 (error: 2 units); the other form would lose digits there. */
-constexpr float CAP_NEAR = 0.55f;
+/* cap * tanh(z / cap), to 3 units in the last place. Up to CAP_NEAR by a polynomial; the other form would
+ * lose digits there. */
 DEVICE float capped_near(float z, const Loss &loss) {
     const float x = z * loss.inverse_cap, s = x * x;
-    const float p = fmaf(fmaf(fmaf(0.016458759f, s, -0.052684144f), s, 0.13320942f), s, -0.33332957f);
+    const float p = fmaf(fmaf(fmaf(CAP_TERMS[3], s, CAP_TERMS[2]), s, CAP_TERMS[1]), s, CAP_TERMS[0]);
     return fmaf(z * s, p, z);
 }
 DEVICE float capped(float z, const Loss &loss) {
@@ -267,6 +285,20 @@ DEVICE float cap_rate(const Loss &loss) {
 }
 DEVICE float capped_fast(float z, float rate, const Loss &loss) {
     return fmaf(-2.0f * loss.softcap, reciprocal_fast(1.0f + exp2_fast(z * rate)), loss.softcap);
+}
+/* u log2(e), if Loss::cap_bounds and |z| < CAP_NEAR * softcap. */
+DEVICE float capped_bits(float z, const Loss &loss) {
+    const float s = z * z;
+    const float(&c)[5] = loss.cap_curve;
+    return z * fmaf(fmaf(fmaf(fmaf(c[4], s, c[3]), s, c[2]), s, c[1]), s, c[0]);
+}
+/* The same for any z. The 16-bit types: to 2^-22 of the cap. */
+template <typename T> DEVICE float capped_bits_far(float z, const Loss &loss) {
+    const float unit = loss.cap_curve[0], far = loss.softcap * unit;
+    if constexpr (sizeof(T) == 2)
+        return fmaf(-2.0f * far, reciprocal_fast(1.0f + exp2_fast(z * cap_rate(loss))), far);
+    else
+        return capped(z, loss) * unit;
 }
 /* Its derivative, 1 - tanh^2(z / cap). */
 DEVICE float cap_slope(float z, const Loss &loss) {

@@ -123,6 +123,12 @@ static const struct shape cuda_shapes[] = {
     {3, 1, {9, 13, 16388}},
     {3, 1, {3, 70, 2052}},
     {2, 0, {300, 4100}},
+    /* long columns: in several windows, which blocks share; so many packs that a thread takes several */
+    {3, 1, {3, 701, 513}},
+    {2, 0, {5001, 264}},
+    {3, 1, {2, 2501, 130}},
+    {2, 0, {4003, 4099}},
+    {2, 0, {4003, 4099}},
 };
 
 /* All options but the algorithm, which the harness chooses. */

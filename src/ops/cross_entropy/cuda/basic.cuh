@@ -105,7 +105,7 @@ struct BasicArgs {
                                 const float *total = nullptr) const {
         double value, log_sum_exp;
         if (label >= 0) {
-            const double log_sum = log(static_cast<double>(s.max == INFINITY ? NAN : s.sum));
+            const double log_sum = log_of_sum(s.max == INFINITY ? NAN : s.sum);
             value = negative_log_prob(s.max, z_label, log_sum, 1.0);
             log_sum_exp = s.max + log_sum;
             if (total) {
@@ -316,6 +316,15 @@ inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, c
             l.zero_if_all_ignored,
             1.0 - static_cast<double>(l.smoothing),
             p.classes > 0 ? static_cast<double>(l.smoothing) / static_cast<double>(p.classes) : 0.0};
+}
+
+/* Whether a call that wants batch invariance has to find its rows by SpacedArgs. If it has not, the kernels
+ * with BasicArgs do the same arithmetic, and so give the same bits: only addresses are computed otherwise. */
+inline bool is_spaced(const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    return p.invariant &&
+           !(rows_of_packs(call.logits) && (!p.gradient || rows_of_packs(call.dlogits)) &&
+             contiguous_or_missing(l.target) && contiguous_or_missing(l.lse) && contiguous_or_missing(l.row_loss));
 }
 
 /* For calls that want batch invariance. */

@@ -114,8 +114,8 @@ struct BasicBlockPerRow {
         const Problem p(call);
         BasicArgs args = plan.args;
         args.losses = at_offset<double>(workspace, 0);
-        return p.invariant ? launch_with(context, call, plan, spaced_args(args, p, call), workspace)
-                           : launch_with(context, call, plan, args, workspace);
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(args, p, call), workspace)
+                                  : launch_with(context, call, plan, args, workspace);
     }
 };
 

@@ -11,6 +11,7 @@ namespace {
 
 constexpr int THREADS = 256, PER_SM = 3; /* forward: threads of a block, blocks per multiprocessor */
 constexpr int GRADIENT_BLOCK = 128;
+constexpr int SHORT_ROW = 16; /* classes */
 
 /* Kernel arguments. */
 struct ColumnArgs {
@@ -120,7 +121,12 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
         add_up_threads<THREADS>(u, sum);
 }
 
-template <typename T, int STEPS>
+DEVICE float gradient_at_label(const BasicGradient &g, float z_label) {
+    return g.c * expf(z_label - g.pivot) - g.target;
+}
+
+/* LATE: the labels' gradients are written after the others, which is faster unless rows are short. */
+template <typename T, int STEPS, bool LATE>
 __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __grid_constant__ ColumnArgs a,
                                                                       const double *factor_at) {
     const BasicArgs &u = a.basic;
@@ -156,6 +162,12 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
                     [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
         load_columns(packs, place.x, from, to, c);
     }
+    float at_label[COLUMNS] = {}; /* the logit, then the gradient */
+    if constexpr (LATE) /* before it may be overwritten; all of these loads are issued before the first is used */
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            if (label[j] >= from && label[j] < to)
+                at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + j]);
     BasicGradient g[COLUMNS];
     ScaledExp<T> scaled[COLUMNS];
     bool constant[COLUMNS];
@@ -168,13 +180,16 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
                                               : u.gradient_from_stats(label[j], own, s[j]);
         scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
         constant[j] = g[j].label < 0;
+        at_label[j] = gradient_at_label(g[j], at_label[j]);
     }
     for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
-        float z_label[COLUMNS] = {}, at_label[COLUMNS];
-        look_for_labels(z_label, group, label, l);
+        if constexpr (!LATE) {
+            float z_label[COLUMNS] = {};
+            look_for_labels(z_label, group, label, l);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-            at_label[j] = g[j].c * expf(z_label[j] - g[j].pivot) - g[j].target;
+            for (int j = 0; j < COLUMNS; j++)
+                at_label[j] = gradient_at_label(g[j], z_label[j]);
+        }
         T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1]) {
@@ -183,12 +198,17 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++) {
                 const float usual = scaled[j].of(d[j]);
-                d[j] = g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
+                d[j] = !LATE && g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
             }
             if (l + k < to)
                 store_once<T, COLUMNS>(dz, packed<T>(d));
         }
     });
+    if constexpr (LATE)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            if (g[j].label >= from && g[j].label < to)
+                place.dx[g[j].label * c.slabs.step[1] + j] = from_float<T>(at_label[j]);
 }
 
 /* Whether four adjacent numbers of a tensor, one per row, can be accessed at once. */
@@ -263,8 +283,10 @@ struct BasicColumns {
                 constexpr int STEPS = decltype(steps)::value;
                 if (plan.forward)
                     sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, STEPS>, args);
+                else if (STEPS == 8 && args.columns.length > SHORT_ROW)
+                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, 8, true>, args, factor);
                 else
-                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, STEPS>, args, factor);
+                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, STEPS, false>, args, factor);
             });
         });
         return RAFTER_OK;

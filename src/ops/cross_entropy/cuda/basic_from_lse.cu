@@ -101,8 +101,8 @@ struct BasicFromLse {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Problem p(call);
-        return p.invariant ? launch_with(context, call, plan, spaced_args(plan.args, p, call), workspace)
-                           : launch_with(context, call, plan, plan.args, workspace);
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(plan.args, p, call), workspace)
+                                  : launch_with(context, call, plan, plan.args, workspace);
     }
 };
 

@@ -144,8 +144,8 @@ struct BasicOnChip {
         const Problem p(call);
         BasicArgs args = plan.args;
         args.losses = at_offset<double>(workspace, 0);
-        return p.invariant ? launch_with(context, call, plan, spaced_args(args, p, call))
-                           : launch_with(context, call, plan, args);
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(args, p, call))
+                                  : launch_with(context, call, plan, args);
     }
 };
 

@@ -94,10 +94,19 @@ DEVICE LossStats<OPTIONS> span_stats(const AlignedSpan<const T> &row, int64_t or
                                      PackGroup<T, AHEAD<OPTIONS>> group, int thread, int threads, const Loss &loss) {
     LossStats<OPTIONS> g = no_columns<OPTIONS>();
     for (int64_t i = thread; i < row.packs;) {
-        group.add_to(g, row, origin, i, threads, loss);
-        i += AHEAD<OPTIONS> * threads;
-        if (i < row.packs)
-            group.load(row, i, threads);
+        const int64_t after = i + AHEAD<OPTIONS> * threads;
+        if constexpr (OPTIONS == FULL) { /* long arithmetic: the next packs are in flight meanwhile */
+            PackGroup<T, AHEAD<OPTIONS>> next = group;
+            if (after < row.packs)
+                next.load(row, after, threads);
+            group.add_to(g, row, origin, i, threads, loss);
+            group = next;
+        } else {
+            group.add_to(g, row, origin, i, threads, loss);
+            if (after < row.packs)
+                group.load(row, after, threads);
+        }
+        i = after;
     }
     add_edges(g, row, origin, thread, threads, loss);
     return g;

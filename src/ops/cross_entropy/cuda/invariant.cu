@@ -4,7 +4,6 @@
  * the length of rows alone. If a gradient is wanted, the block keeps its row in shared memory, or reads
  * it a second time, usually from L1 or L2, if it is too long or strided; a kernel before it computes the
  * terms of the gradient that need no statistics, and in forward a kernel after it writes the outputs.
- * Without a gradient, one kernel does everything but the sum over rows.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/cross_entropy/cuda/finish.cuh"
@@ -79,54 +78,31 @@ DEVICE void write_row_gradient(const RowWriter<OPTIONS, T> &writer, const Indexe
     writer.write_edges(dz, span, thread, threads);
 }
 
-/* Forward without a gradient: statistics, outputs and the loss. */
+/* Blocks per multiprocessor. */
+template <int OPTIONS> constexpr int STATISTICS_PER_SM = OPTIONS == FULL ? 3 : 4;
+
+/* Forward without a gradient: the statistics alone. Outputs are left to `finish`: with them, the kernel had
+ * more registers, so that fewer rows were in flight, and every block ended with one thread's work. */
 template <typename T, int OPTIONS, bool ALIGNED>
-__global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_losses(const __grid_constant__ Args c,
-                                                                     const RowTeam team) {
+__global__ __launch_bounds__(SLOT_THREADS,
+                             STATISTICS_PER_SM<OPTIONS>) void indexed_statistics(const __grid_constant__ Args c,
+                                                                                 const RowTeam team,
+                                                                                 LossStats<OPTIONS> *stats) {
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = team.row();
-    const int thread = team.thread();
-    const int64_t loaded = row < loss.rows ? loss.load_label(row) : loss.ignore_index;
-    const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row < loss.rows ? row : 0), loss.classes, c.z_step};
-    int64_t label = IGNORED;
-    float z_label = 0.0f;
-    Totals totals = {};
+    if (row >= loss.rows)
+        return;
+    const int64_t label = loss.load_label(row); /* issued before the row's loads, or it would arrive after them */
+    const IndexedRow<T, ALIGNED> z = {c.z.at<const T>(row), loss.classes, c.z_step};
+    bool wanted = false;
     const LossStats<OPTIONS> g = team_stats<OPTIONS>(team, z, loss, [&] {
         wait_for_previous_kernel();
-        label = loss.class_of(loaded);
-        if (thread == 0 && label >= 0)
-            z_label = z.element(label);
-        return label >= 0;
+        wanted = loss.class_of(label) >= 0;
+        return wanted;
     });
-    if (thread == 0 && label >= 0)
-        write_row(loss, row, label, results_of(loss, row, label, whole_row_stats(g, z_label, loss)), &totals);
-    else if (thread == 0 && row < loss.rows)
-        write_skipped(loss, row, label, &totals);
-    if (!adds_up(c))
-        return;
-    if (team.is_warp())
-        totals = block_sum(totals);
-    if (threadIdx.x == 0)
-        c.block_totals[blockIdx.x] = totals;
-}
-
-constexpr int SUM_BLOCKS = 64, SUM_THREADS = 1024;
-
-/* Adds up the totals of `blocks` blocks of indexed_losses. If those counted each other themselves, every
- * one would end with a wait for the counter. `sums`: of each block of this kernel. */
-__global__ __launch_bounds__(SUM_THREADS) void sum_blocks(const __grid_constant__ Args c, int64_t blocks,
-                                                          Totals *sums) {
-    wait_for_previous_kernel();
-    Totals mine = {};
-    for (int64_t i = blockIdx.x * int64_t(SUM_THREADS) + threadIdx.x; i < blocks; i += gridDim.x * SUM_THREADS) {
-        mine.loss += __ldcg(&c.block_totals[i].loss);
-        mine.weight += __ldcg(&c.block_totals[i].weight);
-        mine.counted += __ldcg(&c.block_totals[i].counted);
-    }
-    Args own = c;
-    own.block_totals = sums;
-    add_up_blocks(own, block_sum(mine));
+    if (wanted && team.thread() == 0)
+        stats[row] = g;
 }
 
 /* The gradient, and in forward the statistics. */
@@ -179,29 +155,65 @@ template <typename T> struct StagedRow {
     DEVICE T *elements() const {
         return granules->v + shift;
     }
-    DEVICE void copy(int g) const {
-        if (is_whole(g))
-            copy_async<T, N>(granules + g, z + element(g, 0));
-        else
-            for (int j = 0; j < N; j++)
-                granules[g].v[j] = present(g, j) ? z[element(g, j)] : from_float<T>(-INFINITY);
-    }
-    /* Granules first, first + threads, ... in chunks of COUNT, a group of copies each. */
+    /* Starts to copy whole granules first, first + threads, ... in chunks of COUNT, a group of copies each. */
     template <int COUNT> DEVICE void fetch(int first, int threads, int chunks) const {
         for (int g = first, chunk = 0; chunk < chunks; chunk++) {
 #pragma unroll
             for (int k = 0; k < COUNT; k++, g += threads)
-                if (g < all)
-                    copy(g);
+                if (is_whole(g))
+                    copy_async<T, N>(granules + g, z + element(g, 0));
             copy_commit();
         }
     }
+    /* One that is not whole, through registers: its loads are issued before those of other granules, or
+     * they would arrive after them. */
+    DEVICE Pack<T, N> load_part(int g) const {
+        Pack<T, N> part;
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            part.v[j] = present(g, j) ? z[element(g, j)] : from_float<T>(-INFINITY);
+        return part;
+    }
 };
 
+/* Writes the gradient of a row in shared memory. Called by all threads of the block. */
+template <int OPTIONS, typename T>
+DEVICE void write_staged(const RowWriter<OPTIONS, T> &writer, const StagedRow<T> &row, T *dz) {
+    constexpr int N = WIDE<T>, COUNT = 4;
+    const int thread = threadIdx.x, threads = blockDim.x, begin = row.shift > 0;
+    int g = begin + thread;
+    if (writer.row.constant) {
+        for (; g < row.whole; g += threads)
+            store_once<T, N>(dz + row.element(g, 0), all_of<T, N>(writer.row.p));
+    } else {
+        const auto write = [&](int at) {
+            store_once<T, N>(dz + row.element(at, 0),
+                             writer.columns.of(row.granules[at], row.element(at, 0), writer.loss));
+        };
+        for (; g + (COUNT - 1) * threads < row.whole; g += COUNT * threads)
+#pragma unroll
+            for (int k = 0; k < COUNT; k++)
+                write(g + k * threads);
+        for (; g < row.whole; g += threads)
+            write(g);
+        /* The label's column is written once more, by the thread that has written its granule. */
+        const int of_label = static_cast<int>((writer.label + row.shift) / N);
+        if (of_label >= begin && of_label < row.whole && (of_label - begin) % threads == thread)
+            dz[writer.label] = from_float<T>(writer.row.at_label);
+    }
+    const int head = begin ? N - row.shift : 0, tail = row.n - row.element(row.whole, 0);
+    for (int e = thread; e < head + tail; e += threads) {
+        const int at = e < head ? e : row.n - tail + e - head;
+        dz[at] = writer.of_one(row.elements()[at], at);
+    }
+}
+
 /* The statistics of a row whose `chunks` chunks are being copied, and one more group. FULL: every thread
- * takes packs, which are in two granules; so chunks begin one granule after the first. */
+ * takes packs, which are in two granules; so chunks begin one granule after the first. `pivot`: see SlotSums;
+ * not for FULL. */
 template <int OPTIONS, typename T, int COUNT>
-DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &row, int chunks, const Loss &loss) {
+DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &row, int chunks, float pivot,
+                                       const Loss &loss) {
     constexpr int N = WIDE<T>;
     const int thread = threadIdx.x, threads = blockDim.x;
     if constexpr (OPTIONS == FULL) {
@@ -230,8 +242,7 @@ DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &
         copy_wait<0>();
         return merge_block_for_all(g, loss.scale);
     } else {
-        const IndexedRow<T, false> in_memory = {row.z, row.n, 1};
-        SlotSums<T, OPTIONS == SMOOTH> slots(pivot_of(in_memory));
+        SlotSums<T, OPTIONS == SMOOTH> slots(pivot);
         const auto add_all = [&] {
             for (int g = thread, chunk = 0; chunk < chunks; chunk++, g += COUNT * threads) {
                 copy_wait_all_but(chunks - chunk);
@@ -262,19 +273,27 @@ __global__ __launch_bounds__(INDEXED_THREADS,
     const int64_t at_row = blockIdx.x;
     const int thread = threadIdx.x, threads = blockDim.x;
     const StagedRow<T> row(c.z.at<const T>(at_row), static_cast<int>(loss.classes), memory);
-    const int64_t loaded = loss.load_label(at_row); /* issued before the row's loads, or it would arrive after them */
-    const int chunks = max((row.all - FIRST + COUNT * threads - 1) / (COUNT * threads), 1);
-    const auto fetch = [&] {
-        if (FIRST > 0 && thread == 0)
-            row.copy(0);
-        row.template fetch<COUNT>(FIRST + thread, threads, chunks);
-    };
-    if (alone)
-        fetch();
+    /* What is waited for first is issued before the row's loads, or it would arrive after them. */
+    const int64_t loaded = loss.load_label(at_row);
+    const int last = row.all - 1, of_last = max(last - FIRST, 0) % threads;
+    Pack<T, N> head, tail;
+    if (thread == 0 && !row.is_whole(0))
+        head = row.load_part(0);
+    if (thread == of_last && !row.is_whole(last))
+        tail = row.load_part(last);
+    const Pivot<T> first_elements(IndexedRow<T, false>{row.z, row.n, 1});
+    const int chunks = max((row.all - FIRST + COUNT * threads - 1) / (COUNT * threads), 1), early = alone ? chunks : 1;
+    if (FIRST > 0 && thread == 0 && row.is_whole(0))
+        copy_async<T, N>(row.granules, row.z);
+    row.template fetch<COUNT>(FIRST + thread, threads, early);
     start_next_kernel();
     const int64_t label = loss.class_of(loaded);
-    if (!alone && label >= 0)
-        fetch();
+    if (label >= 0)
+        row.template fetch<COUNT>(FIRST + thread + early * COUNT * threads, threads, chunks - early);
+    if (thread == 0 && !row.is_whole(0))
+        row.granules[0] = head;
+    if (thread == of_last && !row.is_whole(last))
+        row.granules[last] = tail;
     wait_for_previous_kernel();
     RowGradient gradient = gradient_of_skipped(label);
     if (label >= 0) {
@@ -282,23 +301,15 @@ __global__ __launch_bounds__(INDEXED_THREADS,
             copy_async<uint32_t, 4>(reinterpret_cast<Pack<uint32_t, 4> *>(&known) + thread,
                                     reinterpret_cast<const uint32_t *>(row_terms + at_row) + 4 * thread);
         copy_commit();
-        const LossStats<OPTIONS> g = staged_stats<OPTIONS, T, COUNT>(team, row, chunks, loss);
+        const float pivot = OPTIONS == FULL ? 0.0f : first_elements.value();
+        const LossStats<OPTIONS> g = staged_stats<OPTIONS, T, COUNT>(team, row, chunks, pivot, loss);
         gradient_in_float(loss, known, g, &gradient);
         if (thread == 0 && loss.forward)
             stats[at_row] = g;
     } else {
         copy_wait<0>();
     }
-    const RowWriter<OPTIONS, T> writer(gradient, label, loss);
-    T *const dz = c.dz.at<T>(at_row);
-    for (int g = thread; g < row.all; g += threads) {
-        if (row.is_whole(g))
-            store_once<T, N>(dz + row.element(g, 0), writer.of(row.granules[g], row.element(g, 0)));
-        else
-            for (int j = 0; j < N; j++)
-                if (row.present(g, j))
-                    dz[row.element(g, j)] = writer.of_one(row.granules[g].v[j], row.element(g, j));
-    }
+    write_staged(RowWriter<OPTIONS, T>(gradient, label, loss), row, c.dz.at<T>(at_row));
 }
 
 struct Invariant {
@@ -310,7 +321,7 @@ struct Invariant {
         bool aligned;
         int per_sm;          /* blocks of staged_gradients; 0: not used */
         size_t shared;       /* of each */
-        size_t stats, terms; /* offsets in the workspace, if a gradient is wanted; stats: forward only */
+        size_t stats, terms; /* offsets in the workspace; stats: forward only; terms: if a gradient is wanted */
         int64_t row_blocks;
     };
 
@@ -339,9 +350,8 @@ struct Invariant {
         plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT, p.gradient ? INDEXED_THREADS : SLOT_THREADS);
         plan->aligned = rows_are_aligned(call.logits);
         plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
-        plan->general.fill(device, p, call,
-                           p.gradient ? plan->row_blocks : plan->team.blocks(p.rows).blocks + SUM_BLOCKS, &layout);
-        plan->stats = p.gradient && p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
+        plan->general.fill(device, p, call, plan->row_blocks, &layout);
+        plan->stats = p.forward ? layout.add(p.rows * plan->general.stats_bytes()) : 0;
         plan->terms = p.gradient ? layout.add(p.rows * int64_t(sizeof(KnownTerms))) : 0;
         return layout.bytes;
     }
@@ -357,19 +367,14 @@ struct Invariant {
                 sequence.run(per_row, compute_terms<T>, args, terms);
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
-                if (!terms) {
-                    sequence.run(teams,
-                                 plan.aligned ? indexed_losses<T, OPTIONS, true> : indexed_losses<T, OPTIONS, false>,
-                                 args, plan.team);
-                    if (plan.general.reduces)
-                        sequence.run(
-                            Launch{min(ceil_div<int64_t>(teams.blocks, SUM_THREADS), int64_t(SUM_BLOCKS)), SUM_THREADS},
-                            sum_blocks, args, teams.blocks, args.block_totals + teams.blocks);
-                    return;
-                }
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
-                if (plan.per_sm > 0)
+                if (!terms)
+                    sequence.run(teams,
+                                 plan.aligned ? indexed_statistics<T, OPTIONS, true>
+                                              : indexed_statistics<T, OPTIONS, false>,
+                                 args, plan.team, stats);
+                else if (plan.per_sm > 0)
                     sequence.run(Launch{teams.blocks, teams.threads, plan.shared}, staged_gradients<T, OPTIONS>, args,
                                  plan.team, plan.per_sm == 1, terms, stats);
                 else

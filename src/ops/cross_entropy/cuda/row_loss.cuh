@@ -3,6 +3,7 @@
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_ROW_LOSS_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_ROW_LOSS_CUH
 
+#include "cuda/row_chunks.cuh"
 #include "ops/cross_entropy/cuda/general.cuh"
 
 namespace {
@@ -16,7 +17,8 @@ template <typename T, int OPTIONS> struct RowLoss {
     };
 
     static constexpr int NO_ROW = -3;
-    static constexpr bool LARGE = OPTIONS == FULL;
+    static constexpr bool LARGE = OPTIONS == FULL, ADDS_EDGES = OPTIONS != FULL;
+    static constexpr int CHUNK_ADDS = OPTIONS >= FULL ? 2 : 0;
 
     const Loss &loss;
     Totals totals = {};
@@ -30,14 +32,65 @@ template <typename T, int OPTIONS> struct RowLoss {
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step) const {
         ::add(g, packs, valid, column, step, loss);
     }
+    /* See row_chunks.cuh. */
+    template <int LANES, int N, int EDGES>
+    DEVICE Stats reduce(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid, const Pack<T, 1> (&edges)[EDGES],
+                        bool ragged, int valid_edges) const {
+        Stats g = none();
+        if constexpr (OPTIONS == SMOOTH)
+            g.s = reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, loss.scale, &g.weighted);
+        else if constexpr (OPTIONS == PLAIN)
+            g.s = reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, loss.scale);
+        else if constexpr (OPTIONS == CAPPED)
+            g = reduce_capped<LANES>(packs, most, valid, edges, ragged, valid_edges);
+        return g;
+    }
+    /* If Loss::cap_bounds. The maximum's own term is 1: it is computed as the terms are. */
+    template <int LANES, int N, int EDGES>
+    DEVICE Stats reduce_capped(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
+                               const Pack<T, 1> (&edges)[EDGES], bool ragged, int valid_edges) const {
+        const float max = max_of_row<LANES>(packs, most, edges, ragged);
+        const float pivot =
+            fabsf(max) < CAP_NEAR * loss.softcap ? capped_bits(max, loss) : capped_bits_far<T>(max, loss);
+        float sum[2] = {}, all = 0.0f;
+        for_chunk_packs(most, [&](int k) {
+            if (k >= valid)
+                return;
+            float bits[N];
+            unpack(packs[k], bits);
+            cap_to_bits(bits, packs[k], loss);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum[j % 2] += exp2_fast(bits[j] - pivot);
+            if (loss.weighted)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    all += bits[j];
+        });
+        if (ragged)
+#pragma unroll
+            for (int k = 0; k < EDGES; k++) {
+                const float z = to_float(edges[k].v[0]);
+                const float bits =
+                    fabsf(z) < CAP_NEAR * loss.softcap ? capped_bits(z, loss) : capped_bits_far<T>(z, loss);
+                sum[k % 2] += k < valid_edges ? exp2_fast(bits - pivot) : 0.0f;
+                all += k < valid_edges ? bits : 0.0f;
+            }
+        Stats g = none();
+        g.s = {capped(max, loss), sum_of_lanes<LANES>(sum[0] + sum[1])};
+        if (loss.weighted)
+            g.weighted = loss.cap_per_bit * sum_of_lanes<LANES>(all);
+        return g;
+    }
+    /* Whether `reduce` serves the call; else packs are added one after the other. */
+    DEVICE bool reduces() const {
+        return OPTIONS < FULL || (OPTIONS == CAPPED && loss.cap_bounds);
+    }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, loss.scale);
     }
     DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
         return ::merge_lanes(g, lanes, loss.scale);
-    }
-    DEVICE Stats shuffled(const Stats &g, int lane) const {
-        return ::shuffled(g, lane);
     }
     DEVICE void begin() const {
         wait_for_previous_kernel();
@@ -50,6 +103,10 @@ template <typename T, int OPTIONS> struct RowLoss {
     }
     DEVICE bool needs(const Row &row) const {
         return row.label >= 0;
+    }
+    template <typename F> DEVICE void look_at(Row &row, F element) const {
+        if (row.label >= 0)
+            row.z_label = to_float(element(row.label));
     }
     template <typename F> DEVICE void look(Row &row, F first, int64_t step) const {
         if (row.label >= 0)

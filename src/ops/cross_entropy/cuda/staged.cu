@@ -10,6 +10,9 @@
 namespace {
 
 constexpr int PER_SM = 4; /* blocks per multiprocessor */
+/* Gradients of rows side by side from lse: shorter rows, and smaller tensors, would be slowed down by
+ * coefficients in memory. */
+constexpr int64_t LONG_COLUMNS = 64, LARGE_COLUMNS = 8 << 20; /* classes; bytes of logits */
 
 struct StagedArgs {
     Args call;
@@ -108,8 +111,11 @@ struct Staged {
         const Problem p(call);
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
-        return why_not_staged(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient,
-                              static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
+        if (p.gradient && p.lse_given && s.inner > 1 && p.classes >= LONG_COLUMNS &&
+            p.rows * p.row_bytes >= LARGE_COLUMNS)
+            return "rows lie side by side and lse is given: the gradient needs no shared memory";
+        return why_not_staged(s, p.gradient, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -1,46 +1,64 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Backward with lse, of many short contiguous rows of any alignment, with any options: one kernel for
- * the whole call, in which warps take batches of rows (cuda/row_stream.cuh). Each lane computes the
- * coefficients of one row of the batch; then the lanes of each row write its gradient.
+ * the whole call, in which warps take batches of rows (cuda/chunk_gradients.cuh).
  */
-#include "cuda/row_stream.cuh"
+#include "cuda/chunk_gradients.cuh"
 #include "ops/cross_entropy/cuda/general.cuh"
 
 namespace {
 
 struct GradientArgs {
     Args call;
-    RowStream stream;
+    GradientChunks chunks;
 };
 
 /* Blocks per multiprocessor. */
 template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS == FULL ? 2 : 3;
 
-/* What row_stream.cuh asks of an op of a gradient. */
+/* RowGradient, as chunk_gradients.cuh wants it. */
+struct alignas(16) RowCoefficient {
+    float pivot, shift, factor, spread; /* of ScaledExp; label < 0: `factor` in every column */
+    float at_label, level, tilt;
+    int label;
+};
+
+/* What chunk_gradients.cuh asks of an op. OPTIONS: PLAIN; CAPPED, a softcap and no other option that
+ * gradients of columns look at; or FULL. */
 template <typename T, int OPTIONS> struct StreamedGradient {
     struct Row {
         int label; /* NO_ROW: there is no row */
         float lse;
     };
-    struct Coefficient {
-        RowGradient gradient;
-        int label;
-    };
-    /* RowWriter refers to the gradient. */
-    struct Writer {
-        Coefficient of_row;
-        const Loss &loss;
+    typedef RowCoefficient Coefficient;
 
-        template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int64_t column) const {
-            return RowWriter<OPTIONS, T>(of_row.gradient, of_row.label, loss).of(z, column);
+    struct Writer {
+        ColumnGradient<OPTIONS, T> columns;
+        const Loss &loss;
+        float at_label;
+        int label;
+
+        DEVICE Writer(const Coefficient &c, const Loss &of_call) : loss(of_call), at_label(c.at_label), label(c.label) {
+            columns.exp.pivot = c.pivot;
+            columns.exp.rate = NARROW<T> ? of_call.scale * LOG2E : of_call.scale;
+            columns.exp.shift = c.shift;
+            columns.exp.factor = c.factor;
+            columns.spread = c.spread;
+            columns.level = c.level;
+            columns.tilt = c.tilt;
         }
-        DEVICE T of_one(T z, int64_t column) const {
-            return RowWriter<OPTIONS, T>(of_row.gradient, of_row.label, loss).of_one(z, column);
+        template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int column) const {
+            return label < 0 ? all_of<T, N>(columns.exp.factor) : columns.of(z, column, loss);
+        }
+        DEVICE int special() const {
+            return label;
+        }
+        DEVICE T special_value() const {
+            return from_float<T>(at_label);
         }
     };
     static constexpr int NO_ROW = -3;
-    static constexpr bool LARGE = OPTIONS == FULL;
+    static constexpr bool LARGE = OPTIONS != PLAIN;
 
     const Args &c;
     const Loss &loss;
@@ -58,98 +76,96 @@ template <typename T, int OPTIONS> struct StreamedGradient {
     DEVICE Row load_row(int64_t row) const {
         return {static_cast<int>(loss.class_of(loss.load_label(row))), loss.lse.get(row)};
     }
-    DEVICE Coefficient coefficient(const Row &row, int64_t at) const {
-        Coefficient mine = {gradient_of_skipped(row.label), row.label};
+    DEVICE Coefficient coefficient(const Row &row, int at) const {
+        RowGradient g = gradient_of_skipped(row.label);
         float z_label = 0.0f;
         if (row.label >= 0) {
             z_label = to_float(c.z.at<const T>(at)[row.label]);
-            mine.gradient = gradient_from_lse(loss, common, at, row.label, z_label, row.lse);
+            g = gradient_from_lse(loss, common, at, row.label, z_label, row.lse);
         } else if (row.label != NO_ROW) {
             write_skipped(loss, at, row.label, nullptr);
         }
         /* The whole warp reads the rows whose lse is not accurate enough. */
+        constexpr int STATS = OPTIONS == CAPPED ? FULL : OPTIONS;
         const int lane = threadIdx.x % WARP;
         for (unsigned left = __ballot_sync(~0u, row.label >= 0 && !lse_is_accurate<T>(row.lse)); left != 0;
              left &= left - 1) {
             const int owner = __ffs(left) - 1;
-            const AlignedSpan<const T> span(c.z.at<const T>(at - lane + owner), loss.classes);
-            PackGroup<T, AHEAD<OPTIONS>> group;
+            const AlignedSpan<const T> span(c.z.at<const T>(__shfl_sync(~0u, at, owner)), loss.classes);
+            PackGroup<T, AHEAD<STATS>> group;
             group.load(span, lane, WARP);
-            const LossStats<OPTIONS> g = merge_warp(span_stats<OPTIONS>(span, 0, group, lane, WARP, loss), loss.scale);
+            const LossStats<STATS> s = merge_warp(span_stats<STATS>(span, 0, group, lane, WARP, loss), loss.scale);
             if (lane == owner)
-                mine.gradient =
-                    gradient_from_stats(loss, common, at, row.label, z_label, whole_row_stats(g, z_label, loss));
+                g = gradient_from_stats(loss, common, at, row.label, z_label, whole_row_stats(s, z_label, loss));
         }
-        return mine;
-    }
-    DEVICE Coefficient shuffled(const Coefficient &mine, int lane) const {
-        const RowGradient &g = mine.gradient;
-        const auto from = [&](auto value) { return __shfl_sync(~0u, value, lane); };
-        return {{from(static_cast<int>(g.constant)) != 0, from(g.pivot), from(g.p), from(g.spread), from(g.at_label),
-                 from(g.target), from(g.level), from(g.tilt)},
-                from(mine.label)};
+        if (g.constant)
+            return {0.0f, 0.0f, g.p, 0.0f, 0.0f, 0.0f, 0.0f, -1};
+        const ScaledExp<T> exp(g.p, g.pivot, loss.scale);
+        return {exp.pivot, exp.shift, exp.factor, g.spread, g.at_label, g.level, g.tilt, row.label};
     }
     DEVICE Writer writer(const Coefficient &of_row) const {
         return {of_row, loss};
     }
-    DEVICE T *out(int64_t row) const {
-        return c.dz.at<T>(row);
-    }
 };
 
 template <typename T, int OPTIONS, int LANES>
-__global__ __launch_bounds__(STREAM_THREADS,
+__global__ __launch_bounds__(CHUNK_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_gradients(const __grid_constant__ GradientArgs a) {
     extern __shared__ uint4 dynamic[];
     typedef StreamedGradient<T, OPTIONS> Op;
     Op op(a.call);
-    stream_short_gradients<Op, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    write_chunks<Op, T, LANES>(op, a.chunks, dynamic);
 }
 
 struct StreamedGradients {
     typedef cross_entropy_call Call;
     struct Plan {
         GeneralPlan general;
-        RowStream stream;
+        Options options;
+        GradientChunks chunks;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.gradient || !p.lse_given)
             return "it writes gradients from lse";
-        if (p.strided)
-            return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-        if (p.row_bytes > 2048)
-            return "rows are too long";
-        return why_not_streamed(p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        if (p.step(call.logits) != 1 || p.step(call.dlogits) != 1)
+            return "rows are not contiguous";
+        return why_not_chunks(p.rows, p.row_bytes);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->general.fill(device, p, call, 0, &layout);
-        plan->stream = stream_of(
-            plan->general.args.z, p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)),
-            (plan->general.options == FULL ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>)*device.multiprocessors *
-                (STREAM_THREADS / WARP));
+        const Args &args = plan->general.args;
+        const bool more = (args.loss.weighted && args.loss.class_weight) || args.loss.dentropy.data;
+        plan->options = more ? FULL : args.loss.softcap != 0.0f ? CAPPED : PLAIN;
+        const bool full = plan->options == FULL;
+        const int64_t blocks = (full ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>)*device.multiprocessors;
+        plan->chunks = gradient_chunks_of(args.z, args.dz, !p.strided, p.rows, p.classes, full ? 4 : 2,
+                                          blocks * (CHUNK_THREADS / WARP), full ? 4 : 2);
         return layout.bytes;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
-        const GradientArgs args = {plan.general.start(sequence, workspace), plan.stream};
-        const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
+        const GradientArgs args = {plan.general.start(sequence, workspace), plan.chunks};
+        const Launch how = {plan.chunks.in.blocks, CHUNK_THREADS, chunk_gradients_shared()};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
-                constexpr int OPTIONS = IN_BACKWARD<decltype(o)::value>;
-                if (args.stream.lanes == 4)
-                    sequence.run(how, streamed_gradients<T, OPTIONS, 4>, args);
-                else if (args.stream.lanes == 8)
-                    sequence.run(how, streamed_gradients<T, OPTIONS, 8>, args);
-                else
-                    sequence.run(how, streamed_gradients<T, OPTIONS, WARP>, args);
-            });
+            const auto run = [&](auto options) {
+                constexpr int OPTIONS = decltype(options)::value;
+                for_chunk_lanes<OPTIONS != FULL>(args.chunks.in.lanes, [&](auto lanes) {
+                    sequence.run(how, streamed_gradients<T, OPTIONS, decltype(lanes)::value>, args);
+                });
+            };
+            if (plan.options == FULL)
+                run(std::integral_constant<int, FULL>());
+            else if (plan.options == CAPPED)
+                run(std::integral_constant<int, CAPPED>());
+            else
+                run(std::integral_constant<int, PLAIN>());
         });
         return RAFTER_OK;
     }

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Many contiguous rows of any alignment, with any options, without a gradient: one kernel for the
- * whole call, in which warps take batches of rows (cuda/row_stream.cuh).
+ * whole call, in which warps take batches of rows. Short rows are reduced several at a time
+ * (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh).
  */
+#include "cuda/row_chunks.cuh"
 #include "cuda/row_stream.cuh"
 #include "ops/cross_entropy/cuda/row_loss.cuh"
 
@@ -12,21 +14,31 @@ struct StreamArgs {
     Args call;
     RowStream stream;
 };
+struct ChunkArgs {
+    Args call;
+    RowChunks chunks;
+};
 
-/* Blocks per multiprocessor. LANES: see below. */
-template <int OPTIONS, int LANES> constexpr int STREAMS_PER_SM = OPTIONS >= FULL || LANES != 0 ? 3 : 4;
+/* Blocks per multiprocessor. */
+template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS >= FULL ? 3 : 4;
+constexpr int CHUNKS_PER_SM = 3;
 
-/* LANES per row, or 0: a warp, for rows of several groups. */
-template <typename T, int OPTIONS, int LANES>
+template <typename T, int OPTIONS>
 __global__ __launch_bounds__(STREAM_THREADS,
-                             STREAMS_PER_SM<OPTIONS, LANES>) void streamed_rows(const __grid_constant__ StreamArgs a) {
+                             STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
-    if constexpr (LANES == 0)
-        stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
-    else
-        stream_short_rows<Op, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
+    add_up(a.call, op.totals);
+}
+
+template <typename T, int OPTIONS, int LANES>
+__global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
+    extern __shared__ uint4 dynamic[];
+    typedef RowLoss<T, OPTIONS> Op;
+    Op op(a.call);
+    reduce_chunks<Op, T, LANES>(op, a.chunks, dynamic);
     add_up(a.call, op.totals);
 }
 
@@ -35,6 +47,7 @@ struct StreamedRows {
     struct Plan {
         GeneralPlan general;
         RowStream stream;
+        RowChunks chunks; /* blocks 0: rows are too long */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -50,34 +63,35 @@ struct StreamedRows {
         const Problem p(call);
         WorkspaceLayout layout, unused;
         plan->general.fill(device, p, call, 0, &unused);
-        const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        const auto stream = [&](int blocks) {
-            return stream_of(plan->general.args.z, p.rows, p.classes, bytes,
-                             blocks * device.multiprocessors * (STREAM_THREADS / WARP));
-        };
-        plan->stream = stream(STREAMS_PER_SM<FULL, 0>);
-        if (plan->general.options != FULL && !plan->stream.one_group)
-            plan->stream = stream(STREAMS_PER_SM<PLAIN, 0>);
-        plan->general.fill(device, p, call, plan->stream.blocks, &layout);
+        const bool full = plan->general.forward_options == FULL;
+        const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
+        plan->chunks = {};
+        if (!why_not_chunks(p.rows, p.row_bytes))
+            plan->chunks =
+                chunks_of(plan->general.args.z, p.rows, p.classes, full ? 4 : 2, warps(CHUNKS_PER_SM), full ? 4 : 2);
+        else
+            plan->stream =
+                stream_of(plan->general.args.z, p.rows, p.classes,
+                          warps(plan->general.options == FULL ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>));
+        plan->general.fill(device, p, call, plan->chunks.blocks > 0 ? plan->chunks.blocks : plan->stream.blocks,
+                           &layout);
         return layout.bytes;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
-        const StreamArgs args = {plan.general.start(sequence, workspace), plan.stream};
+        const Args args = plan.general.start(sequence, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_forward_options(plan.general.forward_options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
-                const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
-                if (args.stream.lanes == 4)
-                    sequence.run(how, streamed_rows<T, OPTIONS, 4>, args);
-                else if (args.stream.lanes == 8)
-                    sequence.run(how, streamed_rows<T, OPTIONS, 8>, args);
-                else if (args.stream.one_group)
-                    sequence.run(how, streamed_rows<T, OPTIONS, WARP>, args);
-                else
-                    sequence.run(how, streamed_rows<T, OPTIONS, 0>, args);
+                if (plan.chunks.blocks == 0)
+                    return sequence.run(Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
+                                        streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
+                for_chunk_lanes<OPTIONS != FULL>(plan.chunks.lanes, [&](auto lanes) {
+                    sequence.run(Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
+                                 chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
+                });
             });
         });
         return RAFTER_OK;

@@ -3,17 +3,28 @@
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_TILES_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_TILES_CUH
 
-#include "cuda/slab_kernels.cuh"
-#include "ops/cross_entropy/cuda/general.cuh"
+#include "ops/cross_entropy/cuda/column_gradients.cuh"
+#include "ops/cross_entropy/cuda/windows.cuh"
 
 namespace {
+
+/* Coefficients of all rows that statistics write, if not NULL: for gradients of contiguous rows, and of
+ * others. */
+struct StatisticsOutputs {
+    RowCoefficients *rows;
+    ColumnCoefficients columns;
+
+    DEVICE bool wanted() const {
+        return rows || columns.rows;
+    }
+};
 
 struct TileArgs {
     Args call;
     SlabTiles tiles;
-    unsigned *counters;            /* one per tile, if tiles have parts */
-    void *part_stats;              /* LossStats of each row and part, if tiles have parts */
-    RowCoefficients *coefficients; /* of all rows: written by statistics, if not NULL; read by gradients */
+    unsigned *counters; /* one per tile, if tiles have parts */
+    void *part_stats;   /* LossStats of each row and part, if tiles have parts */
+    StatisticsOutputs outputs;
 };
 
 /* Threads per block, at most, and blocks per multiprocessor. */
@@ -34,12 +45,15 @@ template <typename T, int OPTIONS> struct LossOp {
         float z_label;
     };
 
-    const TileArgs &a;
+    const Args &call;
+    const StatisticsOutputs &outputs;
+    const int64_t step; /* between the elements of a row */
     const Loss &loss;
     Totals totals = {};
     double common = 0.0;
 
-    DEVICE explicit LossOp(const TileArgs &args) : a(args), loss(args.call.loss) {
+    DEVICE LossOp(const Args &args, const StatisticsOutputs &out, const Slabs &slabs)
+        : call(args), outputs(out), step(slabs.step[0]), loss(args.loss) {
     }
     DEVICE Stats none() const {
         return no_columns<OPTIONS>();
@@ -49,8 +63,23 @@ template <typename T, int OPTIONS> struct LossOp {
         ::add(g, packs, valid, column, step, loss);
     }
     template <int N, int COUNT>
-    DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int valid) const {
-        static_assert(OPTIONS != FULL, "packs of several rows have no columns");
+    DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int valid, int64_t column,
+                          int64_t step) const {
+        if constexpr (OPTIONS == FULL || OPTIONS == CAPPED) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                Pack<T, 1> of_line[COUNT];
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    of_line[k].v[0] = packs[k].v[j];
+                ::add(g[j], of_line, valid, column, step, loss);
+            }
+        } else {
+            add_plain_lines(g, packs, valid);
+        }
+    }
+    template <int N, int COUNT>
+    DEVICE void add_plain_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int valid) const {
         RowStats lines[N];
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -80,15 +109,15 @@ template <typename T, int OPTIONS> struct LossOp {
     }
     DEVICE void begin() {
         wait_for_previous_kernel();
-        if (a.coefficients)
-            common = common_factor(a.call);
+        if (outputs.wanted())
+            common = common_factor(call);
     }
     DEVICE Row no_row() const {
         return {-1, static_cast<int>(IGNORED), 0.0f};
     }
     DEVICE Row load_row(int64_t row, const T *first) const {
         const int64_t label = loss.class_of(loss.load_label(row));
-        return {row, static_cast<int>(label), label >= 0 ? to_float(first[label * a.tiles.slabs.step[0]]) : 0.0f};
+        return {row, static_cast<int>(label), label >= 0 ? to_float(first[label * step]) : 0.0f};
     }
     DEVICE void finish(const Row &row, const Stats &g) {
         if (row.row < 0)
@@ -98,13 +127,15 @@ template <typename T, int OPTIONS> struct LossOp {
             write_skipped(loss, row.row, row.label, &totals);
         } else {
             const WholeRowStats stats = whole_row_stats(g, row.z_label, loss);
-            if (a.coefficients)
+            if (outputs.wanted())
                 gradient = gradient_from_stats(loss, common, row.row, row.label, row.z_label, stats);
             if (loss.forward)
                 write_row(loss, row.row, row.label, results_of(loss, row.row, row.label, stats), &totals);
         }
-        if (a.coefficients)
-            a.coefficients[row.row] = {gradient, row.label};
+        if (outputs.rows)
+            outputs.rows[row.row] = {gradient, row.label};
+        else if (outputs.columns.rows)
+            outputs.columns.template put<T>(row.row, gradient, row.label, loss.scale);
     }
 };
 
@@ -113,9 +144,40 @@ __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
     extern __shared__ uint4 dynamic[];
     start_next_kernel();
-    LossOp<T, OPTIONS> op(a);
+    LossOp<T, OPTIONS> op(a.call, a.outputs, a.tiles.slabs);
     slab_statistics<LossOp<T, OPTIONS>, T, N, LINES, TILE_STEPS<OPTIONS, N>>(
         op, a.tiles, dynamic, a.counters, static_cast<LossStats<OPTIONS> *>(a.part_stats));
+    if (a.call.loss.forward)
+        add_up(a.call, op.totals);
+}
+
+/* ---- the same of long rows side by side: cuda/slab_windows.cuh ------------------------------- */
+
+struct WindowArgs {
+    Args call;
+    SlabWindows windows;
+    void *part_stats; /* LossStats, if windows have parts */
+    StatisticsOutputs outputs;
+};
+
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(WINDOW_BLOCK,
+                             OPTIONS == PLAIN ? 3 : 2) void window_statistics(const __grid_constant__ WindowArgs a) {
+    extern __shared__ uint4 dynamic[];
+    start_next_kernel();
+    typedef LossStats<OPTIONS> Stats;
+    LossOp<T, OPTIONS> op(a.call, a.outputs, a.windows.slabs);
+    window_statistics_of<LossOp<T, OPTIONS>, T, WINDOW_ELEMENTS<T, OPTIONS>>(
+        op, a.windows, reinterpret_cast<Stats *>(dynamic), static_cast<Stats *>(a.part_stats));
+    if (a.windows.parts == 1 && a.call.loss.forward)
+        add_up(a.call, op.totals);
+}
+
+template <typename T, int OPTIONS>
+__global__ __launch_bounds__(WINDOW_BLOCK) void merge_window_parts(const __grid_constant__ WindowArgs a) {
+    start_next_kernel();
+    LossOp<T, OPTIONS> op(a.call, a.outputs, a.windows.slabs);
+    merge_windows<LossOp<T, OPTIONS>, T>(op, a.windows, static_cast<const LossStats<OPTIONS> *>(a.part_stats));
     if (a.call.loss.forward)
         add_up(a.call, op.totals);
 }
@@ -127,56 +189,38 @@ template <typename T, int OPTIONS> struct LossGradient {
     static constexpr bool LABELS = true;
     const TileArgs &a;
 
-    /* The gradients of a thread's rows. */
-    template <int LINES> struct Lines {
-        static_assert(OPTIONS != FULL || LINES == 1, "packs of several rows have no columns");
-        ColumnGradient<OPTIONS, T> of_line[LINES];
-        unsigned constant = 0; /* a bit for each line */
+    struct Line {
+        const RowGradient row;
+        const ColumnGradient<OPTIONS, T> columns;
 
-        DEVICE void set(const LossGradient &op, int j, int64_t row) {
-            const RowGradient g = op.a.coefficients[row].gradient;
-            of_line[j] = ColumnGradient<OPTIONS, T>(g, op.a.call.loss);
-            if (g.constant) {
-                constant |= 1u << j;
-                of_line[j].exp.factor = g.p;
-            }
+        DEVICE Line(const LossGradient &op, int64_t of_row)
+            : row(op.a.outputs.rows[of_row].gradient), columns(row, op.a.call.loss) {
         }
         template <int N> DEVICE Pack<T, N> of(const LossGradient &op, const Pack<T, N> &pack, int64_t column) const {
-            if constexpr (OPTIONS == FULL)
-                return constant ? all_of<T, N>(of_line[0].exp.factor) : of_line[0].of(pack, column, op.a.call.loss);
-            float z[N];
-            unpack(pack, z);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const ColumnGradient<OPTIONS, T> &g = of_line[j % LINES];
-                const float d = g.of(z[j], column + j, op.a.call.loss);
-                z[j] = constant >> (j % LINES) & 1 ? g.exp.factor : d;
-            }
-            return packed<T>(z);
+            return row.constant ? all_of<T, N>(row.p) : columns.of(pack, column, op.a.call.loss);
         }
     };
     DEVICE void begin() const {
         wait_for_previous_kernel();
     }
     DEVICE T of_one(int64_t row, T z, int64_t column) const {
-        const RowCoefficients c = a.coefficients[row];
+        const RowCoefficients c = a.outputs.rows[row];
         return RowWriter<OPTIONS, T>(c.gradient, c.label, a.call.loss).of_one(z, column);
     }
     /* The column of the row that has a value of its own, or -1. */
     DEVICE int64_t label(int64_t row) const {
-        const RowCoefficients &c = a.coefficients[row];
+        const RowCoefficients &c = a.outputs.rows[row];
         return c.gradient.constant ? -1 : c.label;
     }
     DEVICE T at_label(int64_t row) const {
-        return from_float<T>(a.coefficients[row].gradient.at_label);
+        return from_float<T>(a.outputs.rows[row].gradient.at_label);
     }
 };
 
-template <typename T, int OPTIONS, int N, int LINES>
-__global__ __launch_bounds__(TILE_THREADS<LINES>,
-                             TILES_PER_SM<LINES>) void tile_gradients(const __grid_constant__ TileArgs a) {
+template <typename T, int OPTIONS, int N>
+__global__ __launch_bounds__(TILE_THREADS<1>, TILES_PER_SM<1>) void tile_gradients(const __grid_constant__ TileArgs a) {
     const LossGradient<T, OPTIONS> op = {a};
-    slab_gradients<LossGradient<T, OPTIONS>, T, N, LINES, TILE_STEPS<OPTIONS, N>>(op, a.tiles);
+    slab_gradients<LossGradient<T, OPTIONS>, T, N, TILE_STEPS<OPTIONS, N>>(op, a.tiles);
 }
 
 } // namespace

@@ -14,8 +14,7 @@ struct WarpPerRow {
             return "it writes gradients";
         if (p.strided)
             return "rows are not contiguous, or dlogits is aligned otherwise than logits";
-        const bool many_rows_read_once = p.rows >= 2048 && p.lse_given;
-        return p.row_bytes <= (many_rows_read_once ? 8192 : 2048) ? NULL : "rows are too long for a warp";
+        return p.row_bytes <= 2048 ? NULL : "rows are too long for a warp";
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

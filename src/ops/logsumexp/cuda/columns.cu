@@ -82,36 +82,18 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
     }
 }
 
-template <typename T, int N>
-__global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
+/* Other variants write gradients, unless there are too many rows for them. */
+template <typename T> __global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
     const int64_t tile = b.parts == 1 ? blockIdx.x : blockIdx.x / b.parts, part = blockIdx.x - tile * b.parts;
-    const int64_t column = (tile * blockDim.x + threadIdx.x) * N;
+    const int64_t column = tile * blockDim.x + threadIdx.x;
     const int64_t from = part * b.part, to = b.n - from < b.part ? b.n : from + b.part;
     if (column >= b.rows)
         return;
-    const T *x = b.x.at<const T>(column);
-    T *dx = b.dx.at<T>(column);
-    ScaledExp<T> gradient[N];
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        gradient[j] = b.gradient<T>(column + j);
-    for (int64_t i = from + threadIdx.y; i < to; i += IN_FLIGHT * blockDim.y) {
-        Pack<T, N> packs[IN_FLIGHT];
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++)
-            if (i + k * blockDim.y < to)
-                packs[k] = load_once<T, N>(x + (i + k * blockDim.y) * b.step);
-#pragma unroll
-        for (int k = 0; k < IN_FLIGHT; k++)
-            if (i + k * blockDim.y < to) {
-                float y[N];
-                unpack(packs[k], y);
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    y[j] = gradient[j].of(y[j]);
-                store_once<T, N>(dx + (i + k * blockDim.y) * b.dstep, packed<T>(y));
-            }
-    }
+    const T *const x = b.x.at<const T>(column);
+    T *const dx = b.dx.at<T>(column);
+    const ScaledExp<T> gradient = b.gradient<T>(column);
+    for (int64_t i = from + threadIdx.y; i < to; i += blockDim.y)
+        dx[i * b.dstep] = from_float<T>(gradient.of(to_float(x[i * b.step])));
 }
 
 /* Whether every step down dim has whole, aligned packs of 16 bytes along the innermost row
@@ -141,8 +123,7 @@ struct Columns {
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
-        const bool packed = packed_columns(p.x) && (!p.backward || packed_columns(p.dx));
-        plan->width = packed ? int(16 / rafter_dtype_bytes(p.x.dtype)) : 1;
+        plan->width = !p.backward && packed_columns(p.x) ? int(16 / rafter_dtype_bytes(p.x.dtype)) : 1;
         plan->across = power_at_least(p.rows / plan->width, 1, WARP);
         plan->tiles = ceil_div<int64_t>(p.rows, int64_t(plan->width) * plan->across);
         const int down = THREADS / plan->across;
@@ -167,10 +148,7 @@ struct Columns {
             if (p.backward) {
                 const Backward b = backward_of(call, p, plan.split);
                 const unsigned grid = grid_of(plan.tiles * plan.split.parts);
-                if (plan.width == 1)
-                    column_gradients<T, 1><<<grid, threads, 0, stream>>>(b);
-                else
-                    column_gradients<T, WIDE<T>><<<grid, threads, 0, stream>>>(b);
+                column_gradients<T><<<grid, threads, 0, stream>>>(b);
                 return;
             }
             launch_tasks(context, call, p, plan.split, plan.tiles, workspace, [&](const Forward &f, int64_t tiles) {

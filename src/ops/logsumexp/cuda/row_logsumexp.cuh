@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The statistics and the result of a row, for streamed_rows.cu and thread_per_row.cu. */
+/* The statistics and the result of a row, for streamed_rows.cu, thread_per_row.cu, tiles.cu and windows.cu. */
 #ifndef RAFTER_LOGSUMEXP_CUDA_ROW_LOGSUMEXP_CUH
 #define RAFTER_LOGSUMEXP_CUDA_ROW_LOGSUMEXP_CUH
 
+#include "cuda/row_chunks.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
 
 /* What row_stream.cuh asks of an op. */
 template <typename T> struct RowLogsumexp {
-    static constexpr bool LARGE = false;
+    static constexpr bool LARGE = false, ADDS_EDGES = true;
+    static constexpr int CHUNK_ADDS = 0;
     typedef RowStats Stats;
     struct Row {
         bool present;
@@ -23,14 +25,17 @@ template <typename T> struct RowLogsumexp {
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
         add_packs(g, packs, 1.0f);
     }
+    /* See row_chunks.cuh. */
+    template <int LANES, int N, int EDGES>
+    DEVICE Stats reduce(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid, const Pack<T, 1> (&edges)[EDGES],
+                        bool ragged, int valid_edges) const {
+        return reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, 1.0f);
+    }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, 1.0f);
     }
     DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
         return merge_some_lanes(g, lanes, 1.0f);
-    }
-    DEVICE Stats shuffled(const Stats &g, int lane) const {
-        return {__shfl_sync(~0u, g.max, lane), __shfl_sync(~0u, g.sum, lane)};
     }
     DEVICE void begin() const {
         wait_for_previous_kernel();
@@ -44,11 +49,59 @@ template <typename T> struct RowLogsumexp {
     DEVICE bool needs(const Row &row) const {
         return row.present;
     }
+    DEVICE bool reduces() const {
+        return true;
+    }
+    template <typename F> DEVICE void look_at(Row &, F) const {
+    }
     template <typename F> DEVICE void look(Row &, F, int64_t) const {
     }
     DEVICE void finish(const Row &row, int64_t at, const Stats &g) const {
         if (row.present)
             lse.put(at, lse_of(g));
+    }
+};
+
+/* What slab_kernels.cuh asks of an op. */
+template <typename T> struct SlabLogsumexp {
+    typedef RowStats Stats;
+    struct Row {
+        int64_t row; /* -1: none */
+    };
+    const Rows &lse;
+
+    DEVICE Stats none() const {
+        return no_elements();
+    }
+    template <int N, int COUNT>
+    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
+        add_packs(g, packs, 1.0f);
+    }
+    template <int N, int COUNT>
+    DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
+        add_lines_of(g, packs, 1.0f);
+    }
+    DEVICE Stats merge(const Stats &x, const Stats &y) const {
+        return ::merge(x, y, 1.0f);
+    }
+    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
+        return merge_some_lanes(g, lanes, 1.0f);
+    }
+    DEVICE Stats load(const Stats *stored) const {
+        return load_stats(stored);
+    }
+    DEVICE void begin() const {
+        wait_for_previous_kernel();
+    }
+    DEVICE Row no_row() const {
+        return {-1};
+    }
+    DEVICE Row load_row(int64_t row, const T *) const {
+        return {row};
+    }
+    DEVICE void finish(const Row &row, const Stats &g) const {
+        if (row.row >= 0)
+            lse.put(row.row, lse_of(g));
     }
 };
 

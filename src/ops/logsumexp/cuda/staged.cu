@@ -93,7 +93,9 @@ struct Staged {
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
         if (s.inner == 1 && p.row_bytes() >= 256)
             return "rows are long enough to be loaded into registers";
-        if (s.inner > 1 && p.n > 16 && s.packs_across(0, bytes) && (!p.backward || s.packs_across(1, bytes)))
+        if (s.inner > 1 && p.backward)
+            return "gradients of rows side by side need no shared memory";
+        if (s.inner > 1 && p.n > 16 && s.packs_across(0, bytes))
             return "every step has whole packs: columns of packs need no shared memory";
         return why_not_staged(s, p.backward, bytes);
     }
@@ -114,9 +116,7 @@ struct Staged {
         const Launch how = {plan.blocks, STAGE_THREADS, plan.shared};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (backward && plan.stage.columns)
-                ::launch(context, how, staged<T, true, true>, args);
-            else if (backward)
+            if (backward)
                 ::launch(context, how, staged<T, true, false>, args);
             else if (plan.stage.columns)
                 ::launch(context, how, staged<T, false, true>, args);

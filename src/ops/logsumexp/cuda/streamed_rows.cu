@@ -1,33 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of many contiguous rows, of any alignment: warps take batches of rows
- * (cuda/row_stream.cuh). */
+/* logsumexp of many contiguous rows, of any alignment: warps take batches of rows. Short rows are reduced
+ * several at a time (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh). */
+#include "cuda/row_chunks.cuh"
 #include "cuda/row_stream.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
 namespace {
 
-constexpr int STREAMS_PER_SM = 4; /* blocks per multiprocessor */
+constexpr int STREAMS_PER_SM = 4, CHUNKS_PER_SM = 3; /* blocks per multiprocessor */
 
 struct StreamArgs {
     RowStream stream;
     Rows lse;
 };
+struct ChunkArgs {
+    RowChunks chunks;
+    Rows lse;
+};
 
-/* LANES per row, or 0: a warp, for rows of several groups. */
-template <typename T, int LANES>
+template <typename T>
 __global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM) void streamed_rows(const __grid_constant__ StreamArgs a) {
     extern __shared__ uint4 dynamic[];
     RowLogsumexp<T> op = {a.lse};
-    if constexpr (LANES == 0)
-        stream_rows<RowLogsumexp<T>, T, STREAM_PACKS>(op, a.stream, dynamic);
-    else
-        stream_short_rows<RowLogsumexp<T>, T, LANES, STREAM_PACKS>(op, a.stream, dynamic);
+    stream_rows<RowLogsumexp<T>, T, STREAM_PACKS>(op, a.stream, dynamic);
+}
+
+template <typename T, int LANES>
+__global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
+    extern __shared__ uint4 dynamic[];
+    RowLogsumexp<T> op = {a.lse};
+    reduce_chunks<RowLogsumexp<T>, T, LANES>(op, a.chunks, dynamic);
 }
 
 struct StreamedRows {
     typedef logsumexp_call Call;
     struct Plan {
         RowStream stream;
+        RowChunks chunks; /* blocks 0: rows are too long */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -45,24 +54,26 @@ struct StreamedRows {
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
-        plan->stream = stream_of(p.x_rows(), p.rows, p.n, static_cast<int>(rafter_dtype_bytes(p.x.dtype)),
-                                 STREAMS_PER_SM * device.multiprocessors * (STREAM_THREADS / WARP));
+        const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
+        plan->chunks = {};
+        if (!why_not_chunks(p.rows, p.row_bytes()))
+            plan->chunks = chunks_of(p.x_rows(), p.rows, p.n, 2, warps(CHUNKS_PER_SM));
+        else
+            plan->stream = stream_of(p.x_rows(), p.rows, p.n, warps(STREAMS_PER_SM));
         return 0;
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
-        const StreamArgs args = {plan.stream, reduced_rows(call.lse, call)};
-        const Launch how = {plan.stream.blocks, STREAM_THREADS, stream_shared()};
+        const Rows lse = reduced_rows(call.lse, call);
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (plan.stream.lanes == 4)
-                ::launch(context, how, streamed_rows<T, 4>, args);
-            else if (plan.stream.lanes == 8)
-                ::launch(context, how, streamed_rows<T, 8>, args);
-            else if (plan.stream.one_group)
-                ::launch(context, how, streamed_rows<T, WARP>, args);
-            else
-                ::launch(context, how, streamed_rows<T, 0>, args);
+            if (plan.chunks.blocks == 0)
+                return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()}, streamed_rows<T>,
+                                StreamArgs{plan.stream, lse});
+            for_chunk_lanes(plan.chunks.lanes, [&](auto lanes) {
+                ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
+                         chunked_rows<T, decltype(lanes)::value>, ChunkArgs{plan.chunks, lse});
+            });
         });
         return RAFTER_OK;
     }

@@ -4,7 +4,7 @@
  * are split among blocks; the last block of a row to finish merges its parts, in order.
  */
 #include "cuda/slab_kernels.cuh"
-#include "ops/logsumexp/cuda/problem.cuh"
+#include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
 namespace {
 
@@ -22,53 +22,12 @@ template <int LINES> constexpr int TILES_PER_SM = LINES > 1 ? 1 : 4;
 /* Packs that a thread loads before it uses the first one. */
 template <int N> constexpr int TILE_STEPS = N == 1 ? 4 * IN_FLIGHT : IN_FLIGHT;
 
-/* What slab_kernels.cuh asks of an op. */
-template <typename T> struct LogsumexpOp {
-    typedef RowStats Stats;
-    struct Row {
-        int64_t row; /* -1: none */
-    };
-    const TileArgs &a;
-
-    DEVICE Stats none() const {
-        return no_elements();
-    }
-    template <int N, int COUNT>
-    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
-        add_packs(g, packs, 1.0f);
-    }
-    template <int N, int COUNT> DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int) const {
-        add_lines_of(g, packs, 1.0f);
-    }
-    DEVICE Stats merge(const Stats &x, const Stats &y) const {
-        return ::merge(x, y, 1.0f);
-    }
-    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
-        return merge_some_lanes(g, lanes, 1.0f);
-    }
-    DEVICE Stats load(const Stats *stored) const {
-        return load_stats(stored);
-    }
-    DEVICE void begin() const {
-    }
-    DEVICE Row no_row() const {
-        return {-1};
-    }
-    DEVICE Row load_row(int64_t row, const T *) const {
-        return {row};
-    }
-    DEVICE void finish(const Row &row, const Stats &g) const {
-        if (row.row >= 0)
-            a.lse.put(row.row, lse_of(g));
-    }
-};
-
 template <typename T, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
     extern __shared__ uint4 dynamic[];
-    LogsumexpOp<T> op = {a};
-    slab_statistics<LogsumexpOp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
+    SlabLogsumexp<T> op = {a.lse};
+    slab_statistics<SlabLogsumexp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
 }
 
 /* dlse * e^(x - lse). */
@@ -76,19 +35,14 @@ template <typename T> struct LogsumexpGradient {
     static constexpr bool LABELS = false;
     const TileArgs &a;
 
-    template <int LINES> struct Lines {
-        ScaledExp<T> of_line[LINES];
+    struct Line {
+        const ScaledExp<T> gradient;
 
-        DEVICE void set(const LogsumexpGradient &op, int j, int64_t row) {
-            of_line[j] = gradient_of_row<T>(op.a.lse.get(row), op.a.dlse.get(row));
+        DEVICE Line(const LogsumexpGradient &op, int64_t row)
+            : gradient(gradient_of_row<T>(op.a.lse.get(row), op.a.dlse.get(row))) {
         }
         template <int N> DEVICE Pack<T, N> of(const LogsumexpGradient &, const Pack<T, N> &pack, int64_t) const {
-            float x[N];
-            unpack(pack, x);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                x[j] = of_line[j % LINES].of(x[j]);
-            return packed<T>(x);
+            return gradient.of(pack);
         }
     };
     DEVICE void begin() const {
@@ -98,11 +52,10 @@ template <typename T> struct LogsumexpGradient {
     }
 };
 
-template <typename T, int N, int LINES>
-__global__ __launch_bounds__(TILE_THREADS<LINES>,
-                             TILES_PER_SM<LINES>) void tile_gradients(const __grid_constant__ TileArgs a) {
+template <typename T, int N>
+__global__ __launch_bounds__(TILE_THREADS<1>, TILES_PER_SM<1>) void tile_gradients(const __grid_constant__ TileArgs a) {
     const LogsumexpGradient<T> op = {a};
-    slab_gradients<LogsumexpGradient<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles);
+    slab_gradients<LogsumexpGradient<T>, T, N, TILE_STEPS<N>>(op, a.tiles);
 }
 
 struct Tiles {
@@ -119,6 +72,8 @@ struct Tiles {
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         const Slabs slabs = slabs_of(p.x, p.backward ? &p.dx : NULL);
+        if (p.backward && !(slabs.inner == 1 && slabs.step[0] == 1 && slabs.step[1] == 1))
+            return "its gradients are those of contiguous rows";
         return too_large(slabs) ? "it counts rows and columns in 31 bits" : why_slower(p, slabs);
     }
 
@@ -126,12 +81,12 @@ struct Tiles {
     static const char *why_slower(const Problem &p, const Slabs &s) {
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         const int64_t all = p.rows * p.n * bytes;
-        if (s.inner > 1 && s.packs_across(0, bytes) && (!p.backward || s.packs_across(1, bytes)))
+        if (s.inner > 1 && s.packs_across(0, bytes))
             return "every step has whole packs: columns of packs need no tiles";
-        if (p.backward && p.contiguous && p.row_bytes() >= 64)
-            return "rows are contiguous and dx is aligned as x: the gradient needs no tiles";
         if (p.backward)
-            return s.inner > 1 && all < 1 << 20 ? "the tensor is small" : NULL;
+            return p.contiguous && p.row_bytes() >= 64
+                       ? "rows are contiguous and dx is aligned as x: the gradient needs no tiles"
+                       : NULL;
         if (s.inner == 1 && s.step[0] == 1)
             return p.row_bytes() >= 1024 || all < 1 << 20 ? "rows are long, or the tensor is small" : NULL;
         return p.n <= 64 || (s.inner <= 64 && p.n >= 16384) ? NULL : "rows are neither short nor few and long";
@@ -154,28 +109,23 @@ struct Tiles {
         return t.parts > 1 ? static_cast<size_t>(t.tiles * t.rows_of_tile()) * sizeof(RowStats) : 0;
     }
 
-    template <typename T, int N, int LINES>
-    static void run(const rafter_context *context, const Plan &plan, const TileArgs &args, bool backward) {
-        const Launch how = {plan.blocks, plan.tiles.threads, plan.shared};
-        if (backward)
-            ::launch(context, how, tile_gradients<T, N, LINES>, args);
-        else
-            ::launch(context, how, tile_statistics<T, N, LINES>, args);
-    }
-
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const bool backward = call.common.direction == RAFTER_BACKWARD;
         const TileArgs args = {plan.tiles, reduced_rows(call.lse, call),
                                backward ? reduced_rows(call.dlse, call) : Rows{}, context->cuda_state->counters,
                                reinterpret_cast<RowStats *>(workspace)};
+        const Launch how = {plan.blocks, plan.tiles.threads, plan.shared};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            if (plan.tiles.elements == 1)
-                run<T, 1, 1>(context, plan, args, backward);
+            constexpr int N = WIDE<T>;
+            if (backward)
+                ::launch(context, how, tile_gradients<T, N>, args);
+            else if (plan.tiles.elements == 1)
+                ::launch(context, how, tile_statistics<T, 1, 1>, args);
             else if (plan.tiles.lines == 1)
-                run<T, WIDE<T>, 1>(context, plan, args, backward);
+                ::launch(context, how, tile_statistics<T, N, 1>, args);
             else
-                run<T, WIDE<T>, WIDE<T>>(context, plan, args, backward);
+                ::launch(context, how, tile_statistics<T, N, N>, args);
         });
         return RAFTER_OK;
     }

@@ -1,0 +1,385 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Many short rows of adjacent elements, of any alignment. A warp takes a batch of up to 32 rows, in
+ * chunks: LANES lanes share a row, so that a chunk has WARP / LANES rows. Chunks go through shared
+ * memory, where each warp has places of its own for three of them: two are in flight while one is
+ * reduced. If rows follow each other closely, a chunk is copied as one piece of memory, whatever the
+ * alignment of its rows; otherwise each row is copied to a slot of its own. In both cases what is copied
+ * are aligned granules of 16 bytes, which may hold elements of other rows, or padding, at both ends.
+ *
+ * The lane that finishes a row is one of those that reduced it, so that statistics stay where they are.
+ * An Op says what the statistics are: see row_stream.cuh; and
+ *
+ *     void look_at(Row &, F element)    as look; element(column) is an element of the row
+ *     bool reduces()       the same for all threads: the call takes `reduce`, else `add`
+ *     int CHUNK_ADDS       packs that are added at a time, by a loop; 0: the Op always reduces
+ *     bool ADDS_EDGES      elements at both ends are added at once: `add` does not look at their columns
+ *     Stats reduce<LANES>(packs, int most, int valid, edges, bool ragged, int valid_edges)
+ *
+ * the last one: the statistics of a row, for all of its lanes, from each lane's packs, of which `valid` are
+ * part of the row and the others full of -inf, and, if rows are ragged, from elements at both ends. No lane
+ * has more than `most` packs.
+ */
+#ifndef RAFTER_CUDA_ROW_CHUNKS_CUH
+#define RAFTER_CUDA_ROW_CHUNKS_CUH
+
+#include <type_traits>
+
+#include "core/sizes.h"
+#include "cuda/row_statistics.cuh"
+
+constexpr int CHUNK_THREADS = 256;
+constexpr int CHUNK_PACKS = 5; /* most granules per lane */
+constexpr int CHUNK_SIDES = 3; /* chunks in shared memory */
+constexpr int CHUNK_BYTES = CHUNK_PACKS * WARP * 16;
+
+/* As a kernel argument. */
+struct RowChunks {
+    Rows x;
+    const char *lowest, *highest;      /* of the tensor; highest: past its last byte */
+    int rows, length;                  /* length: elements of a row */
+    unsigned first, pitch, row_bytes;  /* address of the first row, modulo 2^32; from row to row, if `flat` */
+    int lanes, most, batch, blocks;    /* most: granules per lane */
+    bool flat;                         /* a chunk is one piece of memory */
+    bool whole;                        /* rows are whole, aligned granules */
+    bool full;                         /* and every lane has three of them or more, as many as the others */
+    bool begins_aligned, ends_aligned; /* the tensor does, at a multiple of 16 bytes */
+};
+
+/* ---- host ------------------------------------------------------------------------------------ */
+
+/* Why these rows are not for chunks, or NULL. */
+static inline const char *why_not_chunks(int64_t rows, int64_t row_bytes) {
+    constexpr int64_t FEW_ROWS = 1024;
+    if (rows > INT32_MAX / 2)
+        return "it counts rows in 31 bits";
+    if (row_bytes < 96)
+        return "rows are too short for several lanes";
+    return row_bytes <= (rows < FEW_ROWS ? 2048 : CHUNK_BYTES - 64) ? NULL : "rows are too long for a warp";
+}
+
+/* least_lanes: of a row; more of them in steps of `factor`, up to WARP. warps: that run at a time. padding:
+ * whether it may be part of a chunk. */
+static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, int least_lanes, int64_t warps,
+                                  int factor = 2, bool padding = true) {
+    RowChunks c = {};
+    const int64_t bytes = rafter_dtype_bytes(x.dtype), row_bytes = length * bytes;
+    const uintptr_t first = reinterpret_cast<uintptr_t>(x.data);
+    int64_t last = 0;
+    bool aligned = first % 16 == 0 && row_bytes % 16 == 0;
+    for (int d = 0; d < x.dims; d++) {
+        last += (x.shape[d] - 1) * x.stride[d];
+        aligned = aligned && (x.shape[d] == 1 || x.stride[d] * bytes % 16 == 0);
+    }
+    const int64_t pitch = x.step * bytes;
+    c.x = x;
+    c.lowest = x.data;
+    c.highest = x.data + last * bytes + row_bytes;
+    c.rows = static_cast<int>(rows);
+    c.length = static_cast<int>(length);
+    c.first = static_cast<unsigned>(first);
+    c.row_bytes = static_cast<unsigned>(row_bytes);
+    const int64_t most_pitch = padding ? min(row_bytes * 5 / 4, int64_t(CHUNK_BYTES - 16)) : row_bytes;
+    c.flat = x.dims == 1 && pitch >= row_bytes && pitch <= most_pitch;
+    c.pitch = c.flat ? static_cast<unsigned>(pitch) : 0;
+    c.whole = aligned;
+    c.begins_aligned = first % 16 == 0;
+    c.ends_aligned = reinterpret_cast<uintptr_t>(c.highest) % 16 == 0;
+    const int64_t granules = c.whole ? row_bytes / 16 : (row_bytes - bytes + 15) / 16 + 1; /* at most, of a row */
+    c.lanes = least_lanes;
+    while (c.flat ? WARP / c.lanes * pitch + 16 > CHUNK_BYTES : granules > CHUNK_PACKS * c.lanes)
+        c.lanes = min(c.lanes * factor, WARP);
+    c.most = static_cast<int>(ceil_div<int64_t>(c.whole ? granules : row_bytes / 16, c.lanes));
+    c.full = c.whole && granules % c.lanes == 0 && c.most >= 3;
+    const int at_once = WARP / c.lanes, most = CHUNK_THREADS / WARP;
+    /* As few rounds of batches as possible, all of about the same size. */
+    const int64_t rounds = ceil_div<int64_t>(rows, warps * WARP);
+    c.batch = static_cast<int>(min(round_up<int64_t>(ceil_div(rows, warps * rounds), at_once), int64_t(WARP)));
+    c.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, c.batch), most), warps / most));
+    return c;
+}
+
+/* Calls f(std::integral_constant<int, LANES>()). EACH: false if lanes come in steps of 4. */
+template <bool EACH = true, typename F> void for_chunk_lanes(int lanes, F f) {
+    if constexpr (EACH) {
+        if (lanes == 2)
+            return f(std::integral_constant<int, 2>());
+        if (lanes == 8)
+            return f(std::integral_constant<int, 8>());
+    }
+    if (lanes == 4)
+        f(std::integral_constant<int, 4>());
+    else if (lanes == 16)
+        f(std::integral_constant<int, 16>());
+    else
+        f(std::integral_constant<int, WARP>());
+}
+
+/* Bytes of shared memory of a block. */
+static inline size_t chunks_shared() {
+    return size_t(CHUNK_SIDES) * CHUNK_BYTES * (CHUNK_THREADS / WARP);
+}
+
+/* ---- device ---------------------------------------------------------------------------------- */
+
+/* Calls f(k) for the packs of a lane, of which there are at most `most`, and usually three or more. */
+template <typename F> DEVICE void for_chunk_packs(int most, F f) {
+#pragma unroll
+    for (int k = 0; k < CHUNK_PACKS; k++)
+        if (k < 3 || k < most)
+            f(k);
+}
+
+/* Of the elements of a row, as Op::reduce; all of its lanes get it. */
+template <int LANES, typename T, int N, int EDGES>
+DEVICE float max_of_row(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, const Pack<T, 1> (&edges)[EDGES],
+                        bool ragged) {
+    Pack<T, N> top = packs[0];
+    for_chunk_packs(most, [&](int k) { top = max_of(top, packs[k]); });
+    const Pack<T, N> tops[1] = {top};
+    float max = max_of_all(tops);
+    if (ragged)
+        max = fmaxf(max, max_of_all(edges));
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    return max;
+}
+template <int LANES> DEVICE float sum_of_lanes(float sum) {
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2)
+        sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+}
+
+/* Softmax statistics of a row, as Op::reduce. `total`, if not NULL, gets the sum of its elements. */
+template <int LANES, typename T, int N, int EDGES>
+DEVICE RowStats reduce_lanes(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
+                             const Pack<T, 1> (&edges)[EDGES], bool ragged, int valid_edges, float scale,
+                             float *total = nullptr) {
+    const float max = max_of_row<LANES>(packs, most, edges, ragged), pivot = pivot_at(max);
+    float sum[4] = {}, all = 0.0f;
+    for_chunk_packs(most, [&](int k) {
+        float x[N], of_pack = 0.0f;
+        unpack(packs[k], x);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            sum[j % 4] += exp_below(x[j] - pivot, scale);
+            of_pack += x[j];
+        }
+        all += k < valid ? of_pack : 0.0f;
+    });
+    if (ragged)
+#pragma unroll
+        for (int k = 0; k < EDGES; k++) {
+            const float x = to_float(edges[k].v[0]);
+            sum[k % 4] += exp_below(x - pivot, scale);
+            all += k < valid_edges ? x : 0.0f;
+        }
+    if (total)
+        *total = sum_of_lanes<LANES>(all);
+    return {max, sum_of_lanes<LANES>((sum[0] + sum[1]) + (sum[2] + sum[3]))};
+}
+
+/* Copies one chunk after the other, of one batch after the other, to one of SIDES places after the other. */
+template <typename T, int LANES, int SIDES> struct ChunkLoader {
+    static constexpr int ROWS = WARP / LANES, SLOT = CHUNK_BYTES / ROWS;
+    const RowChunks &t;
+    const unsigned places; /* of this warp, in shared memory */
+    const int step;        /* from one batch to the next */
+    int base, s = 0;       /* of the next chunk: the first row of its batch, and its own first row from there */
+    unsigned side = 0;     /* its place */
+
+    DEVICE ChunkLoader(const RowChunks &chunks, unsigned at, int first, int batches_apart)
+        : t(chunks), places(at), step(batches_apart), base(first) {
+    }
+    /* Copies this lane's granules of the `bytes` bytes at `from`: numbers own, own + APART, ... They begin at
+     * the last multiple of 16 before `from`. `inside`: all of them are within the tensor. If not, elements of
+     * the first and the last granule are copied one by one, by as many lanes; there are APART of them. */
+    template <int APART> DEVICE void copy(const char *from, int bytes, unsigned to, int own, bool inside) const {
+        constexpr int N = WIDE<T>, SIZE = sizeof(T);
+        const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16), end = bytes + shift;
+        const char *const first = from - shift, *const mine = first + own * 16;
+        if (inside) {
+#pragma unroll
+            for (int k = 0; k < CHUNK_PACKS; k++)
+                if (end > (own + k * APART) * 16)
+                    copy_async_to(to + (own + k * APART) * 16, mine + k * APART * 16);
+            return;
+        }
+#pragma unroll
+        for (int k = 0; k < CHUNK_PACKS; k++) {
+            const int at = (own + k * APART) * 16;
+            if (at >= shift && at + 16 <= end)
+                copy_async_to(to + at, mine + k * APART * 16);
+        }
+        for (int e = own; e < 2 * N; e += APART) {
+            const int at = e < N ? e * SIZE : (end & ~15) + (e - N) * SIZE;
+            if (e < N ? shift > 0 && at >= shift : at < end)
+                write_shared(to + at, *reinterpret_cast<const T *>(first + at));
+        }
+    }
+    /* A group of copies. */
+    DEVICE void start() {
+        const int lane = threadIdx.x % WARP, first = base + s, present = min(t.rows - first, ROWS);
+        if (t.flat) {
+            if (present > 0)
+                copy<WARP>(t.x.data + static_cast<uint64_t>(static_cast<unsigned>(first)) * t.pitch,
+                           static_cast<int>((present - 1) * t.pitch + t.row_bytes), places + side, lane,
+                           (first > 0 || t.begins_aligned) && (first + ROWS < t.rows || t.ends_aligned));
+        } else if (lane / LANES < present) {
+            const char *const row = reinterpret_cast<const char *>(t.x.at<const T>(first + lane / LANES));
+            copy<LANES>(row, static_cast<int>(t.row_bytes), places + side + lane / LANES * SLOT, lane % LANES,
+                        t.whole || (row - 15 >= t.lowest && row + t.row_bytes + 15 <= t.highest));
+        }
+        copy_commit();
+        side = side == (SIDES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
+        s += ROWS;
+        if (s >= t.batch) {
+            s = 0;
+            base += step;
+        }
+    }
+};
+
+/* The address of a warp's own part of shared memory. Through a shuffle, so that it stays in a register: the
+ * compiler would compute it again, from a special register, for every chunk. */
+DEVICE unsigned own_places(const void *shared_memory, int bytes) {
+    return __shfl_sync(~0u, shared_address(shared_memory) + threadIdx.x / WARP * bytes, 0);
+}
+
+/* Where this lane's row of the chunk that begins with row `first` begins, in shared memory. */
+template <typename T, int LANES> DEVICE unsigned place_in_chunk(const RowChunks &t, int first, unsigned chunk) {
+    const unsigned row = threadIdx.x % WARP / LANES;
+    if (t.flat)
+        return chunk + (t.first + first * t.pitch) % 16 + row * t.pitch;
+    unsigned address = 0;
+    if (!t.whole)
+        address = t.first + static_cast<unsigned>(t.x.offset(min(first + int(row), t.rows - 1))) * unsigned(sizeof(T));
+    return chunk + row * (CHUNK_BYTES * LANES / WARP) + address % 16;
+}
+
+/* A lane's share of a row in shared memory. */
+template <typename T, int LANES> struct ChunkRow {
+    static constexpr int N = WIDE<T>, EDGES = (2 * (N - 1) + LANES - 1) / LANES;
+    unsigned at;     /* of the row */
+    int head, packs; /* elements before the body; its packs */
+    int edges;       /* elements before and after it */
+
+    DEVICE ChunkRow(unsigned place, int length, bool whole)
+        : at(place), head(0), packs(static_cast<int>(static_cast<unsigned>(length) / N)), edges(0) {
+        if (!whole) {
+            head = min(static_cast<int>((0u - place / unsigned(sizeof(T))) % N), length);
+            packs = static_cast<int>(static_cast<unsigned>(length - head) / N);
+            edges = length - packs * N;
+        }
+    }
+    /* One that is part of the row; and one that may be, or is full of -inf. */
+    DEVICE Pack<T, N> present_pack(int own, int k) const {
+        return read_shared<Pack<T, N>>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
+    }
+    DEVICE Pack<T, N> pack(int own, int k) const {
+        const Pack<T, N> none = all_of<T, N>(-INFINITY);
+        uint4 w = reinterpret_cast<const uint4 &>(none); /* as words: else the compiler moves halves of them */
+        if (own + k * LANES < packs)
+            w = read_shared<uint4>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
+        return reinterpret_cast<const Pack<T, N> &>(w);
+    }
+    /* The column of edge element e. */
+    DEVICE int column(int e) const {
+        return e < head ? e : e + packs * N;
+    }
+    DEVICE Pack<T, 1> edge(int own, int k) const {
+        Pack<T, 1> value = all_of<T, 1>(-INFINITY);
+        if (own + k * LANES < edges)
+            value.v[0] = read_shared<T>(at + column(own + k * LANES) * unsigned(sizeof(T)));
+        return value;
+    }
+};
+
+/* The statistics of a row; all of its lanes get them. */
+template <class Op, typename T, int LANES>
+DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, const ChunkRow<T, LANES> &row, int own) {
+    constexpr int N = WIDE<T>, EDGES = ChunkRow<T, LANES>::EDGES;
+    const auto of = [&](int all) { return max((all - own + LANES - 1) / LANES, 0); }; /* of `all`, this lane's */
+    if (Op::CHUNK_ADDS > 0 && !op.reduces()) {
+        constexpr int COUNT = Op::CHUNK_ADDS > 0 ? Op::CHUNK_ADDS : 1;
+        typename Op::Stats g = op.none();
+#pragma unroll 1
+        for (int k = 0; k < t.most; k += COUNT) {
+            Pack<T, N> packs[COUNT];
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                packs[j] = row.pack(own, k + j);
+            op.add(g, packs, min(max(of(row.packs) - k, 0), COUNT), row.head + int64_t(own + k * LANES) * N, LANES * N);
+        }
+        if (!t.whole && Op::ADDS_EDGES) {
+            Pack<T, 1> edges[EDGES];
+#pragma unroll
+            for (int k = 0; k < EDGES; k++)
+                edges[k] = row.edge(own, k);
+            op.add(g, edges, of(row.edges), 0, 0);
+        } else if (!t.whole) {
+#pragma unroll 1
+            for (int k = 0; own + k * LANES < row.edges; k++) {
+                const Pack<T, 1> one[1] = {row.edge(own, k)};
+                op.add(g, one, 1, row.column(own + k * LANES), 1);
+            }
+        }
+        return op.merge_lanes(g, LANES);
+    } else {
+        Pack<T, N> packs[CHUNK_PACKS];
+        Pack<T, 1> edges[EDGES];
+        if (t.full)
+            for_chunk_packs(t.most, [&](int k) { packs[k] = row.present_pack(own, k); });
+        else
+            for_chunk_packs(t.most, [&](int k) { packs[k] = row.pack(own, k); });
+        if (!t.whole)
+#pragma unroll
+            for (int k = 0; k < EDGES; k++)
+                edges[k] = row.edge(own, k);
+        return op.template reduce<LANES>(packs, t.most, of(row.packs), edges, !t.whole, of(row.edges));
+    }
+}
+
+template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, const RowChunks &t, uint4 *shared_memory) {
+    constexpr int ROWS = WARP / LANES;
+    const int lane = threadIdx.x % WARP, own = lane % LANES, warp = threadIdx.x / WARP;
+    const int mine = own * ROWS + lane / LANES; /* of a batch, the row that this lane finishes */
+    const int step = gridDim.x * (CHUNK_THREADS / WARP) * t.batch;
+    int base = (blockIdx.x * (CHUNK_THREADS / WARP) + warp) * t.batch;
+    ChunkLoader<T, LANES, CHUNK_SIDES> loader(t, own_places(shared_memory, CHUNK_SIDES * CHUNK_BYTES), base, step);
+    const auto load_row = [&](int first) {
+        return mine < t.batch && first + mine < t.rows ? op.load_row(first + mine) : op.no_row();
+    };
+#pragma unroll 1
+    for (int i = 1; i < CHUNK_SIDES; i++)
+        loader.start();
+    typename Op::Row row = load_row(base);
+    op.begin();
+    unsigned side = 0;
+    for (; base < t.rows; base += step) {
+        const typename Op::Row following = load_row(base + step);
+        typename Op::Stats of_mine = op.none();
+#pragma unroll 1
+        for (int s = 0; s * ROWS < t.batch && base + s * ROWS < t.rows; s++) {
+            __syncwarp(); /* all lanes have read the chunk whose place is filled next */
+            loader.start();
+            copy_wait<CHUNK_SIDES - 1>();
+            __syncwarp();
+            const int first = base + s * ROWS;
+            const ChunkRow<T, LANES> of_lane(place_in_chunk<T, LANES>(t, first, loader.places + side),
+                                             first + lane / LANES < t.rows ? t.length : 0, t.whole);
+            if (own == s)
+                op.look_at(row, [&](int column) { return read_shared<T>(of_lane.at + column * unsigned(sizeof(T))); });
+            const typename Op::Stats g = reduce_chunk_row<Op, T, LANES>(op, t, of_lane, own);
+            if (own == s)
+                of_mine = g;
+            side = side == (CHUNK_SIDES - 1) * CHUNK_BYTES ? 0 : side + CHUNK_BYTES;
+        }
+        op.finish(row, base + mine, of_mine);
+        row = following;
+    }
+}
+
+#endif

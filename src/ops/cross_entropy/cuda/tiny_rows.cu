@@ -1,0 +1,203 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Many rows of 2 to 32 classes that follow each other, with any options: one kernel for the whole call, in
+ * which a thread takes a row (cuda/tiny_rows.cuh), and before it one that adds up class weights or labels.
+ */
+#include "cuda/tiny_rows.cuh"
+#include "ops/cross_entropy/cuda/general.cuh"
+
+namespace {
+
+constexpr int TINY_PER_SM = 4; /* blocks per multiprocessor */
+
+struct TinyArgs {
+    Args call;
+    TinyRows tiny;
+};
+
+/* Of the logits x, of which those from `length` on are -inf. What the call does not ask for costs a branch. */
+template <int COUNT>
+DEVICE WholeRowStats stats_of_tiny(const float (&x)[COUNT], int length, float z_label, const Loss &loss) {
+    WholeRowStats f = {};
+    float v[COUNT];
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        v[j] = x[j];
+    f.argmax = -1;
+    if (loss.argmax.data) {
+        float best = x[0];
+        int at = 0;
+#pragma unroll
+        for (int j = 1; j < COUNT; j++)
+            if (j < length && (x[j] > best || (x[j] != x[j] && best == best))) {
+                best = x[j];
+                at = j;
+            }
+        f.argmax = at;
+    }
+    f.target = z_label;
+    if (loss.softcap != 0.0f) {
+        f.target = capped(z_label, loss);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            v[j] = j < length ? capped(x[j], loss) : -INFINITY;
+    }
+    if (loss.weighted) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            if (j < length)
+                sum = fmaf(loss.class_weight ? loss.class_weight[j * loss.class_stride] : 1.0f, v[j], sum);
+        f.weighted = sum;
+    }
+    f.max = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        f.max = fmaxf(f.max, v[j]);
+    const float pivot = pivot_at(f.max);
+    float sum[2] = {}, moment = 0.0f;
+#pragma unroll
+    for (int j = 0; j < COUNT; j++) {
+        const float d = v[j] - pivot, e = exp_below(d, loss.scale);
+        sum[j % 2] += e;
+        moment = fmaf(fmaxf(d, -1e30f), e, moment); /* keeps -inf out; e is 0 long before it */
+    }
+    f.sum = f.max == INFINITY ? NAN : sum[0] + sum[1];
+    f.moment = moment;
+    return f;
+}
+
+template <typename T> struct TinyLoss {
+    const Loss &loss;
+    const int length;
+    Totals totals = {};
+    typedef int64_t Row;
+
+    DEVICE explicit TinyLoss(const TinyArgs &a) : loss(a.call.loss), length(a.tiny.length) {
+    }
+    DEVICE Row no_row() const {
+        return loss.ignore_index;
+    }
+    DEVICE Row load(int row) const {
+        return loss.load_label(row);
+    }
+    DEVICE void begin() const {
+        wait_for_previous_kernel();
+    }
+    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements) {
+        const int64_t label = loss.class_of(loaded);
+        if (label >= 0)
+            write_row(loss, row, label,
+                      results_of(loss, row, label, stats_of_tiny(x, length, to_float(elements[label]), loss)), &totals);
+        else
+            write_skipped(loss, row, label, &totals);
+    }
+};
+
+template <typename T> struct TinyGradient {
+    const Args &c;
+    const Loss &loss;
+    const int length;
+    double common = 0.0;
+    struct Row {
+        int64_t label;
+        float lse;
+    };
+
+    DEVICE explicit TinyGradient(const TinyArgs &a) : c(a.call), loss(a.call.loss), length(a.tiny.length) {
+    }
+    DEVICE Row no_row() const {
+        return {loss.ignore_index, 0.0f};
+    }
+    DEVICE Row load(int row) const {
+        return {loss.load_label(row), loss.lse.data ? loss.lse.get(row) : INFINITY};
+    }
+    DEVICE void begin() {
+        wait_for_previous_kernel();
+        common = common_factor(c);
+    }
+    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+        const int64_t label = loss.class_of(loaded.label);
+        RowGradient g = gradient_of_skipped(label);
+        if (label >= 0) {
+            const float z_label = to_float(elements[label]);
+            g = lse_is_accurate<T>(loaded.lse)
+                    ? gradient_from_lse(loss, common, row, label, z_label, loaded.lse)
+                    : gradient_from_stats(loss, common, row, label, z_label, stats_of_tiny(x, length, z_label, loss));
+        } else {
+            write_skipped(loss, row, label, nullptr);
+        }
+        const ColumnGradient<FULL, T> columns(g, loss);
+#pragma unroll
+        for (int j = 0; j < COUNT; j++)
+            if (j < length)
+                elements[j] = from_float<T>(g.constant ? g.p : columns.of(x[j], j, loss));
+        if (!g.constant)
+            elements[label] = from_float<T>(g.at_label);
+    }
+};
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
+    extern __shared__ uint4 dynamic[];
+    TinyLoss<T> op(a);
+    tiny_rows<TinyLoss<T>, T, COUNT, false>(op, a.tiny, dynamic);
+    add_up(a.call, op.totals);
+}
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
+    extern __shared__ uint4 dynamic[];
+    TinyGradient<T> op(a);
+    tiny_rows<TinyGradient<T>, T, COUNT, true>(op, a.tiny, dynamic);
+}
+
+struct TinyRowsVariant {
+    typedef cross_entropy_call Call;
+    struct Plan {
+        GeneralPlan general;
+        TinyRows tiny;
+        int64_t blocks;
+    };
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.forward == p.gradient)
+            return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
+        if (p.rows == 0 || p.classes == 0)
+            return "there are no rows or no classes";
+        return why_not_tiny(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
+                            static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+        const Problem p(call);
+        WorkspaceLayout layout;
+        plan->tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL),
+                                  static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        plan->blocks = tiny_blocks(plan->tiny, device, TINY_PER_SM);
+        plan->general.fill(device, p, call, plan->blocks, &layout);
+        return layout.bytes;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
+        const TinyArgs args = {plan.general.start(sequence, workspace), plan.tiny};
+        const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_tiny_count(args.tiny.length, [&](auto count) {
+                constexpr int COUNT = decltype(count)::value;
+                if (args.call.gradient)
+                    sequence.run(how, tiny_gradients<T, COUNT>, args);
+                else
+                    sequence.run(how, tiny_losses<T, COUNT>, args);
+            });
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(cross_entropy, tiny_rows, TinyRowsVariant)

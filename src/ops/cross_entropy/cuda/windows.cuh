@@ -1,0 +1,25 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Which rows side by side tiles.cu takes by windows of packs. */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_WINDOWS_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_WINDOWS_CUH
+
+#include "cuda/slab_windows.cuh"
+#include "ops/cross_entropy/cuda/general.cuh"
+
+namespace {
+
+/* Rows per thread: registers hold the statistics of all of them. */
+template <typename T, int OPTIONS> constexpr int WINDOW_ELEMENTS = OPTIONS == FULL ? 4 : WIDE<T>;
+
+/* Agrees with GeneralPlan::forward_options. */
+inline WindowChoice window_choice(const cross_entropy_call &call, bool gradient) {
+    const struct rafter_loss &l = call.loss;
+    const bool full = (l.smoothing != 0.0f && l.class_weight.data) || l.entropy.data || l.argmax.data ||
+                      (gradient && l.softcap != 0.0f);
+    const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
+    return {bytes, full ? 4 : 16 / bytes, !full};
+}
+
+} // namespace
+
+#endif

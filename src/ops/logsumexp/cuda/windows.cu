@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* logsumexp over a long dimension that is not the last one in memory (cuda/slab_windows.cuh). */
+#include "cuda/slab_windows.cuh"
+#include "ops/logsumexp/cuda/row_logsumexp.cuh"
+
+namespace {
+
+struct WindowArgs {
+    SlabWindows windows;
+    Rows lse;
+    RowStats *part_stats; /* if windows have parts */
+};
+
+template <typename T>
+__global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __grid_constant__ WindowArgs a) {
+    extern __shared__ uint4 dynamic[];
+    start_next_kernel();
+    SlabLogsumexp<T> op = {a.lse};
+    window_statistics_of<SlabLogsumexp<T>, T, WIDE<T>>(op, a.windows, reinterpret_cast<RowStats *>(dynamic),
+                                                       a.part_stats);
+}
+
+template <typename T>
+__global__ __launch_bounds__(WINDOW_BLOCK) void merge_parts(const __grid_constant__ WindowArgs a) {
+    SlabLogsumexp<T> op = {a.lse};
+    merge_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
+}
+
+struct Windows {
+    typedef logsumexp_call Call;
+    struct Plan {
+        SlabWindows windows;
+    };
+
+    static WindowChoice choice(const Problem &p) {
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        return {bytes, 16 / bytes, true};
+    }
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        if (p.backward)
+            return "it writes no gradient";
+        if (p.rows == 0 || p.n == 0)
+            return "there are no rows or no elements";
+        const Slabs s = slabs_of(p.x, NULL);
+        if (!windows_are_faster(s, static_cast<int>(rafter_dtype_bytes(p.x.dtype))))
+            return "the tensor is small, or rows are short";
+        return why_not_windows(s, choice(p));
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const Problem p(call);
+        plan->windows =
+            slab_windows_of(slabs_of(p.x, NULL), choice(p), call.algorithm == RAFTER_LOGSUMEXP_PARALLEL ? 2 : 1,
+                            call.algorithm == RAFTER_LOGSUMEXP_RECURRENCE ? 1 : INT32_MAX);
+        return static_cast<size_t>(plan->windows.part_stats()) * sizeof(RowStats);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const SlabWindows &w = plan.windows;
+        const WindowArgs args = {w, reduced_rows(call.lse, call), reinterpret_cast<RowStats *>(workspace)};
+        const Launch how = {w.blocks, w.threads, static_cast<size_t>(w.entries()) * sizeof(RowStats)};
+        Launch merging = {w.merge_blocks(), WINDOW_BLOCK};
+        merging.overlaps = true;
+        for_dtype(call.x.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            ::launch(context, how, window_statistics<T>, args);
+            if (w.parts > 1)
+                ::launch(context, merging, merge_parts<T>, args);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(logsumexp, windows, Windows)
