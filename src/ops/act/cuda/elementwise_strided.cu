@@ -9,14 +9,31 @@ namespace {
 struct Activate {
     rafter_act_kind kind;
 
-    DEVICE bool done() const {
-        return false;
+    DEVICE bool start() const {
+        return true;
     }
     template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
         return activate<true>(kind, in[0], in[0]);
     }
     template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[2]) const {
         return activate<false>(kind, in[0], in[1]);
+    }
+};
+
+/* Backward with a gradient of one number. */
+template <typename T> struct ActivateOne {
+    rafter_act_kind kind;
+    const T *dy;
+
+    DEVICE bool start() const {
+        return true;
+    }
+    template <int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
+        Pack<T, N> same; /* loaded here: before the first loads of `in`, it would delay them */
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            same.v[j] = *dy;
+        return activate<false>(kind, in[0], same);
     }
 };
 
@@ -33,14 +50,31 @@ struct ElementwiseStrided {
         return 0;
     }
 
+    /* Whether all elements of a view are the same one. */
+    static bool is_one_number(const rafter_view &view) {
+        bool all = true;
+        for (int d = 0; d < view.ndim; d++)
+            all = all && (view.stride[d] == 0 || view.shape[d] == 1);
+        return all;
+    }
+
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
-        const ElementwiseViews views(call);
         const bool one_input = is_forward(call) || call.kind == RAFTER_ACT_NONE;
+        act_call without = call; /* whose views merge whatever dy's strides are */
+        if (!one_input && is_one_number(call.dy))
+            without.dy = call.out;
+        const ElementwiseViews views(call), others(without);
+        const elementwise::Views<1> in_out = {{others.view[OUT], others.view[IN]}};
+        /* One load more per pack costs less than another kernel, if packs are aligned. */
+        const bool one_number = !one_input && is_one_number(call.dy) && !in_out.has_packs();
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (one_input)
                 elementwise::launch_all<T>(context, elementwise::Views<1>{{views.view[OUT], views.view[IN]}},
                                            Activate{call.kind}, INT32_MAX);
+            else if (one_number)
+                elementwise::launch_all<T>(
+                    context, in_out, ActivateOne<T>{call.kind, reinterpret_cast<const T *>(call.dy.data)}, INT32_MAX);
             else
                 elementwise::launch_all<T>(context,
                                            elementwise::Views<2>{{views.view[OUT], views.view[IN], views.view[DY]}},

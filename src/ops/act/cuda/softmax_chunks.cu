@@ -31,8 +31,10 @@ struct ChunkPlan {
     int slots;         /* packs per slab of a tensor with gaps between slabs, at most */
     int bytes;         /* of one tensor's chunk in shared memory */
     Divisor by_inner, by_slots, by_elements;
-    bool dense[TENSORS]; /* no gaps between slabs */
-    bool expanded;       /* dy is one number per slab */
+    /* Elements from a slab to the next, if gaps are small and are copied too; 0: each slab is copied by
+     * itself. Those of the output have no gaps, or 0. */
+    int pitch[TENSORS];
+    bool expanded; /* dy is one number per slab */
 };
 
 template <typename T> struct ChunkArgs {
@@ -64,18 +66,19 @@ template <typename T> struct ChunkInput {
     const T *tensor;
     const Walk *outer;
     int64_t first; /* slab */
-    int which, pitch, shift;
-    bool dense;
+    int which, shift;
+    int close; /* the plan's pitch */
+    int pitch; /* in shared memory */
 
     /* Starts to copy `slabs` slabs. Packs at the ends of the chunk reach into other chunks, but
      * never out of the tensor's memory. */
     DEVICE void fill(const ChunkPlan &plan, int slabs, const T *end) {
         int64_t at[3];
-        if (dense) {
-            const T *const from = tensor + first * plan.elements;
+        if (close > 0) {
+            const T *const from = tensor + first * close;
             shift = offset_in_pack(from);
-            pitch = plan.elements;
-            const int packs = (shift + slabs * plan.elements + N - 1) / N;
+            pitch = close;
+            const int packs = (shift + (slabs - 1) * close + plan.elements + N - 1) / N;
             for (int i = threadIdx.x; i < packs; i += 4 * CHUNK_THREADS)
 #pragma unroll
                 for (int u = 0; u < 4; u++)
@@ -98,7 +101,7 @@ template <typename T> struct ChunkInput {
     /* The first element of a slab. */
     DEVICE T *slab(int i) const {
         int own = shift;
-        if (!dense) {
+        if (close == 0) {
             int64_t at[3];
             outer->offsets(first + i, at);
             own = offset_in_pack(tensor + at[which]);
@@ -189,15 +192,15 @@ __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
     const int slabs = static_cast<int>(min(int64_t(plan.per_chunk), plan.slabs - first));
 
     wait_for_previous_kernel();
-    ChunkInput<T> in = {reinterpret_cast<T *>(memory), a.in, &a.outer, first, IN, 0, 0, plan.dense[IN]};
+    ChunkInput<T> in = {reinterpret_cast<T *>(memory), a.in, &a.outer, first, IN, 0, plan.pitch[IN], 0};
     in.fill(plan, slabs, a.in_end);
-    ChunkInput<T> dy = {reinterpret_cast<T *>(memory + plan.bytes), a.dy, &a.outer, first, DY, 0, 0, plan.dense[DY]};
+    ChunkInput<T> dy = {reinterpret_cast<T *>(memory + plan.bytes), a.dy, &a.outer, first, DY, 0, plan.pitch[DY], 0};
     if (!FORWARD && !plan.expanded)
         dy.fill(plan, slabs, a.dy_end);
     copy_commit();
     T *const results = reinterpret_cast<T *>(memory + (FORWARD ? 1 : 2) * plan.bytes);
-    T *const out = a.out + first * plan.elements; /* if dense */
-    const int shift = plan.dense[OUT] ? offset_in_pack(out) : 0;
+    T *const out = a.out + first * plan.elements; /* if without gaps */
+    const int shift = plan.pitch[OUT] > 0 ? offset_in_pack(out) : 0;
     copy_wait<0>();
     __syncthreads();
     with_steps<MOST>(plan.steps, [&](auto steps) {
@@ -206,7 +209,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
     __syncthreads();
 
     const int end = shift + slabs * plan.elements;
-    if (!plan.dense[OUT]) {
+    if (plan.pitch[OUT] == 0) {
         for (int i = threadIdx.x; i < end; i += CHUNK_THREADS) {
             const int slab = static_cast<int>(plan.by_elements.quotient(i));
             int64_t at[3];
@@ -253,13 +256,22 @@ struct Chunks {
         return NULL;
     }
 
+    /* See ChunkPlan::pitch. */
+    static int pitch_of(const SlabViews &views, int t) {
+        const int64_t elements = views.elements(), most = t == OUT ? elements : elements + elements / 4 + 8;
+        if (!views.is_slab(t) || views.dim() != 1)
+            return 0;
+        const int64_t pitch = views.slabs() == 1 ? elements : views.view[t].stride[0];
+        return static_cast<int>(pitch >= elements && pitch <= most ? pitch : 0);
+    }
+
     /* How many words of one bank of shared memory a warp reads at a time, at most. */
     static int most_in_a_bank(const ChunkPlan &chunk, int bytes) {
+        const int pitch = chunk.pitch[IN] > 0 ? chunk.pitch[IN] : chunk.elements;
         int count[WARP] = {}, last[WARP], most = 0;
         for (int t = 0; t < WARP; t++) {
             const int line = t >> chunk.lanes_log2, lane = t & ((1 << chunk.lanes_log2) - 1);
-            const int word =
-                (line / chunk.inner * chunk.elements + line % chunk.inner + lane * chunk.inner) * bytes / 4;
+            const int word = (line / chunk.inner * pitch + line % chunk.inner + lane * chunk.inner) * bytes / 4;
             const int bank = word % WARP;
             if (count[bank] == 0 || last[bank] != word)
                 most = max(most, ++count[bank]);
@@ -279,14 +291,15 @@ struct Chunks {
         chunk.elements = static_cast<int>(views.elements());
         chunk.length = static_cast<int>(views.length());
         chunk.inner = static_cast<int>(views.inner());
-        bool all_dense = true;
-        for (int t = 0; t < TENSORS; t++)
-            if (views.pointer[t]) {
-                chunk.dense[t] = views.is_dense(t);
-                all_dense = all_dense && (chunk.dense[t] || t == OUT);
-            }
         chunk.expanded = !is_forward(call) && !views.is_slab(DY);
         chunk.slots = ceil_div(chunk.elements + width - 1, width);
+        int pitch = chunk.elements; /* in shared memory, of the input with the largest one */
+        for (int t = 0; t < TENSORS; t++)
+            if (views.pointer[t]) {
+                chunk.pitch[t] = pitch_of(views, t);
+                if (t != OUT && !(t == DY && chunk.expanded))
+                    pitch = max(pitch, chunk.pitch[t] > 0 ? chunk.pitch[t] : chunk.slots * width);
+            }
         const int most = is_forward(call) && bytes == 2 ? MORE_STEPS : STEPS;
         while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > most ||
                (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
@@ -295,7 +308,6 @@ struct Chunks {
         chunk.by_slots = Divisor(chunk.slots);
         chunk.by_elements = Divisor(chunk.elements);
         /* As many slabs as fit, but enough chunks for all multiprocessors. */
-        const int pitch = all_dense ? chunk.elements : chunk.slots * width;
         const int64_t fit = max(CHUNK_BYTES / (pitch * bytes), 1),
                       share = ceil_div(chunk.slabs, int64_t(device.multiprocessors) * 4);
         chunk.per_chunk = static_cast<int>(max(min(fit, share), int64_t(1)));
@@ -309,7 +321,7 @@ struct Chunks {
             chunk.per_chunk = max(lines / at_a_time * at_a_time / chunk.inner, 1);
         /* Lanes read past the end of a line: up to as many elements as there are lanes. */
         const int slack = 16 + (chunk.inner << chunk.lanes_log2) * bytes;
-        chunk.bytes = round_up(max(chunk.per_chunk * pitch, chunk.per_chunk * chunk.elements) * bytes + slack, 16);
+        chunk.bytes = round_up(chunk.per_chunk * pitch * bytes + slack, 16);
         return 0;
     }
 

@@ -127,10 +127,7 @@ __global__ void __launch_bounds__(TILE_THREADS, 4) tile_statistics(const __grid_
         for (int k = 0; k < Shape::AT_ONCE; k++) {
             float v[N], w[N];
             tile.unpack_step(a, k, v, w);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                mine.sum[0][j] = FORWARD ? mine.sum[0][j] + exp2_fast((v[j] - mine.max[j]) * LOG2E)
-                                         : fmaf(v[j], w[j], mine.sum[0][j]);
+            add_step<FORWARD>(mine, v, w);
         }
     }
     const int warp = threadIdx.x / WARP, place = warp % Shape::WARPS_ACROSS * WARP + threadIdx.x % WARP;

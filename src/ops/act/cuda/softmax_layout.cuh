@@ -99,10 +99,6 @@ struct SlabViews : Views {
             all = all && (view.shape[d] == 1 || view.stride[d] * bytes % wanted == 0);
         return all;
     }
-    /* Whether slab i + 1 follows slab i without a gap. */
-    bool is_dense(int t) const {
-        return is_slab(t) && dim() == 1 && (slabs() == 1 || view[t].stride[0] == elements());
-    }
 };
 
 /* Whether columns are so long that persistent blocks hold less than two panels at a time, and wait;

@@ -6,6 +6,7 @@
 #include <float.h>
 
 #include "cuda/launch.cuh"
+#include "cuda/line_statistics.cuh"
 #include "cuda/vocabulary.cuh"
 
 /* Of a part of a line. Forward: the maximum and the sum of e^(x - max). Backward: the sum of y dy;
@@ -58,6 +59,15 @@ template <bool FORWARD> DEVICE Part part_of(float x, float d) {
         return {-FLT_MAX, x * d};
     const float max = fmaxf(x, -FLT_MAX);
     return {max, exp2_fast((x - max) * LOG2E)};
+}
+
+/* Adds one step of N adjacent columns to their sums. Forward: the maxima cover `x`; d is not used. */
+template <bool FORWARD, int N>
+DEVICE void add_step(Statistics<N, FORWARD, 1> &mine, const float (&x)[N], const float (&d)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        mine.sum[0][j] =
+            FORWARD ? mine.sum[0][j] + exp2_fast((x[j] - mine.max[j]) * LOG2E) : fmaf(x[j], d[j], mine.sum[0][j]);
 }
 
 /* ---- merging many parts ----------------------------------------------------------------------- */

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax over contiguous rows of whole, aligned packs that fit in the registers of 1 to 32 lanes.
+ * Softmax over contiguous rows that fit in the registers of 1 to 32 lanes. The rows of the output are
+ * whole, aligned packs; those of the inputs too, or short and anywhere (cuda/pack_anywhere.cuh).
  *
  * Forward: y = e^(x - max) / sum of e^(x - max). Backward: dx = y (dy - sum of y dy). The maximum
  * starts from the lowest finite number, so that a row of all -inf is 0 / 0: NaN.
  */
 #include <float.h>
 
+#include "cuda/pack_anywhere.cuh"
 #include "ops/act/cuda/problem.cuh"
 
 namespace {
@@ -14,18 +16,20 @@ namespace {
 template <typename T> struct RowArgs {
     const T *in, *dy;
     T *out;
-    Walk walk; /* over rows */
+    const T *in_end, *dy_end; /* the end of each tensor's memory */
+    Walk walk;                /* over rows */
     int64_t rows;
     int packs; /* per row */
 };
 
 /* GROUP lanes per row, PACKS packs per lane. A thread loads AT_ONCE rows before it uses the
- * first. */
-template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE>
+ * first. SHIFTED: the rows of the inputs begin anywhere. */
+template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
     const int lane = threadIdx.x % GROUP;
     const int64_t first = (int64_t)blockIdx.x * (THREADS / GROUP * AT_ONCE) + threadIdx.x / GROUP;
     Pack<T, N> in[AT_ONCE][PACKS], dy[AT_ONCE][PACKS];
+    PackAnywhere<T> shifted_in[SHIFTED ? AT_ONCE : 1][PACKS], shifted_dy[SHIFTED && !FORWARD ? AT_ONCE : 1][PACKS];
     int64_t out_at[AT_ONCE];
     bool has[AT_ONCE][PACKS];
 #pragma unroll
@@ -36,18 +40,33 @@ __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
         out_at[r] = at[OUT] + lane * N;
 #pragma unroll
         for (int p = 0; p < PACKS; p++) {
+            const int own = (p * GROUP + lane) * N;
             has[r][p] = row < args.rows && p * GROUP + lane < args.packs;
-            if (has[r][p]) {
-                in[r][p] = load_once<T, N>(args.in + at[IN] + (p * GROUP + lane) * N);
+            if constexpr (SHIFTED) {
+                shifted_in[r][p].load(has[r][p], args.in + at[IN] + own, args.in, args.in_end);
                 if (!FORWARD)
-                    dy[r][p] = load_once<T, N>(args.dy + at[DY] + (p * GROUP + lane) * N);
-            } else {
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    in[r][p].v[j] = dy[r][p].v[j] = from_float<T>(FORWARD ? -INFINITY : 0.0f);
+                    shifted_dy[r][p].load(has[r][p], args.dy + at[DY] + own, args.dy, args.dy_end);
+            } else if (has[r][p]) {
+                in[r][p] = load_once<T, N>(args.in + at[IN] + own);
+                if (!FORWARD)
+                    dy[r][p] = load_once<T, N>(args.dy + at[DY] + own);
             }
         }
     }
+#pragma unroll
+    for (int r = 0; r < AT_ONCE; r++)
+#pragma unroll
+        for (int p = 0; p < PACKS; p++) {
+            if (!has[r][p]) {
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    in[r][p].v[j] = dy[r][p].v[j] = from_float<T>(FORWARD ? -INFINITY : 0.0f);
+            } else if constexpr (SHIFTED) {
+                in[r][p] = shifted_in[r][p].get(args.in, args.in_end);
+                if (!FORWARD)
+                    dy[r][p] = shifted_dy[r][p].get(args.dy, args.dy_end);
+            }
+        }
 #pragma unroll
     for (int r = 0; r < AT_ONCE; r++) {
         float x[PACKS][N], d[PACKS][N], max = -FLT_MAX, sum = 0.0f;
@@ -95,9 +114,10 @@ struct RowInRegisters {
         Walk walk; /* over rows */
         int64_t rows;
         int packs; /* per row */
+        bool shifted;
     };
 
-    enum { MOST_PACKS = 128 }; /* per row */
+    enum { MOST_PACKS = 128, MOST_SHIFTED_PACKS = 15 }; /* per row */
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (!is_softmax(call))
@@ -106,8 +126,10 @@ struct RowInRegisters {
             return "dim is strided";
         const SoftmaxViews views(call);
         const int64_t length = views.size(views.ndim() - 1), width = 16 / rafter_dtype_bytes(call.out.dtype);
-        if (!views.wide())
-            return "rows are not aligned packs of 16 bytes";
+        if (!allows_wide_access(views.view[OUT], views.ndim()))
+            return "rows of the output are not aligned packs of 16 bytes";
+        if (!views.wide() && length > MOST_SHIFTED_PACKS * width)
+            return "rows are not aligned packs of 16 bytes, and longer than 15 of them";
         return length <= MOST_PACKS * width ? NULL : "rows are longer than 128 packs of 16 bytes";
     }
 
@@ -118,40 +140,60 @@ struct RowInRegisters {
         plan->walk = walk_over(views.pointer, 0, dim);
         plan->rows = views.numel() / length;
         plan->packs = static_cast<int>(length * rafter_dtype_bytes(call.out.dtype) / 16);
+        plan->shifted = !views.wide();
         return 0;
     }
 
-    template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE>
+    template <typename T, bool FORWARD, int GROUP, int PACKS, int AT_ONCE, bool SHIFTED = false>
     static void launch_shape(rafter_context *context, const RowArgs<T> &args) {
         ::launch(context, {ceil_div(args.rows, int64_t(THREADS / GROUP * AT_ONCE)), THREADS},
-                 softmax_rows<T, N, FORWARD, GROUP, PACKS, AT_ONCE>, args);
+                 softmax_rows<T, WIDE<T>, FORWARD, GROUP, PACKS, AT_ONCE, SHIFTED>, args);
+    }
+
+    template <typename T, bool FORWARD>
+    static void launch_shifted(rafter_context *context, int packs, const RowArgs<T> &args) {
+        if (packs == 1)
+            return launch_shape<T, FORWARD, 1, 1, 2, true>(context, args);
+        if (packs == 2)
+            return launch_shape<T, FORWARD, 2, 1, 2, true>(context, args);
+        if (packs <= 4)
+            return launch_shape<T, FORWARD, 4, 1, 2, true>(context, args);
+        if (packs <= 8)
+            return launch_shape<T, FORWARD, 8, 1, 2, true>(context, args);
+        return launch_shape<T, FORWARD, 8, 2, 1, true>(context, args);
     }
 
     /* The shapes are measured: docs/perf/act.md. */
     template <typename T, bool FORWARD>
     static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
+        const auto end = [](const rafter_view &view) {
+            return view.data ? reinterpret_cast<const T *>(view.data + rafter_span_bytes(&view)) : NULL;
+        };
         const RowArgs<T> args = {reinterpret_cast<const T *>(call.in.data),
                                  reinterpret_cast<const T *>(call.dy.data),
                                  reinterpret_cast<T *>(call.out.data),
+                                 end(call.in),
+                                 end(call.dy),
                                  plan.walk,
                                  plan.rows,
                                  plan.packs};
-        constexpr int N = WIDE<T>;
+        if (plan.shifted)
+            return launch_shifted<T, FORWARD>(context, plan.packs, args);
         if (plan.packs == 1)
-            return launch_shape<T, N, FORWARD, 1, 1, 4>(context, args);
+            return launch_shape<T, FORWARD, 1, 1, 4>(context, args);
         if (plan.packs == 2)
-            return launch_shape<T, N, FORWARD, 2, 1, 4>(context, args);
+            return launch_shape<T, FORWARD, 2, 1, 4>(context, args);
         if (plan.packs <= 4)
-            return launch_shape<T, N, FORWARD, 4, 1, 4>(context, args);
+            return launch_shape<T, FORWARD, 4, 1, 4>(context, args);
         if (plan.packs <= 8)
-            return launch_shape < T, N, FORWARD, FORWARD ? 4 : 8, FORWARD ? 2 : 1, FORWARD ? 1 : 4 > (context, args);
+            return launch_shape < T, FORWARD, FORWARD ? 4 : 8, FORWARD ? 2 : 1, FORWARD ? 1 : 4 > (context, args);
         if (plan.packs <= 16)
-            return launch_shape < T, N, FORWARD, FORWARD ? 8 : 16, FORWARD ? 2 : 1, 1 > (context, args);
+            return launch_shape < T, FORWARD, FORWARD ? 8 : 16, FORWARD ? 2 : 1, 1 > (context, args);
         if (plan.packs <= 32)
-            return launch_shape<T, N, FORWARD, 8, 4, 1>(context, args);
+            return launch_shape<T, FORWARD, 8, 4, 1>(context, args);
         if (plan.packs <= 64)
-            return launch_shape<T, N, FORWARD, WARP, 2, 2>(context, args);
-        return launch_shape<T, N, FORWARD, WARP, 4, 1>(context, args);
+            return launch_shape<T, FORWARD, WARP, 2, 2>(context, args);
+        return launch_shape<T, FORWARD, WARP, 4, 1>(context, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {

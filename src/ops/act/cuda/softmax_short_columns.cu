@@ -8,6 +8,7 @@
  */
 #include "cuda/line_statistics.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
+#include "ops/act/cuda/softmax_part.cuh"
 
 namespace {
 
@@ -114,10 +115,7 @@ __global__ void __launch_bounds__(N == WIDE<T> ? WIDE_THREADS : NARROW_THREADS, 
             unpack(x[k], v);
             if constexpr (!FORWARD)
                 unpack(d[k], w);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                mine.sum[0][j] = FORWARD ? mine.sum[0][j] + exp2_fast((v[j] - mine.max[j]) * LOG2E)
-                                         : fmaf(v[j], w[j], mine.sum[0][j]);
+            add_step<FORWARD>(mine, v, w);
         }
     if (down > 1)
         merge_down<FORWARD, N>(mine, across, down, place, reinterpret_cast<float2 *>(column_memory));

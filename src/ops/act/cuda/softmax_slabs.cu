@@ -103,6 +103,18 @@ template <typename T> struct Staged {
             }
     }
 
+    /* A pack as it was copied: elements that are not the block's are -inf. */
+    DEVICE Pack<T, N> copied(int slot) const {
+        uint4 words = packs[slot];
+        Pack<T, N> &pack = reinterpret_cast<Pack<T, N> &>(words);
+        const bool first = slot == 0, last = slot == slots - 1;
+        if (shift != 0 && (first || last))
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                if ((first && j < shift) || (last && j >= shift))
+                    pack.v[j] = from_float<T>(-INFINITY);
+        return pack;
+    }
     DEVICE Pack<T, N> read(int i) const {
         uint4 low = packs[i];
         if (shift != 0) {
@@ -184,26 +196,38 @@ template <typename T, bool FORWARD> struct SlabPart {
         }
     }
 
+    /* The statistics of one input of a row need no shifted packs. */
+    template <int LINES> static constexpr bool AS_COPIED = FORWARD &&LINES == 1;
+
     /* The thread's packs, as they arrive. LINES: 1, or N. */
     template <int LINES> DEVICE Statistics<LINES, FORWARD, 1> statistics() const {
         Statistics<LINES, FORWARD, 1> mine;
         mine.clear();
+        const int thread = threadIdx.x, slots = thread < threads ? in.slots : 0,
+                  all = !AS_COPIED<LINES> ? count
+                        : thread < slots  ? (slots - thread - 1) / threads + 1
+                                          : 0;
         int k = 0;
 #pragma unroll 1
         for (int group = 0; group < 2; group++) {
             group == 0 ? copy_wait<1>() : copy_wait<0>();
             __syncthreads();
-            for (const int end = group == 0 ? min(half, count) : count; k < end; k += AT_ONCE)
-                add(mine, k);
+            for (const int end = group == 0 ? min(half, all) : all; k < end; k += AT_ONCE)
+                add(mine, k, all);
         }
         return mine;
     }
-    /* Packs k to k + AT_ONCE - 1 of the thread. */
-    template <int LINES> DEVICE void add(Statistics<LINES, FORWARD, 1> &mine, int k) const {
+    /* Packs k to k + AT_ONCE - 1 of the thread, of `all`. */
+    template <int LINES> DEVICE void add(Statistics<LINES, FORWARD, 1> &mine, int k, int all) const {
         Pack<T, N> x[AT_ONCE];
 #pragma unroll
         for (int u = 0; u < AT_ONCE; u++)
-            x[u] = k + u < count ? read_in(k + u) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
+            if (k + u >= all)
+                x[u] = all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
+            else if constexpr (AS_COPIED<LINES>)
+                x[u] = in.copied((int)threadIdx.x + (k + u) * threads);
+            else
+                x[u] = read_in(k + u);
         if constexpr (FORWARD)
             cover<false, LINES>(mine, 0, max_of(max_of(x[0], x[1]), max_of(x[2], x[3])));
 #pragma unroll
@@ -211,7 +235,7 @@ template <typename T, bool FORWARD> struct SlabPart {
             float v[N], d[N];
             unpack(x[u], v);
             if (!FORWARD) {
-                if (k + u >= count)
+                if (k + u >= all)
                     break;
                 read_dy(k + u, d);
             }

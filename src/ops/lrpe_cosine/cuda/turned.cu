@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Backward of lrpe_cosine with a gradient whose features are not adjacent, but whose heads, tokens or
- * sequences are: slices of dy are turned into the workspace, and another variant takes it from there.
- * Slices are small enough to stay in L2 in between, unless dtheta sums over all of them.
+ * sequences are (`staged` takes adjacent heads as they are, unless f is a softmax): slices of dy are turned
+ * into the workspace, and another variant takes it from there. Slices are small enough to stay in L2 in
+ * between, unless dtheta sums over all of them.
  */
 #include "cuda/elementwise.cuh"
 #include "ops/lrpe_cosine/cuda/problem.cuh"
@@ -18,16 +19,6 @@ namespace {
 /* Measured: docs/perf/lrpe_cosine.md. */
 constexpr int64_t LEAST_BYTES = 8 << 20, SLICE_BYTES = 32 << 20; /* of dy; of a slice of it */
 constexpr int64_t LEAST_SIDE = 32, LEAST_SEQUENCES = 2;          /* of what is turned */
-
-/* The same elements, for cuda/elementwise.cuh. */
-struct Same {
-    DEVICE bool done() const {
-        return false;
-    }
-    template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
-        return in[0];
-    }
-};
 
 const lrpe_cosine_call &typed(const struct rafter_call *call) {
     return *reinterpret_cast<const lrpe_cosine_call *>(call);
@@ -96,6 +87,8 @@ const char *why_not(const rafter_context *context, const struct rafter_call *com
     const lrpe_cosine_call &call = typed(common);
     if (call.common.direction == RAFTER_FORWARD || call.x.numel == 0)
         return "not a backward call, or x is empty";
+    if (lrpe::is_turned(call) && !rafter_cuda_lrpe_cosine_staged.why_not(context, common))
+        return "another variant takes dy as it is";
     if (call.common.batch_invariant)
         return "it is not batch invariant: it turns large gradients only";
     const rafter_view &dy = call.dy;
@@ -135,7 +128,8 @@ rafter_status run(rafter_context *context, const struct rafter_call *common, con
         rafter_order_by_stride(views, 2, &to, to.ndim);
         rafter_collapse(views, 2, 0, to.ndim);
         for_dtype(to.dtype, [&](auto zero) {
-            elementwise::launch_all<decltype(zero)>(context, elementwise::Views<1>{{to, from}}, Same(), INT32_MAX);
+            elementwise::launch_all<decltype(zero)>(context, elementwise::Views<1>{{to, from}}, elementwise::Copy(),
+                                                    INT32_MAX);
         });
         struct rafter_plan plan;
         functions->plan(context, &slice.common, plan.own.storage);

@@ -13,12 +13,14 @@ constexpr int BLOCKS = 16; /* per multiprocessor, so that all blocks run at a ti
 struct Multiply {
     const float *factor;
     bool in_place;
+    float value; /* of *factor */
 
-    DEVICE bool done() const {
-        return in_place && *factor == 1.0f;
+    DEVICE bool start() {
+        value = *factor;
+        return !in_place || value != 1.0f;
     }
     template <typename T, int N> DEVICE Pack<T, N> of(const Pack<T, N> (&in)[1]) const {
-        return times(in[0], *factor);
+        return times(in[0], value);
     }
 };
 
@@ -42,7 +44,8 @@ struct Strided {
         for_dtype(call.y.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             elementwise::launch_all<T>(context, elementwise::Views<1>{{call.y, call.x}},
-                                       Multiply{static_cast<const float *>(call.factor), call.in_place}, plan.blocks);
+                                       Multiply{static_cast<const float *>(call.factor), call.in_place, 0.0f},
+                                       plan.blocks);
         });
         return RAFTER_OK;
     }
