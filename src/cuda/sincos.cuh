@@ -21,14 +21,29 @@
 
 /* The angle that one position adds. */
 struct alignas(16) AngleStep {
-    /* The fraction of a turn, times 2^96. sincos_short needs the two upper words: one access. */
-    unsigned middle, high, low;
-    float quarters; /* theta / (pi / 2), with whole turns; NaN if theta is not finite */
+    unsigned middle, high, low; /* the fraction of a turn, times 2^96 */
+    float quarters;             /* theta / (pi / 2), with whole turns; NaN if theta is not finite */
 };
 
 /* 1 / (2 pi) in 32-bit words after the binary point, from word -5 on. */
 __constant__ const unsigned inverse_turn[] = {
     0, 0, 0, 0, 0, 0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410, 0x7f9458ea, 0xf7aef158};
+
+/* Five words of it, from `word` on. For theta from 2^-41 to 2^22, those that all kernels wait for come
+ * without an access to memory. */
+DEVICE void inverse_turn_from(int word, unsigned (&words)[5]) {
+    const bool later = word == 4;
+    if (word == 3 || later) {
+        words[0] = 0;
+        words[1] = later ? 0x28be60db : 0;
+        words[2] = later ? 0x9391054a : 0x28be60db;
+        words[3] = later ? 0x7f09d5f4 : 0x9391054a;
+        words[4] = later ? 0x7d4d3770 : 0x7f09d5f4;
+    } else
+#pragma unroll
+        for (int i = 0; i < 5; i++)
+            words[i] = inverse_turn[word + i];
+}
 
 DEVICE AngleStep angle_step(float theta) {
     if (!(fabsf(theta) < INFINITY))
@@ -41,10 +56,11 @@ DEVICE AngleStep angle_step(float theta) {
 
     /* 128 bits of 2^exponent / (2 pi), times the significand, rounded to 96. */
     uint64_t carry = 0;
-    unsigned product[4];
+    unsigned words[5], product[4];
+    inverse_turn_from(word, words);
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
-        carry += (uint64_t)significand * __funnelshift_l(inverse_turn[word + i + 1], inverse_turn[word + i], shift);
+        carry += (uint64_t)significand * __funnelshift_l(words[i + 1], words[i], shift);
         product[i] = (unsigned)carry;
         carry >>= 32;
     }
@@ -115,18 +131,47 @@ DEVICE void sincos_at(const AngleStep step, const Position &position, float *sin
     *cosine = __uint_as_float(__float_as_uint(odd ? s : c) ^ (nearest + 0x40000000u & 0x80000000u));
 }
 
+/* ---- 16-bit results -------------------------------------------------------------------------- */
+
+/* The upper words of an angle step: 64 bits of the fraction of a turn. 0 if theta is not finite. */
+struct alignas(8) ShortStep {
+    unsigned middle, high;
+};
+
+DEVICE ShortStep short_step(float theta) {
+    if (!(fabsf(theta) < INFINITY))
+        return {0, 0};
+    /* As angle_step. Leaving out the lowest word, and complementing instead of negating, changes the
+     * result by one unit. */
+    const unsigned bits = __float_as_uint(theta), field = bits >> 23 & 255, sign = (int)bits >> 31;
+    const unsigned significand = (bits & 0x7fffff) | (field ? 0x800000 : 0);
+    const unsigned at = (field ? field : 1) + 10, shift = at % 32;
+    unsigned words[5];
+    inverse_turn_from(at / 32, words);
+    uint64_t sum = (uint64_t)significand * __funnelshift_l(words[3], words[2], shift) >> 32;
+    sum += (uint64_t)significand * __funnelshift_l(words[2], words[1], shift);
+    const unsigned middle = (unsigned)sum;
+    const unsigned high = significand * __funnelshift_l(words[1], words[0], shift) + (unsigned)(sum >> 32);
+    return {middle ^ sign, high ^ sign};
+}
+
 /* sincos_at for results that are rounded to 16 bits, for a position below SHORT_POSITION: relative
- * errors below 1e-7 in 25 instructions instead of 35. Returns false if the angle is so close to a
- * whole number of quarter turns that this does not hold, which happens once in 500,000 angles; then
- * the results are not to be used. */
+ * errors of up to 2.1e-7 in 26 instructions instead of 40. Returns the square of the distance from the
+ * nearest quarter turn, in quarter turns. If that is below SHORT_LEAST, which happens once in 500,000
+ * angles, the errors are larger and the results are not to be used. */
 constexpr unsigned SHORT_POSITION = 1u << 18;
-DEVICE bool sincos_short(const AngleStep step, const Position &position, float *sine, float *cosine) {
+constexpr float SHORT_LEAST = 0x1p-40f;
+DEVICE float sincos_short(const ShortStep step, const Position &position, float *sine, float *cosine) {
     /* 64 bits of the fraction of a turn, without the lowest word of the step: 2^-46 turns. */
-    const uint64_t lower = (uint64_t)step.middle * position.low;
-    const unsigned high = step.high * position.low + (unsigned)(lower >> 32), low = (unsigned)lower;
-    const unsigned nearest = high + 0x20000000u;
-    const int distance = (int)__funnelshift_l(low, high, 2); /* from the nearest quarter turn, times 2^32 */
-    const float r = fmaf((float)(low << 2), 0x1p-64f, (float)distance * 0x1p-32f), u = r * r;
+    unsigned low, turn;
+    asm("{ .reg .b64 lower; .reg .b32 carry;\n"
+        "mul.wide.u32 lower, %2, %4; mov.b64 {%0, carry}, lower; mad.lo.u32 %1, %3, %4, carry; }"
+        : "=r"(low), "=r"(turn)
+        : "r"(step.middle), "r"(step.high), "r"(position.low));
+    /* The upper word as a signed distance from the nearest quarter turn, in quarter turns, and the lower
+     * word, which adds to it. */
+    const float upper = (float)(int)(turn << 2) * 0x1p-32f, r = fmaf((float)low, 0x1p-62f, upper);
+    const float u = r * r;
     /* Minimax polynomials: relative errors 3.3e-9 and 3.9e-8. */
     float s = fmaf(-0x1.2d9302p-8f, u, 0x1.465e92p-4f);
     s = fmaf(s, u, -0x1.4abbbap-1f);
@@ -134,25 +179,35 @@ DEVICE bool sincos_short(const AngleStep step, const Position &position, float *
     float c = fmaf(-0x1.4e844ap-6f, u, 0x1.03b090p-2f);
     c = fmaf(c, u, -0x1.3bd39cp+0f);
     c = fmaf(c, u, 1.0f);
-    const bool odd = nearest & 0x40000000u;
-    *sine = __uint_as_float(__float_as_uint(odd ? c : s) ^ (nearest & 0x80000000u) ^ position.sign);
-    *cosine = __uint_as_float(__float_as_uint(odd ? s : c) ^ (nearest + 0x40000000u & 0x80000000u));
-    return (unsigned)(distance + 0x1000) >= 0x2000u;
+    /* The nearest quarter turn as in sincos_at; adding the position's sign flips that of the sine. The
+     * compiler would take three instructions for the predicate. */
+    const unsigned nearest = turn + (0x20000000u + position.sign);
+    asm("{ .reg .pred odd; .reg .b32 bit;\n"
+        "and.b32 bit, %2, 0x40000000; setp.ne.u32 odd, bit, 0;\n"
+        "selp.f32 %0, %4, %3, odd; selp.f32 %1, %3, %4, odd; }"
+        : "=f"(*sine), "=f"(*cosine)
+        : "r"(nearest), "f"(s), "f"(c));
+    *sine = __uint_as_float(__float_as_uint(*sine) ^ (nearest & 0x80000000u));
+    *cosine = __uint_as_float(__float_as_uint(*cosine) ^ (turn + 0x60000000u & 0x80000000u));
+    return u;
 }
 
-/* With an absolute error of 2^-21, for a position below 2^32. A quarter of the instructions of
- * sincos_at, for sums in which such an error does not show. */
-DEVICE void sincos_approximate(const AngleStep step, const Position &position, float *sine, float *cosine) {
-    const unsigned turn = step.high * position.low + __umulhi(step.middle, position.low);
-    const float angle = (float)(int)turn * (6.28318530717958647693f * 0x1p-32f);
-    *sine = __uint_as_float(__float_as_uint(__sinf(angle)) ^ position.sign);
-    *cosine = step.quarters == step.quarters ? __cosf(angle) : NAN; /* one NaN makes the sums NaN */
+DEVICE bool is_short(const Position &position) {
+    return position.high == 0 && position.low < SHORT_POSITION;
 }
 
-/* sincos_at, compiled once: where it is rarely needed, copies of it would only make a kernel longer,
- * and its start slower. */
-static __noinline__ __device__ float2 sincos_apart(const AngleStep step, const Position position) {
-    float2 both; /* sine, cosine */
+/* The sine and cosine that sincos_short gave, unless they were not to be used: then those of sincos_at.
+ * Compiled once: where it is rarely needed, copies of it would only make a kernel longer, and its start
+ * slower. */
+static __noinline__ __device__ float2 sincos_again(float theta, const Position position, float sine, float cosine) {
+    float2 both = {sine, cosine};
+    if (is_short(position) && sincos_short(short_step(theta), position, &sine, &cosine) >= SHORT_LEAST)
+        return both;
+    if ((position.low | position.high) == 0 || theta == 0.0f) { /* every sequence has such a token */
+        const float zero = theta * 0.0f;                        /* or NaN */
+        return {zero, 1.0f + zero};
+    }
+    const AngleStep step = angle_step(theta);
     if (position.high == 0)
         sincos_at<false>(step, position, &both.x, &both.y);
     else
@@ -160,36 +215,80 @@ static __noinline__ __device__ float2 sincos_apart(const AngleStep step, const P
     return both;
 }
 
-/* Sines and cosines for COUNT entries of a table, `stride` entries apart, accurate enough to be
- * rounded to T. */
-template <typename T, int COUNT>
-DEVICE void sincos_of(const AngleStep *steps, int stride, const Position &position, float (&sine)[COUNT],
-                      float (&cosine)[COUNT]) {
-    if constexpr (NARROW<T>) {
-        /* Which entries need the long way. Only they take it: the others' bits do not depend on them. */
-        unsigned bad = 0;
+/* With an absolute error of 2^-21, for a position below 2^32. A quarter of the instructions of
+ * sincos_at, for sums in which such an error does not show. */
+DEVICE void sincos_approximate(const ShortStep step, float theta, const Position &position, float *sine,
+                               float *cosine) {
+    const unsigned turn = step.high * position.low + __umulhi(step.middle, position.low);
+    const float angle = (float)(int)turn * (6.28318530717958647693f * 0x1p-32f);
+    *sine = __uint_as_float(__float_as_uint(__sinf(angle)) ^ position.sign);
+    *cosine = fabsf(theta) < INFINITY ? __cosf(angle) : NAN; /* one NaN makes the sums NaN */
+}
+
+/* ---- tables ---------------------------------------------------------------------------------- */
+
+/* A table of angle steps in shared memory, aligned to 16 bytes, for sines and cosines that are accurate
+ * enough to be rounded to T. */
+template <typename T> struct AngleTable {
+    static constexpr int BYTES = NARROW<T> ? sizeof(ShortStep) + sizeof(float) : sizeof(AngleStep); /* per entry */
+    char *const memory;
+    const int entries;
+
+    /* If T is NARROW. */
+    DEVICE ShortStep &short_at(int i) const {
+        return reinterpret_cast<ShortStep *>(memory)[i];
+    }
+    DEVICE float &theta_at(int i) const {
+        return reinterpret_cast<float *>(memory + entries * sizeof(ShortStep))[i];
+    }
+    /* If it is not. */
+    DEVICE AngleStep &at(int i) const {
+        return reinterpret_cast<AngleStep *>(memory)[i];
+    }
+    DEVICE void put(int i, float theta) const {
+        if constexpr (NARROW<T>) {
+            short_at(i) = short_step(theta);
+            theta_at(i) = theta;
+        } else {
+            at(i) = angle_step(theta);
+        }
+    }
+    /* The i-th sine and cosine are those of entry(i) at position(i). */
+    template <int COUNT, class Entry, class PositionAt>
+    DEVICE void sincos(Entry entry, PositionAt position, float (&sine)[COUNT], float (&cosine)[COUNT]) const {
+        if constexpr (NARROW<T>) {
+            float least = INFINITY;
+            unsigned low = 0, high = 0; /* of all positions; a power of two limits the positions */
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            bad |= static_cast<unsigned>(!sincos_short(steps[i * stride], position, &sine[i], &cosine[i])) << i;
-        if (position.high != 0 || position.low >= SHORT_POSITION)
-            bad = ~0u;
-        if (bad == 0)
-            return;
+            for (int i = 0; i < COUNT; i++) {
+                const Position here = position(i);
+                least = fminf(least, sincos_short(short_at(entry(i)), here, &sine[i], &cosine[i]));
+                low |= here.low;
+                high |= here.high;
+            }
+            if (least >= SHORT_LEAST && high == 0 && low < SHORT_POSITION)
+                return;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            if (bad >> i & 1) {
-                const float2 both = sincos_apart(steps[i * stride], position);
+            for (int i = 0; i < COUNT; i++) {
+                const float2 both = sincos_again(theta_at(entry(i)), position(i), sine[i], cosine[i]);
                 sine[i] = both.x;
                 cosine[i] = both.y;
             }
-    } else if (position.high == 0)
+        } else {
+            unsigned high = 0;
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            sincos_at<false>(steps[i * stride], position, &sine[i], &cosine[i]);
-    else
+            for (int i = 0; i < COUNT; i++)
+                high |= position(i).high;
+            if (high == 0)
 #pragma unroll
-        for (int i = 0; i < COUNT; i++)
-            sincos_at<true>(steps[i * stride], position, &sine[i], &cosine[i]);
-}
+                for (int i = 0; i < COUNT; i++)
+                    sincos_at<false>(at(entry(i)), position(i), &sine[i], &cosine[i]);
+            else
+#pragma unroll
+                for (int i = 0; i < COUNT; i++)
+                    sincos_at<true>(at(entry(i)), position(i), &sine[i], &cosine[i]);
+        }
+    }
+};
 
 #endif

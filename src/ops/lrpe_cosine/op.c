@@ -228,15 +228,21 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         cut.h_step = cut.d_step < features ? 1 : min64(heads, max64(1, BP_COLUMNS / features));
         cut.b_step = min64(batch, BP_BATCHES);
     } else {
+        /* Theta of a box is loaded once if all its columns fit. */
+        const int64_t fit = max64(LRPE_COLUMNS / lrpe_padded(features), 1), groups = ceil_div(heads, fit);
         const bool invariant = f == LRPE_SEQUENCE && call->common.batch_invariant;
-        const int64_t per_token = invariant ? INVARIANT_BATCH * heads * features : call->x.numel / length;
-        cut.n_step = min64(length, round_up(max64(16, TASK_ELEMENTS / per_token), 16));
+        const int64_t per_token =
+            ceil_div(invariant ? INVARIANT_BATCH * heads * features : call->x.numel / length, groups);
+        /* Small tensors have smaller tasks. Those of a batch-invariant softmax do not depend on the batch. */
+        const int64_t share = max64(ceil_div(call->x.numel, TASKS), LEAST_ELEMENTS);
+        const int64_t elements = invariant ? TASK_ELEMENTS : min64(share, TASK_ELEMENTS);
+        cut.n_step = min64(length, round_up(max64(16, elements / per_token), 16));
         if (f == LRPE_SEQUENCE || call->dtheta.data)
             cut.n_step = min64(length, max64(cut.n_step, round_up(ceil_div(length, MOST_PARTS), 16)));
         /* A short sequence: cut heads too, and then the batch, for which angles are computed
          * again. */
         const int64_t tasks = min64(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
-        cut.h_step = step_for(heads, tasks / pieces);
+        cut.h_step = step_for(heads, max64(tasks / pieces, groups));
         cut.b_step = step_for(batch, tasks / pieces / ceil_div(heads, cut.h_step));
     }
     cut.b_count = ceil_div(batch, cut.b_step);

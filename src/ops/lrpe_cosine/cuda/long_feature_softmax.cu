@@ -43,10 +43,9 @@ __global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, 
             unpack(load_l2<T, N>(dy_row + d * a.y_stride.d), c);
             unpack(load_l2<T, N>(dy_row + (d + a.features) * a.y_stride.d), s);
             for (int j = 0; j < N; j++) {
-                const AngleStep step = angle_step(a.theta_at(h, d + j));
-                float sine[1], cosine[1];
-                sincos_of<T>(&step, 0, position, sine, cosine);
-                dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine[0], s[j] * sine[0]), dot);
+                float sine, cosine;
+                sincos_at<true>(angle_step(a.theta_at(h, d + j)), position, &sine, &cosine);
+                dot = fmaf(exp_as<T>(x[j] - max), fmaf(c[j], cosine, s[j] * sine), dot);
             }
         }
         dot = warp_sum(dot) * scale;

@@ -32,6 +32,7 @@ template <typename T> struct Arguments {
     T *out;                     /* y or dx; NULL if only dtheta is wanted */
     Strides x_stride, y_stride; /* y_stride: of y or dy */
     Strides dx_stride;
+    int64_t half; /* from a cosine of y or dy to its sine */
     int64_t batch, length, heads, features;
 
     const void *theta;
@@ -50,6 +51,10 @@ template <typename T> struct Arguments {
         const int64_t i = b * positions_b + n * positions_n;
         return positions_are_64_bit ? static_cast<const int64_t *>(positions)[i]
                                     : static_cast<const int *>(positions)[i];
+    }
+    /* Whether dy is one number: a gradient expanded from a scalar. */
+    DEVICE bool dy_is_one_number() const {
+        return (y_stride.b | y_stride.n | y_stride.h | y_stride.d) == 0;
     }
     /* Index in an array [B, N, H] of a number per row. */
     DEVICE int64_t row(int64_t b, int64_t n, int64_t h) const {
@@ -79,6 +84,7 @@ template <typename T> Arguments<T> arguments(const lrpe_cosine_call &call) {
     a.x_stride = strides_of(call.x);
     a.y_stride = strides_of(forward ? call.y : call.dy);
     a.dx_stride = strides_of(call.dx);
+    a.half = call.x.shape[3] * a.y_stride.d;
     a.batch = call.x.shape[0];
     a.length = call.x.shape[1];
     a.heads = call.x.shape[2];
@@ -107,6 +113,17 @@ inline bool takes_packs(const lrpe_cosine_call &call, bool expanded) {
     }
     return all;
 }
+
+/* Whether heads are adjacent in dy instead of features, for an act: at least a pack of them, or all
+ * features too. */
+inline bool is_turned(const lrpe_cosine_call &call) {
+    const rafter_view &dy = call.dy;
+    const int64_t heads = call.x.shape[2];
+    return dy.data && call.act != RAFTER_ACT_SOFTMAX && heads > 1 && dy.stride[2] == 1 &&
+           (dy.stride[3] == heads || (dy.stride[3] > heads && heads * rafter_dtype_bytes(dy.dtype) >= 16));
+}
+
+constexpr int NARROW_TILE = 8; /* packs: 128 bytes */
 
 /* Elements per pack of a kernel that takes packs, or else single elements. */
 inline int pack_width(const lrpe_cosine_call &call) {
@@ -178,15 +195,20 @@ inline size_t moments_bytes(const lrpe_cosine_call &call, int64_t chunks) {
     return round_up((size_t)(chunks * call.x.shape[2] * call.x.shape[3]) * sizeof(double), (size_t)256);
 }
 
-/* Tiles of at most `most` threads side by side, `n` features each. `row_threads`: if not 0, a head
- * gets so many threads: a power of two, or a multiple of a tile. */
-inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int most, int row_threads) {
+/* Tiles of `least` to `most` threads side by side, or fewer if there are fewer, with `n` features each.
+ * `row_threads`: if not 0, a head gets so many threads: a power of two, or a multiple of a tile. */
+inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, int least, int most, int row_threads) {
     tiling->lanes = row_threads ? row_threads : (int)ceil_div(features, int64_t(n));
     const int64_t side_by_side = heads * tiling->lanes;
-    const int width = power_at_least(side_by_side, 1, most);
+    int64_t width = power_at_least(side_by_side, 1, most);
+    /* Narrower tiles, if more than an eighth of the lanes are idle and fewer would be. */
+    const auto lanes_of = [&](int64_t tile) { return round_up(side_by_side, tile); };
+    for (int64_t tile = width; !row_threads && tile >= least; tile /= 2)
+        if (lanes_of(width) - side_by_side > side_by_side / 8 && lanes_of(tile) < lanes_of(width))
+            width = tile;
     while (tiling->width() < width)
         tiling->width_log2++;
-    tiling->tiles = Divisor(ceil_div(side_by_side, (int64_t)width));
+    tiling->tiles = Divisor(ceil_div(side_by_side, width));
     tiling->head_lanes = Divisor(tiling->lanes);
 }
 
@@ -195,34 +217,41 @@ inline int64_t sequences_alike(const lrpe_cosine_call &call) {
     return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
 }
 
-/* Gives blocks their tokens and sequences. The tiles are known; a block works on `step` tokens at a
- * time. */
-inline void plan_blocks(Tiling *tiling, const rafter_cuda_state &device, const lrpe_cosine_call &call, int64_t step) {
-    const int64_t batch = call.x.shape[0], length = call.x.shape[1], tiles = tiling->tiles.number;
-    const bool own_positions = sequences_alike(call) < batch;
+/* The tokens and sequences of a block. The tiles are known; a block works on `step` tokens at a time,
+ * and `wave` blocks run at once. Angles are computed once for all sequences of a block.
+ *
+ * Many steps per block save tables, moments of dtheta and loads of column statistics; few steps read
+ * and write memory faster (docs/perf/lrpe_cosine.md). So a table serves at least SERVED tokens, and a
+ * block at least `least` steps of one sequence, if there are so many; and there are whole waves of
+ * blocks: a little more than one would take the time of two. */
+inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave, int64_t least) {
+    constexpr int64_t SERVED = 64;
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
     if (call.algorithm == RAFTER_LRPE_BP) {
         tiling->tokens = length;
+        tiling->token_chunks = Divisor(1);
         tiling->sequences = 1;
-    } else {
-        /* Many steps per block save tables, moments of dtheta and loads of column statistics;
-         * few steps read and write memory faster: docs/perf/lrpe_cosine.md. A table should serve
-         * SERVED tokens. */
-        constexpr int64_t SERVED = 64;
-        const int64_t served = min(step * (own_positions ? 1 : batch), SERVED);
-        const bool column_statistics = tiling->f == COLUMN_STATISTICS;
-        const int64_t fewest = column_statistics && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
-        const int64_t most = !column_statistics && call.dtheta.data ? INT64_MAX / step : max(fewest, SERVED / served);
-        const int64_t wanted_blocks = (int64_t)device.multiprocessors * 4; /* they run at a time */
-        const int64_t steps = ceil_div(length, step) * tiles / wanted_blocks;
-        tiling->tokens = step * max(min(steps, most), int64_t(1));
-        /* Few blocks: cut the batch too, into one wave of blocks and not a little more than one. */
-        const int64_t blocks = tiles * ceil_div(length, tiling->tokens);
-        const int64_t wave = (int64_t)device.multiprocessors * 3;
-        const int64_t pieces = blocks < wave ? wave / blocks : 1;
-        const int64_t sequences = own_positions ? 1 : ceil_div(batch, min(pieces, batch));
-        tiling->sequences = (int)min(sequences, int64_t(4096));
+        tiling->sequence_chunks = batch;
+        return;
     }
-    tiling->token_chunks = Divisor(ceil_div(length, tiling->tokens));
+    const int64_t apart = alike < batch ? batch : 1; /* sequences whose blocks share nothing */
+    const int64_t chunks = ceil_div(length, step), work = chunks * tiling->tiles.number * apart;
+    const bool column_statistics = tiling->f == COLUMN_STATISTICS;
+    const int64_t fewest = column_statistics && call.common.direction == RAFTER_BACKWARD ? 2 : 1;
+    const int64_t most = !column_statistics && call.dtheta.data
+                             ? chunks
+                             : max(max(SERVED / min(step * alike, SERVED), least / min(alike, least)), fewest);
+    const int64_t waves = ceil_div(work, wave * most), steps = ceil_div(work, wave * waves);
+    tiling->tokens = step * steps;
+    tiling->token_chunks = Divisor(ceil_div(chunks, steps));
+    /* Few blocks: cut the batch, into one wave, or if each block still has many sequences, into
+     * so many waves that the end of the last one does not matter. */
+    constexpr int64_t MANY_SEQUENCES = 32, MANY_WAVES = 8;
+    const int64_t blocks = tiling->token_chunks.number * tiling->tiles.number;
+    const int64_t one_wave = ceil_div(batch, min(max(wave / blocks, int64_t(1)), batch));
+    const int64_t many_waves = ceil_div(batch * blocks, wave * MANY_WAVES);
+    const int64_t sequences = many_waves >= MANY_SEQUENCES ? min(one_wave, many_waves) : one_wave;
+    tiling->sequences = apart > 1 ? 1 : (int)min(sequences, int64_t(4096));
     tiling->sequence_chunks = ceil_div(batch, (int64_t)tiling->sequences);
 }
 

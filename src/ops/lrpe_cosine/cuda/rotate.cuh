@@ -7,8 +7,8 @@
 #ifndef RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
 #define RAFTER_LRPE_COSINE_CUDA_ROTATE_CUH
 
-#include "cuda/activations.cuh"
 #include "cuda/line_statistics.cuh"
+#include "ops/lrpe_cosine/cuda/acts.cuh"
 #include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 #include "ops/lrpe_cosine/cuda/rotate_memory.cuh"
 
@@ -71,35 +71,44 @@ DEVICE void softmax_of_columns(float (&v)[N], const float (&statistics)[COUNT][N
         v[j] = exp_as<T>(v[j] - statistics[0][j]) * statistics[1][j];
 }
 
-/* f(x). */
-template <typename T> DEVICE float activate(int f, float v, float scale) {
-    return f >= LANE_SOFTMAX ? v * scale : act_forward<T>((rafter_act_kind)f, v);
-}
-
 /* y: f(x) cos, f(x) sin. */
 template <typename T, int N>
-DEVICE void y_of(int f, const float (&v)[N], float scale, const float (&cosine)[N], const float (&sine)[N],
-                 float (&c)[N], float (&s)[N]) {
+DEVICE void y_of(int f, float (&v)[N], float scale, const float (&cosine)[N], const float (&sine)[N], float (&c)[N],
+                 float (&s)[N]) {
+    activate_all<T>(f, scale, v);
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        const float value = activate<T>(f, v[j], scale);
-        c[j] = value * cosine[j];
-        s[j] = value * sine[j];
+        c[j] = v[j] * cosine[j];
+        s[j] = v[j] * sine[j];
     }
 }
 
-/* Replaces g, the gradient of f(x), by the gradient of x. `dot` is the sum of p g of the row,
- * column_dot the sums of the columns. */
-template <typename T, int N>
-DEVICE void input_gradient(int f, bool reads_x, const float (&v)[N], float scale, float dot,
-                           const float (&column_dot)[N], float (&g)[N]) {
+/* Replaces g, the gradient of f(x), by the gradient of x; and if VALUES, v by f(x). `dot` is the sum of
+ * p g of the row, column_dot the sums of the columns. */
+template <bool VALUES, typename T, int N>
+DEVICE void input_gradient(int f, float (&v)[N], float scale, float dot, const float (&column_dot)[N], float (&g)[N]) {
+    if (f < LANE_SOFTMAX)
+        return differentiate_all<VALUES, T>(f, v, g);
     const float shift = dot * scale;
 #pragma unroll
-    for (int j = 0; j < N; j++)
-        g[j] = f == COLUMN_STATISTICS ? v[j] * (g[j] - column_dot[j])
-               : f >= LANE_SOFTMAX    ? v[j] * fmaf(g[j], scale, -shift)
-               : reads_x              ? act_backward<T>((rafter_act_kind)f, v[j], g[j])
-                                      : g[j];
+    for (int j = 0; j < N; j++) {
+        g[j] = f == COLUMN_STATISTICS ? v[j] * (g[j] - column_dot[j]) : v[j] * fmaf(g[j], scale, -shift);
+        if constexpr (VALUES)
+            v[j] *= scale;
+    }
+}
+
+/* Replaces the x of `count` of the sequences by e^(x - max), and gives their sums. `count` is the same
+ * for all threads of the block. */
+template <typename T, class RowThreads, int SEQUENCES, int N>
+DEVICE void exponentials_of(RowThreads &threads, int count, float (&v)[SEQUENCES][N], float (&sum)[SEQUENCES]) {
+    if (count >= SEQUENCES)
+        return threads.template exponentials<T>(v, sum);
+#pragma unroll
+    for (int k = 0; k < SEQUENCES - 1; k++)
+        if (k < count)
+            threads.template exponentials<T>(reinterpret_cast<float(&)[1][N]>(v[k]),
+                                             reinterpret_cast<float(&)[1]>(sum[k]));
 }
 
 /* Sums the moments of a block's threads, in `shared`, and stores them. Threads `width` apart
@@ -130,7 +139,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     extern __shared__ __align__(128) char dynamic[];
     /* [feature of a thread][thread] */
-    AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic + Pipeline::STAGED);
+    const AngleTable<T> table = {dynamic + Pipeline::STAGED, Pipeline::ANGLES};
     __shared__ typename RowThreads<Pipeline::BLOCK>::Exchange exchange;
     __shared__ double moments[DTHETA ? THREADS * N : 1];
     const int f = F == RUNTIME_F ? tiling.f : F, width = tiling.width(), column = threadIdx.x & (width - 1);
@@ -143,24 +152,27 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     if constexpr (DTHETA)
         start_next_kernel(); /* the sum of moments */
     const RotatePlace<T, N, SHIFTED> place(a, tiling, column);
-    const int64_t half = a.features * a.y_stride.d; /* from cosines to sines */
 
     /* Loaded first: the table of angles waits for it, and everything else for the table. */
     const auto theta_of = [&](int i) {
         const Tiling::Place at = tiling.place<N>(place.tile, i & (width - 1), i >> tiling.width_log2);
-        return at.h < a.heads && at.d < a.features ? a.theta_at(at.h, at.d) : 0.0f;
+        /* Not 0, whose angles take the long way. */
+        return at.h < a.heads && at.d < a.features ? a.theta_at(at.h, at.d) : 1.0f;
     };
     const int angles = N << tiling.width_log2;
-    const float theta = (int)threadIdx.x < angles ? theta_of(threadIdx.x) : 0.0f;
+    const float theta = (int)threadIdx.x < angles ? theta_of(threadIdx.x) : 1.0f;
 
-    Inputs<T, N, FORWARD, SHIFTED, Pipeline> inputs(a, place, half, row, step_log2, dynamic, softmax, reads_x);
+    Inputs<T, N, FORWARD, SHIFTED, Pipeline> inputs(a, place, row, step_log2, dynamic, softmax, reads_x);
     inputs.start(on_chip && !place.active);
 
+    const auto entry = [&](int i) { /* rows of the table have a fixed length: constant addresses */
+                                    return (i >> tiling.width_log2) * (Pipeline::ANGLES / N) + (i & (width - 1));
+    };
     if ((int)threadIdx.x < angles)
-        angle_steps[threadIdx.x] = angle_step(theta);
+        table.put(entry(threadIdx.x), theta);
     if constexpr (Pipeline::BLOCK)
         for (int i = threadIdx.x + THREADS; i < angles; i += THREADS)
-            angle_steps[i] = angle_step(theta_of(i));
+            table.put(entry(i), theta_of(i));
     __syncthreads();
     if (F == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
@@ -169,14 +181,17 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     const int64_t row_columns = a.heads * a.features, columns = a.batch * row_columns;
     double moment[DTHETA ? N : 1] = {};
     int stage = 0; /* holds the packs that are worked on */
+    T *out_token = a.out + place.offset(place.first_token + row, out_stride);
     for (int64_t first = place.first_token; first < place.end_token; first += step) {
         const int64_t n = first + row;
         const bool has_token = place.active && n < place.end_token;
-        const int64_t token = has_token ? a.position(place.first_b, n) : 0;
+        const int64_t token = a.position(place.first_b, n < place.end_token ? n : place.end_token - 1);
         float cosine[N], sine[N], angle_gradient[DTHETA ? N : 1] = {};
-        sincos_of<T>(angle_steps + column, width, position_of(token), sine, cosine);
+        const Position position = position_of(token);
+        table.sincos([&](int j) { return j * (Pipeline::ANGLES / N) + column; }, [&](int) { return position; }, sine,
+                     cosine);
 
-        T *out = a.out + place.offset(n, out_stride);
+        T *out = out_token;
         const float *column_statistics = tiling.statistics + a.column(place.first_b, place.h, place.d);
 #pragma unroll 1
         for (int b = 0; b < place.sequences; b += SEQUENCES) {
@@ -191,7 +206,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
             if (reads_x)
                 unpack_x(packs, v);
             if (on_chip)
-                row_threads.template exponentials<T>(v, sum);
+                exponentials_of<T>(row_threads, place.sequences - b, v, sum);
 #pragma unroll
             for (int k = 0; k < SEQUENCES; k++) {
                 if (k > 0 && b + k >= place.sequences)
@@ -206,16 +221,13 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
                     float c[N], s[N];
                     y_of<T>(f, v[k], scale, cosine, sine, c, s);
                     place.store(out, packed<T, N>(c), valid);
-                    place.store(out + half, packed<T, N>(s), valid);
+                    place.store(out + a.half, packed<T, N>(s), valid);
                 } else {
                     float c[N], s[N], g[N], sums[1] = {};
                     unpack_dy(packs[k], c, s);
 #pragma unroll
                     for (int j = 0; j < N; j++) {
                         g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-                        if constexpr (DTHETA)
-                            if (const float value = activate<T>(f, v[k][j], scale); valid)
-                                angle_gradient[j] = fmaf(value, s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
                         if (on_chip)
                             sums[0] = fmaf(v[k][j], g[j], sums[0]);
                     }
@@ -223,7 +235,12 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
                         row_threads.sum(sums);
                         dot[k] = sums[0] * scale;
                     }
-                    input_gradient<T>(f, reads_x, v[k], scale, dot[k], given[k][2], g);
+                    input_gradient<DTHETA, T>(f, v[k], scale, dot[k], given[k][2], g);
+                    if constexpr (DTHETA)
+                        if (valid)
+#pragma unroll
+                            for (int j = 0; j < N; j++)
+                                angle_gradient[j] = fmaf(v[k][j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
                     if (!DTHETA || a.out)
                         place.store(out, packed<T, N>(g), valid);
                 }
@@ -231,6 +248,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
             }
             stage = inputs.refill(stage);
         }
+        out_token += step * out_stride.n;
         if constexpr (DTHETA)
 #pragma unroll
             for (int j = 0; j < N; j++)
@@ -286,8 +304,12 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
         const int64_t packs = ceil_div(features, int64_t(form.n));
         row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
     }
-    plan_tiles(&tiling, heads, features, form.n, max(together ? row_threads : 1, bp ? 8 : WARP), row_threads);
-    plan_blocks(&tiling, device, call, THREADS / tiling.width());
+    const int least_width = form.n > 1 && !form.shifted ? NARROW_TILE : WARP;
+    plan_tiles(&tiling, heads, features, form.n, least_width, max(together ? row_threads : 1, bp ? NARROW_TILE : WARP),
+               row_threads);
+    const bool forward = call.common.direction == RAFTER_FORWARD;
+    const int blocks = rotate_blocks(forward, f, f != COLUMN_STATISTICS && call.dtheta.data, form.shifted);
+    plan_waves(&tiling, call, THREADS / tiling.width(), (int64_t)device.multiprocessors * blocks, 16);
     return tiling;
 }
 

@@ -10,20 +10,21 @@ namespace lrpe {
 /* The fastest by measurement: SEQUENCES are worked on side by side; STAGES groups of them are
  * being worked on or loaded; BLOCKS_PER_SM share an SM. cp.async cannot copy a single element of
  * 2 bytes: those have no stages, and those of several sequences are loaded together. */
+constexpr int rotate_blocks(bool forward, int f, bool dtheta, bool shifted) {
+    const bool block = f == BLOCK_SOFTMAX;
+    return !forward && (shifted || block || dtheta) ? 2 : shifted || block || f == COLUMN_STATISTICS ? 3 : 4;
+}
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED> struct Pipeline {
     static constexpr bool ASYNC = !SHIFTED && sizeof(Pack<T, N>) >= 4;
     static constexpr int INPUTS = FORWARD ? 1 : 3;
     static constexpr int SEQUENCES = !ASYNC && !SHIFTED ? 4 : FORWARD && !(SHIFTED && F == COLUMN_STATISTICS) ? 2 : 1;
     static constexpr int STAGES = ASYNC ? 4 : 0;
     static constexpr bool BLOCK = F == BLOCK_SOFTMAX;
-    static constexpr int BLOCKS_PER_SM = (SHIFTED || BLOCK) && !FORWARD      ? 2
-                                         : FORWARD || F == COLUMN_STATISTICS ? 3
-                                         : DTHETA                            ? 2
-                                                                             : 4;
+    static constexpr int BLOCKS_PER_SM = rotate_blocks(FORWARD, F, DTHETA, SHIFTED);
     typedef Pack<T, N> Stage[SEQUENCES][INPUTS][THREADS];       /* threads use their own packs only */
     static constexpr int ANGLES = N * (BLOCK ? THREADS : WARP); /* entries of the table of angles */
     static constexpr size_t STAGED = STAGES * sizeof(Stage),
-                            BYTES = STAGED + ANGLES * sizeof(AngleStep); /* of dynamic shared memory */
+                            BYTES = STAGED + ANGLES * AngleTable<T>::BYTES; /* of dynamic shared memory */
 };
 
 /* N elements at any address: the aligned packs that hold them, loaded first and shifted later. */
@@ -143,16 +144,17 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
     typename Pipeline::Stage *const stages;
     const bool softmax, reads_x;
     const bool expanded;     /* dy is one number for all features of a row */
+    const bool one_number;   /* and for all rows: each stage gets it once */
     const T *x, *dy;         /* addresses of the next group to load */
-    int64_t half;            /* from a cosine of dy to its sine */
     int sequences, last;     /* last: the first sequence of the last group */
     int64_t x_back, dy_back; /* from the last group of a token to the next token's first */
     int tokens_left, group;  /* group: the first sequence of the next group */
 
-    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N, SHIFTED> &place, int64_t half, int row, int step_log2,
-                  char *stages, bool softmax, bool reads_x)
+    DEVICE Inputs(const Arguments<T> &a, const RotatePlace<T, N, SHIFTED> &place, int row, int step_log2, char *stages,
+                  bool softmax, bool reads_x)
         : a(a), place(place), stages(reinterpret_cast<typename Pipeline::Stage *>(stages)), softmax(softmax),
-          reads_x(reads_x), expanded(!FORWARD && a.y_stride.d == 0), half(half), sequences(place.sequences) {
+          reads_x(reads_x), expanded(!FORWARD && a.y_stride.d == 0), one_number(expanded && a.dy_is_one_number()),
+          sequences(place.sequences) {
         const int step = 1 << step_log2;
         const int64_t first_n = place.first_token + row;
         x = a.x + place.offset(first_n, a.x_stride);
@@ -173,7 +175,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
                 take(k, 0, x + k * a.x_stride.b, valid);
             if constexpr (!FORWARD) {
                 take(k, 1, dy + k * a.y_stride.b, valid);
-                take(k, 2, dy + k * a.y_stride.b + half, valid);
+                take(k, 2, dy + k * a.y_stride.b + a.half, valid);
             }
         }
         const bool was_last = group == last;
@@ -182,13 +184,14 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
         tokens_left -= was_last;
         group = was_last ? 0 : group + SEQUENCES;
     }
-    /* Starts to load the next group. */
-    DEVICE void request(int to) {
+    /* Starts to load the next group. `first`: into this stage. */
+    DEVICE void request(int to, bool first) {
         next([&](int k, int input, const T *from, bool valid) {
             Pack<T, N> *const stage = &stages[to][k][input][threadIdx.x];
-            if (valid && input > 0 && expanded)
-                *stage = all_of<T, N>(to_float(*from));
-            else if (valid)
+            if (valid && input > 0 && expanded) {
+                if (first || !one_number)
+                    *stage = all_of<T, N>(to_float(*from));
+            } else if (valid)
                 copy_async(stage, from);
         });
         copy_commit();
@@ -200,7 +203,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
         if constexpr (Pipeline::ASYNC) {
 #pragma unroll 1
             for (int i = 0; i < STAGES; i++)
-                request(i);
+                request(i, true);
             if (idle)
                 for (int i = 0; i < STAGES * SEQUENCES * INPUTS; i++)
                     reinterpret_cast<Pack<T, N> *>(stages)[i * THREADS + threadIdx.x] =
@@ -256,7 +259,7 @@ template <typename T, int N, bool FORWARD, bool SHIFTED, class Pipeline> struct 
      * Returns the stage of the next group. */
     DEVICE int refill(int stage) {
         if constexpr (Pipeline::ASYNC)
-            request(stage);
+            request(stage, false);
         return stage + 1 == STAGES ? 0 : stage + 1;
     }
 };

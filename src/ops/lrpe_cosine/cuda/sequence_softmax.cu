@@ -114,13 +114,14 @@ DEVICE void add_token(Statistics<N, true, SUMS> &mine, const float (&v)[N], cons
     }
 }
 
-template <int N>
-DEVICE void approximate_angles(const AngleStep *steps, int stride, int64_t position, float (&sine)[N],
+/* entry(j): of the table. */
+template <typename T, int N, class Entry>
+DEVICE void approximate_angles(const AngleTable<T> &table, Entry entry, int64_t position, float (&sine)[N],
                                float (&cosine)[N]) {
     const Position at = position_of(position);
 #pragma unroll
     for (int j = 0; j < N; j++)
-        sincos_approximate(steps[j * stride], at, &sine[j], &cosine[j]);
+        sincos_approximate(table.short_at(entry(j)), table.theta_at(entry(j)), at, &sine[j], &cosine[j]);
 }
 
 /* Rotates the angles of a pack by those whose sines and cosines are given. */
@@ -181,7 +182,9 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     extern __shared__ __align__(128) char dynamic[];
     typename Columns::Stage *const stages = reinterpret_cast<typename Columns::Stage *>(dynamic);
     auto &groups = *reinterpret_cast<GroupStatistics<Columns> *>(dynamic); /* after the loop */
-    __shared__ AngleStep angle_steps[FORWARD ? 1 : N * WARP];              /* [element of a pack][pack] */
+    __shared__ __align__(
+        16) char angles[FORWARD ? 16 : N * WARP * AngleTable<T>::BYTES]; /* [element of a pack][pack] */
+    const AngleTable<T> table = {angles, N * WARP};
     /* Of the angle from a thread's token to its next, [pack][element]. */
     __shared__ __align__(16) float cosines[INCREMENTAL ? N * WARP : 1], sines[INCREMENTAL ? N * WARP : 1];
     const int width = tiling.width(), column = threadIdx.x & (width - 1), row = threadIdx.x >> tiling.width_log2;
@@ -202,7 +205,6 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
         }
     } else {
         const T *dy = a.dy + place.offset(a.y_stride);
-        const int64_t half = a.features * a.y_stride.d; /* from a cosine of dy to its sine */
         const float theta =
             row < N && place.active ? a.theta_at(place.h, place.d + row) : 0.0f; /* everything waits for it */
         int left = count, stage = 0;
@@ -210,7 +212,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             if (left-- > 0) {
                 copy_async(&stages[stage][0][threadIdx.x], x);
                 copy_async(&stages[stage][1][threadIdx.x], dy);
-                copy_async(&stages[stage][2][threadIdx.x], dy + half);
+                copy_async(&stages[stage][2][threadIdx.x], dy + a.half);
             }
             copy_commit();
             x += step * a.x_stride.n;
@@ -223,9 +225,10 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
                 request();
 
         if (row < N) {
-            const AngleStep one = angle_steps[row * width + column] = angle_step(theta);
+            table.put(row * WARP + column, theta);
             if constexpr (INCREMENTAL)
-                sincos_at<false>(one, position_of(step), &sines[column * N + row], &cosines[column * N + row]);
+                sincos_at<false>(angle_step(theta), position_of(step), &sines[column * N + row],
+                                 &cosines[column * N + row]);
         }
         __syncthreads();
 
@@ -235,11 +238,13 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             float v[N], c[N], s[N];
             unpack(packs[0], v);
             cover_loosely(mine, v, packs[0]);
-            if constexpr (!INCREMENTAL)
-                sincos_of<T>(angle_steps + column, width, position_of(token(i)), sine, cosine);
-            else if (i % REFRESH == 0)
-                approximate_angles(angle_steps + column, width, a.offset + place.first + (int64_t)i * step, sine,
-                                   cosine);
+            const auto entry = [&](int j) { return j * WARP + column; };
+            if constexpr (!INCREMENTAL) {
+                const Position position = position_of(token(i));
+                table.sincos(
+                    entry, [&](int) { return position; }, sine, cosine);
+            } else if (i % REFRESH == 0)
+                approximate_angles(table, entry, a.offset + place.first + (int64_t)i * step, sine, cosine);
             else {
                 read_numbers(cosines + column * N, c);
                 read_numbers(sines + column * N, s);
@@ -265,7 +270,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
                 Pack<T, N> loaded[INPUTS][AT_A_TIME];
                 load_tokens(x + i * x_apart, x_apart, i, count, loaded[0]);
                 load_tokens(dy + i * dy_apart, dy_apart, i, count, loaded[1]);
-                load_tokens(dy + i * dy_apart + half, dy_apart, i, count, loaded[2]);
+                load_tokens(dy + i * dy_apart + a.half, dy_apart, i, count, loaded[2]);
 #pragma unroll
                 for (int k = 0; k < AT_A_TIME; k++)
                     if (i + k < count)
@@ -324,15 +329,16 @@ __global__ void __launch_bounds__(THREADS) merge_statistics(const Tiling tiling,
 /* All tokens per block if they are few or bp asks for it; else enough blocks for the device,
  * with at least 8 tokens per thread. */
 Tiling plan_columns(const rafter_cuda_state &device, const lrpe_cosine_call &call, int n) {
-    constexpr int NARROW_TILE = 8; /* packs: 128 bytes; single elements need whole warps for 64 */
     Tiling tiling = {};
     constexpr int64_t INVARIANT_BATCH = 8; /* what a batch-invariant call is cut for */
     const int64_t batch = call.common.batch_invariant ? INVARIANT_BATCH : call.x.shape[0], length = call.x.shape[1];
     const bool one_part = call.algorithm == RAFTER_LRPE_BP || length <= THREADS / NARROW_TILE * 16;
-    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, one_part && n > 1 ? NARROW_TILE : WARP, 0);
+    /* Single elements need whole warps for 64 bytes. */
+    const int least = n > 1 ? NARROW_TILE : WARP, most = one_part ? least : WARP;
+    plan_tiles(&tiling, call.x.shape[2], call.x.shape[3], n, least, most, 0);
     const int64_t step = THREADS / tiling.width(), tasks = tiling.tiles.number * batch;
-    const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), most = length / (step * 8);
-    const int64_t parts = one_part ? 1 : max(min(wanted, most), int64_t(1));
+    const int64_t wanted = ceil_div((int64_t)device.multiprocessors * 16, tasks), fitting = length / (step * 8);
+    const int64_t parts = one_part ? 1 : max(min(wanted, fitting), int64_t(1));
     tiling.tokens = round_up(ceil_div(length, parts), step);
     tiling.token_chunks = Divisor(ceil_div(length, tiling.tokens));
     tiling.sequence_chunks = call.x.shape[0];

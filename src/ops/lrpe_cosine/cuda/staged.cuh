@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * lrpe_cosine of rows that begin anywhere in memory. A block takes chunks: all features of some heads,
- * of one token or of several. A chunk goes through shared memory. It is copied in aligned packs, as
- * adjacent rows lie in memory, wherever heads begin; and it is worked on element by element, adjacent
- * threads on adjacent elements. So rows of 33 elements move as fast as rows of 32. The angles of a
- * chunk are computed once for all sequences of the block.
+ * of one token or of several; or if dy is turned, some of the features of many heads. A chunk goes
+ * through shared memory. It is copied in aligned packs, as adjacent elements lie in memory, wherever
+ * heads begin; and it is worked on element by element, adjacent threads on adjacent elements. So rows of
+ * 33 elements move as fast as rows of 32. The angles of a chunk are computed once for all sequences of
+ * the block.
  */
 #ifndef RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
 
-#include "cuda/activations.cuh"
+#include "ops/lrpe_cosine/cuda/acts.cuh"
 #include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 #include "ops/lrpe_cosine/cuda/staged_memory.cuh"
 
@@ -21,99 +22,57 @@ namespace lrpe {
 enum Layout {
     COMPACT, /* a chunk is one span in every tensor */
     SPREAD,  /* it may have several spans */
-    DIRECT   /* and the features of dy are not adjacent: dy is read from memory */
+    TURNED,  /* and of dy, heads are adjacent instead of features */
+    DIRECT   /* and of dy, neither are: it is read from memory, element by element */
 };
 
 template <bool FORWARD> constexpr int STAGED_STAGES = FORWARD ? 4 : 3;
 
-/* f(x), with f known to the compiler inside of the loops; of a softmax, v is p / scale. */
-template <typename T, int N> DEVICE void activate_all(int f, float scale, float (&v)[N]) {
-    if (f >= LANE_SOFTMAX) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            v[j] *= scale;
-        return;
-    }
-    const auto with = [&](auto kind) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            v[j] = act_forward<T>(static_cast<rafter_act_kind>(kind.value), v[j]);
-    };
-    if (f == RAFTER_ACT_RELU)
-        with(std::integral_constant<int, RAFTER_ACT_RELU>());
-    else if (f == RAFTER_ACT_SIGMOID)
-        with(std::integral_constant<int, RAFTER_ACT_SIGMOID>());
-    else if (f == RAFTER_ACT_SILU)
-        with(std::integral_constant<int, RAFTER_ACT_SILU>());
-}
+/* The tokens, sequences, heads and features of a block. */
+struct StagedBlock {
+    unsigned chunk;
+    int64_t first_token, end_token, first_b;
+    int sequences, first_head, heads, first_feature, features, step, missing;
 
-/* Replaces g, the gradient of f(x), by the gradient of x. */
-template <typename T, int N> DEVICE void gradient_of_all(int f, const float (&x)[N], float (&g)[N]) {
-    const auto with = [&](auto kind) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            g[j] = act_backward<T>(static_cast<rafter_act_kind>(kind.value), x[j], g[j]);
-    };
-    if (f == RAFTER_ACT_RELU)
-        with(std::integral_constant<int, RAFTER_ACT_RELU>());
-    else if (f == RAFTER_ACT_SIGMOID)
-        with(std::integral_constant<int, RAFTER_ACT_SIGMOID>());
-    else if (f == RAFTER_ACT_SILU)
-        with(std::integral_constant<int, RAFTER_ACT_SILU>());
-}
-
-/* Sines and cosines of the thread's elements. `entries`: which step and position each has, in
- * the halves of a word. */
-template <typename T, int N>
-DEVICE void sincos_of_all(const AngleStep *steps, const Position *positions, const unsigned (&entries)[N],
-                          float (&sine)[N], float (&cosine)[N]) {
-    const auto step = [&](int j) { return steps[entries[j] & 0xffff]; };
-    const auto position = [&](int j) { return positions[entries[j] >> 16]; };
-    if constexpr (NARROW<T>) {
-        unsigned bad = 0; /* which ones need the long way: as in sincos_of */
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const Position at = position(j);
-            const bool is_short = sincos_short(step(j), at, &sine[j], &cosine[j]);
-            bad |= static_cast<unsigned>(!is_short || at.high != 0 || at.low >= SHORT_POSITION) << j;
-        }
-        if (bad == 0)
-            return;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            if (bad >> j & 1) {
-                const float2 both = sincos_apart(step(j), position(j));
-                sine[j] = both.x;
-                cosine[j] = both.y;
-            }
-    } else {
-        unsigned high = 0;
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            high |= position(j).high;
-        if (high == 0)
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                sincos_at<false>(step(j), position(j), &sine[j], &cosine[j]);
-        else
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                sincos_at<true>(step(j), position(j), &sine[j], &cosine[j]);
+    template <typename T> DEVICE StagedBlock(const Arguments<T> &a, const Staging &plan) : step(plan.step) {
+        const Tiling &tiling = plan.tiling;
+        chunk = tiling.tiles.quotient(blockIdx.x);
+        const unsigned tile = blockIdx.x - chunk * tiling.tiles.number;
+        const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
+        first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
+        end_token = min(first_token + tiling.tokens, a.length);
+        first_b = (int64_t)sequence_chunk * tiling.sequences;
+        sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
+        const unsigned head_tile = plan.feature_tiles.quotient(tile);
+        first_head = (int)(head_tile * plan.heads.number);
+        heads = min((int)a.heads - first_head, (int)plan.heads.number);
+        first_feature = (int)((tile - head_tile * plan.feature_tiles.number) * plan.features.number);
+        features = min((int)a.features - first_feature, (int)plan.features.number);
+        missing = (int)plan.features.number - features;
     }
-}
+    template <typename T> DEVICE ChunkAddress address(const T *tensor, const Strides &stride) const {
+        return ChunkAddress(tensor + first_feature * stride.d, stride, first_b, first_token, first_head, sequences,
+                            step);
+    }
+    DEVICE Extent extent(int tokens_left) const {
+        const int tokens = min(tokens_left, step);
+        return Extent{tokens, heads, tokens * heads, missing};
+    }
+};
 
 /* theta of the table's entries that a thread fills: all loads at once. */
-template <typename T, int N>
-DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, int first_head, int heads, float (&theta)[N]) {
+template <int ORDER, typename T, int N>
+DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, const StagedBlock &block, float (&theta)[N]) {
     const auto with = [&](auto zero) {
-        const auto *const from = static_cast<const decltype(zero) *>(a.theta) + first_head * a.theta_h;
+        const auto *const from = static_cast<const decltype(zero) *>(a.theta) + block.first_head * a.theta_h +
+                                 block.first_feature * a.theta_d;
         decltype(zero) loaded[N];
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const Tiling::Place at = place_of(plan, j * plan.threads + threadIdx.x);
+            const Tiling::Place at = place_of<ORDER>(plan, j * plan.threads + threadIdx.x);
             loaded[j] = zero;
-            if (at.h < heads && at.d < a.features)
-                loaded[j] = from[at.h * a.theta_h + at.d * a.theta_d];
+            if (at.h < block.heads && at.d < block.features)
+                loaded[j] = from[(int)at.h * (int)a.theta_h + (int)at.d * (int)a.theta_d];
         }
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -132,35 +91,9 @@ constexpr int staged_blocks(bool forward, int f, bool dtheta, int layout) {
     return !forward && (dtheta || f >= LANE_SOFTMAX || layout == DIRECT) ? 2 : 3;
 }
 
-/* The tokens, sequences and heads of a block. */
-struct StagedBlock {
-    unsigned chunk;
-    int64_t first_token, end_token, first_b;
-    int sequences, first_head, heads, step;
-
-    template <typename T> DEVICE StagedBlock(const Arguments<T> &a, const Staging &plan) : step(plan.step) {
-        const Tiling &tiling = plan.tiling;
-        chunk = tiling.tiles.quotient(blockIdx.x);
-        const unsigned tile = blockIdx.x - chunk * tiling.tiles.number;
-        const unsigned sequence_chunk = tiling.token_chunks.quotient(chunk);
-        first_token = (int64_t)(chunk - sequence_chunk * tiling.token_chunks.number) * tiling.tokens;
-        end_token = min(first_token + tiling.tokens, a.length);
-        first_b = (int64_t)sequence_chunk * tiling.sequences;
-        sequences = (int)min(a.batch - first_b, (int64_t)tiling.sequences);
-        first_head = (int)(tile * plan.heads.number);
-        heads = min((int)a.heads - first_head, (int)plan.heads.number);
-    }
-    template <typename T> DEVICE ChunkAddress address(const T *tensor, const Strides &stride) const {
-        return ChunkAddress(tensor, stride, first_b, first_token, first_head, sequences, step);
-    }
-    DEVICE Extent extent(int tokens_left) const {
-        const int tokens = min(tokens_left, step);
-        return Extent{tokens, heads, tokens * heads};
-    }
-};
-
 /* Copies chunks into the stages, in the order of the work. */
-template <typename T, bool MANY, bool X, bool DY> struct ChunkLoader {
+template <typename T, int LAYOUT, bool X, bool DY> struct ChunkLoader {
+    static constexpr bool MANY = LAYOUT != COMPACT;
     const Arguments<T> &a;
     const Staging &plan;
     const StagedBlock &block;
@@ -178,7 +111,9 @@ template <typename T, bool MANY, bool X, bool DY> struct ChunkLoader {
             const Extent extent = block.extent(left);
             if constexpr (X)
                 copy_in<MANY>(plan.x, plan.heads, x.at, extent, a.x, a.x_end, to);
-            if constexpr (DY)
+            if constexpr (DY && LAYOUT == TURNED)
+                copy_turned_in(plan, dy.at, extent, a.dy, a.dy_end, to + plan.dy_at);
+            else if constexpr (DY)
                 copy_in<MANY>(plan.y, plan.heads, dy.at, extent, a.dy, a.dy_end, to + plan.dy_at);
             const bool was_last = ++b == block.sequences;
             x.advance(was_last);
@@ -196,11 +131,11 @@ template <typename T> struct Entries {
     static constexpr int COUNT = WIDE<T>;
     unsigned entries[COUNT], exist = 0;
 
-    template <bool ROWS> DEVICE Entries(const Staging &plan, const Elements<T, ROWS> &elements) {
+    template <int ORDER> DEVICE Entries(const Staging &plan, const Elements<T, ORDER> &elements) {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
             const auto at = elements[j];
-            entries[j] = at.exists ? entry_of(plan, at.head, at.d) | at.token << 16 : 0;
+            entries[j] = at.exists ? entry_of<ORDER>(plan, at.head, at.d) | at.token << 16 : 0;
             exist |= unsigned(at.exists) << j;
             keep(entries[j]);
         }
@@ -217,7 +152,8 @@ template <typename T> struct Entries {
     }
 };
 
-/* What f is besides an act: x becomes p / scale, and g, the gradient of f(x), that of x. */
+/* f: x becomes p / scale if it is a softmax; then g, the gradient of f(x), becomes that of x, and if
+ * VALUES, v becomes f(x). */
 template <typename T, int F> struct StagedF {
     static constexpr int COUNT = WIDE<T>;
     static constexpr bool SOFTMAX = F == LANE_SOFTMAX || F == BLOCK_SOFTMAX;
@@ -244,7 +180,8 @@ template <typename T, int F> struct StagedF {
             return 1.0f;
         }
     }
-    DEVICE void differentiate(const float *statistics, const float (&v)[COUNT], float scale, float (&g)[COUNT]) {
+    template <bool VALUES>
+    DEVICE void differentiate(const float *statistics, float (&v)[COUNT], float scale, float (&g)[COUNT]) {
         if constexpr (SOFTMAX) {
             float dot[1] = {};
 #pragma unroll
@@ -255,18 +192,20 @@ template <typename T, int F> struct StagedF {
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
                 g[j] = v[j] * fmaf(g[j], scale, -shift);
+            if constexpr (VALUES)
+                activate_all<T>(F, scale, v);
         } else if constexpr (F == COLUMN_STATISTICS) {
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
                 g[j] = v[j] * (g[j] - statistics[2 * columns + entries.entry(j)]);
         } else if constexpr (F != RAFTER_ACT_NONE) {
-            gradient_of_all<T>(f, v, g);
+            differentiate_all<VALUES, T>(f, v, g);
         }
     }
 };
 
 /* Sums the moments of a block over the tokens of a chunk, in `shared`, and stores them. */
-template <typename T>
+template <int ORDER, typename T>
 DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, const StagedBlock &block,
                                 const Entries<T> &entries, const double (&moment)[WIDE<T>], double *shared) {
     const unsigned width = plan.width.number;
@@ -277,13 +216,14 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, cons
             shared[entries.token(j) * width + entries.entry(j)] = moment[j];
     __syncthreads();
     for (unsigned i = threadIdx.x; i < width; i += plan.threads) {
-        const Tiling::Place at = place_of(plan, i);
+        const Tiling::Place at = place_of<ORDER>(plan, i);
         double sum = 0.0;
-        if (at.h >= block.heads)
+        if (at.h >= block.heads || at.d >= block.features)
             continue;
         for (int token = 0; token < plan.step; token++)
             sum += shared[token * width + i];
-        plan.tiling.moments[(block.chunk * a.heads + block.first_head + at.h) * a.features + at.d] = sum;
+        plan.tiling
+            .moments[(block.chunk * a.heads + block.first_head + at.h) * a.features + block.first_feature + at.d] = sum;
     }
 }
 
@@ -293,11 +233,16 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
     constexpr bool SOFTMAX = StagedF<T, F>::SOFTMAX;
-    constexpr int OF_X = MANY ? MANY_SPANS : SOFTMAX ? ONE_SPAN : LINEAR, OF_Y = MANY ? MANY_SPANS : ONE_SPAN;
+    constexpr int ORDER = SOFTMAX ? BY_ROW : LAYOUT == TURNED ? BY_HEAD : BY_FEATURE;
+    constexpr int OF_X = MANY      ? MANY_SPANS
+                         : SOFTMAX ? ONE_SPAN
+                                   : LINEAR,
+                  OF_Y = LAYOUT == TURNED ? TURNED_SPANS
+                         : MANY           ? MANY_SPANS
+                                          : ONE_SPAN;
     extern __shared__ __align__(128) char dynamic[];
     __shared__ typename RowThreads<F == BLOCK_SOFTMAX>::Exchange exchange;
-    AngleStep *const angle_steps = reinterpret_cast<AngleStep *>(dynamic);
-    Position *positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
+    const AngleTable<T> table = {dynamic, static_cast<int>(plan.width.number)};
     unsigned stages = shared_address(dynamic + plan.stages_at), results = shared_address(dynamic + plan.out_at);
     keep(stages);
     keep(results);
@@ -306,23 +251,28 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
 
     const StagedBlock block(a, plan);
     const int features = (int)plan.features.number, sequences = block.sequences;
-    ChunkLoader<T, MANY, READS_X, !FORWARD && LAYOUT != DIRECT> loader(a, plan, block, stages);
+    ChunkLoader<T, LAYOUT, READS_X, !FORWARD && LAYOUT != DIRECT> loader(a, plan, block, stages);
     ChunkAddress x = loader.x, dy = loader.dy, out = block.address(a.out, FORWARD ? a.y_stride : a.dx_stride);
     float theta[COUNT]; /* everything waits for it */
-    read_theta(a, plan, block.first_head, block.heads, theta);
+    read_theta<ORDER>(a, plan, block, theta);
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; i++)
         loader.request(i);
 #pragma unroll
     for (int j = 0; j < COUNT; j++)
         if (const unsigned i = j * plan.threads + threadIdx.x; i < plan.width.number)
-            angle_steps[i] = angle_step(theta[j]);
+            table.put(i, theta[j]);
 
-    const Elements<T, SOFTMAX> elements = {plan, plan.step * block.heads};
+    const Elements<T, ORDER> elements = {plan, plan.step * block.heads, block.features};
     const Entries<T> entries(plan, elements);
     const Places<T, OF_X> x_at(plan.x, elements, 0);
     const Places<T, FORWARD ? OF_Y : OF_X> out_at(plan.out, elements, plan.out_bytes);
-    const std::conditional_t<LAYOUT == DIRECT, DirectPlaces<T>, Places<T, OF_Y>> dy_at(plan.y, elements, 0);
+    const auto dy_at = [&] {
+        if constexpr (LAYOUT == DIRECT)
+            return DirectPlaces<T>(plan.y, elements, a);
+        else
+            return Places<T, OF_Y>(plan.y, elements, 0);
+    }();
     const int64_t row_columns = a.heads * a.features;
     StagedF<T, F> function = {F == RUNTIME_F ? plan.tiling.f : F,
                               entries,
@@ -333,14 +283,25 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     if constexpr (F == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
+    /* Those of a chunk, from token n on; those of the next chunk are filled in while it is worked on. */
+    Position *const two_positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
+    const auto fill_positions = [&](int64_t n, int which) {
+        for (int i = threadIdx.x; i < plan.step; i += plan.threads)
+            two_positions[which * plan.step + i] =
+                position_of(a.position(block.first_b, min(n + i, block.end_token - 1)));
+    };
+    int which = 0;
+    fill_positions(block.first_token, which);
+    __syncthreads(); /* for the positions, and the table */
+
     for (int64_t n = block.first_token; n < block.end_token; n += plan.step) {
         const Extent extent = block.extent((int)(block.end_token - n));
         const auto has = [&](int j) { return entries.exists(j) && entries.token(j) < extent.tokens; };
-        for (int i = threadIdx.x; i < plan.step; i += plan.threads)
-            positions[i] = position_of(a.position(block.first_b, min(n + i, block.end_token - 1)));
-        __syncthreads(); /* for the positions, and the table */
+        const Position *const positions = two_positions + which * plan.step;
+        which ^= 1;
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
-        sincos_of_all<T>(angle_steps, positions, entries.entries, sine, cosine);
+        table.sincos([&](int j) { return entries.entry(j); }, [&](int j) { return positions[entries.token(j)]; }, sine,
+                     cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
             const unsigned staged_x = stages + stage * plan.stage_bytes, staged_dy = staged_x + plan.dy_at;
@@ -366,28 +327,32 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
             } else {
                 float g[COUNT];
                 if constexpr (LAYOUT == DIRECT)
-                    dy_at.read(reinterpret_cast<const T *>(dy.at), features * a.y_stride.d, has, c, s);
+                    dy_at.read(reinterpret_cast<const T *>(dy.at), a.half, has, c, s);
                 else {
                     dy_at.read(staged_dy, dy.low(), c);
-                    dy_at.read(staged_dy + features * sizeof(T), dy.low(), s);
+                    if constexpr (LAYOUT == TURNED)
+                        dy_at.read(staged_dy + plan.y.half_bytes<T>(features),
+                                   dy.low() + static_cast<unsigned>(a.half * sizeof(T)), s);
+                    else
+                        dy_at.read(staged_dy + features * sizeof(T), dy.low(), s);
                 }
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     g[j] = fmaf(c[j], cosine[j], s[j] * sine[j]);
-                function.differentiate(statistics, v[0], scale, g);
+                function.template differentiate<DTHETA>(statistics, v[0], scale, g);
                 if (!DTHETA || a.out)
                     out_at.write(results, out.low(), g, plan.out_bytes);
-                if constexpr (DTHETA) {
-                    activate_all<T>(function.f, scale, v[0]);
+                if constexpr (DTHETA)
 #pragma unroll
                     for (int j = 0; j < COUNT; j++)
                         angle_gradient[j] = fmaf(v[0][j], s[j] * cosine[j] - c[j] * sine[j], angle_gradient[j]);
-                }
             }
+            const bool was_last = b + 1 == sequences;
+            if (was_last)
+                fill_positions(n + plan.step, which); /* for the next chunk */
             __syncthreads();
             if (!DTHETA || a.out)
                 copy_out<MANY, T>(plan.out, plan.heads, out.at, extent, results);
-            const bool was_last = b + 1 == sequences;
             x.advance(was_last);
             dy.advance(was_last);
             out.advance(was_last);
@@ -398,12 +363,11 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
             for (int j = 0; j < COUNT; j++)
                 if (has(j))
                     moment[j] += (double)number_of(positions[entries.token(j)]) * (double)angle_gradient[j];
-        Position *const first = reinterpret_cast<Position *>(dynamic + plan.positions_at);
-        positions = positions == first ? first + plan.step : first;
     }
     if constexpr (DTHETA) {
         copy_wait<0>();
-        store_chunk_moments(a, plan, block, entries, moment, reinterpret_cast<double *>(dynamic + plan.stages_at));
+        store_chunk_moments<ORDER>(a, plan, block, entries, moment,
+                                   reinterpret_cast<double *>(dynamic + plan.stages_at));
     }
 }
 
@@ -432,22 +396,36 @@ inline Spans spans_of(const rafter_view &view, int64_t row, int64_t heads, int64
     return spans;
 }
 
+/* The same for a turned dy. `all`: the chunk has all heads. */
+inline Spans turned_spans_of(const rafter_view &dy, int64_t features, int64_t heads, bool all) {
+    Spans spans = {};
+    const int64_t width = 16 / rafter_dtype_bytes(dy.dtype);
+    spans.kind = all && dy.stride[3] == heads ? Spans::HALF : Spans::FEATURE;
+    spans.pitch = (int)round_up((spans.kind == Spans::HALF ? features : 1) * heads + width - 1, width);
+    spans.packs = Divisor(spans.pitch / width);
+    spans.n = dy.stride[1];
+    spans.d = dy.stride[3];
+    spans.half = dy.shape[3] / 2 * dy.stride[3];
+    return spans;
+}
+
 /* Bytes of a chunk in shared memory. There are bytes for all elements that threads may touch. */
-inline unsigned staged_bytes(const Spans &spans, int64_t heads, int64_t step, int bytes, int threads) {
-    const int64_t count = spans.kind == Spans::ALL ? 1 : spans.kind == Spans::TOKEN ? step : heads * step;
-    return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(threads + 1) * 16), int64_t(128));
+inline unsigned staged_bytes(const Spans &spans, const Staging &plan, int bytes) {
+    const int64_t heads = plan.heads.number, features = plan.features.number, step = plan.step;
+    const int64_t count = spans.kind == Spans::ALL       ? 1
+                          : spans.kind == Spans::TOKEN   ? step
+                          : spans.kind == Spans::ROW     ? heads * step
+                          : spans.kind == Spans::FEATURE ? 2 * features * step
+                                                         : 2 * step;
+    return (unsigned)round_up(max(count * spans.pitch * bytes, int64_t(plan.threads + 1) * 16), int64_t(128));
 }
 
 /* The heads and tokens of a chunk: as many elements as the threads can hold, or fewer if the
  * tensor is so small that some blocks would have none. Then all blocks run at once. */
-inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call) {
-    const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2],
-                  features = call.x.shape[3], width = 16 / rafter_dtype_bytes(call.x.dtype);
-    const bool softmax = plan->tiling.f == LANE_SOFTMAX || plan->tiling.f == BLOCK_SOFTMAX;
-    /* Very short rows that are not adjacent take more shared memory than they have elements. */
-    const int64_t most = softmax ? THREADS / plan->tiling.lanes
-                                 : max(THREADS * width / (features < width ? features + width : features), int64_t(1));
-    const int64_t least = min(max(THREADS / features, int64_t(1)), most), wave = (int64_t)device.multiprocessors * 3;
+inline void plan_rows(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call, int64_t least,
+                      int64_t most) {
+    const int64_t batch = call.x.shape[0], length = call.x.shape[1], heads = call.x.shape[2];
+    const int64_t wave = (int64_t)device.multiprocessors * 3;
     int64_t rows = min(max(ceil_div(batch * length * heads, wave), least), most);
     for (;; rows = min(rows + ceil_div(rows, int64_t(8)), most)) {
         const int64_t tiles = ceil_div(heads, min(heads, rows));
@@ -457,35 +435,40 @@ inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrp
         if (rows == most || tiles * ceil_div(length, (int64_t)plan->step) * batch <= wave)
             break;
     }
-    const int64_t chunk_rows = plan->heads.number * plan->step;
-    const int64_t threads = softmax ? chunk_rows * plan->tiling.lanes : ceil_div(chunk_rows * features, width);
-    plan->threads = (int)min(max(round_up(threads, int64_t(WARP)), int64_t(128)), int64_t(THREADS));
-    plan->features = Divisor(features);
-    plan->width = Divisor(plan->heads.number * features);
+    plan->features = Divisor(call.x.shape[3]);
+    plan->feature_tiles = Divisor(1);
 }
 
-/* The tokens and sequences of a block: whole waves of `wave` blocks, and a table of angles for
- * at least 64 tokens if there are so many. Angles are computed once for all sequences of a
- * block. */
-inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave) {
-    constexpr int64_t SERVED = 64;
-    const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
-    const int64_t apart = alike < batch ? batch : 1; /* sequences whose blocks share nothing */
-    const int64_t chunks = ceil_div(length, step), work = chunks * tiling->tiles.number * apart;
-    const bool dtheta = tiling->f != COLUMN_STATISTICS && call.dtheta.data;
-    const int64_t most = dtheta ? chunks : max(SERVED / min(step * alike, SERVED), int64_t(1));
-    const int64_t waves = ceil_div(work, wave * most), steps = ceil_div(work, wave * waves);
-    tiling->tokens = step * steps;
-    tiling->token_chunks = Divisor(ceil_div(chunks, steps));
-    /* Few blocks: cut the batch, into one wave, or if each block still has many sequences, into
-     * so many waves that the end of the last one does not matter. */
-    constexpr int64_t MANY_SEQUENCES = 32, MANY_WAVES = 8;
-    const int64_t blocks = tiling->token_chunks.number * tiling->tiles.number;
-    const int64_t one_wave = ceil_div(batch, min(max(wave / blocks, int64_t(1)), batch));
-    const int64_t many_waves = ceil_div(batch * blocks, wave * MANY_WAVES);
-    const int64_t sequences = many_waves >= MANY_SEQUENCES ? min(one_wave, many_waves) : one_wave;
-    tiling->sequences = apart > 1 ? 1 : (int)min(sequences, int64_t(4096));
-    tiling->sequence_chunks = ceil_div(batch, (int64_t)tiling->sequences);
+/* What a chunk has. */
+inline void plan_chunk(Staging *plan, const rafter_cuda_state &device, const lrpe_cosine_call &call) {
+    const int64_t heads = call.x.shape[2], features = call.x.shape[3], bytes = rafter_dtype_bytes(call.x.dtype),
+                  width = 16 / bytes;
+    const bool softmax = plan->tiling.f == LANE_SOFTMAX || plan->tiling.f == BLOCK_SOFTMAX;
+    /* Very short rows that are not adjacent take more shared memory than they have elements. */
+    const int64_t most = softmax ? THREADS / plan->tiling.lanes
+                                 : max(THREADS * width / (features < width ? features + width : features), int64_t(1));
+    const int64_t least = min(max(THREADS / features, int64_t(1)), most);
+    /* Of a turned dy, a chunk should have SIDE bytes of adjacent heads; else it has some of the features
+     * of more heads. */
+    constexpr int64_t SIDE = 64;
+    const int64_t side = min(SIDE / bytes, heads), wanted = ceil_div(heads, ceil_div(heads, min(heads, most)));
+    if (plan->layout == TURNED && wanted < side) {
+        const int64_t head_tiles = ceil_div(heads, int64_t(SIDE)), head_count = ceil_div(heads, head_tiles);
+        const int64_t fitting = max(THREADS * width / head_count / 16 * 16, int64_t(16));
+        const int64_t feature_count =
+            min(round_up(ceil_div(features, ceil_div(features, fitting)), int64_t(16)), features);
+        plan->step = 1;
+        plan->heads = Divisor(head_count);
+        plan->features = Divisor(feature_count);
+        plan->feature_tiles = Divisor(ceil_div(features, feature_count));
+        plan->tiling.tiles = Divisor(head_tiles * plan->feature_tiles.number);
+    } else {
+        plan_rows(plan, device, call, plan->layout == TURNED ? max(least, side) : least, most);
+    }
+    const int64_t chunk_rows = plan->heads.number * plan->step, chunk_features = plan->features.number;
+    const int64_t threads = softmax ? chunk_rows * plan->tiling.lanes : ceil_div(chunk_rows * chunk_features, width);
+    plan->threads = (int)min(max(round_up(threads, int64_t(WARP)), int64_t(128)), int64_t(THREADS));
+    plan->width = Divisor(plan->heads.number * chunk_features);
 }
 
 /* f: an act, COLUMN_STATISTICS, or for a softmax over features RAFTER_ACT_SOFTMAX. */
@@ -494,30 +477,32 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     const bool forward = call.common.direction == RAFTER_FORWARD, dtheta = call.dtheta.data != NULL;
     const rafter_view &y = forward ? call.y : call.dy, &out = forward ? call.y : call.dx;
     const int bytes = (int)rafter_dtype_bytes(call.x.dtype);
-    const int64_t features = call.x.shape[3], width = 16 / bytes;
+    const int64_t width = 16 / bytes;
     plan.tiling.f = f;
     plan.tiling.lanes = 1;
     if (f == LANE_SOFTMAX) { /* a row has a power of two of threads */
-        plan.tiling.lanes = power_at_least(ceil_div(features, width), 1, THREADS);
+        plan.tiling.lanes = power_at_least(ceil_div(call.x.shape[3], width), 1, THREADS);
         plan.tiling.f = plan.tiling.lanes > WARP ? BLOCK_SOFTMAX : LANE_SOFTMAX;
         while (1 << plan.tiling.width_log2 < plan.tiling.lanes)
             plan.tiling.width_log2++;
     }
+    plan.layout = f < LANE_SOFTMAX && is_turned(call) ? TURNED : y.stride[3] != 1 ? DIRECT : SPREAD;
     plan_chunk(&plan, device, call);
-    const int64_t heads = plan.heads.number;
-    /* Shorter rows would take more copies of their own than the loads of dy save. */
-    plan.heads_first = f < LANE_SOFTMAX && heads > 1 && features >= 32 && y.stride[2] > 0 && y.stride[2] < y.stride[3];
-    const bool apart = plan.heads_first && features % width == 0;
+    const int64_t heads = plan.heads.number, features = plan.features.number;
+    /* Short rows would take more copies of their own than bank conflicts take. */
+    const bool apart =
+        plan.layout == TURNED && (plan.feature_tiles.number > 1 || (features >= 32 && features % width == 0));
     plan.x = spans_of(call.x, features, heads, plan.step, apart);
-    plan.y = spans_of(y, 2 * features, heads, plan.step);
+    plan.y = plan.layout == TURNED ? turned_spans_of(y, features, heads, heads == call.x.shape[2])
+                                   : spans_of(y, 2 * features, heads, plan.step);
     plan.out = forward ? plan.y : spans_of(out, features, heads, plan.step, apart);
     const bool compact = plan.x.kind == Spans::ALL && plan.y.kind == Spans::ALL && plan.out.kind == Spans::ALL;
-    plan.layout = y.stride[3] != 1 ? DIRECT : compact ? COMPACT : SPREAD;
-    const auto bytes_of = [&](const Spans &spans) {
-        return staged_bytes(spans, heads, plan.step, bytes, plan.threads);
-    };
+    if (plan.layout == SPREAD && compact)
+        plan.layout = COMPACT;
+    const auto bytes_of = [&](const Spans &spans) { return staged_bytes(spans, plan, bytes); };
     const unsigned stages = forward ? STAGED_STAGES<true> : STAGED_STAGES<false>;
-    plan.positions_at = (unsigned)(heads * features * (int64_t)sizeof(AngleStep));
+    const int table_entry = bytes == 2 ? AngleTable<bf16>::BYTES : AngleTable<float>::BYTES;
+    plan.positions_at = (unsigned)round_up(heads * features * table_entry, int64_t(16));
     plan.stages_at = (unsigned)round_up(plan.positions_at + 2 * plan.step * (int64_t)sizeof(Position), int64_t(128));
     plan.dy_at = bytes_of(plan.x);
     plan.stage_bytes = plan.dy_at + (forward || plan.layout == DIRECT ? 0 : bytes_of(plan.y));
@@ -527,7 +512,9 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
 
     const int blocks = staged_blocks(forward, plan.tiling.f, dtheta, plan.layout) * THREADS / plan.threads;
     const int fitting = (int)(227 << 10) / (int)(plan.bytes + (1 << 10));
-    plan_waves(&plan.tiling, call, plan.step, (int64_t)device.multiprocessors * max(min(blocks, fitting), 1));
+    const bool own_positions = sequences_alike(call) < call.x.shape[0]; /* loads of its own for every step */
+    plan_waves(&plan.tiling, call, plan.step, (int64_t)device.multiprocessors * max(min(blocks, fitting), 1),
+               own_positions ? 1 : 32);
     return plan;
 }
 
@@ -538,6 +525,9 @@ void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, 
     if constexpr (!FORWARD)
         if (plan.layout == DIRECT)
             kernel = staged<T, FORWARD, F, DTHETA, DIRECT>;
+    if constexpr (!FORWARD && F < LANE_SOFTMAX)
+        if (plan.layout == TURNED)
+            kernel = staged<T, FORWARD, F, DTHETA, TURNED>;
     launch(context, {plan.tiling.blocks(), plan.threads, plan.bytes, 1, F == COLUMN_STATISTICS}, kernel,
            arguments<T>(call), plan);
 }
@@ -551,6 +541,8 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
         return "rows are aligned packs";
     if (call.x.shape[3] > THREADS * width)
         return "the threads of a block cannot hold a row";
+    if (rafter_span_bytes(&call.theta) > INT32_MAX)
+        return "theta is spread over more memory than 32 bits can count";
     for (const rafter_view *view : {&call.x, &call.y, &call.dx})
         if (view->data && view->stride[3] != 1)
             return "features are not adjacent";
@@ -559,16 +551,17 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
         return "y is aligned packs, and rows of x lie apart: it takes less to shift them";
     /* Going through shared memory takes longer than a small call has: up to 4 MB it pays off
      * only for rows so short that `rotate` wastes many lanes at their ends. */
+    const rafter_view &dy = call.dy;
     const int64_t bytes = call.x.numel * rafter_dtype_bytes(call.x.dtype), features = call.x.shape[3];
-    const bool strided = call.dy.data && call.dy.stride[3] != 1, fills = call.x.shape[2] * features >= WARP * width;
+    const bool strided = dy.data && dy.stride[3] != 1, fills = call.x.shape[2] * features >= WARP * width;
     const bool rotates = strided || (features >= 64 && width == 8 && fills);
     if (call.act != RAFTER_ACT_SOFTMAX && !call.common.batch_invariant &&
         ((bytes <= 4 << 20 && rotates) || (bytes <= 128 << 10 && !fills)))
         return "x is small";
+    if (is_turned(call))
+        return NULL;
     /* A chunk has at most 2048 tokens. */
-    const rafter_view &dy = call.dy;
-    if (dy.data && dy.stride[3] != 1 &&
-        2048 * dy.stride[1] + dy.shape[2] * dy.stride[2] + dy.shape[3] * dy.stride[3] > INT32_MAX)
+    if (strided && 2048 * dy.stride[1] + dy.shape[2] * dy.stride[2] + dy.shape[3] * dy.stride[3] > INT32_MAX)
         return "dy is spread over more memory than 32 bits can count";
     return NULL;
 }

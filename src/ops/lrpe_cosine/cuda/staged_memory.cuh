@@ -13,28 +13,35 @@ namespace lrpe {
 /* How a chunk lies in one tensor: in spans of adjacent elements. In shared memory a span begins as
  * far after a multiple of 16 bytes as in memory. */
 struct Spans {
-    enum Kind { ROW, TOKEN, ALL } kind; /* what a span holds */
-    int row, pitch;                     /* elements: of a row; from span to span in shared memory */
-    Divisor packs;                      /* from span to span in shared memory */
-    int64_t n, h, d;                    /* strides of tokens, heads and features in memory */
+    /* What a span holds. Of a turned dy, whose heads are adjacent: the heads of one feature, or all that
+     * the chunk has of one half of a token. */
+    enum Kind { ROW, TOKEN, ALL, FEATURE, HALF } kind;
+    int row, pitch;        /* elements: of a row; from span to span in shared memory */
+    Divisor packs;         /* from span to span in shared memory */
+    int64_t n, h, d, half; /* strides of tokens, heads and features in memory; from cosines to sines */
+
+    /* Of a turned dy: bytes from the cosines to the sines of a token in shared memory. */
+    template <typename T> __host__ __device__ unsigned half_bytes(int features) const {
+        return static_cast<unsigned>((kind == FEATURE ? features : 1) * pitch) * static_cast<unsigned>(sizeof(T));
+    }
 };
 
 struct Staging {
     Tiling tiling;                  /* tiles of heads; step tokens at a time */
     int threads;                    /* of a block */
-    bool heads_first;               /* adjacent threads have adjacent heads, which are adjacent in dy */
     int layout;                     /* a Layout */
     int step;                       /* tokens of a chunk; more than one only if it has all heads */
-    Divisor heads, features, width; /* width: heads * features */
+    Divisor heads, features, width; /* of a chunk; width: heads * features */
+    Divisor feature_tiles;          /* that the features are cut into; more than one only if dy is TURNED */
     Spans x, y, out;                /* y: dy. out: y or dx */
     /* Dynamic shared memory, in bytes: the table of angles, the positions of two chunks in
      * turns, the stages, each with x and dy, and the output. */
     unsigned positions_at, stages_at, stage_bytes, dy_at, out_at, out_bytes, bytes;
 };
 
-/* The part of a chunk that exists. */
+/* The part of a chunk that exists. `missing`: of the features of every row. */
 struct Extent {
-    int tokens, heads, rows;
+    int tokens, heads, rows, missing;
 };
 
 /* Keeps the compiler from computing `a` again wherever it is used. */
@@ -43,24 +50,6 @@ DEVICE void keep(unsigned &a) {
 }
 DEVICE void keep(uint64_t &a) {
     asm volatile("" : "+l"(a));
-}
-
-/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the
- * thread's packs of a chunk with several spans. Bytes first to end - 1 of the pack belong to the
- * chunk. */
-template <typename T, class F>
-DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, F f) {
-    const bool of_tokens = spans.kind == Spans::TOKEN;
-    const int length = spans.row * (of_tokens ? extent.heads : 1) * static_cast<int>(sizeof(T));
-    const int count = of_tokens ? extent.tokens : extent.rows, packs = static_cast<int>(spans.packs.number);
-    for (int k = threadIdx.x; k < count * packs; k += blockDim.x) {
-        const int s = spans.packs.quotient(k), token = of_tokens ? s : static_cast<int>(heads.quotient(s));
-        const int head = of_tokens ? 0 : s - token * static_cast<int>(heads.number);
-        const uint64_t span = chunk + (token * spans.n + head * spans.h) * sizeof(T);
-        const int before = (k - s * packs) * 16 - static_cast<int>(span % 16); /* from the span to the pack */
-        if (before < length)
-            f(span + before, k * 16, max(-before, 0), min(length - before, 16));
-    }
 }
 
 template <typename T> DEVICE void copy_elements_in(uint64_t pack, unsigned to, int first, int end) {
@@ -72,6 +61,61 @@ template <typename T> DEVICE void copy_elements_out(uint64_t pack, unsigned from
 #pragma unroll 1
     for (int at = first; at < end; at += sizeof(T))
         *reinterpret_cast<T *>(pack + at) = read_shared<T>(from + at);
+}
+
+/* Calls f(address of a pack in memory, its bytes' offset in shared memory, first, end) for the
+ * thread's packs of `count` spans, of `length` elements each. Bytes first to end - 1 of the pack belong
+ * to the chunk. where(s): the elements from the chunk to span s. */
+template <typename T, class Where, class F>
+DEVICE void for_each_span_pack(const Divisor &span_packs, uint64_t chunk, int count, int length, Where where, F f) {
+    const int packs = static_cast<int>(span_packs.number), bytes = length * static_cast<int>(sizeof(T));
+    for (int k = threadIdx.x; k < count * packs; k += blockDim.x) {
+        const int s = static_cast<int>(span_packs.quotient(k));
+        const uint64_t span = chunk + where(s) * sizeof(T);
+        const int before = (k - s * packs) * 16 - static_cast<int>(span % 16); /* from the span to the pack */
+        if (before < bytes)
+            f(span + before, k * 16, max(-before, 0), min(bytes - before, 16));
+    }
+}
+
+/* The same for a chunk with several spans. */
+template <typename T, class F>
+DEVICE void for_each_pack(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, F f) {
+    const bool of_tokens = spans.kind == Spans::TOKEN;
+    const int length = spans.row * (of_tokens ? extent.heads : 1) - extent.missing;
+    const auto where = [&](int s) {
+        const int token = of_tokens ? s : static_cast<int>(heads.quotient(s));
+        const int head = of_tokens ? 0 : s - token * static_cast<int>(heads.number);
+        return token * spans.n + head * spans.h;
+    };
+    for_each_span_pack<T>(spans.packs, chunk, of_tokens ? extent.tokens : extent.rows, length, where, f);
+}
+
+/* Starts to copy a chunk of a turned dy into shared memory. Nothing outside of [begin, end) is read. */
+template <typename T>
+DEVICE void copy_turned_in(const Staging &plan, uint64_t chunk, const Extent &extent, const T *begin, const T *end,
+                           unsigned to) {
+    const Spans &spans = plan.y;
+    const int features = static_cast<int>(plan.features.number) - extent.missing;
+    const auto pack_in = [&](uint64_t pack, unsigned offset, int first, int until) {
+        if (pack >= reinterpret_cast<uint64_t>(begin) && pack + 16 <= reinterpret_cast<uint64_t>(end))
+            copy_async_to(to + offset, reinterpret_cast<const void *>(pack));
+        else
+            copy_elements_in<T>(pack, to + offset, first, until);
+    };
+    if (spans.kind == Spans::HALF)
+        for_each_span_pack<T>(
+            spans.packs, chunk, 2 * extent.tokens, features * extent.heads,
+            [&](int s) { return (s >> 1) * spans.n + (s & 1) * spans.half; }, pack_in);
+    else
+        for_each_span_pack<T>(
+            spans.packs, chunk, 2 * extent.tokens * static_cast<int>(plan.features.number), extent.heads,
+            [&](int s) {
+                const int half = static_cast<int>(plan.features.quotient(s));
+                const int d = min(s - half * static_cast<int>(plan.features.number), features - 1);
+                return (half >> 1) * spans.n + (half & 1) * spans.half + d * spans.d;
+            },
+            pack_in);
 }
 
 /* Starts to copy a chunk into shared memory. Nothing outside of [begin, end) is read. MANY: it
@@ -102,37 +146,51 @@ DEVICE void copy_in(const Spans &spans, const Divisor &heads, uint64_t chunk, co
 template <bool MANY, typename T>
 DEVICE void copy_out(const Spans &spans, const Divisor &heads, uint64_t chunk, const Extent &extent, unsigned from) {
     typedef Pack<T, WIDE<T>> Whole;
-    const auto pack_out = [&](uint64_t pack, unsigned offset, int first, int until) {
-        if (until - first == 16)
-            store_once(reinterpret_cast<T *>(pack), read_shared<Whole>(from + offset));
-        else
-            copy_elements_out<T>(pack, from + offset, first, until);
-    };
     if (MANY && spans.kind != Spans::ALL)
-        return for_each_pack<T>(spans, heads, chunk, extent, pack_out);
+        return for_each_pack<T>(spans, heads, chunk, extent, [&](uint64_t pack, unsigned offset, int first, int until) {
+            if (until - first == 16)
+                store_once(reinterpret_cast<T *>(pack), read_shared<Whole>(from + offset));
+            else
+                copy_elements_out<T>(pack, from + offset, first, until);
+        });
     const unsigned low = static_cast<unsigned>(chunk) % 16, bytes = low + extent.rows * spans.row * sizeof(T);
+    const unsigned first = low ? 16 : 0, end = bytes / 16 * 16; /* of whole packs */
     const uint64_t aligned = chunk - low;
-    for (unsigned at = threadIdx.x * 16; at < bytes; at += blockDim.x * 16)
-        pack_out(aligned + at, at, at == 0 ? low : 0, min(bytes - at, 16u));
+    for (unsigned at = first + threadIdx.x * 16; at < end; at += blockDim.x * 16)
+        store_once(reinterpret_cast<T *>(aligned + at), read_shared<Whole>(from + at));
+    if (threadIdx.x == 0 && low)
+        copy_elements_out<T>(aligned, from, low, min(bytes, 16u));
+    if (threadIdx.x == WARP && bytes > end && end >= first)
+        copy_elements_out<T>(aligned + end, from + end, 0, bytes - end);
 }
+
+/* What adjacent threads have. */
+enum Order {
+    BY_FEATURE, /* adjacent elements of the chunk: the features of a head */
+    BY_HEAD,    /* the heads of a feature */
+    BY_ROW      /* adjacent features of a row, which `lanes` threads hold */
+};
 
 /* A head and a feature of a chunk as one number: the place in the table of angles. Adjacent
  * threads have adjacent places. */
-DEVICE unsigned entry_of(const Staging &plan, unsigned head, unsigned d) {
-    return plan.heads_first ? d * plan.heads.number + head : head * plan.features.number + d;
+template <int ORDER> DEVICE unsigned entry_of(const Staging &plan, unsigned head, unsigned d) {
+    return ORDER == BY_HEAD ? d * plan.heads.number + head : head * plan.features.number + d;
 }
-DEVICE Tiling::Place place_of(const Staging &plan, unsigned entry) {
-    const unsigned major = plan.heads_first ? plan.heads.quotient(entry) : plan.features.quotient(entry);
-    const unsigned minor = entry - major * (plan.heads_first ? plan.heads.number : plan.features.number);
-    return plan.heads_first ? Tiling::Place{minor, major} : Tiling::Place{major, minor};
+template <int ORDER> DEVICE Tiling::Place place_of(const Staging &plan, unsigned entry) {
+    if constexpr (ORDER == BY_HEAD) {
+        const unsigned d = plan.heads.quotient(entry);
+        return {entry - d * plan.heads.number, d};
+    } else {
+        const unsigned head = plan.features.quotient(entry);
+        return {head, entry - head * plan.features.number};
+    }
 }
 
-/* The elements of a chunk that a thread has. Adjacent threads have adjacent elements: of the
- * chunk, or if ROWS, of a row, which `lanes` threads hold. */
-template <typename T, bool ROWS> struct Elements {
+/* The elements of a chunk that a thread has. */
+template <typename T, int ORDER> struct Elements {
     static constexpr int COUNT = WIDE<T>;
     const Staging &plan;
-    int rows; /* that exist */
+    int rows, features; /* that exist */
 
     struct Element {
         bool exists;
@@ -141,10 +199,10 @@ template <typename T, bool ROWS> struct Elements {
     DEVICE Element operator[](int j) const {
         const unsigned e = j * plan.threads + threadIdx.x, lanes_log2 = plan.tiling.width_log2;
         Element at;
-        if (ROWS) {
+        if constexpr (ORDER == BY_ROW) {
             at.row = threadIdx.x >> lanes_log2;
             at.d = (j << lanes_log2) + (threadIdx.x & (plan.tiling.lanes - 1));
-        } else if (plan.heads_first) {
+        } else if constexpr (ORDER == BY_HEAD) {
             at.token = plan.width.quotient(e);
             const unsigned in_token = e - at.token * plan.width.number;
             at.d = plan.heads.quotient(in_token);
@@ -155,16 +213,17 @@ template <typename T, bool ROWS> struct Elements {
         }
         at.token = plan.heads.quotient(at.row);
         at.head = at.row - at.token * plan.heads.number;
-        at.exists = at.row < static_cast<unsigned>(rows) && at.d < plan.features.number;
+        at.exists = at.row < static_cast<unsigned>(rows) && at.d < static_cast<unsigned>(features);
         return at;
     }
 };
 
 enum Placing {
-    LINEAR,    /* one span without gaps: element e of the chunk is element e of the span */
-    ONE_SPAN,  /* with gaps */
-    MANY_SPANS /* `place` holds the place without the span's distance from a pack, times 16, plus how much
-                  further from a pack the span begins than the chunk */
+    LINEAR,      /* one span without gaps: element e of the chunk is element e of the span */
+    ONE_SPAN,    /* with gaps */
+    MANY_SPANS,  /* `place` holds the place without the span's distance from a pack, times 16, plus how much
+                   further from a pack the span begins than the chunk */
+    TURNED_SPANS /* the same for a turned dy: of its cosines */
 };
 
 /* Where the thread's elements are in the shared memory of a tensor, in bytes. Those that the chunk does
@@ -173,14 +232,24 @@ template <typename T, int PLACING> struct Places {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[PLACING == LINEAR ? 1 : COUNT];
 
-    template <bool ROWS> DEVICE Places(const Spans &spans, const Elements<T, ROWS> &elements, unsigned elsewhere) {
+    template <int ORDER> DEVICE Places(const Spans &spans, const Elements<T, ORDER> &elements, unsigned elsewhere) {
         if constexpr (PLACING == LINEAR)
             place[0] = threadIdx.x * sizeof(T);
         else
 #pragma unroll
             for (int j = 0; j < COUNT; j++) {
-                const typename Elements<T, ROWS>::Element at = elements[j];
-                if constexpr (PLACING == MANY_SPANS) {
+                const typename Elements<T, ORDER>::Element at = elements[j];
+                if constexpr (PLACING == TURNED_SPANS) {
+                    const bool halves = spans.kind == Spans::HALF;
+                    const unsigned in_half = halves ? at.d * elements.plan.heads.number + at.head
+                                                    : at.d * static_cast<unsigned>(spans.pitch) + at.head;
+                    const unsigned half_bytes = spans.half_bytes<T>(static_cast<int>(elements.plan.features.number));
+                    const unsigned shift = at.token * static_cast<unsigned>(spans.n) +
+                                           (halves ? 0 : at.d * static_cast<unsigned>(spans.d));
+                    place[j] = at.exists
+                                   ? (at.token * 2 * half_bytes + in_half * sizeof(T)) * 16 + shift * sizeof(T) % 16
+                                   : elsewhere * 16;
+                } else if constexpr (PLACING == MANY_SPANS) {
                     const bool all = spans.kind == Spans::ALL, of_tokens = spans.kind == Spans::TOKEN;
                     const unsigned span = all ? 0 : of_tokens ? at.token : at.row;
                     const unsigned in_span = all ? at.row : of_tokens ? at.head : 0;
@@ -218,7 +287,7 @@ template <typename T, int PLACING> struct Places {
         const Pack<T, COUNT> pack = packed<T, COUNT>(v);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            if (PLACING == LINEAR || place[j] != (PLACING == MANY_SPANS ? elsewhere * 16 : elsewhere))
+            if (PLACING == LINEAR || place[j] != (PLACING >= MANY_SPANS ? elsewhere * 16 : elsewhere))
                 write_shared(to + (*this)(j, low), pack.v[j]);
     }
 };
@@ -227,13 +296,16 @@ template <typename T, int PLACING> struct Places {
 template <typename T> struct DirectPlaces {
     static constexpr int COUNT = WIDE<T>;
     unsigned place[COUNT];
-    bool one_number; /* dy is the same for the whole chunk */
+    bool one_per_chunk, one_number; /* dy is the same number for a whole chunk; for all of them */
+    float number;                   /* then */
 
-    template <bool ROWS> DEVICE DirectPlaces(const Spans &spans, const Elements<T, ROWS> &elements, unsigned) {
-        one_number = spans.n == 0 && spans.h == 0 && spans.d == 0;
+    template <int ORDER>
+    DEVICE DirectPlaces(const Spans &spans, const Elements<T, ORDER> &elements, const Arguments<T> &a)
+        : one_per_chunk(spans.n == 0 && spans.h == 0 && spans.d == 0), one_number(a.dy_is_one_number()),
+          number(one_number ? to_float(*a.dy) : 0.0f) {
 #pragma unroll
         for (int j = 0; j < COUNT; j++) {
-            const typename Elements<T, ROWS>::Element at = elements[j];
+            const typename Elements<T, ORDER>::Element at = elements[j];
             place[j] = at.token * static_cast<unsigned>(spans.n) + at.head * static_cast<unsigned>(spans.h) +
                        at.d * static_cast<unsigned>(spans.d);
             keep(place[j]);
@@ -242,11 +314,11 @@ template <typename T> struct DirectPlaces {
     /* Both halves, `half` apart. has(j): whether the element exists. */
     template <class Has>
     DEVICE void read(const T *chunk, int64_t half, Has has, float (&c)[COUNT], float (&s)[COUNT]) const {
-        if (one_number) {
-            const float number = to_float(*chunk);
+        if (one_per_chunk) {
+            const float value = one_number ? number : to_float(*chunk);
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                c[j] = s[j] = number;
+                c[j] = s[j] = value;
             return;
         }
         T first[COUNT], second[COUNT];
