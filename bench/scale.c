@@ -268,16 +268,15 @@ static void do_once(struct rank *k, bool copy_alone) {
         k->status = RAFTER_DEVICE_ERROR;
 }
 
-/* The median seconds of that. Negative: it failed. */
-static double time_rank(struct world *w, double seconds, bool copy_alone) {
+/* Adds times of that to `samples`, for so many seconds. */
+static bool take_samples(struct world *w, double seconds, bool copy_alone, struct samples *samples) {
     struct rank *const k = &w->rank[0];
     const bool gpu = context_on_gpu(k->context);
     void *const before = gpu ? gpu_new_event() : NULL, *const after = gpu ? gpu_new_event() : NULL;
-    struct samples samples = {0};
     double spent = 0;
     k->tape.playing = true;
     call_rank(w, 0);
-    while (k->status == RAFTER_OK && (samples.count < 5 || spent < seconds)) {
+    for (int taken = 0; k->status == RAFTER_OK && (taken < 5 || spent < seconds); taken++) {
         const double start = clock_seconds();
         if (gpu)
             gpu_record(k->context, before);
@@ -285,18 +284,24 @@ static double time_rank(struct world *w, double seconds, bool copy_alone) {
         if (gpu)
             gpu_record(k->context, after);
         const double took = gpu ? (double)gpu_elapsed(before, after) * 1e-3 : clock_seconds() - start;
-        if (took < 0 || !samples_add(&samples, took))
+        if (took < 0 || !samples_add(samples, took))
             k->status = RAFTER_DEVICE_ERROR;
         spent += clock_seconds() - start;
     }
-    const double median = k->status == RAFTER_OK ? samples_summary(&samples).median : -1;
-    if (median < 0)
+    if (k->status != RAFTER_OK)
         fprintf(stderr, "rafter scale: %s: %s\n", rafter_status_name(k->status), rafter_last_error(k->context));
-    samples_free(&samples);
     if (gpu) {
         gpu_release_event(before);
         gpu_release_event(after);
     }
+    return k->status == RAFTER_OK;
+}
+
+/* The median seconds of that. Negative: it failed. */
+static double time_rank(struct world *w, double seconds, bool copy_alone) {
+    struct samples samples = {0};
+    const double median = take_samples(w, seconds, copy_alone, &samples) ? samples_summary(&samples).median : -1;
+    samples_free(&samples);
     return median;
 }
 
@@ -342,34 +347,64 @@ static bool measure_beside(struct world *w, const struct settings *s, struct poi
     return good;
 }
 
-static bool measure(const problem *whole, const struct settings *s, int ranks, struct point *point) {
-    struct world w = {.whole = whole, .ranks = ranks, .rank = calloc((size_t)ranks, sizeof *w.rank)};
+static void free_ranks(struct world *w, int first, bool gpu) {
+    for (int r = first; w->rank && r < w->ranks; r++)
+        if (w->rank[r].context) {
+            free_rank(&w->rank[r], gpu);
+            w->rank[r] = (struct rank){0};
+        }
+}
+
+/* All ranks make the call once; then only rank 0 is kept, with what it received. */
+static bool open_world(struct world *w, const problem *whole, const struct settings *s, int ranks,
+                       struct point *point) {
+    *w = (struct world){.whole = whole, .ranks = ranks, .rank = calloc((size_t)ranks, sizeof *w->rank)};
     struct loopback *const wire = loopback_new(ranks);
     *point = (struct point){.ranks = ranks, .compute = -1};
-    bool good = w.rank != NULL;
+    bool good = w->rank != NULL;
     for (int r = 0; r < ranks && good; r++)
-        good = make_rank(&w, wire, r, s);
+        good = make_rank(w, wire, r, s);
     if (good)
-        loopback_run(ranks, call_rank, &w);
+        loopback_run(ranks, call_rank, w);
     for (int r = 0; r < ranks && good; r++)
-        if (w.rank[r].status != RAFTER_OK) {
-            fprintf(stderr, "rafter scale: rank %d of %d: %s: %s\n", r, ranks, rafter_status_name(w.rank[r].status),
-                    rafter_last_error(w.rank[r].context));
+        if (w->rank[r].status != RAFTER_OK) {
+            fprintf(stderr, "rafter scale: rank %d of %d: %s: %s\n", r, ranks, rafter_status_name(w->rank[r].status),
+                    rafter_last_error(w->rank[r].context));
             good = false;
         }
     if (good) {
-        point->gathered = (double)w.rank[0].tape.gathered;
-        point->summed = (double)w.rank[0].tape.summed;
-        point->compute = time_rank(&w, s->seconds, false);
-        problem_variant(&w.rank[0].p, w.rank[0].context, PROBLEM_BOTH, point->variant, sizeof point->variant);
-        add_network(point, &s->network);
-        good = point->compute > 0 && measure_beside(&w, s, point);
+        point->gathered = (double)w->rank[0].tape.gathered;
+        point->summed = (double)w->rank[0].tape.summed;
+        problem_variant(&w->rank[0].p, w->rank[0].context, PROBLEM_BOTH, point->variant, sizeof point->variant);
     }
-    for (int r = 0; w.rank && r < ranks; r++)
-        if (w.rank[r].context)
-            free_rank(&w.rank[r], s->device.device_type == kDLCUDA);
+    free_ranks(w, 1, s->device.device_type == kDLCUDA);
     loopback_free(wire);
-    free(w.rank);
+    return good;
+}
+
+/* Numbers of ranks are measured in turns: a GPU gets slower as it gets warm, and the last ones would seem
+ * less efficient than they are. */
+enum { TURNS = 5 };
+
+static bool measure(const problem *whole, const struct settings *s, struct point *points) {
+    struct world worlds[MOST_POINTS] = {0};
+    struct samples samples[MOST_POINTS] = {0};
+    bool good = true;
+    for (int i = 0; i < s->points && good; i++)
+        good = open_world(&worlds[i], whole, s, s->ranks[i], &points[i]);
+    for (int turn = 0; turn < TURNS && good; turn++)
+        for (int i = 0; i < s->points && good; i++)
+            good = take_samples(&worlds[i], s->seconds / TURNS, false, &samples[i]);
+    for (int i = 0; i < s->points && good; i++) {
+        points[i].compute = samples_summary(&samples[i]).median;
+        add_network(&points[i], &s->network);
+        good = measure_beside(&worlds[i], s, &points[i]);
+    }
+    for (int i = 0; i < s->points; i++) {
+        free_ranks(&worlds[i], 0, s->device.device_type == kDLCUDA);
+        free(worlds[i].rank);
+        samples_free(&samples[i]);
+    }
     return good;
 }
 
@@ -499,15 +534,12 @@ int verb_scale(int argc, char **argv) {
     problem *const whole = calloc(1, sizeof *whole);
     char *memory = NULL;
     struct point points[MOST_POINTS];
-    int count = 0;
-    bool good = whole && make_whole(whole, &s, context, &memory);
-    for (; count < s.points && good; count++)
-        good = measure(whole, &s, s.ranks[count], &points[count]);
+    bool good = whole && make_whole(whole, &s, context, &memory) && measure(whole, &s, points);
     if (good)
-        print_points(&s, points, count);
+        print_points(&s, points, s.points);
     if (good && s.besides > 0)
-        print_besides(&s, points, count);
-    if (good && s.svg && !write_svg(s.svg, &s, points, count)) {
+        print_besides(&s, points, s.points);
+    if (good && s.svg && !write_svg(s.svg, &s, points, s.points)) {
         fprintf(stderr, "rafter scale: cannot write %s\n", s.svg);
         good = false;
     }
