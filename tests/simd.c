@@ -7,6 +7,7 @@
 #include <stdio.h>
 
 #include "core/cpu.h"
+#include "simd/sincos.h"
 #include "simd/softmax.h"
 #include "simd/transpose.h"
 
@@ -243,6 +244,46 @@ static void functions(void) {
     EXPECT(worst[0] <= 3.0 && worst[1] <= 2.0 && worst[2] <= 2.0 && worst[3] <= 4.0, "too inaccurate");
 }
 
+/* Sines and cosines for results of 16 bits: near zeros and tiny angles, and the same bits whichever position is first. */
+static void angles(void) {
+#if V_FMA
+    enum { ROWS = 8, N = 4 * V_LANES };
+    static const int64_t starts[] = {0, 1, -3, 355, 65536, 1000000, -1000000, (1 << 26) - 4, 1ll << 40};
+    static double theta[N];
+    static uint64_t step[N];
+    static float sine[ROWS * N], cosine[ROWS * N], alone[2 * N];
+    float largest = 0;
+    for (int i = 0; i < N; i++) {
+        const float tiny = ldexpf(1.0f + (float)i / N, -3 * i), tenths = 0.1f * (float)(i - N / 2);
+        const float quarters = 1.57079632679f * (float)i;
+        const float value = i % 4 == 0 ? tiny : i % 4 == 1 ? tenths : i % 4 == 2 ? quarters : 0.5f + (float)i / N;
+        theta[i] = (double)value;
+        largest = fmaxf(largest, fabsf(value));
+    }
+    for (int i = 0; i < N; i += V_LANES / 2) {
+        const vul steps = v_turn_step(v_load_d(theta + i));
+        memcpy(step + i, &steps, sizeof steps);
+    }
+    double worst = 0;
+    for (unsigned k = 0; k < sizeof starts / sizeof *starts; k++) {
+        v_sincos_rows(theta, step, (double)largest, starts[k], ROWS, N, sine, cosine);
+        for (int r = 0; r < ROWS; r++) {
+            float exact[2 * N];
+            v_sincos_row(theta, (double)largest, starts[k] + r, N, exact, exact + N);
+            v_sincos_rows(theta, step, (double)largest, starts[k] + r, 1, N, alone, alone + N);
+            EXPECT(memcmp(alone, sine + r * N, sizeof *sine * N) == 0, "%lld", (long long)starts[k] + r);
+            EXPECT(memcmp(alone + N, cosine + r * N, sizeof *sine * N) == 0, "%lld", (long long)starts[k] + r);
+            for (int i = 0; i < 2 * N; i++) {
+                const double off = fabs((double)alone[i] - (double)exact[i]), of = fabs((double)exact[i]);
+                worst = fmax(worst, of > 0 ? off / of : off > 0);
+            }
+        }
+    }
+    printf("sines and cosines for 16 bits: relative error %.2g\n", worst);
+    EXPECT(worst <= 4e-5, "too inaccurate");
+#endif
+}
+
 static int all(void) {
     for (int dtype = 0; dtype < 3; dtype++) {
         V_FOR_DTYPE(dtype, d, {
@@ -257,6 +298,7 @@ static int all(void) {
     widen(RAFTER_F16);
     compare();
     functions();
+    angles();
     printf("%d failures\n", failures);
     return failures != 0;
 }

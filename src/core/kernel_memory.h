@@ -10,8 +10,8 @@
 #include <stddef.h>
 
 enum {
-    RAFTER_KERNEL_BYTES = 88 << 10, /* for the kernel that runs */
-    RAFTER_TASK_BYTES = 32 << 10,   /* for the code that calls it */
+    RAFTER_KERNEL_BYTES = 104 << 10, /* for the kernel that runs */
+    RAFTER_TASK_BYTES = 32 << 10,    /* for the code that calls it */
     RAFTER_THREAD_BYTES = RAFTER_KERNEL_BYTES + RAFTER_TASK_BYTES
 };
 

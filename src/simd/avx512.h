@@ -36,6 +36,15 @@ V_INLINE vf v_select_negative(vf x, vf a, vf b) {
     return (vf)_mm512_ternarylogic_epi32(_mm512_srai_epi32((__m512i)x, 31), (__m512i)a, (__m512i)b, 0xca);
 }
 
+V_INLINE vf v_select_bit(vu x, int bit, vf a, vf b) {
+    const __mmask16 set = _mm512_test_epi32_mask((__m512i)x, _mm512_set1_epi32(1 << bit));
+    return (vf)_mm512_mask_blend_ps(set, (__m512)b, (__m512)a);
+}
+
+V_INLINE unsigned v_bits_less(vf a, vf b) {
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_LT_OQ);
+}
+
 V_INLINE unsigned v_bits(vi mask) {
     return _mm512_movepi32_mask((__m512i)mask);
 }

@@ -131,6 +131,16 @@ V_INLINE vf v_select_negative(vf x, vf a, vf b) {
     return v_select((vi)x >> 31, a, b);
 }
 
+/* a where that bit of x (0 to 30) is set, else b. */
+V_INLINE vf v_select_bit(vu x, int bit, vf a, vf b) {
+    return v_select((vi)(x << (31 - bit)) >> 31, a, b);
+}
+
+/* v_bits(a < b) */
+V_INLINE unsigned v_bits_less(vf a, vf b) {
+    return v_bits(a < b);
+}
+
 /* The inverse of v_bits; bits past the lanes are ignored. */
 V_INLINE vi v_from_bits(unsigned bits) {
     vi lane;
@@ -495,37 +505,48 @@ V_INLINE vf v_tanh(vf x) {
 
 /* ---- strided elements ------------------------------------------------------------------------ */
 
-/* Copies n elements that are `stride` elements apart to a contiguous buffer, and back. v_gather
- * returns the elements: p itself if they are contiguous already. */
-V_INLINE const void *v_gather(int dtype, const void *p, int64_t stride, int64_t n, void *buffer) {
-    if (stride == 1)
-        return p;
-    if (stride == 0) { /* compilers turn these loops into vectors only without the stride */
-        uint32_t word = 0;
-        memcpy(&word, p, (size_t)v_bytes(dtype));
-        word |= dtype == RAFTER_F32 ? 0 : word << 16;
-        for (int64_t i = 0; i < n * v_bytes(dtype) / 4; i++)
-            memcpy((char *)buffer + i * 4, &word, 4);
-        if (n * v_bytes(dtype) % 4)
-            memcpy((char *)buffer + (n - 1) * 2, &word, 2);
-        return buffer;
-    }
-    if (dtype == RAFTER_F32)
+/* What only moves elements depends on their size alone: one function for all dtypes of a file, called and not inlined. */
+V_OUTLINE void v_repeat_bytes(int64_t bytes, const void *p, int64_t n, void *buffer) {
+    uint32_t word = 0;
+    memcpy(&word, p, (size_t)bytes);
+    word |= bytes == 4 ? 0 : word << 16;
+    for (int64_t i = 0; i < n * bytes / 4; i++)
+        memcpy((char *)buffer + i * 4, &word, 4);
+    if (n * bytes % 4)
+        memcpy((char *)buffer + (n - 1) * 2, &word, 2);
+}
+
+V_OUTLINE void v_gather_bytes(int64_t bytes, const void *p, int64_t stride, int64_t n, void *buffer) {
+    if (stride == 0) /* compilers turn that loop into vectors only without the stride */
+        v_repeat_bytes(bytes, p, n, buffer);
+    else if (bytes == 4)
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)buffer + i * 4, (const char *)p + i * stride * 4, 4);
     else
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)buffer + i * 2, (const char *)p + i * stride * 2, 2);
-    return buffer;
 }
 
-V_INLINE void v_scatter(int dtype, const void *buffer, void *p, int64_t stride, int64_t n) {
-    if (dtype == RAFTER_F32)
+V_OUTLINE void v_scatter_bytes(int64_t bytes, const void *buffer, void *p, int64_t stride, int64_t n) {
+    if (bytes == 4)
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)p + i * stride * 4, (const char *)buffer + i * 4, 4);
     else
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)p + i * stride * 2, (const char *)buffer + i * 2, 2);
+}
+
+/* Copies n elements that are `stride` elements apart to a contiguous buffer, and back. v_gather
+ * returns the elements: p itself if they are contiguous already. */
+V_INLINE const void *v_gather(int dtype, const void *p, int64_t stride, int64_t n, void *buffer) {
+    if (stride == 1)
+        return p;
+    v_gather_bytes(v_bytes(dtype), p, stride, n, buffer);
+    return buffer;
+}
+
+V_INLINE void v_scatter(int dtype, const void *buffer, void *p, int64_t stride, int64_t n) {
+    v_scatter_bytes(v_bytes(dtype), buffer, p, stride, n);
 }
 
 #endif

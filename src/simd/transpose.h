@@ -171,10 +171,10 @@ V_INLINE void v_columns_to_square(int dtype, const float *from, int64_t from_pit
 
 /* ---- any rows -------------------------------------------------------------------------------- */
 
-/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, as fp32. Writes whole
- * vectors: to_pitch is at least `rows` rounded up to V_LANES. */
-V_INLINE void v_rows_to_columns(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to,
-                                int64_t to_pitch) {
+/* v_rows_to_columns: to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, as fp32.
+ * Writes whole vectors: to_pitch is at least `rows` rounded up to V_LANES. */
+V_INLINE void v_rows_to_columns_as(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to,
+                                   int64_t to_pitch) {
     if (pitch == n && n <= V_LANES / 2) {
         V_FOR_WIDTH(n, width, v_packed_rows_to_columns(dtype, width, x, rows, n, to, to_pitch));
         return;
@@ -192,9 +192,9 @@ V_INLINE void v_rows_to_columns(int dtype, const char *x, int64_t pitch, int64_t
         }
 }
 
-/* The inverse: y[r * pitch + c] = from[c * from_pitch + r]. Reads whole vectors. */
-V_INLINE void v_columns_to_rows(int dtype, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y,
-                                int64_t pitch) {
+/* v_columns_to_rows, the inverse: y[r * pitch + c] = from[c * from_pitch + r]. Reads whole vectors. */
+V_INLINE void v_columns_to_rows_as(int dtype, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y,
+                                   int64_t pitch) {
     if (pitch == n && n <= V_LANES / 2) {
         V_FOR_WIDTH(n, width, v_columns_to_packed_rows(dtype, width, from, from_pitch, rows, n, y));
         return;
@@ -204,6 +204,19 @@ V_INLINE void v_columns_to_rows(int dtype, const float *from, int64_t from_pitch
             v_columns_to_square(dtype, from + c * from_pitch + r, from_pitch, rows - r, n - c,
                                 y + (r * pitch + c) * v_bytes(dtype), pitch);
 }
+
+V_OUTLINE void v_rows_to_columns(int type, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to,
+                                 int64_t to_pitch);
+V_OUTLINE void v_columns_to_rows(int type, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y,
+                                 int64_t pitch);
+V_FUNCTION(v_rows_to_columns,
+           (int type, const char *x, int64_t pitch, int64_t rows, int64_t n, float *to, int64_t to_pitch),
+           (type, x, pitch, rows, n, to, to_pitch), type,
+           ((void)type, v_rows_to_columns_as(dtype, x, pitch, rows, n, to, to_pitch)))
+V_FUNCTION(v_columns_to_rows,
+           (int type, const float *from, int64_t from_pitch, int64_t rows, int64_t n, char *y, int64_t pitch),
+           (type, from, from_pitch, rows, n, y, pitch), type,
+           ((void)type, v_columns_to_rows_as(dtype, from, from_pitch, rows, n, y, pitch)))
 
 /* ---- elements as they are -------------------------------------------------------------------- */
 
@@ -255,8 +268,7 @@ V_INLINE void v_turn_square(int dtype, bool whole, const char *x, int64_t pitch,
             v_store_bits(dtype, to + i * to_pitch, a[i], whole ? V_LANES : rows);
 }
 
-/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements, without conversion. */
-V_INLINE void v_turn(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
+V_INLINE void v_turn_as(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
     const int64_t bytes = v_bytes(dtype), from_step = pitch * bytes, to_step = to_pitch * bytes;
     for (int64_t r = 0; r < rows; r += V_LANES)
         for (int64_t c = 0; c < n; c += V_LANES) {
@@ -268,6 +280,15 @@ V_INLINE void v_turn(int dtype, const char *x, int64_t pitch, int64_t rows, int6
             else
                 v_turn_square(dtype, false, from, from_step, there, wide, at, to_step);
         }
+}
+
+/* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements of 2 or 4 bytes, without conversion. */
+V_OUTLINE void v_turn(int64_t bytes, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to,
+                      int64_t to_pitch) {
+    if (bytes == 4)
+        v_turn_as(RAFTER_F32, x, pitch, rows, n, to, to_pitch);
+    else
+        v_turn_as(RAFTER_BF16, x, pitch, rows, n, to, to_pitch);
 }
 
 #endif

@@ -15,8 +15,10 @@
 
 #include "rafter/rafter.h"
 
-/* Nothing but static inline functions: no symbol of one ISA level can leak into another. */
+/* Nothing but static functions: no symbol of one ISA level can leak into another. */
 #define V_INLINE static inline __attribute__((always_inline))
+/* For code that is used in many places and whose calls cost little beside its loops: it is compiled once per file. */
+#define V_OUTLINE static __attribute__((noinline, unused))
 
 typedef float vf __attribute__((vector_size(V_LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(V_LANES * 4)));

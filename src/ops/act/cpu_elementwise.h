@@ -31,12 +31,7 @@ V_INLINE vf backward(const vf in[], const void *env) {
 
 V_INLINE void map_as(int dtype, int kind, bool is_forward, const struct act_block *b) {
     const struct elementwise env = {dtype, kind};
-    if (lies_across(is_forward ? 1 : 2, b)) {
-        map_tiles(dtype, is_forward ? 1 : 2, b, is_forward ? forward : backward, &env);
-        return;
-    }
-    for (int64_t row = 0; row < b->rows; row++)
-        map_row(dtype, is_forward ? 1 : 2, b, row, is_forward ? forward : backward, &env);
+    map_rows(dtype, is_forward ? 1 : 2, b, 0, b->rows, is_forward ? forward : backward, &env);
 }
 
 V_INLINE vf identity(const vf in[], const void *env) {
@@ -50,7 +45,7 @@ V_INLINE void copy(int dtype, int from, const struct act_block *b) {
     if (step != 1 && b->row_stride[from] == 1 && b->column_stride[ACT_OUT] == 1) {
         for (int64_t row = 0; row < b->rows; row += TILE_ROWS)
             for (int64_t i = 0; i < n; i += TILE_COLUMNS)
-                v_turn(dtype, row_at(dtype, b, from, row) + i * step * bytes, step, min64(n - i, TILE_COLUMNS),
+                v_turn(bytes, row_at(dtype, b, from, row) + i * step * bytes, step, min64(n - i, TILE_COLUMNS),
                        min64(b->rows - row, TILE_ROWS), row_at(dtype, b, ACT_OUT, row) + i * bytes,
                        b->row_stride[ACT_OUT]);
         return;

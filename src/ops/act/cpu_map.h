@@ -12,86 +12,59 @@ V_INLINE char *row_at(int dtype, const struct act_block *b, int tensor, int64_t 
     return b->data[tensor] + row * b->row_stride[tensor] * v_bytes(dtype);
 }
 
-/* Elements gathered at a time where the elements of a row are not contiguous. */
-enum { GATHER = 1024 };
-
-/* Tiles of tensors that lie across the rows of the output are turned into a buffer. */
-enum { TILE_ROWS = 32, TILE_COLUMNS = 64, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
+/* Inputs whose rows are not contiguous are copied to a buffer tile by tile: parts of a row, or of several rows if the input lies
+ * across them and can be turned. */
+enum { GATHER = 1024, TILE_ROWS = 32, TILE_COLUMNS = 64, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
 
 /* The tile of rows x columns elements at (row, column) of an input, with column stride 1: in its own
- * place, or copied to the buffer. *pitch: bytes from row to row. */
+ * place, or copied to the buffer. Tiles come row by row, from the first column on. *pitch: bytes from row to row. */
 V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, int64_t row, int64_t rows,
                              int64_t column, int64_t columns, char *buffer, int64_t *pitch) {
     const int64_t bytes = v_bytes(dtype), step = b->column_stride[tensor], row_step = b->row_stride[tensor];
     const char *const from = row_at(dtype, b, tensor, row) + column * step * bytes;
     *pitch = row_step * bytes;
-    if (step == 1)
+    if (step == 1 || b->columns == 1)
         return from;
     *pitch = TILE_COLUMNS * bytes;
-    if (row_step == 1)
-        v_turn(dtype, from, step, columns, rows, buffer, TILE_COLUMNS);
+    if (step == 0 && column > 0)
+        return buffer; /* a repeated element is the same in all tiles of a row */
+    if (row_step == 1 && rows > 1)
+        v_turn(bytes, from, step, columns, rows, buffer, TILE_COLUMNS);
     else
         for (int64_t r = 0; r < rows; r++)
-            v_gather(dtype, from + r * row_step * bytes, step, columns, buffer + r * *pitch);
+            v_gather_bytes(bytes, from + r * row_step * bytes, step, columns, buffer + r * *pitch);
     return buffer;
 }
 
-/* Whether an input lies across the rows. The output does not. */
-V_INLINE bool lies_across(int inputs, const struct act_block *b) {
-    bool across = false;
-    for (int t = 0; t < inputs; t++)
-        across |= b->column_stride[t] != 1 && b->row_stride[t] == 1;
-    return across && b->rows > 1 && b->column_stride[ACT_OUT] == 1;
-}
-
-/* v_map over a block, tile by tile. `inputs` tensors are read: ACT_IN, then ACT_DY. */
-V_INLINE void map_tiles(int dtype, int inputs, const struct act_block *b, vf (*f)(const vf in[], const void *env),
-                        const void *env) {
+/* v_map over `rows` rows of the block from row `first` on. `inputs` tensors are read: ACT_IN, then ACT_DY. */
+V_INLINE void map_rows(int dtype, int inputs, const struct act_block *b, int64_t first, int64_t rows,
+                       vf (*f)(const vf in[], const void *env), const void *env) {
     char buffer[2][TILE_ELEMENTS * 4];
-    const int64_t bytes = v_bytes(dtype);
-    for (int64_t row = 0; row < b->rows; row += TILE_ROWS)
-        for (int64_t column = 0; column < b->columns; column += TILE_COLUMNS) {
-            const int64_t rows = min64(b->rows - row, TILE_ROWS), columns = min64(b->columns - column, TILE_COLUMNS);
+    const int64_t bytes = v_bytes(dtype), out_step = b->columns == 1 ? 1 : b->column_stride[ACT_OUT];
+    bool contiguous = out_step == 1, across = false;
+    for (int t = 0; t < inputs && b->columns > 1; t++) {
+        contiguous &= b->column_stride[t] == 1;
+        across |= b->column_stride[t] != 1 && b->row_stride[t] == 1;
+    }
+    across &= rows > 1 && out_step == 1;
+    const int64_t tile_rows = contiguous ? rows : across ? TILE_ROWS : 1;
+    const int64_t tile_columns = contiguous ? b->columns : across ? TILE_COLUMNS : GATHER;
+    char *const gathered = buffer[0] + GATHER * 4; /* not in use for tiles of one row */
+    for (int64_t row = first; row < first + rows; row += tile_rows)
+        for (int64_t column = 0; column < b->columns; column += tile_columns) {
+            const int64_t high = min64(first + rows - row, tile_rows), wide = min64(b->columns - column, tile_columns);
             const char *tile[2];
             int64_t pitch[2] = {0, 0};
             for (int t = 0; t < inputs; t++)
-                tile[t] = tile_of(dtype, b, t, row, rows, column, columns, buffer[t], &pitch[t]);
-            for (int64_t r = 0; r < rows; r++) {
+                tile[t] = tile_of(dtype, b, t, row, high, column, wide, buffer[t], &pitch[t]);
+            for (int64_t r = 0; r < high; r++) {
                 const void *const in[2] = {tile[0] + r * pitch[0], inputs > 1 ? tile[1] + r * pitch[1] : NULL};
-                v_map(dtype, inputs, in, row_at(dtype, b, ACT_OUT, row + r) + column * bytes, columns, b->stream, f,
-                      env);
+                char *const out = row_at(dtype, b, ACT_OUT, row + r) + column * out_step * bytes;
+                v_map(dtype, inputs, in, out_step == 1 ? out : gathered, wide, out_step == 1 && b->stream, f, env);
+                if (out_step != 1)
+                    v_scatter(dtype, gathered, out, out_step, wide);
             }
         }
-}
-
-/* v_map over one row of the block, with any column strides. `inputs` tensors are read: ACT_IN, then
- * ACT_DY. */
-V_INLINE void map_row(int dtype, int inputs, const struct act_block *b, int64_t row,
-                      vf (*f)(const vf in[], const void *env), const void *env) {
-    const int64_t bytes = v_bytes(dtype), n = b->columns, out_step = b->column_stride[ACT_OUT];
-    const int64_t *const step = &b->column_stride[ACT_IN];
-    const void *in[2] = {row_at(dtype, b, ACT_IN, row), row_at(dtype, b, inputs > 1 ? ACT_DY : ACT_IN, row)};
-    char *const out = row_at(dtype, b, ACT_OUT, row);
-    if (n == 1 || (out_step == 1 && step[0] == 1 && (inputs == 1 || step[1] == 1))) {
-        v_map(dtype, inputs, in, out, n, b->stream, f, env);
-        return;
-    }
-    char buffer[3][GATHER * 4];
-    for (int64_t i = 0; i < n; i += GATHER) {
-        const int64_t part = min64(n - i, GATHER);
-        const void *gathered[2];
-        for (int k = 0; k < inputs; k++) {
-            gathered[k] = buffer[k];
-            if (i == 0 || step[k] != 0) /* a repeated element is the same in all parts */
-                gathered[k] = v_gather(dtype, (const char *)in[k] + i * step[k] * bytes, step[k], part, buffer[k]);
-        }
-        if (out_step == 1) {
-            v_map(dtype, inputs, gathered, out + i * bytes, part, b->stream, f, env);
-        } else {
-            v_map(dtype, inputs, gathered, buffer[2], part, false, f, env);
-            v_scatter(dtype, buffer[2], out + i * out_step * bytes, out_step, part);
-        }
-    }
 }
 
 #endif

@@ -133,7 +133,7 @@ V_INLINE vf normalised(const vf in[], const void *env) {
 V_INLINE void rows_forward_apply(int dtype, const struct act_block *b, const float *statistics) {
     for (int64_t r = 0; r < b->rows; r++) {
         const struct normaliser n = {finite_pivot(v_set(statistics[r])), v_set(1.0f / statistics[b->rows + r])};
-        map_row(dtype, 1, b, r, normalised, &n);
+        map_rows(dtype, 1, b, r, 1, normalised, &n);
     }
 }
 
@@ -177,7 +177,7 @@ V_INLINE vf projected(const vf in[], const void *env) {
 V_INLINE void rows_backward_apply(int dtype, const struct act_block *b, const float *sum) {
     for (int64_t r = 0; r < b->rows; r++) {
         const vf env = v_set(sum[r]);
-        map_row(dtype, 2, b, r, projected, &env);
+        map_rows(dtype, 2, b, r, 1, projected, &env);
     }
 }
 

@@ -315,9 +315,9 @@ V_FUNCTION(gradient,
 
 /* ---- blocks of adjacent rows ----------------------------------------------------------------- */
 
-static void load_block(rafter_dtype any, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
+static void load_block(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n, float *to,
                        int64_t pitch) {
-    V_FOR_DTYPE(any, dtype, v_rows_to_columns(dtype, z, class_stride, n, rows, to, pitch));
+    v_rows_to_columns((int)dtype, z, class_stride, n, rows, to, pitch);
 }
 
 static void fetch_block(rafter_dtype dtype, const char *z, int64_t class_stride, int64_t rows, int64_t n) {
@@ -343,7 +343,7 @@ static void store_block(rafter_dtype any, const float *from, int64_t pitch, int6
     if (class_stride == 1)
         V_FOR_DTYPE(any, dtype, store_rows(dtype, from, pitch, rows, n, dz, row_stride))
     else
-        V_FOR_DTYPE(any, dtype, v_columns_to_rows(dtype, from, pitch, n, rows, dz, class_stride))
+        v_columns_to_rows((int)any, from, pitch, n, rows, dz, class_stride);
 }
 
 static void fence(void) {

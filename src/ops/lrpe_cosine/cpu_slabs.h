@@ -45,25 +45,19 @@ static struct input open_input(const rafter_view *view, int halves, const struct
     if (step[3] == 1)
         return in;
     const int64_t half = t->width * bytes, head = halves * half, row = t->heads * head;
-    const bool across = step[2] == 1 && t->heads > 1; /* the heads are contiguous instead */
+    const bool across = step[2] == 1 && t->heads >= TURNED_HEADS; /* the heads are contiguous instead */
     for (int64_t r = 0; r < t->rows && across; r++)
         for (int k = 0; k < halves; k++) {
             const char *from = at + r * in.row + k * in.half;
             char *const to = buffer + r * row + k * half;
-            if (bytes == 4)
-                v_turn(RAFTER_F32, from, step[3], t->width, t->heads, to, head / bytes);
-            else
-                v_turn(RAFTER_BF16, from, step[3], t->width, t->heads, to, head / bytes);
+            v_turn(bytes, from, step[3], t->width, t->heads, to, head / bytes);
         }
     for (int64_t r = 0; r < t->rows && !across; r++)
         for (int64_t h = 0; h < t->heads; h++)
             for (int k = 0; k < halves; k++) {
                 const char *from = at + r * in.row + h * in.head + k * in.half;
                 char *const to = buffer + r * row + h * head + k * half;
-                if (bytes == 4)
-                    v_gather(RAFTER_F32, from, step[3], t->width, to);
-                else
-                    v_gather(RAFTER_BF16, from, step[3], t->width, to);
+                v_gather_bytes(bytes, from, step[3], t->width, to);
             }
     return (struct input){buffer, row, head, half, 0};
 }
@@ -113,10 +107,7 @@ static void close_output(const rafter_view *view, int halves, const struct tile 
             for (int k = 0; k < halves; k++) {
                 const char *piece = from + h * out->head + k * out->half;
                 char *const place = to + (h * step[2] + k * features * step[3]) * bytes;
-                if (bytes == 4)
-                    v_scatter(RAFTER_F32, piece, place, step[3], t->width);
-                else
-                    v_scatter(RAFTER_BF16, piece, place, step[3], t->width);
+                v_scatter_bytes(bytes, piece, place, step[3], t->width);
             }
     }
 }

@@ -15,20 +15,25 @@ enum {
 
 struct tile {
     int64_t max_columns;
-    bool angles;                             /* whether sines and cosines are needed */
-    int64_t n, rows;                         /* tokens */
-    int64_t h, heads;                        /* more than one only if the tile has all features of the box */
-    int64_t d, width;                        /* features of each head */
-    int64_t pitch;                           /* width rounded up to whole pairs */
-    double largest;                          /* see v_sincos_row */
-    _Alignas(64) double theta[LRPE_COLUMNS]; /* [heads][pitch] */
+    bool angles;                              /* whether sines and cosines are needed */
+    int64_t n, rows;                          /* tokens */
+    int64_t first_n, last_n;                  /* tokens of some tiles that follow one another, with the same columns */
+    int64_t h, heads;                         /* more than one only if the tile has all features of the box */
+    int64_t d, width;                         /* features of each head */
+    int64_t pitch;                            /* width rounded up to whole pairs */
+    int64_t loaded_h, loaded_heads, loaded_d; /* whose theta is loaded; 0 heads: none */
+    double largest;                           /* see v_sincos_row */
+    _Alignas(64) double theta[LRPE_COLUMNS];  /* [loaded_heads][pitch] */
+#if V_FMA
+    _Alignas(64) uint64_t step[LRPE_COLUMNS]; /* [loaded_heads][pitch]: v_turn_step, if x has 16 bits */
+#endif
     _Alignas(64) float sine[TILE_CELLS], cosine[TILE_CELLS]; /* [rows][heads][pitch] */
 };
 
 /* A pair of theta, in the pair order of x's dtype, which may differ from theta's. */
 V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int64_t step, int64_t count) {
     char buffer[PAIR * 4];
-    v_store2(dtype, buffer, v_set(0.0f), v_set(0.0f));
+    v_store2(dtype, buffer, v_set(1.0f), v_set(1.0f)); /* an angle as good as any: 0 would take v_sincos_lanes */
     const char *contiguous = v_gather(dtype, p, step, count, buffer);
     if (contiguous != buffer && count < PAIR)
         contiguous = memcpy(buffer, p, (size_t)(count * v_bytes(dtype)));
@@ -38,11 +43,14 @@ V_INLINE struct pair load_theta_pair(int dtype, int x_dtype, const char *p, int6
     return (struct pair){(vf)v_even_words((vi)v.a, (vi)v.b), (vf)v_odd_words((vi)v.a, (vi)v.b)};
 }
 
-static void load_theta(const struct lrpe_cosine_call *call, struct tile *t) {
+/* Loads theta of the tile's features, for its heads and those behind them. */
+static void load_theta(const struct lrpe_cosine_call *call, struct tile *t, int64_t heads) {
     const rafter_view *theta = &call->theta;
     const int64_t head_step = theta->stride[0], step = theta->stride[1]; /* 0 where theta is broadcast */
     vf largest = v_set(0.0f);
-    for (int64_t h = 0; h < t->heads; h++)
+    t->loaded_h = t->h, t->loaded_d = t->d;
+    t->loaded_heads = heads;
+    for (int64_t h = 0; h < t->loaded_heads; h++)
         for (int64_t i = 0; i < t->pitch; i += PAIR) {
             const char *from = rafter_at(theta, (t->h + h) * head_step + (t->d + i) * step);
             const int64_t count = min64(t->width - i, PAIR);
@@ -55,6 +63,12 @@ static void load_theta(const struct lrpe_cosine_call *call, struct tile *t) {
                 double *const to = t->theta + h * t->pitch + i + k * V_LANES;
                 v_store_d(to, low);
                 v_store_d(to + V_LANES / 2, high);
+#if V_FMA
+                if (call->x.dtype != RAFTER_F32) {
+                    const vul steps[] = {v_turn_step(low), v_turn_step(high)};
+                    memcpy(t->step + h * t->pitch + i + k * V_LANES, steps, sizeof steps);
+                }
+#endif
                 const vf magnitude = (vf)((vi)vectors[k] & INT32_MAX);
                 largest = v_max(v_select(magnitude <= v_set(INFINITY), magnitude, v_set(INFINITY)), largest);
             }
@@ -66,33 +80,52 @@ static void load_theta(const struct lrpe_cosine_call *call, struct tile *t) {
 static void start_tiles(struct tile *t, int64_t max_columns, bool angles) {
     t->max_columns = max_columns;
     t->angles = angles;
-    t->rows = 0;
+    t->rows = t->loaded_heads = 0;
+}
+
+/* Whether heads are contiguous instead of features. A tile then has as many of them as it can, if they are
+ * TURNED_HEADS or more: fewer are gathered faster than turned. */
+enum { TURNED_HEADS = V_LANES / 2 };
+static bool lies_across(const rafter_view *view) {
+    return view->data && view->stride[2] == 1 && view->stride[3] != 1;
 }
 
 /* Advances to the next tile: features first, then heads, then tokens. Returns false past the last
- * one. */
+ * one. If theta of all heads cannot be loaded at once, some tokens come before all of these, so that
+ * it serves them all. */
 static bool next_tile(const struct lrpe_cosine_call *call, const struct lrpe_box *box, struct tile *t) {
-    const int64_t last_h = t->rows ? t->h : -1, last_d = t->d;
     if (t->rows == 0) {
-        t->n = box->n, t->h = box->h, t->d = box->d;
-    } else if ((t->d += t->width) == box->d_end) {
-        t->d = box->d;
-        if ((t->h += t->heads) == box->h_end) {
-            t->h = box->h;
-            t->n += t->rows;
+        t->n = t->first_n = box->n, t->h = box->h, t->d = box->d;
+    } else if ((t->n += t->rows) == t->last_n) {
+        t->n = t->first_n;
+        if ((t->d += t->width) == box->d_end) {
+            t->d = box->d;
+            if ((t->h += t->heads) == box->h_end) {
+                t->h = box->h;
+                t->n = t->first_n = t->last_n;
+            }
         }
     }
     if (t->n == box->n_end)
         return false;
     const int64_t max_width = min64(box->d_end - box->d, t->max_columns), max_pitch = round_up(max_width, PAIR);
-    const int64_t max_heads =
-        max_width < box->d_end - box->d ? 1 : min64(box->h_end - box->h, t->max_columns / max_pitch);
-    t->rows = min64(box->n_end - t->n, min64(TILE_ROWS, TILE_CELLS / (max_heads * max_pitch)));
+    const bool whole = max_width == box->d_end - box->d;
+    const bool loads_all = whole && (box->h_end - box->h) * max_pitch <= LRPE_COLUMNS;
+    /* Several rows, since a step from token to token is cheap; fewer if columns are loaded often. */
+    const bool across =
+        lies_across(&call->x) || lies_across(&call->dy) || lies_across(&call->y) || lies_across(&call->dx);
+    const bool turned = across && t->max_columns / max_pitch >= TURNED_HEADS;
+    const int64_t columns = turned ? t->max_columns : min64(t->max_columns, TILE_CELLS / (loads_all ? 4 : 2));
+    const int64_t max_heads = whole ? max64(min64(box->h_end - box->h, columns / max_pitch), 1) : 1;
+    const int64_t rows = min64(TILE_ROWS, TILE_CELLS / (max_heads * max_pitch));
+    t->last_n = min64(box->n_end, t->first_n + (loads_all ? rows : TILE_ROWS));
+    t->rows = min64(t->last_n - t->n, rows);
     t->heads = min64(box->h_end - t->h, max_heads);
     t->width = min64(box->d_end - t->d, max_width);
     t->pitch = round_up(t->width, PAIR);
-    if (t->angles && (t->h != last_h || t->d != last_d))
-        load_theta(call, t);
+    const bool loaded = t->d == t->loaded_d && t->h >= t->loaded_h && t->h + t->heads <= t->loaded_h + t->loaded_heads;
+    if (t->angles && !loaded)
+        load_theta(call, t, loads_all ? box->h_end - box->h : t->heads);
     return true;
 }
 
@@ -117,9 +150,18 @@ static void load_angles(const struct lrpe_cosine_call *call, const struct lrpe_b
     const bool differ = call->positions.data && call->positions.stride[0] != 0;
     if (!t->angles || (b > box->b && !differ))
         return;
-    const int64_t columns = t->heads * t->pitch;
+    const int64_t columns = t->heads * t->pitch, from = (t->h - t->loaded_h) * t->pitch;
+#if V_FMA
+    if (call->x.dtype != RAFTER_F32) {
+        const int64_t some = call->positions.data ? 1 : t->rows; /* rows of successive positions */
+        for (int64_t r = 0; r < t->rows; r += some)
+            v_sincos_rows(t->theta + from, t->step + from, t->largest, position_of(call, b, t->n + r), some, columns,
+                          t->sine + r * columns, t->cosine + r * columns);
+        return;
+    }
+#endif
     for (int64_t r = 0; r < t->rows; r++)
-        v_sincos_row(t->theta, t->largest, position_of(call, b, t->n + r), columns, t->sine + r * columns,
+        v_sincos_row(t->theta + from, t->largest, position_of(call, b, t->n + r), columns, t->sine + r * columns,
                      t->cosine + r * columns);
 }
 
