@@ -5,9 +5,10 @@
  * reported size; finite differences of the oracle itself.
  *
  *     test_walk [OP ...] [--large] [--variant NAME] [--device cuda] [--every N [--from K] | --each N]
- *               [--batch-invariant]
+ *               [--others N] [--batch-invariant]
  *
- * Every variant that this device can run gets every problem. A variant may decline a call that it
+ * Every variant that this device can run gets every problem; with --others, the first one does, and the
+ * others get one in N. A variant may decline a call that it
  * does not serve. On a GPU the library's own choice is walked too, as "auto". The walk prints how
  * many problems each variant served; a walk over all problems and variants fails if a variant
  * served none.
@@ -330,9 +331,9 @@ static void walk_few(const struct op_cases *op, struct variant *v, int wanted) {
 
 struct selection {
     bool large;
-    const char *variant; /* NULL: all */
-    int64_t every, from;
-    int64_t each; /* problems per variant and mode; 0: all */
+    const char *variant;         /* NULL: all */
+    int64_t every, from, others; /* others: variants after the first take one problem in so many */
+    int64_t each;                /* problems per variant and mode; 0: all */
 };
 
 static void walk_all_finite_differences(const struct op_cases *op) {
@@ -355,7 +356,7 @@ static void walk_op(const struct op_cases *op, const struct selection *s) {
     struct variant variants[VARIANTS_MOST + 1];
     const int count = open_variants(op->op, s->variant, variants);
     for (int64_t i = s->from; i < op->count() && s->each == 0; i += s->every)
-        walk_problem(op, i, variants, count);
+        walk_problem(op, i, variants, i % s->others == 0 ? count : 1);
     for (int i = 0; i < count; i++) {
         struct variant *const v = &variants[i];
         if (s->each > 0 && !v->automatic)
@@ -378,7 +379,7 @@ int main(int argc, char **argv) {
         setenv("OMP_WAIT_POLICY", "passive", 1);
         execv("/proc/self/exe", argv);
     }
-    struct selection s = {.every = 1};
+    struct selection s = {.every = 1, .others = 1};
     bool named = false;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--large") == 0)
@@ -389,6 +390,8 @@ int main(int argc, char **argv) {
             s.variant = argv[++i];
         else if (strcmp(argv[i], "--every") == 0 && i + 1 < argc)
             s.every = max64(atoll(argv[++i]), 1);
+        else if (strcmp(argv[i], "--others") == 0 && i + 1 < argc)
+            s.others = max64(atoll(argv[++i]), 1);
         else if (strcmp(argv[i], "--from") == 0 && i + 1 < argc)
             s.from = max64(atoll(argv[++i]), 0);
         else if (strcmp(argv[i], "--each") == 0 && i + 1 < argc)
