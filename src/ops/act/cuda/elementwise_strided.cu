@@ -60,18 +60,14 @@ struct ElementwiseStrided {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
         const bool one_input = is_forward(call) || call.kind == RAFTER_ACT_NONE;
-        act_call without = call; /* whose views merge whatever dy's strides are */
-        if (!one_input && is_one_number(call.dy))
-            without.dy = call.out;
-        const ElementwiseViews views(call), others(without);
-        const elementwise::Views<1> in_out = {{others.view[OUT], others.view[IN]}};
+        const ElementwiseViews views(call);
+        const elementwise::Views<1> in_out = {{views.view[OUT], views.view[IN]}};
         /* One load more per pack costs less than another kernel, if packs are aligned. */
         const bool one_number = !one_input && is_one_number(call.dy) && !in_out.has_packs();
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (one_input)
-                elementwise::launch_all<T>(context, elementwise::Views<1>{{views.view[OUT], views.view[IN]}},
-                                           Activate{call.kind}, INT32_MAX);
+                elementwise::launch_all<T>(context, in_out, Activate{call.kind}, INT32_MAX);
             else if (one_number)
                 elementwise::launch_all<T>(
                     context, in_out, ActivateOne<T>{call.kind, reinterpret_cast<const T *>(call.dy.data)}, INT32_MAX);

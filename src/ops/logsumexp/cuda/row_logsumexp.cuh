@@ -8,14 +8,9 @@
 
 namespace {
 
-/* What row_stream.cuh asks of an op. */
-template <typename T> struct RowLogsumexp {
-    static constexpr bool LARGE = false, ADDS_EDGES = true;
-    static constexpr int CHUNK_ADDS = 0;
+/* The statistics of a row, as the kernels of all four files want them. */
+template <typename T> struct LogsumexpStats {
     typedef RowStats Stats;
-    struct Row {
-        bool present;
-    };
     const Rows &lse;
 
     DEVICE Stats none() const {
@@ -25,12 +20,6 @@ template <typename T> struct RowLogsumexp {
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
         add_packs(g, packs, 1.0f);
     }
-    /* See row_chunks.cuh. */
-    template <int LANES, int N, int EDGES>
-    DEVICE Stats reduce(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid, const Pack<T, 1> (&edges)[EDGES],
-                        bool ragged, int valid_edges) const {
-        return reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, 1.0f);
-    }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, 1.0f);
     }
@@ -39,6 +28,23 @@ template <typename T> struct RowLogsumexp {
     }
     DEVICE void begin() const {
         wait_for_previous_kernel();
+    }
+};
+
+/* What row_stream.cuh, row_chunks.cuh and row_threads.cuh ask of an op. */
+template <typename T> struct RowLogsumexp : LogsumexpStats<T> {
+    typedef RowStats Stats;
+    static constexpr bool LARGE = false, ADDS_EDGES = true;
+    static constexpr int CHUNK_ADDS = 0;
+    struct Row {
+        bool present;
+    };
+
+    /* See row_chunks.cuh. */
+    template <int LANES, int N, int EDGES>
+    DEVICE Stats reduce(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid, const Pack<T, 1> (&edges)[EDGES],
+                        bool ragged, int valid_edges) const {
+        return reduce_lanes<LANES>(packs, most, valid, edges, ragged, valid_edges, 1.0f);
     }
     DEVICE Row no_row() const {
         return {false};
@@ -58,40 +64,23 @@ template <typename T> struct RowLogsumexp {
     }
     DEVICE void finish(const Row &row, int64_t at, const Stats &g) const {
         if (row.present)
-            lse.put(at, lse_of(g));
+            this->lse.put(at, lse_of(g));
     }
 };
 
-/* What slab_kernels.cuh asks of an op. */
-template <typename T> struct SlabLogsumexp {
+/* What slab_kernels.cuh and slab_windows.cuh ask of an op. */
+template <typename T> struct SlabLogsumexp : LogsumexpStats<T> {
     typedef RowStats Stats;
     struct Row {
         int64_t row; /* -1: none */
     };
-    const Rows &lse;
 
-    DEVICE Stats none() const {
-        return no_elements();
-    }
-    template <int N, int COUNT>
-    DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
-        add_packs(g, packs, 1.0f);
-    }
     template <int N, int COUNT>
     DEVICE void add_lines(Stats (&g)[N], const Pack<T, N> (&packs)[COUNT], int, int64_t, int64_t) const {
         add_lines_of(g, packs, 1.0f);
     }
-    DEVICE Stats merge(const Stats &x, const Stats &y) const {
-        return ::merge(x, y, 1.0f);
-    }
-    DEVICE Stats merge_lanes(const Stats &g, int lanes) const {
-        return merge_some_lanes(g, lanes, 1.0f);
-    }
     DEVICE Stats load(const Stats *stored) const {
         return load_stats(stored);
-    }
-    DEVICE void begin() const {
-        wait_for_previous_kernel();
     }
     DEVICE Row no_row() const {
         return {-1};
@@ -101,7 +90,7 @@ template <typename T> struct SlabLogsumexp {
     }
     DEVICE void finish(const Row &row, const Stats &g) const {
         if (row.row >= 0)
-            lse.put(row.row, lse_of(g));
+            this->lse.put(row.row, lse_of(g));
     }
 };
 
