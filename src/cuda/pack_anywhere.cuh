@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Packs of 16 bytes that begin at any element of a tensor: two aligned packs, which are shifted.
- * Elements outside of the tensor are not read; those between its rows may be.
+ * Packs of 16 bytes that begin at any element of a tensor. They are loaded as two aligned packs, which are
+ * shifted: elements outside of the tensor are not read; those between its rows may be. Adjacent ones are
+ * stored as aligned packs, of which the lanes of a warp exchange the parts.
  */
 #ifndef RAFTER_CUDA_PACK_ANYWHERE_CUH
 #define RAFTER_CUDA_PACK_ANYWHERE_CUH
@@ -90,6 +91,66 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
             if (at + j >= low && at + j < high)
                 to[j] = pack.v[j];
     }
+}
+
+/* Stores packs of adjacent elements to an address that is not aligned. All lanes of the warp take
+ * part. `position`: of the pack in its span; lanes with consecutive positions in one span exchange
+ * the elements that belong to each other's aligned packs; the others are stored one by one. */
+template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &pack, bool valid, int position) {
+    const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (N - 1);
+    if (!__any_sync(~0u, valid && ragged != 0)) {
+        if (valid)
+            store_once<T, N>(p, pack);
+        return;
+    }
+    const int mark = valid ? position : -2;
+    const int before = __shfl_up_sync(~0u, mark, 1), after = __shfl_down_sync(~0u, mark, 1);
+    const int lane = threadIdx.x % WARP;
+    const bool joined_before = lane > 0 && valid && before + 1 == mark,
+               joined_after = lane < WARP - 1 && valid && after == mark + 1;
+    constexpr int WORDS = N * (int)sizeof(T) / 4, EACH = N / WORDS;
+    unsigned w[2 * WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+        w[i] = reinterpret_cast<const unsigned *>(&pack)[i];
+        w[WORDS + i] = __shfl_down_sync(~0u, w[i], 1);
+    }
+    if (!valid)
+        return;
+    const int skip = (N - ragged) & (N - 1); /* elements before the first aligned one */
+    if (skip == 0) {
+        store_once<T, N>(p, pack);
+        return;
+    }
+    if (!joined_before)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j < skip)
+                p[j] = pack.v[j];
+    if (!joined_after) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (j >= skip)
+                p[j] = pack.v[j];
+        return;
+    }
+    /* The 16 bytes from element `skip` of this pack and the next one. */
+    const int words = skip / EACH;
+#pragma unroll
+    for (int by = WORDS / 2; by > 0; by /= 2)
+        if (words & by)
+#pragma unroll
+            for (int i = 0; i + by < 2 * WORDS; i++)
+                w[i] = w[i + by];
+    if (EACH == 2 && skip & 1)
+#pragma unroll
+        for (int i = 0; i < WORDS; i++)
+            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
+    Pack<T, N> out;
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+        reinterpret_cast<unsigned *>(&out)[i] = w[i];
+    store_once<T, N>(p + skip, out);
 }
 
 #endif

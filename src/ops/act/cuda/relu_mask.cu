@@ -3,6 +3,7 @@
  * relu with a mask of one bit per element, which forward writes and backward reads instead of x. A
  * thread takes eight elements and their byte of the mask.
  */
+#include "cuda/pack_anywhere.cuh"
 #include "ops/act/cuda/problem.cuh"
 
 namespace {
@@ -30,37 +31,52 @@ DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
         *byte = (uint8_t)bits;
 }
 
-/* Contiguous tensors, aligned to 16 bytes. */
-template <typename T, bool FORWARD>
-__global__ void __launch_bounds__(THREADS) relu_aligned(const T *in, uint8_t *mask, T *out, int64_t n) {
+/* Contiguous tensors. ALIGNED: both, to 16 bytes. */
+template <typename T, bool FORWARD, bool ALIGNED>
+__global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t *mask, T *out, int64_t n) {
     constexpr int N = WIDE<T>, PARTS = 8 / N;
-    const int64_t bytes = n / 8, byte = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    if (byte < bytes) {
-        unsigned bits = FORWARD ? 0 : __ldcs(mask + byte);
-        Pack<T, N> a[PARTS];
+    const int64_t bytes = n / 8, byte = (int64_t)blockIdx.x * THREADS + threadIdx.x, at = byte * 8;
+    const bool present = byte < bytes;
+    unsigned bits = FORWARD || !present ? 0 : __ldcs(mask + byte);
+    Pack<T, N> a[PARTS];
+    if constexpr (ALIGNED) {
 #pragma unroll
         for (int p = 0; p < PARTS; p++)
-            a[p] = load_once<T, N>(in + byte * 8 + p * N);
+            if (present)
+                a[p] = load_once<T, N>(in + at + p * N);
+    } else {
+        PackAnywhere<T> loaded[PARTS];
 #pragma unroll
-        for (int p = 0; p < PARTS; p++) {
+        for (int p = 0; p < PARTS; p++)
+            loaded[p].load(present, in + at + p * N, in, in + n);
 #pragma unroll
-            for (int j = 0; j < N; j++) {
-                const int bit = p * N + j;
-                if (FORWARD)
-                    bits |= (unsigned)passes(a[p].v[j]) << bit;
-                a[p].v[j] = bits >> bit & 1 ? a[p].v[j] : from_float<T>(0.0f);
-            }
-            store_once(out + byte * 8 + p * N, a[p]);
-        }
+        for (int p = 0; p < PARTS; p++)
+            if (present)
+                a[p] = loaded[p].get(in, in + n);
+    }
+#pragma unroll
+    for (int bit = 0; bit < 8; bit++) {
+        T &element = a[bit / N].v[bit % N];
         if (FORWARD)
-            __stcs(mask + byte, (uint8_t)bits);
+            bits |= (unsigned)passes(element) << bit;
+        element = bits >> bit & 1 ? element : from_float<T>(0.0f);
+    }
+    if (present && FORWARD)
+        __stcs(mask + byte, (uint8_t)bits);
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) {
+        T *const to = out + at + p * N;
+        if (!ALIGNED)
+            store_shifted(to, a[p], present, static_cast<int>(threadIdx.x) * PARTS + p);
+        else if (present)
+            store_once(to, a[p]);
     }
     if (blockIdx.x == 0 && threadIdx.x == 0 && bytes * 8 < n)
         relu_byte<T, FORWARD>(in, mask + bytes, out, n - bytes * 8,
                               [&](int i, int64_t &in_at, int64_t &out_at) { in_at = out_at = bytes * 8 + i; });
 }
 
-/* Any alignment and strides. */
+/* Any strides. */
 template <typename T, bool FORWARD>
 __global__ void __launch_bounds__(THREADS)
     relu_strided(const T *in, uint8_t *mask, T *out, const Walk walk, int64_t n) {
@@ -78,8 +94,8 @@ struct ReluMask {
     typedef act_call Call;
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
-        bool aligned; /* contiguous, and all packs are aligned */
-        Walk walk;    /* over elements, if not aligned */
+        bool contiguous, aligned; /* aligned: all packs are */
+        Walk walk;                /* over elements, if not contiguous */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -90,10 +106,10 @@ struct ReluMask {
         rafter_view in = is_forward(call) ? call.in : call.dy, out = call.out;
         rafter_view *const views[] = {&in, &out};
         const int dims = rafter_collapse(views, 2, 0, out.ndim); /* stays in row-major order, like the bits */
-        plan->aligned = dims == 1 && in.stride[0] == 1 && out.stride[0] == 1 &&
-                        (reinterpret_cast<uintptr_t>(in.data) | reinterpret_cast<uintptr_t>(out.data)) % 16 == 0;
+        plan->contiguous = dims == 1 && in.stride[0] == 1 && out.stride[0] == 1;
+        plan->aligned = (reinterpret_cast<uintptr_t>(in.data) | reinterpret_cast<uintptr_t>(out.data)) % 16 == 0;
         const rafter_view *const walked[TENSORS] = {&in, NULL, &out};
-        if (!plan->aligned)
+        if (!plan->contiguous)
             plan->walk = walk_over(walked, 0, dims);
         return 0;
     }
@@ -103,8 +119,10 @@ struct ReluMask {
         const T *const in = reinterpret_cast<const T *>(FORWARD ? call.in.data : call.dy.data);
         T *const out = reinterpret_cast<T *>(call.out.data);
         const int64_t n = call.out.numel, blocks = ceil_div(n, int64_t(8) * THREADS);
-        if (plan.aligned)
-            ::launch(context, {blocks, THREADS}, relu_aligned<T, FORWARD>, in, call.mask, out, n);
+        if (plan.contiguous)
+            ::launch(context, {blocks, THREADS},
+                     plan.aligned ? relu_contiguous<T, FORWARD, true> : relu_contiguous<T, FORWARD, false>, in,
+                     call.mask, out, n);
         else
             ::launch(context, {blocks, THREADS}, relu_strided<T, FORWARD>, in, call.mask, out, plan.walk, n);
     }
