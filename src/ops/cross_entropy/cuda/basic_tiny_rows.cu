@@ -33,7 +33,7 @@ template <typename T> struct TinyLoss {
     }
     DEVICE void begin() const {
     }
-    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements) {
+    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements, T *) {
         const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded);
         const RowStats s = stats_of_row<T>(x);
@@ -76,7 +76,8 @@ template <typename T> struct TinyGradient {
         wait_for_previous_kernel();
         factor = *a.factor;
     }
-    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+    template <int COUNT>
+    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *elements, T *gradient) const {
         const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded.label);
         const double own = factor * loaded.dloss;
@@ -90,26 +91,26 @@ template <typename T> struct TinyGradient {
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
             if (j < a.tiny.length)
-                elements[j] = from_float<T>(g.label < 0 ? g.c : scaled.of(x[j]));
+                gradient[j] = from_float<T>(g.label < 0 ? g.c : scaled.of(x[j]));
         if (g.label >= 0)
-            elements[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
+            gradient[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
     }
 };
 
-template <typename T, int COUNT>
+template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyLoss<T> op = {a};
-    tiny_rows<TinyLoss<T>, T, COUNT, false>(op, a.tiny, dynamic);
+    tiny_rows<TinyLoss<T>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
     if (a.basic.loss)
         add_up_threads<TINY_THREADS>(a.basic, op.sum);
 }
 
-template <typename T, int COUNT>
+template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyGradient<T> op = {a};
-    tiny_rows<TinyGradient<T>, T, COUNT, true>(op, a.tiny, dynamic);
+    tiny_rows<TinyGradient<T>, T, COUNT, ROWS, true>(op, a.tiny, dynamic);
 }
 
 struct BasicTinyRows {
@@ -143,8 +144,8 @@ struct BasicTinyRows {
         const struct rafter_loss &l = call.loss;
         TinyArgs &args = plan->args;
         args.basic = basic_args(device, p, call);
-        args.tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL),
-                                 static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
+        args.tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
+                                 static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), true);
         args.row_losses = nullptr;
         args.row_dlosses = nullptr;
         if (l.reduction == RAFTER_NONE) {
@@ -167,12 +168,12 @@ struct BasicTinyRows {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_tiny_count(args.tiny.length, [&](auto count) {
-                constexpr int COUNT = decltype(count)::value;
+            for_tiny_shape<true>(args.tiny, [&](auto count, auto rows) {
+                constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                 if (plan.forward)
-                    sequence.run(how, tiny_losses<T, COUNT>, args);
+                    sequence.run(how, tiny_losses<T, COUNT, ROWS>, args);
                 else
-                    sequence.run(how, tiny_gradients<T, COUNT>, args);
+                    sequence.run(how, tiny_gradients<T, COUNT, ROWS>, args);
             });
         });
         return RAFTER_OK;

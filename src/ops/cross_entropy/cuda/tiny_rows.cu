@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int TINY_PER_SM = 4; /* blocks per multiprocessor */
+constexpr int TINY_PER_SM = 4, TINY_GRADIENTS_PER_SM = 3; /* blocks per multiprocessor */
 
 struct TinyArgs {
     Args call;
@@ -84,7 +84,7 @@ template <typename T> struct TinyLoss {
     DEVICE void begin() const {
         wait_for_previous_kernel();
     }
-    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements) {
+    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements, T *) {
         const int64_t label = loss.class_of(loaded);
         if (label >= 0)
             write_row(loss, row, label,
@@ -116,7 +116,8 @@ template <typename T> struct TinyGradient {
         wait_for_previous_kernel();
         common = common_factor(c);
     }
-    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+    template <int COUNT>
+    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *elements, T *gradient) const {
         const int64_t label = loss.class_of(loaded.label);
         RowGradient g = gradient_of_skipped(label);
         if (label >= 0) {
@@ -131,9 +132,9 @@ template <typename T> struct TinyGradient {
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
             if (j < length)
-                elements[j] = from_float<T>(g.constant ? g.p : columns.of(x[j], j, loss));
+                gradient[j] = from_float<T>(g.constant ? g.p : columns.of(x[j], j, loss));
         if (!g.constant)
-            elements[label] = from_float<T>(g.at_label);
+            gradient[label] = from_float<T>(g.at_label);
     }
 };
 
@@ -141,15 +142,16 @@ template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyLoss<T> op(a);
-    tiny_rows<TinyLoss<T>, T, COUNT, false>(op, a.tiny, dynamic);
+    tiny_rows<TinyLoss<T>, T, COUNT, 1, false>(op, a.tiny, dynamic);
     add_up(a.call, op.totals);
 }
 
 template <typename T, int COUNT>
-__global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
+__global__ __launch_bounds__(TINY_THREADS,
+                             TINY_GRADIENTS_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyGradient<T> op(a);
-    tiny_rows<TinyGradient<T>, T, COUNT, true>(op, a.tiny, dynamic);
+    tiny_rows<TinyGradient<T>, T, COUNT, 1, true>(op, a.tiny, dynamic);
 }
 
 struct TinyRowsVariant {
@@ -173,9 +175,9 @@ struct TinyRowsVariant {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         WorkspaceLayout layout;
-        plan->tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL),
-                                  static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
-        plan->blocks = tiny_blocks(plan->tiny, device, TINY_PER_SM);
+        plan->tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
+                                  static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), false);
+        plan->blocks = tiny_blocks(plan->tiny, device, p.gradient ? TINY_GRADIENTS_PER_SM : TINY_PER_SM);
         plan->general.fill(device, p, call, plan->blocks, &layout);
         return layout.bytes;
     }
@@ -186,7 +188,7 @@ struct TinyRowsVariant {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_tiny_count(args.tiny.length, [&](auto count) {
+            for_tiny_shape<false>(args.tiny, [&](auto count, auto) {
                 constexpr int COUNT = decltype(count)::value;
                 if (args.call.gradient)
                     sequence.run(how, tiny_gradients<T, COUNT>, args);
