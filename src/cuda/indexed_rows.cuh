@@ -102,7 +102,7 @@ constexpr int INDEXED_THREADS = 512; /* per block, at most */
 /* By the length of rows alone. A warp per row, and several rows per block; or a block per row. */
 struct RowTeam {
     static constexpr int ROWS = 8; /* per block, if a warp takes a row */
-    int threads;                   /* per row */
+    int threads;                   /* per row: a power of two */
 
     /* `packs`: that a thread should have, if that is possible. */
     static __host__ RowTeam of(int64_t row_bytes, int packs, int most_threads = INDEXED_THREADS) {

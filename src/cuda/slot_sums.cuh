@@ -10,9 +10,15 @@
  * have the same pivot: the largest of the row's first elements. So a term does not depend on the others
  * of its thread either. In the end the slots are summed in the order of their remainders. If the row's
  * maximum turns out to be far from the pivot, the row is read once more, with its maximum as pivot.
+ *
+ * 16 bits: a term is 2^(rate x - offset) with rate = scale log2(e) and offset = rate pivot, one instruction
+ * instead of two. The rounding of the offset is a factor of all terms, which the last step divides out. Where
+ * it could be large, the row is read once more too, with terms e^(scale (x - pivot)).
  */
 #ifndef RAFTER_CUDA_SLOT_SUMS_CUH
 #define RAFTER_CUDA_SLOT_SUMS_CUH
+
+#include <type_traits>
 
 #include "cuda/indexed_rows.cuh"
 
@@ -20,19 +26,25 @@
 constexpr int SLOT_THREADS = 256;
 
 /* Between pivot and maximum, times the scale. Terms are at most e^that. */
-constexpr float MOST_DISTANCE = 40.0f;
+constexpr float MOST_DISTANCE = 40.0f, MOST_OFFSET = 0x1p20f;
 
 /* Of one thread. TOTAL: also the sum of the elements. */
 template <typename T, bool TOTAL> struct SlotSums {
     static constexpr int N = WIDE<T>;
-    float pivot, max, sum[N], total[TOTAL ? N : 1];
+    float pivot, scale, max, sum[N], total[TOTAL ? N : 1];
 
-    DEVICE explicit SlotSums(float at) : pivot(at), max(-INFINITY), sum{}, total{} {
+    DEVICE SlotSums(float at, float by) : pivot(at), scale(by), max(-INFINITY), sum{}, total{} {
     }
-    /* Elements that do not exist are -inf. `present`: whether element j of pack k exists; read for
-     * TOTAL only. */
-    template <int COUNT, typename Present>
-    DEVICE void add(const Pack<T, N> (&packs)[COUNT], float scale, Present present) {
+    DEVICE float rate() const {
+        return scale * LOG2E;
+    }
+    DEVICE float offset() const {
+        return pivot * rate();
+    }
+    /* PRECISE: whatever the offset. Elements that do not exist are -inf. `present`: whether element j of pack k
+     * exists; read for TOTAL only. */
+    template <bool PRECISE, int COUNT, typename Present>
+    DEVICE void add(const Pack<T, N> (&packs)[COUNT], Present present) {
         max = fmaxf(max, max_of_all(packs));
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
@@ -40,11 +52,24 @@ template <typename T, bool TOTAL> struct SlotSums {
             unpack(packs[k], x);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                sum[j] += exp_term<T>(x[j] - pivot, scale);
+                if constexpr (NARROW<T> && !PRECISE)
+                    sum[j] += exp2_fast(fmaf(x[j], rate(), -offset()));
+                else
+                    sum[j] += exp_term<T>(x[j] - pivot, scale);
                 if constexpr (TOTAL)
                     total[j] += present(k, j) ? x[j] : 0.0f;
             }
         }
+    }
+    /* Whether sums that are not PRECISE are good enough for a row with this maximum. */
+    DEVICE bool good_for(float row_max) const {
+        const float distance = (row_max - pivot) * scale;
+        return distance >= 0.0f && distance <= MOST_DISTANCE && (!NARROW<T> || fabsf(offset()) <= MOST_OFFSET);
+    }
+    /* What their sum must be multiplied by to be relative to that maximum. */
+    DEVICE float factor(float row_max, bool precise) const {
+        return NARROW<T> && !precise ? exp2f(fmaf(-row_max, rate(), offset()))
+                                     : expf((pivot - pivot_at(row_max)) * scale);
     }
 };
 
@@ -103,7 +128,7 @@ template <typename T, bool ALIGNED> struct Granules {
         }
     }
     /* A granule that is not whole, or whose elements are not adjacent. */
-    template <bool TOTAL> DEVICE void add_some(SlotSums<T, TOTAL> &slots, int g, float scale) const {
+    template <bool PRECISE, bool TOTAL> DEVICE void add_some(SlotSums<T, TOTAL> &slots, int g) const {
         const int64_t first = int64_t(g) * N - shift;
         const auto present = [&](int, int j) { return first + j >= 0 && first + j < row.n; };
         Pack<T, N> pack[1] = {all_of<T, N>(-INFINITY)};
@@ -111,16 +136,17 @@ template <typename T, bool ALIGNED> struct Granules {
         for (int j = 0; j < N; j++)
             if (present(0, j))
                 pack[0].v[j] = row.first[(first + j) * row.step];
-        slots.add(pack, scale, present);
+        slots.template add<PRECISE>(pack, present);
     }
     /* Granules of a thread before its first whole one, and after its last one. */
-    template <bool TOTAL> DEVICE void add_before(SlotSums<T, TOTAL> &slots, int thread, float scale) const {
+    template <bool PRECISE, bool TOTAL> DEVICE void add_before(SlotSums<T, TOTAL> &slots, int thread) const {
         if (!ALIGNED && thread < begin)
-            add_some(slots, thread, scale);
+            add_some<PRECISE>(slots, thread);
     }
-    template <bool TOTAL> DEVICE void add_after(SlotSums<T, TOTAL> &slots, int thread, int threads, float scale) const {
+    template <bool PRECISE, bool TOTAL>
+    DEVICE void add_after(SlotSums<T, TOTAL> &slots, int thread, int threads) const {
         if (begin <= end && end < count && (end & (threads - 1)) == thread)
-            add_some(slots, end, scale);
+            add_some<PRECISE>(slots, end);
     }
 };
 
@@ -177,16 +203,10 @@ struct RowSums {
     float total;
 };
 
-/* Whether sums with this pivot are good enough for a row with this maximum. */
-DEVICE bool is_near(float pivot, float max, float scale) {
-    const float distance = (max - pivot) * scale;
-    return distance >= 0.0f && distance <= MOST_DISTANCE;
-}
-
-/* From the slots of all threads; every thread gets the result. redo(): sums the row again, with the pivot
- * that it finds in `slots`. Called once per kernel. */
+/* From the slots of all threads; every thread gets the result. redo(): sums the row again, PRECISE, with the
+ * pivot that it finds in `slots`. Called once per kernel. */
 template <typename T, bool TOTAL, typename Redo>
-DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int shift, float scale, Redo redo) {
+DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int shift, Redo redo) {
     constexpr int N = WIDE<T>;
     __shared__ WarpSums<N> of;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = team.threads / WARP;
@@ -209,8 +229,9 @@ DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int s
         __syncthreads();
         max = warp_max(lane < warps ? of.max[lane] : -INFINITY);
     }
-    if (!is_near(slots.pivot, max, scale)) {
-        slots = SlotSums<T, TOTAL>(pivot_at(max));
+    const bool precise = !slots.good_for(max);
+    if (precise) {
+        slots = SlotSums<T, TOTAL>(pivot_at(max), slots.scale);
         redo();
         publish(); /* nobody has read the first ones */
         if (is_block)
@@ -229,7 +250,7 @@ DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int s
         if constexpr (TOTAL)
             total = warp_sum(lane < warps ? of.total[lane] : 0.0f);
     }
-    return {{max, sum * expf((slots.pivot - pivot_at(max)) * scale)}, total};
+    return {{max, sum * slots.factor(max, precise)}, total};
 }
 
 /* Called by all threads of the team, which get the result. COUNT: granules in flight; of no effect on the
@@ -244,30 +265,31 @@ DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row
     int g = granules.first_of(thread, threads);
     if (granules.adjacent && g < end)
         granules.load(group, g, threads);
-    SlotSums<T, TOTAL> slots(Pivot<T>(row).value());
+    SlotSums<T, TOTAL> slots(Pivot<T>(row).value(), scale);
     if (!wanted())
         return {};
-    const auto add_all = [&] {
+    const auto add_all = [&](auto precise) {
+        constexpr bool PRECISE = decltype(precise)::value;
         if (!granules.adjacent) {
             for (int i = thread; i < granules.count; i += threads)
-                granules.add_some(slots, i, scale);
+                granules.template add_some<PRECISE>(slots, i);
             return;
         }
-        granules.add_before(slots, thread, scale);
+        granules.template add_before<PRECISE>(slots, thread);
         while (g < end) {
-            slots.add(group, scale, [&](int k, int) { return g + k * threads < end; });
+            slots.template add<PRECISE>(group, [&](int k, int) { return g + k * threads < end; });
             g += COUNT * threads;
             if (g < end)
                 granules.load(group, g, threads);
         }
-        granules.add_after(slots, thread, threads, scale);
+        granules.template add_after<PRECISE>(slots, thread, threads);
     };
-    add_all();
-    return merge_slots(team, slots, granules.shift, scale, [&] {
+    add_all(std::false_type());
+    return merge_slots(team, slots, granules.shift, [&] {
         g = granules.first_of(thread, threads);
         if (granules.adjacent && g < end)
             granules.load(group, g, threads);
-        add_all();
+        add_all(std::true_type());
     });
 }
 

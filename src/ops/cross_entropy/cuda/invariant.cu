@@ -157,11 +157,18 @@ template <typename T> struct StagedRow {
     }
     /* Starts to copy whole granules first, first + threads, ... in chunks of COUNT, a group of copies each. */
     template <int COUNT> DEVICE void fetch(int first, int threads, int chunks) const {
-        for (int g = first, chunk = 0; chunk < chunks; chunk++) {
+        for (int g = first, chunk = 0; chunk < chunks; chunk++, g += COUNT * threads) {
+            const bool all_whole = g > 0 && g + (COUNT - 1) * threads < whole; /* spares most tests */
+            if (all_whole) {
 #pragma unroll
-            for (int k = 0; k < COUNT; k++, g += threads)
-                if (is_whole(g))
-                    copy_async<T, N>(granules + g, z + element(g, 0));
+                for (int k = 0; k < COUNT; k++)
+                    copy_async<T, N>(granules + g + k * threads, z + element(g + k * threads, 0));
+            } else {
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    if (is_whole(g + k * threads))
+                        copy_async<T, N>(granules + g + k * threads, z + element(g + k * threads, 0));
+            }
             copy_commit();
         }
     }
@@ -198,7 +205,7 @@ DEVICE void write_staged(const RowWriter<OPTIONS, T> &writer, const StagedRow<T>
             write(g);
         /* The label's column is written once more, by the thread that has written its granule. */
         const int of_label = static_cast<int>((writer.label + row.shift) / N);
-        if (of_label >= begin && of_label < row.whole && (of_label - begin) % threads == thread)
+        if (of_label >= begin && of_label < row.whole && ((of_label - begin) & (threads - 1)) == thread)
             dz[writer.label] = from_float<T>(writer.row.at_label);
     }
     const int head = begin ? N - row.shift : 0, tail = row.n - row.element(row.whole, 0);
@@ -242,20 +249,27 @@ DEVICE LossStats<OPTIONS> staged_stats(const RowTeam &team, const StagedRow<T> &
         copy_wait<0>();
         return merge_block_for_all(g, loss.scale);
     } else {
-        SlotSums<T, OPTIONS == SMOOTH> slots(pivot);
-        const auto add_all = [&] {
+        SlotSums<T, OPTIONS == SMOOTH> slots(pivot, loss.scale);
+        const auto add_all = [&](auto precise) {
             for (int g = thread, chunk = 0; chunk < chunks; chunk++, g += COUNT * threads) {
                 copy_wait_all_but(chunks - chunk);
                 Pack<T, N> group[COUNT];
+                if (g + (COUNT - 1) * threads < row.all) {
 #pragma unroll
-                for (int k = 0; k < COUNT; k++)
-                    group[k] = g + k * threads < row.all ? row.granules[g + k * threads] : all_of<T, N>(-INFINITY);
-                slots.add(group, loss.scale, [&](int k, int j) { return row.present(g + k * threads, j); });
+                    for (int k = 0; k < COUNT; k++)
+                        group[k] = row.granules[g + k * threads];
+                } else {
+#pragma unroll
+                    for (int k = 0; k < COUNT; k++)
+                        group[k] = g + k * threads < row.all ? row.granules[g + k * threads] : all_of<T, N>(-INFINITY);
+                }
+                slots.template add<decltype(precise)::value>(
+                    group, [&](int k, int j) { return row.present(g + k * threads, j); });
             }
         };
-        add_all();
+        add_all(std::false_type());
         copy_wait<0>();
-        return stats_from<OPTIONS>(merge_slots(team, slots, row.shift, loss.scale, add_all));
+        return stats_from<OPTIONS>(merge_slots(team, slots, row.shift, [&] { add_all(std::true_type()); }));
     }
 }
 
@@ -275,14 +289,16 @@ __global__ __launch_bounds__(INDEXED_THREADS,
     const StagedRow<T> row(c.z.at<const T>(at_row), static_cast<int>(loss.classes), memory);
     /* What is waited for first is issued before the row's loads, or it would arrive after them. */
     const int64_t loaded = loss.load_label(at_row);
-    const int last = row.all - 1, of_last = max(last - FIRST, 0) % threads;
+    const int last = row.all - 1, of_last = max(last - FIRST, 0) & (threads - 1);
     Pack<T, N> head, tail;
     if (thread == 0 && !row.is_whole(0))
         head = row.load_part(0);
     if (thread == of_last && !row.is_whole(last))
         tail = row.load_part(last);
     const Pivot<T> first_elements(IndexedRow<T, false>{row.z, row.n, 1});
-    const int chunks = max((row.all - FIRST + COUNT * threads - 1) / (COUNT * threads), 1), early = alone ? chunks : 1;
+    static_assert((COUNT & (COUNT - 1)) == 0, "chunks are shifted out");
+    const int chunk_log2 = 31 - __clz(COUNT * threads), /* divisions would take as long as a pack of a row */
+        chunks = max((row.all - FIRST + COUNT * threads - 1) >> chunk_log2, 1), early = alone ? chunks : 1;
     if (FIRST > 0 && thread == 0 && row.is_whole(0))
         copy_async<T, N>(row.granules, row.z);
     row.template fetch<COUNT>(FIRST + thread, threads, early);
