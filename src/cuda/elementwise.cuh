@@ -1,10 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Elementwise kernels over tensors of one shape with any strides: one output, one or two inputs.
- * Four kernels, by layout:
+ * Six kernels, by layout:
  *
+ *   by_packs     Rows of all tensors are whole, aligned packs of 16 bytes, and evenly spaced. A thread
+ *                takes a pack of the output.
  *   by_rows      The last dimension is contiguous in the output, and contiguous or expanded in the
  *                inputs. A thread takes packs of 16 bytes that are aligned in the output.
+ *   by_segments  The same for long rows of fp32 that are not aligned: adjacent threads take adjacent
+ *                elements.
  *   by_tiles     An input is contiguous along another dimension than the output: tiles are
  *                transposed in shared memory (elementwise_tiles.cuh).
  *   by_gather    Short rows of 16 bits of an output without gaps: a thread gathers the elements of a
@@ -21,7 +25,9 @@
 
 namespace elementwise {
 
+constexpr int PACK_THREADS = 256;                   /* per block */
 constexpr int ROW_THREADS = 128;                    /* per block */
+constexpr int SEGMENT_THREADS = 128, SEGMENT = 8;   /* per block; elements of a thread */
 constexpr int GATHER_THREADS = 256;                 /* per block */
 constexpr int ELEMENT_THREADS = 256, ELEMENTS = 8;  /* per block; per thread at a time */
 constexpr int64_t SHORT_ROW_BYTES = 128;            /* shorter rows, unless they are packs, go by elements */
@@ -40,6 +46,26 @@ struct Copy {
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
+/* F: has `bool start()`, which every thread calls first, to load what all elements share (false: there is
+ * nothing to do), and `of(packs)`, which makes a pack of the output of one pack of each input. */
+template <typename T, int INPUTS, typename F>
+__global__ void __launch_bounds__(PACK_THREADS)
+    by_packs(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
+             Divisor row_packs, unsigned packs, F f) {
+    constexpr int N = WIDE<T>;
+    start_next_kernel();
+    if (!f.start())
+        return;
+    for (unsigned i = blockIdx.x * PACK_THREADS + threadIdx.x; i < packs; i += gridDim.x * PACK_THREADS) {
+        const unsigned row = row_packs.quotient(i), column = (i - row * row_packs.number) * N;
+        Pack<T, N> in[INPUTS];
+#pragma unroll
+        for (int t = 0; t < INPUTS; t++)
+            in[t] = load_once<T, N>(tensors.template input<T>(t) + row * outer.stride[0][1 + t] + column);
+        store_once<T, N>(tensors.template output<T>() + row * outer.stride[0][0] + column, f.of(in));
+    }
+}
+
 /* Packs per thread at a time, and blocks per multiprocessor, at least: what is in flight. */
 template <typename T, int INPUTS, bool PACKED> struct RowShape {
     static constexpr bool SHIFTED = NARROW<T> && !PACKED; /* two aligned packs for one */
@@ -50,8 +76,7 @@ template <typename T, int INPUTS, bool PACKED> struct RowShape {
 };
 
 /* An item is a pack of a row. PACKED: the rows of all tensors that are not expanded are whole, aligned
- * packs. F: has `bool start()`, which every thread calls first, to load what all elements share (false: there
- * is nothing to do), and `of(packs)`, which makes a pack of the output of one pack of each input. */
+ * packs. F: see by_packs. */
 template <typename T, int INPUTS, int DIMS, bool PACKED, typename F>
 __global__ void __launch_bounds__(ROW_THREADS, RowShape<T, INPUTS, PACKED>::blocks(DIMS))
     by_rows(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int n,
@@ -93,6 +118,35 @@ __global__ void __launch_bounds__(ROW_THREADS, RowShape<T, INPUTS, PACKED>::bloc
             else
                 store_inside(to[k] + column[k], out, column[k], 0, n);
         }
+    }
+}
+
+/* A segment is SEGMENT_THREADS * SEGMENT elements of a row. */
+template <typename T, int INPUTS, typename F>
+__global__ void __launch_bounds__(SEGMENT_THREADS, INPUTS == 1 ? 12 : 8)
+    by_segments(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int n,
+                Divisor row_segments, unsigned segments, F f) {
+    start_next_kernel();
+    if (!f.start())
+        return;
+    for (unsigned i = blockIdx.x; i < segments; i += gridDim.x) {
+        const unsigned row = row_segments.quotient(i);
+        const int first = static_cast<int>((i - row * row_segments.number) * (SEGMENT_THREADS * SEGMENT) + threadIdx.x);
+        int64_t at[1 + INPUTS];
+        outer.template offsets<ANY>(row, at);
+        Pack<T, 1> in[SEGMENT][INPUTS];
+#pragma unroll
+        for (int k = 0; k < SEGMENT; k++)
+            if (const int column = first + k * SEGMENT_THREADS; column < n)
+#pragma unroll
+                for (int t = 0; t < INPUTS; t++)
+                    in[k][t] =
+                        load_once<T, 1>(tensors.template input<T>(t) + at[1 + t] + column * tensors.inner[1 + t]);
+        T *const to = tensors.template output<T>() + at[0];
+#pragma unroll
+        for (int k = 0; k < SEGMENT; k++)
+            if (const int column = first + k * SEGMENT_THREADS; column < n)
+                store_once(to + column, f.of(in[k]));
     }
 }
 
@@ -201,6 +255,13 @@ template <int INPUTS> struct Views {
         for (int t = 0; t <= INPUTS; t++)
             all = all && direct(t);
         return all;
+    }
+    /* Whether an input has one element per row. */
+    bool any_expanded() const {
+        bool any = false;
+        for (int t = 1; t <= INPUTS; t++)
+            any = any || (view[t].stride[last()] == 0 && view[t].shape[last()] > 1);
+        return any;
     }
     /* Whether the rows of the output, and of the inputs that are contiguous along the last
      * dimension, are whole, aligned packs. */
@@ -320,7 +381,19 @@ template <typename T, int INPUTS, typename F> struct Launcher {
         /* If rows of the output are not whole packs: those that a row touches wherever it begins. */
         const int64_t row_packs = ceil_div(whole ? n : n + WIDE<T> - 1, int64_t(WIDE<T>)), items = rows * row_packs;
         const Outer<INPUTS> outer = views.outer(-1);
-        const auto kernel = packed ? outer.dims <= 1 ? by_rows<T, INPUTS, 1, true, F> : by_rows<T, INPUTS, ANY, true, F>
+        if (packed && outer.dims <= 1 && !views.any_expanded())
+            return launch(context, {grid(items, PACK_THREADS), PACK_THREADS}, by_packs<T, INPUTS, F>, views.tensors(-1),
+                          outer, Divisor(row_packs), static_cast<unsigned>(items), f);
+        if constexpr (!NARROW<T>) {
+            constexpr int64_t LONG_ROW = INPUTS == 2 ? 2048 : 8192;
+            const int64_t row_segments = ceil_div(n, int64_t(SEGMENT_THREADS * SEGMENT)),
+                          segments = rows * row_segments;
+            if (!packed && n >= LONG_ROW)
+                return launch(context, {grid(segments, 1), SEGMENT_THREADS}, by_segments<T, INPUTS, F>,
+                              views.tensors(-1), outer, static_cast<int>(n), Divisor(row_segments),
+                              static_cast<unsigned>(segments), f);
+        }
+        const auto kernel = packed            ? by_rows<T, INPUTS, ANY, true, F>
                             : outer.dims <= 1 ? by_rows<T, INPUTS, 1, false, F>
                                               : by_rows<T, INPUTS, ANY, false, F>;
         const int packs = packed ? RowShape<T, INPUTS, true>::PACKS : RowShape<T, INPUTS, false>::PACKS;

@@ -62,8 +62,9 @@ struct ElementwiseStrided {
         const bool one_input = is_forward(call) || call.kind == RAFTER_ACT_NONE;
         const ElementwiseViews views(call);
         const elementwise::Views<1> in_out = {{views.view[OUT], views.view[IN]}};
-        /* One load more per pack costs less than another kernel, if packs are aligned. */
-        const bool one_number = !one_input && is_one_number(call.dy) && !in_out.has_packs();
+        /* In small tensors of aligned packs, to load the number beside every pack is faster. */
+        const bool small = call.out.numel * rafter_dtype_bytes(call.out.dtype) < 4 << 20;
+        const bool one_number = !one_input && is_one_number(call.dy) && !(small && in_out.has_packs());
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (one_input)
