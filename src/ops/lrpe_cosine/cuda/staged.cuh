@@ -283,15 +283,19 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
     if constexpr (F == COLUMN_STATISTICS)
         wait_for_previous_kernel(); /* for the statistics; other inputs are older */
 
-    /* Those of a chunk, from token n on; those of the next chunk are filled in while it is worked on. */
+    /* Those of a chunk, from token n on; those of the next chunk are filled in while it is worked on. The
+     * thread's first one is loaded long before. */
     Position *const two_positions = reinterpret_cast<Position *>(dynamic + plan.positions_at);
-    const auto fill_positions = [&](int64_t n, int which) {
-        for (int i = threadIdx.x; i < plan.step; i += plan.threads)
-            two_positions[which * plan.step + i] =
-                position_of(a.position(block.first_b, min(n + i, block.end_token - 1)));
+    const auto number_at = [&](int64_t n, int i) { return a.position(block.first_b, min(n + i, block.end_token - 1)); };
+    const auto fill_positions = [&](int64_t n, int which, int64_t first) {
+        Position *const to = two_positions + which * plan.step;
+        if (static_cast<int>(threadIdx.x) < plan.step)
+            to[threadIdx.x] = position_of(first);
+        for (int i = threadIdx.x + plan.threads; i < plan.step; i += plan.threads)
+            to[i] = position_of(number_at(n, i));
     };
     int which = 0;
-    fill_positions(block.first_token, which);
+    fill_positions(block.first_token, which, number_at(block.first_token, threadIdx.x));
     __syncthreads(); /* for the positions, and the table */
 
     for (int64_t n = block.first_token; n < block.end_token; n += plan.step) {
@@ -299,6 +303,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         const auto has = [&](int j) { return entries.exists(j) && entries.token(j) < extent.tokens; };
         const Position *const positions = two_positions + which * plan.step;
         which ^= 1;
+        const int64_t next = number_at(n + plan.step, threadIdx.x);
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
         table.sincos([&](int j) { return entries.entry(j); }, [&](int j) { return positions[entries.token(j)]; }, sine,
                      cosine);
@@ -349,7 +354,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
             }
             const bool was_last = b + 1 == sequences;
             if (was_last)
-                fill_positions(n + plan.step, which); /* for the next chunk */
+                fill_positions(n + plan.step, which, next);
             __syncthreads();
             if (!DTHETA || a.out)
                 copy_out<MANY, T>(plan.out, plan.heads, out.at, extent, results);
