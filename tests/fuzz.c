@@ -306,6 +306,8 @@ static rafter_status random_logsumexp(rafter_context *context) {
                                .dx = some(dtype, ndim, shape, 1)};
     if (one_in(8))
         a.dx = a.x;
+    if (one_in(4))
+        a.rounded = some(dtype, kept, reduced, 1);
     return one_in(2) ? rafter_logsumexp_forward(context, &a) : rafter_logsumexp_backward(context, &a);
 }
 

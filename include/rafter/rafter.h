@@ -316,7 +316,8 @@ RAFTER_API rafter_status rafter_act_workspace(rafter_context *context, const raf
  *     rafter_logsumexp_forward(ctx, &a);
  *
  * lse has x's shape with `dim` either dropped or kept as 1, in fp32 or in x's dtype.
- * Forward:  lse from x.
+ * Forward:  lse from x; and if `rounded` is given (shape and strides as lse, x's dtype), the same
+ * result there: for callers who return it in x's dtype and keep lse in fp32 for backward.
  * Backward: dx = dlse * exp(x - lse), from x, lse and dlse (shape as lse; fp32 or x's dtype). dx
  * may be x (in place). A row of all -inf, or an empty one, has lse -inf, and gradient 0. A row that
  * holds +inf has lse +inf.
@@ -342,6 +343,7 @@ typedef struct rafter_logsumexp_args {
     void *workspace;
     size_t workspace_bytes;
     const rafter_communicator *group; /* NULL: this call has all of dim */
+    const DLTensor *rounded;          /* forward; optional */
 } rafter_logsumexp_args;
 
 RAFTER_API rafter_status rafter_logsumexp_forward(rafter_context *context, const rafter_logsumexp_args *args);

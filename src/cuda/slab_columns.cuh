@@ -30,7 +30,7 @@
 
 constexpr int COLUMN_BLOCK = 256;
 
-/* Packs that a thread loads before it uses the first one. */
+/* Packs that a thread loads before it uses the first one, usually. */
 template <int N> constexpr int COLUMN_STEPS = N == 1 ? 16 : 4;
 
 /* As a kernel argument. Index 0: the input, 1: its gradient. Strides are in elements. */
@@ -246,9 +246,8 @@ template <typename T, int N> struct ColumnLabels {
     }
 };
 
-template <class Op, typename T, int N, bool SHIFTED>
+template <class Op, typename T, int N, bool SHIFTED, int STEPS = COLUMN_STEPS<N>>
 DEVICE void slab_column_gradients(const Op &op, const SlabColumns &t) {
-    constexpr int STEPS = COLUMN_STEPS<N>;
     ColumnThread<T, N> own(t, int64_t(blockIdx.x) * COLUMN_BLOCK + threadIdx.x);
     if (!SHIFTED && !own.active)
         return;

@@ -13,6 +13,7 @@ struct logsumexp_call {
     int dim;                   /* in [0, ndim) */
     rafter_view x;             /* at least one dimension */
     rafter_view lse, dlse;     /* x's shape with dim of size 1 (stride 0); dlse in backward only */
+    rafter_view rounded;       /* forward only: as lse, also its strides; x's dtype. data NULL: not wanted */
     rafter_view dx;            /* backward only; may be the same memory as x */
     rafter_communicator group; /* forward only: dim is spread over its ranks. No variant sees it: see op.c */
 };

@@ -137,8 +137,9 @@ struct options {
     bool narrow; /* lse in x's dtype, else fp32 */
     bool narrow_dlse;
     bool in_place; /* dx is x */
+    bool rounded;  /* forward writes it too */
 };
-enum { OPTION_SETS = 16 };
+enum { OPTION_SETS = 32 };
 
 static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}, {3, 1, {2, 5, 32}}};
 
@@ -152,7 +153,8 @@ enum {
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
 static struct options options_of(int64_t set) {
-    return (struct options){.keep = set & 1, .narrow = set & 2, .narrow_dlse = set & 4, .in_place = set & 8};
+    return (struct options){
+        .keep = set & 1, .narrow = set & 2, .narrow_dlse = set & 4, .in_place = set & 8, .rounded = set & 16};
 }
 
 /* ---- one problem ----------------------------------------------------------------------------- */
@@ -173,9 +175,13 @@ static struct options options_of(int64_t set) {
  */
 static void set_bounds(problem *p, int64_t n) {
     const double e = 0x1p-24, length = fmax(1, (double)n), largest = 3.5 * problem_find(p, "x")->scale;
-    problem_tensor *lse = problem_find(p, "lse"), *dx = problem_find(p, "dx");
+    problem_tensor *lse = problem_find(p, "lse"), *rounded = problem_find(p, "rounded"), *dx = problem_find(p, "dx");
     lse->absolute = e * (14 + log(length));
     lse->relative = e;
+    if (rounded) {
+        rounded->absolute = lse->absolute;
+        rounded->relative = lse->relative;
+    }
     const double distance = p->values == PROBLEM_HUGE ? 104 : 2 * largest + log(length);
     dx->relative = e * (8 + 2 * distance);
     dx->absolute = 4 * 0x1p-149;
@@ -193,6 +199,8 @@ static void build(problem *p, rafter_dtype dtype, const struct shape *shape, str
     x->scale = 3;
     x->special = true;
     problem_add(p, "lse", PROBLEM_OUTPUT, o.narrow ? dtype : RAFTER_F32, left, reduced);
+    if (o.rounded)
+        problem_add(p, "rounded", PROBLEM_OUTPUT, dtype, left, reduced);
     problem_add(p, "dlse", PROBLEM_UPSTREAM, o.narrow_dlse ? dtype : RAFTER_F32, left, reduced);
     problem_add(p, "dx", PROBLEM_GRADIENT, dtype, ndim, shape->size)->in_place_of = o.in_place ? "x" : NULL;
     set_bounds(p, n);
@@ -201,8 +209,9 @@ static void build(problem *p, rafter_dtype dtype, const struct shape *shape, str
     for (int d = 0; d < ndim; d++)
         used +=
             snprintf(p->label + used, sizeof p->label - (size_t)used, d ? ", %lld" : "%lld", (long long)shape->size[d]);
-    snprintf(p->label + used, sizeof p->label - (size_t)used, "] dim %d%s%s%s%s", shape->dim, o.keep ? ", kept" : "",
-             o.narrow ? ", lse as x" : "", o.narrow_dlse ? ", dlse as x" : "", o.in_place ? ", in place" : "");
+    snprintf(p->label + used, sizeof p->label - (size_t)used, "] dim %d%s%s%s%s%s", shape->dim, o.keep ? ", kept" : "",
+             o.narrow ? ", lse as x" : "", o.rounded ? ", rounded" : "", o.narrow_dlse ? ", dlse as x" : "",
+             o.in_place ? ", in place" : "");
 }
 
 static int64_t count(void) {
@@ -247,6 +256,7 @@ static rafter_status call(const problem *p, rafter_context *context, enum proble
                                   .dim = p->options.dim,
                                   .x = problem_dl(p, "x"),
                                   .lse = problem_dl(p, "lse"),
+                                  .rounded = problem_dl(p, "rounded"),
                                   .dlse = problem_dl(p, "dlse"),
                                   .dx = problem_dl(p, "dx"),
                                   .workspace = p->workspace,

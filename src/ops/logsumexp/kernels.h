@@ -24,13 +24,19 @@ struct logsumexp_block {
     const char *x;
     int64_t x_line, x_step;
 
+    const char *lse;
+    int64_t lse_line;
+    rafter_dtype lse_dtype;
+
+    char *rounded; /* forward only: lse in x's dtype, with the same strides; or NULL */
+
     /* Backward only. */
     char *dx; /* may be x */
     int64_t dx_line, dx_step;
     bool stream;
-    rafter_dtype lse_dtype, dlse_dtype;
-    const char *lse, *dlse;
-    int64_t lse_line, dlse_line;
+    rafter_dtype dlse_dtype;
+    const char *dlse;
+    int64_t dlse_line;
 };
 
 struct logsumexp_kernels {

@@ -31,10 +31,9 @@ static void insert_dim(rafter_view *view, int dim) {
     rafter_collapse(&view, 1, dim, dim);
 }
 
-/* lse or dlse: the shape of x with `dim` dropped or of size 1. In the view it has size 1. */
+/* lse, rounded or dlse: the shape of x with `dim` dropped or of size 1. In the view it has size 1. */
 static rafter_status take_reduced(rafter_context *context, const char *name, const DLTensor *tensor, bool output,
-                                  const rafter_view *x, int dim, rafter_view *view) {
-    const unsigned dtypes = RAFTER_SET(RAFTER_F32) | RAFTER_SET(x->dtype);
+                                  unsigned dtypes, const rafter_view *x, int dim, rafter_view *view) {
     RAFTER_TRY((output ? rafter_take_output : rafter_take_tensor)(context, name, tensor, dtypes, view));
     int64_t kept[RAFTER_VIEW_DIMS], dropped[RAFTER_VIEW_DIMS];
     for (int d = 0, n = 0; d < x->ndim; d++) {
@@ -46,6 +45,15 @@ static rafter_status take_reduced(rafter_context *context, const char *name, con
         return rafter_want_shape(context, name, view, x->ndim, kept);
     RAFTER_TRY(rafter_want_shape(context, name, view, x->ndim - 1, dropped));
     insert_dim(view, dim);
+    return RAFTER_OK;
+}
+
+static rafter_status want_same_strides(rafter_context *context, const rafter_view *rounded, const rafter_view *lse) {
+    for (int d = 0; d < lse->ndim; d++)
+        if (lse->shape[d] > 1 && rounded->stride[d] != lse->stride[d])
+            return rafter_fail(context, RAFTER_INVALID_ARGUMENT,
+                               "rounded has another layout than lse: a stride of %lld where lse has %lld",
+                               (long long)rounded->stride[d], (long long)lse->stride[d]);
     return RAFTER_OK;
 }
 
@@ -66,7 +74,8 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
     if (a.group && backward)
         return rafter_fail(context, RAFTER_UNSUPPORTED,
                            "group is given to backward, which needs nothing of other ranks, wanted NULL");
-    rafter_view *const x = &call->x, *const lse = &call->lse, *const dlse = &call->dlse, *const dx = &call->dx;
+    rafter_view *const x = &call->x, *const lse = &call->lse, *const rounded = &call->rounded,
+                       *const dlse = &call->dlse, *const dx = &call->dx;
     RAFTER_TRY(rafter_take_tensor(context, "x", a.x, RAFTER_FLOATS, x));
     RAFTER_TRY(rafter_take_dim(context, a.dim, x->ndim, &call->dim));
     if (backward) {
@@ -78,11 +87,19 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
         insert_dim(x, 0);
         insert_dim(dx, 0);
     }
-    RAFTER_TRY(take_reduced(context, "lse", a.lse, !backward, x, call->dim, lse));
+    const unsigned own = RAFTER_SET(x->dtype), dtypes = RAFTER_SET(RAFTER_F32) | own;
+    RAFTER_TRY(take_reduced(context, "lse", a.lse, !backward, dtypes, x, call->dim, lse));
     call->common.empty = backward ? dx->numel == 0 : lse->numel == 0 && !a.group;
-    if (!backward)
-        return rafter_want_disjoint(context, "lse", lse, "x", x);
-    RAFTER_TRY(take_reduced(context, "dlse", a.dlse, false, x, call->dim, dlse));
+    if (!backward) {
+        RAFTER_TRY(rafter_want_disjoint(context, "lse", lse, "x", x));
+        if (!a.rounded)
+            return RAFTER_OK;
+        RAFTER_TRY(take_reduced(context, "rounded", a.rounded, true, own, x, call->dim, rounded));
+        RAFTER_TRY(want_same_strides(context, rounded, lse));
+        RAFTER_TRY(rafter_want_disjoint(context, "rounded", rounded, "x", x));
+        return rafter_want_disjoint(context, "rounded", rounded, "lse", lse);
+    }
+    RAFTER_TRY(take_reduced(context, "dlse", a.dlse, false, dtypes, x, call->dim, dlse));
     if (!rafter_same_memory(dx, x))
         RAFTER_TRY(rafter_want_disjoint(context, "dx", dx, "x", x));
     RAFTER_TRY(rafter_want_disjoint(context, "dx", dx, "lse", lse));
@@ -95,6 +112,7 @@ static rafter_status check(rafter_context *context, const rafter_logsumexp_args 
 struct plan {
     enum logsumexp_form form;
     rafter_view x, lse, dlse, dx;
+    char *rounded;              /* as lse, in x's dtype; or NULL */
     int line;                   /* the dimension of the lines; the next one is the length */
     int64_t lines, length;      /* of a block; the last block along a dimension may be smaller */
     int64_t line_blocks, parts; /* blocks of lines per outer index; parts of a line */
@@ -112,7 +130,11 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const struct logsumexp_call *const call = (const void *)common;
     struct plan *const plan = storage;
     const bool backward = common->direction == RAFTER_BACKWARD;
-    *plan = (struct plan){.x = call->x, .lse = call->lse, .dlse = call->dlse, .dx = backward ? call->dx : call->x};
+    *plan = (struct plan){.x = call->x,
+                          .lse = call->lse,
+                          .rounded = call->rounded.data,
+                          .dlse = call->dlse,
+                          .dx = backward ? call->dx : call->x};
     rafter_view *const views[] = {&plan->x, &plan->lse, &plan->dx, &plan->dlse};
     const int count = backward ? 4 : 3;
     /* `dim` last, the other dimensions in the order of dx's memory: a transposed tensor is walked
@@ -179,6 +201,8 @@ static struct logsumexp_block block_at(const struct plan *plan, int64_t index) {
         .lse_line = lse->stride[l],
         .lse_dtype = lse->dtype,
     };
+    if (plan->rounded)
+        block.rounded = plan->rounded + offset_of(lse, plan, outer, line) * rafter_dtype_bytes(x->dtype);
     if (dlse->data) {
         block.dx = rafter_at(dx, offset_of(dx, plan, outer, line) + from * dx->stride[s]);
         block.dx_line = dx->stride[l];
@@ -194,6 +218,8 @@ static struct logsumexp_block block_at(const struct plan *plan, int64_t index) {
 static void finish(const struct work *work, const struct logsumexp_block *block, const float *statistics,
                    int64_t parts) {
     work->kernels->finish(statistics, parts, block->lines, block->lse_dtype, (char *)block->lse, block->lse_line);
+    if (block->rounded)
+        work->kernels->finish(statistics, parts, block->lines, block->dtype, block->rounded, block->lse_line);
 }
 
 static int64_t task_end(const struct plan *plan, int64_t task, int64_t blocks) {
@@ -273,6 +299,7 @@ static struct logsumexp_call part_of(const struct logsumexp_call *call, void *ow
     }
     lse->dtype = RAFTER_F32;
     lse->data = own;
+    part.rounded = (rafter_view){0};
     part.group = (rafter_communicator){0};
     part.common.empty = lse->numel == 0;
     part.common.workspace = NULL;
@@ -309,10 +336,10 @@ static rafter_status agree(rafter_context *context, const struct logsumexp_call 
     return status;
 }
 
-/* Writes the call's lse, from those of all ranks. */
+/* Writes the call's lse and rounded, from those of all ranks. */
 static rafter_status merge_ranks(rafter_context *context, const struct logsumexp_call *call, const float *all) {
     const struct logsumexp_kernels *const kernels = context->plan.variant->kernels; /* of the part's call */
-    const rafter_view *const to = &call->lse;
+    const rafter_view *const to = &call->lse, *const rounded = &call->rounded;
     const int ranks = call->group.ranks;
     float *const statistics = malloc((size_t)ranks * 2 * sizeof *statistics);
     if (!statistics)
@@ -323,7 +350,10 @@ static rafter_status merge_ranks(rafter_context *context, const struct logsumexp
             statistics[2 * r] = isnan(lse) ? 0.0f : lse;
             statistics[2 * r + 1] = isnan(lse) ? NAN : lse == -INFINITY ? 0.0f : 1.0f;
         }
-        kernels->finish(statistics, ranks, 1, to->dtype, rafter_at(to, rafter_offset(to, 0, to->ndim, line)), 1);
+        const int64_t at = rafter_offset(to, 0, to->ndim, line);
+        kernels->finish(statistics, ranks, 1, to->dtype, rafter_at(to, at), 1);
+        if (rounded->data)
+            kernels->finish(statistics, ranks, 1, rounded->dtype, rafter_at(rounded, at), 1);
     }
     free(statistics);
     return RAFTER_OK;

@@ -5,7 +5,7 @@
 
 void oracle_logsumexp(problem *p, enum problem_mode mode) {
     const problem_tensor *x = problem_find(p, "x"), *dlse = problem_find(p, "dlse");
-    problem_tensor *lse = problem_find(p, "lse"), *dx = problem_find(p, "dx");
+    problem_tensor *lse = problem_find(p, "lse"), *rounded = problem_find(p, "rounded"), *dx = problem_find(p, "dx");
     /* x is [outer, n, inner], lse is [outer, inner]. */
     const int dim = problem_dim(p, x->ndim);
     int64_t outer = 1, n = 1, inner = 1;
@@ -23,6 +23,8 @@ void oracle_logsumexp(problem *p, enum problem_mode mode) {
                 sum += value == max ? 1 : exp(value - max);
             }
             problem_expect(lse, line, max + log(sum));
+            if (rounded)
+                problem_expect(rounded, line, max + log(sum));
             continue;
         }
         const double r = problem_value(lse, line), g = problem_value(dlse, line);

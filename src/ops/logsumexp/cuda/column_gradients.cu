@@ -60,10 +60,15 @@ template <typename T> struct LogsumexpColumns {
     }
 };
 
-template <typename T, int N, bool SHIFTED>
-__global__ __launch_bounds__(COLUMN_BLOCK, N == 1 ? 4 : 3) void column_gradients(const __grid_constant__ ColumnArgs a) {
+/* FEW: threads have one or two packs. Then more threads are needed, with fewer registers each. */
+constexpr int FEW_STEPS = 2;
+template <int N, bool FEW> constexpr int COLUMN_BLOCKS = FEW || N == 1 ? 4 : 3; /* per multiprocessor */
+
+template <typename T, int N, bool SHIFTED, bool FEW>
+__global__ __launch_bounds__(COLUMN_BLOCK,
+                             COLUMN_BLOCKS<N, FEW>) void column_gradients(const __grid_constant__ ColumnArgs a) {
     const LogsumexpColumns<T> op = {a};
-    slab_column_gradients<LogsumexpColumns<T>, T, N, SHIFTED>(op, a.columns);
+    slab_column_gradients<LogsumexpColumns<T>, T, N, SHIFTED, FEW ? FEW_STEPS : COLUMN_STEPS<N>>(op, a.columns);
 }
 
 struct ColumnGradients {
@@ -97,7 +102,11 @@ struct ColumnGradients {
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_columns_of<T>(plan.columns, [&](auto n, auto shifted) {
-                ::launch(context, how, column_gradients<T, decltype(n)::value, decltype(shifted)::value>, plan);
+                constexpr int N = decltype(n)::value;
+                constexpr bool SHIFTED = decltype(shifted)::value;
+                const bool few = N > 1 && plan.columns.most <= FEW_STEPS;
+                ::launch(context, how,
+                         few ? column_gradients<T, N, SHIFTED, (N > 1)> : column_gradients<T, N, SHIFTED, false>, plan);
             });
         });
         return RAFTER_OK;

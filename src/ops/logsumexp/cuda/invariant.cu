@@ -9,10 +9,16 @@
 namespace {
 
 struct InvariantArgs {
-    Rows x, lse;
+    Rows x;
+    LseRows lse;
     int64_t rows, n, step;
     RowTeam team;
 };
+
+/* Not inlined: it would take registers from the loop. */
+__device__ __noinline__ void put_lse(const InvariantArgs &a, int64_t row, RowStats s) {
+    a.lse.put(row, lse_of(s));
+}
 
 template <typename T, bool ALIGNED>
 __global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_constant__ InvariantArgs a) {
@@ -22,7 +28,7 @@ __global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_con
     const IndexedRow<T, ALIGNED> x = {a.x.at<const T>(row), a.n, a.step};
     const RowStats s = slot_stats<false, IN_FLIGHT>(a.team, x, 1.0f, [] { return true; }).stats;
     if (a.team.thread() == 0)
-        a.lse.put(row, lse_of(s));
+        put_lse(a, row, s);
 }
 
 /* Rows of whole, aligned packs: a warp per row, up to 32 * IN_FLIGHT packs; or a block. As in
@@ -72,9 +78,12 @@ struct Invariant {
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
-        plan->args = {
-            p.x_rows(), reduced_rows(call.lse, call),           p.rows,
-            p.n,        p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1, RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_THREADS)};
+        plan->args = {p.x_rows(),
+                      lse_rows(call),
+                      p.rows,
+                      p.n,
+                      p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1,
+                      RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_THREADS)};
         plan->aligned = rows_are_aligned(p.x);
         plan->whole = plan->aligned && p.row_bytes() % 16 == 0 && p.n <= 1 << 30;
         return 0;

@@ -16,9 +16,9 @@ struct PackedArgs {
     const char *x;
     char *dx;
     int64_t step, dstep; /* between rows, in bytes */
-    void *lse;
+    LseNumbers lse;
     const void *dlse;
-    rafter_dtype lse_dtype, dlse_dtype;
+    rafter_dtype dlse_dtype;
     int rows, packs; /* packs: per row */
     Divisor parts;   /* backward: divides by the blocks of a row */
 
@@ -39,7 +39,7 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_co
     add_packs(s, packs, 1.0f);
     s = merge_lanes<WARP>(s, 1.0f);
     if (lane == 0)
-        store_number(p.lse, p.lse_dtype, row, lse_of(s));
+        p.lse.put(row, lse_of(s));
 }
 
 /* A thread loads COUNT packs at a time. */
@@ -50,7 +50,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
     load_packs(packs, x, p.packs, threadIdx.x, blockDim.x);
     const RowStats s = merge_block(stats_of_packs(packs, x, p.packs, threadIdx.x, blockDim.x), 1.0f);
     if (threadIdx.x == 0)
-        store_number(p.lse, p.lse_dtype, blockIdx.x, lse_of(s));
+        p.lse.put(blockIdx.x, lse_of(s));
 }
 
 /* A block takes a part of one row. */
@@ -69,7 +69,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
             packs[k] = load_once<T, N>(x + (first + k * GRADIENT_THREADS) * N);
     issue_loads_first();
     const ScaledExp<T> gradient =
-        gradient_of_row<T>(load_number(p.lse, p.lse_dtype, row), load_number(p.dlse, p.dlse_dtype, row));
+        gradient_of_row<T>(load_number(p.lse.lse, p.lse.dtype, row), load_number(p.dlse, p.dlse_dtype, row));
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
         if (first + k * GRADIENT_THREADS < p.packs)
@@ -102,7 +102,7 @@ struct PackedRows {
         const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
         if (!packs)
             return "rows are not whole, aligned packs of 16 bytes";
-        if (!reduced_rows(call.lse, call).contiguous() || (p.backward && !reduced_rows(call.dlse, call).contiguous()))
+        if (!lse_rows(call).contiguous() || (p.backward && !reduced_rows(call.dlse, call).contiguous()))
             return "lse or dlse is strided";
         const int64_t row_packs = p.row_bytes() / 16;
         if (p.rows > INT32_MAX || p.n > 1 << 30 || (p.backward && p.rows * blocks_per_row(row_packs) > INT32_MAX))
@@ -113,12 +113,12 @@ struct PackedRows {
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
         const int64_t bytes = rafter_dtype_bytes(p.x.dtype);
-        const Rows x = p.x_rows(), lse = reduced_rows(call.lse, call);
+        const Rows x = p.x_rows();
         const int packs = static_cast<int>(p.row_bytes() / 16);
         plan->dtype = p.x.dtype;
         plan->backward = p.backward;
-        plan->args = {x.data,    nullptr,   x.step * bytes,           0,     lse.data, nullptr,
-                      lse.dtype, lse.dtype, static_cast<int>(p.rows), packs, Divisor()};
+        plan->args = {x.data,  nullptr,    x.step * bytes,           0,     lse_rows(call).numbers,
+                      nullptr, RAFTER_F32, static_cast<int>(p.rows), packs, Divisor()};
         if (p.backward) {
             const Rows dx = p.dx_rows(), dlse = reduced_rows(call.dlse, call);
             plan->args.dx = dx.data;

@@ -57,6 +57,29 @@ Rows reduced_rows(const rafter_view &view, const logsumexp_call &call) {
     return rows_of(dim_last(view, call.dim), call.x.ndim - 1);
 }
 
+/* lse, and the same in x's dtype if the caller wants that too, with the same strides. */
+struct LseNumbers {
+    char *lse, *rounded; /* rounded: NULL if it is not wanted */
+    rafter_dtype dtype, rounded_dtype;
+
+    DEVICE void put(int64_t at, float value) const {
+        store_number(lse, dtype, at, value);
+        if (rounded)
+            store_number(rounded, rounded_dtype, at, value);
+    }
+};
+struct LseRows : Rows {
+    LseNumbers numbers;
+
+    DEVICE void put(int64_t row, float value) const {
+        numbers.put(offset(row), value);
+    }
+};
+
+LseRows lse_rows(const logsumexp_call &call) {
+    return {reduced_rows(call.lse, call), {call.lse.data, call.rounded.data, call.lse.dtype, call.x.dtype}};
+}
+
 /* How dim is split among blocks whose statistics are merged in the end. By shape and alignment
  * alone, never by the device: the same bits everywhere. */
 struct Split {
@@ -84,7 +107,8 @@ Split split_rows(const Problem &p, rafter_logsumexp_algorithm algorithm) {
 
 /* Arguments of forward kernels whose rows or columns may be split. */
 struct Forward {
-    Rows x, lse;
+    Rows x;
+    LseRows lse;
     int64_t rows, n, step;      /* step: stride of dim in x */
     int64_t first, parts, part; /* this launch begins with task `first` */
     unsigned *counters;         /* one per task of this launch, if parts > 1 */
@@ -112,7 +136,7 @@ void launch_tasks(const rafter_context *context, const logsumexp_call &call, con
                   int64_t tasks, char *workspace, F forward) {
     Forward f = {};
     f.x = p.x_rows();
-    f.lse = reduced_rows(call.lse, call);
+    f.lse = lse_rows(call);
     f.rows = p.rows;
     f.n = p.n;
     f.step = p.x.stride[p.x.ndim - 1];

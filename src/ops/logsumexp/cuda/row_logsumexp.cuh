@@ -11,7 +11,7 @@ namespace {
 /* The statistics of a row, as the kernels of all four files want them. */
 template <typename T> struct LogsumexpStats {
     typedef RowStats Stats;
-    const Rows &lse;
+    const LseRows &lse;
 
     DEVICE Stats none() const {
         return no_elements();

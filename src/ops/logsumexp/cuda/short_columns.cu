@@ -10,8 +10,17 @@ constexpr int THREADS = 128;
 /* Kernel arguments. */
 struct ColumnArgs {
     ColumnPacks columns;
-    Rows lse, dlse; /* contiguous; dlse: backward only */
+    LseRows lse; /* contiguous */
+    Rows dlse;   /* backward only; contiguous */
 };
+
+/* Four adjacent numbers of a tensor that is fp32 or has x's dtype. */
+template <typename T> DEVICE void load_four(float (&to)[COLUMNS], const Rows &from, int row) {
+    if (from.dtype == RAFTER_F32)
+        unpack(load_once<float, COLUMNS>(reinterpret_cast<const float *>(from.data) + row), to);
+    else
+        unpack(load_once<T, COLUMNS>(reinterpret_cast<const T *>(from.data) + row), to);
+}
 
 template <typename T, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_constant__ ColumnArgs a) {
@@ -32,18 +41,13 @@ __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_cons
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
         lse[j] = lse_of(s[j]);
-    if (a.lse.dtype == RAFTER_F32)
-        store_once<float, COLUMNS>(reinterpret_cast<float *>(a.lse.data) + place.row, packed<float>(lse));
+    const LseNumbers &to = a.lse.numbers;
+    if (to.dtype == RAFTER_F32)
+        store_once<float, COLUMNS>(reinterpret_cast<float *>(to.lse) + place.row, packed<float>(lse));
     else
-        store_once<T, COLUMNS>(reinterpret_cast<T *>(a.lse.data) + place.row, packed<T>(lse));
-}
-
-/* Four adjacent numbers of a tensor that is fp32 or has x's dtype. */
-template <typename T> DEVICE void load_four(float (&to)[COLUMNS], const Rows &from, int row) {
-    if (from.dtype == RAFTER_F32)
-        unpack(load_once<float, COLUMNS>(reinterpret_cast<const float *>(from.data) + row), to);
-    else
-        unpack(load_once<T, COLUMNS>(reinterpret_cast<const T *>(from.data) + row), to);
+        store_once<T, COLUMNS>(reinterpret_cast<T *>(to.lse) + place.row, packed<T>(lse));
+    if (to.rounded)
+        store_once<T, COLUMNS>(reinterpret_cast<T *>(to.rounded) + place.row, packed<T>(lse));
 }
 
 template <typename T, int STEPS>
@@ -112,8 +116,10 @@ struct ShortColumns {
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
             return reason;
-        if (!in_fours(reduced_rows(call.lse, call), p.x.dtype))
-            return "lse is strided, not aligned or of another dtype";
+        const LseRows lse = lse_rows(call);
+        const int64_t four = COLUMNS * bytes;
+        if (!in_fours(lse, p.x.dtype) || reinterpret_cast<uintptr_t>(lse.numbers.rounded) % four != 0)
+            return "lse or rounded is strided, not aligned or of another dtype";
         if (!p.backward)
             return NULL;
         const Rows dlse = reduced_rows(call.dlse, call);
@@ -124,8 +130,8 @@ struct ShortColumns {
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->backward = p.backward;
-        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward, THREADS),
-                      reduced_rows(call.lse, call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
+        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward, THREADS), lse_rows(call),
+                      p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->one_dlse = p.backward && is_one_number(plan->args.dlse);
         return 0;
     }

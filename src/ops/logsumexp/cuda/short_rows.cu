@@ -20,8 +20,7 @@ constexpr int64_t MANY_ROWS = 1 << 15;  /* forward pays from here on: docs/perf/
 struct ShortArgs {
     const char *x;
     int64_t step; /* between rows, in bytes */
-    void *lse;
-    rafter_dtype lse_dtype;
+    LseNumbers lse;
     int rows, packs; /* packs: per row */
 };
 
@@ -53,7 +52,7 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
     }
     const int row = first + member * GROUPS + group;
     if (row < a.rows)
-        store_number(a.lse, a.lse_dtype, row, lse_of(own));
+        a.lse.put(row, lse_of(own));
 }
 
 struct GradientArgs {
@@ -114,23 +113,28 @@ struct ShortRows {
             return "algorithm is parallel: rows are split";
         if (p.rows < MANY_ROWS)
             return "rows are few: a warp that takes 32 of them in turn waits too long";
-        return reduced_rows(call.lse, call).contiguous() ? NULL : "lse is strided";
+        return lse_rows(call).contiguous() ? NULL : "lse is strided";
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
         const int64_t bytes = rafter_dtype_bytes(p.x.dtype), packs = p.row_bytes() / 16;
-        const Rows x = p.x_rows(), lse = reduced_rows(call.lse, call);
+        const Rows x = p.x_rows();
         plan->dtype = p.x.dtype;
         plan->is_backward = p.backward;
         if (p.backward) {
             const Rows dx = p.dx_rows();
-            plan->backward = {x.data,          dx.data,       x.step * bytes,
-                              dx.step * bytes, lse,           reduced_rows(call.dlse, call),
-                              p.rows * packs,  Divisor(packs)};
+            plan->backward = {x.data,
+                              dx.data,
+                              x.step * bytes,
+                              dx.step * bytes,
+                              reduced_rows(call.lse, call),
+                              reduced_rows(call.dlse, call),
+                              p.rows * packs,
+                              Divisor(packs)};
         } else {
-            plan->forward = {x.data,    x.step * bytes,           lse.data,
-                             lse.dtype, static_cast<int>(p.rows), static_cast<int>(packs)};
+            plan->forward = {x.data, x.step * bytes, lse_rows(call).numbers, static_cast<int>(p.rows),
+                             static_cast<int>(packs)};
         }
         return 0;
     }

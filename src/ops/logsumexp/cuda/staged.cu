@@ -10,7 +10,8 @@ constexpr int PER_SM = 5; /* blocks per multiprocessor */
 
 struct StagedArgs {
     Stage stage;
-    Rows lse, dlse;
+    LseRows lse;
+    Rows dlse;
 };
 
 template <typename T> struct GradientWriter {
@@ -111,8 +112,7 @@ struct Staged {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         const bool backward = call.common.direction == RAFTER_BACKWARD;
-        const StagedArgs args = {plan.stage, reduced_rows(call.lse, call),
-                                 backward ? reduced_rows(call.dlse, call) : Rows{}};
+        const StagedArgs args = {plan.stage, lse_rows(call), backward ? reduced_rows(call.dlse, call) : Rows{}};
         const Launch how = {plan.blocks, STAGE_THREADS, plan.shared};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;

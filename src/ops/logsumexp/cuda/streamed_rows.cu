@@ -11,11 +11,11 @@ constexpr int STREAMS_PER_SM = 4, CHUNKS_PER_SM = 3; /* blocks per multiprocesso
 
 struct StreamArgs {
     RowStream stream;
-    Rows lse;
+    LseRows lse;
 };
 struct ChunkArgs {
     RowChunks chunks;
-    Rows lse;
+    LseRows lse;
 };
 
 template <typename T>
@@ -64,7 +64,7 @@ struct StreamedRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
-        const Rows lse = reduced_rows(call.lse, call);
+        const LseRows lse = lse_rows(call);
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.chunks.blocks == 0)

@@ -11,7 +11,7 @@ constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at
 
 struct ThreadArgs {
     RowThreads threads;
-    Rows lse;
+    LseRows lse;
     RowStats *part_stats; /* if rows are cut */
 };
 
@@ -55,7 +55,7 @@ struct ThreadPerRow {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const ThreadArgs args = {plan.threads, reduced_rows(call.lse, call), reinterpret_cast<RowStats *>(workspace)};
+        const ThreadArgs args = {plan.threads, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
         Launch merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
         merging.overlaps = true;

@@ -10,7 +10,8 @@ namespace {
 
 struct TileArgs {
     SlabTiles tiles;
-    Rows lse, dlse;
+    LseRows lse;
+    Rows dlse;
     unsigned *counters;   /* one per tile, if tiles have parts */
     RowStats *part_stats; /* of each row and part, if tiles have parts */
 };
@@ -111,9 +112,8 @@ struct Tiles {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const bool backward = call.common.direction == RAFTER_BACKWARD;
-        const TileArgs args = {plan.tiles, reduced_rows(call.lse, call),
-                               backward ? reduced_rows(call.dlse, call) : Rows{}, context->cuda_state->counters,
-                               reinterpret_cast<RowStats *>(workspace)};
+        const TileArgs args = {plan.tiles, lse_rows(call), backward ? reduced_rows(call.dlse, call) : Rows{},
+                               context->cuda_state->counters, reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {plan.blocks, plan.tiles.threads, plan.shared};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;

@@ -10,7 +10,8 @@ constexpr int PER_SM = 4; /* blocks */
 /* Kernel arguments. */
 struct TinyArgs {
     TinyRows tiny;
-    Rows lse, dlse; /* contiguous, or dlse is one number; dlse: backward only */
+    LseRows lse; /* contiguous */
+    Rows dlse;   /* backward only; contiguous, or one number */
 };
 
 template <typename T, bool BACKWARD> struct TinyLogsumexp {
@@ -29,24 +30,25 @@ template <typename T, bool BACKWARD> struct TinyLogsumexp {
     }
     DEVICE void begin() const {
     }
-    template <int COUNT> DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], T *elements) const {
+    template <int COUNT>
+    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *, T *gradient) const {
         if constexpr (BACKWARD) {
-            const ScaledExp<T> gradient = gradient_of_row<T>(loaded.lse, loaded.dlse);
+            const ScaledExp<T> scaled = gradient_of_row<T>(loaded.lse, loaded.dlse);
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
                 if (j < a.tiny.length)
-                    elements[j] = from_float<T>(gradient.of(x[j]));
+                    gradient[j] = from_float<T>(scaled.of(x[j]));
         } else {
-            store_number(a.lse.data, a.lse.dtype, row, lse_of(stats_of_row<T>(x)));
+            a.lse.put(row, lse_of(stats_of_row<T>(x)));
         }
     }
 };
 
-template <typename T, int COUNT, bool BACKWARD>
+template <typename T, int COUNT, int ROWS, bool BACKWARD>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyLogsumexp<T, BACKWARD> op = {a};
-    tiny_rows<TinyLogsumexp<T, BACKWARD>, T, COUNT, BACKWARD>(op, a.tiny, dynamic);
+    tiny_rows<TinyLogsumexp<T, BACKWARD>, T, COUNT, ROWS, BACKWARD>(op, a.tiny, dynamic);
 }
 
 struct Tiny {
@@ -66,7 +68,7 @@ struct Tiny {
         if (const char *const reason =
                 why_not_tiny(s, p.backward ? 2 : 1, static_cast<int>(rafter_dtype_bytes(p.x.dtype))))
             return reason;
-        if (!reduced_rows(call.lse, call).contiguous())
+        if (!lse_rows(call).contiguous())
             return "lse is strided";
         if (!p.backward)
             return NULL;
@@ -77,9 +79,9 @@ struct Tiny {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->backward = p.backward;
-        plan->args = {
-            tiny_rows_of(slabs_of(p.x, p.backward ? &p.dx : NULL), static_cast<int>(rafter_dtype_bytes(p.x.dtype))),
-            reduced_rows(call.lse, call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
+        plan->args = {tiny_rows_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward ? 2 : 1,
+                                   static_cast<int>(rafter_dtype_bytes(p.x.dtype)), true),
+                      lse_rows(call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->blocks = tiny_blocks(plan->args.tiny, device, PER_SM);
         return 0;
     }
@@ -88,12 +90,12 @@ struct Tiny {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(plan.args.tiny)};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_tiny_count(plan.args.tiny.length, [&](auto count) {
-                constexpr int COUNT = decltype(count)::value;
+            for_tiny_shape<true>(plan.args.tiny, [&](auto count, auto rows) {
+                constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                 if (plan.backward)
-                    ::launch(context, how, tiny<T, COUNT, true>, plan.args);
+                    ::launch(context, how, tiny<T, COUNT, ROWS, true>, plan.args);
                 else
-                    ::launch(context, how, tiny<T, COUNT, false>, plan.args);
+                    ::launch(context, how, tiny<T, COUNT, ROWS, false>, plan.args);
             });
         });
         return RAFTER_OK;

@@ -7,7 +7,7 @@ namespace {
 
 struct WindowArgs {
     SlabWindows windows;
-    Rows lse;
+    LseRows lse;
     RowStats *part_stats; /* if windows have parts */
 };
 
@@ -59,7 +59,7 @@ struct Windows {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const SlabWindows &w = plan.windows;
-        const WindowArgs args = {w, reduced_rows(call.lse, call), reinterpret_cast<RowStats *>(workspace)};
+        const WindowArgs args = {w, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {w.blocks, w.threads, static_cast<size_t>(w.entries()) * sizeof(RowStats)};
         Launch merging = {w.merge_blocks(), WINDOW_BLOCK};
         merging.overlaps = true;

@@ -25,7 +25,7 @@ DEVICE RowStats part_of_line(float lse) {
 }
 
 __global__ __launch_bounds__(MERGE_THREADS) void merge_lse(const __grid_constant__ LineExchange<float> exchange,
-                                                           const __grid_constant__ Rows lse) {
+                                                           const __grid_constant__ LseRows lse) {
     const int64_t line = blockIdx.x * int64_t(MERGE_THREADS) + threadIdx.x;
     if (line >= exchange.lines)
         return;
@@ -46,6 +46,6 @@ rafter_status rafter_cuda_begin_lse(rafter_context *context, const logsumexp_cal
 rafter_status rafter_cuda_end_lse(rafter_context *context, const logsumexp_call *call, const float *all) {
     CurrentDevice current(context);
     launch(context, {ceil_div<int64_t>(call->lse.numel, MERGE_THREADS), MERGE_THREADS}, merge_lse,
-           exchange_of(context, *call, NULL, all), reduced_rows(call->lse, *call));
+           exchange_of(context, *call, NULL, all), lse_rows(*call));
     return rafter_cuda_launched(context, "logsumexp over ranks");
 }
