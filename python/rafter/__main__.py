@@ -23,7 +23,8 @@ def info_with_torch():
     folder = os.path.dirname(os.path.abspath(_ops.__file__))
     kernels = {name.split(":")[1]: value for name, value in facts.items() if name.startswith("kernels:")}
     print(f"rafter {facts['version']} in {folder}")
-    print(f"PyTorch {torch.__version__}, {facts['threads']} CPU threads")
+    print(f"PyTorch {torch.__version__}, {facts['threads']} CPU threads, "
+          f"autograd nodes in {'Python' if _ops.NODES is None else 'C++'}")
     print(f"CPU features: {facts['cpu']}")
     for op, variant in kernels.items():
         print(f"  {op:<24}{variant}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private PyTorch API that the package uses, and why. Nothing else in the package touches
-one.
+one, except autograd.cpp, which is compiled for one version of PyTorch.
 
 Checked with PyTorch 2.13 (CPU). A new PyTorch release needs a run of tests/python; if one of these
 names is gone, this file is the only one to change. The savings are from docs/pytorch.md.

@@ -4,7 +4,7 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, batched, below_autograd, declare, direct, kernels, no_double_backward, public
+from ._ops import Op, accelerated, batched, below_autograd, declare, direct, kernels, no_double_backward, public
 from ._options import (ACTS, ARGMAX, DBIAS, DWEIGHT, DX, ENTROPY, GRADIENTS, LOGPROB, NONE, RELU, SOFTMAX, STATISTICS,
                        flatten, save_for_backward, saved_for_backward, unflatten)
 
@@ -44,44 +44,49 @@ declare("relu_mask_backward", lambda dy, mask: torch.empty_like(dy))
 
 def _masks(x):
     """Whether relu saves one bit per element: forward writes, and backward reads, a sixteenth or a
-    thirty-second instead of the whole result. Smaller tensors are bound by the host."""
-    return x.is_cuda and x.numel() >= 1 << 20 and x.is_contiguous()
+    thirty-second instead of the whole result. A smaller result is still in the L2 cache if backward
+    comes soon."""
+    return x.is_cuda and x.nbytes >= 16 << 20 and x.is_contiguous()
+
+
+def act_python(kind, dim):
+    """The activation as a Function. The tensor is its only argument, because it is cheapest then."""
+    raw = act.raw
+
+    def saving_input(ctx, x):
+        ctx.save_for_backward(x)
+        return raw(x, kind, dim)
+
+    def saving_result(ctx, x):
+        y = raw(x, kind, dim)
+        ctx.save_for_backward(y)
+        return y
+
+    def saving_mask(ctx, x):
+        if not _masks(x):
+            return saving_result(ctx, x)
+        y, mask = below_autograd("relu_saving")(x)
+        ctx.save_for_backward(mask)
+        return y
+
+    @no_double_backward
+    def backward(ctx, dy):
+        saved, = ctx.saved_tensors
+        if saved.dtype is torch.uint8:
+            return (kernels()("relu_mask_backward")(dy.contiguous(), saved),)
+        return (kernels()("act_backward")(dy, saved, kind, dim),)
+
+    forward = saving_mask if kind == RELU else saving_result if kind in FROM_RESULT else saving_input
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return direct(type(list(ACTS)[kind], (torch.autograd.Function,), members))
 
 
 class _ActEager(dict):
     """The eager path of each activation, by (kind, dim). Activations do so little work that host
-    time matters most here, and a Function is cheapest when the tensor is its only argument."""
+    time matters most here."""
 
     def __missing__(self, key):
-        kind, dim = key
-        raw = act.raw
-
-        def saving_input(ctx, x):
-            ctx.save_for_backward(x)
-            return raw(x, kind, dim)
-
-        def saving_result(ctx, x):
-            y = raw(x, kind, dim)
-            ctx.save_for_backward(y)
-            return y
-
-        def saving_mask(ctx, x):
-            if not _masks(x):
-                return saving_result(ctx, x)
-            y, mask = below_autograd("relu_saving")(x)
-            ctx.save_for_backward(mask)
-            return y
-
-        @no_double_backward
-        def backward(ctx, dy):
-            saved, = ctx.saved_tensors
-            if saved.dtype is torch.uint8:
-                return (kernels()("relu_mask_backward")(dy.contiguous(), saved),)
-            return (kernels()("act_backward")(dy, saved, kind, dim),)
-
-        forward = saving_mask if kind == RELU else saving_result if kind in FROM_RESULT else saving_input
-        members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self[key] = eager = direct(type(list(ACTS)[kind], (torch.autograd.Function,), members))
+        self[key] = eager = accelerated(list(ACTS)[key[0]], act_python(*key), key)
         return eager
 
 
@@ -117,6 +122,30 @@ logsumexp = Op("logsumexp", 1, _logsumexp_fake, _logsumexp_save, _logsumexp_back
 # In the input's dtype, for calls without a gradient: saves the kernel that converts the result.
 declare("logsumexp_rounded", _logsumexp_rounded_fake)
 logsumexp_rounded = below_autograd("logsumexp_rounded")
+# In the input's dtype and in fp32, for calls with a gradient, which is computed from the latter.
+declare("logsumexp_saving", lambda *args: (_logsumexp_rounded_fake(*args), _logsumexp_fake(*args)))
+
+
+def _logsumexp_rounded_python():
+    """logsumexp in the input's dtype as a Function. The upstream gradient has that dtype too, and the
+    kernel takes it as it is: no kernel converts one or the other."""
+    saving = below_autograd("logsumexp_saving")
+
+    def forward(ctx, x, rest):
+        rounded, lse = saving(x, *rest)
+        _logsumexp_save(ctx, (x, *rest), lse)
+        return rounded
+
+    @no_double_backward
+    def backward(ctx, dlse):
+        return (*_logsumexp_backward(kernels(), ctx, dlse), None)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return direct(type("logsumexp_rounded", (torch.autograd.Function,), members))
+
+
+logsumexp_rounded_python = _logsumexp_rounded_python()
+logsumexp_rounded_eager = accelerated("logsumexp_rounded", logsumexp_rounded_python)
 
 # ---- cross_entropy
 
@@ -154,9 +183,8 @@ def _cross_entropy_stats_save(ctx, args, results):
 
 def _cross_entropy_eager(raw):
     def forward(ctx, input, rest):
-        target, options = rest
-        loss, lse = raw(input, target, *flatten(options))
-        save_for_backward(ctx, (input, target, lse), options)
+        loss, lse = raw(input, *rest)
+        save_for_backward(ctx, (input, rest[0], lse), unflatten(rest[1:])[0])
         return loss
 
     return forward

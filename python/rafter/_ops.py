@@ -5,12 +5,16 @@ Every differentiable op has two entry points that share one gradient formula:
 
 - `torch.ops.rafter.NAME`, with its autograd formula registered with the dispatcher: for
   torch.compile, tensor subclasses, function transforms, and direct calls of the op.
-- `Op.eager`, a torch.autograd.Function around `torch.ops.rafter._NAME`, the same kernel below
-  autograd: for plain tensors. The dispatcher's Python autograd kernel costs about 15 microseconds
-  per call, this path about 3 (figures in docs/pytorch.md).
+- `Op.eager`, around `torch.ops.rafter._NAME`, the same kernel below autograd: for plain tensors. The
+  dispatcher's Python autograd kernel costs about 15 microseconds per call, a torch.autograd.Function
+  (`Op.python`) about 3, an autograd node in C++ (autograd.cpp) less than 1; figures in
+  docs/pytorch.md. Such nodes are not part of PyTorch's stable ABI: the package has them for the
+  version that it was built with, and for the ops where host time matters. All else is a Function.
 """
 import functools
+import importlib
 import os
+import re
 
 import torch
 from torch.autograd import Function
@@ -25,6 +29,24 @@ NAMES: list[str] = []  # all ops; the tests check that each has samples
 
 direct = _compat.apply_of
 _compiling = torch.compiler.is_dynamo_compiling
+
+
+def _nodes():
+    """The module with the autograd nodes in C++; None if the package has none for this PyTorch, whose
+    version is in the module's name, and this Python."""
+    try:
+        return importlib.import_module("._autograd_" + re.sub("[^A-Za-z0-9]", "_", torch.__version__), __package__)
+    except ImportError:
+        return None
+
+
+NODES = _nodes()
+
+
+def accelerated(name, python, constants=None):
+    """The op's eager path: its node in C++ if there is one, otherwise `python`. Both take the same
+    arguments. constants: the arguments of the op after the inputs, if `python` knows them already."""
+    return python if NODES is None else NODES.accelerated(name, python, constants)
 
 
 def batched(upstream):
@@ -178,4 +200,5 @@ class Op:
         # inspects each of its arguments. grad_fn shows the name of the class.
         members = {"forward": staticmethod(forward(raw) if forward else general),
                    "backward": staticmethod(eager_backward)}
-        self.eager = direct(type(name, (Function,), members))
+        self.python = direct(type(name, (Function,), members))
+        self.eager = accelerated(name, self.python)

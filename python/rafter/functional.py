@@ -145,10 +145,13 @@ def logsumexp(input: Tensor, dim: int, keepdim: bool = False, *, dtype: Optional
         dim = _one_dim(dim)
     if not _plain(input):
         lse = _subclasses.call(_formulas.logsumexp.op, input, dim, keepdim, number)
+    elif dtype is None or dtype is input.dtype:
+        if not (input.requires_grad and _grad_enabled()):
+            return _formulas.logsumexp_rounded(input, dim, keepdim, number)
+        eager = _formulas.logsumexp.eager if input.dtype is _f32 else _formulas.logsumexp_rounded_eager
+        return eager(input, (dim, keepdim, number))
     elif input.requires_grad and _grad_enabled():
         lse = _formulas.logsumexp.eager(input, (dim, keepdim, number))
-    elif dtype is None or dtype is input.dtype:
-        return _formulas.logsumexp_rounded(input, dim, keepdim, number)
     else:
         lse = _formulas.logsumexp.raw(input, dim, keepdim, number)
     if dtype is None:
@@ -263,7 +266,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
         return _formulas.cross_entropy.op(input, target, *flatten(options))[0]
     if input.requires_grad and _grad_enabled():
         eager = _formulas.cross_entropy_inplace if inplace_backward else _ce_eager
-        return eager(input, (target, options))
+        return eager(input, (target, *flatten(options)))
     return _ce_raw(input, target, *flatten(options))[0]
 
 

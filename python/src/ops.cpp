@@ -111,8 +111,10 @@ void relu_mask_backward(Call &call) {
 
 /* ---- logsumexp ------------------------------------------------------------------------------- */
 
-/* `rounded`: to x's dtype, otherwise fp32. */
-void compute_logsumexp(Call &call, bool rounded) {
+/* The dtypes of logsumexp's results: fp32, x's, or x's and then fp32. */
+enum class LseDtypes { F32, OF_X, BOTH };
+
+void compute_logsumexp(Call &call, LseDtypes dtypes) {
     const Tensor x = call.tensor();
     rafter_logsumexp_args args = default_args<rafter_logsumexp_args>();
     args.dim = dimension(call);
@@ -125,19 +127,30 @@ void compute_logsumexp(Call &call, bool rounded) {
         if (!reduced || keepdim)
             shape[dims++] = reduced ? 1 : x.shape()[d];
     }
-    Tensor lse = Tensor::empty(shape, dims, rounded ? x.dtype() : f32(), call.device());
+    Tensor lse = Tensor::empty(shape, dims, dtypes == LseDtypes::OF_X ? x.dtype() : f32(), call.device());
     args.x = x.dl();
     args.lse = lse.dl();
+    if (dtypes != LseDtypes::BOTH) {
+        run("logsumexp", call, rafter_logsumexp_forward, args);
+        call.return_tensors(lse);
+        return;
+    }
+    Tensor rounded = Tensor::empty(shape, dims, x.dtype(), call.device());
+    args.rounded = rounded.dl();
     run("logsumexp", call, rafter_logsumexp_forward, args);
-    call.return_tensors(lse);
+    call.return_tensors(rounded, lse);
 }
 
 void logsumexp(Call &call) {
-    compute_logsumexp(call, false);
+    compute_logsumexp(call, LseDtypes::F32);
 }
 
 void logsumexp_rounded(Call &call) {
-    compute_logsumexp(call, true);
+    compute_logsumexp(call, LseDtypes::OF_X);
+}
+
+void logsumexp_saving(Call &call) {
+    compute_logsumexp(call, LseDtypes::BOTH);
 }
 
 void logsumexp_backward(Call &call) {
@@ -542,6 +555,8 @@ const OpEntry ops[] = {
     {"logsumexp", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor", kernel<logsumexp>},
     {"logsumexp_rounded", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> Tensor",
      kernel<logsumexp_rounded>},
+    {"logsumexp_saving", "(Tensor x, int dim, bool keepdim=False, int algorithm=0) -> (Tensor, Tensor)",
+     kernel<logsumexp_saving>},
     {"logsumexp_backward", "(Tensor dlse, Tensor x, Tensor lse, int dim, int algorithm=0) -> Tensor",
      kernel<logsumexp_backward>},
     {"cross_entropy", "(Tensor input, Tensor target, " LOSS_OPTIONS ") -> (Tensor loss, Tensor lse)",

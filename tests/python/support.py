@@ -105,6 +105,18 @@ def gradients(function, tensors, upstream):
     return out, torch.autograd.grad(out, tensors, up.to(out.dtype), allow_unused=True)
 
 
+def with_saved(function, *tensors):
+    """The function's result, and the tensors that it saves for backward."""
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return function(*tensors), saved
+
+
 def ones(out):
     return torch.ones_like(out)
 

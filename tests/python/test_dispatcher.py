@@ -29,6 +29,7 @@ def samples(device):
         "relu_mask_backward": [(z, torch.arange(7, dtype=torch.uint8, device=device))],
         "logsumexp": [(z, 1), (cube, 1, True, 1), (z.t(), 0)],
         "logsumexp_rounded": [(z, 1), (z.bfloat16(), 0, True, 2)],
+        "logsumexp_saving": [(z, 1), (z.bfloat16(), 0, True, 2)],
         "logsumexp_backward": [(lse, z, lse, 1), (lse, z, lse, 1, 2)],
         "cross_entropy": [(z, y), (z, y, *options), (z, y, *per_row), (z, y, *weights)],
         "cross_entropy_stats": [(z, y, 0), (z, y, 15, *options), (z, y, 5, *per_row)],

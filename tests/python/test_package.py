@@ -37,6 +37,9 @@ def test_installed_files_are_enough():
         for name in os.listdir(package):
             if name.endswith(".py"):
                 shutil.copy(os.path.join(package, name), os.path.join(folder, "rafter", name))
+        for name in os.listdir(package):
+            if name.startswith("_autograd_"):
+                assert os.path.exists(os.path.join(folder, "rafter", name))
         cuda = "librafter_cuda.so.0"
         assert os.path.exists(os.path.join(folder, "rafter", cuda)) == os.path.exists(os.path.join(build, cuda))
         done = run(folder, "-c", "import torch, rafter; print(rafter.__file__); print(rafter.silu(torch.ones(3)))")
