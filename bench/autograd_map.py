@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rafter's PyTorch package against torch and torch.compile, as users call them: forward, and forward + backward by autograd.
 
-    bench/autograd_map.py [--only TEXT] [--linear] [--providers rafter,torch,compile,quack,...] [--rounds 15] [--compile-jobs 8]
-                          [--json FILE]
+    bench/autograd_map.py [--only TEXT] [--linear] [--random COUNT [--seed S]] [--providers rafter,torch,compile,quack,...]
+                          [--rounds 15] [--compile-jobs 8] [--json FILE]
 
 For every case and provider: the time of a forward call under no_grad, of forward + backward with fresh gradients, both by events
 with the L2 cache flushed and the queue filled (what the device takes), and the wall time per call of forward + backward back to
 back (what the host takes where it is slower than the device). Every round calls every provider once, in random order; medians.
-Inputs are bf16 unless a case says otherwise. Needs a GPU. --linear takes linear_cross_entropy instead of the memory-bound ops.
+Inputs are bf16 unless a case says otherwise. Needs a GPU. --linear takes linear_cross_entropy instead of the memory-bound ops,
+--random draws shapes, layouts and options that nobody chose; it ends with the cases where another provider is ahead.
 Other providers are columns of bench/worker/peers.py (quack, quack_exp, liger_sm90, liger_fslce, ...), for plain calls of softmax,
 cross_entropy and linear_cross_entropy.
 
@@ -18,6 +19,7 @@ torch.compile compiles for seconds per case: --compile-jobs processes do that fi
 """
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -270,6 +272,59 @@ def cases():
     yield lrpe((2, 1000, 12, 80), "silu", dtype=FP32)
 
 
+def random_shape(rng, reduced):
+    """A shape and the reduced dimension, from its end. Sizes and the number of elements are log-uniform; half of the sizes are
+    multiples of 8."""
+    def size(most):
+        n = int(2 ** rng.uniform(0, math.log2(max(most, 1)))) or 1
+        return (n + 7) // 8 * 8 if rng.random() < 0.5 and n > 8 else n
+
+    elements = int(2 ** rng.uniform(16, 28))
+    if not reduced:
+        columns = size(elements)
+        return (max(elements // columns, 1), columns), -1
+    length = max(size(min(elements, 262144)), 2)
+    place = rng.choice((-1, -1, -1, -2, 0))
+    others = max(elements // length, 1)
+    inner = 1 if place == -1 else others if place == 0 else size(min(others, 4096))
+    outer = max(others // inner, 1)
+    if place == -1:
+        return (outer, length), -1
+    return ((length, inner), 0) if place == 0 else ((outer, length, inner), -2)
+
+
+def random_cases(count, seed):
+    """Shapes, layouts, dtypes and options that nobody chose."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        op = rng.choice(("softmax", "softmax", "logsumexp", "logsumexp", "cross_entropy", "cross_entropy", "cross_entropy",
+                         "silu", "relu", "sigmoid", "lrpe_cosine"))
+        dtype = rng.choice((BF16, BF16, FP16, FP32))
+        layout = rng.choice(("dense", "dense", "dense", "odd", "sliced", "transposed"))
+        if op in ("softmax", "logsumexp"):
+            shape, dim = random_shape(rng, True)
+            yield row_op(op, shape, dim, dtype, layout)
+        elif op == "cross_entropy":
+            shape, dim = random_shape(rng, True)
+            options = {name: value for name, value in (("label_smoothing", 0.1), ("weight", True), ("z_loss", 1e-4),
+                                                       ("softcap", 30.0), ("reduction", "none")) if rng.random() < 0.2}
+            if dim == 0 or (dim != -1 and {"softcap", "z_loss"} & set(options)):  # torch takes classes in dimension 1
+                options = {name: value for name, value in options.items() if name not in ("softcap", "z_loss")}
+                shape = (1, *shape) if dim == 0 else shape
+            ignored = rng.choice((0.0, 0.0, 0.3))
+            if "z_loss" in options:  # theirs is a mean over all rows
+                options, ignored = {name: options[name] for name in options if name not in ("weight", "reduction")}, 0.0
+            yield cross_entropy(shape, dtype, layout, classes=-1 if dim == -1 else 1, ignored=ignored, **options)
+        elif op == "lrpe_cosine":
+            act, dim = rng.choice((("none", None), ("silu", None), ("relu", None), ("softmax", -1), ("softmax", 1)))
+            depth, heads = rng.choice((32, 64, 80, 96, 100, 127, 128, 192, 256)), rng.choice((1, 4, 8, 12, 16, 32))
+            batch = rng.choice((1, 2, 4, 8))
+            length = max(int(2 ** rng.uniform(16, 26)) // (batch * heads * depth), 1)
+            yield lrpe((batch, length, heads, depth), act, dim, dtype, learned=rng.random() < 0.3)
+        else:
+            yield activation(op, random_shape(rng, False)[0], dtype, layout)
+
+
 def linear_cases(most_rows):
     """The sizes of models; then other dtypes and options."""
     for n in filter(lambda n: n <= most_rows, (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)):
@@ -378,6 +433,21 @@ def show(result, providers):
     print(f"{ratio('forward'):5.2f} {ratio('both'):5.2f} {ratio('wall'):5.2f} | {times} | {result['case']}", flush=True)
 
 
+def behind(results, providers):
+    """Prints the cases where another provider is ahead by more than 3 %, the worst first."""
+    for what in ("forward", "both", "wall"):
+        ratios = []
+        for result in results:
+            others = [(result[f"{p} {what}"], p) for p in providers if p != "rafter" and f"{p} {what}" in result]
+            if others and f"rafter {what}" in result:
+                best, provider = min(others)
+                ratios.append((result[f"rafter {what}"] / best, result[f"rafter {what}"], best, provider, result["case"]))
+        worse = sorted((r for r in ratios if r[0] > 1.03), reverse=True)
+        print(f"{what}: another provider is ahead by more than 3 % in {len(worse)} of {len(ratios)}")
+        for ratio, ours, best, provider, name in worse[:40]:
+            print(f"  {ratio:5.2f} {ours:9.4f} ms, {provider} {best:9.4f} ms | {name}")
+
+
 def compare(case):
     """The largest differences of rafter's results and gradients from torch's, over their largest elements."""
     tensors, found = tensors_of(case), []
@@ -393,7 +463,7 @@ def compare(case):
 def compile_ahead(args, count):
     """Fills PyTorch's cache of compiled code from several processes."""
     command = [sys.executable, __file__, "--only", args.only, "--compile-only", "--most-rows", str(args.most_rows)]
-    command += ["--linear"] * args.linear
+    command += ["--linear"] * args.linear + ["--random", str(args.random), "--seed", str(args.seed)]
     workers = [subprocess.Popen(command + ["--slice", f"{k}/{args.compile_jobs}"]) for k in range(min(args.compile_jobs, count))]
     for worker in workers:
         worker.wait()
@@ -406,13 +476,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile-jobs", type=int, default=8)
     parser.add_argument("--linear", action="store_true", help="linear_cross_entropy")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT", help="so many random cases instead")
+    parser.add_argument("--seed", type=int, default=1, help="of the random cases")
     parser.add_argument("--most-rows", type=int, default=1 << 40, help="--linear: cases of at most so many rows")
     parser.add_argument("--json")
     parser.add_argument("--quick", action="store_true", help="a test of this script")
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--slice", default="0/1", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    chosen = [c for c in (linear_cases(args.most_rows) if args.linear else cases()) if args.only in c.name]
+    if args.random:
+        listed = random_cases(args.random, args.seed)
+    else:
+        listed = linear_cases(args.most_rows) if args.linear else cases()
+    chosen = [c for c in listed if args.only in c.name]
     providers = args.providers.split(",")
     if args.quick:
         for case in chosen:
@@ -440,6 +516,7 @@ def main():
         torch.cuda.empty_cache()
         if number % 20 == 19:
             say(f"{number + 1} of {len(chosen)}, {time.perf_counter() - begin:.0f} s")
+    behind(results, providers)
     if args.json:
         with open(args.json, "w") as file:
             json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": results}, file, indent=0)

@@ -9,9 +9,9 @@ import pytest
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "bench", "autograd_map.py")
 
 
-@pytest.mark.parametrize("linear", [[], ["--linear", "--most-rows", "64"]])
-def test_results_of_all_cases(linear):
-    words = [sys.executable, SCRIPT, "--quick", *linear]
+@pytest.mark.parametrize("which", [[], ["--linear", "--most-rows", "64"], ["--random", "100"]])
+def test_results_of_all_cases(which):
+    words = [sys.executable, SCRIPT, "--quick", *which]
     lines = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
     assert len(lines) > 10
     for line in lines:
