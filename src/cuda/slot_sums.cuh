@@ -22,8 +22,9 @@
 
 #include "cuda/indexed_rows.cuh"
 
-/* Of teams that only sum: with more rows at a time, blocks wait less for their first and last loads. */
-constexpr int SLOT_THREADS = 256;
+/* Of blocks, and of teams, that only sum: with more rows at a time, blocks wait less for their first and last
+ * loads. */
+constexpr int SLOT_THREADS = 256, SLOT_TEAM = 128;
 
 /* Between pivot and maximum, times the scale. Terms are at most e^that. */
 constexpr float MOST_DISTANCE = 40.0f, MOST_OFFSET = 0x1p20f;
@@ -181,12 +182,14 @@ DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift, c
         w[N + j] = 0.0f;
     }
     if (shift != 0) {
-        const bool next_warp = !team.is_warp() && lane == WARP - 1;
 #pragma unroll
-        for (int j = 0; j < N; j++) {
+        for (int j = 0; j < N; j++)
             w[N + j] = __shfl_sync(~0u, slot[j], (lane + 1) % WARP);
-            if (next_warp)
-                w[N + j] = first[(warp + 1) % (team.threads / WARP)][j];
+        if (!team.is_warp() && lane == WARP - 1) {
+            const float *const of_next_warp = first[(warp + 1) & (team.threads / WARP - 1)];
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                w[N + j] = of_next_warp[j];
         }
         rotate<N / 2>(w, shift);
     }

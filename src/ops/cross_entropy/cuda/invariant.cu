@@ -363,7 +363,7 @@ struct Invariant {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
-        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT, p.gradient ? INDEXED_THREADS : SLOT_THREADS);
+        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT, p.gradient ? INDEXED_THREADS : SLOT_TEAM);
         plan->aligned = rows_are_aligned(call.logits);
         plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
         plan->general.fill(device, p, call, plan->row_blocks, &layout);

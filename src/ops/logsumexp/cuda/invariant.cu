@@ -83,7 +83,7 @@ struct Invariant {
                       p.rows,
                       p.n,
                       p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1,
-                      RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_THREADS)};
+                      RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_TEAM)};
         plan->aligned = rows_are_aligned(p.x);
         plan->whole = plan->aligned && p.row_bytes() % 16 == 0 && p.n <= 1 << 30;
         return 0;
