@@ -348,6 +348,7 @@ def test_a_name_that_the_header_does_not_have():
 
 # Arguments that rafter.array does not offer, and why.
 LEFT_OUT = {"relu_mask",  # an array of bits, only for autograd to keep
+            "rounded",  # the result in the dtype of x beside that in fp32: only for autograd, which needs both
             "accumulate_into_dweight",  # writes to an array of the caller
             "options.first_class", "options.classes"}  # only with a group of ranks, which cannot be passed by name
 
