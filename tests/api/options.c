@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Shapes, options and overlaps that single ops refuse. */
+#include <string.h>
+
 #include "fixture.h"
 
 void test_act_bad(void **state) {
@@ -41,6 +43,21 @@ void test_logsumexp_bad(void **state) {
     f.logsumexp.algorithm = (rafter_logsumexp_algorithm)9;
     EXPECT_INVALID(rafter_logsumexp_forward(f.context, &f.logsumexp), "algorithm", "9");
     f.logsumexp.algorithm = RAFTER_LOGSUMEXP_AUTO;
+    DLTensor rounded = rafter_tensor(f.small_data[2], RAFTER_BF16, 3, f.shape_lse);
+    f.logsumexp.rounded = &rounded;
+    EXPECT_INVALID(rafter_logsumexp_forward(f.context, &f.logsumexp), "rounded", "bf16"); /* x is fp32 */
+    rounded = rafter_tensor(f.small_data[2], RAFTER_F32, 2, f.shape_lse);
+    EXPECT_INVALID(rafter_logsumexp_forward(f.context, &f.logsumexp), "rounded", "shape");
+    int64_t turned[] = {1, B, B * N};
+    rounded = f.dlse;
+    rounded.strides = turned;
+    EXPECT_INVALID(rafter_logsumexp_forward(f.context, &f.logsumexp), "rounded", "stride");
+    rounded = f.lse;
+    EXPECT_INVALID(rafter_logsumexp_forward(f.context, &f.logsumexp), "rounded", "overlaps");
+    rounded = f.dlse;
+    assert_int_equal(rafter_logsumexp_forward(f.context, &f.logsumexp), RAFTER_OK);
+    assert_memory_equal(f.small_data[2], f.small_data[1], sizeof(float) * B * N * H);
+    memset(f.small_data, 0, sizeof f.small_data);
     f.dlse.shape = f.shape_x; /* [2, 3, 2] is a prefix of x's shape: spoil it */
     f.dlse.ndim = 2;
     EXPECT_INVALID(rafter_logsumexp_backward(f.context, &f.logsumexp), "dlse", "shape");
