@@ -58,6 +58,15 @@ def compare(found, wanted):
         close(gradient, others[name].double(), scale=40, atol=2e-6)
 
 
+def tensor_parallel_plan(model, size):
+    """What apply_tensor_parallelism takes after the mesh: from transformers 5.23 on, the plan by the names of the
+    model's own modules; before, nothing."""
+    if not hasattr(model, "_resolve_parallel_plans"):
+        return ()
+    from transformers.distributed import DistributedConfig
+    return model._resolve_parallel_plans(DistributedConfig(tp_size=size, tp_plan="auto"))[:1]
+
+
 def check_tensor_parallel_model(world):
     """tp_plan of transformers cuts the output layer by classes. Its weight is never gathered, nor are
     logits: what a rank sends is smaller than either."""
@@ -67,7 +76,7 @@ def check_tensor_parallel_model(world):
     except ImportError:
         raise ranks.Skip("this transformers cuts its models in another way") from None
     one, model = llama().to(world.device), llama().to(world.device)
-    apply_tensor_parallelism(model, init_device_mesh(world.device, (world.size,)))
+    apply_tensor_parallelism(model, init_device_mesh(world.device, (world.size,)), *tensor_parallel_plan(model, world.size))
     assert isinstance(model.lm_head.weight, DTensor) and model.lm_head.weight.placements == (Shard(0),)
     inputs = batch(world)
     wanted, plain = step(one, **inputs), step(model, **inputs)
