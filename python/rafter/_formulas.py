@@ -4,7 +4,8 @@ those of the schemas in ops.cpp; trailing arguments may be missing if they have 
 value."""
 import torch
 
-from ._ops import Op, accelerated, batched, below_autograd, declare, direct, kernels, no_double_backward, public
+from ._ops import (MASK_BYTES, Op, accelerated, batched, below_autograd, declare, direct, kernels, no_double_backward,
+                   public)
 from ._options import (ACTS, ARGMAX, DBIAS, DWEIGHT, DX, ENTROPY, GRADIENTS, LOGPROB, NONE, RELU, SOFTMAX, STATISTICS,
                        flatten, save_for_backward, saved_for_backward, unflatten)
 
@@ -46,7 +47,7 @@ def _masks(x):
     """Whether relu saves one bit per element: forward writes, and backward reads, a sixteenth or a
     thirty-second instead of the whole result. A smaller result is still in the L2 cache if backward
     comes soon."""
-    return x.is_cuda and x.nbytes >= 16 << 20 and x.is_contiguous()
+    return x.is_cuda and x.nbytes >= MASK_BYTES and x.is_contiguous()
 
 
 def act_python(kind, dim):

@@ -75,6 +75,9 @@ def kernels():
 
 _NO_DOUBLE_BACKWARD = "rafter: double backward (the gradient of a gradient) is not implemented"
 _NO_FORWARD_MODE = "rafter: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; use backward"
+MASK_BYTES = 16 << 20  # from this size on relu saves a mask instead of its result
+if NODES is not None:
+    NODES.configure(_NO_DOUBLE_BACKWARD, _NO_FORWARD_MODE, MASK_BYTES)
 
 _forward_mode = _compat.forward_mode
 

@@ -105,6 +105,16 @@ const Formula *find(const std::string &name) {
     return nullptr;
 }
 
+/* What both paths say and do alike: _ops.py tells it once, on import. */
+struct Common {
+    std::string no_double_backward, no_forward_mode; /* sentences of errors */
+    size_t mask_bytes = 0;                           /* from which on relu saves a mask */
+};
+Common &common() {
+    static auto *const only = new Common; /* never freed, as the formulas */
+    return *only;
+}
+
 /* Calls the op, whose results replace its arguments. ops.cpp throws std::out_of_range where Python gets an IndexError:
  * pybind11 translates it so, autograd does not. */
 void call(const c10::OperatorHandle &op, Stack &stack) {
@@ -164,8 +174,7 @@ variable_list without_gradient(const variable_list &results, const variable_list
                 inputs.push_back(tensor);
         if (upstream.requires_grad())
             inputs.push_back(upstream);
-        torch::autograd::DelayedError error("rafter: double backward (the gradient of a gradient) is not implemented",
-                                            static_cast<int64_t>(inputs.size()));
+        torch::autograd::DelayedError error(common().no_double_backward, static_cast<int64_t>(inputs.size()));
         guarded.push_back(error.apply(std::move(inputs))[0]);
     }
     return guarded;
@@ -203,9 +212,7 @@ struct Backward : Node {
     variable_list apply(variable_list &&grads) override {
         const std::lock_guard<std::mutex> lock(mutex_);
         const Tensor upstream = grads[0].defined() ? std::move(grads[0]) : input_metadata(0).zeros_like();
-        TORCH_CHECK_NOT_IMPLEMENTED(
-            !torch::autograd::isFwGradDefined(upstream),
-            "rafter: forward-mode AD (jvp, jacfwd, dual tensors) is not implemented; use backward");
+        TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(upstream), common().no_forward_mode);
         const variable_list saved = unpacked();
         if (!at::GradMode::is_enabled())
             return gradients(formula_, upstream, saved, constants_, wants_second());
@@ -315,7 +322,7 @@ Tensor differentiable(const Formula &formula, const Stack &arguments) {
 
 /* Whether relu saves a bit per element: as _masks in _formulas.py. */
 bool masks(const Tensor &x) {
-    return x.is_cuda() && x.nbytes() >= 16 << 20 && x.is_contiguous();
+    return x.is_cuda() && x.nbytes() >= common().mask_bytes && x.is_contiguous();
 }
 
 /* ---- Python ---------------------------------------------------------------------------------- */
@@ -420,7 +427,19 @@ PyObject *accelerated(PyObject *, PyObject *args) {
     END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef functions[] = {{"accelerated", accelerated, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+/* configure(no_double_backward, no_forward_mode, mask_bytes): see Common. */
+PyObject *configure(PyObject *, PyObject *args) {
+    const char *no_double_backward = nullptr, *no_forward_mode = nullptr;
+    Py_ssize_t mask_bytes = 0;
+    if (!PyArg_ParseTuple(args, "ssn", &no_double_backward, &no_forward_mode, &mask_bytes))
+        return nullptr;
+    common() = {no_double_backward, no_forward_mode, static_cast<size_t>(mask_bytes)};
+    Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {{"accelerated", accelerated, METH_VARARGS, nullptr},
+                           {"configure", configure, METH_VARARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, STRING(RAFTER_AUTOGRAD_MODULE), nullptr, -1, functions, {}, {}, {}, {}};
 
 } // namespace

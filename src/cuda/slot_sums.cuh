@@ -22,11 +22,12 @@
 
 #include "cuda/indexed_rows.cuh"
 
-/* Of blocks, and of teams, that only sum: with more rows at a time, blocks wait less for their first and last
- * loads. */
+/* At most, of kernels that only sum: of a block, and of a team that takes a row. Small teams take more rows at
+ * a time, and so wait less for the first and the last loads of a row. */
 constexpr int SLOT_THREADS = 256, SLOT_TEAM = 128;
 
-/* Between pivot and maximum, times the scale. Terms are at most e^that. */
+/* Between pivot and maximum, times the scale: terms are at most e^that. And of an offset of 16 bits, whose
+ * rounding error is then at most 2^-4. */
 constexpr float MOST_DISTANCE = 40.0f, MOST_OFFSET = 0x1p20f;
 
 /* Of one thread. TOTAL: also the sum of the elements. */

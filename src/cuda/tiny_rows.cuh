@@ -119,7 +119,7 @@ template <typename T> struct TinyTile {
     AlignedSpan<T> span;
     int ragged;
 
-    /* The first of the tile's `rows` rows, of which row 0 is at `data`. */
+    /* `rows` rows from row number `first` on, in a tensor at `data`. */
     DEVICE TinyTile(T *data, int64_t first, int rows, int pitch, int length) {
         span = AlignedSpan<T>(data + first * pitch, (rows - 1) * pitch + length);
         ragged = offset_in_pack(data); /* the same for all tiles */

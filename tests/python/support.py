@@ -2,6 +2,7 @@
 """Shared by the tests: devices, inputs in awkward layouts, fp64 references, comparison."""
 import functools
 import os
+import threading
 
 import pytest
 import torch
@@ -103,6 +104,15 @@ def gradients(function, tensors, upstream):
     out = function(*tensors)
     up = upstream(out) if callable(upstream) else upstream
     return out, torch.autograd.grad(out, tensors, up.to(out.dtype), allow_unused=True)
+
+
+def in_threads(work, count):
+    """Runs work() in so many threads at once, and waits for them."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def with_saved(function, *tensors):

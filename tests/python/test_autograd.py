@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import rafter
-from support import labels, leaf, normal, on_devices, parametrize, skip_unless
+from support import in_threads, labels, leaf, normal, on_devices, parametrize, skip_unless
 
 
 def problems(device):
@@ -153,7 +153,6 @@ def test_statistics_have_no_gradient(device):
 @on_devices
 def test_threads(device):
     """Two threads at once, each with its own stream on CUDA."""
-    import threading
     x, y = normal(64, 500, device=device), labels((64,), 500, device)
     expected = F.cross_entropy(x, y)
     wrong = []
@@ -165,11 +164,7 @@ def test_threads(device):
                 if not torch.allclose(rafter.cross_entropy(leaf(x), y), expected):
                     wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 2)
     assert not wrong
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import weakref
 
 import pytest
@@ -16,7 +15,7 @@ from torch.autograd import forward_ad
 import rafter
 from rafter import _formulas, _ops
 from rafter._options import ACTS, LossOptions
-from support import labels, leaf, normal, on_devices, parametrize, uneven, with_saved
+from support import in_threads, labels, leaf, normal, on_devices, parametrize, uneven, with_saved
 
 
 def _act(name, dim=0):
@@ -357,9 +356,5 @@ def test_threads():
             if not all(torch.equal(r, expected) for r in results):
                 wrong.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert not wrong
