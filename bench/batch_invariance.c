@@ -5,6 +5,7 @@
  *
  *     rafter_batch_invariance
  */
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -109,10 +110,17 @@ static double seconds(rafter_status (*call)(struct work *), struct work *w, int 
     return 1e-3 * gpu_elapsed(before, after);
 }
 
-static void measure(const char *name, rafter_status (*call)(struct work *), rafter_dtype dtype, int64_t rows,
-                    int64_t length, int64_t depth) {
-    struct work w = {.name = name, .dtype = dtype, .rows = rows, .length = length, .depth = depth};
+/* A kind of call: depth 0 means that it has no weight. In columns: rows lie side by side. */
+struct kind {
+    const char *name;
+    rafter_status (*call)(struct work *);
+    bool columns;
+};
+
+static void measure(const struct kind *kind, rafter_dtype dtype, int64_t rows, int64_t length, int64_t depth) {
+    struct work w = {.name = kind->name, .dtype = dtype, .rows = rows, .length = length, .depth = depth};
     struct samples samples[2] = {{0}};
+    int64_t side_by_side[2] = {1, rows};
     const int64_t columns = depth ? depth : length;
     shapes_used = 0;
     w.x = tensor(dtype, 2, rows, columns);
@@ -124,15 +132,18 @@ static void measure(const char *name, rafter_status (*call)(struct work *), raft
     w.numbers = tensor(RAFTER_F32, 1, rows, 1);
     w.loss = tensor(RAFTER_F32, 1, 1, 1);
     w.loss.ndim = 0;
+    if (kind->columns)
+        w.x.strides = w.y.strides = w.dy.strides = side_by_side;
     for (int i = -2; i < REPEATS; i++)
         for (int invariant = 0; invariant < 2; invariant++) {
-            const double time = seconds(call, &w, invariant);
+            const double time = seconds(kind->call, &w, invariant);
             if (i >= 0)
                 samples_add(&samples[invariant], time);
         }
     const double usual = 1e6 * samples_summary(&samples[0]).median, option = 1e6 * samples_summary(&samples[1]).median;
-    printf("%-22s %s %6lld x %6lld x %5lld %10.1f %10.1f  %+6.1f %%\n", name, dtype == RAFTER_F32 ? "fp32" : "bf16",
-           (long long)rows, (long long)length, (long long)depth, usual, option, 100.0 * (option / usual - 1.0));
+    printf("%-22s %s %s %6lld x %6lld x %5lld %10.1f %10.1f  %+6.1f %%\n", kind->name,
+           kind->columns ? "columns" : "rows   ", dtype == RAFTER_F32 ? "fp32" : "bf16", (long long)rows,
+           (long long)length, (long long)depth, usual, option, 100.0 * (option / usual - 1.0));
     fflush(stdout);
     const DLTensor *const all[] = {&w.x, &w.y, &w.dy, &w.weight, &w.dweight, &w.target, &w.numbers, &w.loss};
     gpu_synchronize(context);
@@ -154,31 +165,43 @@ int main(void) {
     other = gpu_allocate(other_bytes);
     before = gpu_new_event();
     after = gpu_new_event();
-    static const int64_t rows[] = {64, 2048, 8192}, classes[] = {1000, 8192, 32000, 50257, 50304, 128256},
-                         lengths[] = {64, 1000, 1024, 4096, 8192, 32768}, depths[] = {1024, 2048, 4096};
+    static const struct kind kinds[] = {{"cross_entropy", ce_forward, false},
+                                        {"cross_entropy, dlogits", ce_gradient, false},
+                                        {"cross_entropy backward", ce_backward, false},
+                                        {"logsumexp", logsumexp, false},
+                                        {"softmax", softmax, false},
+                                        {"softmax backward", softmax_backward, false}},
+                             linear[] = {{"lce", lce_forward, false}, {"lce, gradients", lce_gradients, false}};
+    static const struct {
+        int64_t rows;
+        int64_t lengths[12];
+    } tables[] = {{64, {1000, 8192, 50257, 128256}},
+                  {2048, {1000, 8192, 32000, 50257, 50304, 128256}},
+                  {8192, {2, 10, 64, 100, 257, 512, 1000, 2048, 3001, 8192, 32000, 50257}},
+                  {65536, {2, 10, 32, 60, 100, 257, 512, 777, 1000, 1501, 2048, 5001}},
+                  {524288, {2, 10, 32, 60, 100, 257, 512, 1000}}},
+      side_by_side[] = {{8192, {10, 100, 1000, 5000}}, {524288, {2, 21, 100, 300}}};
+    static const int64_t lce_rows[] = {64, 2048, 8192}, depths[] = {1024, 2048, 4096}, classes[] = {32000, 128256};
     static const rafter_dtype dtypes[] = {RAFTER_BF16, RAFTER_F32};
-    printf("%-22s %-27s %15s %10s\n", "call", "     rows x length x depth", "usual, us", "invariant");
-    for (int r = 0; r < 3; r++)
-        for (int t = 0; t < 2; t++) {
-            for (int c = 0; c < 6; c++) {
-                measure("cross_entropy", ce_forward, dtypes[t], rows[r], classes[c], 0);
-                measure("cross_entropy, dlogits", ce_gradient, dtypes[t], rows[r], classes[c], 0);
-                measure("cross_entropy backward", ce_backward, dtypes[t], rows[r], classes[c], 0);
-                measure("logsumexp", logsumexp, dtypes[t], rows[r], classes[c], 0);
-            }
-            for (int l = 0; l < 6; l++) {
-                measure("softmax", softmax, dtypes[t], 4 * rows[r], lengths[l], 0);
-                measure("softmax backward", softmax_backward, dtypes[t], 4 * rows[r], lengths[l], 0);
-            }
+    printf("%-22s %-35s %15s %10s\n", "call", "             rows x length x depth", "usual, us", "invariant");
+    for (int t = 0; t < 2; t++)
+        for (int k = 0; k < 6; k++) {
+            for (int r = 0; r < 5; r++)
+                for (int l = 0; l < 12 && tables[r].lengths[l]; l++)
+                    measure(&kinds[k], dtypes[t], tables[r].rows, tables[r].lengths[l], 0);
+            struct kind kind = kinds[k];
+            kind.columns = true;
+            for (int r = 0; r < 2; r++)
+                for (int l = 0; l < 12 && side_by_side[r].lengths[l]; l++)
+                    measure(&kind, dtypes[t], side_by_side[r].rows, side_by_side[r].lengths[l], 0);
         }
     for (int r = 0; r < 3; r++)
         for (int d = 0; d < 3; d++)
-            for (int c = 2; c < 6; c += 3) {
-                measure("lce", lce_forward, RAFTER_BF16, rows[r], classes[c], depths[d]);
-                measure("lce, gradients", lce_gradients, RAFTER_BF16, rows[r], classes[c], depths[d]);
-            }
-    measure("lce", lce_forward, RAFTER_F32, 2048, 32000, 2048);
-    measure("lce, gradients", lce_gradients, RAFTER_F32, 2048, 32000, 2048);
+            for (int c = 0; c < 2; c++)
+                for (int k = 0; k < 2; k++)
+                    measure(&linear[k], RAFTER_BF16, lce_rows[r], classes[c], depths[d]);
+    for (int k = 0; k < 2; k++)
+        measure(&linear[k], RAFTER_F32, 2048, 32000, 2048);
     rafter_context_destroy(context);
     return 0;
 }

@@ -37,13 +37,13 @@ struct GradientChunks {
     bool alike; /* rows of both are aligned in the same way */
 };
 
-/* Rows of `length` elements. least_lanes, factor: see chunks_of. */
+/* Rows of `length` elements. least_lanes, factor: see ChunkLanes. */
 static inline GradientChunks gradient_chunks_of(const Rows &x, const Rows &dx, bool alike, int64_t rows, int64_t length,
                                                 int least_lanes, int64_t warps, int factor) {
     GradientChunks c = {};
-    c.out = chunks_of(dx, rows, length, least_lanes, warps, factor, false);
-    c.in = chunks_of(x, rows, length, c.out.lanes, warps, factor);
-    c.out = chunks_of(dx, rows, length, c.in.lanes, warps, factor, false);
+    c.out = chunks_of(dx, rows, length, {least_lanes, factor, false}, warps, false);
+    c.in = chunks_of(x, rows, length, {c.out.lanes, factor, false}, warps);
+    c.out = chunks_of(dx, rows, length, {c.in.lanes, factor, false}, warps, false);
     c.alike = alike;
     return c;
 }

@@ -104,10 +104,10 @@ struct RowTeam {
     static constexpr int ROWS = 8; /* per block, if a warp takes a row */
     int threads;                   /* per row: a power of two */
 
-    /* `packs`: that a thread should have, if that is possible. */
-    static __host__ RowTeam of(int64_t row_bytes, int packs, int most_threads = INDEXED_THREADS) {
-        constexpr int64_t SHORT_ROW = 2048;
-        return {row_bytes <= SHORT_ROW ? WARP
+    /* `packs`: that a thread should have, if that is possible. short_row: bytes up to which a warp takes a row. */
+    static __host__ RowTeam of(int64_t row_bytes, int packs, int most_threads = INDEXED_THREADS,
+                               int64_t short_row = 2048) {
+        return {row_bytes <= short_row ? WARP
                                        : power_at_least(ceil_div<int64_t>(row_bytes, 16 * packs), 64, most_threads)};
     }
     Launch blocks(int64_t rows) const {

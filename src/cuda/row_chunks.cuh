@@ -32,6 +32,7 @@ constexpr int CHUNK_THREADS = 256;
 constexpr int CHUNK_PACKS = 5; /* most granules per lane */
 constexpr int CHUNK_SIDES = 3; /* chunks in shared memory */
 constexpr int CHUNK_BYTES = CHUNK_PACKS * WARP * 16;
+constexpr int LONGEST_CHUNKED = CHUNK_BYTES - 64; /* bytes of a row */
 
 /* As a kernel argument. */
 struct RowChunks {
@@ -42,6 +43,7 @@ struct RowChunks {
     int lanes, most, batch, blocks;    /* most: granules per lane */
     bool flat;                         /* a chunk is one piece of memory */
     bool whole;                        /* rows are whole, aligned granules */
+    bool by_index;                     /* see ChunkRow */
     bool full;                         /* and every lane has three of them or more, as many as the others */
     bool begins_aligned, ends_aligned; /* the tensor does, at a multiple of 16 bytes */
 };
@@ -55,13 +57,18 @@ static inline const char *why_not_chunks(int64_t rows, int64_t row_bytes) {
         return "it counts rows in 31 bits";
     if (row_bytes < 96)
         return "rows are too short for several lanes";
-    return row_bytes <= (rows < FEW_ROWS ? 2048 : CHUNK_BYTES - 64) ? NULL : "rows are too long for a warp";
+    return row_bytes <= (rows < FEW_ROWS ? 2048 : LONGEST_CHUNKED) ? NULL : "rows are too long for a warp";
 }
 
-/* least_lanes: of a row; more of them in steps of `factor`, up to WARP. warps: that run at a time. padding:
- * whether it may be part of a chunk. */
-static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, int least_lanes, int64_t warps,
-                                  int factor = 2, bool padding = true) {
+/* Lanes of a row. */
+struct ChunkLanes {
+    int least, factor; /* as many, times a power of `factor`, up to WARP */
+    bool by_length;    /* the length of rows alone decides about the sums, not their alignment or distance */
+};
+
+/* warps: that run at a time. padding: whether it may be part of a chunk. */
+static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, const ChunkLanes &lanes, int64_t warps,
+                                  bool padding = true) {
     RowChunks c = {};
     const int64_t bytes = rafter_dtype_bytes(x.dtype), row_bytes = length * bytes;
     const uintptr_t first = reinterpret_cast<uintptr_t>(x.data);
@@ -81,14 +88,20 @@ static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, i
     c.row_bytes = static_cast<unsigned>(row_bytes);
     const int64_t most_pitch = padding ? min(row_bytes * 5 / 4, int64_t(CHUNK_BYTES - 16)) : row_bytes;
     c.flat = x.dims == 1 && pitch >= row_bytes && pitch <= most_pitch;
-    c.pitch = c.flat ? static_cast<unsigned>(pitch) : 0;
     c.whole = aligned;
+    c.by_index = lanes.by_length;
     c.begins_aligned = first % 16 == 0;
     c.ends_aligned = reinterpret_cast<uintptr_t>(c.highest) % 16 == 0;
-    const int64_t granules = c.whole ? row_bytes / 16 : (row_bytes - bytes + 15) / 16 + 1; /* at most, of a row */
-    c.lanes = least_lanes;
-    while (c.flat ? WARP / c.lanes * pitch + 16 > CHUNK_BYTES : granules > CHUNK_PACKS * c.lanes)
-        c.lanes = min(c.lanes * factor, WARP);
+    const int64_t most_granules = (row_bytes - bytes + 15) / 16 + 1; /* of a row, at any address */
+    const int64_t granules = c.whole ? row_bytes / 16 : most_granules;
+    const auto fits = [&](int64_t distance) { return WARP / c.lanes * distance + 16 <= CHUNK_BYTES; };
+    c.lanes = lanes.least;
+    while (lanes.by_length ? !fits(row_bytes) || most_granules > CHUNK_PACKS * c.lanes
+           : c.flat        ? !fits(pitch)
+                           : granules > CHUNK_PACKS * c.lanes)
+        c.lanes = min(c.lanes * lanes.factor, WARP);
+    c.flat = c.flat && fits(pitch);
+    c.pitch = c.flat ? static_cast<unsigned>(pitch) : 0;
     c.most = static_cast<int>(ceil_div<int64_t>(c.whole ? granules : row_bytes / 16, c.lanes));
     c.full = c.whole && granules % c.lanes == 0 && c.most >= 3;
     const int at_once = WARP / c.lanes, most = CHUNK_THREADS / WARP;
@@ -259,17 +272,19 @@ template <typename T, int LANES> DEVICE unsigned place_in_chunk(const RowChunks 
     return chunk + row * (CHUNK_BYTES * LANES / WARP) + address % 16;
 }
 
-/* A lane's share of a row in shared memory. */
+/* A lane's share of a row in shared memory. Packs are where memory has them; or by_index: they begin with the
+ * first element, wherever that is, so that sums do not depend on the alignment of rows. */
 template <typename T, int LANES> struct ChunkRow {
     static constexpr int N = WIDE<T>, EDGES = (2 * (N - 1) + LANES - 1) / LANES;
     unsigned at;     /* of the row */
     int head, packs; /* elements before the body; its packs */
     int edges;       /* elements before and after it */
 
-    DEVICE ChunkRow(unsigned place, int length, bool whole)
+    DEVICE ChunkRow(unsigned place, int length, bool whole, bool by_index = false)
         : at(place), head(0), packs(static_cast<int>(static_cast<unsigned>(length) / N)), edges(0) {
         if (!whole) {
-            head = min(static_cast<int>((0u - place / unsigned(sizeof(T))) % N), length);
+            if (!by_index)
+                head = min(static_cast<int>((0u - place / unsigned(sizeof(T))) % N), length);
             packs = static_cast<int>(static_cast<unsigned>(length - head) / N);
             edges = length - packs * N;
         }
@@ -283,6 +298,15 @@ template <typename T, int LANES> struct ChunkRow {
         uint4 w = reinterpret_cast<const uint4 &>(none); /* as words: else the compiler moves halves of them */
         if (own + k * LANES < packs)
             w = read_shared<uint4>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
+        return reinterpret_cast<const Pack<T, N> &>(w);
+    }
+    /* The same, of two granules, if by_index. */
+    DEVICE Pack<T, N> shifted_pack(int own, int k) const {
+        const Pack<T, N> none = all_of<T, N>(-INFINITY);
+        uint4 w = reinterpret_cast<const uint4 &>(none);
+        const unsigned shift = at % 16, low = at - shift + (own + k * LANES) * 16;
+        if (own + k * LANES < packs)
+            w = shifted(read_shared<uint4>(low), read_shared<uint4>(low + (shift > 0 ? 16 : 0)), shift);
         return reinterpret_cast<const Pack<T, N> &>(w);
     }
     /* The column of edge element e. */
@@ -301,6 +325,7 @@ template <typename T, int LANES> struct ChunkRow {
 template <class Op, typename T, int LANES>
 DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, const ChunkRow<T, LANES> &row, int own) {
     constexpr int N = WIDE<T>, EDGES = ChunkRow<T, LANES>::EDGES;
+    const bool shifts = t.by_index && !t.whole;
     const auto of = [&](int all) { return max((all - own + LANES - 1) / LANES, 0); }; /* of `all`, this lane's */
     if (Op::CHUNK_ADDS > 0 && !op.reduces()) {
         constexpr int COUNT = Op::CHUNK_ADDS > 0 ? Op::CHUNK_ADDS : 1;
@@ -310,7 +335,7 @@ DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, con
             Pack<T, N> packs[COUNT];
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                packs[j] = row.pack(own, k + j);
+                packs[j] = shifts ? row.shifted_pack(own, k + j) : row.pack(own, k + j);
             op.add(g, packs, min(max(of(row.packs) - k, 0), COUNT), row.head + int64_t(own + k * LANES) * N, LANES * N);
         }
         if (!t.whole && Op::ADDS_EDGES) {
@@ -332,6 +357,8 @@ DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, con
         Pack<T, 1> edges[EDGES];
         if (t.full)
             for_chunk_packs(t.most, [&](int k) { packs[k] = row.present_pack(own, k); });
+        else if (shifts)
+            for_chunk_packs(t.most, [&](int k) { packs[k] = row.shifted_pack(own, k); });
         else
             for_chunk_packs(t.most, [&](int k) { packs[k] = row.pack(own, k); });
         if (!t.whole)
@@ -369,7 +396,7 @@ template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, con
             __syncwarp();
             const int first = base + s * ROWS;
             const ChunkRow<T, LANES> of_lane(place_in_chunk<T, LANES>(t, first, loader.places + side),
-                                             first + lane / LANES < t.rows ? t.length : 0, t.whole);
+                                             first + lane / LANES < t.rows ? t.length : 0, t.whole, t.by_index);
             if (own == s)
                 op.look_at(row, [&](int column) { return read_shared<T>(of_lane.at + column * unsigned(sizeof(T))); });
             const typename Op::Stats g = reduce_chunk_row<Op, T, LANES>(op, t, of_lane, own);

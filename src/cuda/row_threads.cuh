@@ -11,10 +11,12 @@
 #ifndef RAFTER_CUDA_ROW_THREADS_CUH
 #define RAFTER_CUDA_ROW_THREADS_CUH
 
+#include "cuda/row_classes.cuh"
 #include "cuda/slabs.cuh"
 
 constexpr int ROW_THREADS_BLOCK = 256;
 constexpr int64_t MANY_THREADS = 1 << 17; /* that fill any device */
+constexpr int64_t ROW_PART = 256;         /* elements of a row that a thread takes in batch-invariant calls */
 
 /* As a kernel argument. */
 struct RowThreads {
@@ -28,7 +30,7 @@ struct RowThreads {
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* Why these rows are not for threads, or NULL. */
+/* Why these rows are not for threads, or NULL; and in batch-invariant calls. */
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
@@ -44,13 +46,21 @@ static inline const char *why_not_threads(const Slabs &s, int bytes) {
     return s.rows() >= MANY_THREADS || s.rows() * s.length * bytes <= 64 << 20 ? NULL : "rows are few and long";
 }
 
-/* By shape alone: the same bits everywhere. */
-static inline RowThreads threads_of(const Slabs &s, int blocks) {
+static inline const char *why_not_invariant_threads(int64_t rows, int64_t length, RowClass row_class) {
+    if (row_class != COLUMN_ROWS)
+        return "rows are very short, or their elements are close to each other";
+    return rows > INT32_MAX / 2 / ceil_div(length, ROW_PART) ? "it counts parts of rows in 31 bits" : NULL;
+}
+
+/* By shape alone: the same bits everywhere. by_length: by the length of rows alone. */
+static inline RowThreads threads_of(const Slabs &s, int blocks, bool by_length) {
     RowThreads t = {};
     t.slabs = s;
     t.rows = static_cast<unsigned>(s.rows());
     const int64_t filling = min(ceil_div(MANY_THREADS, s.rows()), s.length / 32);
-    const int64_t parts = s.length <= 64 ? 1 : max(min(filling, int64_t(512)), int64_t(1));
+    const int64_t parts = by_length        ? ceil_div(s.length, ROW_PART)
+                          : s.length <= 64 ? 1
+                                           : max(min(filling, int64_t(512)), int64_t(1));
     t.part = static_cast<int>(round_up<int64_t>(ceil_div(s.length, parts), 16));
     t.parts = static_cast<int>(ceil_div<int64_t>(s.length, t.part));
     const auto needed = [&](int64_t threads) {
@@ -76,7 +86,7 @@ template <typename T> struct PlacedRow {
         const int column = static_cast<int>(index - slab * t.by_inner.number);
         int64_t offset[3];
         t.slabs.walk.offsets(slab, offset);
-        first = t.slabs.at<const T>(0, offset[0]) + column;
+        first = t.slabs.at<const T>(0, offset[0]) + column * t.slabs.across[0];
         number = offset[2] + column * t.slabs.row_step;
     }
 };

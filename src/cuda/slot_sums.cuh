@@ -25,6 +25,7 @@
 /* At most, of kernels that only sum: of a block, and of a team that takes a row. Small teams take more rows at
  * a time, and so wait less for the first and the last loads of a row. */
 constexpr int SLOT_THREADS = 256, SLOT_TEAM = 128;
+constexpr int64_t SLOT_WARP_BYTES = 16 << 10; /* up to which a warp takes a row */
 
 /* Between pivot and maximum, times the scale: terms are at most e^that. And of an offset of 16 bits, whose
  * rounding error is then at most 2^-4. */
@@ -199,6 +200,23 @@ DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift, c
     for (int j = 0; j < N; j += 4)
         sum += (w[j] + w[j + 1]) + (w[j + 2] + w[j + 3]);
     return warp_sum(sum);
+}
+
+/* The same for all warps of a block, in their order. Called by all threads, which get it, once per kernel. */
+template <int N> DEVICE float sum_block_slots(const float (&slot)[N], int shift) {
+    __shared__ float first[WARP][N], warp_sums[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const RowTeam team = {static_cast<int>(blockDim.x)};
+    if (lane == 0)
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            first[warp][j] = slot[j];
+    __syncthreads();
+    const float sum = sum_slots(team, slot, shift, first);
+    if (lane == 0)
+        warp_sums[warp] = sum;
+    __syncthreads();
+    return warp_sum(lane < team.threads / WARP ? warp_sums[lane] : 0.0f);
 }
 
 /* The statistics of a row, and the sum of its elements if TOTAL. */

@@ -16,6 +16,7 @@
 #include "cuda/slabs.cuh"
 
 constexpr int TINY_THREADS = 256, TINY_SIDES = 3;
+constexpr int LONGEST_TINY = 32; /* elements of a row */
 
 /* Rows of up to COUNT elements that a thread takes of a tile if there are many: a tile costs about as much as
  * two rows of two elements. */
@@ -46,8 +47,8 @@ static inline int64_t tiny_pitch(const Slabs &s) {
 
 /* Why these rows are not for it, or NULL. */
 static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
-    constexpr int64_t LONGEST = 32, LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 4 * TINY_THREADS;
-    if (s.length < 2 || s.length > LONGEST)
+    constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 4 * TINY_THREADS;
+    if (s.length < 2 || s.length > LONGEST_TINY)
         return "rows have fewer than 2 or more than 32 elements";
     const int64_t pitch = tiny_pitch(s);
     if (pitch == 0)
@@ -110,6 +111,55 @@ template <bool SEVERAL, typename F> static void for_tiny_shape(const TinyRows &t
         with(std::integral_constant<int, 24>());
     else
         with(std::integral_constant<int, 32>());
+}
+
+/* ---- rows in any layout ----------------------------------------------------------------------- */
+
+/* Few rows, or rows that lie anywhere, for the same Ops, with the same results: for batch-invariant calls. As a
+ * kernel argument. */
+struct ScatteredRows {
+    Rows in, out; /* out: the gradient */
+    int rows, length;
+    int64_t in_step, out_step; /* between elements */
+    bool in_packs, out_packs;  /* rows consist of whole, aligned packs of 16 bytes */
+    unsigned blocks;
+};
+
+/* Why not, or NULL. */
+static inline const char *why_not_scattered(int64_t rows, int64_t length) {
+    if (length > LONGEST_TINY)
+        return "rows have more than 32 elements";
+    return rows > INT32_MAX / 2 ? "it counts rows in 31 bits" : NULL;
+}
+
+/* The last dimension of the views is a row. dx may be NULL. */
+static inline ScatteredRows scattered_rows_of(const rafter_view &x, const rafter_view *dx, int64_t rows,
+                                              const rafter_cuda_state &device) {
+    const auto step = [](const rafter_view &view) {
+        return view.shape[view.ndim - 1] > 1 ? view.stride[view.ndim - 1] : 1;
+    };
+    ScatteredRows s = {};
+    s.rows = static_cast<int>(rows);
+    s.length = static_cast<int>(x.shape[x.ndim - 1]);
+    s.in = rows_of(x, x.ndim - 1);
+    s.in_step = step(x);
+    s.in_packs = s.in_step == 1 && s.in.whole_packs(s.length);
+    if (dx) {
+        s.out = rows_of(*dx, dx->ndim - 1);
+        s.out_step = step(*dx);
+        s.out_packs = s.out_step == 1 && s.out.whole_packs(s.length);
+    }
+    s.blocks = static_cast<unsigned>(
+        max(min(ceil_div<int64_t>(rows, TINY_THREADS), int64_t(4) * device.multiprocessors), int64_t(1)));
+    return s;
+}
+
+/* Calls f(std::integral_constant<int, COUNT>()): COUNT is at least the length of rows. */
+template <typename F> static void for_scattered_count(const ScatteredRows &s, F f) {
+    if (s.length <= 8)
+        f(std::integral_constant<int, 8>());
+    else
+        f(std::integral_constant<int, LONGEST_TINY>());
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */
@@ -211,6 +261,64 @@ DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
         if constexpr (GRADIENT) {
             __syncthreads();
             tile_of(gradients, tile, t.length).store(results);
+        }
+    }
+}
+
+/* Every thread has a place in shared memory for its row. */
+template <class Op, typename T, int COUNT, bool GRADIENT> DEVICE void scattered_rows(Op &op, const ScatteredRows &s) {
+    constexpr int N = WIDE<T>, PACKS = COUNT / N;
+    constexpr int PITCH = COUNT + 4 / int(sizeof(T)); /* an odd number of words: threads use different banks */
+    __shared__ T places[TINY_THREADS * PITCH];
+    T *const place = places + threadIdx.x * PITCH;
+    int row = static_cast<int>(blockIdx.x * TINY_THREADS + threadIdx.x);
+    for (bool first = true; first || row < s.rows; first = false, row += static_cast<int>(gridDim.x * TINY_THREADS)) {
+        const bool present = row < s.rows;
+        const typename Op::Row loaded = present ? op.load(row) : op.no_row();
+        const T *const from = s.in.at<const T>(present ? row : 0);
+        T x[COUNT];
+        if (s.in_packs) {
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) {
+                const Pack<T, N> pack = load_once_if<T, N>(present && k * N < s.length, from + k * N, -INFINITY);
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    x[k * N + j] = pack.v[j];
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < COUNT; j++)
+                x[j] = present && j < s.length ? from[j * s.in_step] : from_float<T>(-INFINITY);
+        }
+        if (first) /* all threads get here */
+            op.begin();
+        if (!present)
+            break;
+        float v[COUNT];
+#pragma unroll
+        for (int j = 0; j < COUNT; j++) {
+            v[j] = to_float(x[j]);
+            place[j] = x[j];
+        }
+        op.finish(loaded, row, v, place, place);
+        if constexpr (GRADIENT) {
+            T *const to = s.out.at<T>(row);
+            if (s.out_packs) {
+#pragma unroll
+                for (int k = 0; k < PACKS; k++)
+                    if (k * N < s.length) {
+                        Pack<T, N> pack;
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            pack.v[j] = place[k * N + j];
+                        store_once<T, N>(to + k * N, pack);
+                    }
+            } else {
+#pragma unroll
+                for (int j = 0; j < COUNT; j++)
+                    if (j < s.length)
+                        to[j * s.out_step] = place[j];
+            }
         }
     }
 }

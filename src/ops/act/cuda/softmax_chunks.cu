@@ -233,6 +233,7 @@ __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
 
 struct Chunks {
     typedef act_call Call;
+    static constexpr bool BATCH_INVARIANT = true; /* rows: lanes by their length alone */
     struct Plan {
         Walk outer;
         ChunkPlan chunk;
@@ -247,6 +248,8 @@ struct Chunks {
             return "length and inner dimensions have gaps";
         if (views.length() > MOST_LENGTH)
             return "lines are longer than 512 elements";
+        if (call.common.batch_invariant && !dim_is_contiguous(call))
+            return "dim is strided: lines would share lanes as their neighbours allow";
         if (views.inner() * rafter_dtype_bytes(call.out.dtype) >= 64 && views.column_width() > 1)
             return "columns are packs, which registers hold";
         if (views.elements() * rafter_dtype_bytes(call.out.dtype) > CHUNK_BYTES)
@@ -265,9 +268,9 @@ struct Chunks {
         return static_cast<int>(pitch >= elements && pitch <= most ? pitch : 0);
     }
 
-    /* How many words of one bank of shared memory a warp reads at a time, at most. */
-    static int most_in_a_bank(const ChunkPlan &chunk, int bytes) {
-        const int pitch = chunk.pitch[IN] > 0 ? chunk.pitch[IN] : chunk.elements;
+    /* How many words of one bank of shared memory a warp reads at a time, at most. `pitch`: from a slab to the
+     * next. */
+    static int most_in_a_bank(const ChunkPlan &chunk, int bytes, int pitch) {
         int count[WARP] = {}, last[WARP], most = 0;
         for (int t = 0; t < WARP; t++) {
             const int line = t >> chunk.lanes_log2, lane = t & ((1 << chunk.lanes_log2) - 1);
@@ -301,8 +304,10 @@ struct Chunks {
                     pitch = max(pitch, chunk.pitch[t] > 0 ? chunk.pitch[t] : chunk.slots * width);
             }
         const int most = is_forward(call) && bytes == 2 ? MORE_STEPS : STEPS;
+        const bool by_length = call.common.batch_invariant;
+        const int distance = chunk.pitch[IN] > 0 && !by_length ? chunk.pitch[IN] : chunk.elements;
         while (ceil_div(chunk.length, 1 << chunk.lanes_log2) > most ||
-               (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes) > 2))
+               (chunk.lanes_log2 < 4 && most_in_a_bank(chunk, bytes, distance) > 2))
             chunk.lanes_log2++;
         chunk.by_inner = Divisor(chunk.inner);
         chunk.by_slots = Divisor(chunk.slots);
@@ -312,7 +317,7 @@ struct Chunks {
                       share = ceil_div(chunk.slabs, int64_t(device.multiprocessors) * 4);
         chunk.per_chunk = static_cast<int>(max(min(fit, share), int64_t(1)));
         const int lines = chunk.per_chunk * chunk.inner;
-        while (lines << (chunk.lanes_log2 + 1) <= CHUNK_THREADS && 4 << chunk.lanes_log2 < chunk.length &&
+        while (!by_length && lines << (chunk.lanes_log2 + 1) <= CHUNK_THREADS && 4 << chunk.lanes_log2 < chunk.length &&
                chunk.lanes_log2 < 5) /* few lines: lanes would idle */
             chunk.lanes_log2++;
         chunk.steps = ceil_div(chunk.length, 1 << chunk.lanes_log2);

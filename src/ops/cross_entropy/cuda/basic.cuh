@@ -280,6 +280,8 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
 inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
     if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
         return "there are more labels than one block should count";
+    if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
+        return "the call is batch invariant, and rows are short";
     return why_not_basic_options(p, call, smooths);
 }
 

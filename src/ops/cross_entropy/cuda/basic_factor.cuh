@@ -12,15 +12,16 @@ constexpr int COUNT_BLOCKS = 128, COUNT_THREADS = 512;
 
 /* Writes the factor of all gradients: dloss over the denominator. With more than one block it
  * counts the labels that are not ignored; the last block to finish adds up the counts. One block:
- * the denominator is not a count. */
-__global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ BasicArgs u, int *counts,
+ * the denominator is not a count. U: BasicArgs or SpacedArgs. */
+template <class U>
+__global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ U u, int *counts,
                                                               double *factor) {
     start_next_kernel();
     int counted = 0;
     if (gridDim.x > 1) {
         const int step = gridDim.x * COUNT_THREADS;
         for (int64_t row = blockIdx.x * COUNT_THREADS + threadIdx.x; row < u.rows; row += step)
-            counted += u.load_label(static_cast<int>(row)) != u.ignore_index;
+            counted += u.load_label(u.label_at(static_cast<int>(row))) != u.ignore_index;
         counted = block_sum(counted);
         if (threadIdx.x == 0)
             counts[blockIdx.x] = counted;
@@ -51,11 +52,11 @@ struct BasicWorkspace {
     }
     /* Tells args where the losses are, enqueues write_factor if a gradient is wanted, and returns where the
      * factor will be. */
-    const double *start(LaunchSequence &sequence, bool gradient, BasicArgs *args, char *workspace) const {
+    template <class U> const double *start(LaunchSequence &sequence, bool gradient, U *args, char *workspace) const {
         double *const factor_at = at_offset<double>(workspace, factor);
         args->losses = at_offset<double>(workspace, losses);
         if (gradient)
-            sequence.run(Launch{count_blocks(*args), COUNT_THREADS}, write_factor, *args,
+            sequence.run(Launch{count_blocks(*args), COUNT_THREADS}, write_factor<U>, *args,
                          at_offset<int>(workspace, counts), factor_at);
         return factor_at;
     }

@@ -2,8 +2,8 @@
 /*
  * Basic calls (basic.cuh) with any number of rows of up to 128 packs: several rows per warp.
  *
- * A warp takes 32 rows. LANES lanes share a row, so that 32 / LANES rows are computed at a time, in
- * LANES steps. Each lane owns one of the 32 rows: it loads the label and finishes the row. The
+ * A warp takes 32 rows, or a part of them. LANES lanes share a row, so that 32 / LANES rows are computed at a
+ * time, in LANES steps. Each lane owns one of the 32 rows: it loads the label and finishes the row. The
  * logarithm in double and the other arithmetic of a row then run on 32 lanes at once; with a warp
  * per row they ran on one lane, and took longer than reading the row.
  */
@@ -13,33 +13,38 @@ namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
 
-/* PACKS: packs per lane. A lane loads BATCH rows before it uses the first. Packs past the end of a
- * row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
-template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT>
-__global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ BasicArgs u, const double *factor_at) {
-    constexpr int N = WIDE<T>, GROUPS = WARP / LANES, BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
-    const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES, packs = u.classes / N;
-    const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * WARP;
+/* A lane loads as many rows before it uses the first. */
+template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
 
-    /* The row that this lane owns. Lanes past the end load the last row's label and lse, but not
+/* PACKS: packs per lane. steps: a multiple of BATCH, up to LANES; of no effect on the results. Packs past the end of
+ * a row, and rows past the end, are full of -inf: all lanes take part in every shuffle. U: BasicArgs or
+ * SpacedArgs. */
+template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT, class U>
+__global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ U u, int steps,
+                                                         const double *factor_at) {
+    constexpr int N = WIDE<T>, GROUPS = WARP / LANES, BATCH = ::BATCH<LANES, PACKS>;
+    const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES, packs = u.classes / N;
+    const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * (GROUPS * steps);
+
+    /* The row that this lane owns. Lanes without one load the last row's label and lse, but not
      * its logit, which another block may be overwriting. */
     const int own = first + member * GROUPS + group;
-    const bool valid = own < u.rows;
-    const int loaded = valid ? own : u.rows - 1, label = u.class_of(u.load_label(loaded));
-    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + loaded);
-    const float z_label = valid && label >= 0 ? to_float(u.row_of_z<T>(own)[label]) : 0.0f;
+    const bool valid = member < steps && own < u.rows;
+    const int loaded = valid ? own : u.rows - 1, label = u.class_of(u.load_label(u.label_at(loaded)));
+    const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + u.lse_at(loaded));
+    const float z_label = valid && label >= 0 ? to_float(u.template row_of_z<T>(own)[label]) : 0.0f;
     RowStats own_stats = no_elements();
     if (GRADIENT)
         wait_for_previous_kernel();
     const double factor = GRADIENT ? __ldcg(factor_at) : 0.0;
 
 #pragma unroll 1
-    for (int step = 0; step < LANES; step += BATCH) {
+    for (int step = 0; step < steps; step += BATCH) {
         Pack<T, N> pack[BATCH][PACKS];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             const int row = first + (step + b) * GROUPS + group;
-            load_packs(pack[b], u.row_of_z<T>(row), row < u.rows ? packs : 0, member, LANES);
+            load_packs(pack[b], u.template row_of_z<T>(min(row, u.rows - 1)), row < u.rows ? packs : 0, member, LANES);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
@@ -62,8 +67,8 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
                  * read theirs before the first store. */
                 const float row_z_label = __shfl_sync(~0u, z_label, owner);
                 const bool has_label = row < u.rows && g.label >= 0 && g.label / N % LANES == member;
-                write_packs(u.row_of_dz<T>(row), pack[b], member, LANES, row < u.rows ? packs : 0, g, row_z_label,
-                            has_label);
+                write_packs(u.template row_of_dz<T>(min(row, u.rows - 1)), pack[b], member, LANES,
+                            row < u.rows ? packs : 0, g, row_z_label, has_label);
             }
         }
     }
@@ -82,9 +87,11 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
 
 struct BasicShortRows {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         BasicArgs args;
         BasicWorkspace workspace;
+        int steps;
         int64_t blocks;
         bool forward;
     };
@@ -103,36 +110,58 @@ struct BasicShortRows {
         plan->args = basic_args(device, p, call);
         write_each_loss(&plan->args, call);
         plan->forward = p.forward;
-        plan->blocks = ceil_div<int64_t>(p.rows, THREADS);
+        for_shape(static_cast<int>(p.row_packs()), [&](auto lanes, auto packs) {
+            constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
+            const int64_t enough = int64_t(32) * device.multiprocessors; /* warps */
+            int &steps = plan->steps = LANES;
+            if (p.invariant) /* else there are many rows */
+                while (steps > BATCH<LANES, decltype(packs)::value> && p.rows < enough * GROUPS * steps)
+                    steps /= 2;
+            plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * steps);
+        });
         return plan->workspace.place(p.forward && plan->args.loss ? plan->blocks : 0, p.gradient);
     }
 
-    template <typename T, int LANES, int PACKS>
-    static void launch_rows(LaunchSequence &sequence, const Plan &plan, const BasicArgs &args, const double *factor) {
-        const Launch how = {plan.blocks, THREADS};
-        if (!args.dz)
-            sequence.run(how, rows_per_warp<T, LANES, PACKS, true, false>, args, factor);
-        else if (plan.forward)
-            sequence.run(how, rows_per_warp<T, LANES, PACKS, true, true>, args, factor);
-        else
-            sequence.run(how, rows_per_warp<T, LANES, PACKS, false, true>, args, factor);
+    /* Calls f(std::integral_constant<int, LANES>(), std::integral_constant<int, PACKS>()). */
+    template <typename F> static void for_shape(int packs, F f) {
+        typedef std::integral_constant<int, 1> One;
+        typedef std::integral_constant<int, 2> Two;
+        typedef std::integral_constant<int, 4> Four;
+        typedef std::integral_constant<int, 8> Eight;
+        typedef std::integral_constant<int, 16> Sixteen;
+        packs <= 4    ? f(Four(), One())
+        : packs <= 8  ? f(Eight(), One())
+        : packs <= 16 ? f(Eight(), Two())
+        : packs <= 32 ? f(Sixteen(), Two())
+        : packs <= 64 ? f(Sixteen(), Four())
+                      : f(std::integral_constant<int, WARP>(), Four());
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+    template <class U>
+    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, U args,
+                                     char *workspace) {
         LaunchSequence sequence = {context};
-        BasicArgs args = plan.args;
+        const Launch how = {plan.blocks, THREADS};
         const double *const factor = plan.workspace.start(sequence, args.dz, &args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            const int packs = args.classes / WIDE<T>;
-            packs <= 4    ? launch_rows<T, 4, 1>(sequence, plan, args, factor)
-            : packs <= 8  ? launch_rows<T, 8, 1>(sequence, plan, args, factor)
-            : packs <= 16 ? launch_rows<T, 8, 2>(sequence, plan, args, factor)
-            : packs <= 32 ? launch_rows<T, 16, 2>(sequence, plan, args, factor)
-            : packs <= 64 ? launch_rows<T, 16, 4>(sequence, plan, args, factor)
-                          : launch_rows<T, 32, 4>(sequence, plan, args, factor);
+            for_shape(args.classes / WIDE<T>, [&](auto lanes, auto packs) {
+                constexpr int LANES = decltype(lanes)::value, PACKS = decltype(packs)::value;
+                if (!args.dz)
+                    sequence.run(how, rows_per_warp<T, LANES, PACKS, true, false, U>, args, plan.steps, factor);
+                else if (plan.forward)
+                    sequence.run(how, rows_per_warp<T, LANES, PACKS, true, true, U>, args, plan.steps, factor);
+                else
+                    sequence.run(how, rows_per_warp<T, LANES, PACKS, false, true, U>, args, plan.steps, factor);
+            });
         });
         return RAFTER_OK;
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Problem p(call);
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(plan.args, p, call), workspace)
+                                  : launch_with(context, call, plan, plan.args, workspace);
     }
 };
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Any layout and any options, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by
- * the length of rows alone. If a gradient is wanted, the block keeps its row in shared memory, or reads
+ * Any layout and any options, batch invariant (cuda/indexed_rows.cuh), of rows that are not short, and of columns
+ * if a gradient is wanted: a warp or a block per row, by the length of rows alone. If a gradient is wanted, the block keeps its row in shared memory, or reads
  * it a second time, usually from L1 or L2, if it is too long or strided; a kernel before it computes the
  * terms of the gradient that need no statistics, and in forward a kernel after it writes the outputs.
  */
@@ -345,6 +345,9 @@ struct Invariant {
         const Problem p(call);
         if (p.lse_given)
             return "lse is given: no statistics are needed";
+        if (p.row_class == TINY_ROWS || (p.row_class == CHUNKED_ROWS && p.forward) ||
+            (p.row_class == COLUMN_ROWS && !p.gradient))
+            return "rows are short, or columns";
         if (p.row_packs() >= MOST_GRANULES)
             return "a row has more than 16 GiB";
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
@@ -363,7 +366,8 @@ struct Invariant {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
-        plan->team = RowTeam::of(p.row_bytes, IN_FLIGHT, p.gradient ? INDEXED_THREADS : SLOT_TEAM);
+        plan->team = p.gradient ? RowTeam::of(p.row_bytes, IN_FLIGHT)
+                                : RowTeam::of(p.row_bytes, IN_FLIGHT, SLOT_TEAM, SLOT_WARP_BYTES);
         plan->aligned = rows_are_aligned(call.logits);
         plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
         plan->general.fill(device, p, call, plan->row_blocks, &layout);

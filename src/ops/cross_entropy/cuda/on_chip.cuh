@@ -48,7 +48,7 @@ inline const char *why_not_on_chip(const rafter_cuda_state &device, const Proble
     if (p.lse_given)
         return "lse is given: no statistics are needed";
     if (p.invariant)
-        return p.whole_packs && p.row_packs() >= INVARIANT_PACKS ? NULL : "rows are short, or not whole, aligned packs";
+        return p.whole_packs && p.row_packs() > INVARIANT_PACKS ? NULL : "rows are short, or not whole, aligned packs";
     /* Few long rows take longer than parts of them do, and sooner if they are not whole packs. */
     if (!p.whole_packs && 2 * p.rows < device.multiprocessors)
         return "there are fewer rows than half the multiprocessors, and they are not whole, aligned packs";

@@ -5,6 +5,7 @@
 #define RAFTER_CROSS_ENTROPY_CUDA_PROBLEM_CUH
 
 #include "cuda/launch.cuh"
+#include "cuda/row_classes.cuh"
 #include "cuda/variant.cuh"
 #include "ops/columns.cuh"
 #include "ops/cross_entropy/call.h"
@@ -21,18 +22,19 @@ constexpr int GRADIENT_THREADS = 128, GRADIENT_PACKS = 2;
  * itself. */
 constexpr int64_t SCANNED_ROWS = 1 << 13;
 
-/* In batch-invariant calls, shorter rows take a warp each: invariant.cu. */
+/* In batch-invariant calls, longer rows of whole packs take a block each. */
 constexpr int64_t INVARIANT_PACKS = 128;
 
 /* Facts about a call that decide which variants serve it. Cheap to compute: every why_not does. */
 struct Problem {
     int64_t rows, classes, row_bytes;
     bool forward;
-    bool gradient;    /* dlogits is wanted, and is not empty */
-    bool lse_given;   /* backward, with lse from forward */
-    bool strided;     /* rows are not contiguous, or dlogits is aligned otherwise than logits */
-    bool invariant;   /* batch invariant */
-    bool whole_packs; /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
+    bool gradient;      /* dlogits is wanted, and is not empty */
+    bool lse_given;     /* backward, with lse from forward */
+    bool strided;       /* rows are not contiguous, or dlogits is aligned otherwise than logits */
+    bool invariant;     /* batch invariant */
+    RowClass row_class; /* of logits; for batch-invariant calls */
+    bool whole_packs;   /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
 
     explicit Problem(const cross_entropy_call &call) {
         const rafter_view &z = call.logits, &dz = call.dlogits;
@@ -43,6 +45,7 @@ struct Problem {
         gradient = call.gradient && dz.numel > 0;
         lse_given = !forward && call.loss.lse.data;
         invariant = call.common.batch_invariant;
+        row_class = class_of_rows(classes, step(z), z.dtype);
         whole_packs = allows_wide_access(z, z.ndim) && (!gradient || allows_wide_access(dz, dz.ndim));
         strided = step(z) != 1 || (gradient && (step(dz) != 1 || !same_alignment(z, dz)));
     }

@@ -4,7 +4,7 @@
  * the whole call, in which warps take batches of rows (cuda/chunk_gradients.cuh).
  */
 #include "cuda/chunk_gradients.cuh"
-#include "ops/cross_entropy/cuda/general.cuh"
+#include "ops/cross_entropy/cuda/coefficients.cuh"
 
 namespace {
 
@@ -91,10 +91,8 @@ template <typename T, int OPTIONS> struct StreamedGradient {
         for (unsigned left = __ballot_sync(~0u, row.label >= 0 && !lse_is_accurate<T>(row.lse)); left != 0;
              left &= left - 1) {
             const int owner = __ffs(left) - 1;
-            const AlignedSpan<const T> span(c.z.at<const T>(__shfl_sync(~0u, at, owner)), loss.classes);
-            PackGroup<T, AHEAD<STATS>> group;
-            group.load(span, lane, WARP);
-            const LossStats<STATS> s = merge_warp(span_stats<STATS>(span, 0, group, lane, WARP, loss), loss.scale);
+            const T *const z = c.z.at<const T>(__shfl_sync(~0u, at, owner));
+            const LossStats<STATS> s = merge_warp(strided_stats<STATS>(z, lane, c), loss.scale);
             if (lane == owner)
                 g = gradient_from_stats(loss, common, at, row.label, z_label, whole_row_stats(s, z_label, loss));
         }
@@ -119,6 +117,7 @@ __global__ __launch_bounds__(CHUNK_THREADS,
 
 struct StreamedGradients {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         Options options;
@@ -131,6 +130,10 @@ struct StreamedGradients {
             return "it writes gradients from lse";
         if (p.step(call.logits) != 1 || p.step(call.dlogits) != 1)
             return "rows are not contiguous";
+        if (p.invariant)
+            return p.row_class != CHUNKED_ROWS ? "rows are very short, or too long"
+                   : p.rows > INT32_MAX / 2    ? "it counts rows in 31 bits"
+                                               : NULL;
         return why_not_chunks(p.rows, p.row_bytes);
     }
 

@@ -44,6 +44,7 @@ __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(con
 
 struct StreamedRows {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         RowStream stream;
@@ -54,6 +55,10 @@ struct StreamedRows {
         const Problem p(call);
         if (p.gradient || !p.forward)
             return "it writes no gradient";
+        if (p.invariant)
+            return p.row_class != CHUNKED_ROWS ? "rows are very short, or too long, or not contiguous"
+                   : p.rows > INT32_MAX / 2    ? "it counts rows in 31 bits"
+                                               : NULL;
         if (p.strided)
             return "rows are not contiguous";
         return why_not_streamed(p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
@@ -66,9 +71,9 @@ struct StreamedRows {
         const bool full = plan->general.forward_options == FULL;
         const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
         plan->chunks = {};
-        if (!why_not_chunks(p.rows, p.row_bytes))
-            plan->chunks =
-                chunks_of(plan->general.args.z, p.rows, p.classes, full ? 4 : 2, warps(CHUNKS_PER_SM), full ? 4 : 2);
+        const ChunkLanes lanes = {full ? 4 : 2, full ? 4 : 2, p.invariant};
+        if (p.invariant || !why_not_chunks(p.rows, p.row_bytes))
+            plan->chunks = chunks_of(plan->general.args.z, p.rows, p.classes, lanes, warps(CHUNKS_PER_SM));
         else
             plan->stream =
                 stream_of(plan->general.args.z, p.rows, p.classes,

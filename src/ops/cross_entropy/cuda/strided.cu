@@ -12,8 +12,9 @@ struct Strided {
     static constexpr bool BATCH_INVARIANT = true;
     typedef WarpRowsPlan Plan;
 
-    static const char *why_not(const rafter_cuda_state &, const Call &) {
-        return NULL;
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        const Problem p(call);
+        return p.invariant && p.row_class != OTHER_ROWS && p.rows > INT32_MAX / 2 ? "it counts rows in 31 bits" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -38,6 +38,7 @@ __global__ __launch_bounds__(ROW_THREADS_BLOCK) void merge_parts(const __grid_co
 
 struct ThreadPerRow {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         RowThreads threads;
@@ -50,6 +51,8 @@ struct ThreadPerRow {
             return "it writes no gradient";
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
+        if (p.invariant)
+            return why_not_invariant_threads(p.rows, p.classes, p.row_class);
         const Slabs s = slabs_of(call.logits, NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         if (windows_are_faster(p, s, call))
@@ -71,7 +74,7 @@ struct ThreadPerRow {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         WorkspaceLayout layout;
-        plan->threads = threads_of(slabs_of(call.logits, NULL), THREADS_PER_SM * device.multiprocessors);
+        plan->threads = threads_of(slabs_of(call.logits, NULL), THREADS_PER_SM * device.multiprocessors, p.invariant);
         const RowThreads &t = plan->threads;
         plan->general.fill(device, p, call, t.parts > 1 ? t.merge_blocks : t.blocks, &layout);
         plan->part_stats = t.parts > 1 ? layout.add(p.rows * t.parts * plan->general.stats_bytes()) : 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Many rows of 2 to 32 classes that follow each other, with any options: one kernel for the whole call, in
- * which a thread takes a row (cuda/tiny_rows.cuh), and before it one that adds up class weights or labels.
+ * which a thread takes a row (cuda/tiny_rows.cuh), and before it one that adds up class weights or labels. In
+ * batch-invariant calls, all rows of up to 32 classes; not columns if lse is given.
  */
 #include "cuda/tiny_rows.cuh"
 #include "ops/cross_entropy/cuda/general.cuh"
@@ -13,6 +14,10 @@ constexpr int TINY_PER_SM = 4, TINY_GRADIENTS_PER_SM = 3; /* blocks per multipro
 struct TinyArgs {
     Args call;
     TinyRows tiny;
+};
+struct ScatteredArgs {
+    Args call;
+    ScatteredRows rows;
 };
 
 /* Of the logits x, of which those from `length` on are -inf. What the call does not ask for costs a branch. */
@@ -73,7 +78,7 @@ template <typename T> struct TinyLoss {
     Totals totals = {};
     typedef int64_t Row;
 
-    DEVICE explicit TinyLoss(const TinyArgs &a) : loss(a.call.loss), length(a.tiny.length) {
+    DEVICE TinyLoss(const Args &call, int classes) : loss(call.loss), length(classes) {
     }
     DEVICE Row no_row() const {
         return loss.ignore_index;
@@ -104,7 +109,7 @@ template <typename T> struct TinyGradient {
         float lse;
     };
 
-    DEVICE explicit TinyGradient(const TinyArgs &a) : c(a.call), loss(a.call.loss), length(a.tiny.length) {
+    DEVICE TinyGradient(const Args &call, int classes) : c(call), loss(call.loss), length(classes) {
     }
     DEVICE Row no_row() const {
         return {loss.ignore_index, 0.0f};
@@ -141,7 +146,7 @@ template <typename T> struct TinyGradient {
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyLoss<T> op(a);
+    TinyLoss<T> op(a.call, a.tiny.length);
     tiny_rows<TinyLoss<T>, T, COUNT, 1, false>(op, a.tiny, dynamic);
     add_up(a.call, op.totals);
 }
@@ -150,15 +155,31 @@ template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS,
                              TINY_GRADIENTS_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyGradient<T> op(a);
+    TinyGradient<T> op(a.call, a.tiny.length);
     tiny_rows<TinyGradient<T>, T, COUNT, 1, true>(op, a.tiny, dynamic);
+}
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void scattered_losses(const __grid_constant__ ScatteredArgs a) {
+    TinyLoss<T> op(a.call, a.rows.length);
+    scattered_rows<TinyLoss<T>, T, COUNT, false>(op, a.rows);
+    add_up(a.call, op.totals);
+}
+
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS,
+                             TINY_GRADIENTS_PER_SM) void scattered_gradients(const __grid_constant__ ScatteredArgs a) {
+    TinyGradient<T> op(a.call, a.rows.length);
+    scattered_rows<TinyGradient<T>, T, COUNT, true>(op, a.rows);
 }
 
 struct TinyRowsVariant {
     typedef cross_entropy_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
         TinyRows tiny;
+        ScatteredRows scattered; /* no blocks: rows follow each other */
         int64_t blocks;
     };
 
@@ -168,6 +189,13 @@ struct TinyRowsVariant {
             return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
+        if (!p.invariant)
+            return why_not_close(p, call);
+        return p.gradient && p.lse_given && p.step(call.logits) != 1 ? "rows are not contiguous, and lse is given"
+                                                                     : why_not_scattered(p.rows, p.classes);
+    }
+    /* Why rows are not for tiny_rows, or NULL. */
+    static const char *why_not_close(const Problem &p, const Call &call) {
         return why_not_tiny(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
                             static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));
     }
@@ -175,6 +203,12 @@ struct TinyRowsVariant {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         WorkspaceLayout layout;
+        plan->scattered = {};
+        if (why_not_close(p, call)) {
+            plan->scattered = scattered_rows_of(call.logits, p.gradient ? &call.dlogits : NULL, p.rows, device);
+            plan->general.fill(device, p, call, plan->scattered.blocks, &layout);
+            return layout.bytes;
+        }
         plan->tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
                                   static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), false);
         plan->blocks = tiny_blocks(plan->tiny, device, p.gradient ? TINY_GRADIENTS_PER_SM : TINY_PER_SM);
@@ -182,8 +216,25 @@ struct TinyRowsVariant {
         return layout.bytes;
     }
 
+    static rafter_status launch_scattered(LaunchSequence &sequence, const Call &call, const ScatteredArgs &args) {
+        const Launch how = {args.rows.blocks, TINY_THREADS};
+        for_dtype(call.logits.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            for_scattered_count(args.rows, [&](auto count) {
+                constexpr int COUNT = decltype(count)::value;
+                if (args.call.gradient)
+                    sequence.run(how, scattered_gradients<T, COUNT>, args);
+                else
+                    sequence.run(how, scattered_losses<T, COUNT>, args);
+            });
+        });
+        return RAFTER_OK;
+    }
+
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
+        if (plan.scattered.blocks > 0)
+            return launch_scattered(sequence, call, {plan.general.start(sequence, workspace), plan.scattered});
         const TinyArgs args = {plan.general.start(sequence, workspace), plan.tiny};
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Forward in any layout, batch invariant (cuda/slot_sums.cuh): a warp or a block per row, by the
- * length of rows alone.
+ * Forward, batch invariant, of rows that are longer than chunks, or whose elements are close to each other but not
+ * adjacent (cuda/slot_sums.cuh): a warp or a block per row, by the length of rows alone. Shorter rows:
+ * streamed_rows.cu and tiny_rows.cu; columns: thread_per_row.cu.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
@@ -31,8 +32,8 @@ __global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_con
         put_lse(a, row, s);
 }
 
-/* Rows of whole, aligned packs: a warp per row, up to 32 * IN_FLIGHT packs; or a block. As in
- * packed_rows.cu, but with any strides: a row alone has none. */
+/* Rows of whole, aligned packs, up to 32 * IN_FLIGHT of them, take a warp each, and longer ones a block. As in
+ * packed_rows.cu, but with any strides: a row alone has none. A thread of a block loads COUNT packs at a time. */
 constexpr int WARP_ROW_THREADS = 128, MOST_THREADS = 512;
 
 template <typename T>
@@ -51,11 +52,11 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void short_rows_of_packs(const __
         a.lse.put(row, lse_of(s));
 }
 
-template <typename T>
+template <typename T, int COUNT>
 __global__ __launch_bounds__(MOST_THREADS, 3) void rows_of_packs(const __grid_constant__ InvariantArgs a) {
     const int count = static_cast<int>(a.n / WIDE<T>);
     const T *const x = a.x.at<const T>(blockIdx.x);
-    Pack<T, WIDE<T>> packs[IN_FLIGHT];
+    Pack<T, WIDE<T>> packs[COUNT];
     load_packs(packs, x, count, threadIdx.x, blockDim.x);
     const RowStats s = merge_block(stats_of_packs(packs, x, count, threadIdx.x, blockDim.x), 1.0f);
     if (threadIdx.x == 0)
@@ -71,9 +72,12 @@ struct Invariant {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        if (call.common.direction == RAFTER_BACKWARD)
+        const Problem p(call);
+        if (p.backward)
             return "it is for forward";
-        return Problem(call).row_bytes() / 16 >= MOST_GRANULES ? "a row has more than 16 GiB" : NULL;
+        if (p.row_class() != OTHER_ROWS)
+            return "rows are short, or columns";
+        return p.row_bytes() / 16 >= MOST_GRANULES ? "a row has more than 16 GiB" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
@@ -83,7 +87,7 @@ struct Invariant {
                       p.rows,
                       p.n,
                       p.n > 1 ? p.x.stride[p.x.ndim - 1] : 1,
-                      RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_TEAM)};
+                      RowTeam::of(p.row_bytes(), IN_FLIGHT, SLOT_TEAM, SLOT_WARP_BYTES)};
         plan->aligned = rows_are_aligned(p.x);
         plan->whole = plan->aligned && p.row_bytes() % 16 == 0 && p.n <= 1 << 30;
         return 0;
@@ -96,9 +100,11 @@ struct Invariant {
             if (plan.whole && packs <= WARP * IN_FLIGHT)
                 ::launch(context, {ceil_div<int64_t>(plan.args.rows, WARP_ROW_THREADS / WARP), WARP_ROW_THREADS},
                          short_rows_of_packs<T>, plan.args);
+            else if (plan.whole && packs <= 2 * 128)
+                ::launch(context, {plan.args.rows, 128}, rows_of_packs<T, 2>, plan.args);
             else if (plan.whole)
-                ::launch(context, {plan.args.rows, power_at_least(packs / IN_FLIGHT, 2 * WARP, MOST_THREADS)},
-                         rows_of_packs<T>, plan.args);
+                ::launch(context, {plan.args.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, rows_of_packs<T, 4>,
+                         plan.args);
             else
                 ::launch(context, plan.args.team.blocks(plan.args.rows),
                          plan.aligned ? indexed_rows<T, true> : indexed_rows<T, false>, plan.args);

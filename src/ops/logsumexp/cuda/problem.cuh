@@ -4,7 +4,7 @@
 #define RAFTER_LOGSUMEXP_CUDA_PROBLEM_CUH
 
 #include "cuda/launch.cuh"
-#include "cuda/row_statistics.cuh"
+#include "cuda/row_classes.cuh"
 #include "cuda/variant.cuh"
 #include "ops/logsumexp/call.h"
 
@@ -49,6 +49,13 @@ struct Problem {
     }
     int64_t row_bytes() const {
         return n * rafter_dtype_bytes(x.dtype);
+    }
+    /* Of batch-invariant calls. Rows of whole packs that take a warp each are faster in registers than in
+     * chunks. */
+    RowClass row_class() const {
+        const RowClass by_length = class_of_rows(n, x.stride[x.ndim - 1], x.dtype);
+        return by_length == CHUNKED_ROWS && row_bytes() % 16 == 0 && 2 * row_bytes() > CHUNK_BYTES ? OTHER_ROWS
+                                                                                                   : by_length;
     }
 };
 

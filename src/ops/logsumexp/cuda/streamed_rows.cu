@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* logsumexp of many contiguous rows, of any alignment: warps take batches of rows. Short rows are reduced
  * several at a time (cuda/row_chunks.cuh), longer ones one after the other (cuda/row_stream.cuh). */
-#include "cuda/row_chunks.cuh"
+#include "cuda/row_classes.cuh"
 #include "cuda/row_stream.cuh"
 #include "ops/logsumexp/cuda/row_logsumexp.cuh"
 
@@ -34,6 +34,7 @@ __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(con
 
 struct StreamedRows {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         RowStream stream;
         RowChunks chunks; /* blocks 0: rows are too long */
@@ -41,10 +42,14 @@ struct StreamedRows {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (const char *const reason = why_not_slabs(p, call))
-            return reason;
         if (p.backward)
             return "it writes no gradient";
+        if (call.common.batch_invariant)
+            return p.row_class() != CHUNKED_ROWS ? "rows are very short, or too long, or not contiguous"
+                   : p.rows > INT32_MAX / 2      ? "it counts rows in 31 bits"
+                                                 : NULL;
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
         if (!p.contiguous)
             return "rows are not contiguous";
         if (p.row_bytes() > 2048 && p.row_bytes() <= 8192 && p.rows >= 2048)
@@ -56,8 +61,9 @@ struct StreamedRows {
         const Problem p(call);
         const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
         plan->chunks = {};
-        if (!why_not_chunks(p.rows, p.row_bytes()))
-            plan->chunks = chunks_of(p.x_rows(), p.rows, p.n, 2, warps(CHUNKS_PER_SM));
+        if (call.common.batch_invariant || !why_not_chunks(p.rows, p.row_bytes()))
+            plan->chunks =
+                chunks_of(p.x_rows(), p.rows, p.n, {2, 2, call.common.batch_invariant}, warps(CHUNKS_PER_SM));
         else
             plan->stream = stream_of(p.x_rows(), p.rows, p.n, warps(STREAMS_PER_SM));
         return 0;

@@ -31,16 +31,19 @@ __global__ __launch_bounds__(ROW_THREADS_BLOCK) void merge_parts(const __grid_co
 
 struct ThreadPerRow {
     typedef logsumexp_call Call;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         RowThreads threads;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (const char *const reason = why_not_slabs(p, call))
-            return reason;
         if (p.backward)
             return "it writes no gradient";
+        if (call.common.batch_invariant)
+            return why_not_invariant_threads(p.rows, p.n, p.row_class());
+        if (const char *const reason = why_not_slabs(p, call))
+            return reason;
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
         const Slabs s = slabs_of(p.x, NULL);
         if (p.n > 32 && p.rows * p.row_bytes() > 10 << 20 && s.packs_across(0, bytes))
@@ -49,8 +52,8 @@ struct ThreadPerRow {
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
-        const RowThreads &t = plan->threads =
-            threads_of(slabs_of(Problem(call).x, NULL), THREADS_PER_SM * device.multiprocessors);
+        const RowThreads &t = plan->threads = threads_of(
+            slabs_of(Problem(call).x, NULL), THREADS_PER_SM * device.multiprocessors, call.common.batch_invariant);
         return t.parts > 1 ? size_t(t.rows) * t.parts * sizeof(RowStats) : 0;
     }
 

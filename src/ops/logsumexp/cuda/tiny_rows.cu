@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* logsumexp of many rows of 2 to 32 elements that follow each other (cuda/tiny_rows.cuh). */
+/* logsumexp of many rows of 2 to 32 elements that follow each other (cuda/tiny_rows.cuh); and forward of all rows
+ * of up to 32 elements in batch-invariant calls. */
 #include "cuda/tiny_rows.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
@@ -10,8 +11,12 @@ constexpr int PER_SM = 4; /* blocks */
 /* Kernel arguments. */
 struct TinyArgs {
     TinyRows tiny;
-    LseRows lse; /* contiguous */
+    LseRows lse; /* contiguous, unless rows are scattered */
     Rows dlse;   /* backward only; contiguous, or one number */
+};
+struct ScatteredArgs {
+    TinyArgs tiny; /* only `lse` */
+    ScatteredRows rows;
 };
 
 template <typename T, bool BACKWARD> struct TinyLogsumexp {
@@ -51,17 +56,30 @@ __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_consta
     tiny_rows<TinyLogsumexp<T, BACKWARD>, T, COUNT, ROWS, BACKWARD>(op, a.tiny, dynamic);
 }
 
+template <typename T, int COUNT>
+__global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered(const __grid_constant__ ScatteredArgs a) {
+    TinyLogsumexp<T, false> op = {a.tiny};
+    scattered_rows<TinyLogsumexp<T, false>, T, COUNT, false>(op, a.rows);
+}
+
 struct Tiny {
     typedef logsumexp_call Call;
-    static constexpr bool BATCH_INVARIANT_BACKWARD = true;
+    static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         TinyArgs args;
+        ScatteredRows scattered; /* no blocks: rows follow each other */
         int64_t blocks;
         bool backward;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
+        if (call.common.batch_invariant && !p.backward)
+            return why_not_scattered(p.rows, p.n);
+        return why_not_close(p, call);
+    }
+    /* Why rows are not for tiny_rows, or NULL. */
+    static const char *why_not_close(const Problem &p, const Call &call) {
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
@@ -79,6 +97,12 @@ struct Tiny {
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->backward = p.backward;
+        plan->scattered = {};
+        if (why_not_close(p, call)) {
+            plan->args = {{}, lse_rows(call), {}};
+            plan->scattered = scattered_rows_of(p.x, NULL, p.rows, device);
+            return 0;
+        }
         plan->args = {tiny_rows_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward ? 2 : 1,
                                    static_cast<int>(rafter_dtype_bytes(p.x.dtype)), true),
                       lse_rows(call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
@@ -90,6 +114,11 @@ struct Tiny {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(plan.args.tiny)};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
+            if (plan.scattered.blocks > 0)
+                return for_scattered_count(plan.scattered, [&](auto count) {
+                    ::launch(context, Launch{plan.scattered.blocks, TINY_THREADS}, scattered<T, decltype(count)::value>,
+                             ScatteredArgs{plan.args, plan.scattered});
+                });
             for_tiny_shape<true>(plan.args.tiny, [&](auto count, auto rows) {
                 constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                 if (plan.backward)

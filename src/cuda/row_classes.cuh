@@ -1,0 +1,31 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Batch-invariant calls: which kernels take the rows. Every class has one way to add up a row, so the class
+ * must not depend on how many rows there are or where they lie. It depends on the length of a row, and on the
+ * distance between its elements.
+ */
+#ifndef RAFTER_CUDA_ROW_CLASSES_CUH
+#define RAFTER_CUDA_ROW_CLASSES_CUH
+
+#include "cuda/row_chunks.cuh"
+#include "cuda/tiny_rows.cuh"
+
+enum RowClass {
+    TINY_ROWS,    /* tiny_rows.cuh: a thread takes a row */
+    CHUNKED_ROWS, /* row_chunks.cuh: lanes of a warp do; the elements of a row are adjacent */
+    COLUMN_ROWS,  /* row_threads.cuh: a thread takes a part of a row; elements lie far apart */
+    OTHER_ROWS,   /* slot_sums.cuh, indexed_rows.cuh */
+};
+
+/* `step`: distance between elements. */
+static inline RowClass class_of_rows(int64_t length, int64_t step, rafter_dtype dtype) {
+    constexpr int64_t FAR = 16; /* bytes */
+    const int64_t bytes = rafter_dtype_bytes(dtype);
+    if (length <= LONGEST_TINY)
+        return TINY_ROWS;
+    if (step == 1)
+        return length * bytes <= LONGEST_CHUNKED ? CHUNKED_ROWS : OTHER_ROWS;
+    return step * bytes >= FAR && length <= INT32_MAX / 2 ? COLUMN_ROWS : OTHER_ROWS;
+}
+
+#endif

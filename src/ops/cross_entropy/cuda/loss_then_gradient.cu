@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Loss and gradient at once, of short rows, and in batch-invariant calls of columns: the kernels that write losses,
+ * then those that write gradients from lse. For rows of any alignment that is faster than a kernel that writes both.
+ */
+#include "ops/cross_entropy/cuda/problem.cuh"
+
+extern "C" {
+extern const struct rafter_variant_functions rafter_cuda_cross_entropy_tiny_rows,
+    rafter_cuda_cross_entropy_streamed_rows, rafter_cuda_cross_entropy_streamed_gradients,
+    rafter_cuda_cross_entropy_thread_per_row, rafter_cuda_cross_entropy_tiles,
+    rafter_cuda_cross_entropy_loss_then_gradient;
+}
+
+namespace {
+
+constexpr int64_t LEAST_ROWS = 1 << 13; /* with fewer of them, two more launches take longer than the rows */
+
+const cross_entropy_call &typed(const struct rafter_call *call) {
+    return *reinterpret_cast<const cross_entropy_call *>(call);
+}
+
+/* The two calls that a call consists of, and their variants. */
+struct Halves {
+    cross_entropy_call loss, gradient;
+    const struct rafter_variant_functions *loss_variant, *gradient_variant;
+
+    /* `lse`: a float for each row, if the caller does not want it. */
+    Halves(const cross_entropy_call &call, char *lse) : loss(call), gradient(call) {
+        const Problem p(call);
+        const bool columns = p.invariant && p.step(call.logits) != 1;
+        loss_variant = p.row_class == TINY_ROWS      ? &rafter_cuda_cross_entropy_tiny_rows
+                       : p.row_class == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_rows
+                                                     : &rafter_cuda_cross_entropy_thread_per_row;
+        gradient_variant = columns                       ? &rafter_cuda_cross_entropy_tiles
+                           : p.row_class == CHUNKED_ROWS ? &rafter_cuda_cross_entropy_streamed_gradients
+                                                         : &rafter_cuda_cross_entropy_tiny_rows;
+        loss.gradient = false;
+        loss.dlogits = {};
+        if (!call.loss.lse.data) {
+            rafter_view &view = loss.loss.lse;
+            view = call.loss.target;
+            view.dtype = RAFTER_F32;
+            view.data = lse;
+            int64_t stride = 1;
+            for (int d = view.ndim - 1; d >= 0; d--) {
+                view.stride[d] = stride;
+                stride *= view.shape[d];
+            }
+        }
+        struct rafter_loss &backward = gradient.loss;
+        gradient.common.direction = backward.direction = RAFTER_BACKWARD;
+        backward.lse = loss.loss.lse;
+        backward.loss = backward.row_loss = backward.logprob = backward.argmax = backward.entropy = {};
+    }
+};
+
+/* Before the workspace of the halves. */
+size_t lse_bytes(const cross_entropy_call &call) {
+    return call.loss.lse.data ? 0 : static_cast<size_t>(round_up<int64_t>(call.loss.rows * 4, 256));
+}
+
+const char *why_not(const rafter_context *context, const struct rafter_call *call) {
+    const Problem p(typed(call));
+    if (!p.forward || !p.gradient)
+        return "it is for loss and gradient at once";
+    if (p.row_class == OTHER_ROWS || (p.row_class == COLUMN_ROWS && !p.invariant))
+        return "rows are too long, or not contiguous";
+    if (p.rows == 0 || p.classes == 0)
+        return "there are no rows or no classes";
+    if (!p.invariant && p.rows < LEAST_ROWS)
+        return "rows are few";
+    if (typed(call).loss.lse.data && typed(call).loss.lse.dtype != RAFTER_F32)
+        return "lse is not fp32";
+    char unused;
+    const Halves halves(typed(call), &unused);
+    const char *const reason = halves.loss_variant->why_not(context, &halves.loss.common);
+    return reason ? reason : halves.gradient_variant->why_not(context, &halves.gradient.common);
+}
+
+size_t plan(const rafter_context *context, const struct rafter_call *call, void *) {
+    alignas(16) char storage[RAFTER_PLAN_BYTES];
+    char unused;
+    const Halves halves(typed(call), &unused);
+    const size_t loss = halves.loss_variant->plan(context, &halves.loss.common, storage),
+                 gradient = halves.gradient_variant->plan(context, &halves.gradient.common, storage);
+    return lse_bytes(typed(call)) + max(loss, gradient);
+}
+
+rafter_status run(rafter_context *context, const struct rafter_call *call, const void *, const void *,
+                  char *workspace) {
+    alignas(16) char storage[RAFTER_PLAN_BYTES];
+    const Halves halves(typed(call), workspace);
+    char *const rest = workspace + lse_bytes(typed(call));
+    halves.loss_variant->plan(context, &halves.loss.common, storage);
+    const rafter_status status = halves.loss_variant->run(context, &halves.loss.common, storage, NULL, rest);
+    if (status != RAFTER_OK)
+        return status;
+    halves.gradient_variant->plan(context, &halves.gradient.common, storage);
+    return halves.gradient_variant->run(context, &halves.gradient.common, storage, NULL, rest);
+}
+
+} // namespace
+
+const struct rafter_variant_functions rafter_cuda_cross_entropy_loss_then_gradient = {why_not, plan, run};
