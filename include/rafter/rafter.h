@@ -168,12 +168,14 @@ RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void
  * are otherwise the same: lengths, dtypes, options, wanted results, strides within a row; device and
  * build. On CUDA, rows of whole multiples of 16 bytes must also begin at such multiples in all of
  * the calls, or in none.
- * The option cuts work by the lengths of rows alone. That is as fast if rows are many, and slower if
- * they are few and long. (Without it, rows on a CPU depend on each other only if there are few, or
- * if their elements are not adjacent.)
+ * The option cuts work by the lengths of rows alone. On CUDA, rows of whole multiples of 16 bytes take as
+ * long as without it if there are 2048 of them or more; other rows up to a third longer in most calls, and
+ * columns up to twice as long; few long rows take longer still: docs/perf/batch_invariance.md. (Without it,
+ * rows on a CPU depend on each other only if there are few, or if their elements are not adjacent.)
  * Refused with RAFTER_UNSUPPORTED, because they cannot be served: linear_cross_entropy with dx summed
- * over more than two ranks, in the communicator's order; and on CUDA, cross_entropy with class_group, and
- * linear_cross_entropy with a budget, or with fp32 inputs and class_group. */
+ * over more than two ranks, in the communicator's order; and on CUDA, cross_entropy with class_group,
+ * linear_cross_entropy with a budget, or with fp32 inputs and class_group, and cross_entropy and logsumexp of
+ * more than 2^30 rows that are short, or columns. */
 RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:

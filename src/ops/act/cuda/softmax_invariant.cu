@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Softmax in any layout, batch invariant: a warp or a block per row, by the length of rows alone. Rows of aligned
- * packs that fit stay in registers, and others whose elements are adjacent in shared memory
- * (cuda/slot_sums.cuh). The rest is read a second time, usually from L1 or L2 (cuda/indexed_rows.cuh). Most
- * rows of aligned packs are taken by softmax_row_in_registers and softmax_slabs, short rows by softmax_chunks.
+ * packs that fit stay in registers, and other rows of adjacent elements in shared memory (cuda/slot_sums.cuh).
+ * Columns, and what does not fit, are read a second time, usually from L1 or L2. Most rows of aligned packs are
+ * taken by softmax_row_in_registers and softmax_slabs, short rows by softmax_chunks.
  */
 #include "cuda/slot_sums.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
@@ -122,6 +122,19 @@ __host__ DEVICE constexpr int64_t staged_bytes(int64_t row_bytes) {
     return (row_bytes / 16 + 2) * 16;
 }
 
+/* Writes elements first, first + 1, ..., of a row of n. */
+template <typename T> DEVICE void store_granule(T *row, int n, int first, const Pack<T, WIDE<T>> &pack) {
+    constexpr int N = WIDE<T>;
+    if (first >= 0 && first + N <= n) {
+        store_once(row + first, pack);
+    } else if (first + N > 0 && first < n) {
+#pragma unroll
+        for (int j = 0; j < N; j++)
+            if (first + j >= 0 && first + j < n)
+                row[first + j] = pack.v[j];
+    }
+}
+
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_constant__ IndexedArgs<T> a) {
     constexpr int N = WIDE<T>;
@@ -182,56 +195,63 @@ __global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_co
 #pragma unroll
         for (int j = 0; j < N; j++)
             v[j] = element_of(v[j], w[j]);
-        const Pack<T, N> pack = packed<T, N>(v);
-        if (first >= 0 && first + N <= n) {
-            store_once(out + first, pack);
-        } else {
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                if (first + j >= 0 && first + j < n)
-                    out[first + j] = pack.v[j];
-        }
+        store_granule(out, n, first, packed<T, N>(v));
     }
 }
 
 /* ---- columns ---------------------------------------------------------------------------------- */
 
-constexpr int COLUMN_THREADS = 256, COLUMN_LOADS = 8; /* per block; elements that a thread loads at a time */
+template <int PARTS> constexpr int COLUMN_THREADS = PARTS == WARP ? WARP *WARP : 256; /* per block */
+template <bool FORWARD> constexpr int COLUMN_LOADS = FORWARD ? 8 : 4; /* elements that a thread loads at a time */
 
 /* Rows that lie side by side: adjacent threads take adjacent rows. PARTS threads share a row, by the length of rows
  * alone. Every thread reads its share twice: the output may be an input. */
 template <typename T, bool FORWARD, int PARTS>
-__global__ __launch_bounds__(COLUMN_THREADS, 4) void columns(const __grid_constant__ IndexedArgs<T> a) {
-    constexpr int ROWS = COLUMN_THREADS / PARTS, STEP = PARTS * COLUMN_LOADS;
-    __shared__ RowStats shares[PARTS][ROWS];
+__global__ __launch_bounds__(COLUMN_THREADS<PARTS>,
+                             1024 / COLUMN_THREADS<PARTS>) void columns(const __grid_constant__ IndexedArgs<T> a) {
+    constexpr int ROWS = COLUMN_THREADS<PARTS> / PARTS, LOADS = COLUMN_LOADS<FORWARD>, STEP = PARTS * LOADS;
+    __shared__ RowStats shares[PARTS][ROWS + 1]; /* one more: a warp reads all parts of a row */
     const int place = threadIdx.x % ROWS, part = threadIdx.x / ROWS;
     const int64_t row = blockIdx.x * int64_t(ROWS) + place;
     const bool valid = row < a.rows;
     int64_t at[TENSORS];
     a.walk.offsets(valid ? row : 0, at);
     const T *const in = a.in + at[IN], *const dy = FORWARD ? in : a.dy + at[DY];
-    const int64_t n = valid ? a.n : 0;
-    RowStats s = no_elements();
-    for (int64_t l = part; l < n; l += STEP) {
-        Pack<T, 1> x[COLUMN_LOADS], d[COLUMN_LOADS];
+    const int n = valid ? static_cast<int>(a.n) : 0;
+    /* Elements l, l + PARTS, ... of an input. */
+    const auto load = [&](Pack<T, 1>(&to)[LOADS], const T *row, int64_t step, int l, float instead) {
+        const T *p = row + l * step;
 #pragma unroll
-        for (int k = 0; k < COLUMN_LOADS; k++) {
-            const int64_t e = l + k * PARTS;
-            x[k] = load_once_if<T, 1>(e < n, in + e * a.step[IN], FORWARD ? -INFINITY : 0.0f);
-            if constexpr (!FORWARD)
-                d[k] = load_once_if<T, 1>(e < n, dy + e * a.step[DY], 0.0f);
-        }
+        for (int k = 0; k < LOADS; k++, p += PARTS * step)
+            to[k] = load_once_if<T, 1>(l + k * PARTS < n, p, instead);
+    };
+    RowStats s = no_elements();
+    for (int l = part; l < n; l += STEP) {
+        Pack<T, 1> x[LOADS], d[LOADS];
+        load(x, in, a.step[IN], l, FORWARD ? -INFINITY : 0.0f);
+        if constexpr (!FORWARD)
+            load(d, dy, a.step[DY], l, 0.0f);
         if constexpr (FORWARD) {
             add_packs(s, x, 1.0f);
         } else {
 #pragma unroll
-            for (int k = 0; k < COLUMN_LOADS; k++)
+            for (int k = 0; k < LOADS; k++)
                 s.sum = fmaf(to_float(x[k].v[0]), to_float(d[k].v[0]), s.sum);
         }
     }
     if constexpr (PARTS > 1) {
         shares[part][place] = s;
         __syncthreads();
+    }
+    if constexpr (PARTS == WARP) { /* a warp merges a row */
+        const RowStats share = shares[threadIdx.x % WARP][threadIdx.x / WARP];
+        s = FORWARD ? merge_lanes<WARP>(share, 1.0f) : RowStats{0.0f, warp_sum(share.sum)};
+        __syncwarp();
+        if (threadIdx.x % WARP == 0)
+            shares[0][threadIdx.x / WARP] = s;
+        __syncthreads();
+        s = shares[0][place];
+    } else if constexpr (PARTS > 1) {
         s = shares[0][place];
 #pragma unroll
         for (int p = 1; p < PARTS; p++) {
@@ -243,20 +263,16 @@ __global__ __launch_bounds__(COLUMN_THREADS, 4) void columns(const __grid_consta
     }
     const ElementOf<T, FORWARD> element_of = element_from<T, FORWARD>(s);
     T *const out = a.out + at[OUT];
-    for (int64_t l = part; l < n; l += STEP) {
-        Pack<T, 1> x[COLUMN_LOADS], d[COLUMN_LOADS];
+    for (int l = part; l < n; l += STEP) {
+        Pack<T, 1> x[LOADS], d[LOADS];
+        load(x, in, a.step[IN], l, 0.0f);
+        if constexpr (!FORWARD)
+            load(d, dy, a.step[DY], l, 0.0f);
+        T *to = out + l * a.step[OUT];
 #pragma unroll
-        for (int k = 0; k < COLUMN_LOADS; k++) {
-            const int64_t e = l + k * PARTS;
-            x[k] = load_once_if<T, 1>(e < n, in + e * a.step[IN], 0.0f);
-            if constexpr (!FORWARD)
-                d[k] = load_once_if<T, 1>(e < n, dy + e * a.step[DY], 0.0f);
-        }
-#pragma unroll
-        for (int k = 0; k < COLUMN_LOADS; k++)
+        for (int k = 0; k < LOADS; k++, to += PARTS * a.step[OUT])
             if (l + k * PARTS < n)
-                out[(l + k * PARTS) * a.step[OUT]] =
-                    from_float<T>(element_of(to_float(x[k].v[0]), FORWARD ? 0.0f : to_float(d[k].v[0])));
+                *to = from_float<T>(element_of(to_float(x[k].v[0]), FORWARD ? 0.0f : to_float(d[k].v[0])));
     }
 }
 
@@ -296,18 +312,29 @@ struct SoftmaxInvariant {
         const int64_t staged = (is_forward(call) ? 1 : 2) * staged_bytes(row_bytes);
         if (dim_is_contiguous(call) && plan->n > 1 && staged + OWN_BYTES <= device.shared_bytes)
             plan->staged = staged;
-        plan->columns = plan->n > 1 && plan->step[IN] * rafter_dtype_bytes(call.out.dtype) >= 16;
+        plan->columns =
+            plan->n > 1 && plan->n <= INT32_MAX / 2 && plan->step[IN] * rafter_dtype_bytes(call.out.dtype) >= 16;
         return 0;
+    }
+
+    template <typename T, bool FORWARD, int PARTS>
+    static void launch_columns(rafter_context *context, const IndexedArgs<T> &args) {
+        constexpr int THREADS = COLUMN_THREADS<PARTS>;
+        ::launch(context, Launch{ceil_div<int64_t>(args.rows, THREADS / PARTS), THREADS}, columns<T, FORWARD, PARTS>,
+                 args);
     }
 
     template <typename T, bool FORWARD>
     static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
         const IndexedArgs<T> args = indexed_args<T>(call, plan, plan.rows);
         if (plan.columns) {
-            const bool alone = plan.n <= COLUMN_LOADS; /* a thread takes a row */
-            return ::launch(context,
-                            Launch{ceil_div<int64_t>(plan.rows, alone ? COLUMN_THREADS : WARP), COLUMN_THREADS},
-                            alone ? columns<T, FORWARD, 1> : columns<T, FORWARD, COLUMN_THREADS / WARP>, args);
+            if (plan.n <= 32)
+                launch_columns<T, FORWARD, 1>(context, args);
+            else if (plan.n <= 512)
+                launch_columns<T, FORWARD, 4>(context, args);
+            else
+                launch_columns<T, FORWARD, WARP>(context, args);
+            return;
         }
         if (!plan.in_registers && plan.staged > 0) {
             const int most = plan.staged > ALONE_BYTES ? STAGED_THREADS : STAGED_THREADS / 2;

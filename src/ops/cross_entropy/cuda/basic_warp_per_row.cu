@@ -90,6 +90,10 @@ struct BasicWarpPerRow {
         const Problem p(call);
         if (p.row_packs() > (p.gradient ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
+        /* With more than 64 packs, the sums are those of basic_short_rows, which takes many rows. */
+        if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
+            return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
+                                             : why_not_basic_options(p, call);
         return why_not_basic(p, call, !p.gradient);
     }
 

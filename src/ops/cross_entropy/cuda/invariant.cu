@@ -353,6 +353,9 @@ struct Invariant {
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;
     }
 
+    /* With few threads for rows of so many bytes, a multiprocessor has more of them at a time. */
+    static constexpr int64_t MEDIUM_ROW = 32 << 10;
+
     /* Blocks of staged_gradients that a multiprocessor holds, at most 2 of 512 threads. */
     static int staged_blocks(const rafter_cuda_state &device, const Problem &p, const RowTeam &team, size_t *shared) {
         constexpr int64_t OWN = 4 << 10, RESERVED = 1 << 10; /* shared memory: static, and the system's */
@@ -366,7 +369,8 @@ struct Invariant {
         const Problem p(call);
         WorkspaceLayout layout;
         plan->row_blocks = p.row_blocks();
-        plan->team = p.gradient ? RowTeam::of(p.row_bytes, IN_FLIGHT)
+        const int packs = p.row_bytes <= MEDIUM_ROW ? 2 * IN_FLIGHT : IN_FLIGHT; /* per thread */
+        plan->team = p.gradient ? RowTeam::of(p.row_bytes, packs)
                                 : RowTeam::of(p.row_bytes, IN_FLIGHT, SLOT_TEAM, SLOT_WARP_BYTES);
         plan->aligned = rows_are_aligned(call.logits);
         plan->per_sm = staged_blocks(device, p, plan->team, &plan->shared);
