@@ -104,6 +104,9 @@ bool dim_is_contiguous(const act_call &call) {
     return all;
 }
 
+/* Of lines that softmax_chunks takes, in elements. */
+constexpr int MOST_CHUNKED_LENGTH = 512;
+
 /* Softmax: the tensors as [outer ..., dim] if dim is contiguous, else as [outer ..., dim, columns].
  * The other dimensions are in the order of the output's memory, and merged where strides allow. */
 struct SoftmaxViews : Views {

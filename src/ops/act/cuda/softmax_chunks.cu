@@ -16,9 +16,8 @@
 namespace {
 
 constexpr int CHUNK_THREADS = 256;
-constexpr int STEPS = 16;      /* elements per lane, at most ... */
-constexpr int MORE_STEPS = 32; /* ... and in forward of 16 bits, in a kernel of its own: it has more registers */
-constexpr int MOST_LENGTH = 512;
+constexpr int STEPS = 16;             /* elements per lane, at most ... */
+constexpr int MORE_STEPS = 32;        /* ... and in forward of 16 bits, in a kernel of its own: it has more registers */
 constexpr int CHUNK_BYTES = 16 << 10; /* of a tensor in shared memory, at most */
 
 struct ChunkPlan {
@@ -246,7 +245,7 @@ struct Chunks {
         const SlabViews views(ordered.call);
         if (!views.all_slabs())
             return "length and inner dimensions have gaps";
-        if (views.length() > MOST_LENGTH)
+        if (views.length() > MOST_CHUNKED_LENGTH)
             return "lines are longer than 512 elements";
         if (call.common.batch_invariant && !dim_is_contiguous(call))
             return "dim is strided: lines would share lanes as their neighbours allow";

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax in any layout, batch invariant: a warp or a block per row, by the length of rows alone. Rows of aligned
- * packs that fit stay in registers, and other rows of adjacent elements in shared memory (cuda/slot_sums.cuh).
- * Columns, and what does not fit, are read a second time, usually from L1 or L2. Most rows of aligned packs are
- * taken by softmax_row_in_registers and softmax_slabs, short rows by softmax_chunks.
+ * Softmax in any layout, batch invariant (cuda/indexed_rows.cuh): a warp or a block per row, by the length of rows
+ * alone. Rows of aligned packs that fit stay in registers; columns, and what does not fit, are read a second time,
+ * usually from L1 or L2. Most other rows are taken by softmax_row_in_registers and softmax_slabs (aligned packs),
+ * softmax_chunks (short ones) and softmax_staged_rows.
  */
-#include "cuda/slot_sums.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
 
 namespace {
@@ -73,129 +72,6 @@ __global__ __launch_bounds__(INDEXED_THREADS, 3) void rows_in_registers(const __
             v[j] = element_of(v[j], w[j]);
         if (thread + k * threads < packs)
             store_once(out + int64_t(thread + k * threads) * N, packed<T, N>(v));
-    }
-}
-
-/* ---- rows in shared memory -------------------------------------------------------------------- */
-
-constexpr int STAGED_THREADS = 1024; /* at most */
-
-/* A row of adjacent elements in shared memory, as far from a multiple of 16 bytes as in memory. Granules are 16
- * bytes; elements of the first and the last one that are not the row's are `instead`. */
-template <typename T> struct StagedRow {
-    static constexpr int N = WIDE<T>;
-    Pack<T, N> *granules;
-    int n, shift, count; /* elements; of the first one in its granule; granules */
-
-    DEVICE StagedRow(const T *row, int length, void *memory, float instead)
-        : granules(static_cast<Pack<T, N> *>(memory)), n(length), shift(offset_in_pack(row)),
-          count((length + shift + N - 1) / N) {
-        for (int g = threadIdx.x; g < count; g += blockDim.x) {
-            const int first = g * N - shift;
-            if (first >= 0 && first + N <= n) {
-                copy_async<T, N>(granules + g, row + first);
-            } else {
-#pragma unroll
-                for (int j = 0; j < N; j++)
-                    granules[g].v[j] = first + j >= 0 && first + j < n ? row[first + j] : from_float<T>(instead);
-            }
-        }
-        copy_commit();
-    }
-    DEVICE T element(int i) const {
-        return granules->v[i + shift];
-    }
-    /* Elements first, first + 1, ..., of which those that are not the row's are undefined. */
-    DEVICE void get(int first, float (&v)[N]) const {
-        if ((first + shift) % N == 0) {
-            unpack(granules[(first + shift) / N], v);
-        } else {
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                v[j] = to_float(element(min(max(first + j, 0), n - 1)));
-        }
-    }
-};
-
-/* Bytes of shared memory of a row. */
-__host__ DEVICE constexpr int64_t staged_bytes(int64_t row_bytes) {
-    return (row_bytes / 16 + 2) * 16;
-}
-
-/* Writes elements first, first + 1, ..., of a row of n. */
-template <typename T> DEVICE void store_granule(T *row, int n, int first, const Pack<T, WIDE<T>> &pack) {
-    constexpr int N = WIDE<T>;
-    if (first >= 0 && first + N <= n) {
-        store_once(row + first, pack);
-    } else if (first + N > 0 && first < n) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            if (first + j >= 0 && first + j < n)
-                row[first + j] = pack.v[j];
-    }
-}
-
-template <typename T, bool FORWARD>
-__global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_constant__ IndexedArgs<T> a) {
-    constexpr int N = WIDE<T>;
-    extern __shared__ uint4 memory[];
-    __shared__ float warp_tops[WARP];
-    const int thread = threadIdx.x, threads = blockDim.x, lane = thread % WARP, n = static_cast<int>(a.n);
-    int64_t at[TENSORS];
-    a.walk.offsets(blockIdx.x, at);
-    const StagedRow<T> in(a.in + at[IN], n, memory, FORWARD ? -INFINITY : 0.0f);
-    const StagedRow<T> dy =
-        FORWARD ? in : StagedRow<T>(a.dy + at[DY], n, memory + staged_bytes(int64_t(n) * sizeof(T)) / 16, 0.0f);
-    copy_wait<0>();
-    __syncthreads();
-    float slot[N] = {};
-    ElementOf<T, FORWARD> element_of = {};
-    if constexpr (FORWARD) {
-        float top = -INFINITY;
-        for (int g = thread; g < in.count; g += threads) {
-            const Pack<T, N> pack[1] = {in.granules[g]};
-            top = fmaxf(top, max_of_all(pack));
-        }
-        top = warp_max(top);
-        if (lane == 0)
-            warp_tops[thread / WARP] = top;
-        __syncthreads();
-        top = warp_max(lane < threads / WARP ? warp_tops[lane] : -INFINITY);
-        const float pivot = pivot_at(top);
-        for (int g = thread; g < in.count; g += threads) {
-            float v[N];
-            unpack(in.granules[g], v);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                slot[j] += exp_as<T>(v[j] - pivot);
-        }
-        element_of = element_from<T, true>({top, sum_block_slots(slot, in.shift)});
-    } else {
-        for (int g = thread; g < in.count; g += threads) {
-            const int first = g * N - in.shift;
-            const bool whole = first >= 0 && first + N <= n;
-            float v[N], w[N];
-            unpack(in.granules[g], v);
-            dy.get(first, w);
-#pragma unroll
-            for (int j = 0; j < N; j++)
-                if (whole || (first + j >= 0 && first + j < n))
-                    slot[j] = fmaf(v[j], w[j], slot[j]);
-        }
-        element_of = element_from<T, false>({0.0f, sum_block_slots(slot, in.shift)});
-    }
-    T *const out = a.out + at[OUT];
-    const int shift = offset_in_pack(out);
-    for (int g = thread; g * N < n + shift; g += threads) {
-        const int first = g * N - shift;
-        float v[N], w[N] = {};
-        in.get(first, v);
-        if constexpr (!FORWARD)
-            dy.get(first, w);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            v[j] = element_of(v[j], w[j]);
-        store_granule(out, n, first, packed<T, N>(v));
     }
 }
 
@@ -284,18 +160,14 @@ struct SoftmaxInvariant {
         int64_t rows, n, step[TENSORS];
         RowTeam team;
         bool aligned, in_registers;
-        int64_t staged; /* bytes of shared memory of staged_rows; 0: not used */
         bool columns;
     };
-
-    /* Shared memory: what staged_rows has besides; and from where on a multiprocessor has one block. */
-    static constexpr int64_t OWN_BYTES = 4 << 10, ALONE_BYTES = 100 << 10;
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         return is_softmax(call) ? NULL : "kind is not softmax";
     }
 
-    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const RowViews views(call);
         const int dim = views.ndim() - 1;
         *plan = {};
@@ -309,9 +181,6 @@ struct SoftmaxInvariant {
         plan->team = RowTeam::of(row_bytes, kept);
         plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));
         plan->in_registers = views.wide() && row_bytes <= int64_t(16) * kept * plan->team.threads;
-        const int64_t staged = (is_forward(call) ? 1 : 2) * staged_bytes(row_bytes);
-        if (dim_is_contiguous(call) && plan->n > 1 && staged + OWN_BYTES <= device.shared_bytes)
-            plan->staged = staged;
         plan->columns =
             plan->n > 1 && plan->n <= INT32_MAX / 2 && plan->step[IN] * rafter_dtype_bytes(call.out.dtype) >= 16;
         return 0;
@@ -335,12 +204,6 @@ struct SoftmaxInvariant {
             else
                 launch_columns<T, FORWARD, WARP>(context, args);
             return;
-        }
-        if (!plan.in_registers && plan.staged > 0) {
-            const int most = plan.staged > ALONE_BYTES ? STAGED_THREADS : STAGED_THREADS / 2;
-            const int threads = power_at_least(ceil_div<int64_t>(plan.n, 4 * WIDE<T>), 64, most);
-            return ::launch(context, Launch{plan.rows, threads, static_cast<size_t>(plan.staged)},
-                            staged_rows<T, FORWARD>, args);
         }
         ::launch(context, plan.team.blocks(plan.rows),
                  plan.in_registers ? rows_in_registers<T, FORWARD>
