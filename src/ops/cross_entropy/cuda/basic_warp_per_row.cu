@@ -114,11 +114,14 @@ struct BasicWarpPerRow {
     static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const U &args,
                             const double *factor) {
         const Launch how = {plan.blocks, ROW_THREADS};
-        if (!args.dz && args.spread != 0.0)
-            sequence.run(how, warp_per_row<T, PACKS, true, false, true, U>, args, factor);
-        else if (!args.dz)
-            sequence.run(how, warp_per_row<T, PACKS, true, false, false, U>, args, factor);
-        else if (call.common.direction == RAFTER_FORWARD)
+        if constexpr (PACKS == 4) { /* see why_not: longer rows want a gradient, batch-invariant calls no smoothing */
+            if (!args.dz && args.spread == 0.0)
+                return sequence.run(how, warp_per_row<T, PACKS, true, false, false, U>, args, factor);
+            if constexpr (std::is_same<U, BasicArgs>::value)
+                if (!args.dz)
+                    return sequence.run(how, warp_per_row<T, PACKS, true, false, true, U>, args, factor);
+        }
+        if (call.common.direction == RAFTER_FORWARD)
             sequence.run(how, warp_per_row<T, PACKS, true, true, false, U>, args, factor);
         else
             sequence.run(how, warp_per_row<T, PACKS, false, true, false, U>, args, factor);
