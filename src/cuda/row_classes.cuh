@@ -17,15 +17,18 @@ enum RowClass {
     OTHER_ROWS,   /* slot_sums.cuh, indexed_rows.cuh */
 };
 
-/* `step`: distance between elements. */
-static inline RowClass class_of_rows(int64_t length, int64_t step, rafter_dtype dtype) {
+/* Whether elements are so far apart that adjacent threads should take adjacent rows. `step`: their distance. */
+static inline bool lies_in_columns(int64_t length, int64_t step, rafter_dtype dtype) {
     constexpr int64_t FAR = 16; /* bytes */
-    const int64_t bytes = rafter_dtype_bytes(dtype);
+    return length > 1 && length <= INT32_MAX / 2 && step * rafter_dtype_bytes(dtype) >= FAR;
+}
+
+static inline RowClass class_of_rows(int64_t length, int64_t step, rafter_dtype dtype) {
     if (length <= LONGEST_TINY)
         return TINY_ROWS;
     if (step == 1)
-        return length * bytes <= LONGEST_CHUNKED ? CHUNKED_ROWS : OTHER_ROWS;
-    return step * bytes >= FAR && length <= INT32_MAX / 2 ? COLUMN_ROWS : OTHER_ROWS;
+        return length * rafter_dtype_bytes(dtype) <= LONGEST_CHUNKED ? CHUNKED_ROWS : OTHER_ROWS;
+    return lies_in_columns(length, step, dtype) ? COLUMN_ROWS : OTHER_ROWS;
 }
 
 #endif

@@ -144,6 +144,25 @@ struct RowViews : Views {
     }
 };
 
+/* The rows of a call, in its plan. */
+struct IndexedRows {
+    Walk walk;
+    int64_t rows, n, step[TENSORS]; /* see IndexedArgs */
+    RowTeam team;
+
+    void fill(const act_call &call, const RowViews &views) {
+        const int dim = views.ndim() - 1;
+        walk = walk_over(views.pointer, 0, dim);
+        n = views.view[OUT].shape[dim];
+        rows = call.out.numel / n;
+        for (int t = 0; t < TENSORS; t++)
+            step[t] = views.pointer[t] && n > 1 ? views.view[t].stride[dim] : 1;
+    }
+    int64_t row_bytes(const act_call &call) const {
+        return n * rafter_dtype_bytes(call.out.dtype);
+    }
+};
+
 } // namespace
 
 #endif

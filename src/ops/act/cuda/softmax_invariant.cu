@@ -5,6 +5,7 @@
  * usually from L1 or L2. Most other rows are taken by softmax_row_in_registers and softmax_slabs (aligned packs),
  * softmax_chunks (short ones) and softmax_staged_rows.
  */
+#include "cuda/row_classes.cuh"
 #include "ops/act/cuda/softmax_indexed.cuh"
 
 namespace {
@@ -155,12 +156,8 @@ __global__ __launch_bounds__(COLUMN_THREADS<PARTS>,
 struct SoftmaxInvariant {
     typedef act_call Call;
     static constexpr bool BATCH_INVARIANT = true;
-    struct Plan {
-        Walk walk; /* over rows */
-        int64_t rows, n, step[TENSORS];
-        RowTeam team;
-        bool aligned, in_registers;
-        bool columns;
+    struct Plan : IndexedRows {
+        bool aligned, in_registers, columns;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -169,20 +166,13 @@ struct SoftmaxInvariant {
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const RowViews views(call);
-        const int dim = views.ndim() - 1;
-        *plan = {};
-        plan->walk = walk_over(views.pointer, 0, dim);
-        plan->n = views.view[OUT].shape[dim];
-        plan->rows = call.out.numel / plan->n;
-        for (int t = 0; t < TENSORS; t++)
-            plan->step[t] = views.pointer[t] && plan->n > 1 ? views.view[t].stride[dim] : 1;
+        plan->fill(call, views);
         const int kept = is_forward(call) ? KEPT_PACKS<true> : KEPT_PACKS<false>;
-        const int64_t row_bytes = plan->n * rafter_dtype_bytes(call.out.dtype);
+        const int64_t row_bytes = plan->row_bytes(call);
         plan->team = RowTeam::of(row_bytes, kept);
         plan->aligned = rows_are_aligned(views.view[IN]) && (is_forward(call) || rows_are_aligned(views.view[DY]));
         plan->in_registers = views.wide() && row_bytes <= int64_t(16) * kept * plan->team.threads;
-        plan->columns =
-            plan->n > 1 && plan->n <= INT32_MAX / 2 && plan->step[IN] * rafter_dtype_bytes(call.out.dtype) >= 16;
+        plan->columns = lies_in_columns(plan->n, plan->step[IN], call.out.dtype);
         return 0;
     }
 
@@ -197,7 +187,7 @@ struct SoftmaxInvariant {
     static void launch_as(rafter_context *context, const Call &call, const Plan &plan) {
         const IndexedArgs<T> args = indexed_args<T>(call, plan, plan.rows);
         if (plan.columns) {
-            if (plan.n <= 32)
+            if (plan.n <= LONGEST_TINY)
                 launch_columns<T, FORWARD, 1>(context, args);
             else if (plan.n <= 512)
                 launch_columns<T, FORWARD, 4>(context, args);

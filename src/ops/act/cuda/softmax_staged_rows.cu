@@ -135,10 +135,7 @@ __global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_co
 struct StagedRows {
     typedef act_call Call;
     static constexpr bool BATCH_INVARIANT = true;
-    struct Plan {
-        Walk walk; /* over rows */
-        int64_t rows, n, step[TENSORS];
-        RowTeam team; /* the block */
+    struct Plan : IndexedRows {
         int64_t shared;
     };
 
@@ -167,15 +164,8 @@ struct StagedRows {
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
-        const RowViews views(call);
-        const int dim = views.ndim() - 1;
-        *plan = {};
-        plan->walk = walk_over(views.pointer, 0, dim);
-        plan->n = views.view[OUT].shape[dim];
-        plan->rows = call.out.numel / plan->n;
-        for (int t = 0; t < TENSORS; t++)
-            plan->step[t] = 1;
-        const int64_t row_bytes = plan->n * rafter_dtype_bytes(call.out.dtype);
+        plan->fill(call, RowViews(call));
+        const int64_t row_bytes = plan->row_bytes(call);
         plan->shared = (is_forward(call) ? 1 : 2) * staged_bytes(row_bytes);
         const int most = plan->shared > ALONE_BYTES ? STAGED_THREADS : STAGED_THREADS / 2;
         plan->team = {power_at_least(ceil_div<int64_t>(row_bytes, 4 * 16), 64, most)};
