@@ -110,7 +110,7 @@ static double seconds(rafter_status (*call)(struct work *), struct work *w, int 
     return 1e-3 * gpu_elapsed(before, after);
 }
 
-/* A kind of call: depth 0 means that it has no weight. In columns: rows lie side by side. */
+/* What is measured: a call, on rows whose elements are adjacent, or on columns: rows that lie side by side. */
 struct kind {
     const char *name;
     rafter_status (*call)(struct work *);

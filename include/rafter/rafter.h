@@ -175,7 +175,7 @@ RAFTER_API rafter_status rafter_context_set_stream(rafter_context *context, void
  * Refused with RAFTER_UNSUPPORTED, because they cannot be served: linear_cross_entropy with dx summed
  * over more than two ranks, in the communicator's order; and on CUDA, cross_entropy with class_group,
  * linear_cross_entropy with a budget, or with fp32 inputs and class_group, and cross_entropy and logsumexp of
- * more than 2^30 rows that are short, or columns. */
+ * more than 2^30 short rows, or parts of columns, of 256 elements each. */
 RAFTER_API rafter_status rafter_context_set_batch_invariant(rafter_context *context, int32_t batch_invariant);
 
 /* Why the last call on this context failed; "" if it did not. Valid until the next call. For NULL:

@@ -44,7 +44,7 @@ struct RowChunks {
     bool flat;                         /* a chunk is one piece of memory */
     bool whole;                        /* rows are whole, aligned granules */
     bool by_index;                     /* see ChunkRow */
-    bool full;                         /* and every lane has three of them or more, as many as the others */
+    bool full;                         /* rows are whole, and every lane has as many granules, three or more */
     bool begins_aligned, ends_aligned; /* the tensor does, at a multiple of 16 bytes */
 };
 
@@ -300,7 +300,7 @@ template <typename T, int LANES> struct ChunkRow {
             w = read_shared<uint4>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
         return reinterpret_cast<const Pack<T, N> &>(w);
     }
-    /* The same, of two granules, if by_index. */
+    /* As `pack`, if by_index: out of the two granules that hold it. */
     DEVICE Pack<T, N> shifted_pack(int own, int k) const {
         const Pack<T, N> none = all_of<T, N>(-INFINITY);
         uint4 w = reinterpret_cast<const uint4 &>(none);

@@ -31,4 +31,21 @@ static inline RowClass class_of_rows(int64_t length, int64_t step, rafter_dtype 
     return lies_in_columns(length, step, dtype) ? COLUMN_ROWS : OTHER_ROWS;
 }
 
+/* Elements of a row that a thread takes, if it is a column. */
+constexpr int64_t COLUMN_PART = 256;
+
+/* Kernels of all classes but OTHER_ROWS count rows, or parts of columns, in 31 bits. More of them must be refused: in
+ * other kernels they would be added up in another way. */
+static inline bool are_too_many(RowClass rows_are, int64_t rows, int64_t length) {
+    const int64_t parts = rows_are == COLUMN_ROWS ? ceil_div(length, COLUMN_PART) : 1;
+    return rows_are != OTHER_ROWS && rows > INT32_MAX / 2 / parts;
+}
+
+/* Why a kernel for one class does not take the rows of a batch-invariant call, or NULL. */
+static inline const char *why_not_class(RowClass wanted, RowClass rows_are, int64_t rows, int64_t length) {
+    if (rows_are != wanted)
+        return "the call is batch invariant, and rows have another length or distance of elements";
+    return are_too_many(rows_are, rows, length) ? "it counts rows, or parts of them, in 31 bits" : NULL;
+}
+
 #endif

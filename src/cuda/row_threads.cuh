@@ -16,7 +16,6 @@
 
 constexpr int ROW_THREADS_BLOCK = 256;
 constexpr int64_t MANY_THREADS = 1 << 17; /* that fill any device */
-constexpr int64_t ROW_PART = 256;         /* elements of a row that a thread takes in batch-invariant calls */
 
 /* As a kernel argument. */
 struct RowThreads {
@@ -30,7 +29,7 @@ struct RowThreads {
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* Why these rows are not for threads, or NULL; and in batch-invariant calls. */
+/* Why these rows are not for threads, or NULL. */
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
@@ -46,19 +45,13 @@ static inline const char *why_not_threads(const Slabs &s, int bytes) {
     return s.rows() >= MANY_THREADS || s.rows() * s.length * bytes <= 64 << 20 ? NULL : "rows are few and long";
 }
 
-static inline const char *why_not_invariant_threads(int64_t rows, int64_t length, RowClass row_class) {
-    if (row_class != COLUMN_ROWS)
-        return "rows are very short, or their elements are close to each other";
-    return rows > INT32_MAX / 2 / ceil_div(length, ROW_PART) ? "it counts parts of rows in 31 bits" : NULL;
-}
-
 /* By shape alone: the same bits everywhere. by_length: by the length of rows alone. */
 static inline RowThreads threads_of(const Slabs &s, int blocks, bool by_length) {
     RowThreads t = {};
     t.slabs = s;
     t.rows = static_cast<unsigned>(s.rows());
     const int64_t filling = min(ceil_div(MANY_THREADS, s.rows()), s.length / 32);
-    const int64_t parts = by_length        ? ceil_div(s.length, ROW_PART)
+    const int64_t parts = by_length        ? ceil_div(s.length, COLUMN_PART)
                           : s.length <= 64 ? 1
                                            : max(min(filling, int64_t(512)), int64_t(1));
     t.part = static_cast<int>(round_up<int64_t>(ceil_div(s.length, parts), 16));

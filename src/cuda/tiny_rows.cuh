@@ -125,13 +125,6 @@ struct ScatteredRows {
     unsigned blocks;
 };
 
-/* Why not, or NULL. */
-static inline const char *why_not_scattered(int64_t rows, int64_t length) {
-    if (length > LONGEST_TINY)
-        return "rows have more than 32 elements";
-    return rows > INT32_MAX / 2 ? "it counts rows in 31 bits" : NULL;
-}
-
 /* The last dimension of the views is a row. dx may be NULL. */
 static inline ScatteredRows scattered_rows_of(const rafter_view &x, const rafter_view *dx, int64_t rows,
                                               const rafter_cuda_state &device) {

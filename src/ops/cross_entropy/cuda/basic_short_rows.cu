@@ -13,7 +13,7 @@ namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
 
-/* A lane loads as many rows before it uses the first. */
+/* Rows that a lane loads before it uses the first. */
 template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
 
 /* PACKS: packs per lane. steps: a multiple of BATCH, up to LANES; of no effect on the results. Packs past the end of

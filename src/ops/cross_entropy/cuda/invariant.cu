@@ -348,6 +348,8 @@ struct Invariant {
         if (p.row_class == TINY_ROWS || (p.row_class == CHUNKED_ROWS && p.forward) ||
             (p.row_class == COLUMN_ROWS && !p.gradient))
             return "rows are short, or columns";
+        if (p.forward && are_too_many(p.row_class, p.rows, p.classes))
+            return "the kernels for such rows count fewer";
         if (p.row_packs() >= MOST_GRANULES)
             return "a row has more than 16 GiB";
         return p.rows == 0 || p.classes == 0 ? "there are no rows or no classes" : NULL;

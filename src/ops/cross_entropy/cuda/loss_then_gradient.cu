@@ -70,8 +70,6 @@ const char *why_not(const rafter_context *context, const struct rafter_call *cal
         return "there are no rows or no classes";
     if (!p.invariant && p.rows < LEAST_ROWS)
         return "rows are few";
-    if (typed(call).loss.lse.data && typed(call).loss.lse.dtype != RAFTER_F32)
-        return "lse is not fp32";
     char unused;
     const Halves halves(typed(call), &unused);
     const char *const reason = halves.loss_variant->why_not(context, &halves.loss.common);
@@ -89,7 +87,7 @@ size_t plan(const rafter_context *context, const struct rafter_call *call, void 
 
 rafter_status run(rafter_context *context, const struct rafter_call *call, const void *, const void *,
                   char *workspace) {
-    alignas(16) char storage[RAFTER_PLAN_BYTES];
+    alignas(16) char storage[RAFTER_PLAN_BYTES]; /* planned again: the plan of this variant has no place for two */
     const Halves halves(typed(call), workspace);
     char *const rest = workspace + lse_bytes(typed(call));
     halves.loss_variant->plan(context, &halves.loss.common, storage);

@@ -131,9 +131,7 @@ struct StreamedGradients {
         if (p.step(call.logits) != 1 || p.step(call.dlogits) != 1)
             return "rows are not contiguous";
         if (p.invariant)
-            return p.row_class != CHUNKED_ROWS ? "rows are very short, or too long"
-                   : p.rows > INT32_MAX / 2    ? "it counts rows in 31 bits"
-                                               : NULL;
+            return why_not_class(CHUNKED_ROWS, p.row_class, p.rows, p.classes);
         return why_not_chunks(p.rows, p.row_bytes);
     }
 

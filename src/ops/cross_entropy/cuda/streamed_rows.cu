@@ -56,9 +56,7 @@ struct StreamedRows {
         if (p.gradient || !p.forward)
             return "it writes no gradient";
         if (p.invariant)
-            return p.row_class != CHUNKED_ROWS ? "rows are very short, or too long, or not contiguous"
-                   : p.rows > INT32_MAX / 2    ? "it counts rows in 31 bits"
-                                               : NULL;
+            return why_not_class(CHUNKED_ROWS, p.row_class, p.rows, p.classes);
         if (p.strided)
             return "rows are not contiguous";
         return why_not_streamed(p.rows, p.classes, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));

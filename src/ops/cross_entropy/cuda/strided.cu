@@ -14,7 +14,9 @@ struct Strided {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        return p.invariant && p.row_class != OTHER_ROWS && p.rows > INT32_MAX / 2 ? "it counts rows in 31 bits" : NULL;
+        return p.invariant && are_too_many(p.row_class, p.rows, p.classes)
+                   ? "the call is batch invariant, and has more rows than the kernels for them count"
+                   : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

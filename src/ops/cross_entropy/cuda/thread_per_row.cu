@@ -52,7 +52,7 @@ struct ThreadPerRow {
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
         if (p.invariant)
-            return why_not_invariant_threads(p.rows, p.classes, p.row_class);
+            return why_not_class(COLUMN_ROWS, p.row_class, p.rows, p.classes);
         const Slabs s = slabs_of(call.logits, NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         if (windows_are_faster(p, s, call))

@@ -191,8 +191,9 @@ struct TinyRowsVariant {
             return "there are no rows or no classes";
         if (!p.invariant)
             return why_not_close(p, call);
-        return p.gradient && p.lse_given && p.step(call.logits) != 1 ? "rows are not contiguous, and lse is given"
-                                                                     : why_not_scattered(p.rows, p.classes);
+        return p.gradient && p.lse_given && p.step(call.logits) != 1
+                   ? "rows are not contiguous, and lse is given"
+                   : why_not_class(TINY_ROWS, p.row_class, p.rows, p.classes);
     }
     /* Why rows are not for tiny_rows, or NULL. */
     static const char *why_not_close(const Problem &p, const Call &call) {
@@ -216,35 +217,23 @@ struct TinyRowsVariant {
         return layout.bytes;
     }
 
-    static rafter_status launch_scattered(LaunchSequence &sequence, const Call &call, const ScatteredArgs &args) {
-        const Launch how = {args.rows.blocks, TINY_THREADS};
-        for_dtype(call.logits.dtype, [&](auto zero) {
-            typedef decltype(zero) T;
-            for_scattered_count(args.rows, [&](auto count) {
-                constexpr int COUNT = decltype(count)::value;
-                if (args.call.gradient)
-                    sequence.run(how, scattered_gradients<T, COUNT>, args);
-                else
-                    sequence.run(how, scattered_losses<T, COUNT>, args);
-            });
-        });
-        return RAFTER_OK;
-    }
-
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         LaunchSequence sequence = {context};
-        if (plan.scattered.blocks > 0)
-            return launch_scattered(sequence, call, {plan.general.start(sequence, workspace), plan.scattered});
-        const TinyArgs args = {plan.general.start(sequence, workspace), plan.tiny};
-        const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
+        const Args args = plan.general.start(sequence, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_tiny_shape<false>(args.tiny, [&](auto count, auto) {
+            if (plan.scattered.blocks > 0)
+                return for_scattered_count(plan.scattered, [&](auto count) {
+                    constexpr int COUNT = decltype(count)::value;
+                    sequence.run(Launch{plan.scattered.blocks, TINY_THREADS},
+                                 args.gradient ? scattered_gradients<T, COUNT> : scattered_losses<T, COUNT>,
+                                 ScatteredArgs{args, plan.scattered});
+                });
+            for_tiny_shape<false>(plan.tiny, [&](auto count, auto) {
                 constexpr int COUNT = decltype(count)::value;
-                if (args.call.gradient)
-                    sequence.run(how, tiny_gradients<T, COUNT>, args);
-                else
-                    sequence.run(how, tiny_losses<T, COUNT>, args);
+                sequence.run(Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
+                             args.gradient ? tiny_gradients<T, COUNT> : tiny_losses<T, COUNT>,
+                             TinyArgs{args, plan.tiny});
             });
         });
         return RAFTER_OK;

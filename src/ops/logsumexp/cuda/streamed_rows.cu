@@ -45,9 +45,7 @@ struct StreamedRows {
         if (p.backward)
             return "it writes no gradient";
         if (call.common.batch_invariant)
-            return p.row_class() != CHUNKED_ROWS ? "rows are very short, or too long, or not contiguous"
-                   : p.rows > INT32_MAX / 2      ? "it counts rows in 31 bits"
-                                                 : NULL;
+            return why_not_class(CHUNKED_ROWS, p.row_class(), p.rows, p.n);
         if (const char *const reason = why_not_slabs(p, call))
             return reason;
         if (!p.contiguous)
