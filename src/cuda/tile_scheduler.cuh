@@ -135,10 +135,11 @@ struct TileOrigin {
 struct TileOrder {
     static constexpr int BAND = 8;
     ClusterShape shape;
+    int64_t rows;
     int down, across; /* clusters' tiles of rows and of columns */
 
-    DEVICE TileOrder(int64_t rows, int64_t columns, bool wide = false)
-        : shape(wide), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
+    DEVICE TileOrder(int64_t all_rows, int64_t columns, bool wide = false)
+        : shape(wide), rows(all_rows), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
           across(static_cast<int>((columns + shape.columns() - 1) / shape.columns())) {
     }
     DEVICE int count() const {

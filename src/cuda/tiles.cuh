@@ -199,6 +199,20 @@ DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &
     lockstep.leave();
 }
 
+/* A warpgroup that has no rows, in a wide cluster of few: it only tells the copying threads that it does not
+ * need their steps. */
+template <typename Job>
+DEVICE void skip_steps(Barriers &barriers, const TileScheduler &scheduler, int first_item, int stride) {
+    const int thread = threadIdx.x % GROUP;
+    Ring ring;
+    for (int item = first_item; item < scheduler.items(); item += stride)
+        for (int k = scheduler.at(item).steps + Job::HELD; k > 0; k--, ring.advance()) {
+            barrier_wait(&barriers.full[ring.step], ring.parity);
+            if (thread < CLUSTER)
+                barrier_arrive_at(shared_address(&barriers.empty[ring.step]), thread);
+        }
+}
+
 /* A warpgroup: sums this cluster's work items and converts the sums to results. */
 template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const SplitSums &split,
@@ -331,7 +345,11 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
         __syncwarp();
     } else {
         take_registers<232>();
-        sum_steps<T, A_TRANSPOSED, B_TRANSPOSED>(steps, barriers, job, split, scheduler, rank, first, stride);
+        const int first_row = static_cast<int>(threadIdx.x / GROUP - 1) * GROUP_ROWS; /* of a wide cluster */
+        if (job.order.shape.wide && first_row >= job.order.rows)
+            skip_steps<Job>(barriers, scheduler, first, stride);
+        else
+            sum_steps<T, A_TRANSPOSED, B_TRANSPOSED>(steps, barriers, job, split, scheduler, rank, first, stride);
     }
     cluster_sync(); /* no block exits while copies or arrivals of the other one may still reach it */
 }

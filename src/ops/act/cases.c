@@ -174,7 +174,8 @@ static const struct {
  * and of many chunks; rows for a few lanes, a warp, a block, and clusters of 2, 4, 8 and 16 blocks,
  * one row per cluster and several; chunks of short lines; interleaved lines in a block and in
  * clusters, one slab per cluster and several; slabs that are read twice; short columns in packs of
- * 16 bytes, of two elements and of one; and tiles of columns that are not aligned or very long. */
+ * 16 bytes, of two elements and of one; tiles of columns that are not aligned or very long; and many
+ * rows in shared memory. */
 static const struct {
     rafter_dtype dtype;
     int dim;
@@ -208,7 +209,8 @@ static const struct {
                   {RAFTER_BF16, 1, {3, {1200, 2100, 7}}, true},   {RAFTER_BF16, 0, {2, {20001, 513}}, true},
                   {RAFTER_BF16, 0, {2, {70001, 72}}, true},       {RAFTER_F16, -1, {2, {2, 1100001}}, true},
                   {RAFTER_F16, 1, {3, {10, 130001, 7}}, true},    {RAFTER_F32, 1, {3, {4, 400001, 3}}, true},
-                  {RAFTER_BF16, 0, {2, {33001, 512}}, true},      {RAFTER_F16, 1, {3, {19, 65537, 14}}, true}};
+                  {RAFTER_BF16, 0, {2, {33001, 512}}, true},      {RAFTER_F16, 1, {3, {19, 65537, 14}}, true},
+                  {RAFTER_F32, -1, {2, {1025, 16387}}, true}};
 
 static const struct {
     rafter_act_kind kind;

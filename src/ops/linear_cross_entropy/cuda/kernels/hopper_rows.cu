@@ -129,14 +129,14 @@ DEVICE void put_gradient(const Loss &loss, int64_t k, int label, RowGradient *gr
  * converted to dz. `saved`: where the rows' statistics are stored, or NULL.
  *
  * row_blocks > 1: a row has so many blocks. Each one merges all of the row's tiles, and its warps convert
- * RowConversion::TILES of them each; the first warp writes the row's results.
+ * `piece_classes` classes each; the first warp writes the row's results.
  *
  * finished: if these are all rows of the call, where blocks are counted. The last one writes the loss. */
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const __grid_constant__ Loss loss, const __grid_constant__ ActiveRows active, int64_t first, int64_t rows, int each,
-    int row_blocks, const RowStats *stats, const OptionStats *more, int tiles, const float *z_label,
-    const float *logit_sums, double row_scale, RowGradient *gradients, SpreadPlace spread,
+    int row_blocks, int64_t piece_classes, const RowStats *stats, const OptionStats *more, int tiles,
+    const float *z_label, const float *logit_sums, double row_scale, RowGradient *gradients, SpreadPlace spread,
     const __grid_constant__ Labels labels, T *exponentials, int64_t stride, LossStats<FULL> *saved, bool only_save,
     Totals *block_totals, unsigned *finished) {
     wait_for_previous_kernel();
@@ -144,9 +144,8 @@ __global__ __launch_bounds__(ROW_THREADS, ROW_BLOCKS) void finish_tiles_kernel(
     const int64_t unit = blockIdx.x / row_blocks; /* of blocks */
     const int piece = row_blocks > 1 ? static_cast<int>(blockIdx.x - unit * row_blocks) * ROW_WARPS + warp : 0;
     const int64_t begin = row_blocks > 1 ? unit : (unit * ROW_WARPS + warp) * each, index = begin + lane,
-                  first_class = piece * int64_t(RowConversion<T>::CLASSES),
-                  end_class =
-                      row_blocks > 1 ? min(loss.classes, first_class + RowConversion<T>::CLASSES) : loss.classes;
+                  first_class = piece * piece_classes,
+                  end_class = row_blocks > 1 ? min(loss.classes, first_class + piece_classes) : loss.classes;
     const int count = active.among(first + begin, min(int64_t(each), rows - begin)); /* active rows come first */
     const bool own = lane < each && index < rows;
     const int64_t row = own ? active.order[first + index] : 0;
@@ -306,13 +305,21 @@ int rows_per_warp(const Run &run, int64_t rows, int64_t tiles) {
     return static_cast<int>(min(each, int64_t(WARP)));
 }
 
-/* Blocks per row of finish_tiles_kernel, if it converts: with a warp per row, few rows would leave most
- * of the GPU idle. Blocks merge tiles in another order than warps, so batch-invariant calls have none. */
-int64_t blocks_per_row(const Run &run, int64_t rows, int64_t tiles) {
-    constexpr int64_t BLOCK_TILES = RowConversion<uint16_t>::CLASSES / TILE_CLASSES * ROW_WARPS;
-    const int64_t enough = run.context->cuda_state->multiprocessors * (ROW_BLOCKS / 2);
-    return rows < enough * ROW_WARPS && !run.problem.invariant ? ceil_div(tiles, BLOCK_TILES) : 1;
-}
+/* How finish_tiles_kernel converts: with a warp per row, few rows would leave most of the GPU idle. Blocks
+ * merge tiles in another order than warps, so batch-invariant calls have one per row. */
+struct RowPieces {
+    int64_t row_blocks, classes; /* blocks per row; classes per warp, if there are several */
+
+    /* As few classes per warp as let all blocks run at the same time, unless that is one block per row. */
+    static RowPieces of(const Run &run, int64_t rows, int64_t tiles) {
+        constexpr int64_t CLASSES = RowConversion<uint16_t>::CLASSES, BLOCK_TILES = CLASSES / TILE_CLASSES * ROW_WARPS;
+        const int64_t blocks = run.context->cuda_state->multiprocessors * ROW_BLOCKS;
+        if (rows >= blocks / 2 * ROW_WARPS || run.problem.invariant)
+            return {1, 0};
+        const int64_t most = max(blocks / rows, int64_t(2)), each = ceil_div(ceil_div(tiles, BLOCK_TILES), most);
+        return {ceil_div(tiles, BLOCK_TILES * each), CLASSES * each};
+    }
+};
 
 } // namespace
 
@@ -320,14 +327,15 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
                   const Dz &to_dz, LossStats<FULL> *saved, bool only_save) {
     const int64_t tiles = tiles_across(run->problem.classes);
     const int each = rows_per_warp(*run, rows, tiles);
-    const int64_t row_blocks = to_dz.data ? blocks_per_row(*run, rows, tiles) : 1,
+    const RowPieces pieces = to_dz.data ? RowPieces::of(*run, rows, tiles) : RowPieces{1, 0};
+    const int64_t row_blocks = pieces.row_blocks,
                   blocks = row_blocks > 1 ? rows : ceil_div<int64_t>(rows, ROW_WARPS * each);
     const bool writes_loss = rows == run->problem.rows && !only_save && run->loss.forward;
     for_16_bit(run->problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         launch(run->context, overlapping(blocks * row_blocks, ROW_THREADS),
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
-               each, static_cast<int>(row_blocks), stats, more, static_cast<int>(tiles),
+               each, static_cast<int>(row_blocks), pieces.classes, stats, more, static_cast<int>(tiles),
                static_cast<const float *>(run->z_label), run->logit_sums, static_cast<double>(run->row_scale),
                run->gradients, run->spread, run->labels, reinterpret_cast<T *>(to_dz.data), to_dz.stride, saved,
                only_save, run->block_totals + run->blocks, writes_loss ? &run->common->finished : NULL);
