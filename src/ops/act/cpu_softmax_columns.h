@@ -12,8 +12,11 @@ enum {
     /* Pairs of vectors across columns whose sums are in registers meanwhile. Each row is read
      * contiguously for that long. */
     PAIRS = 4,
-    /* Prefetch distance in rows. */
-    AHEAD = 16
+    /* Prefetch distance in rows: of the sums, which read a part of each row, and of the results. */
+    AHEAD = 16,
+    APPLY_AHEAD = 4,
+    /* Bytes of rows that results are fetched ahead for. */
+    LONG_ROW = 1024
 };
 
 /* Column maxima over the first `rows` rows. */
@@ -114,12 +117,25 @@ V_INLINE void columns_forward_statistics(int dtype, const struct act_block *b, f
     }
 }
 
-V_INLINE void normalise_row(int dtype, const char *x, const float *pivot, const float *scale, int64_t n, char *y,
+/* The results are computed from the last row to the first: the rows read last may still be in L2. Processors do not
+ * fetch long rows ahead in that order; short ones they do. */
+V_INLINE void fetch_ahead(int dtype, const struct act_block *b, int tensor, const char *at) {
+    const int64_t pitch = b->row_stride[tensor] * v_bytes(dtype);
+    if (pitch >= LONG_ROW)
+        __builtin_prefetch(at - APPLY_AHEAD * pitch, tensor == ACT_OUT);
+}
+
+V_INLINE void normalise_row(int dtype, const struct act_block *b, int64_t row, const float *pivot, const float *scale,
                             bool stream) {
-    const int64_t bytes = v_bytes(dtype);
+    const char *const x = row_at(dtype, b, ACT_IN, row);
+    char *const y = row_at(dtype, b, ACT_OUT, row);
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
     int64_t i = 0;
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
         vf x0, x1;
+        fetch_ahead(dtype, b, ACT_IN, x + i * bytes);
+        if (!stream)
+            fetch_ahead(dtype, b, ACT_OUT, y + i * bytes);
         v_load_pair(dtype, x + i * bytes, &x0, &x1);
         x0 = v_exp_from(x0, v_load(RAFTER_F32, pivot + i)) * v_load(RAFTER_F32, scale + i);
         x1 = v_exp_from(x1, v_load(RAFTER_F32, pivot + i + V_LANES)) * v_load(RAFTER_F32, scale + i + V_LANES);
@@ -132,19 +148,22 @@ V_INLINE void normalise_row(int dtype, const char *x, const float *pivot, const 
     }
 }
 
+/* Whether a row of the output can be streamed. */
+V_INLINE bool streams(int dtype, const struct act_block *b, int64_t row) {
+    return b->stream && (uintptr_t)row_at(dtype, b, ACT_OUT, row) % V_STREAM == 0;
+}
+
 V_INLINE void columns_forward_apply(int dtype, const struct act_block *b, const float *statistics) {
     float pivot[ACT_MOST_LINES], scale[ACT_MOST_LINES];
     for (int64_t i = 0; i < b->columns; i++) {
         pivot[i] = v_pivot(statistics[i]);
         scale[i] = 1.0f / statistics[b->columns + i];
     }
-    for (int64_t r = b->rows - 1; r >= 0; r--) { /* backwards: the rows read last may still be in L2 */
-        const char *const x = row_at(dtype, b, ACT_IN, r);
-        char *const y = row_at(dtype, b, ACT_OUT, r);
-        if (b->stream && (uintptr_t)y % V_STREAM == 0)
-            normalise_row(dtype, x, pivot, scale, b->columns, y, true);
+    for (int64_t r = b->rows - 1; r >= 0; r--) {
+        if (streams(dtype, b, r))
+            normalise_row(dtype, b, r, pivot, scale, true);
         else
-            normalise_row(dtype, x, pivot, scale, b->columns, y, false);
+            normalise_row(dtype, b, r, pivot, scale, false);
     }
 }
 
@@ -152,12 +171,17 @@ V_INLINE void columns_backward_statistics(int dtype, const struct act_block *b, 
     columns_sum(dtype, false, b, NULL, sum);
 }
 
-V_INLINE void project_row(int dtype, const char *y, const char *dy, const float *sum, int64_t n, char *dx,
-                          bool stream) {
-    const int64_t bytes = v_bytes(dtype);
+V_INLINE void project_row(int dtype, const struct act_block *b, int64_t row, const float *sum, bool stream) {
+    const char *const y = row_at(dtype, b, ACT_IN, row), *const dy = row_at(dtype, b, ACT_DY, row);
+    char *const dx = row_at(dtype, b, ACT_OUT, row);
+    const int64_t bytes = v_bytes(dtype), n = b->columns;
     int64_t i = 0;
     for (; i + 2 * V_LANES <= n; i += 2 * V_LANES) {
         vf y0, y1, dy0, dy1;
+        fetch_ahead(dtype, b, ACT_IN, y + i * bytes);
+        fetch_ahead(dtype, b, ACT_DY, dy + i * bytes);
+        if (!stream)
+            fetch_ahead(dtype, b, ACT_OUT, dx + i * bytes);
         v_load_pair(dtype, y + i * bytes, &y0, &y1);
         v_load_pair(dtype, dy + i * bytes, &dy0, &dy1);
         store_pair(dtype, dx + i * bytes, y0 * (dy0 - v_load(RAFTER_F32, sum + i)),
@@ -171,13 +195,11 @@ V_INLINE void project_row(int dtype, const char *y, const char *dy, const float 
 }
 
 V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const float *sum) {
-    for (int64_t r = b->rows - 1; r >= 0; r--) { /* backwards, as in forward */
-        const char *const y = row_at(dtype, b, ACT_IN, r), *const dy = row_at(dtype, b, ACT_DY, r);
-        char *const dx = row_at(dtype, b, ACT_OUT, r);
-        if (b->stream && (uintptr_t)dx % V_STREAM == 0)
-            project_row(dtype, y, dy, sum, b->columns, dx, true);
+    for (int64_t r = b->rows - 1; r >= 0; r--) {
+        if (streams(dtype, b, r))
+            project_row(dtype, b, r, sum, true);
         else
-            project_row(dtype, y, dy, sum, b->columns, dx, false);
+            project_row(dtype, b, r, sum, false);
     }
 }
 
