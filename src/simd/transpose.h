@@ -268,14 +268,32 @@ V_INLINE void v_turn_square(int dtype, bool whole, const char *x, int64_t pitch,
             v_store_bits(dtype, to + i * to_pitch, a[i], whole ? V_LANES : rows);
 }
 
+/* A whole square of pairs of 16-bit elements: V_LANES rows of 2 V_LANES. Every row's elements are read once, and turned
+ * in half the steps. */
+V_INLINE void v_turn_pairs(const char *x, int64_t pitch, char *to, int64_t to_pitch) {
+    vf a[V_LANES];
+    for (int i = 0; i < V_LANES; i++)
+        a[i] = v_load(RAFTER_F32, x + i * pitch);
+    for (int w = 1; w < V_LANES; w *= 2)
+        v_unzip(a, V_LANES);
+    for (int i = 0; i < V_LANES; i++) {
+        v_store_bits(RAFTER_BF16, to + 2 * i * to_pitch, a[i], V_LANES);
+        v_store_bits(RAFTER_BF16, to + (2 * i + 1) * to_pitch, (vf)((vu)a[i] >> 16), V_LANES);
+    }
+}
+
 V_INLINE void v_turn_as(int dtype, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
     const int64_t bytes = v_bytes(dtype), from_step = pitch * bytes, to_step = to_pitch * bytes;
     for (int64_t r = 0; r < rows; r += V_LANES)
-        for (int64_t c = 0; c < n; c += V_LANES) {
+        for (int64_t c = 0, wide; c < n; c += wide) {
             const char *const from = x + r * from_step + c * bytes;
             char *const at = to + c * to_step + r * bytes;
-            const int64_t there = min64(rows - r, V_LANES), wide = min64(n - c, V_LANES);
-            if (there == V_LANES && wide == V_LANES)
+            const int64_t there = min64(rows - r, V_LANES);
+            wide = min64(n - c, V_LANES);
+            if (dtype != RAFTER_F32 && there == V_LANES && n - c >= 2 * V_LANES) {
+                wide = 2 * V_LANES;
+                v_turn_pairs(from, from_step, at, to_step);
+            } else if (there == V_LANES && wide == V_LANES)
                 v_turn_square(dtype, true, from, from_step, V_LANES, V_LANES, at, to_step);
             else
                 v_turn_square(dtype, false, from, from_step, there, wide, at, to_step);

@@ -3,6 +3,7 @@
 #ifndef RAFTER_ACT_CPU_MAP_H
 #define RAFTER_ACT_CPU_MAP_H
 
+#include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "ops/act/kernels.h"
 #include "simd/simd.h"
@@ -12,9 +13,10 @@ V_INLINE char *row_at(int dtype, const struct act_block *b, int tensor, int64_t 
     return b->data[tensor] + row * b->row_stride[tensor] * v_bytes(dtype);
 }
 
-/* Inputs whose rows are not contiguous are copied to a buffer tile by tile: parts of a row, or of several rows if the input lies
- * across them and can be turned. */
-enum { GATHER = 1024, TILE_ROWS = 32, TILE_COLUMNS = 64, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
+/* Inputs whose rows are not contiguous are copied to a buffer tile by tile: parts of a row, or of several rows if the
+ * input lies across them and can be turned. Results are written in parts of TILE_COLUMNS, whose ends are incomplete
+ * cache lines. */
+enum { GATHER = 1024, TILE_ROWS = 32, TILE_COLUMNS = 256, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
 
 /* The tile of rows x columns elements at (row, column) of an input, with column stride 1: in its own
  * place, or copied to the buffer. Tiles come row by row, from the first column on. *pitch: bytes from row to row. */
@@ -39,7 +41,8 @@ V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, i
 /* v_map over `rows` rows of the block from row `first` on. `inputs` tensors are read: ACT_IN, then ACT_DY. */
 V_INLINE void map_rows(int dtype, int inputs, const struct act_block *b, int64_t first, int64_t rows,
                        vf (*f)(const vf in[], const void *env), const void *env) {
-    char buffer[2][TILE_ELEMENTS * 4];
+    char(*const buffer)[TILE_ELEMENTS * 4] = rafter_kernel_memory();
+    _Static_assert(2 * sizeof *buffer <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t bytes = v_bytes(dtype), out_step = b->columns == 1 ? 1 : b->column_stride[ACT_OUT];
     bool contiguous = out_step == 1, across = false;
     for (int t = 0; t < inputs && b->columns > 1; t++) {
