@@ -320,8 +320,17 @@ static void put_index(const rafter_view *view, int64_t row, int64_t index) {
 }
 
 void rafter_loss_store_argmax(const struct rafter_loss *loss, int64_t first, int64_t n, const int32_t *index) {
-    for (int64_t i = 0; i < n && rafter_loss_has(&loss->argmax); i++)
-        put_index(&loss->argmax, first + i, index[i]);
+    const rafter_view *const view = &loss->argmax;
+    if (!rafter_loss_has(view))
+        return;
+    if (view->dtype == RAFTER_I64 && in_sequence(view)) {
+        char *const to = at(view, first);
+        for (int64_t i = 0; i < n; i++)
+            memcpy(to + i * 8, &(int64_t){index[i]}, 8);
+    } else {
+        for (int64_t i = 0; i < n; i++)
+            put_index(view, first + i, index[i]);
+    }
 }
 
 /* ---- labels ---------------------------------------------------------------------------------- */
@@ -353,17 +362,41 @@ static int64_t count_labels(const char *from, int64_t n, int64_t classes, int64_
     return (int64_t)counted;
 }
 
+/* The sum of the class weights of n such labels, all of them ignored or in range. Several sums hide the latency of the
+ * adds. */
+static double add_label_weights(const struct rafter_loss *loss, const char *from, int64_t n) {
+    enum { SUMS = 4 };
+    const char *const weights = loss->class_weight.data;
+    const int64_t step = loss->class_weight.stride[0] * (int64_t)sizeof(float);
+    double sum[SUMS] = {0};
+    for (int64_t i = 0; i < n; i++) {
+        uint64_t label;
+        memcpy(&label, from + i * 8, sizeof label);
+        const uint64_t counted = counts(label, loss->ignore_index);
+        uint32_t bits; /* of the weight; an ignored label has those of 0, without a branch that would be mispredicted */
+        float weight;
+        memcpy(&bits, weights + (int64_t)(label & (0 - counted)) * step, sizeof bits);
+        bits &= 0 - (uint32_t)counted;
+        memcpy(&weight, &bits, sizeof weight);
+        sum[i % SUMS] += (double)weight;
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 static void read_task(void *arg, int64_t task) {
     struct reading *const reading = arg;
     const struct rafter_loss *const loss = reading->loss;
     const int64_t first = task * reading->per_task;
     const int64_t end = first + reading->per_task < loss->rows ? first + reading->per_task : loss->rows;
     struct labels_read read = {.counted = 0, .first_bad = -1};
-    if (!rafter_loss_has(&loss->class_weight) && loss->target.dtype == RAFTER_I64 && in_sequence(&loss->target)) {
+    if (loss->target.dtype == RAFTER_I64 && in_sequence(&loss->target)) {
+        const char *const labels = at(&loss->target, first);
         int64_t bad;
-        read.counted = count_labels(at(&loss->target, first), end - first, loss->all_classes, loss->ignore_index, &bad);
-        read.weight = (double)read.counted;
+        read.counted = count_labels(labels, end - first, loss->all_classes, loss->ignore_index, &bad);
         if (bad == 0) {
+            read.weight = (double)read.counted;
+            if (rafter_loss_has(&loss->class_weight) && read.counted > 0) /* so there is a class */
+                read.weight = add_label_weights(loss, labels, end - first);
             reading->part[task] = read;
             return;
         }

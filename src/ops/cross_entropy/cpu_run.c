@@ -114,10 +114,11 @@ static void load_tile(const struct work *work, int64_t first, int64_t rows, stru
     }
     rafter_loss_labels(loss, first, rows, tile->label);
     rafter_loss_load_rows(&loss->row_weight, first, rows, tile->row_weight);
-    if (rafter_loss_has(&loss->class_weight))
-        for (int64_t i = 0; i < rows; i++)
-            tile->label_weight[i] = tile->label[i] < 0 ? 0.0f : rafter_loss_class_weight(loss, tile->label[i]);
-    else
+    if (rafter_loss_has(&loss->class_weight)) {
+        const float *const weight = (const float *)(const void *)loss->class_weight.data; /* contiguous: see served */
+        for (int64_t i = 0; i < rows; i++) /* an ignored row's is not used; a branch for it would be mispredicted */
+            tile->label_weight[i] = weight[tile->label[i] & ~(tile->label[i] >> 31)];
+    } else
         rafter_loss_load_rows(&loss->class_weight, first, rows, tile->label_weight);
     if (call->gradient)
         rafter_loss_load_rows(&loss->dloss, first, rows, tile->dloss);
