@@ -300,11 +300,31 @@ V_INLINE void v_turn_as(int dtype, const char *x, int64_t pitch, int64_t rows, i
         }
 }
 
+/* v_turn for packed rows of a few 16-bit elements, an even number: pairs of them are turned as one, several rows to a
+ * vector. */
+V_INLINE void v_turn_packed(const char *x, int64_t rows, int64_t n, char *to, int64_t to_pitch) {
+    enum { SOME = 256 }; /* rows at a time */
+    float pairs[V_LANES / 2 * SOME];
+    for (int64_t r = 0; r < rows; r += SOME) {
+        const int64_t some = min64(rows - r, SOME);
+        v_rows_to_columns(RAFTER_F32, x + r * n * 2, n / 2, some, n / 2, pairs, SOME);
+        for (int64_t c = 0; c < n; c += 2)
+            for (int64_t i = 0; i < some; i += V_LANES) {
+                const vf a = v_load(RAFTER_F32, pairs + c / 2 * SOME + i);
+                char *const at = to + (c * to_pitch + r + i) * 2;
+                v_store_bits(RAFTER_BF16, at, a, min64(some - i, V_LANES));
+                v_store_bits(RAFTER_BF16, at + to_pitch * 2, (vf)((vu)a >> 16), min64(some - i, V_LANES));
+            }
+    }
+}
+
 /* to[c * to_pitch + r] = x[r * pitch + c] for `rows` rows of n elements of 2 or 4 bytes, without conversion. */
 V_OUTLINE void v_turn(int64_t bytes, const char *x, int64_t pitch, int64_t rows, int64_t n, char *to,
                       int64_t to_pitch) {
     if (bytes == 4)
         v_turn_as(RAFTER_F32, x, pitch, rows, n, to, to_pitch);
+    else if (pitch == n && n % 2 == 0 && n <= V_LANES)
+        v_turn_packed(x, rows, n, to, to_pitch);
     else
         v_turn_as(RAFTER_BF16, x, pitch, rows, n, to, to_pitch);
 }

@@ -33,6 +33,11 @@ struct slab {
     int64_t dtheta_head;
 };
 
+/* Whether a tile of a tensor is turned: its heads are contiguous instead of its features. */
+static bool turns(const rafter_view *view, const struct tile *t) {
+    return lrpe_view_lies_across(view) && t->heads >= TURNED_HEADS;
+}
+
 /* Batch b of an input that has `halves` times the features of x. If its features are not
  * contiguous, they are copied to the buffer, which holds the whole tile. */
 static struct input open_input(const rafter_view *view, int halves, const struct lrpe_box *box, const struct tile *t,
@@ -45,7 +50,7 @@ static struct input open_input(const rafter_view *view, int halves, const struct
     if (step[3] == 1)
         return in;
     const int64_t half = t->width * bytes, head = halves * half, row = t->heads * head;
-    const bool across = step[2] == 1 && t->heads >= TURNED_HEADS; /* the heads are contiguous instead */
+    const bool across = turns(view, t);
     for (int64_t r = 0; r < t->rows && across; r++)
         for (int k = 0; k < halves; k++) {
             const char *from = at + r * in.row + k * in.half;
@@ -103,7 +108,11 @@ static void close_output(const rafter_view *view, int halves, const struct tile 
             memcpy(to + words * 4, from + words * 4, (size_t)(out->row - words * 4));
             continue;
         }
-        for (int64_t h = 0; h < t->heads; h++)
+        const bool across = turns(view, t);
+        for (int k = 0; k < halves && across; k++)
+            v_turn(bytes, from + k * out->half, out->head / bytes, t->heads, t->width,
+                   to + k * features * step[3] * bytes, step[3]);
+        for (int64_t h = 0; h < t->heads && !across; h++)
             for (int k = 0; k < halves; k++) {
                 const char *piece = from + h * out->head + k * out->half;
                 char *const place = to + (h * step[2] + k * features * step[3]) * bytes;

@@ -83,12 +83,9 @@ static void start_tiles(struct tile *t, int64_t max_columns, bool angles) {
     t->rows = t->loaded_heads = 0;
 }
 
-/* Whether heads are contiguous instead of features. A tile then has as many of them as it can, if they are
- * TURNED_HEADS or more: fewer are gathered faster than turned. */
+/* If heads are contiguous instead of features, a tile has as many of them as it can, if they are TURNED_HEADS or more:
+ * fewer are gathered faster than turned. */
 enum { TURNED_HEADS = V_LANES / 2 };
-static bool lies_across(const rafter_view *view) {
-    return view->data && view->stride[2] == 1 && view->stride[3] != 1;
-}
 
 /* Advances to the next tile: features first, then heads, then tokens. Returns false past the last
  * one. If theta of all heads cannot be loaded at once, some tokens come before all of these, so that
@@ -112,9 +109,7 @@ static bool next_tile(const struct lrpe_cosine_call *call, const struct lrpe_box
     const bool whole = max_width == box->d_end - box->d;
     const bool loads_all = whole && (box->h_end - box->h) * max_pitch <= LRPE_COLUMNS;
     /* Several rows, since a step from token to token is cheap; fewer if columns are loaded often. */
-    const bool across =
-        lies_across(&call->x) || lies_across(&call->dy) || lies_across(&call->y) || lies_across(&call->dx);
-    const bool turned = across && t->max_columns / max_pitch >= TURNED_HEADS;
+    const bool turned = lrpe_lies_across(call) && t->max_columns / max_pitch >= TURNED_HEADS;
     const int64_t columns = turned ? t->max_columns : min64(t->max_columns, TILE_CELLS / (loads_all ? 4 : 2));
     const int64_t max_heads = whole ? max64(min64(box->h_end - box->h, columns / max_pitch), 1) : 1;
     const int64_t rows = min64(TILE_ROWS, TILE_CELLS / (max_heads * max_pitch));

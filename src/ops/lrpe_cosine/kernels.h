@@ -28,6 +28,16 @@ static inline int64_t lrpe_padded(int64_t features) {
     return (features + LRPE_ALIGN - 1) / LRPE_ALIGN * LRPE_ALIGN;
 }
 
+/* Whether heads are contiguous instead of features. */
+static inline bool lrpe_view_lies_across(const rafter_view *view) {
+    return view->data && view->stride[2] == 1 && view->stride[3] != 1;
+}
+
+static inline bool lrpe_lies_across(const struct lrpe_cosine_call *call) {
+    return lrpe_view_lies_across(&call->x) || lrpe_view_lies_across(&call->dy) || lrpe_view_lies_across(&call->y) ||
+           lrpe_view_lies_across(&call->dx);
+}
+
 /* Half-open ranges. For the softmax over features and for row statistics, a box has all
  * features. */
 struct lrpe_box {

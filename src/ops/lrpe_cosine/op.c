@@ -197,6 +197,8 @@ enum {
     BP_COLUMNS = 128,         /* features per box of bp */
     BP_BATCHES = 16,          /* most batches per box of bp: they share its angles */
     BP_BLOCKS = 8,            /* auto takes sp if bp would have fewer boxes */
+    TURNED_HEADS = 8,         /* contiguous heads that are turned faster than gathered, */
+    MOST_TURNED_HEADS = 16,   /* and those that fill a vector of any variant */
     INVARIANT_BATCH = 8,      /* what the sequence of a batch-invariant softmax is cut for */
     BP_BYTES = 5 << 20        /* auto takes sp if a box of bp is larger than a thread's share of cache */
 };
@@ -229,7 +231,15 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         cut.b_step = min64(batch, BP_BATCHES);
     } else {
         /* Theta of a box is loaded once if all its columns fit. */
-        const int64_t fit = max64(LRPE_COLUMNS / lrpe_padded(features), 1), groups = ceil_div(heads, fit);
+        const int64_t fit = max64(LRPE_COLUMNS / lrpe_padded(features), 1);
+        int64_t groups = ceil_div(heads, fit);
+        /* Contiguous heads stay together, so that they can be turned: features are cut instead. */
+        const bool turns = lrpe_lies_across(call) && heads >= TURNED_HEADS && fit < min64(heads, MOST_TURNED_HEADS);
+        if (turns && f != LRPE_FEATURE) {
+            cut.h_step = min64(heads, LRPE_COLUMNS / LRPE_ALIGN);
+            cut.d_step = min64(features, LRPE_COLUMNS / cut.h_step / LRPE_ALIGN * LRPE_ALIGN);
+            groups = ceil_div(heads, cut.h_step) * ceil_div(features, cut.d_step);
+        }
         const bool invariant = f == LRPE_SEQUENCE && call->common.batch_invariant;
         const int64_t per_token =
             ceil_div(invariant ? INVARIANT_BATCH * heads * features : call->x.numel / length, groups);
@@ -242,8 +252,9 @@ static struct cut make_cut(const struct lrpe_cosine_call *call, enum lrpe_f f, b
         /* A short sequence: cut heads too, and then the batch, for which angles are computed
          * again. */
         const int64_t tasks = min64(TASKS, call->x.numel / LEAST_ELEMENTS), pieces = ceil_div(length, cut.n_step);
-        cut.h_step = step_for(heads, max64(tasks / pieces, groups));
-        cut.b_step = step_for(batch, tasks / pieces / ceil_div(heads, cut.h_step));
+        if (cut.d_step == features)
+            cut.h_step = step_for(heads, max64(tasks / pieces, groups));
+        cut.b_step = step_for(batch, tasks / pieces / (ceil_div(heads, cut.h_step) * ceil_div(features, cut.d_step)));
     }
     cut.b_count = ceil_div(batch, cut.b_step);
     cut.n_count = ceil_div(length, cut.n_step);
