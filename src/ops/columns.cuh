@@ -10,8 +10,8 @@
 
 /* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
  * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and its
- * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; not every kernel knows it.
- * Gradients do not distinguish SMOOTH from PLAIN. */
+ * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; kernels that do not know it
+ * take FULL. Gradients do not distinguish SMOOTH from PLAIN. */
 enum Options { PLAIN, SMOOTH, FULL, CAPPED };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
@@ -22,6 +22,11 @@ template <int OPTIONS> struct alignas(16) LossStats {
     float weighted; /* sum of v */
 };
 template <> struct LossStats<PLAIN> { RowStats s; };
+template <> struct alignas(16) LossStats<CAPPED> {
+    RowStats s;     /* if Loss::cap_bounds, exponentials are relative to 0, and s.max is 0 */
+    float weighted; /* sum of v */
+    float largest;  /* logit, before the softcap */
+};
 template <> struct alignas(16) LossStats<FULL> {
     RowStats s;
     float weighted; /* sum of w v */
@@ -36,6 +41,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> no_columns() {
     g.s = no_elements();
     if constexpr (OPTIONS == FULL)
         g.argmax = -1;
+    if constexpr (OPTIONS == CAPPED)
+        g.largest = -INFINITY;
     return g;
 }
 
@@ -64,6 +71,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge(LossStats<OPTIONS> a, Los
     a.s.sum += b.s.sum;
     if constexpr (OPTIONS != PLAIN)
         a.weighted += b.weighted;
+    if constexpr (OPTIONS == CAPPED)
+        a.largest = fmaxf(a.largest, b.largest);
     if constexpr (OPTIONS == FULL) {
         a.z_label += b.z_label;
         a.moment += b.moment;
@@ -83,6 +92,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_lanes(LossStats<OPTIONS> 
         g.s.sum += __shfl_xor_sync(~0u, g.s.sum, step);
         if constexpr (OPTIONS != PLAIN)
             g.weighted += __shfl_xor_sync(~0u, g.weighted, step);
+        if constexpr (OPTIONS == CAPPED)
+            g.largest = fmaxf(g.largest, __shfl_xor_sync(~0u, g.largest, step));
         if constexpr (OPTIONS == FULL) {
             g.z_label += __shfl_xor_sync(~0u, g.z_label, step);
             g.moment += __shfl_xor_sync(~0u, g.moment, step);
@@ -98,6 +109,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTI
     g.s = load_stats(&stored->s);
     if constexpr (OPTIONS != PLAIN)
         g.weighted = __ldcg(&stored->weighted);
+    if constexpr (OPTIONS == CAPPED)
+        g.largest = __ldcg(&stored->largest);
     if constexpr (OPTIONS == FULL) {
         g.z_label = __ldcg(&stored->z_label);
         g.moment = __ldcg(&stored->moment);
@@ -112,6 +125,8 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g
     g.s.sum = warp_sum(g.s.sum);
     if constexpr (OPTIONS != PLAIN)
         g.weighted = warp_sum(g.weighted);
+    if constexpr (OPTIONS == CAPPED)
+        g.largest = warp_max(g.largest);
     if constexpr (OPTIONS == FULL) {
         g.z_label = warp_sum(g.z_label);
         g.moment = warp_sum(g.moment);
@@ -213,18 +228,17 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 
 /* ---- the same for packs of adjacent columns -------------------------------------------------- */
 
-/* The largest |z|; NaN counts as more than infinity, or not at all. */
+/* The largest |z|; NaN does not count. */
 template <typename T, int N, int COUNT> DEVICE float largest_of(const Pack<T, N> (&packs)[COUNT]) {
     if constexpr (NARROW<T> && N % 2 == 0) {
-        unsigned top = 0;
+        typedef typename Pair<T>::type P;
+        P top = __habs2(reinterpret_cast<const P &>(packs[0]));
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j += 2)
-                top = __vmaxu2(top, reinterpret_cast<const unsigned &>(packs[k].v[j]) & 0x7fff7fffu);
-        float x[2];
-        unpack(reinterpret_cast<const Pack<T, 2> &>(top), x);
-        return x[0] == x[0] && x[1] == x[1] ? fmaxf(x[0], x[1]) : INFINITY;
+                top = __hmax2(top, __habs2(reinterpret_cast<const P &>(packs[k].v[j])));
+        return fmaxf(to_float(top.x), to_float(top.y));
     } else {
         float top = 0.0f;
 #pragma unroll
@@ -236,59 +250,67 @@ template <typename T, int N, int COUNT> DEVICE float largest_of(const Pack<T, N>
     }
 }
 
-/* u log2(e) of the logits z, which are those of `pack`, if Loss::cap_bounds. */
-template <typename T, int N> DEVICE void cap_to_bits(float (&z)[N], const Pack<T, N> &pack, const Loss &loss) {
-    const Pack<T, N>(&packs)[1] = reinterpret_cast<const Pack<T, N>(&)[1]>(pack);
-    if (largest_of(packs) < CAP_NEAR * loss.softcap) {
+/* u log2(e) of packs of logits, if Loss::cap_bounds. The first `valid` packs are part of the row; the others
+ * are full of -inf, and stay so. */
+template <typename T, int N, int COUNT>
+DEVICE void cap_to_bits(float (&bits)[COUNT][N], const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            z[j] = capped_bits(z[j], loss);
+    for (int k = 0; k < COUNT; k++)
+        unpack(packs[k], bits[k]);
+    if (is_near_zero(largest_of(packs), loss)) {
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                bits[k][j] = capped_bits_near(bits[k][j], loss);
     } else {
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            z[j] = capped_bits_far<T>(z[j], loss);
+        for (int k = 0; k < COUNT; k++)
+            if (k < valid)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    bits[k][j] = capped_bits(bits[k][j], loss);
     }
 }
 
-/* Adds packs of logits under a softcap, of which the first `valid` are part of the row. */
+/* Adds packs of logits under a softcap, of which the first `valid` are part of the row: in bits, without
+ * a maximum, if Loss::cap_bounds. */
 template <typename T, int N, int COUNT>
-DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
+DEVICE void add_bounded(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
     constexpr int TOGETHER = N >= 8 ? 1 : COUNT < 8 / N ? COUNT : 8 / N; /* packs that share a branch */
     static_assert(COUNT % TOGETHER == 0, "the last group would be short");
-    /* The cap grows with the logit, and any number close to the maximum will do. */
-    const float max = fmaxf(g.s.max, capped(max_of_all(packs), loss)), pivot = pivot_at(max), rate = cap_rate(loss);
-    float sum[4] = {g.s.sum * exp_below(g.s.max - pivot, loss.scale)}, all = 0.0f;
+    float sum[4] = {g.s.sum}, all = 0.0f;
 #pragma unroll
     for (int first = 0; first < COUNT; first += TOGETHER) {
-        float v[TOGETHER][N], largest = 0.0f;
+        float bits[TOGETHER][N];
+        cap_to_bits(bits, reinterpret_cast<const Pack<T, N>(&)[TOGETHER]>(packs[first]), valid - first, loss);
 #pragma unroll
-        for (int k = 0; k < TOGETHER; k++) {
-            unpack(packs[first + k], v[k]);
+        for (int i = 0; i < TOGETHER * N; i++)
+            sum[i % 4] += exp2_fast(bits[i / N][i % N]);
+        if (loss.weighted)
 #pragma unroll
-            for (int j = 0; j < N; j++)
-                largest = fmaxf(largest, fabsf(v[k][j]));
-        }
-        const bool near = largest < CAP_NEAR * loss.softcap; /* then no pack is full of -inf */
-#pragma unroll
-        for (int k = 0; k < TOGETHER; k++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                float &x = v[k][j];
-                if (near)
-                    x = capped_near(x, loss);
-                else
-                    x = first + k >= valid ? -INFINITY : NARROW<T> ? capped_fast(x, rate, loss) : capped(x, loss);
-            }
-#pragma unroll
-        for (int k = 0; k < TOGETHER; k++)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                sum[(k * N + j) % 4] += exp_below(v[k][j] - pivot, loss.scale);
-                all += first + k < valid ? v[k][j] : 0.0f;
-            }
+            for (int i = 0; i < TOGETHER * N; i++)
+                all += first + i / N < valid ? bits[i / N][i % N] : 0.0f;
     }
-    g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
-    g.weighted += all;
+    g.s = {0.0f, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+    g.weighted = fmaf(loss.cap_per_bit, all, g.weighted);
+    g.largest = fmaxf(g.largest, max_of_all(packs));
+}
+template <typename T, int N, int COUNT>
+DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
+    if (loss.cap_bounds)
+        return add_bounded(g, packs, valid, loss);
+    /* The cap grows with the logit, and any number close to the maximum will do. */
+    const float max = fmaxf(g.s.max, capped(max_of_all(packs), loss)), pivot = pivot_at(max);
+    float sum = g.s.sum * exp_below(g.s.max - pivot, loss.scale);
+    for (int k = 0; k < COUNT; k++)
+#pragma unroll
+        for (int j = 0; j < N && k < valid; j++) {
+            const float v = capped(to_float(packs[k].v[j]), loss);
+            sum += exp_below(v - pivot, loss.scale);
+            g.weighted += v;
+        }
+    g.s = {max, sum};
 }
 
 /* The largest element; NaN if there is one. */
@@ -415,10 +437,21 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
     add_exponentials<T>(g, v, max, loss);
 }
 
+/* Exponentials relative to the largest logit, if they are relative to 0. The terms of logits that are close
+ * to it keep their digits: e^u is computed as it was for the sum. */
+DEVICE RowStats relative_to_largest(const LossStats<CAPPED> &g, const Loss &loss) {
+    if (!loss.cap_bounds || g.s.sum == 0.0f)
+        return g.s;
+    return {capped(g.largest, loss), g.s.sum / exp2_fast(capped_bits(g.largest, loss))};
+}
+
 template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTIONS> &g, float z, const Loss &loss) {
     WholeRowStats f = {};
-    f.max = g.s.max;
-    f.sum = g.s.max == INFINITY ? NAN : g.s.sum;
+    RowStats s = g.s;
+    if constexpr (OPTIONS == CAPPED)
+        s = relative_to_largest(g, loss);
+    f.max = s.max;
+    f.sum = s.max == INFINITY ? NAN : s.sum;
     f.target = loss.softcap != 0.0f ? capped(z, loss) : z;
     f.argmax = -1;
     if constexpr (OPTIONS != PLAIN)
@@ -446,23 +479,25 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         if constexpr (OPTIONS < FULL) {
             return fmaf(exp.factor, exp.exp(z), -spread);
         } else {
-            const float w = loss.weighted && loss.class_weight ? loss.class_weight[column * loss.class_stride] : 1.0f;
+            const bool weights = OPTIONS == FULL && loss.weighted && loss.class_weight;
+            const float w = weights ? loss.class_weight[column * loss.class_stride] : 1.0f;
             const float v = loss.softcap == 0.0f ? z : capped(z, loss);
             float e = exp.exp(v);
-            if (loss.dentropy.data)
+            if (OPTIONS == FULL && loss.dentropy.data)
                 e *= tilted(level, tilt, loss.scale * (v - exp.pivot));
             const float d = fmaf(exp.factor, e, -spread * w);
             return loss.softcap == 0.0f ? d : d * cap_slope(z, loss);
         }
     }
-    /* CAPPED, if Loss::cap_bounds and all |z| < CAP_NEAR * softcap. */
-    template <int N> DEVICE Pack<T, N> of_near(float (&z)[N], const Loss &loss) const {
+    /* CAPPED, if Loss::cap_bounds. NEAR: all |z| < CAP_NEAR * softcap. */
+    template <bool NEAR, int N> DEVICE Pack<T, N> of_bounded(float (&z)[N], const Loss &loss) const {
         const float unit = loss.cap_curve[0], per_unit = loss.inverse_cap * loss.cap_per_bit;
         const float rest = fmaf(-exp.pivot, unit, NARROW<T> ? exp.shift : 0.0f);
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const float bits = capped_bits(z[j], loss), tanh = bits * per_unit;
-            z[j] = fmaf(exp.factor, exp2_fast(bits + rest), -spread) * fmaf(-tanh, tanh, 1.0f);
+            const float bits = NEAR ? capped_bits_near(z[j], loss) : capped_bits(z[j], loss), tanh = bits * per_unit;
+            const float slope = NEAR ? cap_slope_near(tanh) : cap_slope(z[j], tanh, loss);
+            z[j] = fmaf(exp.factor, exp2_fast(bits + rest), -spread) * slope;
         }
         return packed<T>(z);
     }
@@ -472,9 +507,12 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         float z[N];
         unpack(pack, z);
         if constexpr (OPTIONS == CAPPED) {
-            if (loss.cap_bounds && largest_of(reinterpret_cast<const Pack<T, N>(&)[1]>(pack)) < CAP_NEAR * loss.softcap)
-                return of_near(z, loss);
-        } else if constexpr (OPTIONS != FULL) {
+            if (loss.cap_bounds)
+                return is_near_zero(largest_of(reinterpret_cast<const Pack<T, N>(&)[1]>(pack)), loss)
+                           ? of_bounded<true>(z, loss)
+                           : of_bounded<false>(z, loss);
+        }
+        if constexpr (OPTIONS != FULL) {
 #pragma unroll
             for (int j = 0; j < N; j++)
                 z[j] = of(z[j], column + j, loss);
@@ -487,11 +525,11 @@ template <int OPTIONS, typename T> struct ColumnGradient {
 #pragma unroll
         for (int j = 0; j < N; j++)
             e[j] = exp.exp(z[j]);
-        if (OPTIONS == FULL && loss.dentropy.data)
+        if (loss.dentropy.data)
 #pragma unroll
             for (int j = 0; j < N; j++)
                 e[j] *= tilted(level, tilt, loss.scale * (z[j] - exp.pivot));
-        if (OPTIONS == FULL && loss.weighted && loss.class_weight) {
+        if (loss.weighted && loss.class_weight) {
             float w[N];
             load_weights(w, column, loss);
 #pragma unroll

@@ -49,7 +49,7 @@ struct Loss {
     float z_loss, softcap, scale;
     float inverse_cap;          /* 1 / softcap, or 0 */
     bool cap_bounds;            /* |u| is at most MOST_CAPPED: exponentials need no maximum */
-    float cap_curve[5];         /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
+    float cap_curve[7];         /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
     double label_share, spread; /* 1 - s, s / V */
 
     float cap_per_bit; /* v of u log2(e) = 1, if cap_bounds */
@@ -106,10 +106,10 @@ struct Loss {
 };
 
 /* For cap_bounds. With smaller caps, the coefficients could be infinite. */
-constexpr float MOST_CAPPED = 40.0f, LEAST_CAP = 0x1p-6f;
+constexpr float MOST_CAPPED = 60.0f, LEAST_CAP = 0x1p-6f;
 /* tanh(x) / x = 1 + CAP_TERMS[0] x^2 + ... up to CAP_NEAR, with an error of 2 units in the last place. */
-constexpr float CAP_NEAR = 0.55f;
-constexpr float CAP_TERMS[4] = {-0.33332957f, 0.13320942f, -0.052684144f, 0.016458759f};
+constexpr float CAP_NEAR = 1.0f;
+constexpr float CAP_TERMS[6] = {-0.33332986f, 0.13326409f, -0.053498708f, 0.02035976f, -0.0062593394f, 0.0010582646f};
 
 /* A missing view (data NULL) gives empty Rows. */
 static inline Rows loss_rows(const rafter_view &view) {
@@ -135,7 +135,7 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     loss.scale = from->scale;
     loss.cap_bounds = from->softcap >= LEAST_CAP && from->softcap * from->scale <= MOST_CAPPED;
     double term = static_cast<double>(from->scale) * 1.4426950408889634;
-    for (int i = 0; i < 5 && loss.cap_bounds; i++) {
+    for (int i = 0; i < 7 && loss.cap_bounds; i++) {
         loss.cap_curve[i] = static_cast<float>(term * (i > 0 ? CAP_TERMS[i - 1] : 1.0f));
         term /= static_cast<double>(from->softcap) * from->softcap;
     }
@@ -251,24 +251,71 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
 
 /* ---- the gradient of a row ------------------------------------------------------------------- */
 
-/* cap * tanh(z / cap), to 3 units in the last place. Up to CAP_NEAR by a polynomial; the other form would
- * lose digits there. */
+/* Both forms of tanh. The near one serves |z| < CAP_NEAR * softcap, where the other would lose digits; the
+ * far one takes three special functions with an exponential. A logit's own size chooses between them,
+ * never its neighbours', so that the bits of a row do not depend on how it is cut into packs. */
+DEVICE bool is_near_zero(float z, const Loss &loss) {
+    return fabsf(z) < CAP_NEAR * loss.softcap;
+}
+/* Of two values that are both computed: the compiler would branch around each special function. */
+DEVICE float either(bool first, float a, float b) {
+    float chosen;
+    asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }"
+        : "=f"(chosen)
+        : "r"(static_cast<int>(first)), "f"(a), "f"(b));
+    return chosen;
+}
+struct FarCap {
+    float tanh, slope; /* tanh(z / cap), and its derivative by z / cap: 1 - tanh^2 would cancel */
+};
+DEVICE FarCap far_cap(float z, const Loss &loss) {
+    const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);
+    return {copysignf((1.0f - q) * r, z), 4.0f * q * (r * r)};
+}
+
+/* cap * tanh(z / cap), to 3 units in the last place. */
 DEVICE float capped_near(float z, const Loss &loss) {
     const float x = z * loss.inverse_cap, s = x * x;
-    const float p = fmaf(fmaf(fmaf(CAP_TERMS[3], s, CAP_TERMS[2]), s, CAP_TERMS[1]), s, CAP_TERMS[0]);
+    const float high = fmaf(fmaf(CAP_TERMS[5], s, CAP_TERMS[4]), s, CAP_TERMS[3]);
+    const float p = fmaf(fmaf(fmaf(high, s, CAP_TERMS[2]), s, CAP_TERMS[1]), s, CAP_TERMS[0]);
     return fmaf(z * s, p, z);
 }
 DEVICE float capped(float z, const Loss &loss) {
-    const float x = fabsf(z * loss.inverse_cap), q = exp2_fast(x * (-2.0f * LOG2E));
-    const float far = copysignf(loss.softcap * ((1.0f - q) * reciprocal_fast(1.0f + q)), z);
-    return x < CAP_NEAR ? capped_near(z, loss) : x == x ? far : z;
+    return either(is_near_zero(z, loss), capped_near(z, loss), loss.softcap * far_cap(z, loss).tanh);
 }
-template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
+/* u log2(e), if Loss::cap_bounds. */
+DEVICE float capped_bits_near(float z, const Loss &loss) {
+    const float s = z * z;
+    float p = loss.cap_curve[6];
+#pragma unroll
+    for (int i = 5; i >= 0; i--)
+        p = fmaf(p, s, loss.cap_curve[i]);
+    return z * p;
+}
+DEVICE float capped_bits(float z, const Loss &loss) {
+    const float far = loss.softcap * loss.cap_curve[0];
+    return either(is_near_zero(z, loss), capped_bits_near(z, loss), far * far_cap(z, loss).tanh);
+}
+/* The derivative of capped, from its value over the cap: 1 - tanh^2(z / cap). */
+DEVICE float cap_slope_near(float tanh) {
+    return fmaf(-tanh, tanh, 1.0f);
+}
+DEVICE float cap_slope(float z, float tanh, const Loss &loss) {
+    return either(is_near_zero(z, loss), cap_slope_near(tanh), far_cap(z, loss).slope);
+}
+DEVICE float cap_slope(float z, const Loss &loss) {
+    return cap_slope(z, capped_near(z, loss) * loss.inverse_cap, loss);
+}
+
+template <int N> DEVICE bool all_near_zero(const float (&z)[N], const Loss &loss) {
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; j++)
         largest = fmaxf(largest, fabsf(z[j]));
-    if (largest < CAP_NEAR * loss.softcap) {
+    return is_near_zero(largest, loss);
+}
+template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
+    if (all_near_zero(z, loss)) {
 #pragma unroll
         for (int j = 0; j < N; j++)
             z[j] = capped_near(z[j], loss);
@@ -278,52 +325,20 @@ template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
             z[j] = capped(z[j], loss);
     }
 }
-/* The same of a logit of 16 bits, to 2^-22 of the cap. Without a sum that cancels for small z, but at a
- * third of the instructions. `rate`: see cap_rate. */
-DEVICE float cap_rate(const Loss &loss) {
-    return fminf(2.0f * LOG2E * loss.inverse_cap, FLT_MAX);
-}
-DEVICE float capped_fast(float z, float rate, const Loss &loss) {
-    return fmaf(-2.0f * loss.softcap, reciprocal_fast(1.0f + exp2_fast(z * rate)), loss.softcap);
-}
-/* u log2(e), if Loss::cap_bounds and |z| < CAP_NEAR * softcap. */
-DEVICE float capped_bits(float z, const Loss &loss) {
-    const float s = z * z;
-    const float(&c)[5] = loss.cap_curve;
-    return z * fmaf(fmaf(fmaf(fmaf(c[4], s, c[3]), s, c[2]), s, c[1]), s, c[0]);
-}
-/* The same for any z. The 16-bit types: to 2^-22 of the cap. */
-template <typename T> DEVICE float capped_bits_far(float z, const Loss &loss) {
-    const float unit = loss.cap_curve[0], far = loss.softcap * unit;
-    if constexpr (sizeof(T) == 2)
-        return fmaf(-2.0f * far, reciprocal_fast(1.0f + exp2_fast(z * cap_rate(loss))), far);
-    else
-        return capped(z, loss) * unit;
-}
-/* Its derivative, 1 - tanh^2(z / cap). */
-DEVICE float cap_slope(float z, const Loss &loss) {
-    const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);
-    return 4.0f * q * (r * r);
-}
-
-/* Both, of N logits. */
+/* The same, and its derivative. */
 template <int N> DEVICE void cap_all(float (&z)[N], float (&slope)[N], const Loss &loss) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int j = 0; j < N; j++)
-        largest = fmaxf(largest, fabsf(z[j]));
-    if (largest < CAP_NEAR * loss.softcap) {
+    if (all_near_zero(z, loss)) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             z[j] = capped_near(z[j], loss);
-            const float tanh = z[j] * loss.inverse_cap;
-            slope[j] = fmaf(-tanh, tanh, 1.0f);
+            slope[j] = cap_slope_near(z[j] * loss.inverse_cap);
         }
     } else {
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            slope[j] = cap_slope(z[j], loss);
-            z[j] = capped(z[j], loss);
+            const float v = capped(z[j], loss);
+            slope[j] = cap_slope(z[j], v * loss.inverse_cap, loss);
+            z[j] = v;
         }
     }
 }

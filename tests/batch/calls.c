@@ -80,17 +80,18 @@ static rafter_status lrpe_cosine(struct scene *s) {
 
 /* ---- losses ----------------------------------------------------------------------------------- */
 
-/* Options 1: label smoothing; 2: everything. */
+/* Options 1: label smoothing; 2: everything; 3: a softcap alone. The softcap is amid the logits, because
+ * kernels cap small and large ones by different formulas. */
 static rafter_loss_options options_of(struct scene *s, int which, rafter_reduction reduction) {
     rafter_loss_options o = {.size = sizeof o, .reduction = reduction};
-    o.label_smoothing = which > 0 ? 0.1f : 0.0f;
+    o.label_smoothing = which == 1 || which == 2 ? 0.1f : 0.0f;
+    o.softcap = which >= 2 ? 2.0f : 0.0f;
     if (which == 2) {
         o.z_loss = 1e-3f;
-        o.softcap = 20.0f;
         o.logit_scale = 1.5f;
         o.class_weight = add(s, SHARED, RAFTER_F32, 1.0, 0, 1, &s->setting->length);
     }
-    if (which > 0)
+    if (which == 1 || which == 2)
         o.row_weight = add_numbers(s, INPUT, RAFTER_F32, 1.0);
     return o;
 }
@@ -99,10 +100,10 @@ static const DLTensor *add_labels(struct scene *s) {
     return add(s, INPUT, RAFTER_I64, 0.0, s->setting->length, 0, NULL);
 }
 
-/* options: of the loss, and 3 times: 0 results of forward; 1 forward with the gradient; 2 backward
+/* options: of the loss, and 4 times: 0 results of forward; 1 forward with the gradient; 2 backward
  * from lse; 3 backward without. */
 static rafter_status cross_entropy(struct scene *s) {
-    const int which = s->setting->options % 3, what = s->setting->options / 3;
+    const int which = s->setting->options % 4, what = s->setting->options / 4;
     const rafter_dtype dtype = s->setting->dtype;
     const rafter_loss_options o = options_of(s, which, what == 0 ? RAFTER_NONE : RAFTER_SUM);
     rafter_cross_entropy_args a = {
@@ -194,7 +195,7 @@ const struct call calls[] = {
     {"act softmax backward", softmax_backward, 1, ANY_LENGTH},
     {"act silu", silu, 2, ANY_LENGTH},
     {"logsumexp", logsumexp, 2, ANY_LENGTH},
-    {"cross_entropy", cross_entropy, 12, ANY_LENGTH},
+    {"cross_entropy", cross_entropy, 16, ANY_LENGTH},
     {"lrpe_cosine", lrpe_cosine, 6, SEQUENCES},
     {"linear_cross_entropy", linear_cross_entropy, 18, WITH_DEPTH},
 };

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The basic call: reduction mean or sum (forward also none), no options beyond reduction and
- * ignore_index, no outputs beyond loss, row_loss and lse, rows of whole aligned packs, and per-row
- * tensors contiguous.
+ * ignore_index (some kernels know more: BasicOptions), no outputs beyond loss, row_loss and lse, rows of
+ * whole aligned packs, and per-row tensors contiguous.
  * Kernels for it take few parameters and have few instructions: both are cold when a kernel starts,
  * and with short rows that is most of the time.
  */
@@ -21,7 +21,7 @@ struct alignas(16) BasicGradient {
 
 /* Kernel arguments. The loss of a row and of all rows comes from loss.cuh. The gradient
  * coefficients are written again here, for scale 1 and without weights and smoothing: the general
- * ones take struct Loss, which means 3.5 KB of parameters instead of 152 bytes, and at least four
+ * ones take struct Loss, which means 3.5 KB of parameters instead of 200 bytes, and at least four
  * times the instructions. */
 struct BasicArgs {
     const char *z; /* logits */
@@ -40,7 +40,12 @@ struct BasicArgs {
     const float *dloss;       /* NULL: 1 */
     const float *denominator; /* NULL: the number of labels that are not ignored */
     bool mean, zero_if_all_ignored;
-    double label_share, spread; /* 1 - s, s / V: label smoothing, which only warp_per_row knows */
+    /* Where BasicOptions says so: label smoothing, and class weights. Kernels look at these two first: to test
+     * a number or a pointer for every row takes longer. */
+    bool smooths, weighs;
+    double label_share, spread; /* 1 - s, s / V */
+    const float *class_weight;
+    int64_t class_stride;
 
     template <typename T> DEVICE const T *row_of_z(int row) const {
         return reinterpret_cast<const T *>(z + row * z_step);
@@ -64,6 +69,24 @@ struct BasicArgs {
         return label == ignore_index                     ? static_cast<int>(IGNORED)
                : static_cast<uint64_t>(label) >= classes ? static_cast<int>(OUT_OF_RANGE)
                                                          : static_cast<int>(label);
+    }
+    /* Of a row with this label: from class_of. The call has class weights. */
+    DEVICE float class_weight_of(int label) const {
+        return label >= 0 ? class_weight[label * class_stride] : label == IGNORED ? 0.0f : 1.0f;
+    }
+    /* The same in any call. A branch that all threads take alike is faster than a weight of 1. */
+    DEVICE double weight_of(int label) const {
+        return weighs ? class_weight_of(label) : label != IGNORED;
+    }
+    /* factor() times the weight of a row. */
+    DEVICE double weighted(double factor, int label) const {
+        return weighs ? factor * class_weight_of(label) : factor;
+    }
+    /* The loss of a row whose label has this negative logarithm of its probability. `total`: the sum of the
+     * row's logits, if there is label smoothing. See results_of. */
+    DEVICE double smoothed(double nll, float max, double log_sum, float total) const {
+        const double all = classes;
+        return label_share * nll + spread * ((max * all - total) + log_sum * all);
     }
     /* The number of labels that are not ignored. Called by all THREADS threads of a block. */
     template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
@@ -108,10 +131,10 @@ struct BasicArgs {
             const double log_sum = log_of_sum(s.max == INFINITY ? NAN : s.sum);
             value = negative_log_prob(s.max, z_label, log_sum, 1.0);
             log_sum_exp = s.max + log_sum;
-            if (total) {
-                const double all = classes; /* see results_of */
-                value = label_share * value + spread * ((s.max * all - *total) + log_sum * all);
-            }
+            if (total)
+                value = smoothed(value, s.max, log_sum, *total);
+            if (weighs)
+                value *= class_weight_of(label);
         } else {
             value = log_sum_exp = label == IGNORED ? 0.0 : NAN;
             flag_bad_label(label);
@@ -122,10 +145,11 @@ struct BasicArgs {
             row_loss[loss_at] = static_cast<float>(value);
         return value;
     }
-    /* Writes the loss of all rows. Called by one thread. */
-    DEVICE void write_loss(double sum, double counted) const {
+    /* Writes the loss of all rows. `weight`: the sum of weight_of; without class weights, the number of
+     * labels that are not ignored. Called by one thread. */
+    DEVICE void write_loss(double sum, double weight) const {
         if (loss)
-            *loss = reduced_loss(mean, zero_if_all_ignored, denominator, {sum, counted, counted});
+            *loss = reduced_loss(mean, zero_if_all_ignored, denominator, {sum, weight, weight});
     }
     DEVICE void flag_bad_label(int label) const {
         if (label == OUT_OF_RANGE)
@@ -206,19 +230,52 @@ template <int THREADS> DEVICE void add_up_threads(const BasicArgs &u, double2 su
     add_up_blocks(u, block_losses, THREADS);
 }
 
+/* Label smoothing: dz is less by `spread` in every column, and by more at the label. */
+struct BasicSpread {
+    float spread, target;
+
+    DEVICE BasicSpread() {
+    }
+    DEVICE BasicSpread(float of_all, float at_label) : spread(of_all), target(at_label) {
+    }
+    /* `factor`: of the row's gradient. */
+    DEVICE BasicSpread(const BasicArgs &u, double factor)
+        : spread(u.smooths ? static_cast<float>(factor * u.spread) : 0.0f),
+          target(static_cast<float>(u.smooths ? factor * (u.label_share + u.spread) : factor)) {
+    }
+    template <typename T> DEVICE float of(float z, const ScaledExp<T> &exp) const {
+        return fmaf(exp.factor, exp.exp(z), -spread);
+    }
+    DEVICE float at_label(float z_label, const BasicGradient &g) const {
+        return g.c * expf(z_label - g.pivot) - target;
+    }
+};
+
 /* Writes the gradient of packs first, first + step, ... of a row of `packs` packs. `mine`: this
  * thread also writes the label's column, whose logit is z_label, once more. */
 template <typename T, int COUNT>
 DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first, int step, int packs,
-                        const BasicGradient &g, float z_label, bool mine) {
+                        const BasicGradient &g, const BasicSpread &spread, float z_label, bool mine) {
     constexpr int N = WIDE<T>;
     const ScaledExp<T> scaled_exp(g.c, g.pivot, 1.0f);
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
-        if (first + k * step < packs)
-            store_once<T, N>(dz + (first + k * step) * N, g.label < 0 ? all_of<T, N>(g.c) : scaled_exp.of(pack[k]));
+        if (first + k * step < packs) {
+            float d[N];
+            unpack(pack[k], d);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                d[j] = g.label < 0 ? g.c : spread.of(d[j], scaled_exp);
+            store_once<T, N>(dz + (first + k * step) * N, packed<T>(d));
+        }
     if (mine)
-        dz[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
+        dz[g.label] = from_float<T>(spread.at_label(z_label, g));
+}
+/* The same without label smoothing. */
+template <typename T, int COUNT>
+DEVICE void write_packs(T *dz, const Pack<T, WIDE<T>> (&pack)[COUNT], int first, int step, int packs,
+                        const BasicGradient &g, float z_label, bool mine) {
+    write_packs(dz, pack, first, step, packs, g, BasicSpread(0.0f, g.target), z_label, mine);
 }
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -240,13 +297,21 @@ inline bool rows_of_packs(const rafter_view &view) {
            (view.stride[0] * bytes % 16 == 0 || view.shape[0] == 1);
 }
 
-/* NULL if the call has no options or outputs that basic kernels do not know, else the reason. `smooths`:
- * the kernel knows label smoothing. */
-inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
+/* Options that some basic kernels know. */
+struct BasicOptions {
+    bool smoothing;     /* label smoothing */
+    bool class_weights; /* unless there is label smoothing too */
+};
+
+/* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */
+inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
     const struct rafter_loss &l = call.loss;
-    if ((l.smoothing != 0.0f && !smooths) || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f ||
-        l.class_weight.data || l.row_weight.data)
-        return "the call has options beyond reduction and ignore_index";
+    const bool smooths = l.smoothing != 0.0f, weights = l.class_weight.data;
+    if ((smooths && !known.smoothing) || (weights && (smooths || !known.class_weights)) || l.z_loss != 0.0f ||
+        l.softcap != 0.0f || l.scale != 1.0f || l.row_weight.data)
+        return "the call has options that the kernel does not know";
+    if (weights && l.zero_if_all_ignored) /* the kernels do not count the rows, too */
+        return "the loss is 0 if all rows are ignored, and there are class weights";
     if (l.logprob.data || l.entropy.data || l.argmax.data)
         return "logprob, entropy or argmax is wanted";
     if (!p.invariant &&
@@ -258,12 +323,12 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
 }
 
 /* NULL if the call is basic, with any number of rows, else the reason. */
-inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
+inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
     const struct rafter_loss &l = call.loss;
     const bool each = p.forward && !p.gradient && !p.invariant && !l.row_loss.data && contiguous_or_missing(l.loss);
     if (l.reduction == RAFTER_NONE && !each)
         return "the reduction is none, and the call is not forward alone with one output per row";
-    if (const char *const reason = why_not_basic_outputs(p, call, smooths))
+    if (const char *const reason = why_not_basic_outputs(p, call, known))
         return reason;
     if (p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
@@ -277,12 +342,20 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
 }
 
 /* The same for kernels in which every block counts all labels: the number of rows is limited. */
-inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, bool smooths = false) {
+inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
     if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
         return "there are more labels than one block should count";
     if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
         return "the call is batch invariant, and rows are short";
-    return why_not_basic_options(p, call, smooths);
+    return why_not_basic_options(p, call, known);
+}
+
+/* Calls f(std::bool_constant<value>()). */
+template <typename F> void for_bool(bool value, F f) {
+    if (value)
+        f(std::true_type());
+    else
+        f(std::false_type());
 }
 
 /* Reduction none: the loss of each row, as row_loss. */
@@ -316,8 +389,12 @@ inline BasicArgs basic_args(const rafter_cuda_state &device, const Problem &p, c
             reinterpret_cast<const float *>(l.denominator.data),
             l.reduction == RAFTER_MEAN,
             l.zero_if_all_ignored,
+            l.smoothing != 0.0f,
+            l.class_weight.data != nullptr,
             1.0 - static_cast<double>(l.smoothing),
-            p.classes > 0 ? static_cast<double>(l.smoothing) / static_cast<double>(p.classes) : 0.0};
+            p.classes > 0 ? static_cast<double>(l.smoothing) / static_cast<double>(p.classes) : 0.0,
+            reinterpret_cast<const float *>(l.class_weight.data),
+            l.class_weight.stride[0]};
 }
 
 /* Whether a call that wants batch invariance has to find its rows by SpacedArgs. If it has not, the kernels

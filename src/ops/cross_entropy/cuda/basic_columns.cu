@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calls without options beyond reduction and ignore_index whose rows are short and lie side by side, as in
- * segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
+ * Calls without options, or with label smoothing or class weights, whose rows are short and lie side by side, as
+ * in segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
  * writes the factor of all gradients, then the gradients.
  */
 #include "cuda/column_packs.cuh"
@@ -65,17 +65,38 @@ DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&
                 z_label[j] = to_float(packs[k].v[j]);
 }
 
-/* Writes the outputs of four rows and adds their losses and their number to `sum`. */
+/* Adds the first `valid` elements of each row. */
+template <typename T, int STEPS>
+DEVICE void add_logits(float (&total)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int valid) {
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+        if (k < valid)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                total[j] += to_float(packs[k].v[j]);
+}
+
+/* Writes the outputs of four rows and adds their losses and their weights to `sum`. total: of the logits of each
+ * row, if there is label smoothing. OPTIONS: the call has it, or class weights. */
+template <bool OPTIONS>
 DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS], const RowStats (&s)[COLUMNS],
-                        const float (&z_label)[COLUMNS], double2 *sum) {
+                        const float (&z_label)[COLUMNS], const float (&total)[COLUMNS], double2 *sum) {
     const BasicArgs &u = a.basic;
-    float lse[COLUMNS], loss[COLUMNS];
+    float lse[COLUMNS], loss[COLUMNS], weight[COLUMNS], weights = 0.0f;
     int counted = 0;
+    if (OPTIONS && u.weighs)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            weight[j] = u.class_weight_of(label[j]);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         const double log_sum = log_of_sum(s[j].max == INFINITY ? NAN : s[j].sum);
         double value = negative_log_prob(s[j].max, z_label[j], log_sum, 1.0);
         lse[j] = static_cast<float>(s[j].max + log_sum);
+        if (OPTIONS && u.smooths)
+            value = u.smoothed(value, s[j].max, log_sum, total[j]);
+        if (OPTIONS && u.weighs)
+            value *= weight[j];
         if (label[j] < 0) {
             value = label[j] == IGNORED ? 0.0 : NAN;
             lse[j] = static_cast<float>(value);
@@ -83,9 +104,12 @@ DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS
         }
         loss[j] = static_cast<float>(value);
         sum->x += value;
-        counted += label[j] != IGNORED;
+        if (OPTIONS && u.weighs)
+            weights += weight[j];
+        else
+            counted += label[j] != IGNORED;
     }
-    sum->y += counted;
+    sum->y += OPTIONS && u.weighs ? weights : counted;
     if (u.lse)
         store_four(u.lse + row, lse);
     if (u.row_loss)
@@ -94,7 +118,7 @@ DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS
         store_four(a.row_losses + row, loss);
 }
 
-template <typename T, int STEPS>
+template <typename T, bool OPTIONS, int STEPS>
 __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_constant__ ColumnArgs a) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
@@ -107,26 +131,24 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
         int label[COLUMNS];
         loaded.classes(u, label);
         RowStats s[COLUMNS];
-        float z_label[COLUMNS] = {};
+        float z_label[COLUMNS] = {}, total[COLUMNS] = {};
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             s[j] = no_elements();
         for_columns(packs, place.x, 0, c.length, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
             add_lines_of(s, group, 1.0f);
             look_for_labels(z_label, group, label, l);
+            if (OPTIONS && u.smooths)
+                add_logits(total, group, c.length - l);
         });
-        finish_rows(a, place.row, label, s, z_label, &sum);
+        finish_rows<OPTIONS>(a, place.row, label, s, z_label, total, &sum);
     }
     if (u.loss)
         add_up_threads<THREADS>(u, sum);
 }
 
-DEVICE float gradient_at_label(const BasicGradient &g, float z_label) {
-    return g.c * expf(z_label - g.pivot) - g.target;
-}
-
 /* LATE: the labels' gradients are written after the others, which is faster unless rows are short. */
-template <typename T, int STEPS, bool LATE>
+template <typename T, bool OPTIONS, int STEPS, bool LATE>
 __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __grid_constant__ ColumnArgs a,
                                                                       const double *factor_at) {
     const BasicArgs &u = a.basic;
@@ -169,18 +191,21 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
             if (label[j] >= from && label[j] < to)
                 at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + j]);
     BasicGradient g[COLUMNS];
+    BasicSpread spread[COLUMNS];
     ScaledExp<T> scaled[COLUMNS];
     bool constant[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
-        const double own = a.row_dlosses ? factor * dloss[j] : factor;
+        const double plain = a.row_dlosses ? factor * dloss[j] : factor,
+                     own = OPTIONS ? u.weighted(plain, label[j]) : plain;
         u.flag_bad_label(label[j]);
         g[j] = label[j] < 0                   ? u.gradient_of_skipped(label[j])
                : lse_is_accurate<T>(given[j]) ? u.gradient_from_lse(label[j], own, given[j])
                                               : u.gradient_from_stats(label[j], own, s[j]);
+        spread[j] = OPTIONS ? BasicSpread(u, own) : BasicSpread(0.0f, static_cast<float>(own));
         scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
         constant[j] = g[j].label < 0;
-        at_label[j] = gradient_at_label(g[j], at_label[j]);
+        at_label[j] = spread[j].at_label(at_label[j], g[j]);
     }
     for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
         if constexpr (!LATE) {
@@ -188,7 +213,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
             look_for_labels(z_label, group, label, l);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                at_label[j] = gradient_at_label(g[j], z_label[j]);
+                at_label[j] = spread[j].at_label(z_label[j], g[j]);
         }
         T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
@@ -197,7 +222,7 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
             unpack(group[k], d);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++) {
-                const float usual = scaled[j].of(d[j]);
+                const float usual = spread[j].of(d[j], scaled[j]);
                 d[j] = !LATE && g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
             }
             if (l + k < to)
@@ -233,7 +258,7 @@ struct BasicColumns {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         const struct rafter_loss &l = call.loss;
-        if (const char *const reason = why_not_basic_outputs(p, call))
+        if (const char *const reason = why_not_basic_outputs(p, call, {true, true}))
             return reason;
         if (p.forward && p.gradient)
             return "loss and gradient are wanted at once";
@@ -281,12 +306,16 @@ struct BasicColumns {
             typedef decltype(zero) T;
             for_column_steps(args.columns.length, [&](auto steps) {
                 constexpr int STEPS = decltype(steps)::value;
-                if (plan.forward)
-                    sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, STEPS>, args);
-                else if (STEPS == 8 && args.columns.length > SHORT_ROW)
-                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, 8, true>, args, factor);
-                else
-                    sequence.run(Launch{plan.blocks, GRADIENT_BLOCK}, column_gradients<T, STEPS, false>, args, factor);
+                for_bool(args.basic.smooths || args.basic.weighs, [&](auto options) {
+                    constexpr bool OPTIONS = decltype(options)::value;
+                    const Launch gradients = {plan.blocks, GRADIENT_BLOCK};
+                    if (plan.forward)
+                        sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, OPTIONS, STEPS>, args);
+                    else if (STEPS == 8 && args.columns.length > SHORT_ROW)
+                        sequence.run(gradients, column_gradients<T, OPTIONS, 8, true>, args, factor);
+                    else
+                        sequence.run(gradients, column_gradients<T, OPTIONS, STEPS, false>, args, factor);
+                });
             });
         });
         return RAFTER_OK;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh) with any number of rows of up to 128 packs: several rows per warp.
+ * Basic calls (basic.cuh) with any number of rows of up to 128 packs, and many rows with label smoothing or class
+ * weights: several rows per warp.
  *
  * A warp takes 32 rows, or a part of them. LANES lanes share a row, so that 32 / LANES rows are computed at a
  * time, in LANES steps. Each lane owns one of the 32 rows: it loads the label and finishes the row. The
@@ -12,9 +13,26 @@
 namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
+constexpr int64_t MANY_ROWS = 8192;     /* for label smoothing and class weights */
 
 /* Rows that a lane loads before it uses the first. */
 template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
+
+/* The sum of a row's logits. Lane `member` of LANES has packs member, member + LANES, ... of `packs`. */
+template <int LANES, typename T, int N, int PACKS>
+DEVICE float sum_of_row(const Pack<T, N> (&pack)[PACKS], int member, int packs) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < PACKS; k++)
+        if (member + k * LANES < packs) {
+            float x[N];
+            unpack(pack[k], x);
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                sum += x[j];
+        }
+    return sum_of_lanes<LANES>(sum);
+}
 
 /* PACKS: packs per lane. steps: a multiple of BATCH, up to LANES; of no effect on the results. Packs past the end of
  * a row, and rows past the end, are full of -inf: all lanes take part in every shuffle. U: BasicArgs or
@@ -34,6 +52,8 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + u.lse_at(loaded));
     const float z_label = valid && label >= 0 ? to_float(u.template row_of_z<T>(own)[label]) : 0.0f;
     RowStats own_stats = no_elements();
+    float own_total = 0.0f; /* of the row's logits, if there is label smoothing */
+    const float weight = GRADIENT && u.weighs ? u.class_weight_of(label) : 1.0f;
     if (GRADIENT)
         wait_for_previous_kernel();
     const double factor = GRADIENT ? __ldcg(factor_at) : 0.0;
@@ -59,16 +79,21 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
             }
             if (member == step + b)
                 own_stats = s;
+            if (FORWARD && u.smooths) {
+                const float total = sum_of_row<LANES>(pack[b], member, row < u.rows ? packs : 0);
+                own_total = member == step + b ? total : own_total;
+            }
             if (GRADIENT) {
+                const double row_factor = u.weighs ? factor * __shfl_sync(~0u, weight, owner) : factor;
                 const BasicGradient g = row_label < 0 ? u.gradient_of_skipped(row_label)
-                                        : from_lse    ? u.gradient_from_lse(row_label, factor, row_given)
-                                                      : u.gradient_from_stats(row_label, factor, s);
+                                        : from_lse    ? u.gradient_from_lse(row_label, row_factor, row_given)
+                                                      : u.gradient_from_stats(row_label, row_factor, s);
                 /* dz may overwrite z. This shuffle needs the z_label of every lane: all lanes have
                  * read theirs before the first store. */
                 const float row_z_label = __shfl_sync(~0u, z_label, owner);
                 const bool has_label = row < u.rows && g.label >= 0 && g.label / N % LANES == member;
                 write_packs(u.template row_of_dz<T>(min(row, u.rows - 1)), pack[b], member, LANES,
-                            row < u.rows ? packs : 0, g, row_z_label, has_label);
+                            row < u.rows ? packs : 0, g, BasicSpread(u, row_factor), row_z_label, has_label);
             }
         }
     }
@@ -80,7 +105,8 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
     }
     double2 sum = {};
     if (valid)
-        sum = make_double2(u.finish_row(own, label, own_stats, z_label), label != IGNORED);
+        sum = make_double2(u.finish_row(own, label, own_stats, z_label, u.smooths ? &own_total : nullptr),
+                           u.weight_of(label));
     if (u.loss)
         add_up_threads<THREADS>(u, sum);
 }
@@ -102,7 +128,8 @@ struct BasicShortRows {
             return "rows are longer than 2 KB";
         if (p.rows > INT32_MAX - THREADS)
             return "it counts rows in 31 bits";
-        return why_not_basic_options(p, call);
+        const bool many = p.rows >= MANY_ROWS && !p.invariant;
+        return why_not_basic_options(p, call, {many, many});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

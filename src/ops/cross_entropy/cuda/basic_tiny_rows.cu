@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calls without options beyond reduction and ignore_index, of many rows of 2 to 32 classes that follow each
- * other (cuda/tiny_rows.cuh). Forward: one kernel. Backward: one that writes the factor of all gradients,
+ * Calls without options, or with label smoothing or class weights, of many rows of 2 to 32 classes that follow
+ * each other (cuda/tiny_rows.cuh). Forward: one kernel. Backward: one that writes the factor of all gradients,
  * then the gradients.
  */
 #include "cuda/tiny_rows.cuh"
@@ -20,9 +20,10 @@ struct TinyArgs {
     const double *factor;     /* backward: of all gradients */
 };
 
-template <typename T> struct TinyLoss {
+/* OPTIONS: the call has label smoothing or class weights. */
+template <typename T, bool OPTIONS> struct TinyLoss {
     const TinyArgs &a;
-    double2 sum = {}; /* losses, and how many */
+    double2 sum = {}; /* losses, and weights */
     typedef int64_t Row;
 
     DEVICE Row no_row() const {
@@ -42,6 +43,15 @@ template <typename T> struct TinyLoss {
         if (label >= 0) {
             value = negative_log_prob(s.max, to_float(elements[label]), log_sum, 1.0);
             lse = s.max + log_sum;
+            if (OPTIONS && u.smooths) {
+                float total = 0.0f;
+#pragma unroll
+                for (int j = 0; j < COUNT; j++)
+                    total += j < a.tiny.length ? x[j] : 0.0f;
+                value = u.smoothed(value, s.max, log_sum, total);
+            }
+            if (OPTIONS && u.weighs)
+                value *= u.class_weight_of(label);
         } else {
             value = lse = label == IGNORED ? 0.0 : NAN;
             u.flag_bad_label(label);
@@ -53,11 +63,11 @@ template <typename T> struct TinyLoss {
         if (a.row_losses)
             a.row_losses[row] = static_cast<float>(value);
         sum.x += value;
-        sum.y += label != IGNORED;
+        sum.y += OPTIONS ? u.weight_of(label) : label != IGNORED;
     }
 };
 
-template <typename T> struct TinyGradient {
+template <typename T, bool OPTIONS> struct TinyGradient {
     const TinyArgs &a;
     double factor = 0.0;
     struct Row {
@@ -80,7 +90,8 @@ template <typename T> struct TinyGradient {
     DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *elements, T *gradient) const {
         const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded.label);
-        const double own = factor * loaded.dloss;
+        const double plain = factor * loaded.dloss, own = OPTIONS ? u.weighted(plain, label) : plain;
+        const BasicSpread spread = OPTIONS ? BasicSpread(u, own) : BasicSpread(0.0f, static_cast<float>(own));
         u.flag_bad_label(label);
         const BasicGradient g = label < 0 ? u.gradient_of_skipped(label)
                                 : lse_is_accurate<T>(loaded.lse)
@@ -91,26 +102,26 @@ template <typename T> struct TinyGradient {
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
             if (j < a.tiny.length)
-                gradient[j] = from_float<T>(g.label < 0 ? g.c : scaled.of(x[j]));
+                gradient[j] = from_float<T>(g.label < 0 ? g.c : spread.of(x[j], scaled));
         if (g.label >= 0)
-            gradient[g.label] = from_float<T>(g.c * expf(z_label - g.pivot) - g.target);
+            gradient[g.label] = from_float<T>(spread.at_label(z_label, g));
     }
 };
 
-template <typename T, int COUNT, int ROWS>
+template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyLoss<T> op = {a};
-    tiny_rows<TinyLoss<T>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
+    TinyLoss<T, OPTIONS> op = {a};
+    tiny_rows<TinyLoss<T, OPTIONS>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
     if (a.basic.loss)
         add_up_threads<TINY_THREADS>(a.basic, op.sum);
 }
 
-template <typename T, int COUNT, int ROWS>
+template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyGradient<T> op = {a};
-    tiny_rows<TinyGradient<T>, T, COUNT, ROWS, true>(op, a.tiny, dynamic);
+    TinyGradient<T, OPTIONS> op = {a};
+    tiny_rows<TinyGradient<T, OPTIONS>, T, COUNT, ROWS, true>(op, a.tiny, dynamic);
 }
 
 struct BasicTinyRows {
@@ -125,7 +136,7 @@ struct BasicTinyRows {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         const struct rafter_loss &l = call.loss;
-        if (const char *const reason = why_not_basic_outputs(p, call))
+        if (const char *const reason = why_not_basic_outputs(p, call, {true, true}))
             return reason;
         if (p.forward == p.gradient)
             return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
@@ -170,10 +181,13 @@ struct BasicTinyRows {
             typedef decltype(zero) T;
             for_tiny_shape<true>(args.tiny, [&](auto count, auto rows) {
                 constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
-                if (plan.forward)
-                    sequence.run(how, tiny_losses<T, COUNT, ROWS>, args);
-                else
-                    sequence.run(how, tiny_gradients<T, COUNT, ROWS>, args);
+                for_bool(args.basic.smooths || args.basic.weighs, [&](auto options) {
+                    constexpr bool OPTIONS = decltype(options)::value;
+                    if (plan.forward)
+                        sequence.run(how, tiny_losses<T, OPTIONS, COUNT, ROWS>, args);
+                    else
+                        sequence.run(how, tiny_gradients<T, OPTIONS, COUNT, ROWS>, args);
+                });
             });
         });
         return RAFTER_OK;

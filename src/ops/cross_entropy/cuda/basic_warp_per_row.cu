@@ -94,7 +94,7 @@ struct BasicWarpPerRow {
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
                                              : why_not_basic_options(p, call);
-        return why_not_basic(p, call, !p.gradient);
+        return why_not_basic(p, call, {!p.gradient, false});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -27,7 +27,7 @@ struct Args {
 template <int OPTIONS> constexpr int AHEAD = OPTIONS == FULL ? IN_FLIGHT / 2 : IN_FLIGHT;
 
 /* Options for kernels of backward: gradients with label smoothing need no kernels of their own. */
-template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == FULL ? FULL : PLAIN;
+template <int OPTIONS> constexpr int IN_BACKWARD = OPTIONS == SMOOTH ? PLAIN : OPTIONS;
 
 /* ---- statistics of columns ------------------------------------------------------------------- */
 
@@ -133,7 +133,7 @@ template <int OPTIONS, typename T> struct RowWriter {
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &z, int64_t column) const {
         if (row.constant)
             return all_of<T, N>(row.p);
-        if constexpr (OPTIONS == FULL) {
+        if constexpr (OPTIONS >= FULL) {
             Pack<T, N> all = columns.of(z, column, loss);
             if (static_cast<uint64_t>(label - column) < N)
 #pragma unroll
@@ -250,20 +250,24 @@ template <typename F> auto for_options(Options options, F f) {
     switch (options) {
     case PLAIN: return f(std::integral_constant<int, PLAIN>());
     case SMOOTH: return f(std::integral_constant<int, SMOOTH>());
+    case CAPPED: return f(std::integral_constant<int, CAPPED>());
     default: return f(std::integral_constant<int, FULL>());
     }
 }
 
-/* The same for kernels that write no gradient. */
-template <typename F> auto for_forward_options(Options options, F f) {
-    return options == CAPPED ? f(std::integral_constant<int, CAPPED>()) : for_options(options, f);
+/* The same for kernels that do not know CAPPED. */
+template <typename F> auto for_options_but_capped(Options options, F f) {
+    switch (options) {
+    case PLAIN: return f(std::integral_constant<int, PLAIN>());
+    case SMOOTH: return f(std::integral_constant<int, SMOOTH>());
+    default: return f(std::integral_constant<int, FULL>());
+    }
 }
 
 /* The part of a plan that all general variants share. */
 struct GeneralPlan {
     Args args; /* without the workspace */
     Options options;
-    Options forward_options;       /* the same for kernels that write no gradient: may be CAPPED */
     bool prepares, reduces;        /* whether `prepare` runs; whether add_up writes the loss */
     size_t prepared, block_totals; /* offsets in the workspace */
 
@@ -284,17 +288,16 @@ struct GeneralPlan {
         args.counter = device.counters;
         const bool weights = loss.weighted && loss.class_weight;
         const bool caps = loss.softcap != 0.0f, more = weights || loss.entropy.data || loss.argmax.data;
-        options = caps || more ? FULL : loss.weighted && loss.forward ? SMOOTH : PLAIN;
-        forward_options = caps && !more && !p.gradient ? CAPPED : options;
+        options = more ? FULL : caps ? CAPPED : loss.weighted && loss.forward ? SMOOTH : PLAIN;
         prepares = weights || (p.gradient && loss.needs_totals() && p.rows > SCANNED_ROWS);
         reduces = loss.loss.data && loss.reduction != RAFTER_NONE;
         block_totals = reduces ? layout->add(summing_blocks * int64_t(sizeof(Totals))) : 0;
         prepared = prepares ? layout->add((1 + PREPARE_BLOCKS) * int64_t(sizeof(Prepared))) : 0;
     }
 
-    /* Bytes of one LossStats; those of forward_options are not larger. */
+    /* Bytes of one LossStats, also in kernels that do not know CAPPED. */
     int64_t stats_bytes() const {
-        return for_options(options, [](auto o) { return int64_t(sizeof(LossStats<decltype(o)::value>)); });
+        return for_options_but_capped(options, [](auto o) { return int64_t(sizeof(LossStats<decltype(o)::value>)); });
     }
 
     /* Runs `prepare` if it is needed, and returns the arguments of the kernels after it. */

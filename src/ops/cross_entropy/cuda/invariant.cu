@@ -391,7 +391,7 @@ struct Invariant {
             typedef decltype(zero) T;
             if (terms)
                 sequence.run(per_row, compute_terms<T>, args, terms);
-            for_options(plan.general.options, [&](auto o) {
+            for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;

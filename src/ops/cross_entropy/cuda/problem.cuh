@@ -73,15 +73,18 @@ struct Split {
     int threads;         /* per block */
 };
 
-/* `slow`: a block takes twice as long for a column, or longer. */
-inline Split split_rows(const Problem &p, rafter_dtype dtype, bool slow = false) {
-    constexpr int MOST_THREADS = 512;
+inline Split split_rows(const Problem &p, rafter_dtype dtype, Options options = PLAIN) {
+    constexpr int MOST_THREADS = 512, SHORT_BLOCK = 128;
+    constexpr int64_t MANY_ROWS = 1024;
     const int64_t element = rafter_dtype_bytes(dtype);
-    const int64_t parts = parts_of_row(p.rows, slow ? 2 * p.row_bytes : p.row_bytes);
+    /* Arithmetic takes as long as the loads: more parts of few rows; and many short blocks, which do not all
+     * compute or all wait at the same time. */
+    const int64_t parts = parts_of_row(p.rows, options == FULL ? 2 * p.row_bytes : p.row_bytes);
+    const int most_threads = options >= FULL && p.rows >= MANY_ROWS ? SHORT_BLOCK : MOST_THREADS;
     Split split;
     split.part = round_up<int64_t>(ceil_div(p.classes, parts), 64); /* multiples of 64 keep the row's alignment */
     split.parts = ceil_div(p.classes, split.part);
-    split.threads = threads_of_part(p.rows * split.parts, split.part * element, IN_FLIGHT, MOST_THREADS);
+    split.threads = threads_of_part(p.rows * split.parts, split.part * element, IN_FLIGHT, most_threads);
     return split;
 }
 

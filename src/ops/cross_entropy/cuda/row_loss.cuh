@@ -45,39 +45,34 @@ template <typename T, int OPTIONS> struct RowLoss {
             g = reduce_capped<LANES>(packs, most, valid, edges, ragged, valid_edges);
         return g;
     }
-    /* If Loss::cap_bounds. The maximum's own term is 1: it is computed as the terms are. */
+    /* If Loss::cap_bounds. */
     template <int LANES, int N, int EDGES>
     DEVICE Stats reduce_capped(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
                                const Pack<T, 1> (&edges)[EDGES], bool ragged, int valid_edges) const {
-        const float max = max_of_row<LANES>(packs, most, edges, ragged);
-        const float pivot =
-            fabsf(max) < CAP_NEAR * loss.softcap ? capped_bits(max, loss) : capped_bits_far<T>(max, loss);
         float sum[2] = {}, all = 0.0f;
         for_chunk_packs(most, [&](int k) {
             if (k >= valid)
                 return;
-            float bits[N];
-            unpack(packs[k], bits);
-            cap_to_bits(bits, packs[k], loss);
+            float bits[1][N];
+            cap_to_bits(bits, reinterpret_cast<const Pack<T, N>(&)[1]>(packs[k]), 1, loss);
 #pragma unroll
             for (int j = 0; j < N; j++)
-                sum[j % 2] += exp2_fast(bits[j] - pivot);
+                sum[j % 2] += exp2_fast(bits[0][j]);
             if (loss.weighted)
 #pragma unroll
                 for (int j = 0; j < N; j++)
-                    all += bits[j];
+                    all += bits[0][j];
         });
         if (ragged)
 #pragma unroll
             for (int k = 0; k < EDGES; k++) {
-                const float z = to_float(edges[k].v[0]);
-                const float bits =
-                    fabsf(z) < CAP_NEAR * loss.softcap ? capped_bits(z, loss) : capped_bits_far<T>(z, loss);
-                sum[k % 2] += k < valid_edges ? exp2_fast(bits - pivot) : 0.0f;
+                const float bits = capped_bits(to_float(edges[k].v[0]), loss);
+                sum[k % 2] += k < valid_edges ? exp2_fast(bits) : 0.0f;
                 all += k < valid_edges ? bits : 0.0f;
             }
         Stats g = none();
-        g.s = {capped(max, loss), sum_of_lanes<LANES>(sum[0] + sum[1])};
+        g.s = {0.0f, sum_of_lanes<LANES>(sum[0] + sum[1])};
+        g.largest = max_of_row<LANES>(packs, most, edges, ragged);
         if (loss.weighted)
             g.weighted = loss.cap_per_bit * sum_of_lanes<LANES>(all);
         return g;

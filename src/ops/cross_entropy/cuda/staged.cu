@@ -138,7 +138,7 @@ struct Staged {
         const Launch how = {plan.blocks, STAGE_THREADS, plan.shared};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
+            for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 const auto run = [&](auto gradient) {
                     constexpr bool GRADIENT = decltype(gradient)::value;

@@ -23,8 +23,7 @@ struct alignas(16) RowCoefficient {
     int label;
 };
 
-/* What chunk_gradients.cuh asks of an op. OPTIONS: PLAIN; CAPPED, a softcap and no other option that
- * gradients of columns look at; or FULL. */
+/* What chunk_gradients.cuh asks of an op. */
 template <typename T, int OPTIONS> struct StreamedGradient {
     struct Row {
         int label; /* NO_ROW: there is no row */
@@ -120,7 +119,6 @@ struct StreamedGradients {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
-        Options options;
         GradientChunks chunks;
     };
 
@@ -140,9 +138,7 @@ struct StreamedGradients {
         WorkspaceLayout layout;
         plan->general.fill(device, p, call, 0, &layout);
         const Args &args = plan->general.args;
-        const bool more = (args.loss.weighted && args.loss.class_weight) || args.loss.dentropy.data;
-        plan->options = more ? FULL : args.loss.softcap != 0.0f ? CAPPED : PLAIN;
-        const bool full = plan->options == FULL;
+        const bool full = plan->general.options == FULL;
         const int64_t blocks = (full ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>)*device.multiprocessors;
         plan->chunks = gradient_chunks_of(args.z, args.dz, !p.strided, p.rows, p.classes, full ? 4 : 2,
                                           blocks * (CHUNK_THREADS / WARP), full ? 4 : 2);
@@ -155,18 +151,12 @@ struct StreamedGradients {
         const Launch how = {plan.chunks.in.blocks, CHUNK_THREADS, chunk_gradients_shared()};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            const auto run = [&](auto options) {
-                constexpr int OPTIONS = decltype(options)::value;
+            for_options(plan.general.options, [&](auto o) {
+                constexpr int OPTIONS = IN_BACKWARD<decltype(o)::value>;
                 for_chunk_lanes<OPTIONS != FULL>(args.chunks.in.lanes, [&](auto lanes) {
                     sequence.run(how, streamed_gradients<T, OPTIONS, decltype(lanes)::value>, args);
                 });
-            };
-            if (plan.options == FULL)
-                run(std::integral_constant<int, FULL>());
-            else if (plan.options == CAPPED)
-                run(std::integral_constant<int, CAPPED>());
-            else
-                run(std::integral_constant<int, PLAIN>());
+            });
         });
         return RAFTER_OK;
     }

@@ -66,7 +66,7 @@ struct StreamedRows {
         const Problem p(call);
         WorkspaceLayout layout, unused;
         plan->general.fill(device, p, call, 0, &unused);
-        const bool full = plan->general.forward_options == FULL;
+        const bool full = plan->general.options == FULL;
         const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
         plan->chunks = {};
         const ChunkLanes lanes = {full ? 4 : 2, full ? 4 : 2, p.invariant};
@@ -75,7 +75,7 @@ struct StreamedRows {
         else
             plan->stream =
                 stream_of(plan->general.args.z, p.rows, p.classes,
-                          warps(plan->general.options == FULL ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>));
+                          warps(plan->general.options >= FULL ? STREAMS_PER_SM<FULL> : STREAMS_PER_SM<PLAIN>));
         plan->general.fill(device, p, call, plan->chunks.blocks > 0 ? plan->chunks.blocks : plan->stream.blocks,
                            &layout);
         return layout.bytes;
@@ -86,7 +86,7 @@ struct StreamedRows {
         const Args args = plan.general.start(sequence, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_forward_options(plan.general.forward_options, [&](auto o) {
+            for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (plan.chunks.blocks == 0)
                     return sequence.run(Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},

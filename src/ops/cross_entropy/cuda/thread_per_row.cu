@@ -63,7 +63,7 @@ struct ThreadPerRow {
     /* Without options that need more arithmetic than loads: measured on an H200. */
     static bool windows_are_faster(const Problem &p, const Slabs &s, const Call &call) {
         constexpr int64_t LARGE = 1 << 30, MEDIUM = 64 << 20;
-        const WindowChoice choice = window_choice(call, false);
+        const WindowChoice choice = window_choice(call);
         const bool general = !choice.repeats || call.loss.softcap != 0.0f;
         const int64_t all = p.rows * p.row_bytes;
         const bool faster =
@@ -89,7 +89,7 @@ struct ThreadPerRow {
                      merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_forward_options(plan.general.forward_options, [&](auto o) {
+            for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.threads.parts > 1) {
                     sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, true>, args);

@@ -47,7 +47,7 @@ struct Tiles {
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         plan->general.fill(device, p, call, 0, &unused);
-        const bool full = plan->general.options == FULL;
+        const bool full = plan->general.options >= FULL;
         plan->statistics = !p.lse_given;
         plan->forward = tiles_of(s, bytes, {false, !full, full ? 2 : 4, 576, true});
         plan->sideways = is_sideways(s);
@@ -60,7 +60,7 @@ struct Tiles {
         const int64_t own = 3 << 10, per_sm = min(int64_t(t.lines > 1 ? 576 : 768) / t.threads,
                                                   (device.shared_bytes + 1024) / (int64_t(plan->shared) + own));
         plan->blocks = min(t.tiles, max(per_sm, int64_t(1)) * device.multiprocessors);
-        const WindowChoice choice = window_choice(call, p.gradient);
+        const WindowChoice choice = window_choice(call);
         plan->in_windows = plan->statistics && !why_not_windows(s, choice);
         if (plan->in_windows) {
             const SlabWindows w = slab_windows_of(s, choice);
@@ -84,7 +84,7 @@ struct Tiles {
     }
     template <typename T, int OPTIONS>
     static void windows(LaunchSequence &sequence, const Call &call, const Plan &plan, const TileArgs &args) {
-        const SlabWindows w = slab_windows_of(plan.forward.slabs, window_choice(call, args.call.gradient));
+        const SlabWindows w = slab_windows_of(plan.forward.slabs, window_choice(call));
         const WindowArgs in_windows = {args.call, w, args.part_stats, args.outputs};
         const size_t shared = static_cast<size_t>(w.entries()) * sizeof(LossStats<OPTIONS>);
         sequence.run(Launch{w.blocks, w.threads, shared}, window_statistics<T, OPTIONS>, in_windows);
@@ -140,9 +140,9 @@ struct Tiles {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.in_windows)
-                for_forward_options(plan.general.forward_options,
-                                    [&](auto o) { windows<T, decltype(o)::value>(sequence, call, plan, args); });
-            for_options(plan.general.options, [&](auto o) {
+                for_options(plan.general.options,
+                            [&](auto o) { windows<T, decltype(o)::value>(sequence, call, plan, args); });
+            for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value, BACKWARD = IN_BACKWARD<OPTIONS>;
                 if (!plan.statistics)
                     coefficients<T, BACKWARD>(sequence, plan, args);

@@ -55,6 +55,8 @@ __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constan
             g = merge(g, part_stats[row * parts + part], loss.scale);
         if constexpr (OPTIONS == FULL)
             all = g;
+        else if constexpr (OPTIONS == CAPPED)
+            all.s = relative_to_largest(g, loss);
         else
             all.s = g.s;
         if constexpr (OPTIONS == SMOOTH || OPTIONS == CAPPED)
@@ -100,9 +102,7 @@ struct TwoPass {
         plan->row_blocks = p.row_blocks();
         plan->gradient_parts = p.gradient_parts();
         plan->general.fill(device, p, call, 0, &unused);
-        plan->split = p.rows > 0 && p.classes > 0
-                          ? split_rows(p, call.logits.dtype, plan->general.forward_options == FULL)
-                          : Split{};
+        plan->split = p.rows > 0 && p.classes > 0 ? split_rows(p, call.logits.dtype, plan->general.options) : Split{};
         plan->finish = RowLanes::of(p.rows, call.loss.class_group.ranks > 0 ? 1 : plan->split.parts);
         plan->general.fill(device, p, call, plan->finish.blocks(p.rows), &layout);
         plan->stats = layout.add(p.rows * plan->split.parts * plan->general.stats_bytes());
@@ -125,7 +125,7 @@ struct TwoPass {
         rafter_status status = RAFTER_OK;
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_forward_options(plan.general.forward_options, [&](auto o) {
+            for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats = at_offset<LossStats<OPTIONS>>(workspace, plan.stats);
                 if (rows > 0 && parts > 0)

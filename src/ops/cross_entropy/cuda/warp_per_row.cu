@@ -27,7 +27,7 @@ struct WarpPerRow {
         const Launch how = {plan.blocks, ROW_THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
+            for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.loss.forward)
                     sequence.run(how, warp_per_row<T, OPTIONS, true, true, false>, args);

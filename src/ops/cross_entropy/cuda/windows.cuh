@@ -11,11 +11,10 @@ namespace {
 /* Rows per thread: registers hold the statistics of all of them. */
 template <typename T, int OPTIONS> constexpr int WINDOW_ELEMENTS = OPTIONS == FULL ? 4 : WIDE<T>;
 
-/* Agrees with GeneralPlan::forward_options. */
-inline WindowChoice window_choice(const cross_entropy_call &call, bool gradient) {
+/* Agrees with GeneralPlan::options. */
+inline WindowChoice window_choice(const cross_entropy_call &call) {
     const struct rafter_loss &l = call.loss;
-    const bool full = (l.smoothing != 0.0f && l.class_weight.data) || l.entropy.data || l.argmax.data ||
-                      (gradient && l.softcap != 0.0f);
+    const bool full = (l.smoothing != 0.0f && l.class_weight.data) || l.entropy.data || l.argmax.data;
     const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
     return {bytes, full ? 4 : 16 / bytes, !full};
 }
