@@ -108,14 +108,34 @@ struct BasicArgs {
         return wide_labels ? count_in<THREADS>(static_cast<const int64_t *>(labels))
                            : count_in<THREADS>(static_cast<const int *>(labels));
     }
+    /* The sum of weight_of over all rows. Called by all THREADS threads of a block. */
+    template <int THREADS> DEVICE double add_weights() const {
+        constexpr int AT_ONCE = 8; /* labels in flight, and then weights */
+        double sum = 0.0;
+#pragma unroll 1
+        for (int first = threadIdx.x; first < rows; first += AT_ONCE * THREADS) {
+            int64_t label[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                label[k] = first + k * THREADS < rows ? load_label(first + k * THREADS) : ignore_index;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                sum += weight_of(class_of(label[k]));
+        }
+        return block_sum(sum);
+    }
     DEVICE double divisor(double counted) const {
         return loss_divisor(mean, denominator, counted);
     }
-    /* The factor of all gradients: dloss over the denominator. Called by all THREADS threads of a
-     * block. */
-    template <int THREADS> DEVICE double factor() const {
+    /* The factor of all gradients: dloss over the denominator. MAY_WEIGH: false in kernels that are given the
+     * factor if there are class weights, so that they are shorter. Called by all THREADS threads of a block. */
+    template <int THREADS, bool MAY_WEIGH = false> DEVICE double factor() const {
         const float upstream = dloss ? *dloss : 1.0f;
-        return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
+        if (!mean || denominator)
+            return upstream / divisor(0.0);
+        if (MAY_WEIGH && weighs)
+            return upstream / divisor(add_weights<THREADS>());
+        return upstream / divisor(count<THREADS>());
     }
 
     /* Writes the outputs of a row and returns its loss. `total`, if not NULL: the sum of the row's logits,
@@ -196,7 +216,7 @@ struct SpacedArgs : BasicArgs {
             counted += load_label(label_at(row)) != ignore_index;
         return block_sum(counted);
     }
-    template <int THREADS> DEVICE double factor() const {
+    template <int THREADS, bool MAY_WEIGH = false> DEVICE double factor() const {
         const float upstream = dloss ? *dloss : 1.0f;
         return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
     }

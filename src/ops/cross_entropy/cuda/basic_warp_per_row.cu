@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
- * row, for forward, backward and both; forward also with label smoothing.
+ * row, for forward, backward and both; forward or backward also with label smoothing, and all of them with
+ * class weights.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
@@ -22,7 +23,7 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
     add_up_blocks(u, block_losses, blockDim.x);
 }
 
-/* PACKS: packs per lane. SMOOTHS: label smoothing, only without a gradient. known_factor: NULL, if every
+/* PACKS: packs per lane. SMOOTHS: label smoothing in forward, only without a gradient. known_factor: NULL, if every
  * block is to compute it. U: BasicArgs or SpacedArgs. */
 template <typename T, int PACKS, bool FORWARD, bool GRADIENT, bool SMOOTHS, class U>
 __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ U u, const double *known_factor) {
@@ -38,6 +39,8 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
     issue_loads_first();
     const int64_t loaded = u.load_label(label_at);
     const float given = FORWARD || !u.lse ? INFINITY : load_now(u.lse + lse_at);
+    if (GRADIENT && known_factor)
+        wait_for_previous_kernel();
     const double factor = !GRADIENT ? 0.0 : known_factor ? __ldcg(known_factor) : u.template factor<ROW_THREADS>();
     const int label = u.class_of(loaded);
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
@@ -61,18 +64,20 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
         __syncwarp(); /* dz may overwrite z: all lanes have read their logits */
         if (!FORWARD && lane == 0)
             u.flag_bad_label(label);
+        const double own_factor = u.weighted(factor, label);
         const BasicGradient g = label < 0  ? u.gradient_of_skipped(label)
-                                : from_lse ? u.gradient_from_lse(label, factor, given)
-                                           : u.gradient_from_stats(label, factor, s);
+                                : from_lse ? u.gradient_from_lse(label, own_factor, given)
+                                           : u.gradient_from_stats(label, own_factor, s);
         const bool mine = valid && g.label >= 0 && g.label / N % WARP == lane;
-        write_packs(dz, pack, lane, WARP, valid ? packs : 0, g, z_label, mine);
+        write_packs(dz, pack, lane, WARP, valid ? packs : 0, g, BasicSpread(u, own_factor), z_label, mine);
     }
     if (FORWARD) {
         __shared__ double2 row_losses[ROW_THREADS / WARP];
         if (lane == 0)
             row_losses[threadIdx.x / WARP] =
-                valid ? make_double2(u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr), label != IGNORED)
-                      : make_double2(0.0, 0.0);
+                valid
+                    ? make_double2(u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr), u.weight_of(label))
+                    : make_double2(0.0, 0.0);
         if (u.loss)
             add_up_rows(u, row_losses);
     }
@@ -94,7 +99,9 @@ struct BasicWarpPerRow {
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
                                              : why_not_basic_options(p, call);
-        return why_not_basic(p, call, {!p.gradient, false});
+        /* Measured: with options, more rows are faster in other kernels. */
+        const bool few = !p.invariant && p.rows <= SCANNED_ROWS;
+        return why_not_basic(p, call, {!p.gradient || (few && !p.forward), few});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -105,9 +112,10 @@ struct BasicWarpPerRow {
         return (plan->args.loss ? plan->blocks : 0) * sizeof(double2) + (counts(plan->args) ? sizeof(double) : 0);
     }
 
-    /* Whether there are more labels than every block should count: only if the call is batch invariant. */
+    /* Whether a kernel before this one computes the factor: there are class weights, or more labels than every
+     * block should count, which is only if the call is batch invariant. */
     static bool counts(const BasicArgs &args) {
-        return args.dz && args.rows > 2 * SCANNED_ROWS;
+        return args.dz && (args.weighs || args.rows > 2 * SCANNED_ROWS);
     }
 
     template <typename T, int PACKS, class U>
@@ -115,7 +123,7 @@ struct BasicWarpPerRow {
                             const double *factor) {
         const Launch how = {plan.blocks, ROW_THREADS};
         if constexpr (PACKS == 4) { /* see why_not: longer rows want a gradient, batch-invariant calls no smoothing */
-            if (!args.dz && args.spread == 0.0)
+            if (!args.dz && !args.smooths)
                 return sequence.run(how, warp_per_row<T, PACKS, true, false, false, U>, args, factor);
             if constexpr (std::is_same<U, BasicArgs>::value)
                 if (!args.dz)
