@@ -323,6 +323,13 @@ struct BasicOptions {
     bool class_weights; /* unless there is label smoothing too */
 };
 
+/* Whether basic_short_rows takes label smoothing and class weights; else basic_warp_per_row does, of up to 2
+ * SCANNED_ROWS rows. Its blocks of 128 rows are few then: measured, very short rows are faster nevertheless. */
+inline bool short_rows_know_options(const Problem &p) {
+    constexpr int64_t VERY_SHORT = 16; /* packs */
+    return !p.invariant && p.rows > (p.row_packs() <= VERY_SHORT ? SCANNED_ROWS : 2 * SCANNED_ROWS);
+}
+
 /* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */
 inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
     const struct rafter_loss &l = call.loss;

@@ -13,7 +13,6 @@
 namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
-constexpr int64_t MANY_ROWS = 8192;     /* for label smoothing and class weights */
 
 /* Rows that a lane loads before it uses the first. */
 template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
@@ -128,8 +127,8 @@ struct BasicShortRows {
             return "rows are longer than 2 KB";
         if (p.rows > INT32_MAX - THREADS)
             return "it counts rows in 31 bits";
-        const bool many = p.rows >= MANY_ROWS && !p.invariant;
-        return why_not_basic_options(p, call, {many, many});
+        const bool knows = short_rows_know_options(p);
+        return why_not_basic_options(p, call, {knows, knows});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

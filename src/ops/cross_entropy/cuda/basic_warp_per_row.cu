@@ -99,9 +99,8 @@ struct BasicWarpPerRow {
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
                                              : why_not_basic_options(p, call);
-        /* Measured: with options, more rows are faster in other kernels. */
-        const bool few = !p.invariant && p.rows <= SCANNED_ROWS;
-        return why_not_basic(p, call, {!p.gradient || (few && !p.forward), few});
+        const bool own = !p.invariant && !short_rows_know_options(p);
+        return why_not_basic(p, call, {!p.gradient || (own && !p.forward), own});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
