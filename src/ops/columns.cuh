@@ -437,19 +437,18 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
     add_exponentials<T>(g, v, max, loss);
 }
 
-/* Exponentials relative to the largest logit, if they are relative to 0. The terms of logits that are close
- * to it keep their digits: e^u is computed as it was for the sum. */
-DEVICE RowStats relative_to_largest(const LossStats<CAPPED> &g, const Loss &loss) {
-    if (!loss.cap_bounds || g.s.sum == 0.0f)
-        return g.s;
-    return {capped(g.largest, loss), g.s.sum / exp2_fast(capped_bits(g.largest, loss))};
+/* g.s of a whole row, with exponentials relative to the largest logit also if they are relative to 0. The terms
+ * of logits that are close to it keep their digits: e^u is computed as it was for the sum. */
+template <int OPTIONS> DEVICE RowStats relative_to_largest(const LossStats<OPTIONS> &g, const Loss &loss) {
+    if constexpr (OPTIONS == CAPPED)
+        if (loss.cap_bounds && g.s.sum != 0.0f)
+            return {capped(g.largest, loss), g.s.sum / exp2_fast(capped_bits(g.largest, loss))};
+    return g.s;
 }
 
 template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTIONS> &g, float z, const Loss &loss) {
     WholeRowStats f = {};
-    RowStats s = g.s;
-    if constexpr (OPTIONS == CAPPED)
-        s = relative_to_largest(g, loss);
+    const RowStats s = relative_to_largest(g, loss);
     f.max = s.max;
     f.sum = s.max == INFINITY ? NAN : s.sum;
     f.target = loss.softcap != 0.0f ? capped(z, loss) : z;

@@ -35,15 +35,13 @@ __global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_consta
 template <int OPTIONS>
 DEVICE void gradient_in_float(const Loss &loss, const KnownTerms &known, const LossStats<OPTIONS> &g,
                               RowGradient *gradient) {
-    RowStats s = g.s;
-    if constexpr (OPTIONS == CAPPED)
-        s = relative_to_largest(g, loss);
+    const RowStats s = relative_to_largest(g, loss);
     const float sum = s.max == INFINITY ? NAN : s.sum;
     if (sum == 0.0f)
         *gradient = zero_gradient();
     else
-        *gradient = gradient_of<OPTIONS == FULL>(loss, known.terms, known.z_label, s.max, 1.0f / sum,
-                                                 loss.z_loss != 0.0f ? loss.scale * s.max + logf(sum) : 0.0f);
+        *gradient = gradient_of<(OPTIONS >= FULL)>(loss, known.terms, known.z_label, s.max, 1.0f / sum,
+                                                   loss.z_loss != 0.0f ? loss.scale * s.max + logf(sum) : 0.0f);
 }
 
 /* How the threads of `finish` share rows. */

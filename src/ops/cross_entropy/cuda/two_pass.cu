@@ -55,10 +55,8 @@ __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constan
             g = merge(g, part_stats[row * parts + part], loss.scale);
         if constexpr (OPTIONS == FULL)
             all = g;
-        else if constexpr (OPTIONS == CAPPED)
-            all.s = relative_to_largest(g, loss);
         else
-            all.s = g.s;
+            all.s = relative_to_largest(g, loss);
         if constexpr (OPTIONS == SMOOTH || OPTIONS == CAPPED)
             all.weighted = g.weighted;
         all.z_label = loss.has_class(label) ? to_float(c.z.at<const T>(row)[loss.column_of(label)]) : 0.0f;
