@@ -20,9 +20,8 @@ struct alignas(16) BasicGradient {
 };
 
 /* Kernel arguments. The loss of a row and of all rows comes from loss.cuh. The gradient
- * coefficients are written again here, for scale 1 and without weights and smoothing: the general
- * ones take struct Loss, which means 3.5 KB of parameters instead of 200 bytes, and at least four
- * times the instructions. */
+ * coefficients are written again here, for scale 1 and few options: the general ones take struct Loss, which
+ * means 3.5 KB of parameters instead of 200 bytes, and at least four times the instructions. */
 struct BasicArgs {
     const char *z; /* logits */
     char *dz;
@@ -108,34 +107,18 @@ struct BasicArgs {
         return wide_labels ? count_in<THREADS>(static_cast<const int64_t *>(labels))
                            : count_in<THREADS>(static_cast<const int *>(labels));
     }
-    /* The sum of weight_of over all rows. Called by all THREADS threads of a block. */
-    template <int THREADS> DEVICE double add_weights() const {
-        constexpr int AT_ONCE = 8; /* labels in flight, and then weights */
-        double sum = 0.0;
-#pragma unroll 1
-        for (int first = threadIdx.x; first < rows; first += AT_ONCE * THREADS) {
-            int64_t label[AT_ONCE];
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++)
-                label[k] = first + k * THREADS < rows ? load_label(first + k * THREADS) : ignore_index;
-#pragma unroll
-            for (int k = 0; k < AT_ONCE; k++)
-                sum += weight_of(class_of(label[k]));
-        }
-        return block_sum(sum);
+    /* Whether gradients depend on a sum over all labels. */
+    __host__ DEVICE bool needs_totals() const {
+        return mean && !denominator;
     }
-    DEVICE double divisor(double counted) const {
-        return loss_divisor(mean, denominator, counted);
+    /* `weight`: the sum of weight_of over all rows, if needs_totals(). */
+    DEVICE double divided_upstream(double weight) const {
+        return (dloss ? *dloss : 1.0f) / loss_divisor(mean, denominator, weight);
     }
-    /* The factor of all gradients: dloss over the denominator. MAY_WEIGH: false in kernels that are given the
-     * factor if there are class weights, so that they are shorter. Called by all THREADS threads of a block. */
-    template <int THREADS, bool MAY_WEIGH = false> DEVICE double factor() const {
-        const float upstream = dloss ? *dloss : 1.0f;
-        if (!mean || denominator)
-            return upstream / divisor(0.0);
-        if (MAY_WEIGH && weighs)
-            return upstream / divisor(add_weights<THREADS>());
-        return upstream / divisor(count<THREADS>());
+    /* The factor of all gradients, dloss over the denominator, in a call without class weights. Called by all
+     * THREADS threads of a block. */
+    template <int THREADS> DEVICE double factor() const {
+        return divided_upstream(needs_totals() ? count<THREADS>() : 0);
     }
 
     /* Writes the outputs of a row and returns its loss. `total`, if not NULL: the sum of the row's logits,
@@ -216,15 +199,37 @@ struct SpacedArgs : BasicArgs {
             counted += load_label(label_at(row)) != ignore_index;
         return block_sum(counted);
     }
-    template <int THREADS, bool MAY_WEIGH = false> DEVICE double factor() const {
-        const float upstream = dloss ? *dloss : 1.0f;
-        return upstream / divisor(mean && !denominator ? count<THREADS>() : 0);
+    template <int THREADS> DEVICE double factor() const {
+        return divided_upstream(needs_totals() ? count<THREADS>() : 0);
     }
     DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr) const {
         return finish_row_at(lse ? lse_rows.offset(row) : 0, row_loss ? row_loss_rows.offset(row) : 0, label, s,
                              z_label, total);
     }
 };
+
+/* The sum of weight_of over rows first, first + step, ... U: BasicArgs or SpacedArgs. */
+template <class U> DEVICE double add_weights(const U &u, int64_t first, int64_t step) {
+    constexpr int AT_ONCE = 8; /* labels in flight, and then weights: left to itself, the compiler waits for each */
+    double sum = 0.0;
+#pragma unroll 1
+    for (; first < u.rows; first += AT_ONCE * step) {
+        int64_t label[AT_ONCE];
+        double weight[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int64_t row = first + k * step;
+            label[k] = row < u.rows ? u.load_label(u.label_at(static_cast<int>(row))) : u.ignore_index;
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            weight[k] = u.weight_of(u.class_of(label[k]));
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            sum += weight[k];
+    }
+    return sum;
+}
 
 /* The last block to call this adds up block_losses, one per block, and writes the loss of all rows. Called
  * by all `threads` threads of every block, after one of them has written the block's own. */

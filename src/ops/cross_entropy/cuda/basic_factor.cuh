@@ -10,29 +10,6 @@ namespace {
 
 constexpr int COUNT_BLOCKS = 128, COUNT_THREADS = 512;
 
-/* The sum of the weights of this thread's share of the rows. */
-template <class U> DEVICE double add_weights(const U &u) {
-    constexpr int AT_ONCE = 8; /* labels in flight, and then weights: left to itself, the compiler waits for each */
-    const int step = gridDim.x * COUNT_THREADS;
-    double weight = 0.0;
-    for (int64_t first = blockIdx.x * COUNT_THREADS + threadIdx.x; first < u.rows; first += AT_ONCE * int64_t(step)) {
-        int64_t label[AT_ONCE];
-        double own[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-            const int64_t row = first + k * int64_t(step);
-            label[k] = row < u.rows ? u.load_label(u.label_at(static_cast<int>(row))) : u.ignore_index;
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            own[k] = u.weight_of(u.class_of(label[k]));
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            weight += own[k];
-    }
-    return weight;
-}
-
 /* Writes the factor of all gradients: dloss over the denominator. With more than one block it adds up the
  * weights of the rows, or counts those that are not ignored; the last block to finish adds up the sums. One
  * block: the denominator is not such a sum. U: BasicArgs or SpacedArgs. */
@@ -42,7 +19,8 @@ __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_const
     start_next_kernel();
     double weight = 0.0;
     if (gridDim.x > 1) {
-        weight = block_sum(add_weights(u));
+        const int64_t own = blockIdx.x * COUNT_THREADS + threadIdx.x;
+        weight = block_sum(add_weights(u, own, gridDim.x * int64_t(COUNT_THREADS)));
         if (threadIdx.x == 0)
             sums[blockIdx.x] = weight;
         if (!block_arrives_last(u.counter, gridDim.x))
@@ -50,12 +28,12 @@ __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_const
         weight = block_sum(threadIdx.x < gridDim.x ? __ldcg(sums + threadIdx.x) : 0.0);
     }
     if (threadIdx.x == 0)
-        *factor = (u.dloss ? *u.dloss : 1.0f) / u.divisor(weight);
+        *factor = u.divided_upstream(weight);
 }
 
 /* Blocks of write_factor. */
 inline int64_t count_blocks(const BasicArgs &u) {
-    return u.mean && !u.denominator ? COUNT_BLOCKS : 1;
+    return u.needs_totals() ? COUNT_BLOCKS : 1;
 }
 
 /* What these calls have in the workspace: a loss for each block, and what write_factor writes. */

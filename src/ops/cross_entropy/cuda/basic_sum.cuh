@@ -14,7 +14,9 @@ constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
 template <class U>
 __global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
     start_next_kernel();
-    const double value = u.template factor<ONE_BLOCK, true>();
+    const double value = u.weighs && u.needs_totals()
+                             ? u.divided_upstream(block_sum(add_weights(u, threadIdx.x, ONE_BLOCK)))
+                             : u.template factor<ONE_BLOCK>();
     if (threadIdx.x == 0)
         *factor = value;
 }
