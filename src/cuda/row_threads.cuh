@@ -133,6 +133,45 @@ DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_st
     }
 }
 
+/* Rows of at most STEPS elements, ROWS of them at a time: of one, too few loads would be in flight. */
+template <class Op, typename T, int STEPS, int ROWS> DEVICE void thread_short_rows(Op &op, const RowThreads &t) {
+    constexpr unsigned TOGETHER = ROWS * ROW_THREADS_BLOCK;
+    const int64_t step = t.slabs.step[0];
+    const int length = static_cast<int>(t.slabs.length);
+    bool first_rows = true;
+    for (unsigned first = blockIdx.x * TOGETHER + threadIdx.x; first < t.rows || first_rows;
+         first += gridDim.x * TOGETHER) {
+        Pack<T, 1> packs[ROWS][STEPS];
+        typename Op::Row row[ROWS];
+        const T *begin[ROWS];
+        int64_t number[ROWS];
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const unsigned i = first + r * ROW_THREADS_BLOCK;
+            const PlacedRow<T> place(t, i < t.rows ? i : 0);
+            row[r] = i < t.rows ? op.load_row(place.number) : op.no_row();
+            begin[r] = place.first;
+            number[r] = place.number;
+#pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                packs[r][k] = load_once_if<T, 1>(k < length, place.first + k * step, -INFINITY);
+        }
+        if (first_rows)
+            op.begin();
+        first_rows = false;
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            op.look(
+                row[r], [&] { return begin[r]; }, step);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            typename Op::Stats g = op.none();
+            op.add(g, packs[r], length, 0, 1);
+            op.finish(row[r], number[r], g);
+        }
+    }
+}
+
 template <class Op, typename T, int LANES>
 DEVICE void merge_thread_rows(Op &op, const RowThreads &t, const typename Op::Stats *part_stats) {
     const int lane = threadIdx.x % LANES;

@@ -5,8 +5,9 @@
  * one, or several of them. The next two tiles are in flight meanwhile. Gradients, which have no gaps, go back the
  * same way.
  *
- * An Op: Row no_row(), Row load(int row), void begin(), void finish(const Row &, int row, const float (&x)[COUNT],
- * const T *elements, T *gradient). The gradient may take the place of the elements.
+ * An Op: Row no_row(), Row load(int row), void begin(), void finish(const Row &, int row, bool present, const float
+ * (&x)[COUNT], const T *elements, T *gradient). The gradient may take the place of the elements. Of a row that is not
+ * present, finish gets no_row() and elements of any value, and writes nothing but `gradient`.
  */
 #ifndef RAFTER_CUDA_TINY_ROWS_CUH
 #define RAFTER_CUDA_TINY_ROWS_CUH
@@ -18,10 +19,26 @@
 constexpr int TINY_THREADS = 256, TINY_SIDES = 3;
 constexpr int LONGEST_TINY = 32; /* elements of a row */
 
-/* Rows of up to COUNT elements that a thread takes of a tile if there are many: a tile costs about as much as
- * two rows of two elements. */
-__host__ __device__ constexpr int many_tiny_rows(int count) {
-    return count <= 4 ? 4 : count <= 8 ? 2 : 1;
+/* Kernels are compiled for rows of up to COUNT elements, for these COUNTs: the one for a length. */
+__host__ __device__ constexpr int tiny_count(int length) {
+    return length <= 4    ? length
+           : length <= 8  ? (length + 1) / 2 * 2
+           : length <= 16 ? (length + 3) / 4 * 4
+                          : (length + 7) / 8 * 8;
+}
+/* The shortest rows that a COUNT serves: elements before that need no question whether they exist. */
+__host__ __device__ constexpr int least_of_count(int count) {
+    int length = count;
+    while (length > 2 && tiny_count(length - 1) == count)
+        length--;
+    return length;
+}
+
+/* Rows that a thread takes of a tile if there are many, at most `most`: a tile costs about as much as two rows of
+ * two elements. `bytes`: of an element. */
+__host__ __device__ constexpr int many_tiny_rows(int count, int bytes, int most) {
+    const int many = count * bytes <= 8 ? 8 : count * bytes <= 16 ? 4 : count * bytes <= 32 ? 2 : 1;
+    return many < most ? many : most;
 }
 
 /* As a kernel argument. */
@@ -47,7 +64,7 @@ static inline int64_t tiny_pitch(const Slabs &s) {
 
 /* Why these rows are not for it, or NULL. */
 static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
-    constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 4 * TINY_THREADS;
+    constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 8 * TINY_THREADS;
     if (s.length < 2 || s.length > LONGEST_TINY)
         return "rows have fewer than 2 or more than 32 elements";
     const int64_t pitch = tiny_pitch(s);
@@ -62,11 +79,11 @@ static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
     return NULL;
 }
 
-/* `several`: whether a thread may take several rows. */
-static inline TinyRows tiny_rows_of(const Slabs &s, int tensors, int bytes, bool several) {
+/* `most`: rows that a thread may take of a tile, limited by the registers that an Op needs for each. */
+static inline TinyRows tiny_rows_of(const Slabs &s, int tensors, int bytes, int most) {
     constexpr int64_t MANY_ROWS = 1 << 20;
     TinyRows t = {};
-    t.per_thread = several && s.rows() >= MANY_ROWS ? many_tiny_rows(static_cast<int>(s.length)) : 1;
+    t.per_thread = s.rows() >= MANY_ROWS ? many_tiny_rows(tiny_count(static_cast<int>(s.length)), bytes, most) : 1;
     const int tile = TINY_THREADS * t.per_thread;
     t.data[0] = s.data[0];
     t.data[1] = s.data[1];
@@ -90,27 +107,35 @@ static inline int64_t tiny_blocks(const TinyRows &t, const rafter_cuda_state &de
 }
 
 /* Calls f(std::integral_constant<int, COUNT>(), std::integral_constant<int, ROWS>()): COUNT is at least the
- * length of rows, ROWS those of a thread. SEVERAL: as in tiny_rows_of. */
-template <bool SEVERAL, typename F> static void for_tiny_shape(const TinyRows &t, F f) {
+ * length of rows, ROWS those of a thread. MOST: as in tiny_rows_of. */
+template <typename T, int MOST, typename F> static void for_tiny_shape(const TinyRows &t, F f) {
     const auto with = [&](auto count) {
-        constexpr int MANY = SEVERAL ? many_tiny_rows(decltype(count)::value) : 1;
+        constexpr int MANY = many_tiny_rows(decltype(count)::value, sizeof(T), MOST);
         if (t.per_thread == 1)
             f(count, std::integral_constant<int, 1>());
         else if constexpr (MANY > 1)
             f(count, std::integral_constant<int, MANY>());
     };
-    if (t.length <= 4)
-        with(std::integral_constant<int, 4>());
-    else if (t.length <= 8)
-        with(std::integral_constant<int, 8>());
-    else if (t.length <= 12)
-        with(std::integral_constant<int, 12>());
-    else if (t.length <= 16)
-        with(std::integral_constant<int, 16>());
-    else if (t.length <= 24)
-        with(std::integral_constant<int, 24>());
-    else
-        with(std::integral_constant<int, 32>());
+    switch (tiny_count(t.length)) {
+    case 2:
+        return with(std::integral_constant<int, 2>());
+    case 3:
+        return with(std::integral_constant<int, 3>());
+    case 4:
+        return with(std::integral_constant<int, 4>());
+    case 6:
+        return with(std::integral_constant<int, 6>());
+    case 8:
+        return with(std::integral_constant<int, 8>());
+    case 12:
+        return with(std::integral_constant<int, 12>());
+    case 16:
+        return with(std::integral_constant<int, 16>());
+    case 24:
+        return with(std::integral_constant<int, 24>());
+    default:
+        return with(std::integral_constant<int, 32>());
+    }
 }
 
 /* ---- rows in any layout ----------------------------------------------------------------------- */
@@ -173,17 +198,19 @@ template <typename T> struct TinyTile {
     }
     DEVICE void load(T *side) const {
         constexpr int N = WIDE<T>;
-        for (int i = threadIdx.x; i < span.packs; i += TINY_THREADS)
+        const int packs = static_cast<int>(span.packs), own = static_cast<int>(threadIdx.x);
+        for (int i = own; i < packs; i += TINY_THREADS)
             copy_async<T, N>(reinterpret_cast<Pack<T, N> *>(side + place(i * N)), span.body + i * N);
-        for (int e = threadIdx.x; e < span.edges; e += TINY_THREADS)
-            side[place(span.edge(e))] = span.body[span.edge(e)];
+        if (own < span.edges)
+            side[place(span.edge(own))] = span.body[span.edge(own)];
     }
     DEVICE void store(const T *side) const {
         constexpr int N = WIDE<T>;
-        for (int i = threadIdx.x; i < span.packs; i += TINY_THREADS)
+        const int packs = static_cast<int>(span.packs), own = static_cast<int>(threadIdx.x);
+        for (int i = own; i < packs; i += TINY_THREADS)
             store_once<T, N>(span.body + i * N, load_once<T, N>(side + place(i * N)));
-        for (int e = threadIdx.x; e < span.edges; e += TINY_THREADS)
-            span.body[span.edge(e)] = side[place(span.edge(e))];
+        if (own < span.edges)
+            span.body[span.edge(own)] = side[place(span.edge(own))];
     }
 };
 
@@ -196,14 +223,16 @@ template <typename T, int COUNT> DEVICE RowStats stats_of_row(const float (&x)[C
     const float top = fmaxf(fmaxf(max[0], max[1]), -INFINITY), pivot = pivot_at(top);
     float sum[4] = {};
 #pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        sum[j % 4] += exp_below(x[j] - pivot, 1.0f);
+    for (int j = 0; j < COUNT; j++) {
+        const float e = exp_below(x[j] - pivot, 1.0f);
+        sum[j % 4] = j < 4 ? e : sum[j % 4] + e;
+    }
     return {top, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
 template <class Op, typename T, int COUNT, int ROWS, bool GRADIENT>
 DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
-    constexpr int TILE = ROWS * TINY_THREADS;
+    constexpr int TILE = ROWS * TINY_THREADS, LEAST = least_of_count(COUNT);
     char *const sides = reinterpret_cast<char *>(shared_memory);
     T *const data = reinterpret_cast<T *>(t.data[0]), *const gradients = reinterpret_cast<T *>(t.data[1]);
     const auto side_at = [&](int side) { return reinterpret_cast<T *>(sides + side * t.side_bytes); };
@@ -242,13 +271,11 @@ DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
             const int at = r * TINY_THREADS + threadIdx.x;
             const T *const elements = side_at(side) + offset_in_pack(data) + at * t.pitch;
             T *const gradient = GRADIENT ? results + offset_in_pack(gradients) + at * t.length : nullptr;
-            if (row_of(tile, r) < t.rows) {
-                float x[COUNT];
+            float x[COUNT];
 #pragma unroll
-                for (int j = 0; j < COUNT; j++)
-                    x[j] = j < t.length ? to_float(elements[j]) : -INFINITY;
-                op.finish(row[r], row_of(tile, r), x, elements, gradient);
-            }
+            for (int j = 0; j < COUNT; j++)
+                x[j] = j < LEAST || j < t.length ? to_float(elements[j]) : -INFINITY;
+            op.finish(row[r], row_of(tile, r), row_of(tile, r) < t.rows, x, elements, gradient);
             row[r] = following[r];
         }
         if constexpr (GRADIENT) {
@@ -293,7 +320,7 @@ template <class Op, typename T, int COUNT, bool GRADIENT> DEVICE void scattered_
             v[j] = to_float(x[j]);
             place[j] = x[j];
         }
-        op.finish(loaded, row, v, place, place);
+        op.finish(loaded, row, true, v, place, place);
         if constexpr (GRADIENT) {
             T *const to = s.out.at<T>(row);
             if (s.out_packs) {

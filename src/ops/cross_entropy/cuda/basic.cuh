@@ -9,9 +9,16 @@
 #ifndef RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
 #define RAFTER_CROSS_ENTROPY_CUDA_BASIC_CUH
 
+#include "cuda/two_floats.cuh"
 #include "ops/cross_entropy/cuda/problem.cuh"
 
 namespace {
+
+/* negative_log_prob for a scale of 1, in floats. */
+DEVICE float rounded_nll(float max, float target, TwoFloats log_sum) {
+    const float value = rounded_sum(max, -target, log_sum);
+    return value < 0.0f ? 0.0f : value;
+}
 
 /* dz = c * e^(z - pivot), minus `target` at the label. A negative label: dz = c in every column. */
 struct alignas(16) BasicGradient {
@@ -328,9 +335,9 @@ struct BasicOptions {
     bool class_weights; /* unless there is label smoothing too */
 };
 
-/* Whether basic_short_rows takes label smoothing and class weights; else basic_warp_per_row does, of up to 2
- * SCANNED_ROWS rows. Its blocks of 128 rows are few then: measured, very short rows are faster nevertheless. */
-inline bool short_rows_know_options(const Problem &p) {
+/* Whether rows are for basic_short_rows; else basic_warp_per_row takes up to 2 * SCANNED_ROWS of them. The former
+ * has few blocks, of 128 rows, then: measured, very short rows are faster nevertheless. */
+inline bool are_many_short_rows(const Problem &p) {
     constexpr int64_t VERY_SHORT = 16; /* packs */
     return !p.invariant && p.rows > (p.row_packs() <= VERY_SHORT ? SCANNED_ROWS : 2 * SCANNED_ROWS);
 }

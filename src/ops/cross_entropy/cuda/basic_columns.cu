@@ -90,25 +90,24 @@ DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS
             weight[j] = u.class_weight_of(label[j]);
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
-        const double log_sum = log_of_sum(s[j].max == INFINITY ? NAN : s[j].sum);
-        double value = negative_log_prob(s[j].max, z_label[j], log_sum, 1.0);
-        lse[j] = static_cast<float>(s[j].max + log_sum);
+        const TwoFloats log_sum = log_in_floats(s[j].max == INFINITY ? NAN : s[j].sum);
+        float &value = loss[j];
+        value = rounded_nll(s[j].max, z_label[j], log_sum);
+        lse[j] = rounded_sum(s[j].max, log_sum);
         if (OPTIONS && u.smooths)
-            value = u.smoothed(value, s[j].max, log_sum, total[j]);
+            value = static_cast<float>(u.smoothed(value, s[j].max, log_sum.number(), total[j]));
         if (OPTIONS && u.weighs)
             value *= weight[j];
         if (label[j] < 0) {
-            value = label[j] == IGNORED ? 0.0 : NAN;
-            lse[j] = static_cast<float>(value);
+            value = lse[j] = label[j] == IGNORED ? 0.0f : NAN;
             u.flag_bad_label(label[j]);
         }
-        loss[j] = static_cast<float>(value);
-        sum->x += value;
         if (OPTIONS && u.weighs)
             weights += weight[j];
         else
             counted += label[j] != IGNORED;
     }
+    sum->x += (loss[0] + loss[1]) + (loss[2] + loss[3]);
     sum->y += OPTIONS && u.weighs ? weights : counted;
     if (u.lse)
         store_four(u.lse + row, lse);

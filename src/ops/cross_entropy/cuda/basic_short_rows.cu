@@ -127,7 +127,7 @@ struct BasicShortRows {
             return "rows are longer than 2 KB";
         if (p.rows > INT32_MAX - THREADS)
             return "it counts rows in 31 bits";
-        const bool knows = short_rows_know_options(p);
+        const bool knows = !p.invariant;
         return why_not_basic_options(p, call, {knows, knows});
     }
 
@@ -140,7 +140,7 @@ struct BasicShortRows {
             constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
             const int64_t enough = int64_t(32) * device.multiprocessors; /* warps */
             int &steps = plan->steps = LANES;
-            if (p.invariant) /* else there are many rows */
+            if (p.invariant || p.rows <= 2 * SCANNED_ROWS) /* else there are many rows */
                 while (steps > BATCH<LANES, decltype(packs)::value> && p.rows < enough * GROUPS * steps)
                     steps /= 2;
             plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * steps);

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int PER_SM = 4; /* blocks */
+constexpr int PER_SM = 4;       /* blocks */
+constexpr int ROWS_AT_ONCE = 4; /* of a thread, at most */
 
 /* Kernel arguments. */
 struct TinyArgs {
@@ -34,36 +35,39 @@ template <typename T, bool OPTIONS> struct TinyLoss {
     }
     DEVICE void begin() const {
     }
-    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements, T *) {
+    template <int COUNT>
+    DEVICE void finish(Row loaded, int row, bool present, const float (&x)[COUNT], const T *elements, T *) {
         const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded);
         const RowStats s = stats_of_row<T>(x);
-        const double log_sum = log_of_sum(s.max == INFINITY ? NAN : s.sum);
-        double value, lse;
+        const TwoFloats log_sum = log_in_floats(s.max == INFINITY ? NAN : s.sum);
+        float value, lse;
         if (label >= 0) {
-            value = negative_log_prob(s.max, to_float(elements[label]), log_sum, 1.0);
-            lse = s.max + log_sum;
+            value = rounded_nll(s.max, to_float(elements[label]), log_sum);
+            lse = rounded_sum(s.max, log_sum);
             if (OPTIONS && u.smooths) {
                 float total = 0.0f;
 #pragma unroll
                 for (int j = 0; j < COUNT; j++)
                     total += j < a.tiny.length ? x[j] : 0.0f;
-                value = u.smoothed(value, s.max, log_sum, total);
+                value = static_cast<float>(u.smoothed(value, s.max, log_sum.number(), total));
             }
             if (OPTIONS && u.weighs)
                 value *= u.class_weight_of(label);
         } else {
-            value = lse = label == IGNORED ? 0.0 : NAN;
+            value = lse = label == IGNORED ? 0.0f : NAN;
             u.flag_bad_label(label);
         }
-        if (u.lse)
-            u.lse[row] = static_cast<float>(lse);
-        if (u.row_loss)
-            u.row_loss[row] = static_cast<float>(value);
-        if (a.row_losses)
-            a.row_losses[row] = static_cast<float>(value);
-        sum.x += value;
-        sum.y += OPTIONS ? u.weight_of(label) : label != IGNORED;
+        if (u.lse && present)
+            u.lse[row] = lse;
+        if (u.row_loss && present)
+            u.row_loss[row] = value;
+        if (a.row_losses && present)
+            a.row_losses[row] = value;
+        if (u.loss) {
+            sum.x += value;
+            sum.y += OPTIONS ? u.weight_of(label) : label != IGNORED;
+        }
     }
 };
 
@@ -87,7 +91,7 @@ template <typename T, bool OPTIONS> struct TinyGradient {
         factor = *a.factor;
     }
     template <int COUNT>
-    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *elements, T *gradient) const {
+    DEVICE void finish(const Row &loaded, int, bool, const float (&x)[COUNT], const T *elements, T *gradient) const {
         const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded.label);
         const double plain = factor * loaded.dloss, own = OPTIONS ? u.weighted(plain, label) : plain;
@@ -101,7 +105,7 @@ template <typename T, bool OPTIONS> struct TinyGradient {
         const ScaledExp<T> scaled(g.c, g.pivot, 1.0f);
 #pragma unroll
         for (int j = 0; j < COUNT; j++)
-            if (j < a.tiny.length)
+            if (j < least_of_count(COUNT) || j < a.tiny.length)
                 gradient[j] = from_float<T>(g.label < 0 ? g.c : spread.of(x[j], scaled));
         if (g.label >= 0)
             gradient[g.label] = from_float<T>(spread.at_label(z_label, g));
@@ -156,7 +160,7 @@ struct BasicTinyRows {
         TinyArgs &args = plan->args;
         args.basic = basic_args(device, p, call);
         args.tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
-                                 static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), true);
+                                 static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), ROWS_AT_ONCE);
         args.row_losses = nullptr;
         args.row_dlosses = nullptr;
         if (l.reduction == RAFTER_NONE) {
@@ -179,7 +183,7 @@ struct BasicTinyRows {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_tiny_shape<true>(args.tiny, [&](auto count, auto rows) {
+            for_tiny_shape<T, ROWS_AT_ONCE>(args.tiny, [&](auto count, auto rows) {
                 constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                 for_bool(args.basic.smooths || args.basic.weighs, [&](auto options) {
                     constexpr bool OPTIONS = decltype(options)::value;

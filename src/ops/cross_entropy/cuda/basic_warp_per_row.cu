@@ -95,12 +95,13 @@ struct BasicWarpPerRow {
         const Problem p(call);
         if (p.row_packs() > (p.gradient ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
+        if (are_many_short_rows(p))
+            return "there are so many short rows that a warp should take several";
         /* With more than 64 packs, the sums are those of basic_short_rows, which takes many rows. */
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
                                              : why_not_basic_options(p, call);
-        const bool own = !p.invariant && !short_rows_know_options(p);
-        return why_not_basic(p, call, {!p.gradient || (own && !p.forward), own});
+        return why_not_basic(p, call, {!p.gradient || (!p.invariant && !p.forward), !p.invariant});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -112,9 +113,9 @@ struct BasicWarpPerRow {
     }
 
     /* Whether a kernel before this one computes the factor: there are class weights, or more labels than every
-     * block should count, which is only if the call is batch invariant. */
+     * block should count. */
     static bool counts(const BasicArgs &args) {
-        return args.dz && (args.weighs || args.rows > 2 * SCANNED_ROWS);
+        return args.dz && (args.weighs || args.rows > SCANNED_ROWS);
     }
 
     template <typename T, int PACKS, class U>

@@ -89,7 +89,10 @@ template <typename T> struct TinyLoss {
     DEVICE void begin() const {
         wait_for_previous_kernel();
     }
-    template <int COUNT> DEVICE void finish(Row loaded, int row, const float (&x)[COUNT], const T *elements, T *) {
+    template <int COUNT>
+    DEVICE void finish(Row loaded, int row, bool present, const float (&x)[COUNT], const T *elements, T *) {
+        if (!present)
+            return;
         const int64_t label = loss.class_of(loaded);
         if (label >= 0)
             write_row(loss, row, label,
@@ -122,7 +125,10 @@ template <typename T> struct TinyGradient {
         common = common_factor(c);
     }
     template <int COUNT>
-    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *elements, T *gradient) const {
+    DEVICE void finish(const Row &loaded, int row, bool present, const float (&x)[COUNT], const T *elements,
+                       T *gradient) const {
+        if (!present)
+            return;
         const int64_t label = loss.class_of(loaded.label);
         RowGradient g = gradient_of_skipped(label);
         if (label >= 0) {
@@ -211,7 +217,7 @@ struct TinyRowsVariant {
             return layout.bytes;
         }
         plan->tiny = tiny_rows_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), p.gradient ? 2 : 1,
-                                  static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), false);
+                                  static_cast<int>(rafter_dtype_bytes(call.logits.dtype)), 1);
         plan->blocks = tiny_blocks(plan->tiny, device, p.gradient ? TINY_GRADIENTS_PER_SM : TINY_PER_SM);
         plan->general.fill(device, p, call, plan->blocks, &layout);
         return layout.bytes;
@@ -229,7 +235,7 @@ struct TinyRowsVariant {
                                  args.gradient ? scattered_gradients<T, COUNT> : scattered_losses<T, COUNT>,
                                  ScatteredArgs{args, plan.scattered});
                 });
-            for_tiny_shape<false>(plan.tiny, [&](auto count, auto) {
+            for_tiny_shape<T, 1>(plan.tiny, [&](auto count, auto) {
                 constexpr int COUNT = decltype(count)::value;
                 sequence.run(Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
                              args.gradient ? tiny_gradients<T, COUNT> : tiny_losses<T, COUNT>,

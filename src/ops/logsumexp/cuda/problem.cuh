@@ -5,6 +5,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/row_classes.cuh"
+#include "cuda/two_floats.cuh"
 #include "cuda/variant.cuh"
 #include "ops/logsumexp/call.h"
 
@@ -172,10 +173,9 @@ Backward backward_of(const logsumexp_call &call, const Problem &p, const Split &
     return b;
 }
 
-/* The logarithm is taken in double: added to a maximum of opposite sign, its rounding in fp32 would
- * show. */
+/* The logarithm has more digits than a float: added to a maximum of opposite sign, its rounding would show. */
 DEVICE float lse_of(RowStats s) {
-    return static_cast<float>(pivot_at(s.max) + log_of_sum(s.sum));
+    return rounded_sum(pivot_at(s.max), log_in_floats(s.sum));
 }
 
 /* dlse * e^(x - lse) of one row. A row of all -inf gets zeros. */

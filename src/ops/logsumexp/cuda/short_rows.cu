@@ -2,47 +2,52 @@
 /*
  * logsumexp of rows of up to 64 whole 16-byte packs.
  *
- * Forward: a warp takes 32 rows. LANES lanes share a row, so that 32 / LANES rows are reduced at a
- * time, in LANES steps. Each lane keeps the statistics of one row and finishes that row: the
- * double-precision logarithm then runs on 32 lanes at once. With a warp per row it ran on one lane,
- * and cost more than reading the row.
+ * Forward: a warp takes up to 32 rows. LANES lanes share a row, so that 32 / LANES rows are reduced at a
+ * time, in up to LANES steps. Each lane keeps the statistics of one row and finishes that row: the
+ * logarithm then runs on 32 lanes at once. With a warp per row it ran on one lane, and cost more than
+ * reading the row. If rows are few, a warp takes fewer steps, so that there are enough warps.
  *
  * Backward: elementwise. Threads take packs of the whole tensor, not of a row. lse and dlse may be
  * strided.
  */
+#include <type_traits>
+
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
 
 constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
-constexpr int64_t MANY_ROWS = 1 << 15;  /* forward pays from here on: docs/perf/logsumexp.md */
+constexpr int64_t MANY_ROWS = 1 << 13;  /* forward pays from here on: docs/perf/logsumexp.md */
 
 struct ShortArgs {
     const char *x;
     int64_t step; /* between rows, in bytes */
     LseNumbers lse;
     int rows, packs; /* packs: per row */
+    int steps;       /* of a warp; a multiple of BATCH */
 };
 
-/* PACKS: packs per lane. A lane loads BATCH rows before it uses the first. Packs past the end of a
- * row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
+/* Rows that a lane loads before it uses the first. PACKS: packs per lane. */
+template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
+
+/* Packs past the end of a row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
 template <typename T, int LANES, int PACKS>
 __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ ShortArgs a) {
-    constexpr int GROUPS = WARP / LANES, BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
+    constexpr int GROUPS = WARP / LANES, AT_ONCE = BATCH<LANES, PACKS>;
     const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES;
-    const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * WARP;
+    const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * (GROUPS * a.steps);
     RowStats own = no_elements();
 #pragma unroll 1
-    for (int step = 0; step < LANES; step += BATCH) {
-        Pack<T, WIDE<T>> packs[BATCH][PACKS];
+    for (int step = 0; step < a.steps; step += AT_ONCE) {
+        Pack<T, WIDE<T>> packs[AT_ONCE][PACKS];
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
+        for (int b = 0; b < AT_ONCE; b++) {
             const int row = first + (step + b) * GROUPS + group;
             load_packs(packs[b], reinterpret_cast<const T *>(a.x + row * a.step), row < a.rows ? a.packs : 0, member,
                        LANES);
         }
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
+        for (int b = 0; b < AT_ONCE; b++) {
             RowStats s = no_elements();
             add_packs(s, packs[b], 1.0f);
             s = merge_lanes<LANES>(s, 1.0f);
@@ -51,7 +56,7 @@ __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__
         }
     }
     const int row = first + member * GROUPS + group;
-    if (row < a.rows)
+    if (member < a.steps && row < a.rows)
         a.lse.put(row, lse_of(own));
 }
 
@@ -94,6 +99,7 @@ struct ShortRows {
     struct Plan {
         ShortArgs forward;
         GradientArgs backward;
+        int64_t blocks; /* forward */
         rafter_dtype dtype;
         bool is_backward;
     };
@@ -116,7 +122,23 @@ struct ShortRows {
         return lse_rows(call).contiguous() ? NULL : "lse is strided";
     }
 
-    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+    /* Calls f(std::integral_constant<int, LANES>(), std::integral_constant<int, PACKS>()). */
+    template <typename F> static void for_shape(int packs, F f) {
+        typedef std::integral_constant<int, 1> One;
+        typedef std::integral_constant<int, 2> Two;
+        typedef std::integral_constant<int, 4> Four;
+        typedef std::integral_constant<int, 8> Eight;
+        typedef std::integral_constant<int, 16> Sixteen;
+        packs <= 1    ? f(One(), One())
+        : packs <= 2  ? f(Two(), One())
+        : packs <= 4  ? f(Four(), One())
+        : packs <= 8  ? f(Eight(), One())
+        : packs <= 16 ? f(Eight(), Two())
+        : packs <= 32 ? f(Sixteen(), Two())
+                      : f(Sixteen(), Four());
+    }
+
+    static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         const int64_t bytes = rafter_dtype_bytes(p.x.dtype), packs = p.row_bytes() / 16;
         const Rows x = p.x_rows();
@@ -134,21 +156,17 @@ struct ShortRows {
                               Divisor(packs)};
         } else {
             plan->forward = {x.data, x.step * bytes, lse_rows(call).numbers, static_cast<int>(p.rows),
-                             static_cast<int>(packs)};
+                             static_cast<int>(packs), 0};
+            for_shape(plan->forward.packs, [&](auto lanes, auto row_packs) {
+                constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
+                const int64_t enough = int64_t(16) * device.multiprocessors; /* warps */
+                int &steps = plan->forward.steps = LANES;
+                while (steps > BATCH<LANES, decltype(row_packs)::value> && p.rows < enough * GROUPS * steps)
+                    steps /= 2;
+                plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * steps);
+            });
         }
         return 0;
-    }
-
-    template <typename T> static void forward(const ShortArgs &args, cudaStream_t stream) {
-        const unsigned grid = grid_of(ceil_div<int64_t>(args.rows, THREADS));
-        const auto start = [&](auto *kernel) { kernel<<<grid, THREADS, 0, stream>>>(args); };
-        args.packs <= 1    ? start(rows_per_warp<T, 1, 1>)
-        : args.packs <= 2  ? start(rows_per_warp<T, 2, 1>)
-        : args.packs <= 4  ? start(rows_per_warp<T, 4, 1>)
-        : args.packs <= 8  ? start(rows_per_warp<T, 8, 1>)
-        : args.packs <= 16 ? start(rows_per_warp<T, 8, 2>)
-        : args.packs <= 32 ? start(rows_per_warp<T, 16, 2>)
-                           : start(rows_per_warp<T, 16, 4>);
     }
 
     static rafter_status launch(rafter_context *context, const Call &, const Plan &plan, char *) {
@@ -160,7 +178,10 @@ struct ShortRows {
                     <<<grid_of(ceil_div<int64_t>(plan.backward.packs, THREADS * GRADIENT_PACKS)), THREADS, 0, stream>>>(
                         plan.backward);
             else
-                forward<T>(plan.forward, stream);
+                for_shape(plan.forward.packs, [&](auto lanes, auto packs) {
+                    rows_per_warp<T, decltype(lanes)::value, decltype(packs)::value>
+                        <<<grid_of(plan.blocks), THREADS, 0, stream>>>(plan.forward);
+                });
         });
         return RAFTER_OK;
     }

@@ -7,6 +7,8 @@
 namespace {
 
 constexpr int PER_SM = 4; /* blocks */
+/* Rows of a thread at once, at most. */
+template <bool BACKWARD> constexpr int ROWS_AT_ONCE = BACKWARD ? 4 : 8;
 
 /* Kernel arguments. */
 struct TinyArgs {
@@ -19,7 +21,8 @@ struct ScatteredArgs {
     ScatteredRows rows;
 };
 
-template <typename T, bool BACKWARD> struct TinyLogsumexp {
+/* SCATTERED: rows, and so lse, may lie anywhere; forward only. */
+template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
     const TinyArgs &a;
     struct Row {
         float lse, dlse;
@@ -36,15 +39,18 @@ template <typename T, bool BACKWARD> struct TinyLogsumexp {
     DEVICE void begin() const {
     }
     template <int COUNT>
-    DEVICE void finish(const Row &loaded, int row, const float (&x)[COUNT], const T *, T *gradient) const {
+    DEVICE void finish(const Row &loaded, int row, bool present, const float (&x)[COUNT], const T *,
+                       T *gradient) const {
         if constexpr (BACKWARD) {
             const ScaledExp<T> scaled = gradient_of_row<T>(loaded.lse, loaded.dlse);
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
-                if (j < a.tiny.length)
+                if (j < least_of_count(COUNT) || j < a.tiny.length)
                     gradient[j] = from_float<T>(scaled.of(x[j]));
         } else {
-            a.lse.put(row, lse_of(stats_of_row<T>(x)));
+            const float lse = lse_of(stats_of_row<T>(x));
+            if (present)
+                a.lse.numbers.put(SCATTERED ? a.lse.offset(row) : row, lse);
         }
     }
 };
@@ -52,14 +58,16 @@ template <typename T, bool BACKWARD> struct TinyLogsumexp {
 template <typename T, int COUNT, int ROWS, bool BACKWARD>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyLogsumexp<T, BACKWARD> op = {a};
-    tiny_rows<TinyLogsumexp<T, BACKWARD>, T, COUNT, ROWS, BACKWARD>(op, a.tiny, dynamic);
+    typedef TinyLogsumexp<T, BACKWARD, false> Op;
+    Op op = {a};
+    tiny_rows<Op, T, COUNT, ROWS, BACKWARD>(op, a.tiny, dynamic);
 }
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered(const __grid_constant__ ScatteredArgs a) {
-    TinyLogsumexp<T, false> op = {a.tiny};
-    scattered_rows<TinyLogsumexp<T, false>, T, COUNT, false>(op, a.rows);
+    typedef TinyLogsumexp<T, false, true> Op;
+    Op op = {a.tiny};
+    scattered_rows<Op, T, COUNT, false>(op, a.rows);
 }
 
 struct Tiny {
@@ -104,14 +112,21 @@ struct Tiny {
             return 0;
         }
         plan->args = {tiny_rows_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward ? 2 : 1,
-                                   static_cast<int>(rafter_dtype_bytes(p.x.dtype)), true),
+                                   static_cast<int>(rafter_dtype_bytes(p.x.dtype)),
+                                   p.backward ? ROWS_AT_ONCE<true> : ROWS_AT_ONCE<false>),
                       lse_rows(call), p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->blocks = tiny_blocks(plan->args.tiny, device, PER_SM);
         return 0;
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
+    template <typename T, bool BACKWARD> static void launch_close(rafter_context *context, const Plan &plan) {
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(plan.args.tiny)};
+        for_tiny_shape<T, ROWS_AT_ONCE<BACKWARD>>(plan.args.tiny, [&](auto count, auto rows) {
+            ::launch(context, how, tiny<T, decltype(count)::value, decltype(rows)::value, BACKWARD>, plan.args);
+        });
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.scattered.blocks > 0)
@@ -119,13 +134,10 @@ struct Tiny {
                     ::launch(context, Launch{plan.scattered.blocks, TINY_THREADS}, scattered<T, decltype(count)::value>,
                              ScatteredArgs{plan.args, plan.scattered});
                 });
-            for_tiny_shape<true>(plan.args.tiny, [&](auto count, auto rows) {
-                constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
-                if (plan.backward)
-                    ::launch(context, how, tiny<T, COUNT, ROWS, true>, plan.args);
-                else
-                    ::launch(context, how, tiny<T, COUNT, ROWS, false>, plan.args);
-            });
+            if (plan.backward)
+                launch_close<T, true>(context, plan);
+            else
+                launch_close<T, false>(context, plan);
         });
         return RAFTER_OK;
     }

@@ -1,0 +1,66 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Numbers as sums of two floats, for logarithms of many short rows: conversions from and to double take as long
+ * as eight other instructions each.
+ */
+#ifndef RAFTER_CUDA_TWO_FLOATS_CUH
+#define RAFTER_CUDA_TWO_FLOATS_CUH
+
+#include <cfloat>
+
+#include "cuda/vocabulary.cuh"
+
+struct TwoFloats {
+    float high, low; /* low: at most half a unit in the last place of high */
+
+    DEVICE double number() const {
+        return static_cast<double>(high) + low;
+    }
+};
+
+/* What is missing from `sum`, which is a + b rounded. Finite numbers only. */
+DEVICE float rounded_off(float a, float b, float sum) {
+    const float rest = sum - a;
+    return (a - (sum - rest)) + (b - rest);
+}
+
+DEVICE TwoFloats add_exactly(float a, float b) {
+    const float sum = a + b;
+    return {sum, rounded_off(a, b, sum)};
+}
+
+/* log(a) with an error of 2^-26. a: 0, a normal number, infinite or NaN; not negative. */
+DEVICE TwoFloats log_in_floats(float a) {
+    constexpr float LN2_HIGH = 0x1.62cp-1f; /* times an exponent, it is exact */
+    constexpr float LN2_LOW = 0x1.217f7ep-12f;
+    if (!(a >= FLT_MIN && a < INFINITY))
+        return {__logf(a), 0.0f};
+    const int bits = __float_as_int(a), k = (bits - 0x3f3504f3) >> 23; /* a = 2^k m, sqrt(0.5) <= m < sqrt(2) */
+    const float t = __int_as_float(bits - k * (1 << 23)) - 1.0f;
+    const float exponent = __int_as_float(0x4b400000 + k) - 12582912.0f; /* k, without a conversion */
+    /* log(1 + t) = t - t^2 / 2 + p t^3 */
+    float p = -0.0786012188f;
+    p = fmaf(p, t, 0.128813729f);
+    p = fmaf(p, t, -0.131284207f);
+    p = fmaf(p, t, 0.14181219f);
+    p = fmaf(p, t, -0.166245952f);
+    p = fmaf(p, t, 0.200022861f);
+    p = fmaf(p, t, -0.250008076f);
+    p = fmaf(p, t, 0.333333164f);
+    const float square = t * t, half = -0.5f * square, first = t + half;
+    const float rest = (half - (first - t)) + t * square * p;
+    const TwoFloats sum = add_exactly(exponent * LN2_HIGH, first);
+    return {sum.high, sum.low + fmaf(exponent, LN2_LOW, rest)};
+}
+
+/* a + b, rounded once. Infinite if one of them is, NaN if they are opposite. */
+DEVICE float rounded_sum(float a, TwoFloats b) {
+    const float sum = a + b.high;
+    return fabsf(sum) < INFINITY ? sum + (rounded_off(a, b.high, sum) + b.low) : sum;
+}
+DEVICE float rounded_sum(float a, float b, TwoFloats c) {
+    const float ab = a + b, sum = ab + c.high;
+    return fabsf(sum) < INFINITY ? sum + ((rounded_off(a, b, ab) + rounded_off(ab, c.high, sum)) + c.low) : sum;
+}
+
+#endif
