@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short rows that lie side by side: a thread takes four adjacent rows and all their elements. It loads
- * packs of four elements, one of each row, several of them before it uses the first; nothing goes
- * through shared memory, and the numbers of four rows (labels, lse) are loaded and stored at once.
+ * Short rows that lie side by side: a thread takes four rows and all their elements. It loads packs of
+ * four elements, one of each row, several of them before it uses the first; nothing goes through shared
+ * memory. The four rows are adjacent, and the numbers of four rows (labels, lse) are loaded and stored at
+ * once. If packs of adjacent rows would not be aligned, the four rows are LOOSE: a warp's width apart, so
+ * that the lanes of a warp load adjacent elements one by one.
  */
 #ifndef RAFTER_CUDA_COLUMN_PACKS_CUH
 #define RAFTER_CUDA_COLUMN_PACKS_CUH
@@ -11,13 +13,15 @@
 
 #include "cuda/slabs.cuh"
 
-constexpr int COLUMNS = 4; /* rows of a thread */
+constexpr int COLUMNS = 4;                 /* rows of a thread */
+constexpr int LOOSE_ROWS = COLUMNS * WARP; /* of a warp */
 
 /* As a kernel argument. */
 struct ColumnPacks {
     Slabs slabs;
-    unsigned packs;   /* of COLUMNS rows */
-    Divisor by_inner; /* packs of a slab */
+    bool loose;
+    unsigned packs;   /* of COLUMNS rows; loose: some have fewer */
+    Divisor by_inner; /* packs of a slab; loose: a warp's packs are one */
     int length;
     int parts, part; /* of the rows, for gradients; elements of each part but the last */
     unsigned across; /* blocks of a part */
@@ -27,44 +31,53 @@ struct ColumnPacks {
 
 /* How a kernel takes rows. */
 struct ColumnChoice {
-    int tensors;     /* 2 if there is a gradient */
-    int64_t longest; /* elements of a row */
-    bool splits;     /* rows may be cut into parts */
+    int tensors;           /* 2 if there is a gradient */
+    int64_t longest;       /* elements of a row */
+    bool splits;           /* rows may be cut into parts */
+    int64_t longest_loose; /* elements of a row, if it is loose */
 };
+
+/* Whether packs of four elements of adjacent rows are not aligned. */
+static inline bool are_loose(const Slabs &s, int tensors, int bytes) {
+    bool whole = s.inner % COLUMNS == 0;
+    for (int t = 0; t < tensors; t++) {
+        whole = whole && reinterpret_cast<uintptr_t>(s.data[t]) % (COLUMNS * bytes) == 0 &&
+                (s.length <= 1 || s.step[t] % COLUMNS == 0);
+        for (int d = 0; d < s.walk.dims; d++)
+            whole = whole && (s.walk.size[d] <= 1 || s.walk.stride[t][d] % COLUMNS == 0);
+    }
+    return !whole;
+}
 
 /* Why these rows are not for packs of columns, or NULL. */
 static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoice &how, int bytes) {
     constexpr int64_t FEW_STEPS = 8, ROWS_PER_STEP = 2048, MANY_ROWS = 1 << 18, LEAST_ROWS = 4096;
-    if (s.inner == 1 || s.row_step != 1)
+    constexpr int64_t LEAST_LOOSE = 96; /* three of a lane's four rows */
+    if (s.inner == 1 || s.row_step != 1 || s.across[0] != 1 || (how.tensors > 1 && s.across[1] != 1))
         return "rows are not side by side";
-    if (s.inner % COLUMNS != 0 || s.inner * bytes < 32)
-        return "the number of rows side by side is not a multiple of 4, or small";
-    if (s.rows() > INT32_MAX)
+    const bool loose = are_loose(s, how.tensors, bytes);
+    if (s.inner * bytes < 32 || (loose && s.inner < LEAST_LOOSE))
+        return "few rows are side by side";
+    if (s.rows() > INT32_MAX / 2)
         return "it counts rows in 31 bits";
     const int64_t enough = how.splits ? LEAST_ROWS : min(ROWS_PER_STEP * s.length, MANY_ROWS);
-    if (s.length > how.longest || (s.length > FEW_STEPS && s.rows() < enough))
-        return "rows are too long for one thread";
-    for (int t = 0; t < how.tensors; t++) {
-        bool whole = s.across[t] == 1 && reinterpret_cast<uintptr_t>(s.data[t]) % (COLUMNS * bytes) == 0 &&
-                     (s.length <= 1 || s.step[t] % COLUMNS == 0);
-        for (int d = 0; d < s.walk.dims; d++)
-            whole = whole && (s.walk.size[d] <= 1 || s.walk.stride[t][d] % COLUMNS == 0);
-        if (!whole)
-            return "packs of 4 elements are not aligned";
-    }
-    return NULL;
+    return s.length > (loose ? how.longest_loose : how.longest) || (s.length > FEW_STEPS && s.rows() < enough)
+               ? "rows are too long for one thread"
+               : NULL;
 }
 
-/* For blocks of `threads` threads. */
-static inline ColumnPacks column_packs_of(const Slabs &s, bool splits, int threads) {
+/* For blocks of `threads` threads, whole warps. `loose`: from are_loose. */
+static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &how, bool loose, int threads) {
     constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 8;
     ColumnPacks c = {};
     c.slabs = s;
-    c.packs = static_cast<unsigned>(s.rows() / COLUMNS);
-    c.by_inner = Divisor(s.inner / COLUMNS);
+    c.loose = loose;
+    const int64_t of_slab = loose ? ceil_div<int64_t>(s.inner, LOOSE_ROWS) : s.inner / COLUMNS;
+    c.packs = static_cast<unsigned>(s.outer * of_slab * (loose ? WARP : 1));
+    c.by_inner = Divisor(of_slab);
     c.length = static_cast<int>(s.length);
     const int64_t parts =
-        splits ? max(min(ceil_div<int64_t>(ENOUGH_THREADS, c.packs), s.length / LEAST_PART), int64_t(1)) : 1;
+        how.splits ? max(min(ceil_div<int64_t>(ENOUGH_THREADS, c.packs), s.length / LEAST_PART), int64_t(1)) : 1;
     c.part = static_cast<int>(round_up<int64_t>(ceil_div(s.length, parts), 8));
     c.parts = static_cast<int>(ceil_div<int64_t>(s.length, c.part));
     c.across = static_cast<unsigned>(ceil_div<int64_t>(c.packs, threads));
@@ -85,40 +98,80 @@ template <typename F> static void for_column_steps(int64_t length, F f) {
 
 /* Pack `index` of rows: where its first elements are, in the input and in its gradient, and the number
  * of its first row. */
-template <typename T> struct PlacedColumns {
+template <typename T, bool LOOSE> struct PlacedColumns {
+    const ColumnPacks &c;
     const T *x;
     T *dx;
     int row;
+    int count; /* LOOSE: rows that exist, of four */
 
-    DEVICE PlacedColumns(const ColumnPacks &c, unsigned index) {
-        const unsigned slab = c.by_inner.quotient(index);
-        const int column = static_cast<int>(index - slab * c.by_inner.number) * COLUMNS;
+    DEVICE PlacedColumns(const ColumnPacks &columns, unsigned index) : c(columns) {
+        const unsigned pack = LOOSE ? index / WARP : index, slab = c.by_inner.quotient(pack);
+        const int of_slab = static_cast<int>(pack - slab * c.by_inner.number),
+                  column = LOOSE ? of_slab * LOOSE_ROWS + static_cast<int>(threadIdx.x % WARP) : of_slab * COLUMNS;
         int64_t offset[3];
         c.slabs.walk.offsets(slab, offset);
         x = c.slabs.at<const T>(0, offset[0]) + column;
         dx = c.slabs.at<T>(1, offset[1]) + column;
         row = static_cast<int>(offset[2]) + column;
+        count = 0;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            count += column + apart(j) < static_cast<int>(c.slabs.inner);
+    }
+    /* From the first row to row j. */
+    static DEVICE int apart(int j) {
+        return LOOSE ? j * WARP : j;
+    }
+    DEVICE bool has(int j) const {
+        return !LOOSE || j < count;
+    }
+    /* Elements l, l + 1, ... of the rows; -inf from `to` on. */
+    template <int STEPS> DEVICE void load(Pack<T, COLUMNS> (&packs)[STEPS], int l, int to) const {
+        const T *p = x + l * c.slabs.step[0];
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, p += c.slabs.step[0]) {
+            if constexpr (LOOSE) {
+#pragma unroll
+                for (int j = 0; j < COLUMNS; j++)
+                    packs[k].v[j] = load_once_if<T, 1>(l + k < to && has(j), p + apart(j), -INFINITY).v[0];
+            } else {
+                packs[k] = load_once_if<T, COLUMNS>(l + k < to, p, -INFINITY);
+            }
+        }
+    }
+    /* f(l, packs) for elements `from` to `to` of the rows. The first packs have been loaded. */
+    template <int STEPS, typename F>
+    DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], int from, int to, F f) const {
+        f(from, packs);
+#pragma unroll 1
+        for (int l = from + STEPS; l < to; l += STEPS) {
+            load(packs, l, to);
+            f(l, packs);
+        }
+    }
+    /* One number of each row, at the first one's place in a tensor of any type. */
+    template <typename U> DEVICE void store(U *to, const Pack<U, COLUMNS> &pack) const {
+        if constexpr (LOOSE) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                if (has(j))
+                    to[apart(j)] = pack.v[j];
+        } else {
+            store_once<U, COLUMNS>(to, pack);
+        }
+    }
+    template <typename U> DEVICE Pack<U, COLUMNS> load_numbers(const U *from) const {
+        if constexpr (LOOSE) {
+            Pack<U, COLUMNS> pack;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                pack.v[j] = has(j) ? from[apart(j)] : from_float<U>(0.0f);
+            return pack;
+        } else {
+            return load_once<U, COLUMNS>(from);
+        }
     }
 };
-
-/* Elements l, l + 1, ... of the rows; -inf from `to` on. */
-template <typename T, int STEPS>
-DEVICE void load_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, int l, int to, const ColumnPacks &c) {
-    const T *p = x + l * c.slabs.step[0];
-#pragma unroll
-    for (int k = 0; k < STEPS; k++, p += c.slabs.step[0])
-        packs[k] = load_once_if<T, COLUMNS>(l + k < to, p, -INFINITY);
-}
-
-/* f(l, packs) for elements `from` to `to` of the rows. The first packs have been loaded. */
-template <typename T, int STEPS, typename F>
-DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], const T *x, int from, int to, const ColumnPacks &c, F f) {
-    f(from, packs);
-#pragma unroll 1
-    for (int l = from + STEPS; l < to; l += STEPS) {
-        load_columns(packs, x, l, to, c);
-        f(l, packs);
-    }
-}
 
 #endif

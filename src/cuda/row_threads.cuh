@@ -25,6 +25,8 @@ struct RowThreads {
     unsigned blocks, merge_blocks;
     int merge_lanes; /* per row */
     Divisor by_inner, by_rows;
+    bool flat;       /* a row's index is its number, and 31 bits count elements */
+    int slab_stride; /* if flat: elements from a slab to the next */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -64,6 +66,11 @@ static inline RowThreads threads_of(const Slabs &s, int blocks, bool by_length) 
     t.merge_blocks = needed(s.rows() * t.merge_lanes);
     t.by_inner = Divisor(s.inner);
     t.by_rows = Divisor(s.rows());
+    const int64_t slab_stride = s.outer > 1 ? s.walk.stride[0][0] : 0;
+    t.flat = s.walk.dims <= 1 && (s.inner == 1 || (s.row_step == 1 && s.across[0] == 1)) &&
+             (s.outer <= 1 || s.walk.stride[2][0] == s.inner) && slab_stride >= 0 &&
+             (s.outer - 1) * slab_stride + s.inner <= INT32_MAX;
+    t.slab_stride = t.flat ? static_cast<int>(slab_stride) : 0;
     return t;
 }
 
@@ -77,6 +84,11 @@ template <typename T> struct PlacedRow {
     DEVICE PlacedRow(const RowThreads &t, unsigned index) {
         const unsigned slab = t.by_inner.quotient(index);
         const int column = static_cast<int>(index - slab * t.by_inner.number);
+        if (t.flat) {
+            first = t.slabs.at<const T>(0, 0) + (static_cast<int>(slab) * t.slab_stride + column);
+            number = index;
+            return;
+        }
         int64_t offset[3];
         t.slabs.walk.offsets(slab, offset);
         first = t.slabs.at<const T>(0, offset[0]) + column * t.slabs.across[0];
@@ -130,45 +142,6 @@ DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_st
             op.finish(row, place.number, g);
         else if (i < tasks)
             part_stats[i] = g;
-    }
-}
-
-/* Rows of at most STEPS elements, ROWS of them at a time: of one, too few loads would be in flight. */
-template <class Op, typename T, int STEPS, int ROWS> DEVICE void thread_short_rows(Op &op, const RowThreads &t) {
-    constexpr unsigned TOGETHER = ROWS * ROW_THREADS_BLOCK;
-    const int64_t step = t.slabs.step[0];
-    const int length = static_cast<int>(t.slabs.length);
-    bool first_rows = true;
-    for (unsigned first = blockIdx.x * TOGETHER + threadIdx.x; first < t.rows || first_rows;
-         first += gridDim.x * TOGETHER) {
-        Pack<T, 1> packs[ROWS][STEPS];
-        typename Op::Row row[ROWS];
-        const T *begin[ROWS];
-        int64_t number[ROWS];
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            const unsigned i = first + r * ROW_THREADS_BLOCK;
-            const PlacedRow<T> place(t, i < t.rows ? i : 0);
-            row[r] = i < t.rows ? op.load_row(place.number) : op.no_row();
-            begin[r] = place.first;
-            number[r] = place.number;
-#pragma unroll
-            for (int k = 0; k < STEPS; k++)
-                packs[r][k] = load_once_if<T, 1>(k < length, place.first + k * step, -INFINITY);
-        }
-        if (first_rows)
-            op.begin();
-        first_rows = false;
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-            op.look(
-                row[r], [&] { return begin[r]; }, step);
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            typename Op::Stats g = op.none();
-            op.add(g, packs[r], length, 0, 1);
-            op.finish(row[r], number[r], g);
-        }
     }
 }
 

@@ -117,24 +117,15 @@ template <typename T, int MOST, typename F> static void for_tiny_shape(const Tin
             f(count, std::integral_constant<int, MANY>());
     };
     switch (tiny_count(t.length)) {
-    case 2:
-        return with(std::integral_constant<int, 2>());
-    case 3:
-        return with(std::integral_constant<int, 3>());
-    case 4:
-        return with(std::integral_constant<int, 4>());
-    case 6:
-        return with(std::integral_constant<int, 6>());
-    case 8:
-        return with(std::integral_constant<int, 8>());
-    case 12:
-        return with(std::integral_constant<int, 12>());
-    case 16:
-        return with(std::integral_constant<int, 16>());
-    case 24:
-        return with(std::integral_constant<int, 24>());
-    default:
-        return with(std::integral_constant<int, 32>());
+    case 2: return with(std::integral_constant<int, 2>());
+    case 3: return with(std::integral_constant<int, 3>());
+    case 4: return with(std::integral_constant<int, 4>());
+    case 6: return with(std::integral_constant<int, 6>());
+    case 8: return with(std::integral_constant<int, 8>());
+    case 12: return with(std::integral_constant<int, 12>());
+    case 16: return with(std::integral_constant<int, 16>());
+    case 24: return with(std::integral_constant<int, 24>());
+    default: return with(std::integral_constant<int, 32>());
     }
 }
 
@@ -173,8 +164,8 @@ static inline ScatteredRows scattered_rows_of(const rafter_view &x, const rafter
 }
 
 /* Calls f(std::integral_constant<int, COUNT>()): COUNT is at least the length of rows. */
-template <typename F> static void for_scattered_count(const ScatteredRows &s, F f) {
-    if (s.length <= 8)
+template <typename F> static void for_few_counts(int length, F f) {
+    if (length <= 8)
         f(std::integral_constant<int, 8>());
     else
         f(std::integral_constant<int, LONGEST_TINY>());
@@ -230,9 +221,10 @@ template <typename T, int COUNT> DEVICE RowStats stats_of_row(const float (&x)[C
     return {top, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
-template <class Op, typename T, int COUNT, int ROWS, bool GRADIENT>
+/* LEAST: elements that all rows have. */
+template <class Op, typename T, int COUNT, int ROWS, bool GRADIENT, int LEAST = least_of_count(COUNT)>
 DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
-    constexpr int TILE = ROWS * TINY_THREADS, LEAST = least_of_count(COUNT);
+    constexpr int TILE = ROWS * TINY_THREADS;
     char *const sides = reinterpret_cast<char *>(shared_memory);
     T *const data = reinterpret_cast<T *>(t.data[0]), *const gradients = reinterpret_cast<T *>(t.data[1]);
     const auto side_at = [&](int side) { return reinterpret_cast<T *>(sides + side * t.side_bytes); };

@@ -88,11 +88,17 @@ struct BasicArgs {
     DEVICE double weighted(double factor, int label) const {
         return weighs ? factor * class_weight_of(label) : factor;
     }
-    /* The loss of a row whose label has this negative logarithm of its probability. `total`: the sum of the
-     * row's logits, if there is label smoothing. See results_of. */
+    /* Whether label smoothing is weighted by class. */
+    __host__ DEVICE bool weighs_smoothing() const {
+        return smooths && weighs;
+    }
+    /* The loss of a row whose label has this negative logarithm of its probability, times its weight. `total`: the
+     * sum of the row's logits, each times its weight. weight_sum: of all classes. See results_of. */
+    DEVICE double smoothed(double nll, float max, double log_sum, float total, double weight_sum) const {
+        return label_share * nll + spread * ((max * weight_sum - total) + log_sum * weight_sum);
+    }
     DEVICE double smoothed(double nll, float max, double log_sum, float total) const {
-        const double all = classes;
-        return label_share * nll + spread * ((max * all - total) + log_sum * all);
+        return smoothed(nll, max, log_sum, total, classes);
     }
     /* The number of labels that are not ignored. Called by all THREADS threads of a block. */
     template <int THREADS, typename L> DEVICE int count_in(const L *all) const {
@@ -128,23 +134,24 @@ struct BasicArgs {
         return divided_upstream(needs_totals() ? count<THREADS>() : 0);
     }
 
-    /* Writes the outputs of a row and returns its loss. `total`, if not NULL: the sum of the row's logits,
-     * for label smoothing. Called by one thread. */
-    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr) const {
-        return finish_row_at(row, row, label, s, z_label, total);
+    /* Writes the outputs of a row and returns its loss. `total`, if not NULL: see smoothed. weight_sum: NULL, if
+     * label smoothing is not weighted. Called by one thread. */
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr,
+                             const float *weight_sum = nullptr) const {
+        return finish_row_at(row, row, label, s, z_label, total, weight_sum);
     }
     /* lse_at, loss_at: where lse and row_loss have the row. */
     DEVICE double finish_row_at(int64_t lse_at, int64_t loss_at, int label, RowStats s, float z_label,
-                                const float *total = nullptr) const {
+                                const float *total = nullptr, const float *weight_sum = nullptr) const {
         double value, log_sum_exp;
         if (label >= 0) {
             const double log_sum = log_of_sum(s.max == INFINITY ? NAN : s.sum);
             value = negative_log_prob(s.max, z_label, log_sum, 1.0);
             log_sum_exp = s.max + log_sum;
-            if (total)
-                value = smoothed(value, s.max, log_sum, *total);
             if (weighs)
                 value *= class_weight_of(label);
+            if (total)
+                value = smoothed(value, s.max, log_sum, *total, weight_sum ? *weight_sum : classes);
         } else {
             value = log_sum_exp = label == IGNORED ? 0.0 : NAN;
             flag_bad_label(label);
@@ -209,9 +216,10 @@ struct SpacedArgs : BasicArgs {
     template <int THREADS> DEVICE double factor() const {
         return divided_upstream(needs_totals() ? count<THREADS>() : 0);
     }
-    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr) const {
+    DEVICE double finish_row(int row, int label, RowStats s, float z_label, const float *total = nullptr,
+                             const float *weight_sum = nullptr) const {
         return finish_row_at(lse ? lse_rows.offset(row) : 0, row_loss ? row_loss_rows.offset(row) : 0, label, s,
-                             z_label, total);
+                             z_label, total, weight_sum);
     }
 };
 
@@ -275,8 +283,16 @@ struct BasicSpread {
         : spread(u.smooths ? static_cast<float>(factor * u.spread) : 0.0f),
           target(static_cast<float>(u.smooths ? factor * (u.label_share + u.spread) : factor)) {
     }
+    /* If label smoothing is weighted: by `weight` at the label. */
+    DEVICE BasicSpread(const BasicArgs &u, double factor, float weight)
+        : spread(static_cast<float>(factor * u.spread)),
+          target(static_cast<float>(factor * (u.label_share + u.spread) * weight)) {
+    }
     template <typename T> DEVICE float of(float z, const ScaledExp<T> &exp) const {
         return fmaf(exp.factor, exp.exp(z), -spread);
+    }
+    template <typename T> DEVICE float of(float z, const ScaledExp<T> &exp, float weight) const {
+        return fmaf(exp.factor, exp.exp(z), -spread * weight);
     }
     DEVICE float at_label(float z_label, const BasicGradient &g) const {
         return g.c * expf(z_label - g.pivot) - target;
@@ -333,6 +349,8 @@ inline bool rows_of_packs(const rafter_view &view) {
 struct BasicOptions {
     bool smoothing;     /* label smoothing */
     bool class_weights; /* unless there is label smoothing too */
+    bool both = false;  /* class weights and label smoothing */
+    bool all = false;   /* every option but row weights */
 };
 
 /* Whether rows are for basic_short_rows; else basic_warp_per_row takes up to 2 * SCANNED_ROWS of them. The former
@@ -346,8 +364,9 @@ inline bool are_many_short_rows(const Problem &p) {
 inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
     const struct rafter_loss &l = call.loss;
     const bool smooths = l.smoothing != 0.0f, weights = l.class_weight.data;
-    if ((smooths && !known.smoothing) || (weights && (smooths || !known.class_weights)) || l.z_loss != 0.0f ||
-        l.softcap != 0.0f || l.scale != 1.0f || l.row_weight.data)
+    const bool more = l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f;
+    if ((smooths && !known.smoothing) || (weights && !known.class_weights) || (weights && smooths && !known.both) ||
+        (more && !known.all) || l.row_weight.data)
         return "the call has options that the kernel does not know";
     if (weights && l.zero_if_all_ignored) /* the kernels do not count the rows, too */
         return "the loss is 0 if all rows are ignored, and there are class weights";

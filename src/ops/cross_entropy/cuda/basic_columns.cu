@@ -9,9 +9,17 @@
 
 namespace {
 
-constexpr int THREADS = 256, PER_SM = 3; /* forward: threads of a block, blocks per multiprocessor */
+constexpr int THREADS = 256; /* of a block, forward */
 constexpr int GRADIENT_BLOCK = 128;
+/* Blocks per multiprocessor. Loose rows need more registers. */
+constexpr int per_sm(bool loose) {
+    return loose ? 2 : 3;
+}
+template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : LATE &&NARROW<T> ? 6 : 5;
 constexpr int SHORT_ROW = 16; /* classes */
+
+/* What a kernel knows: no options; label smoothing or class weights; also both. */
+enum ColumnOptions { NONE, ONE, BOTH };
 
 /* Kernel arguments. */
 struct ColumnArgs {
@@ -22,21 +30,17 @@ struct ColumnArgs {
     bool one_dloss;           /* the same for all rows */
 };
 
-/* Four adjacent numbers, at a multiple of 16 bytes. */
-DEVICE void load_four(float (&to)[COLUMNS], const float *from) {
-    const float4 all = *reinterpret_cast<const float4 *>(from);
-    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
-}
-DEVICE void store_four(float *to, const float (&from)[COLUMNS]) {
-    *reinterpret_cast<float4 *>(to) = make_float4(from[0], from[1], from[2], from[3]);
-}
-
-/* The classes of four adjacent rows. */
-struct FourLabels {
+/* The classes of four rows. */
+template <typename T, bool LOOSE> struct FourLabels {
     int64_t loaded[COLUMNS];
 
-    DEVICE FourLabels(const BasicArgs &u, int row) {
-        if (u.wide_labels) {
+    DEVICE FourLabels(const BasicArgs &u, const PlacedColumns<T, LOOSE> &place) {
+        const int row = place.row;
+        if constexpr (LOOSE) {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                loaded[j] = place.has(j) ? u.load_label(row + place.apart(j)) : u.ignore_index;
+        } else if (u.wide_labels) {
             const longlong2 *const from =
                 reinterpret_cast<const longlong2 *>(static_cast<const int64_t *>(u.labels) + row);
             const longlong2 a = from[0], b = from[1];
@@ -65,26 +69,39 @@ DEVICE void look_for_labels(float (&z_label)[COLUMNS], const Pack<T, COLUMNS> (&
                 z_label[j] = to_float(packs[k].v[j]);
 }
 
-/* Adds the first `valid` elements of each row. */
-template <typename T, int STEPS>
-DEVICE void add_logits(float (&total)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int valid) {
+/* Of elements of classes in calls with label smoothing. */
+template <ColumnOptions OPTIONS> DEVICE float smoothing_weight(const BasicArgs &u, int class_number) {
+    return OPTIONS == BOTH && u.weighs ? u.class_weight[class_number * u.class_stride] : 1.0f;
+}
+/* Adds elements l, l + 1, ... of each row, times their weights. */
+template <ColumnOptions OPTIONS, typename T, int STEPS>
+DEVICE void add_logits(float (&total)[COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int l, const BasicArgs &u) {
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
-        if (k < valid)
+        if (l + k < u.classes) {
+            const float weight = smoothing_weight<OPTIONS>(u, l + k);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                total[j] += to_float(packs[k].v[j]);
+                total[j] = fmaf(weight, to_float(packs[k].v[j]), total[j]);
+        }
+}
+DEVICE float sum_of_weights(const BasicArgs &u) {
+    float sum = 0.0f;
+    for (int l = 0; l < u.classes; l++)
+        sum += smoothing_weight<BOTH>(u, l);
+    return sum;
 }
 
 /* Writes the outputs of four rows and adds their losses and their weights to `sum`. total: of the logits of each
  * row, if there is label smoothing. OPTIONS: the call has it, or class weights. */
-template <bool OPTIONS>
-DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS], const RowStats (&s)[COLUMNS],
-                        const float (&z_label)[COLUMNS], const float (&total)[COLUMNS], double2 *sum) {
+template <ColumnOptions OPTIONS, typename T, bool LOOSE>
+DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &place, const int (&label)[COLUMNS],
+                        const RowStats (&s)[COLUMNS], const float (&z_label)[COLUMNS], const float (&total)[COLUMNS],
+                        float weight_sum, double2 *sum) {
     const BasicArgs &u = a.basic;
     float lse[COLUMNS], loss[COLUMNS], weight[COLUMNS], weights = 0.0f;
     int counted = 0;
-    if (OPTIONS && u.weighs)
+    if (OPTIONS != NONE && u.weighs)
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             weight[j] = u.class_weight_of(label[j]);
@@ -94,39 +111,41 @@ DEVICE void finish_rows(const ColumnArgs &a, int row, const int (&label)[COLUMNS
         float &value = loss[j];
         value = rounded_nll(s[j].max, z_label[j], log_sum);
         lse[j] = rounded_sum(s[j].max, log_sum);
-        if (OPTIONS && u.smooths)
-            value = static_cast<float>(u.smoothed(value, s[j].max, log_sum.number(), total[j]));
-        if (OPTIONS && u.weighs)
+        if (OPTIONS != NONE && u.weighs)
             value *= weight[j];
+        if (OPTIONS != NONE && u.smooths)
+            value = static_cast<float>(u.smoothed(value, s[j].max, log_sum.number(), total[j], weight_sum));
         if (label[j] < 0) {
             value = lse[j] = label[j] == IGNORED ? 0.0f : NAN;
             u.flag_bad_label(label[j]);
         }
-        if (OPTIONS && u.weighs)
+        if (OPTIONS != NONE && u.weighs)
             weights += weight[j];
         else
             counted += label[j] != IGNORED;
     }
     sum->x += (loss[0] + loss[1]) + (loss[2] + loss[3]);
-    sum->y += OPTIONS && u.weighs ? weights : counted;
+    sum->y += OPTIONS != NONE && u.weighs ? weights : counted;
     if (u.lse)
-        store_four(u.lse + row, lse);
+        place.store(u.lse + place.row, packed<float>(lse));
     if (u.row_loss)
-        store_four(u.row_loss + row, loss);
+        place.store(u.row_loss + place.row, packed<float>(loss));
     if (a.row_losses)
-        store_four(a.row_losses + row, loss);
+        place.store(a.row_losses + place.row, packed<float>(loss));
 }
 
-template <typename T, bool OPTIONS, int STEPS>
-__global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_constant__ ColumnArgs a) {
+template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS>
+__global__ __launch_bounds__(THREADS, per_sm(LOOSE)) void column_losses(const __grid_constant__ ColumnArgs a) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     double2 sum = {};
+    const float weight_sum =
+        OPTIONS == BOTH && u.weighs_smoothing() ? sum_of_weights(u) : static_cast<float>(u.classes);
     for (unsigned i = blockIdx.x * THREADS + threadIdx.x; i < c.packs; i += gridDim.x * THREADS) {
-        const PlacedColumns<T> place(c, i);
-        const FourLabels loaded(u, place.row);
+        const PlacedColumns<T, LOOSE> place(c, i);
+        const FourLabels<T, LOOSE> loaded(u, place);
         Pack<T, COLUMNS> packs[STEPS];
-        load_columns(packs, place.x, 0, c.length, c);
+        place.load(packs, 0, c.length);
         int label[COLUMNS];
         loaded.classes(u, label);
         RowStats s[COLUMNS];
@@ -134,22 +153,22 @@ __global__ __launch_bounds__(THREADS, PER_SM) void column_losses(const __grid_co
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             s[j] = no_elements();
-        for_columns(packs, place.x, 0, c.length, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
             add_lines_of(s, group, 1.0f);
             look_for_labels(z_label, group, label, l);
-            if (OPTIONS && u.smooths)
-                add_logits(total, group, c.length - l);
+            if (OPTIONS != NONE && u.smooths)
+                add_logits<OPTIONS>(total, group, l, u);
         });
-        finish_rows<OPTIONS>(a, place.row, label, s, z_label, total, &sum);
+        finish_rows<OPTIONS>(a, place, label, s, z_label, total, weight_sum, &sum);
     }
     if (u.loss)
         add_up_threads<THREADS>(u, sum);
 }
 
 /* LATE: the labels' gradients are written after the others, which is faster unless rows are short. */
-template <typename T, bool OPTIONS, int STEPS, bool LATE>
-__global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __grid_constant__ ColumnArgs a,
-                                                                      const double *factor_at) {
+template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS, bool LATE>
+__global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) void column_gradients(
+    const __grid_constant__ ColumnArgs a, const double *factor_at) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
@@ -157,15 +176,15 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
     const unsigned i = (blockIdx.x - part * c.across) * GRADIENT_BLOCK + threadIdx.x;
     if (i >= c.packs)
         return;
-    const PlacedColumns<T> place(c, i);
-    const FourLabels loaded(u, place.row);
+    const PlacedColumns<T, LOOSE> place(c, i);
+    const FourLabels<T, LOOSE> loaded(u, place);
     float given[COLUMNS] = {INFINITY, INFINITY, INFINITY, INFINITY}, dloss[COLUMNS] = {1.0f, 1.0f, 1.0f, 1.0f};
     if (u.lse)
-        load_four(given, u.lse + place.row);
+        unpack(place.load_numbers(u.lse + place.row), given);
     if (a.row_dlosses && !a.one_dloss)
-        load_four(dloss, a.row_dlosses + place.row);
+        unpack(place.load_numbers(a.row_dlosses + place.row), dloss);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, from, to, c);
+    place.load(packs, from, to);
     wait_for_previous_kernel();
     const double factor = *factor_at;
     int label[COLUMNS];
@@ -178,35 +197,42 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
         from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
     }
     if (!from_lse) { /* every part reads the whole rows */
-        load_columns(packs, place.x, 0, c.length, c);
-        for_columns(packs, place.x, 0, c.length, c,
-                    [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
-        load_columns(packs, place.x, from, to, c);
+        place.load(packs, 0, c.length);
+        place.for_columns(packs, 0, c.length,
+                          [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+        place.load(packs, from, to);
     }
     float at_label[COLUMNS] = {}; /* the logit, then the gradient */
     if constexpr (LATE) /* before it may be overwritten; all of these loads are issued before the first is used */
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             if (label[j] >= from && label[j] < to)
-                at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + j]);
+                at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + place.apart(j)]);
+    const bool both = OPTIONS == BOTH && u.weighs_smoothing();
+    const float weight_sum = both ? sum_of_weights(u) : 0.0f;
     BasicGradient g[COLUMNS];
     BasicSpread spread[COLUMNS];
     ScaledExp<T> scaled[COLUMNS];
     bool constant[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
-        const double plain = a.row_dlosses ? factor * dloss[j] : factor,
-                     own = OPTIONS ? u.weighted(plain, label[j]) : plain;
+        const double plain = a.row_dlosses ? factor * dloss[j] : factor;
+        const float weight = both ? u.class_weight_of(label[j]) : 1.0f;
+        const double own = both              ? plain * (u.label_share * weight + u.spread * weight_sum)
+                           : OPTIONS != NONE ? u.weighted(plain, label[j])
+                                             : plain;
         u.flag_bad_label(label[j]);
         g[j] = label[j] < 0                   ? u.gradient_of_skipped(label[j])
                : lse_is_accurate<T>(given[j]) ? u.gradient_from_lse(label[j], own, given[j])
                                               : u.gradient_from_stats(label[j], own, s[j]);
-        spread[j] = OPTIONS ? BasicSpread(u, own) : BasicSpread(0.0f, static_cast<float>(own));
+        spread[j] = both              ? BasicSpread(u, plain, weight)
+                    : OPTIONS != NONE ? BasicSpread(u, own)
+                                      : BasicSpread(0.0f, static_cast<float>(own));
         scaled[j] = ScaledExp<T>(g[j].c, g[j].pivot, 1.0f);
         constant[j] = g[j].label < 0;
         at_label[j] = spread[j].at_label(at_label[j], g[j]);
     }
-    for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+    place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
         if constexpr (!LATE) {
             float z_label[COLUMNS] = {};
             look_for_labels(z_label, group, label, l);
@@ -219,25 +245,26 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, 5) void column_gradients(const __gr
         for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1]) {
             float d[COLUMNS];
             unpack(group[k], d);
+            const float weight = both && l + k < to ? u.class_weight[(l + k) * u.class_stride] : 1.0f;
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++) {
-                const float usual = spread[j].of(d[j], scaled[j]);
+                const float usual = both ? spread[j].of(d[j], scaled[j], weight) : spread[j].of(d[j], scaled[j]);
                 d[j] = !LATE && g[j].label - l == k ? at_label[j] : constant[j] ? g[j].c : usual;
             }
             if (l + k < to)
-                store_once<T, COLUMNS>(dz, packed<T>(d));
+                place.store(dz, packed<T>(d));
         }
     });
     if constexpr (LATE)
 #pragma unroll
         for (int j = 0; j < COLUMNS; j++)
             if (g[j].label >= from && g[j].label < to)
-                place.dx[g[j].label * c.slabs.step[1] + j] = from_float<T>(at_label[j]);
+                place.dx[g[j].label * c.slabs.step[1] + place.apart(j)] = from_float<T>(at_label[j]);
 }
 
-/* Whether four adjacent numbers of a tensor, one per row, can be accessed at once. */
-inline bool in_fours(const rafter_view &view) {
-    return !view.data || (contiguous_or_missing(view) && reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
+/* Whether four numbers of a tensor, one per row, can be accessed: at once, unless the rows are loose. */
+inline bool in_fours(const rafter_view &view, bool loose) {
+    return contiguous_or_missing(view) && (loose || reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
 }
 
 struct BasicColumns {
@@ -250,14 +277,15 @@ struct BasicColumns {
     };
 
     /* Rows are cut if lse is given: otherwise every part would read the whole row. */
-    static ColumnChoice choice(const Problem &p) {
-        return {p.gradient ? 2 : 1, p.lse_given ? 1024 : p.gradient ? 64 : 256, p.lse_given};
+    static ColumnChoice choice(const Problem &p, rafter_dtype dtype) {
+        const int64_t longest_loose = p.gradient || dtype != RAFTER_F32 ? 64 : 256;
+        return {p.gradient ? 2 : 1, p.lse_given ? 1024 : p.gradient ? 64 : 256, p.lse_given, longest_loose};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         const struct rafter_loss &l = call.loss;
-        if (const char *const reason = why_not_basic_outputs(p, call, {true, true}))
+        if (const char *const reason = why_not_basic_outputs(p, call, {true, true, true}))
             return reason;
         if (p.forward && p.gradient)
             return "loss and gradient are wanted at once";
@@ -265,12 +293,13 @@ struct BasicColumns {
             return "there is nothing to write";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
+        if (const char *const reason = why_not_column_packs(s, choice(p, call.logits.dtype), bytes))
             return reason;
         const bool each = l.reduction == RAFTER_NONE, one_dloss = is_one_number(l.dloss);
         const rafter_view &numbers = p.forward ? l.loss : l.dloss;
-        return in_fours(l.target) && in_fours(l.lse) && in_fours(l.row_loss) &&
-                       (!each || in_fours(numbers) || (!p.forward && one_dloss))
+        const bool loose = are_loose(s, choice(p, call.logits.dtype).tensors, bytes);
+        return in_fours(l.target, loose) && in_fours(l.lse, loose) && in_fours(l.row_loss, loose) &&
+                       (!each || in_fours(numbers, loose) || (!p.forward && one_dloss))
                    ? NULL
                    : "numbers of four rows cannot be accessed at once";
     }
@@ -280,8 +309,11 @@ struct BasicColumns {
         const struct rafter_loss &l = call.loss;
         ColumnArgs &args = plan->args;
         args.basic = basic_args(device, p, call);
-        args.columns = column_packs_of(slabs_of(call.logits, p.gradient ? &call.dlogits : NULL), choice(p).splits,
-                                       p.forward ? THREADS : GRADIENT_BLOCK);
+        const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
+        const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
+        args.columns =
+            column_packs_of(s, choice(p, call.logits.dtype), are_loose(s, choice(p, call.logits.dtype).tensors, bytes),
+                            p.forward ? THREADS : GRADIENT_BLOCK);
         const bool each = l.reduction == RAFTER_NONE;
         args.row_losses = each ? args.basic.loss : nullptr;
         args.row_dlosses = each ? args.basic.dloss : nullptr;
@@ -291,9 +323,9 @@ struct BasicColumns {
         if (each && !args.one_dloss)
             args.basic.dloss = nullptr; /* write_factor leaves it to the rows */
         plan->forward = p.forward;
-        plan->blocks =
-            p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS), int64_t(PER_SM) * device.multiprocessors)
-                      : int64_t(args.columns.across) * args.columns.parts;
+        plan->blocks = p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS),
+                                       int64_t(per_sm(args.columns.loose)) * device.multiprocessors)
+                                 : int64_t(args.columns.across) * args.columns.parts;
         return plan->workspace.place(p.forward ? plan->blocks : 0, p.gradient);
     }
 
@@ -305,16 +337,29 @@ struct BasicColumns {
             typedef decltype(zero) T;
             for_column_steps(args.columns.length, [&](auto steps) {
                 constexpr int STEPS = decltype(steps)::value;
-                for_bool(args.basic.smooths || args.basic.weighs, [&](auto options) {
-                    constexpr bool OPTIONS = decltype(options)::value;
+                const auto run = [&](auto loose, auto options) {
+                    constexpr bool LOOSE = decltype(loose)::value;
+                    constexpr ColumnOptions OPTIONS = decltype(options)::value;
                     const Launch gradients = {plan.blocks, GRADIENT_BLOCK};
                     if (plan.forward)
-                        sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, OPTIONS, STEPS>, args);
+                        sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, LOOSE, OPTIONS, STEPS>, args);
                     else if (STEPS == 8 && args.columns.length > SHORT_ROW)
-                        sequence.run(gradients, column_gradients<T, OPTIONS, 8, true>, args, factor);
+                        sequence.run(gradients, column_gradients<T, LOOSE, OPTIONS, 8, true>, args, factor);
                     else
-                        sequence.run(gradients, column_gradients<T, OPTIONS, STEPS, false>, args, factor);
-                });
+                        sequence.run(gradients, column_gradients<T, LOOSE, OPTIONS, STEPS, false>, args, factor);
+                };
+                typedef std::integral_constant<ColumnOptions, BOTH> AllKnown;
+                typedef std::integral_constant<ColumnOptions, NONE> NothingKnown;
+                if (args.columns.loose && (args.basic.smooths || args.basic.weighs))
+                    run(std::true_type(), AllKnown());
+                else if (args.columns.loose)
+                    run(std::true_type(), NothingKnown());
+                else if (args.basic.weighs_smoothing())
+                    run(std::false_type(), AllKnown());
+                else if (args.basic.smooths || args.basic.weighs)
+                    run(std::false_type(), std::integral_constant<ColumnOptions, ONE>());
+                else
+                    run(std::false_type(), NothingKnown());
             });
         });
         return RAFTER_OK;

@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int COUNT_BLOCKS = 128, COUNT_THREADS = 512;
+constexpr int COUNT_BLOCKS = 256, COUNT_THREADS = 512; /* blocks: at most */
+static_assert(COUNT_BLOCKS <= COUNT_THREADS, "one block adds up the sums of all");
 
 /* Writes the factor of all gradients: dloss over the denominator. With more than one block it adds up the
  * weights of the rows, or counts those that are not ignored; the last block to finish adds up the sums. One
@@ -33,7 +34,7 @@ __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_const
 
 /* Blocks of write_factor. */
 inline int64_t count_blocks(const BasicArgs &u) {
-    return u.needs_totals() ? COUNT_BLOCKS : 1;
+    return !u.needs_totals() ? 1 : u.rows >= 1 << 22 ? COUNT_BLOCKS : COUNT_BLOCKS / 2;
 }
 
 /* What these calls have in the workspace: a loss for each block, and what write_factor writes. */

@@ -2,7 +2,7 @@
 /*
  * Basic calls (basic.cuh) whose rows fit into the registers of one warp: one kernel, a warp per
  * row, for forward, backward and both; forward or backward also with label smoothing, and all of them with
- * class weights.
+ * class weights; forward or backward with both.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
@@ -23,9 +23,22 @@ template <int ROWS> DEVICE void add_up_rows(const BasicArgs &u, const double2 (&
     add_up_blocks(u, block_losses, blockDim.x);
 }
 
-/* PACKS: packs per lane. SMOOTHS: label smoothing in forward, only without a gradient. known_factor: NULL, if every
- * block is to compute it. U: BasicArgs or SpacedArgs. */
-template <typename T, int PACKS, bool FORWARD, bool GRADIENT, bool SMOOTHS, class U>
+/* What a kernel does about label smoothing: nothing, unless a gradient can do it at no cost; add up the logits in
+ * forward; weight it by class, in forward or backward. */
+enum Smoothing { NO_SMOOTHING, SMOOTHING, WEIGHTED_SMOOTHING };
+
+/* Calls f(k, j, weight) for the elements j of a lane's packs k, of a row of `packs` packs. */
+template <int PACKS, int N, typename F> DEVICE void for_class_weights(const BasicArgs &u, int lane, int packs, F f) {
+#pragma unroll
+    for (int k = 0; k < PACKS; k++)
+        if (lane + k * WARP < packs)
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                f(k, j, u.class_weight[((lane + k * WARP) * N + j) * u.class_stride]);
+}
+
+/* PACKS: packs per lane. known_factor: NULL, if every block is to compute it. U: BasicArgs or SpacedArgs. */
+template <typename T, int PACKS, bool FORWARD, bool GRADIENT, Smoothing SMOOTHS, class U>
 __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ U u, const double *known_factor) {
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
@@ -46,9 +59,17 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const bool from_lse = lse_is_accurate<T>(given);
     RowStats s = no_elements();
-    [[maybe_unused]] float total = 0.0f;
+    [[maybe_unused]] float total = 0.0f, weight_sum = 0.0f;
+    if constexpr (SMOOTHS == WEIGHTED_SMOOTHING) {
+        for_class_weights<PACKS, N>(u, lane, packs, [&](int k, int j, float weight) {
+            weight_sum += weight;
+            total = FORWARD ? fmaf(weight, to_float(pack[k].v[j]), total) : 0.0f;
+        });
+        weight_sum = warp_sum(weight_sum);
+        total = FORWARD ? warp_sum(total) : 0.0f;
+    }
     if (__any_sync(~0u, label >= 0 && !from_lse)) {
-        if constexpr (SMOOTHS) {
+        if constexpr (SMOOTHS == SMOOTHING) {
             int own_packs = 0;
 #pragma unroll
             for (int k = 0; k < PACKS; k++)
@@ -64,20 +85,39 @@ __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constan
         __syncwarp(); /* dz may overwrite z: all lanes have read their logits */
         if (!FORWARD && lane == 0)
             u.flag_bad_label(label);
-        const double own_factor = u.weighted(factor, label);
+        constexpr bool WEIGHTED = SMOOTHS == WEIGHTED_SMOOTHING;
+        const float weight = WEIGHTED ? u.class_weight_of(label) : 1.0f;
+        const double own_factor =
+            WEIGHTED ? factor * (u.label_share * weight + u.spread * weight_sum) : u.weighted(factor, label);
         const BasicGradient g = label < 0  ? u.gradient_of_skipped(label)
                                 : from_lse ? u.gradient_from_lse(label, own_factor, given)
                                            : u.gradient_from_stats(label, own_factor, s);
         const bool mine = valid && g.label >= 0 && g.label / N % WARP == lane;
-        write_packs(dz, pack, lane, WARP, valid ? packs : 0, g, BasicSpread(u, own_factor), z_label, mine);
+        if constexpr (WEIGHTED) {
+            const BasicSpread spread(u, factor, weight);
+            const ScaledExp<T> scaled(g.c, g.pivot, 1.0f);
+            for_class_weights<PACKS, N>(u, lane, valid ? packs : 0, [&](int k, int j, float of_class) {
+                const float d = spread.of(to_float(pack[k].v[j]), scaled, of_class);
+                pack[k].v[j] = from_float<T>(g.label < 0 ? g.c : d);
+            });
+#pragma unroll
+            for (int k = 0; k < PACKS; k++)
+                if (lane + k * WARP < (valid ? packs : 0))
+                    store_once<T, N>(dz + (lane + k * WARP) * N, pack[k]);
+            if (mine)
+                dz[g.label] = from_float<T>(spread.at_label(z_label, g));
+        } else {
+            write_packs(dz, pack, lane, WARP, valid ? packs : 0, g, BasicSpread(u, own_factor), z_label, mine);
+        }
     }
     if (FORWARD) {
         __shared__ double2 row_losses[ROW_THREADS / WARP];
         if (lane == 0)
             row_losses[threadIdx.x / WARP] =
-                valid
-                    ? make_double2(u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr), u.weight_of(label))
-                    : make_double2(0.0, 0.0);
+                valid ? make_double2(u.finish_row(row, label, s, z_label, SMOOTHS != NO_SMOOTHING ? &total : nullptr,
+                                                  SMOOTHS == WEIGHTED_SMOOTHING ? &weight_sum : nullptr),
+                                     u.weight_of(label))
+                      : make_double2(0.0, 0.0);
         if (u.loss)
             add_up_rows(u, row_losses);
     }
@@ -93,7 +133,8 @@ struct BasicWarpPerRow {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (p.row_packs() > (p.gradient ? 8 : 4) * WARP)
+        const bool both = call.loss.smoothing != 0.0f && call.loss.class_weight.data;
+        if (p.row_packs() > (p.gradient || both ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
         if (are_many_short_rows(p))
             return "there are so many short rows that a warp should take several";
@@ -101,7 +142,8 @@ struct BasicWarpPerRow {
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
                                              : why_not_basic_options(p, call);
-        return why_not_basic(p, call, {!p.gradient || (!p.invariant && !p.forward), !p.invariant});
+        const bool alone = !p.invariant && p.forward != p.gradient; /* loss or gradient */
+        return why_not_basic(p, call, {!p.gradient || (!p.invariant && !p.forward), !p.invariant, alone});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -122,17 +164,23 @@ struct BasicWarpPerRow {
     static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const U &args,
                             const double *factor) {
         const Launch how = {plan.blocks, ROW_THREADS};
+        if constexpr (std::is_same<U, BasicArgs>::value)
+            if (args.weighs_smoothing())
+                return args.dz
+                           ? sequence.run(how, warp_per_row<T, PACKS, false, true, WEIGHTED_SMOOTHING, U>, args, factor)
+                           : sequence.run(how, warp_per_row<T, PACKS, true, false, WEIGHTED_SMOOTHING, U>, args,
+                                          factor);
         if constexpr (PACKS == 4) { /* see why_not: longer rows want a gradient, batch-invariant calls no smoothing */
             if (!args.dz && !args.smooths)
-                return sequence.run(how, warp_per_row<T, PACKS, true, false, false, U>, args, factor);
+                return sequence.run(how, warp_per_row<T, PACKS, true, false, NO_SMOOTHING, U>, args, factor);
             if constexpr (std::is_same<U, BasicArgs>::value)
                 if (!args.dz)
-                    return sequence.run(how, warp_per_row<T, PACKS, true, false, true, U>, args, factor);
+                    return sequence.run(how, warp_per_row<T, PACKS, true, false, SMOOTHING, U>, args, factor);
         }
         if (call.common.direction == RAFTER_FORWARD)
-            sequence.run(how, warp_per_row<T, PACKS, true, true, false, U>, args, factor);
+            sequence.run(how, warp_per_row<T, PACKS, true, true, NO_SMOOTHING, U>, args, factor);
         else
-            sequence.run(how, warp_per_row<T, PACKS, false, true, false, U>, args, factor);
+            sequence.run(how, warp_per_row<T, PACKS, false, true, NO_SMOOTHING, U>, args, factor);
     }
 
     template <class U>

@@ -213,8 +213,40 @@ DEVICE void add_up(const Args &c, const Totals &mine) {
 
 /* ---- before the rows ------------------------------------------------------------------------- */
 
-constexpr int PREPARE_BLOCKS = 64, PREPARE_THREADS = 512;
+constexpr int PREPARE_BLOCKS = 256, PREPARE_THREADS = 512; /* blocks: at most */
 static_assert(PREPARE_BLOCKS <= PREPARE_THREADS, "one block adds up the sums of all");
+/* More of them add up faster, but it takes longer until the last one has. */
+inline int64_t prepare_blocks(int64_t rows) {
+    return rows >= 1 << 20 ? PREPARE_BLOCKS : PREPARE_BLOCKS / 4;
+}
+
+/* As `count`, of calls with class weights, with 8 labels in flight, and then weights: left to itself, the compiler
+ * waits for each. In kernels that rarely count, so many instructions would be in the way. */
+DEVICE Totals count_weights(const Loss &loss, int64_t first, int64_t step) {
+    constexpr int AT_ONCE = 8;
+    Totals totals = {};
+    int64_t counted = 0;
+#pragma unroll 1
+    for (int64_t row = first; row < loss.rows; row += AT_ONCE * step) {
+        int64_t label[AT_ONCE];
+        double weight[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            label[k] = row + k * step < loss.rows ? loss.load_label(row + k * step) : loss.ignore_index;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            label[k] = loss.class_of(label[k]);
+            weight[k] = label[k] == IGNORED ? 0.0 : label[k] >= 0 ? loss.weight_of(label[k]) : 1.0;
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+            totals.weight += weight[k];
+            counted += label[k] != IGNORED;
+        }
+    }
+    totals.counted = static_cast<double>(counted);
+    return totals;
+}
 
 /* Sums over all classes, and over labels if there are many. prepared[1 ...] get the sums of each
  * block; the last block to finish adds them up into prepared[0]. */
@@ -225,7 +257,9 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     double classes = 0.0;
     for (int64_t v = first; v < c.loss.all_classes; v += step)
         classes += c.loss.weight_of(v);
-    const Totals totals = c.loss.needs_totals() && c.gradient ? count(c.loss, first, step) : Totals{};
+    Totals totals = {};
+    if (c.loss.needs_totals() && c.gradient)
+        totals = c.loss.class_weight ? count_weights(c.loss, first, step) : count(c.loss, first, step);
     const Prepared mine = {block_sum(classes), block_sum(totals)};
     if (threadIdx.x == 0)
         prepared[1 + blockIdx.x] = mine;
@@ -306,7 +340,7 @@ struct GeneralPlan {
         complete.block_totals = reduces ? at_offset<Totals>(workspace, block_totals) : nullptr;
         if (prepares) {
             Prepared *const sums = at_offset<Prepared>(workspace, prepared);
-            sequence.run(Launch{PREPARE_BLOCKS, PREPARE_THREADS}, prepare, complete, sums);
+            sequence.run(Launch{prepare_blocks(complete.loss.rows), PREPARE_THREADS}, prepare, complete, sums);
             complete.loss.prepared = sums;
         }
         return complete;

@@ -153,7 +153,7 @@ template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyLoss<T> op(a.call, a.tiny.length);
-    tiny_rows<TinyLoss<T>, T, COUNT, 1, false>(op, a.tiny, dynamic);
+    tiny_rows<TinyLoss<T>, T, COUNT, 1, false, 2>(op, a.tiny, dynamic);
     add_up(a.call, op.totals);
 }
 
@@ -162,7 +162,7 @@ __global__ __launch_bounds__(TINY_THREADS,
                              TINY_GRADIENTS_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
     TinyGradient<T> op(a.call, a.tiny.length);
-    tiny_rows<TinyGradient<T>, T, COUNT, 1, true>(op, a.tiny, dynamic);
+    tiny_rows<TinyGradient<T>, T, COUNT, 1, true, 2>(op, a.tiny, dynamic);
 }
 
 template <typename T, int COUNT>
@@ -229,18 +229,20 @@ struct TinyRowsVariant {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.scattered.blocks > 0)
-                return for_scattered_count(plan.scattered, [&](auto count) {
+                return for_few_counts(plan.scattered.length, [&](auto count) {
                     constexpr int COUNT = decltype(count)::value;
                     sequence.run(Launch{plan.scattered.blocks, TINY_THREADS},
                                  args.gradient ? scattered_gradients<T, COUNT> : scattered_losses<T, COUNT>,
                                  ScatteredArgs{args, plan.scattered});
                 });
-            for_tiny_shape<T, 1>(plan.tiny, [&](auto count, auto) {
-                constexpr int COUNT = decltype(count)::value;
-                sequence.run(Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
-                             args.gradient ? tiny_gradients<T, COUNT> : tiny_losses<T, COUNT>,
-                             TinyArgs{args, plan.tiny});
-            });
+            for_few_counts(plan.tiny.length,
+                           [&](auto count) { /* few calls get here: see basic_tiny_rows.cu */
+                                             constexpr int COUNT = decltype(count)::value;
+                                             sequence.run(Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
+                                                          args.gradient ? tiny_gradients<T, COUNT>
+                                                                        : tiny_losses<T, COUNT>,
+                                                          TinyArgs{args, plan.tiny});
+                           });
         });
         return RAFTER_OK;
     }

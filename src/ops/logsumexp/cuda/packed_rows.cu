@@ -69,7 +69,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
             packs[k] = load_once<T, N>(x + (first + k * GRADIENT_THREADS) * N);
     issue_loads_first();
     const ScaledExp<T> gradient =
-        gradient_of_row<T>(load_number(p.lse.lse, p.lse.dtype, row), load_number(p.dlse, p.dlse_dtype, row));
+        gradient_of_row<T>(load_number_now(p.lse.lse, p.lse.dtype, row), load_number_now(p.dlse, p.dlse_dtype, row));
 #pragma unroll
     for (int k = 0; k < COUNT; k++)
         if (first + k * GRADIENT_THREADS < p.packs)

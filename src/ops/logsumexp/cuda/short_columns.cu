@@ -14,43 +14,52 @@ struct ColumnArgs {
     Rows dlse;   /* backward only; contiguous */
 };
 
-/* Four adjacent numbers of a tensor that is fp32 or has x's dtype. */
-template <typename T> DEVICE void load_four(float (&to)[COLUMNS], const Rows &from, int row) {
-    if (from.dtype == RAFTER_F32)
-        unpack(load_once<float, COLUMNS>(reinterpret_cast<const float *>(from.data) + row), to);
-    else
-        unpack(load_once<T, COLUMNS>(reinterpret_cast<const T *>(from.data) + row), to);
-}
+/* Numbers of four rows, in a tensor that is fp32 or has x's dtype. They are converted when they are used: see
+ * load_bits_now. */
+template <typename T> struct FourNumbers {
+    Pack<float, COLUMNS> wide;
+    Pack<T, COLUMNS> narrow;
 
-template <typename T, int STEPS>
+    template <bool LOOSE> DEVICE void load(const Rows &from, const PlacedColumns<T, LOOSE> &place) {
+        if (from.dtype == RAFTER_F32)
+            wide = place.load_numbers(reinterpret_cast<const float *>(from.data) + place.row);
+        else
+            narrow = place.load_numbers(reinterpret_cast<const T *>(from.data) + place.row);
+    }
+    DEVICE float get(const Rows &from, int j) const {
+        return from.dtype == RAFTER_F32 ? wide.v[j] : to_float(narrow.v[j]);
+    }
+};
+
+template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_constant__ ColumnArgs a) {
     const ColumnPacks &c = a.columns;
     const unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= c.packs)
         return;
-    const PlacedColumns<T> place(c, i);
+    const PlacedColumns<T, LOOSE> place(c, i);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, 0, c.length, c);
+    place.load(packs, 0, c.length);
     RowStats s[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
         s[j] = no_elements();
-    for_columns(packs, place.x, 0, c.length, c,
-                [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
+    place.for_columns(packs, 0, c.length,
+                      [&](int, const Pack<T, COLUMNS>(&group)[STEPS]) { add_lines_of(s, group, 1.0f); });
     float lse[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
         lse[j] = lse_of(s[j]);
     const LseNumbers &to = a.lse.numbers;
     if (to.dtype == RAFTER_F32)
-        store_once<float, COLUMNS>(reinterpret_cast<float *>(to.lse) + place.row, packed<float>(lse));
+        place.store(reinterpret_cast<float *>(to.lse) + place.row, packed<float>(lse));
     else
-        store_once<T, COLUMNS>(reinterpret_cast<T *>(to.lse) + place.row, packed<T>(lse));
+        place.store(reinterpret_cast<T *>(to.lse) + place.row, packed<T>(lse));
     if (to.rounded)
-        store_once<T, COLUMNS>(reinterpret_cast<T *>(to.rounded) + place.row, packed<T>(lse));
+        place.store(reinterpret_cast<T *>(to.rounded) + place.row, packed<T>(lse));
 }
 
-template <typename T, int STEPS>
+template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_constant__ ColumnArgs a, bool one_dlse) {
     const ColumnPacks &c = a.columns;
     const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
@@ -58,20 +67,19 @@ __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_cons
     const unsigned i = (blockIdx.x - part * c.across) * THREADS + threadIdx.x;
     if (i >= c.packs)
         return;
-    const PlacedColumns<T> place(c, i);
-    float lse[COLUMNS], dlse[COLUMNS];
-    load_four<T>(lse, a.lse, place.row);
-    if (one_dlse)
-        dlse[0] = dlse[1] = dlse[2] = dlse[3] = load_number(a.dlse.data, a.dlse.dtype, 0);
-    else
-        load_four<T>(dlse, a.dlse, place.row);
+    const PlacedColumns<T, LOOSE> place(c, i);
+    FourNumbers<T> lse, dlse;
+    lse.load(a.lse, place);
+    if (!one_dlse)
+        dlse.load(a.dlse, place);
     Pack<T, COLUMNS> packs[STEPS];
-    load_columns(packs, place.x, from, to, c);
+    place.load(packs, from, to);
+    const float of_all = one_dlse ? load_number_now(a.dlse.data, a.dlse.dtype, 0) : 0.0f;
     ScaledExp<T> gradient[COLUMNS];
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++)
-        gradient[j] = gradient_of_row<T>(lse[j], dlse[j]);
-    for_columns(packs, place.x, from, to, c, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
+        gradient[j] = gradient_of_row<T>(lse.get(a.lse, j), one_dlse ? of_all : dlse.get(a.dlse, j));
+    place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
         T *dx = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dx += c.slabs.step[1]) {
@@ -81,7 +89,7 @@ __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_cons
             for (int j = 0; j < COLUMNS; j++)
                 d[j] = gradient[j].of(d[j]);
             if (l + k < to)
-                store_once<T, COLUMNS>(dx, packed<T>(d));
+                place.store(dx, packed<T>(d));
         }
     });
 }
@@ -94,10 +102,11 @@ struct ShortColumns {
         bool backward, one_dlse;
     };
 
-    /* Whether four adjacent numbers can be accessed at once. */
-    static bool in_fours(const Rows &numbers, rafter_dtype dtype) {
-        return numbers.contiguous() && (numbers.dtype == RAFTER_F32 || numbers.dtype == dtype) &&
-               reinterpret_cast<uintptr_t>(numbers.data) % (COLUMNS * rafter_dtype_bytes(numbers.dtype)) == 0;
+    /* Whether four numbers can be accessed: at once, unless the rows are loose. */
+    static bool in_fours(const Rows &numbers, rafter_dtype dtype, bool loose) {
+        const bool aligned =
+            reinterpret_cast<uintptr_t>(numbers.data) % (COLUMNS * rafter_dtype_bytes(numbers.dtype)) == 0;
+        return numbers.contiguous() && (numbers.dtype == RAFTER_F32 || numbers.dtype == dtype) && (loose || aligned);
     }
     static bool is_one_number(const Rows &numbers) {
         return numbers.dims == 1 && numbers.step == 0;
@@ -105,7 +114,7 @@ struct ShortColumns {
 
     static ColumnChoice choice(const Problem &p) {
         const int64_t longest = !p.backward ? 64 : p.x.dtype == RAFTER_F32 ? 256 : 1024;
-        return {p.backward ? 2 : 1, longest, p.backward};
+        return {p.backward ? 2 : 1, longest, p.backward, p.backward ? 32 : 64};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -118,19 +127,24 @@ struct ShortColumns {
             return reason;
         const LseRows lse = lse_rows(call);
         const int64_t four = COLUMNS * bytes;
-        if (!in_fours(lse, p.x.dtype) || reinterpret_cast<uintptr_t>(lse.numbers.rounded) % four != 0)
+        const bool loose = are_loose(s, choice(p).tensors, bytes);
+        if (!in_fours(lse, p.x.dtype, loose) ||
+            (!loose && reinterpret_cast<uintptr_t>(lse.numbers.rounded) % four != 0))
             return "lse or rounded is strided, not aligned or of another dtype";
         if (!p.backward)
             return NULL;
         const Rows dlse = reduced_rows(call.dlse, call);
-        return in_fours(dlse, p.x.dtype) || is_one_number(dlse) ? NULL
-                                                                : "dlse is strided, not aligned or of another dtype";
+        return in_fours(dlse, p.x.dtype, loose) || is_one_number(dlse)
+                   ? NULL
+                   : "dlse is strided, not aligned or of another dtype";
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
         const Problem p(call);
         plan->backward = p.backward;
-        plan->args = {column_packs_of(slabs_of(p.x, p.backward ? &p.dx : NULL), p.backward, THREADS), lse_rows(call),
+        const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
+        const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
+        plan->args = {column_packs_of(s, choice(p), are_loose(s, choice(p).tensors, bytes), THREADS), lse_rows(call),
                       p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->one_dlse = p.backward && is_one_number(plan->args.dlse);
         return 0;
@@ -142,10 +156,17 @@ struct ShortColumns {
             typedef decltype(zero) T;
             for_column_steps(plan.args.columns.length, [&](auto steps) {
                 constexpr int STEPS = decltype(steps)::value;
-                if (plan.backward)
-                    ::launch(context, how, column_gradients<T, STEPS>, plan.args, plan.one_dlse);
+                const auto run = [&](auto loose) {
+                    constexpr bool LOOSE = decltype(loose)::value;
+                    if (plan.backward)
+                        ::launch(context, how, column_gradients<T, LOOSE, STEPS>, plan.args, plan.one_dlse);
+                    else
+                        ::launch(context, how, column_logsumexp<T, LOOSE, STEPS>, plan.args);
+                };
+                if (plan.args.columns.loose)
+                    run(std::true_type());
                 else
-                    ::launch(context, how, column_logsumexp<T, STEPS>, plan.args);
+                    run(std::false_type());
             });
         });
         return RAFTER_OK;

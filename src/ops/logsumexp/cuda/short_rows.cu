@@ -75,20 +75,24 @@ template <typename T> __global__ __launch_bounds__(THREADS) void gradients(const
     constexpr int N = WIDE<T>;
     const int64_t first = int64_t(blockIdx.x) * (THREADS * GRADIENT_PACKS) + threadIdx.x;
     Pack<T, N> packs[GRADIENT_PACKS];
-    unsigned rows[GRADIENT_PACKS];
-    int64_t within[GRADIENT_PACKS]; /* bytes from the beginning of the row */
+    unsigned rows[GRADIENT_PACKS], lse[GRADIENT_PACKS], dlse[GRADIENT_PACKS]; /* lse, dlse: bits */
+    int64_t within[GRADIENT_PACKS];                                           /* bytes from the beginning of the row */
 #pragma unroll
     for (int k = 0; k < GRADIENT_PACKS; k++) {
         const int64_t i = first + k * THREADS;
         rows[k] = a.row_packs.quotient(static_cast<unsigned>(i));
         within[k] = (i - int64_t(rows[k]) * a.row_packs.number) * 16;
-        if (i < a.packs)
+        if (i < a.packs) {
             packs[k] = load_once<T, N>(reinterpret_cast<const T *>(a.x + rows[k] * a.step + within[k]));
+            lse[k] = load_bits_now(a.lse.data, a.lse.dtype, a.lse.offset(rows[k]));
+            dlse[k] = load_bits_now(a.dlse.data, a.dlse.dtype, a.dlse.offset(rows[k]));
+        }
     }
 #pragma unroll
     for (int k = 0; k < GRADIENT_PACKS; k++)
         if (first + k * THREADS < a.packs) {
-            const ScaledExp<T> gradient = gradient_of_row<T>(a.lse.get(rows[k]), a.dlse.get(rows[k]));
+            const ScaledExp<T> gradient =
+                gradient_of_row<T>(number_of_bits(lse[k], a.lse.dtype), number_of_bits(dlse[k], a.dlse.dtype));
             store_once<T, N>(reinterpret_cast<T *>(a.dx + rows[k] * a.dstep + within[k]), gradient.of(packs[k]));
         }
 }
@@ -155,8 +159,8 @@ struct ShortRows {
                               p.rows * packs,
                               Divisor(packs)};
         } else {
-            plan->forward = {x.data, x.step * bytes, lse_rows(call).numbers, static_cast<int>(p.rows),
-                             static_cast<int>(packs), 0};
+            plan->forward = {
+                x.data, x.step * bytes, lse_rows(call).numbers, static_cast<int>(p.rows), static_cast<int>(packs), 0};
             for_shape(plan->forward.packs, [&](auto lanes, auto row_packs) {
                 constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
                 const int64_t enough = int64_t(16) * device.multiprocessors; /* warps */

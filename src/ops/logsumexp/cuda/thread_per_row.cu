@@ -7,9 +7,7 @@ namespace {
 
 /* Blocks per multiprocessor. */
 constexpr int THREADS_PER_SM = 4;
-constexpr int MANY_STEPS = 16; /* elements that a thread loads at a time */
-/* Rows of up to FEW_STEPS or SOME_STEPS elements, and how many of them a thread takes at a time. */
-constexpr int FEW_STEPS = 4, MANY_ROWS = 4, SOME_STEPS = 8, SOME_ROWS = 2;
+constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at a time */
 
 struct ThreadArgs {
     RowThreads threads;
@@ -23,14 +21,6 @@ __global__ __launch_bounds__(ROW_THREADS_BLOCK,
     start_next_kernel();
     RowLogsumexp<T> op = {a.lse};
     thread_rows<RowLogsumexp<T>, T, STEPS, PARTS>(op, a.threads, a.part_stats);
-}
-
-template <typename T, int STEPS, int ROWS>
-__global__ __launch_bounds__(ROW_THREADS_BLOCK,
-                             THREADS_PER_SM) void short_rows(const __grid_constant__ ThreadArgs a) {
-    start_next_kernel();
-    RowLogsumexp<T> op = {a.lse};
-    thread_short_rows<RowLogsumexp<T>, T, STEPS, ROWS>(op, a.threads);
 }
 
 template <typename T, int LANES>
@@ -70,7 +60,6 @@ struct ThreadPerRow {
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const ThreadArgs args = {plan.threads, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
-        const bool many = plan.threads.rows >= plan.threads.blocks * ROW_THREADS_BLOCK * MANY_ROWS;
         Launch merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
         merging.overlaps = true;
         for_dtype(call.x.dtype, [&](auto zero) {
@@ -81,12 +70,8 @@ struct ThreadPerRow {
                     ::launch(context, merging, merge_parts<T, 1>, args);
                 else
                     ::launch(context, merging, merge_parts<T, WARP>, args);
-            } else if (plan.threads.slabs.length <= FEW_STEPS && many) {
-                ::launch(context, how, short_rows<T, FEW_STEPS, MANY_ROWS>, args);
             } else if (plan.threads.slabs.length <= FEW_STEPS) {
-                ::launch(context, how, short_rows<T, FEW_STEPS, 1>, args);
-            } else if (plan.threads.slabs.length <= SOME_STEPS) {
-                ::launch(context, how, short_rows<T, SOME_STEPS, SOME_ROWS>, args);
+                ::launch(context, how, thread_per_row<T, FEW_STEPS, false>, args);
             } else {
                 ::launch(context, how, thread_per_row<T, MANY_STEPS, false>, args);
             }

@@ -25,16 +25,17 @@ struct ScatteredArgs {
 template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
     const TinyArgs &a;
     struct Row {
-        float lse, dlse;
+        unsigned lse, dlse; /* bits */
     };
 
     DEVICE Row no_row() const {
-        return {0.0f, 0.0f};
+        return {0, 0};
     }
     DEVICE Row load(int row) const {
         if (!BACKWARD)
             return no_row();
-        return {load_number(a.lse.data, a.lse.dtype, row), load_number(a.dlse.data, a.dlse.dtype, row * a.dlse.step)};
+        return {load_bits_now(a.lse.data, a.lse.dtype, row),
+                load_bits_now(a.dlse.data, a.dlse.dtype, row * a.dlse.step)};
     }
     DEVICE void begin() const {
     }
@@ -42,7 +43,8 @@ template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
     DEVICE void finish(const Row &loaded, int row, bool present, const float (&x)[COUNT], const T *,
                        T *gradient) const {
         if constexpr (BACKWARD) {
-            const ScaledExp<T> scaled = gradient_of_row<T>(loaded.lse, loaded.dlse);
+            const ScaledExp<T> scaled =
+                gradient_of_row<T>(number_of_bits(loaded.lse, a.lse.dtype), number_of_bits(loaded.dlse, a.dlse.dtype));
 #pragma unroll
             for (int j = 0; j < COUNT; j++)
                 if (j < least_of_count(COUNT) || j < a.tiny.length)
@@ -130,7 +132,7 @@ struct Tiny {
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.scattered.blocks > 0)
-                return for_scattered_count(plan.scattered, [&](auto count) {
+                return for_few_counts(plan.scattered.length, [&](auto count) {
                     ::launch(context, Launch{plan.scattered.blocks, TINY_THREADS}, scattered<T, decltype(count)::value>,
                              ScatteredArgs{plan.args, plan.scattered});
                 });

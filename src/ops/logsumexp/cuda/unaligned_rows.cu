@@ -41,8 +41,13 @@ __global__ __launch_bounds__(THREADS, 8) void unaligned_gradients(const __grid_c
         if (item >= a.items)
             column[k] = a.n;
         x[k].load(column[k] < a.n, begin + at[X] + column[k], begin, end);
-        lse[k] = load_number(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
-        dlse[k] = load_number(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
+        if constexpr (NARROW<T>) {
+            lse[k] = load_number_now(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
+            dlse[k] = load_number_now(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
+        } else { /* what PackAnywhere<float> loads is also used here: issued in order, it would be waited for */
+            lse[k] = load_number(a.tensors.data[LSE], a.lse_dtype, at[LSE]);
+            dlse[k] = load_number(a.tensors.data[DLSE], a.dlse_dtype, at[DLSE]);
+        }
     }
 #pragma unroll
     for (int k = 0; k < PACKS; k++)
