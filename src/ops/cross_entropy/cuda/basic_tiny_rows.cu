@@ -26,23 +26,46 @@ struct TinyArgs {
     const double *factor;     /* backward: of all gradients */
 };
 
-/* OPTIONS: the call has label smoothing or class weights. */
-template <typename T, bool OPTIONS> struct TinyLoss {
-    const TinyArgs &a;
-    double2 sum = {}; /* losses, and weights */
+/* What losses have in common: rows are labels, and where results go. */
+struct LossOfRows {
+    const BasicArgs &u;
+    float *const row_losses; /* see TinyArgs */
+    double2 sum = {};        /* losses, and weights */
     typedef int64_t Row;
 
+    DEVICE explicit LossOfRows(const TinyArgs &a) : u(a.basic), row_losses(a.row_losses) {
+    }
     DEVICE Row no_row() const {
-        return a.basic.ignore_index;
+        return u.ignore_index;
     }
     DEVICE Row load(int row) const {
-        return a.basic.load_label(row);
+        return u.load_label(row);
     }
     DEVICE void begin() const {
     }
+    /* weight: of the row's label. */
+    DEVICE void put(int row, bool present, float value, float lse, double weight) {
+        if (u.lse && present)
+            u.lse[row] = lse;
+        if (u.row_loss && present)
+            u.row_loss[row] = value;
+        if (row_losses && present)
+            row_losses[row] = value;
+        if (u.loss) {
+            sum.x += value;
+            sum.y += weight;
+        }
+    }
+};
+
+/* OPTIONS: the call has label smoothing or class weights. */
+template <typename T, bool OPTIONS> struct TinyLoss : LossOfRows {
+    const TinyArgs &a;
+
+    DEVICE explicit TinyLoss(const TinyArgs &args) : LossOfRows(args), a(args) {
+    }
     template <int COUNT>
     DEVICE void finish(Row loaded, int row, bool present, const float (&x)[COUNT], const T *elements, T *) {
-        const BasicArgs &u = a.basic;
         const int label = u.class_of(loaded);
         const RowStats s = stats_of_row<T>(x);
         const TwoFloats log_sum = log_in_floats(s.max == INFINITY ? NAN : s.sum);
@@ -63,16 +86,7 @@ template <typename T, bool OPTIONS> struct TinyLoss {
             value = lse = label == IGNORED ? 0.0f : NAN;
             u.flag_bad_label(label);
         }
-        if (u.lse && present)
-            u.lse[row] = lse;
-        if (u.row_loss && present)
-            u.row_loss[row] = value;
-        if (a.row_losses && present)
-            a.row_losses[row] = value;
-        if (u.loss) {
-            sum.x += value;
-            sum.y += OPTIONS ? u.weight_of(label) : label != IGNORED;
-        }
+        put(row, present, value, lse, OPTIONS ? u.weight_of(label) : label != IGNORED);
     }
 };
 
@@ -161,25 +175,15 @@ template <int COUNT> DEVICE RowStats scaled_stats(const float (&v)[COUNT], float
     return {max, max == INFINITY ? NAN : sum[0] + sum[1]};
 }
 
-template <typename T> struct OptionsLoss {
+template <typename T> struct OptionsLoss : LossOfRows {
     const ManyOptions &a;
     const ClassWeights weights;
-    double2 sum = {}; /* losses, and weights */
-    typedef int64_t Row;
 
-    DEVICE explicit OptionsLoss(const ManyOptions &args) : a(args), weights(args.loss, args.tiny.length) {
-    }
-    DEVICE Row no_row() const {
-        return a.basic.ignore_index;
-    }
-    DEVICE Row load(int row) const {
-        return a.basic.load_label(row);
-    }
-    DEVICE void begin() const {
+    DEVICE explicit OptionsLoss(const ManyOptions &args)
+        : LossOfRows(args), a(args), weights(args.loss, args.tiny.length) {
     }
     template <int COUNT>
     DEVICE void finish(Row loaded, int row, bool present, const float (&x)[COUNT], const T *elements, T *) {
-        const BasicArgs &u = a.basic;
         const Loss &loss = a.loss;
         const int label = u.class_of(loaded);
         float v[COUNT], value, lse, weight = 1.0f;
@@ -207,16 +211,7 @@ template <typename T> struct OptionsLoss {
             value = lse = label == IGNORED ? 0.0f : NAN;
             u.flag_bad_label(label);
         }
-        if (u.lse && present)
-            u.lse[row] = lse;
-        if (u.row_loss && present)
-            u.row_loss[row] = value;
-        if (a.row_losses && present)
-            a.row_losses[row] = value;
-        if (u.loss) {
-            sum.x += value;
-            sum.y += label == IGNORED ? 0.0f : weight;
-        }
+        put(row, present, value, lse, label == IGNORED ? 0.0f : weight);
     }
 };
 
@@ -301,7 +296,7 @@ __global__ __launch_bounds__(TINY_THREADS,
 template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
     extern __shared__ uint4 dynamic[];
-    TinyLoss<T, OPTIONS> op = {a};
+    TinyLoss<T, OPTIONS> op(a);
     tiny_rows<TinyLoss<T, OPTIONS>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
     if (a.basic.loss)
         add_up_threads<TINY_THREADS>(a.basic, op.sum);
