@@ -109,11 +109,18 @@ static const struct shape cuda_shapes[] = {
     {2, 1, {9001, 1031}},
     {2, 1, {2101, 4111}},
     /* very short rows, which blocks copy into shared memory; every number of elements to a thread */
+    {2, 1, {9001, 2}},
     {2, 1, {9001, 3}},
+    {2, 1, {9001, 4}},
+    {2, 1, {9001, 5}},
+    {2, 1, {9001, 7}},
     {2, 1, {9001, 11}},
     {2, 1, {9001, 13}},
     {2, 1, {150001, 21}},
     {2, 1, {9001, 31}},
+    /* a million of them: several to a thread */
+    {2, 1, {1048601, 2}},
+    {2, 1, {1048601, 5}},
     /* columns that are not whole packs, so many that a block takes 128 or 256 of them */
     {2, 0, {35, 4099}},
     {2, 0, {300, 16387}},
