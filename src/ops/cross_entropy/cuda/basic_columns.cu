@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Calls without options, or with label smoothing or class weights, whose rows are short and lie side by side, as
- * in segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
+ * Calls without options, or with label smoothing, class weights or both, whose rows are short and lie side by
+ * side, as in segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
  * writes the factor of all gradients, then the gradients.
  */
 #include "cuda/column_packs.cuh"
@@ -15,7 +15,7 @@ constexpr int GRADIENT_BLOCK = 128;
 constexpr int per_sm(bool loose) {
     return loose ? 2 : 3;
 }
-template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : LATE &&NARROW<T> ? 6 : 5;
+template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : !LATE || !NARROW<T> ? 5 : 6;
 constexpr int SHORT_ROW = 16; /* classes */
 
 /* What a kernel knows: no options; label smoothing or class weights; also both. */

@@ -8,14 +8,12 @@
  * logarithm in double and the other arithmetic of a row then run on 32 lanes at once; with a warp
  * per row they ran on one lane, and took longer than reading the row.
  */
+#include "cuda/rows_per_warp.cuh"
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
 
 namespace {
 
-constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
-
-/* Rows that a lane loads before it uses the first. */
-template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
+constexpr int THREADS = 128; /* per block */
 
 /* The sum of a row's logits. Lane `member` of LANES has packs member, member + LANES, ... of `packs`. */
 template <int LANES, typename T, int N, int PACKS>
@@ -137,30 +135,20 @@ struct BasicShortRows {
         write_each_loss(&plan->args, call);
         plan->forward = p.forward;
         for_shape(static_cast<int>(p.row_packs()), [&](auto lanes, auto packs) {
-            constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
-            const int64_t enough = int64_t(32) * device.multiprocessors; /* warps */
-            int &steps = plan->steps = LANES;
-            if (p.invariant || p.rows <= 2 * SCANNED_ROWS) /* else there are many rows */
-                while (steps > BATCH<LANES, decltype(packs)::value> && p.rows < enough * GROUPS * steps)
-                    steps /= 2;
-            plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * steps);
+            constexpr int LANES = decltype(lanes)::value;
+            const bool may_be_few = p.invariant || p.rows <= 2 * SCANNED_ROWS;
+            plan->steps =
+                may_be_few ? steps_of_warp<LANES, decltype(packs)::value>(p.rows, int64_t(32) * device.multiprocessors)
+                           : LANES;
+            plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * plan->steps);
         });
         return plan->workspace.place(p.forward && plan->args.loss ? plan->blocks : 0, p.gradient);
     }
 
-    /* Calls f(std::integral_constant<int, LANES>(), std::integral_constant<int, PACKS>()). */
+    /* As for_lanes_and_packs, and for rows of up to 128 packs. */
     template <typename F> static void for_shape(int packs, F f) {
-        typedef std::integral_constant<int, 1> One;
-        typedef std::integral_constant<int, 2> Two;
-        typedef std::integral_constant<int, 4> Four;
-        typedef std::integral_constant<int, 8> Eight;
-        typedef std::integral_constant<int, 16> Sixteen;
-        packs <= 4    ? f(Four(), One())
-        : packs <= 8  ? f(Eight(), One())
-        : packs <= 16 ? f(Eight(), Two())
-        : packs <= 32 ? f(Sixteen(), Two())
-        : packs <= 64 ? f(Sixteen(), Four())
-                      : f(std::integral_constant<int, WARP>(), Four());
+        packs <= 64 ? for_lanes_and_packs(packs, f)
+                    : f(std::integral_constant<int, WARP>(), std::integral_constant<int, 4>());
     }
 
     template <class U>

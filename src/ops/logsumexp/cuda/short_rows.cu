@@ -10,14 +10,13 @@
  * Backward: elementwise. Threads take packs of the whole tensor, not of a row. lse and dlse may be
  * strided.
  */
-#include <type_traits>
-
+#include "cuda/rows_per_warp.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
 
-constexpr int THREADS = 128, LOADS = 8; /* per block; packs that a lane loads before it uses the first */
-constexpr int64_t MANY_ROWS = 1 << 13;  /* forward pays from here on: docs/perf/logsumexp.md */
+constexpr int THREADS = 128;           /* per block */
+constexpr int64_t MANY_ROWS = 1 << 13; /* forward pays from here on: docs/perf/logsumexp.md */
 
 struct ShortArgs {
     const char *x;
@@ -26,9 +25,6 @@ struct ShortArgs {
     int rows, packs; /* packs: per row */
     int steps;       /* of a warp; a multiple of BATCH */
 };
-
-/* Rows that a lane loads before it uses the first. PACKS: packs per lane. */
-template <int LANES, int PACKS> constexpr int BATCH = LOADS / PACKS < LANES ? LOADS / PACKS : LANES;
 
 /* Packs past the end of a row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
 template <typename T, int LANES, int PACKS>
@@ -126,20 +122,12 @@ struct ShortRows {
         return lse_rows(call).contiguous() ? NULL : "lse is strided";
     }
 
-    /* Calls f(std::integral_constant<int, LANES>(), std::integral_constant<int, PACKS>()). */
+    /* As for_lanes_and_packs, and for rows of 1 or 2 packs. */
     template <typename F> static void for_shape(int packs, F f) {
         typedef std::integral_constant<int, 1> One;
-        typedef std::integral_constant<int, 2> Two;
-        typedef std::integral_constant<int, 4> Four;
-        typedef std::integral_constant<int, 8> Eight;
-        typedef std::integral_constant<int, 16> Sixteen;
-        packs <= 1    ? f(One(), One())
-        : packs <= 2  ? f(Two(), One())
-        : packs <= 4  ? f(Four(), One())
-        : packs <= 8  ? f(Eight(), One())
-        : packs <= 16 ? f(Eight(), Two())
-        : packs <= 32 ? f(Sixteen(), Two())
-                      : f(Sixteen(), Four());
+        packs <= 1   ? f(One(), One())
+        : packs <= 2 ? f(std::integral_constant<int, 2>(), One())
+                     : for_lanes_and_packs(packs, f);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -162,12 +150,10 @@ struct ShortRows {
             plan->forward = {
                 x.data, x.step * bytes, lse_rows(call).numbers, static_cast<int>(p.rows), static_cast<int>(packs), 0};
             for_shape(plan->forward.packs, [&](auto lanes, auto row_packs) {
-                constexpr int LANES = decltype(lanes)::value, GROUPS = WARP / LANES;
-                const int64_t enough = int64_t(16) * device.multiprocessors; /* warps */
-                int &steps = plan->forward.steps = LANES;
-                while (steps > BATCH<LANES, decltype(row_packs)::value> && p.rows < enough * GROUPS * steps)
-                    steps /= 2;
-                plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * steps);
+                constexpr int LANES = decltype(lanes)::value;
+                plan->forward.steps =
+                    steps_of_warp<LANES, decltype(row_packs)::value>(p.rows, int64_t(16) * device.multiprocessors);
+                plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * plan->forward.steps);
             });
         }
         return 0;
