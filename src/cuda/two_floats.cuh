@@ -11,8 +11,11 @@
 #include "cuda/vocabulary.cuh"
 
 struct TwoFloats {
-    float high, low; /* low: at most half a unit in the last place of high */
+    float high, low; /* low: small beside high, but not below its last place */
 
+    DEVICE float rounded() const {
+        return high + low;
+    }
     DEVICE double number() const {
         return static_cast<double>(high) + low;
     }

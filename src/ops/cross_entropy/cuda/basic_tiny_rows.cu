@@ -202,8 +202,8 @@ template <typename T> struct OptionsLoss : LossOfRows {
                 for (int j = 0; j < COUNT; j++)
                     if (j < a.tiny.length)
                         below = fmaf(weights.of_class(j), s.max - v[j], below);
-                value =
-                    fmaf(static_cast<float>(loss.spread), fmaf(log_sum.high, weights.sum, loss.scale * below), value);
+                const float of_all = fmaf(log_sum.rounded(), weights.sum, loss.scale * below);
+                value = fmaf(static_cast<float>(loss.spread), of_all, value);
             }
             if (loss.z_loss != 0.0f)
                 value = fmaf(loss.z_loss * lse, lse, value);
