@@ -35,24 +35,27 @@ DEVICE double loss_divisor(bool mean, const float *given, double weight) {
     return !mean ? 1.0 : given ? *given : weight;
 }
 
+/* The numbers of options. */
+struct LossNumbers {
+    float z_loss, softcap, scale;
+    float inverse_cap;          /* 1 / softcap, or 0 */
+    bool weighted;              /* label smoothing: the loss needs sum(w u) */
+    double label_share, spread; /* 1 - s, s / V */
+};
+
 /* struct rafter_loss as a kernel argument. */
-struct Loss {
+struct Loss : LossNumbers {
     int64_t rows, ignore_index;
     int64_t classes;                  /* of this rank: columns */
     int64_t all_classes, first_class; /* of all ranks; without class_group: classes, 0 */
     bool shared;                      /* classes are spread over ranks */
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
-    bool weighted;         /* label smoothing: the loss needs sum(w u) */
     bool divides_upstream; /* linear_cross_entropy: rows use Prepared's factors */
     bool row_units;        /* linear_cross_entropy: and divide their gradients by a unit of their own: row_unit */
-    float z_loss, softcap, scale;
-    float inverse_cap;          /* 1 / softcap, or 0 */
-    bool cap_bounds;            /* |u| is at most MOST_CAPPED: exponentials need no maximum */
-    float cap_curve[7];         /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
-    double label_share, spread; /* 1 - s, s / V */
-
-    float cap_per_bit; /* v of u log2(e) = 1, if cap_bounds */
+    bool cap_bounds;       /* |u| is at most MOST_CAPPED: exponentials need no maximum */
+    float cap_curve[7];    /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
+    float cap_per_bit;     /* v of u log2(e) = 1, if cap_bounds */
 
     Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
     Rows entropy;              /* backward: given by the caller, only with dentropy */
@@ -117,8 +120,22 @@ static inline Rows loss_rows(const rafter_view &view) {
     return view.data ? rows_of(view, view.ndim) : none;
 }
 
+static inline LossNumbers numbers_of(const struct rafter_loss &from) {
+    const double classes = static_cast<double>(from.all_classes), smoothing = static_cast<double>(from.smoothing);
+    LossNumbers numbers = {};
+    numbers.z_loss = from.z_loss;
+    numbers.softcap = from.softcap;
+    numbers.scale = from.scale;
+    numbers.inverse_cap = from.softcap != 0.0f ? fminf(1.0f / from.softcap, FLT_MAX) : 0.0f;
+    numbers.weighted = from.smoothing != 0.0f;
+    numbers.label_share = 1.0 - smoothing;
+    numbers.spread = from.all_classes ? smoothing / classes : 0.0;
+    return numbers;
+}
+
 static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_loss *from) {
     Loss loss = {};
+    static_cast<LossNumbers &>(loss) = numbers_of(*from);
     loss.rows = from->rows;
     loss.classes = from->classes;
     loss.all_classes = from->all_classes;
@@ -128,11 +145,6 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
     loss.reduction = from->reduction;
     loss.zero_if_all_ignored = from->zero_if_all_ignored;
     loss.forward = from->direction == RAFTER_FORWARD;
-    loss.weighted = from->smoothing != 0.0f;
-    loss.z_loss = from->z_loss;
-    loss.softcap = from->softcap;
-    loss.inverse_cap = from->softcap != 0.0f ? fminf(1.0f / from->softcap, FLT_MAX) : 0.0f;
-    loss.scale = from->scale;
     loss.cap_bounds = from->softcap >= LEAST_CAP && from->softcap * from->scale <= MOST_CAPPED;
     double term = static_cast<double>(from->scale) * 1.4426950408889634;
     for (int i = 0; i < 7 && loss.cap_bounds; i++) {
@@ -140,9 +152,6 @@ static inline Loss loss_of(const rafter_cuda_state &device, const struct rafter_
         term /= static_cast<double>(from->softcap) * from->softcap;
     }
     loss.cap_per_bit = loss.cap_bounds ? 1.0f / loss.cap_curve[0] : 0.0f;
-    loss.label_share = 1.0 - static_cast<double>(from->smoothing);
-    loss.spread =
-        from->all_classes ? static_cast<double>(from->smoothing) / static_cast<double>(from->all_classes) : 0.0;
     loss.target = loss_rows(from->target);
     loss.row_weight = loss_rows(from->row_weight);
     loss.dloss = loss_rows(from->dloss);
@@ -254,7 +263,7 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
 /* Both forms of tanh. The near one serves |z| < CAP_NEAR * softcap, where the other would lose digits; the
  * far one takes three special functions with an exponential. A logit's own size chooses between them,
  * never its neighbours', so that the bits of a row do not depend on how it is cut into packs. */
-DEVICE bool is_near_zero(float z, const Loss &loss) {
+DEVICE bool is_near_zero(float z, const LossNumbers &loss) {
     return fabsf(z) < CAP_NEAR * loss.softcap;
 }
 /* Of two values that are both computed: the compiler would branch around each special function. */
@@ -268,19 +277,19 @@ DEVICE float either(bool first, float a, float b) {
 struct FarCap {
     float tanh, slope; /* tanh(z / cap), and its derivative by z / cap: 1 - tanh^2 would cancel */
 };
-DEVICE FarCap far_cap(float z, const Loss &loss) {
+DEVICE FarCap far_cap(float z, const LossNumbers &loss) {
     const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);
     return {copysignf((1.0f - q) * r, z), 4.0f * q * (r * r)};
 }
 
 /* cap * tanh(z / cap), to 3 units in the last place. */
-DEVICE float capped_near(float z, const Loss &loss) {
+DEVICE float capped_near(float z, const LossNumbers &loss) {
     const float x = z * loss.inverse_cap, s = x * x;
     const float high = fmaf(fmaf(CAP_TERMS[5], s, CAP_TERMS[4]), s, CAP_TERMS[3]);
     const float p = fmaf(fmaf(fmaf(high, s, CAP_TERMS[2]), s, CAP_TERMS[1]), s, CAP_TERMS[0]);
     return fmaf(z * s, p, z);
 }
-DEVICE float capped(float z, const Loss &loss) {
+DEVICE float capped(float z, const LossNumbers &loss) {
     return either(is_near_zero(z, loss), capped_near(z, loss), loss.softcap * far_cap(z, loss).tanh);
 }
 /* u log2(e), if Loss::cap_bounds. */
@@ -300,21 +309,21 @@ DEVICE float capped_bits(float z, const Loss &loss) {
 DEVICE float cap_slope_near(float tanh) {
     return fmaf(-tanh, tanh, 1.0f);
 }
-DEVICE float cap_slope(float z, float tanh, const Loss &loss) {
+DEVICE float cap_slope(float z, float tanh, const LossNumbers &loss) {
     return either(is_near_zero(z, loss), cap_slope_near(tanh), far_cap(z, loss).slope);
 }
-DEVICE float cap_slope(float z, const Loss &loss) {
+DEVICE float cap_slope(float z, const LossNumbers &loss) {
     return cap_slope(z, capped_near(z, loss) * loss.inverse_cap, loss);
 }
 
-template <int N> DEVICE bool all_near_zero(const float (&z)[N], const Loss &loss) {
+template <int N> DEVICE bool all_near_zero(const float (&z)[N], const LossNumbers &loss) {
     float largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; j++)
         largest = fmaxf(largest, fabsf(z[j]));
     return is_near_zero(largest, loss);
 }
-template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
+template <int N> DEVICE void cap_all(float (&z)[N], const LossNumbers &loss) {
     if (all_near_zero(z, loss)) {
 #pragma unroll
         for (int j = 0; j < N; j++)
@@ -326,7 +335,7 @@ template <int N> DEVICE void cap_all(float (&z)[N], const Loss &loss) {
     }
 }
 /* The same, and its derivative. */
-template <int N> DEVICE void cap_all(float (&z)[N], float (&slope)[N], const Loss &loss) {
+template <int N> DEVICE void cap_all(float (&z)[N], float (&slope)[N], const LossNumbers &loss) {
     if (all_near_zero(z, loss)) {
 #pragma unroll
         for (int j = 0; j < N; j++) {

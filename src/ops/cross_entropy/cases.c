@@ -332,6 +332,23 @@ static const struct single {
      true},
     {RAFTER_BF16, {{.name = "tiny", .ignored = SOME_IGNORED}, false}, {2, {1048601, 2}}, 0, true},
     {RAFTER_F16, {{.name = "tiny", .softcap = 3, .class_weight = true}, true}, {2, {1048601, 5}}, 0, true},
+    /* few rows at any alignment: in parts, over the logits, and with a dloss for each */
+    {RAFTER_BF16,
+     {{.name = "few", .smoothing = 0.1f, .z_loss = 0.005f, .softcap = 5, .class_weight = true, .ignored = SOME_IGNORED},
+      false},
+     {2, {301, 1733}},
+     0,
+     false},
+    {RAFTER_F32, {{.name = "few", .softcap = 8, .scale = 0.5f, .without_lse = true}, true}, {2, {65, 2001}}, 0, true},
+    {RAFTER_F16,
+     {{.name = "few", .smoothing = 0.1f, .reduction = RAFTER_NONE, .dloss = true}, false},
+     {2, {1100, 131}},
+     0,
+     false},
+    {RAFTER_BF16, {{.name = "few", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {40, 3003}}, 0, true},
+    /* short rows in any layout */
+    {RAFTER_F16, {{.name = "scattered", .softcap = 5, .ignored = SOME_IGNORED}, false}, {3, {1801, 5, 12}}, 0, false},
+    {RAFTER_F32, {{.name = "scattered", .z_loss = 0.005f, .class_weight = true}, true}, {2, {9001, 16}}, 0, true},
     /* softcap of long rows: most logits beyond it, and one that does not bound exponentials */
     {RAFTER_BF16, {{.name = "long", .softcap = 1.5f, .ignored = SOME_IGNORED}, false}, {2, {1100, 4104}}, 0, true},
     {RAFTER_F16,

@@ -119,8 +119,11 @@ static const struct shape cuda_shapes[] = {
     {2, 1, {150001, 21}},
     {2, 1, {9001, 31}},
     /* a million of them: several to a thread */
-    {2, 1, {1048601, 2}},
+    {2, 1, {1048601, 3}},
     {2, 1, {1048601, 5}},
+    /* several to a pack of 16 bytes, and so many that a thread takes two packs */
+    {2, 1, {1203, 4}},
+    {2, 1, {2097203, 2}},
     /* columns that are not whole packs, so many that a block takes 128 or 256 of them */
     {2, 0, {35, 4099}},
     {2, 0, {300, 16387}},
@@ -148,7 +151,7 @@ struct options {
 };
 enum { OPTION_SETS = 32 };
 
-static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}, {3, 1, {2, 5, 32}}};
+static const struct shape option_shapes[] = {{2, 1, {4, 33}}, {3, 1, {5, 3, 37}}, {3, 1, {2, 5, 32}}, {2, 1, {37, 2}}};
 
 enum {
     DTYPES = 3,

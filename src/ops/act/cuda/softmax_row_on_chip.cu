@@ -210,10 +210,11 @@ template <bool FORWARD> DEVICE Part merge_cluster(Part p, Part (&parts)[MOST_BLO
     return merge_warp<FORWARD>(lane < blocks ? parts[lane] : Part{-FLT_MAX, 0.0f});
 }
 
-/* A block, or a cluster, per row. Exponentials are computed twice, and x is kept packed in
- * between. */
+/* A block, or a cluster, per row. 16-bit elements are kept packed, and their exponentials are computed twice. Those of
+ * fp32 are kept, relative to the largest element of the thread. */
 template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void softmax_of_row(const RowArgs<T> &a) {
     constexpr int N = WIDE<T>, COUNT = BLOCK_PACKS<FORWARD>;
+    constexpr bool KEEPS = FORWARD && !NARROW<T>;
     __shared__ Part warps[MOST_THREADS / WARP], parts[MOST_BLOCKS];
     unsigned blocks = 1, rank = 0; /* of the row; of this block among them */
     if constexpr (CLUSTER) {
@@ -225,8 +226,11 @@ template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void soft
     RowPart<T, FORWARD, ALIGNED, COUNT> row;
     row.load(a, blockIdx.x / blocks, static_cast<int>(rank) * COUNT * blockDim.x + threadIdx.x, blockDim.x);
     Part part = {FORWARD ? row.max() : -FLT_MAX, 0.0f};
-    if constexpr (!ALIGNED)
-        part.sum = FORWARD ? exp_as<T>(row.x_edge - part.max) : row.x_edge * row.d_edge;
+    const float own_max = part.max;
+    if constexpr (!ALIGNED) {
+        part.sum = FORWARD ? exp_as<T>(row.x_edge - own_max) : row.x_edge * row.d_edge;
+        row.x_edge = KEEPS ? part.sum : row.x_edge;
+    }
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
         float v[N], w[N];
@@ -234,8 +238,12 @@ template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void soft
         if constexpr (!FORWARD)
             unpack(row.d.pack[k], w);
 #pragma unroll
-        for (int j = 0; j < N; j++)
-            part.sum = FORWARD ? part.sum + exp_as<T>(v[j] - part.max) : fmaf(v[j], w[j], part.sum);
+        for (int j = 0; j < N; j++) {
+            const float e = FORWARD ? exp_as<T>(v[j] - own_max) : 0.0f;
+            part.sum = FORWARD ? part.sum + e : fmaf(v[j], w[j], part.sum);
+            if constexpr (KEEPS)
+                row.x.pack[k].v[j] = e;
+        }
     }
     const int lane = threadIdx.x % WARP;
     part = merge_warp<FORWARD>(part);
@@ -246,9 +254,9 @@ template <typename T, bool FORWARD, bool ALIGNED, bool CLUSTER> DEVICE void soft
     if constexpr (CLUSTER)
         part = merge_cluster<FORWARD>(part, parts, blocks);
 
-    const float scale = 1.0f / part.sum;
+    const float scale = (KEEPS ? expf(own_max - part.max) : 1.0f) / part.sum;
     const auto result = [&](float value, float upstream) {
-        return FORWARD ? exp_as<T>(value - part.max) * scale : value * (upstream - part.sum);
+        return KEEPS ? value * scale : FORWARD ? exp_as<T>(value - part.max) * scale : value * (upstream - part.sum);
     };
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
@@ -379,6 +387,10 @@ struct RowOnChip {
             return groups(WARP, softmax_group<T, FORWARD, WARP, 2>);
         if (plan.packs <= 128)
             return groups(WARP, softmax_group<T, FORWARD, WARP, 4>);
+        if constexpr (FORWARD)
+            if (plan.packs <= 256)
+                return groups(WARP, plan.packs <= 192 ? softmax_group<T, FORWARD, WARP, 6>
+                                                      : softmax_group<T, FORWARD, WARP, 8>);
         const int threads = ceil_div(plan.packs, plan.blocks * BLOCK_PACKS<FORWARD>);
         Launch how = {plan.rows * plan.blocks, round_up(threads, WARP)};
         how.overlaps = ordered.copied;

@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * The loss and the gradient of a row with any options but row weights, as in loss.cuh, but in floats and with few
+ * instructions: for short rows, and for calls so small that the time is that of cold code. v is a logit after the
+ * softcap.
+ */
+#ifndef RAFTER_CROSS_ENTROPY_CUDA_OPTIONS_CUH
+#define RAFTER_CROSS_ENTROPY_CUDA_OPTIONS_CUH
+
+#include "ops/cross_entropy/cuda/basic.cuh"
+
+namespace {
+
+/* Kernel arguments. */
+struct OptionArgs {
+    BasicArgs basic;
+    LossNumbers loss;
+    float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
+    const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
+    const double *factor;     /* backward: of all gradients */
+};
+
+/* ---- device ---------------------------------------------------------------------------------- */
+
+DEVICE float softcapped(float z, const LossNumbers &loss) {
+    return loss.softcap != 0.0f ? capped(z, loss) : z;
+}
+
+/* The weights of classes, 1 if there are none. */
+struct ClassWeights {
+    const float *weights; /* NULL: none */
+    int64_t stride;
+
+    DEVICE explicit ClassWeights(const BasicArgs &u)
+        : weights(u.weighs ? u.class_weight : nullptr), stride(u.class_stride) {
+    }
+    DEVICE float of_class(int j) const {
+        return weights ? weights[j * stride] : 1.0f;
+    }
+    /* Of classes first, first + step, ... */
+    DEVICE float sum(int first, int step, int classes) const {
+        float all = 0.0f;
+        for (int j = first; j < classes; j += step)
+            all += of_class(j);
+        return all;
+    }
+};
+
+struct LossAndLse {
+    float loss, lse;
+};
+
+/* `target`: v of the label. `weight`: of the label; weight_sum: of all classes. `below`: the sum of
+ * weight * (max - v) over all classes, if loss.weighted. */
+DEVICE LossAndLse loss_of_row(const LossNumbers &loss, RowStats s, float target, float weight, float weight_sum,
+                              float below) {
+    const TwoFloats log_sum = log_in_floats(s.max == INFINITY ? NAN : s.sum);
+    const float nll = rounded_sum(loss.scale * (s.max - target), log_sum);
+    const float lse = rounded_sum(loss.scale * s.max, log_sum);
+    float value = static_cast<float>(loss.label_share) * weight * (nll < 0.0f ? 0.0f : nll);
+    if (loss.weighted)
+        value = fmaf(static_cast<float>(loss.spread), fmaf(log_sum.rounded(), weight_sum, loss.scale * below), value);
+    if (loss.z_loss != 0.0f)
+        value = fmaf(loss.z_loss * lse, lse, value);
+    return {value, lse};
+}
+
+/* What normalizes exponentials: share * e^(scale (v - pivot)) is the probability. */
+struct Normalizer {
+    float pivot, share, lse;
+};
+DEVICE Normalizer normalizer_from_lse(const LossNumbers &loss, float lse) {
+    const float pivot = lse / loss.scale;
+    return {pivot, 1.0f + fmaf(loss.scale, pivot, -lse), lse}; /* share: for the rounding error of the pivot */
+}
+DEVICE Normalizer normalizer_from_stats(const LossNumbers &loss, RowStats s) {
+    const float sum = s.max == INFINITY ? NAN : s.sum;
+    return {s.max, 1.0f / sum, fmaf(loss.scale, s.max, logf(sum))};
+}
+
+/* dz = slope * (c e^(scale (v - pivot)) - spread w - target [at the label]); see RowGradient. */
+template <typename T> struct GradientOfRow {
+    ScaledExp<T> scaled;
+    float c, pivot, target, spread;
+    bool zero; /* every logit is -inf */
+
+    /* `own`: dloss over the denominator, times the scale. The others: as in loss_of_row. */
+    DEVICE GradientOfRow(const LossNumbers &loss, const Normalizer &n, float own, float weight, float weight_sum)
+        : pivot(n.pivot), target(own * static_cast<float>(loss.label_share) * weight),
+          spread(own * static_cast<float>(loss.spread)), zero(n.share == INFINITY) {
+        float p = loss.weighted ? fmaf(spread, weight_sum, target) : target;
+        if (loss.z_loss != 0.0f)
+            p = fmaf(own * 2.0f * loss.z_loss, n.lse, p);
+        c = p * n.share;
+        scaled = ScaledExp<T>(c, pivot, loss.scale);
+    }
+    /* Of class j, whose logit is z and v. */
+    DEVICE float of(int j, int label, float z, float v, const ClassWeights &weights, const LossNumbers &loss) const {
+        float d = scaled.of(v);
+        if (j == label)
+            d = fmaf(c, expf(loss.scale * (v - pivot)), -target);
+        if (loss.weighted)
+            d = fmaf(-spread, weights.of_class(j), d);
+        if (loss.softcap != 0.0f)
+            d *= cap_slope(z, v * loss.inverse_cap, loss);
+        return label == OUT_OF_RANGE ? NAN : label < 0 || zero ? 0.0f : d;
+    }
+};
+
+/* ---- host ------------------------------------------------------------------------------------ */
+
+/* Whether a call has more than one option, or one that BasicArgs does not have. */
+inline bool has_many_options(const struct rafter_loss &l) {
+    return (l.smoothing != 0.0f && l.class_weight.data) || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f;
+}
+
+/* Why a call, with logits in any layout, is not for OptionArgs, or NULL. */
+inline const char *why_not_options(const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    if (const char *const reason = why_not_basic_outputs(p, call, {true, true, true, true}))
+        return reason;
+    if (p.forward == p.gradient)
+        return p.forward ? "loss and gradient are wanted at once" : "there is nothing to write";
+    if (p.rows > 1 << 30)
+        return "it counts rows in 31 bits";
+    if (l.reduction != RAFTER_NONE)
+        return NULL;
+    return p.forward ? (contiguous_or_missing(l.loss) ? NULL : "loss is strided")
+                     : (contiguous_or_missing(l.dloss) || is_one_number(l.dloss) ? NULL : "dloss is strided");
+}
+
+/* All but what is in the workspace. */
+inline OptionArgs option_args(const rafter_cuda_state &device, const Problem &p, const cross_entropy_call &call) {
+    const struct rafter_loss &l = call.loss;
+    OptionArgs args = {basic_args(device, p, call), numbers_of(l), nullptr, nullptr, nullptr};
+    if (l.reduction == RAFTER_NONE) {
+        args.row_losses = args.basic.loss;
+        args.basic.loss = nullptr;
+        if (args.basic.dloss && !is_one_number(l.dloss)) { /* the common factor leaves it to the rows */
+            args.row_dlosses = args.basic.dloss;
+            args.basic.dloss = nullptr;
+        }
+    }
+    return args;
+}
+
+} // namespace
+
+#endif
