@@ -84,14 +84,17 @@ static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &ho
     return c;
 }
 
-/* Calls f(std::integral_constant<int, STEPS>()) with the steps that a thread loads at a time. */
+/* The steps that a thread loads at a time. */
+static inline int column_steps(int64_t length) {
+    return length <= 2 ? 2 : length <= 4 ? 4 : 8;
+}
+/* Calls f(std::integral_constant<int, STEPS>()) with them. */
 template <typename F> static void for_column_steps(int64_t length, F f) {
-    if (length <= 2)
-        f(std::integral_constant<int, 2>());
-    else if (length <= 4)
-        f(std::integral_constant<int, 4>());
-    else
-        f(std::integral_constant<int, 8>());
+    switch (column_steps(length)) {
+    case 2: return f(std::integral_constant<int, 2>());
+    case 4: return f(std::integral_constant<int, 4>());
+    default: return f(std::integral_constant<int, 8>());
+    }
 }
 
 /* ---- device ---------------------------------------------------------------------------------- */

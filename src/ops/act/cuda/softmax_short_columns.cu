@@ -23,6 +23,7 @@ struct ThreadShare {
 };
 constexpr ThreadShare WIDE_SHARE = {1, 8, 256};    /* groups are packs of 16 bytes */
 constexpr ThreadShare SHIFTED_SHARE = {1, 4, 256}; /* packs that are not aligned; forward: twice as many steps */
+constexpr ThreadShare TWO_SHARE = {1, 2, 256};     /* the same, of one or two steps */
 constexpr ThreadShare PAIR_SHARE = {8, 2, 512};    /* large fp32 tensors of one or two steps */
 constexpr ThreadShare LARGE_SHARE = {4, 8, 512};   /* large fp32 tensors */
 constexpr ThreadShare LONG_SHARE = {1, 32, 256};   /* large fp32 tensors of few columns side by side */
@@ -259,7 +260,8 @@ struct ShortColumns {
             return {WIDE_SHARE, width, false};
         ColumnPlan plan;
         if (inner * length * views.slabs() >= LARGE_ELEMENTS) {
-            const ThreadShare shifted = {1, (forward ? 2 : 1) * SHIFTED_SHARE.steps, SHIFTED_SHARE.threads};
+            const ThreadShare many = {1, (forward ? 2 : 1) * SHIFTED_SHARE.steps, SHIFTED_SHARE.threads};
+            const ThreadShare shifted = length <= TWO_SHARE.steps ? TWO_SHARE : many;
             if (bytes == 2 && inner >= LEAST_SHIFTED && strides_are_positive(views) &&
                 cut(shifted, length, inner, wide, bytes, &plan))
                 return {shifted, wide, true};
@@ -380,6 +382,9 @@ struct ShortColumns {
         if (choice.unit == WIDE<T> && !choice.shifted)
             return launch_share<T, WIDE<T>, W.groups, W.steps, W.threads, FORWARD>(context, ordered, plan);
         if constexpr (sizeof(T) == 2) {
+            if (choice.shifted && choice.share.steps == TWO_SHARE.steps)
+                return launch_share<T, WIDE<T>, 1, TWO_SHARE.steps, TWO_SHARE.threads, FORWARD, true>(context, ordered,
+                                                                                                      plan);
             if (choice.shifted)
                 return launch_share<T, WIDE<T>, H.groups, (FORWARD ? 2 : 1) * H.steps, H.threads, FORWARD, true>(
                     context, ordered, plan);

@@ -4,16 +4,17 @@
  * side, as in segmentation: a thread takes four rows (cuda/column_packs.cuh). Forward: one kernel. Backward: one that
  * writes the factor of all gradients, then the gradients.
  */
-#include "cuda/column_packs.cuh"
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
+#include "ops/cross_entropy/cuda/four_rows.cuh"
 
 namespace {
 
 constexpr int THREADS = 256; /* of a block, forward */
 constexpr int GRADIENT_BLOCK = 128;
-/* Blocks per multiprocessor. Loose rows need more registers. */
-constexpr int per_sm(bool loose) {
-    return loose ? 2 : 3;
+/* Blocks per multiprocessor, for threads that load so many elements of a row at once. Loose rows need more
+ * registers. */
+constexpr int per_sm(bool loose, int steps) {
+    return steps <= 2 ? 4 : loose ? 2 : 3;
 }
 template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : !LATE || !NARROW<T> ? 5 : 6;
 constexpr int SHORT_ROW = 16; /* classes */
@@ -28,33 +29,6 @@ struct ColumnArgs {
     float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
     const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
     bool one_dloss;           /* the same for all rows */
-};
-
-/* The classes of four rows. */
-template <typename T, bool LOOSE> struct FourLabels {
-    int64_t loaded[COLUMNS];
-
-    DEVICE FourLabels(const BasicArgs &u, const PlacedColumns<T, LOOSE> &place) {
-        const int row = place.row;
-        if constexpr (LOOSE) {
-#pragma unroll
-            for (int j = 0; j < COLUMNS; j++)
-                loaded[j] = place.has(j) ? u.load_label(row + place.apart(j)) : u.ignore_index;
-        } else if (u.wide_labels) {
-            const longlong2 *const from =
-                reinterpret_cast<const longlong2 *>(static_cast<const int64_t *>(u.labels) + row);
-            const longlong2 a = from[0], b = from[1];
-            loaded[0] = a.x, loaded[1] = a.y, loaded[2] = b.x, loaded[3] = b.y;
-        } else {
-            const int4 a = *reinterpret_cast<const int4 *>(static_cast<const int *>(u.labels) + row);
-            loaded[0] = a.x, loaded[1] = a.y, loaded[2] = a.z, loaded[3] = a.w;
-        }
-    }
-    DEVICE void classes(const BasicArgs &u, int (&label)[COLUMNS]) const {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-            label[j] = u.class_of(loaded[j]);
-    }
 };
 
 /* z_label of the labels among elements l, l + 1, ... */
@@ -135,7 +109,7 @@ DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &plac
 }
 
 template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS>
-__global__ __launch_bounds__(THREADS, per_sm(LOOSE)) void column_losses(const __grid_constant__ ColumnArgs a) {
+__global__ __launch_bounds__(THREADS, per_sm(LOOSE, STEPS)) void column_losses(const __grid_constant__ ColumnArgs a) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     double2 sum = {};
@@ -262,11 +236,6 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
                 place.dx[g[j].label * c.slabs.step[1] + place.apart(j)] = from_float<T>(at_label[j]);
 }
 
-/* Whether four numbers of a tensor, one per row, can be accessed: at once, unless the rows are loose. */
-inline bool in_fours(const rafter_view &view, bool loose) {
-    return contiguous_or_missing(view) && (loose || reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
-}
-
 struct BasicColumns {
     typedef cross_entropy_call Call;
     struct Plan {
@@ -284,7 +253,6 @@ struct BasicColumns {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        const struct rafter_loss &l = call.loss;
         if (const char *const reason = why_not_basic_outputs(p, call, {true, true, true}))
             return reason;
         if (p.forward && p.gradient)
@@ -295,13 +263,7 @@ struct BasicColumns {
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         if (const char *const reason = why_not_column_packs(s, choice(p, call.logits.dtype), bytes))
             return reason;
-        const bool each = l.reduction == RAFTER_NONE, one_dloss = is_one_number(l.dloss);
-        const rafter_view &numbers = p.forward ? l.loss : l.dloss;
-        const bool loose = are_loose(s, choice(p, call.logits.dtype).tensors, bytes);
-        return in_fours(l.target, loose) && in_fours(l.lse, loose) && in_fours(l.row_loss, loose) &&
-                       (!each || in_fours(numbers, loose) || (!p.forward && one_dloss))
-                   ? NULL
-                   : "numbers of four rows cannot be accessed at once";
+        return why_not_in_fours(p, call, are_loose(s, choice(p, call.logits.dtype).tensors, bytes));
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -323,9 +285,11 @@ struct BasicColumns {
         if (each && !args.one_dloss)
             args.basic.dloss = nullptr; /* write_factor leaves it to the rows */
         plan->forward = p.forward;
-        plan->blocks = p.forward ? min(ceil_div<int64_t>(args.columns.packs, THREADS),
-                                       int64_t(per_sm(args.columns.loose)) * device.multiprocessors)
-                                 : int64_t(args.columns.across) * args.columns.parts;
+        plan->blocks =
+            p.forward
+                ? min(ceil_div<int64_t>(args.columns.packs, THREADS),
+                      int64_t(per_sm(args.columns.loose, column_steps(args.columns.length))) * device.multiprocessors)
+                : int64_t(args.columns.across) * args.columns.parts;
         return plan->workspace.place(p.forward ? plan->blocks : 0, p.gradient);
     }
 

@@ -84,6 +84,8 @@ template <typename T> struct GradientOfRow {
     float c, pivot, target, spread;
     bool zero; /* every logit is -inf */
 
+    DEVICE GradientOfRow() {
+    }
     /* `own`: dloss over the denominator, times the scale. The others: as in loss_of_row. */
     DEVICE GradientOfRow(const LossNumbers &loss, const Normalizer &n, float own, float weight, float weight_sum)
         : pivot(n.pivot), target(own * static_cast<float>(loss.label_share) * weight),
