@@ -227,6 +227,10 @@ static const struct {
                   {RAFTER_BF16, -1, {2, {1001, 130}}, true},
                   {RAFTER_BF16, -1, {2, {1003, 257}}, true},
                   {RAFTER_F32, -1, {2, {501, 65}}, true},
+                  {RAFTER_F32, -1, {2, {301, 701}}, true},
+                  {RAFTER_F32, -1, {2, {300, 1001}}, true},
+                  {RAFTER_BF16, -1, {2, {200, 1501}}, true},
+                  {RAFTER_F16, -1, {2, {150, 2001}}, true},
                   {RAFTER_F16, -1, {2, {205, 1001}}, true},
                   {RAFTER_BF16, 1, {3, {3400, 520, 2}}, true},
                   {RAFTER_F32, -1, {2, {1700, 4101}}, true},
@@ -245,6 +249,7 @@ static const struct {
                   {RAFTER_BF16, 0, {2, {5, 1700001}}, true},
                   {RAFTER_F16, 1, {3, {3, 40, 70003}}, true},
                   {RAFTER_F32, 0, {2, {2, 4200001}}, true},
+                  {RAFTER_BF16, 0, {2, {2, 4200003}}, true},
                   {RAFTER_F32, 1, {3, {2, 21, 200003}}, true},
                   {RAFTER_F32, 1, {3, {3000, 22, 129}}, true}};
 

@@ -332,6 +332,12 @@ static const struct single {
      true},
     {RAFTER_BF16, {{.name = "tiny", .ignored = SOME_IGNORED}, false}, {2, {1048601, 2}}, 0, true},
     {RAFTER_F16, {{.name = "tiny", .softcap = 3, .class_weight = true}, true}, {2, {1048601, 5}}, 0, true},
+    /* basic rows at any alignment: a block for each, in parts, and so many that no block counts all labels */
+    {RAFTER_BF16, {{.name = "unaligned", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {301, 5003}}, 0, true},
+    {RAFTER_F32, {{.name = "unaligned", .ignored = SOME_IGNORED}, true}, {2, {1025, 601}}, 0, true},
+    {RAFTER_F16, {{.name = "unaligned", .reduction = RAFTER_SUM, .narrow = true}, false}, {2, {5, 70001}}, 0, true},
+    {RAFTER_BF16, {{.name = "unaligned", .ignored = SOME_IGNORED, .dloss = true}, false}, {2, {16401, 505}}, 0, true},
+    {RAFTER_BF16, {{.name = "unaligned", .ignored = SOME_IGNORED}, false}, {2, {16401, 3079}}, 0, true},
     /* few rows at any alignment: in parts, over the logits, and with a dloss for each */
     {RAFTER_BF16,
      {{.name = "few", .smoothing = 0.1f, .z_loss = 0.005f, .softcap = 5, .class_weight = true, .ignored = SOME_IGNORED},

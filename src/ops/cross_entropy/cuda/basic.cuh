@@ -380,20 +380,27 @@ inline const char *why_not_basic_outputs(const Problem &p, const cross_entropy_c
     return p.classes > 1 << 30 ? "it counts columns in 31 bits" : NULL;
 }
 
+/* The rows that a kernel takes: whole, aligned packs; or any contiguous and evenly spaced ones. The latter makes no
+ * difference in batch-invariant calls. */
+enum BasicRows { WHOLE_PACKS, ANY_ROWS };
+
 /* NULL if the call is basic, with any number of rows, else the reason. */
-inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
+inline const char *why_not_basic_options(const Problem &p, const cross_entropy_call &call, BasicOptions known = {},
+                                         BasicRows rows = WHOLE_PACKS) {
     const struct rafter_loss &l = call.loss;
     const bool each = p.forward && !p.gradient && !p.invariant && !l.row_loss.data && contiguous_or_missing(l.loss);
     if (l.reduction == RAFTER_NONE && !each)
         return "the reduction is none, and the call is not forward alone with one output per row";
     if (const char *const reason = why_not_basic_outputs(p, call, known))
         return reason;
-    if (p.strided)
+    if (rows == ANY_ROWS ? !p.contiguous : p.strided)
         return "rows are not contiguous, or dlogits is aligned otherwise than logits";
+    if (p.rows > 1 << 30)
+        return "it counts rows in 31 bits";
     if (p.invariant) /* SpacedArgs */
-        return !p.whole_packs     ? "rows are not whole, aligned packs of 16 bytes"
-               : p.rows > 1 << 30 ? "it counts rows in 31 bits"
-                                  : NULL;
+        return p.whole_packs ? NULL : "rows are not whole, aligned packs of 16 bytes";
+    if (rows == ANY_ROWS)
+        return call.logits.ndim > 2 || (p.gradient && call.dlogits.ndim > 2) ? "rows are not evenly spaced" : NULL;
     return !rows_of_packs(call.logits) || (p.gradient && !rows_of_packs(call.dlogits))
                ? "rows are not whole, aligned packs of 16 bytes"
                : NULL;
@@ -401,11 +408,20 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
 
 /* The same for kernels in which every block counts all labels: the number of rows is limited. */
 inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
-    if (p.rows > 2 * SCANNED_ROWS && !p.invariant)
+    if (are_many(p.rows) && !p.invariant)
         return "there are more labels than one block should count";
     if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
         return "the call is batch invariant, and rows are short";
     return why_not_basic_options(p, call, known);
+}
+
+/* The same for kernels that take ANY_ROWS. If there are many, they have at least so many bytes. */
+inline const char *why_not_any_rows(const Problem &p, const cross_entropy_call &call, int64_t least_bytes) {
+    if (are_many(p.rows) && !p.invariant && p.row_bytes < least_bytes)
+        return "there are more labels than one block should count, and rows are short";
+    if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
+        return "the call is batch invariant, and rows are short";
+    return why_not_basic_options(p, call, {}, ANY_ROWS);
 }
 
 /* Calls f(std::bool_constant<value>()). */

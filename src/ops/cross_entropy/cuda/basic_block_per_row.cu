@@ -1,49 +1,51 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Basic calls (basic.cuh), forward without a gradient: a block per row, or per part of a row if rows
- * are few and long; then one block that adds up. */
+/* Basic calls (basic.cuh), and rows at any alignment, forward without a gradient: a block per row, or per part of a
+ * row if rows are few and long; then one block that adds up. */
+#include "cuda/block_span.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
 
 constexpr int MOST_THREADS = 512;
+/* Rows that are not whole packs, in bytes: the shortest ones, and from where on there may be many of them. */
+constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, FEW_SHORT_ROWS = 2048;
 
-/* A thread loads AT_ONCE packs at a time. U: BasicArgs or SpacedArgs. */
-template <typename T, int AT_ONCE, class U>
+/* A thread loads AT_ONCE packs at a time. WHOLE: rows are whole aligned packs. U: BasicArgs or SpacedArgs. */
+template <typename T, int AT_ONCE, bool WHOLE, class U>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ U u) {
-    constexpr int N = WIDE<T>;
     start_next_kernel();
-    const int row = blockIdx.x, packs = u.classes / N, threads = blockDim.x;
+    const int row = blockIdx.x;
     const T *const z = u.template row_of_z<T>(row);
     const int64_t label_at = u.label_at(row);
-    Pack<T, N> pack[AT_ONCE];
-    load_packs(pack, z, packs, threadIdx.x, threads);
+    const BlockSpan<T, WHOLE> span(z, u.classes);
+    Pack<T, WIDE<T>> pack[AT_ONCE];
+    load_packs(pack, span.body, span.packs, threadIdx.x, blockDim.x);
     issue_loads_first();
     const int label = u.class_of(u.load_label(label_at));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
-    const RowStats s =
-        label >= 0 ? merge_block(stats_of_packs(pack, z, packs, threadIdx.x, threads), 1.0f) : no_elements();
+    const RowStats s = label >= 0 ? merge_block(span.stats(pack), 1.0f) : no_elements();
     if (threadIdx.x == 0)
         u.losses[row] = u.finish_row(row, label, s, z_label);
 }
 
-/* `parts` blocks per row; all parts but the last have `part` packs. The last block of a row to end merges
+/* `parts` blocks per row; all parts but the last have `part` elements. The last block of a row to end merges
  * the parts, in order. */
-template <typename T>
+template <typename T, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_constant__ BasicArgs u, unsigned parts,
                                                                   int part, RowStats *part_stats) {
-    constexpr int N = WIDE<T>;
     start_next_kernel();
-    const int row = static_cast<int>(blockIdx.x / parts), threads = blockDim.x;
-    const int from = static_cast<int>(blockIdx.x - row * parts) * part, packs = min(u.classes / N - from, part);
-    const T *const first = u.row_of_z<T>(row), *const z = first + int64_t(from) * N;
-    Pack<T, N> pack[IN_FLIGHT];
-    load_packs(pack, z, packs, threadIdx.x, threads);
+    const int row = static_cast<int>(blockIdx.x / parts);
+    const int from = static_cast<int>(blockIdx.x - row * parts) * part;
+    const T *const first = u.row_of_z<T>(row);
+    const BlockSpan<T, WHOLE> span(first + from, min(u.classes - from, part));
+    Pack<T, WIDE<T>> pack[IN_FLIGHT];
+    load_packs(pack, span.body, span.packs, threadIdx.x, blockDim.x);
     issue_loads_first();
     const int label = u.class_of(u.load_label(row));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(first[label]) : 0.0f;
     RowStats s = no_elements();
     if (label >= 0) {
-        s = merge_block(stats_of_packs(pack, z, packs, threadIdx.x, threads), 1.0f);
+        s = merge_block(span.stats(pack), 1.0f);
         if (threadIdx.x == 0)
             part_stats[blockIdx.x] = s;
         if (!block_arrives_last(u.counter + row, parts) || threadIdx.x >= WARP)
@@ -66,13 +68,18 @@ struct BasicBlockPerRow {
         BasicArgs args;
         Split split;
         size_t part_stats; /* offset in the workspace, if rows are split */
+        BasicTotals totals;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.forward || p.gradient)
             return "a gradient is wanted";
-        return why_not_basic(p, call);
+        /* Measured on an H200: docs/perf/cross_entropy.md. */
+        const bool few = p.rows <= (p.row_bytes <= SHORT_ROW ? FEW_SHORT_ROWS : SCANNED_ROWS);
+        if (!p.whole_packs && !(p.row_bytes >= LEAST_BYTES && few) && p.row_bytes < LONG_ROW)
+            return "rows are short and not whole, aligned packs of 16 bytes";
+        return why_not_any_rows(p, call, LONG_ROW);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -84,6 +91,7 @@ struct BasicBlockPerRow {
         layout.add(p.rows * int64_t(sizeof(double)));
         plan->part_stats =
             plan->split.parts > 1 ? layout.add(p.rows * plan->split.parts * int64_t(sizeof(RowStats))) : 0;
+        plan->totals.place(&layout);
         return layout.bytes;
     }
 
@@ -94,19 +102,25 @@ struct BasicBlockPerRow {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;
-            if (plan.split.parts > 1)
-                sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T>,
-                             static_cast<const BasicArgs &>(args), static_cast<unsigned>(plan.split.parts),
-                             static_cast<int>(plan.split.part / WIDE<T>),
-                             at_offset<RowStats>(workspace, plan.part_stats));
-            else if (packs <= 2 * 128)
-                sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, U>, args);
+            const auto run = [&](auto whole) {
+                constexpr bool WHOLE = decltype(whole)::value;
+                if (plan.split.parts > 1)
+                    sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T, WHOLE>,
+                                 static_cast<const BasicArgs &>(args), static_cast<unsigned>(plan.split.parts),
+                                 static_cast<int>(plan.split.part), at_offset<RowStats>(workspace, plan.part_stats));
+                else if (packs <= 2 * 128)
+                    sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, WHOLE, U>, args);
+                else
+                    sequence.run(Launch{args.rows, span_threads(packs, 4, 128, MOST_THREADS)},
+                                 block_per_row<T, 4, WHOLE, U>, args);
+            };
+            if constexpr (std::is_same<U, BasicArgs>::value)
+                for_bool(Problem(call).whole_packs, run);
             else
-                sequence.run(Launch{args.rows, power_at_least(packs / 4, 128, MOST_THREADS)}, block_per_row<T, 4, U>,
-                             args);
+                run(std::true_type());
         });
         if (args.loss)
-            sequence.run(Launch{1, ONE_BLOCK}, sum_losses<U>, args);
+            plan.totals.add_up(sequence, args, workspace);
         return RAFTER_OK;
     }
 

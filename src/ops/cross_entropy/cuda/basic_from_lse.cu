@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh), backward with lse from forward: a thread per row computes coefficients,
- * then short blocks of 4 KB of a row each write the gradient.
+ * Basic calls (basic.cuh), and rows at any alignment, backward with lse from forward: a thread per row computes
+ * coefficients, then short blocks of 4 KB of a row each write the gradient.
  */
+#include "cuda/pack_anywhere.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
 namespace {
@@ -35,27 +36,66 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
     }
 }
 
-/* A block per part of a row. */
-template <typename T, class U>
+/* Where rows begin: all are whole aligned packs; anywhere, but dlogits is aligned as logits; anywhere. */
+enum RowAlignment { WHOLE, ALIKE, ANY };
+
+/* A block per part of a row. It is cut into packs that are aligned in dz; the first threads of a row also take the
+ * edges, less than a pack on either side. */
+template <typename T, RowAlignment ALIGNMENT, class U>
 __global__ __launch_bounds__(GRADIENT_THREADS,
                              1536 / GRADIENT_THREADS) void gradients(const __grid_constant__ U u, const Divisor parts,
                                                                      const BasicGradient *row_gradients) {
     constexpr int THREADS = GRADIENT_THREADS, PACKS = GRADIENT_PACKS;
     constexpr int N = WIDE<T>;
     const int row = static_cast<int>(parts.quotient(blockIdx.x)), part = blockIdx.x - row * parts.number;
-    const int first = part * (THREADS * PACKS) + threadIdx.x, packs = u.classes / N;
-    const T *const z = u.template row_of_z<T>(row);
+    const int first = part * (THREADS * PACKS) + threadIdx.x;
+    const T *z = u.template row_of_z<T>(row);
+    T *dz = u.template row_of_dz<T>(row);
+    int packs = u.classes / N, head = 0;
+    [[maybe_unused]] int edge = -1; /* class */
+    [[maybe_unused]] float z_edge = 0.0f;
+    if constexpr (ALIGNMENT != WHOLE) {
+        const AlignedSpan<T> span(dz, u.classes);
+        packs = static_cast<int>(span.packs);
+        head = span.head;
+        if (first < span.edges)
+            edge = head + static_cast<int>(span.edge(first));
+        if (edge >= 0)
+            z_edge = to_float(z[edge]);
+        z += head;
+        dz += head;
+    }
     Pack<T, N> pack[PACKS];
+    if constexpr (ALIGNMENT == ANY) {
+        const T *const begin = u.template row_of_z<T>(0), *const end = u.template row_of_z<T>(u.rows - 1) + u.classes;
+        PackAnywhere<T> anywhere[PACKS];
 #pragma unroll
-    for (int k = 0; k < PACKS; k++)
-        if (first + k * THREADS < packs)
-            pack[k] = load_once<T, N>(z + (first + k * THREADS) * N);
+        for (int k = 0; k < PACKS; k++)
+            anywhere[k].load(first + k * THREADS < packs, z + (first + k * THREADS) * N, begin, end);
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+            if (first + k * THREADS < packs)
+                pack[k] = anywhere[k].get(begin, end);
+    } else {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++)
+            if (first + k * THREADS < packs)
+                pack[k] = load_once<T, N>(z + (first + k * THREADS) * N);
+    }
     wait_for_previous_kernel();
-    const BasicGradient g = row_gradients[row];
-    const unsigned own = g.label / N - first; /* a multiple of THREADS if this thread has the label's pack */
-    const bool mine = g.label >= 0 && own < THREADS * PACKS && own % THREADS == 0;
-    const float z_label = mine ? to_float(z[g.label]) : 0.0f;
-    write_packs(u.template row_of_dz<T>(row), pack, first, THREADS, packs, g, z_label, mine);
+    BasicGradient g = row_gradients[row];
+    if constexpr (ALIGNMENT != WHOLE)
+        if (edge >= 0) {
+            const float d = g.label < 0 ? g.c : ScaledExp<T>(g.c, g.pivot, 1.0f).of(z_edge);
+            dz[edge - head] = from_float<T>(g.label == edge ? g.c * expf(z_edge - g.pivot) - g.target : d);
+        }
+    const int label = g.label - head;                 /* from the first pack on */
+    const unsigned own = unsigned(label) / N - first; /* a multiple of THREADS if this thread has the label's pack */
+    const bool mine = g.label >= 0 && label >= 0 && label < packs * N && own < THREADS * PACKS && own % THREADS == 0;
+    const float z_label = mine ? to_float(z[label]) : 0.0f;
+    if (g.label >= 0)
+        g.label = label >= 0 ? label : 0; /* if it is an edge, `mine` is false */
+    write_packs(dz, pack, first, THREADS, packs, g, z_label, mine);
 }
 
 struct BasicFromLse {
@@ -64,11 +104,19 @@ struct BasicFromLse {
     struct Plan {
         BasicArgs args;
         int64_t row_blocks, parts;
+        BasicTotals totals;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        return p.lse_given ? why_not_basic(p, call) : "it is for backward with lse";
+        constexpr int64_t LEAST_BYTES = 1000; /* of rows that are not whole packs: docs/perf/cross_entropy.md */
+        if (!p.whole_packs && p.row_bytes < LEAST_BYTES)
+            return "rows are short and not whole, aligned packs of 16 bytes";
+        if (p.strided && (call.logits.ndim < 2 || call.logits.stride[0] < 0))
+            return "rows go backward, or there is one";
+        if (p.rows * p.gradient_parts() > INT32_MAX)
+            return "it counts blocks in 31 bits";
+        return p.lse_given ? why_not_any_rows(p, call, LEAST_BYTES) : "it is for backward with lse";
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
@@ -76,25 +124,32 @@ struct BasicFromLse {
         plan->args = basic_args(device, p, call);
         plan->row_blocks = p.row_blocks();
         plan->parts = p.gradient_parts();
-        return p.rows * sizeof(BasicGradient) + sizeof(double);
+        WorkspaceLayout layout;
+        layout.add(p.rows * int64_t(sizeof(BasicGradient)));
+        plan->totals.place(&layout);
+        return layout.bytes;
     }
 
     template <class U>
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
                                      char *workspace) {
+        const Problem p(call);
         LaunchSequence sequence = {context};
         BasicGradient *const row_gradients = at_offset<BasicGradient>(workspace, 0);
         const double *known_factor = nullptr;
-        if (args.rows > 2 * SCANNED_ROWS) {
-            double *const factor = reinterpret_cast<double *>(row_gradients + args.rows);
-            sequence.run(Launch{1, ONE_BLOCK}, compute_factor<U>, args, factor);
-            known_factor = factor;
-        }
+        if (are_many(args.rows)) /* else every block computes it */
+            known_factor = plan.totals.find_factor(sequence, args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             sequence.run(Launch{plan.row_blocks, ROW_THREADS}, coefficients<T, U>, args, known_factor, row_gradients);
-            sequence.run(Launch{args.rows * plan.parts, GRADIENT_THREADS}, gradients<T, U>, args, Divisor(plan.parts),
-                         row_gradients);
+            const auto write = [&](void (*kernel)(U, Divisor, const BasicGradient *)) {
+                sequence.run(Launch{args.rows * plan.parts, GRADIENT_THREADS}, kernel, args, Divisor(plan.parts),
+                             row_gradients);
+            };
+            if constexpr (std::is_same<U, BasicArgs>::value)
+                if (!p.whole_packs)
+                    return write(p.strided ? gradients<T, ANY, U> : gradients<T, ALIKE, U>);
+            write(gradients<T, WHOLE, U>);
         });
         return RAFTER_OK;
     }

@@ -99,6 +99,7 @@ struct BasicOnChip {
     struct Plan {
         BasicArgs args;
         Fit fit;
+        BasicTotals totals;
     };
 
     /* The order of the kernels in launch. */
@@ -120,15 +121,18 @@ struct BasicOnChip {
         const Problem p(call);
         plan->args = basic_args(device, p, call);
         find(device, p, &plan->fit);
-        return (p.rows + 1) * sizeof(double); /* one loss per row, and the factor */
+        WorkspaceLayout layout;
+        layout.add(p.rows * int64_t(sizeof(double))); /* one loss per row */
+        plan->totals.place(&layout);
+        return layout.bytes;
     }
 
     template <class U>
-    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args) {
+    static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
+                                     char *workspace) {
         LaunchSequence sequence = {context};
-        double *const factor = args.losses + args.rows;
-        const Launch one = {1, ONE_BLOCK}, rows = {args.rows, plan.fit.threads, plan.fit.shared};
-        sequence.run(one, compute_factor<U>, args, factor);
+        const Launch rows = {args.rows, plan.fit.threads, plan.fit.shared};
+        const double *const factor = plan.totals.find_factor(sequence, args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             void (*const kernels[])(U, const double *) = {on_chip<T, SixPerSm, U>, on_chip<T, ThreePerSm, U>,
@@ -136,7 +140,7 @@ struct BasicOnChip {
             sequence.run(rows, kernels[plan.fit.shape], args, factor);
         });
         if (args.loss)
-            sequence.run(one, sum_losses<U>, args);
+            plan.totals.add_up(sequence, args, workspace);
         return RAFTER_OK;
     }
 
@@ -144,8 +148,8 @@ struct BasicOnChip {
         const Problem p(call);
         BasicArgs args = plan.args;
         args.losses = at_offset<double>(workspace, 0);
-        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(args, p, call))
-                                  : launch_with(context, call, plan, args);
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(args, p, call), workspace)
+                                  : launch_with(context, call, plan, args, workspace);
     }
 };
 

@@ -22,6 +22,11 @@ constexpr int GRADIENT_THREADS = 128, GRADIENT_PACKS = 2;
  * itself. */
 constexpr int64_t SCANNED_ROWS = 1 << 13;
 
+/* Whether there are more rows than one block should count. */
+inline bool are_many(int64_t rows) {
+    return rows > 2 * SCANNED_ROWS;
+}
+
 /* In batch-invariant calls, longer rows of whole packs take a block each. */
 constexpr int64_t INVARIANT_PACKS = 128;
 
@@ -31,7 +36,8 @@ struct Problem {
     bool forward;
     bool gradient;      /* dlogits is wanted, and is not empty */
     bool lse_given;     /* backward, with lse from forward */
-    bool strided;       /* rows are not contiguous, or dlogits is aligned otherwise than logits */
+    bool contiguous;    /* rows are adjacent elements, in logits and dlogits */
+    bool strided;       /* they are not, or dlogits is aligned otherwise than logits */
     bool invariant;     /* batch invariant */
     RowClass row_class; /* of logits; for batch-invariant calls */
     bool whole_packs;   /* rows are contiguous and consist of whole, aligned packs of 16 bytes */
@@ -47,7 +53,8 @@ struct Problem {
         invariant = call.common.batch_invariant;
         row_class = class_of_rows(classes, step(z), z.dtype);
         whole_packs = allows_wide_access(z, z.ndim) && (!gradient || allows_wide_access(dz, dz.ndim));
-        strided = step(z) != 1 || (gradient && (step(dz) != 1 || !same_alignment(z, dz)));
+        contiguous = step(z) == 1 && (!gradient || step(dz) == 1);
+        strided = !contiguous || (gradient && !same_alignment(z, dz));
     }
     int64_t row_packs() const {
         return row_bytes / 16;

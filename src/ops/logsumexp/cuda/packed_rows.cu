@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * logsumexp of contiguous rows that are whole 16-byte packs and are not split: a warp or a block
- * per row in forward, several short blocks per row in backward. The kernels take few parameters on
+ * per row in forward, several short blocks per row in backward. Forward also of long rows at any alignment. The kernels take few parameters on
  * purpose: parameters and instructions are cold when a kernel starts.
  */
+#include "cuda/block_span.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
 namespace {
@@ -19,8 +20,8 @@ struct PackedArgs {
     LseNumbers lse;
     const void *dlse;
     rafter_dtype dlse_dtype;
-    int rows, packs; /* packs: per row */
-    Divisor parts;   /* backward: divides by the blocks of a row */
+    int rows, n, packs; /* n, packs: elements and packs per row */
+    Divisor parts;      /* backward: divides by the blocks of a row */
 
     template <typename T> DEVICE const T *row(int i) const {
         return reinterpret_cast<const T *>(x + i * step);
@@ -42,13 +43,13 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_co
         p.lse.put(row, lse_of(s));
 }
 
-/* A thread loads COUNT packs at a time. */
-template <typename T, int COUNT>
+/* A thread loads COUNT packs at a time. WHOLE: rows are whole aligned packs. */
+template <typename T, int COUNT, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ PackedArgs p) {
-    const T *const x = p.row<T>(blockIdx.x);
+    const BlockSpan<T, WHOLE> span(p.row<T>(blockIdx.x), p.n);
     Pack<T, WIDE<T>> packs[COUNT];
-    load_packs(packs, x, p.packs, threadIdx.x, blockDim.x);
-    const RowStats s = merge_block(stats_of_packs(packs, x, p.packs, threadIdx.x, blockDim.x), 1.0f);
+    load_packs(packs, span.body, span.packs, threadIdx.x, blockDim.x);
+    const RowStats s = merge_block(span.stats(packs), 1.0f);
     if (threadIdx.x == 0)
         p.lse.put(blockIdx.x, lse_of(s));
 }
@@ -82,7 +83,7 @@ struct PackedRows {
     struct Plan {
         PackedArgs args;
         rafter_dtype dtype;
-        bool backward;
+        bool backward, whole; /* whole: rows are whole aligned packs */
     };
 
     /* Backward: packs that a thread takes, and blocks per row. */
@@ -93,6 +94,12 @@ struct PackedRows {
         return ceil_div<int64_t>(packs, GRADIENT_THREADS * packs_per_thread(packs));
     }
 
+    /* Whether forward takes rows that are not whole packs. Measured on an H200: docs/perf/logsumexp.md. */
+    static bool takes_any_alignment(const Problem &p) {
+        constexpr int64_t SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, FEW_ROWS = 8 << 10;
+        return !p.backward && p.x_rows().dims == 1 &&
+               (p.row_bytes() >= LONG_ROW || (p.row_bytes() > SHORT_ROW && p.rows <= FEW_ROWS));
+    }
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         if (!p.contiguous)
@@ -100,7 +107,7 @@ struct PackedRows {
         if (!p.backward && split_rows(p, call.algorithm).parts > 1)
             return "rows are few and long, or algorithm is parallel: they are split";
         const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
-        if (!packs)
+        if (!packs && !takes_any_alignment(p))
             return "rows are not whole, aligned packs of 16 bytes";
         if (!lse_rows(call).contiguous() || (p.backward && !reduced_rows(call.dlse, call).contiguous()))
             return "lse or dlse is strided";
@@ -117,8 +124,18 @@ struct PackedRows {
         const int packs = static_cast<int>(p.row_bytes() / 16);
         plan->dtype = p.x.dtype;
         plan->backward = p.backward;
-        plan->args = {x.data,  nullptr,    x.step * bytes,           0,     lse_rows(call).numbers,
-                      nullptr, RAFTER_F32, static_cast<int>(p.rows), packs, Divisor()};
+        plan->whole = x.whole_packs(p.n);
+        plan->args = {x.data,
+                      nullptr,
+                      x.step * bytes,
+                      0,
+                      lse_rows(call).numbers,
+                      nullptr,
+                      RAFTER_F32,
+                      static_cast<int>(p.rows),
+                      static_cast<int>(p.n),
+                      packs,
+                      Divisor()};
         if (p.backward) {
             const Rows dx = p.dx_rows(), dlse = reduced_rows(call.dlse, call);
             plan->args.dx = dx.data;
@@ -130,15 +147,21 @@ struct PackedRows {
         return 0;
     }
 
-    template <typename T> static void forward(const PackedArgs &args, cudaStream_t stream) {
-        if (args.packs <= WARP * IN_FLIGHT)
+    template <typename T, bool WHOLE> static void forward_by_blocks(const PackedArgs &args, cudaStream_t stream) {
+        if (args.packs <= 2 * 128)
+            block_per_row<T, 2, WHOLE><<<grid_of(args.rows), 128, 0, stream>>>(args);
+        else
+            block_per_row<T, 4, WHOLE>
+                <<<grid_of(args.rows), span_threads(args.packs, 4, 128, MOST_THREADS), 0, stream>>>(args);
+    }
+    template <typename T> static void forward(const PackedArgs &args, bool whole, cudaStream_t stream) {
+        if (!whole)
+            forward_by_blocks<T, false>(args, stream);
+        else if (args.packs <= WARP * IN_FLIGHT)
             warp_per_row<T>
                 <<<grid_of(ceil_div<int64_t>(args.rows, WARP_ROW_THREADS / WARP)), WARP_ROW_THREADS, 0, stream>>>(args);
-        else if (args.packs <= 2 * 128)
-            block_per_row<T, 2><<<grid_of(args.rows), 128, 0, stream>>>(args);
         else
-            block_per_row<T, 4>
-                <<<grid_of(args.rows), power_at_least(args.packs / 4, 128, MOST_THREADS), 0, stream>>>(args);
+            forward_by_blocks<T, true>(args, stream);
     }
 
     template <typename T> static void backward(const PackedArgs &args, cudaStream_t stream) {
@@ -153,7 +176,7 @@ struct PackedRows {
         const cudaStream_t stream = context->cuda_state->stream;
         for_dtype(plan.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            plan.backward ? backward<T>(plan.args, stream) : forward<T>(plan.args, stream);
+            plan.backward ? backward<T>(plan.args, stream) : forward<T>(plan.args, plan.whole, stream);
         });
         return RAFTER_OK;
     }

@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Statistics of a row, or of a part of it, by one block. */
+#ifndef RAFTER_CUDA_BLOCK_SPAN_CUH
+#define RAFTER_CUDA_BLOCK_SPAN_CUH
+
+#include "core/sizes.h"
+#include "cuda/row_statistics.cuh"
+
+/* Threads of a block for a row of so many packs, of which a thread loads at_once at a time: few threads should be
+ * without a pack when the others load their last ones. A multiple of a warp, from `least` to `most`. */
+static inline int span_threads(int64_t packs, int at_once, int least, int most) {
+    const int64_t rounds = max(ceil_div<int64_t>(packs, int64_t(at_once) * most), int64_t(1));
+    const int64_t threads = round_up<int64_t>(ceil_div<int64_t>(packs, at_once * rounds), WARP);
+    return static_cast<int>(max(min(threads, int64_t(most)), int64_t(least)));
+}
+
+/* Adjacent elements that a block reads: packs of 16 bytes; and, unless they are WHOLE and aligned, an edge of less
+ * than a pack on either side, of which a thread takes one element. */
+template <typename T, bool WHOLE> struct BlockSpan {
+    const T *body;
+    int packs;
+    float edge = -INFINITY;
+
+    DEVICE BlockSpan(const T *first, int count) : body(first), packs(count / WIDE<T>) {
+        if constexpr (!WHOLE) {
+            const AlignedSpan<const T> span(first, count);
+            body = span.body;
+            packs = static_cast<int>(span.packs);
+            if (static_cast<int>(threadIdx.x) < span.edges)
+                edge = to_float(body[span.edge(threadIdx.x)]);
+        }
+    }
+    /* `pack`: the first packs, from load_packs. */
+    template <int COUNT> DEVICE RowStats stats(Pack<T, WIDE<T>> (&pack)[COUNT]) const {
+        const RowStats s = stats_of_packs(pack, body, packs, threadIdx.x, blockDim.x);
+        if constexpr (WHOLE)
+            return s;
+        const float max = fmaxf(s.max, edge), pivot = pivot_at(max);
+        return {max, fmaf(s.sum, exp_below(s.max - pivot, 1.0f), exp_below(edge - pivot, 1.0f))};
+    }
+};
+
+#endif
