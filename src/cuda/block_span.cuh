@@ -19,6 +19,7 @@ static inline int span_threads(int64_t packs, int at_once, int least, int most) 
 template <typename T, bool WHOLE> struct BlockSpan {
     const T *body;
     int packs;
+    bool has_edge = false;
     float edge = -INFINITY;
 
     DEVICE BlockSpan(const T *first, int count) : body(first), packs(count / WIDE<T>) {
@@ -26,15 +27,31 @@ template <typename T, bool WHOLE> struct BlockSpan {
             const AlignedSpan<const T> span(first, count);
             body = span.body;
             packs = static_cast<int>(span.packs);
-            if (static_cast<int>(threadIdx.x) < span.edges)
+            has_edge = static_cast<int>(threadIdx.x) < span.edges;
+            if (has_edge)
                 edge = to_float(body[span.edge(threadIdx.x)]);
         }
     }
-    /* `pack`: the first packs, from load_packs. */
-    template <int COUNT> DEVICE RowStats stats(Pack<T, WIDE<T>> (&pack)[COUNT]) const {
-        const RowStats s = stats_of_packs(pack, body, packs, threadIdx.x, blockDim.x);
+    /* `pack`: the first packs, from load_packs. `total`, if not NULL, gets the sum of the thread's elements. */
+    template <int COUNT> DEVICE RowStats stats(Pack<T, WIDE<T>> (&pack)[COUNT], float *total = nullptr) const {
+        const int threads = blockDim.x;
+        RowStats s = no_elements();
+        for (int i = threadIdx.x; i < packs;) {
+            if (total) {
+                float of_packs = 0.0f;
+                add_packs(s, pack, 1.0f, &of_packs, min((packs - i + threads - 1) / threads, COUNT));
+                *total += of_packs;
+            } else {
+                add_packs(s, pack, 1.0f);
+            }
+            i += COUNT * threads;
+            if (i < packs)
+                load_packs(pack, body, packs, i, threads);
+        }
         if constexpr (WHOLE)
             return s;
+        if (total && has_edge)
+            *total += edge;
         const float max = fmaxf(s.max, edge), pivot = pivot_at(max);
         return {max, fmaf(s.sum, exp_below(s.max - pivot, 1.0f), exp_below(edge - pivot, 1.0f))};
     }

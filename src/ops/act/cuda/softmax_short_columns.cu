@@ -29,9 +29,10 @@ constexpr ThreadShare LARGE_SHARE = {4, 8, 512};   /* large fp32 tensors */
 constexpr ThreadShare LONG_SHARE = {1, 32, 256};   /* large fp32 tensors of few columns side by side */
 constexpr ThreadShare SMALL_SHARE = {1, 16, 1024};
 constexpr int64_t LARGE_ELEMENTS = 8 << 20;
-constexpr int64_t LEAST_SHIFTED = 64;  /* columns side by side: the last pack of them may have few */
-constexpr int64_t LONGEST_LARGE = 256; /* then 16 threads take adjacent elements */
-constexpr int64_t MANY_COLUMNS = 512;  /* with fewer, the last ones of a block's columns are a large part */
+constexpr int64_t LARGE_OF_TWO = 1 << 17; /* the same for shifted packs of one or two steps */
+constexpr int64_t LEAST_SHIFTED = 64;     /* columns side by side: the last pack of them may have few */
+constexpr int64_t LONGEST_LARGE = 256;    /* then 16 threads take adjacent elements */
+constexpr int64_t MANY_COLUMNS = 512;     /* with fewer, the last ones of a block's columns are a large part */
 
 struct ColumnPlan {
     Walk outer;
@@ -195,6 +196,12 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
                 top = max_of(top, x[k]);
         cover<true, N>(mine, 0, top);
     }
+    /* The exponentials of fp32 are kept in place of x, relative to the largest element of this thread. */
+    constexpr bool KEEPS = FORWARD && !NARROW<T>;
+    [[maybe_unused]] float own_max[N];
+#pragma unroll
+    for (int j = 0; j < N; j++)
+        own_max[j] = mine.max[j];
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
         if (k < plan.steps) {
@@ -202,7 +209,14 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
             unpack(x[k], v);
             if constexpr (!FORWARD)
                 unpack(d[k], w);
-            add_step<FORWARD>(mine, v, w);
+            if constexpr (KEEPS)
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    x[k].v[j] = exp_as<T>(v[j] - own_max[j]);
+                    mine.sum[0][j] += x[k].v[j];
+                }
+            else
+                add_step<FORWARD>(mine, v, w);
         }
     if (down > 1)
         merge_down<FORWARD, N>(mine, across, down, place, reinterpret_cast<float2 *>(column_memory));
@@ -210,7 +224,7 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
     float scale[N];
 #pragma unroll
     for (int j = 0; j < N; j++)
-        scale[j] = 1.0f / mine.sum[0][j];
+        scale[j] = (KEEPS && down > 1 ? expf(own_max[j] - mine.max[j]) : 1.0f) / mine.sum[0][j];
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
         if (k < plan.steps) {
@@ -220,7 +234,9 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
                 unpack(d[k], w);
 #pragma unroll
             for (int j = 0; j < N; j++)
-                v[j] = FORWARD ? exp_as<T>(v[j] - mine.max[j]) * scale[j] : v[j] * (w[j] - mine.sum[0][j]);
+                v[j] = KEEPS     ? v[j] * scale[j]
+                       : FORWARD ? exp_as<T>(v[j] - mine.max[j]) * scale[j]
+                                 : v[j] * (w[j] - mine.sum[0][j]);
             T *const to = out + k * down * plan.stride[OUT];
             if constexpr (SHIFTED) {
                 const bool has = row + k * down < length && columns.valid > 0, whole = plan.inner - column >= N;
@@ -259,12 +275,16 @@ struct ShortColumns {
         if (width == wide)
             return {WIDE_SHARE, width, false};
         ColumnPlan plan;
-        if (inner * length * views.slabs() >= LARGE_ELEMENTS) {
+        const int64_t elements = inner * length * views.slabs();
+        const bool two = length <= TWO_SHARE.steps;
+        if (bytes == 2 && elements >= (two ? LARGE_OF_TWO : LARGE_ELEMENTS) && inner >= LEAST_SHIFTED &&
+            strides_are_positive(views)) {
             const ThreadShare many = {1, (forward ? 2 : 1) * SHIFTED_SHARE.steps, SHIFTED_SHARE.threads};
-            const ThreadShare shifted = length <= TWO_SHARE.steps ? TWO_SHARE : many;
-            if (bytes == 2 && inner >= LEAST_SHIFTED && strides_are_positive(views) &&
-                cut(shifted, length, inner, wide, bytes, &plan))
+            const ThreadShare shifted = two ? TWO_SHARE : many;
+            if (cut(shifted, length, inner, wide, bytes, &plan))
                 return {shifted, wide, true};
+        }
+        if (elements >= LARGE_ELEMENTS) {
             if (bytes == 4 && length <= PAIR_SHARE.steps)
                 return {PAIR_SHARE, width, false};
             if (bytes == 4 && length > LARGE_SHARE.steps && length <= LONG_SHARE.steps && inner < MANY_COLUMNS)

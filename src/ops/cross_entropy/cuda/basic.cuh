@@ -415,13 +415,14 @@ inline const char *why_not_basic(const Problem &p, const cross_entropy_call &cal
     return why_not_basic_options(p, call, known);
 }
 
-/* The same for kernels that take ANY_ROWS. If there are many, they have at least so many bytes. */
+/* The same for kernels that take ANY_ROWS, and know label smoothing or class weights. If there are many rows, they have
+ * at least so many bytes. */
 inline const char *why_not_any_rows(const Problem &p, const cross_entropy_call &call, int64_t least_bytes) {
     if (are_many(p.rows) && !p.invariant && p.row_bytes < least_bytes)
         return "there are more labels than one block should count, and rows are short";
     if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
         return "the call is batch invariant, and rows are short";
-    return why_not_basic_options(p, call, {}, ANY_ROWS);
+    return why_not_basic_options(p, call, {!p.invariant, !p.invariant}, ANY_ROWS);
 }
 
 /* Calls f(std::bool_constant<value>()). */

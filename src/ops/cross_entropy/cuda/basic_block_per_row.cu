@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Basic calls (basic.cuh), and rows at any alignment, forward without a gradient: a block per row, or per part of a
- * row if rows are few and long; then one block that adds up. */
+/* Basic calls (basic.cuh), and rows at any alignment, forward without a gradient, also with label smoothing or class
+ * weights: a block per row, or per part of a row if rows are few and long; then one block that adds up, or a few. */
 #include "cuda/block_span.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
 
@@ -10,8 +10,9 @@ constexpr int MOST_THREADS = 512;
 /* Rows that are not whole packs, in bytes: the shortest ones, and from where on there may be many of them. */
 constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, FEW_SHORT_ROWS = 2048;
 
-/* A thread loads AT_ONCE packs at a time. WHOLE: rows are whole aligned packs. U: BasicArgs or SpacedArgs. */
-template <typename T, int AT_ONCE, bool WHOLE, class U>
+/* A thread loads AT_ONCE packs at a time. WHOLE: rows are whole aligned packs. SMOOTHS: the call has label smoothing.
+ * U: BasicArgs or SpacedArgs. */
+template <typename T, int AT_ONCE, bool WHOLE, bool SMOOTHS, class U>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ U u) {
     start_next_kernel();
     const int row = blockIdx.x;
@@ -23,9 +24,15 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
     issue_loads_first();
     const int label = u.class_of(u.load_label(label_at));
     const float z_label = threadIdx.x == 0 && label >= 0 ? to_float(z[label]) : 0.0f;
-    const RowStats s = label >= 0 ? merge_block(span.stats(pack), 1.0f) : no_elements();
+    float total = 0.0f;
+    RowStats s = no_elements();
+    if (label >= 0) {
+        s = merge_block(span.stats(pack, SMOOTHS ? &total : nullptr), 1.0f);
+        if constexpr (SMOOTHS)
+            total = static_cast<float>(block_sum(static_cast<double>(total)));
+    }
     if (threadIdx.x == 0)
-        u.losses[row] = u.finish_row(row, label, s, z_label);
+        u.losses[row] = u.finish_row(row, label, s, z_label, SMOOTHS ? &total : nullptr);
 }
 
 /* `parts` blocks per row; all parts but the last have `part` elements. The last block of a row to end merges
@@ -79,6 +86,8 @@ struct BasicBlockPerRow {
         const bool few = p.rows <= (p.row_bytes <= SHORT_ROW ? FEW_SHORT_ROWS : SCANNED_ROWS);
         if (!p.whole_packs && !(p.row_bytes >= LEAST_BYTES && few) && p.row_bytes < LONG_ROW)
             return "rows are short and not whole, aligned packs of 16 bytes";
+        if (call.loss.smoothing != 0.0f && split_rows(p, call.logits.dtype).parts > 1)
+            return "there is label smoothing, and rows are few and long";
         return why_not_any_rows(p, call, LONG_ROW);
     }
 
@@ -98,26 +107,30 @@ struct BasicBlockPerRow {
     template <class U>
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
                                      char *workspace) {
+        const Problem p(call);
         LaunchSequence sequence = {context};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;
-            const auto run = [&](auto whole) {
-                constexpr bool WHOLE = decltype(whole)::value;
-                if (plan.split.parts > 1)
-                    sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads}, block_per_part<T, WHOLE>,
-                                 static_cast<const BasicArgs &>(args), static_cast<unsigned>(plan.split.parts),
-                                 static_cast<int>(plan.split.part), at_offset<RowStats>(workspace, plan.part_stats));
-                else if (packs <= 2 * 128)
-                    sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, WHOLE, U>, args);
+            const auto run = [&](auto whole, auto smooths) {
+                constexpr bool WHOLE = decltype(whole)::value, SMOOTHS = decltype(smooths)::value;
+                if (packs <= 2 * 128)
+                    sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, WHOLE, SMOOTHS, U>, args);
                 else
                     sequence.run(Launch{args.rows, span_threads(packs, 4, 128, MOST_THREADS)},
-                                 block_per_row<T, 4, WHOLE, U>, args);
+                                 block_per_row<T, 4, WHOLE, SMOOTHS, U>, args);
             };
             if constexpr (std::is_same<U, BasicArgs>::value)
-                for_bool(Problem(call).whole_packs, run);
+                for_bool(p.whole_packs, [&](auto whole) {
+                    if (plan.split.parts > 1)
+                        return sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads},
+                                            block_per_part<T, decltype(whole)::value>, args,
+                                            static_cast<unsigned>(plan.split.parts), static_cast<int>(plan.split.part),
+                                            at_offset<RowStats>(workspace, plan.part_stats));
+                    for_bool(args.smooths, [&](auto smooths) { run(whole, smooths); });
+                });
             else
-                run(std::true_type());
+                run(std::true_type(), std::false_type()); /* batch-invariant calls: not split, without options */
         });
         if (args.loss)
             plan.totals.add_up(sequence, args, workspace);

@@ -11,10 +11,13 @@ namespace {
 
 constexpr int THREADS = 256; /* of a block, forward */
 constexpr int GRADIENT_BLOCK = 128;
-/* Blocks per multiprocessor, for threads that load so many elements of a row at once. Loose rows need more
- * registers. */
+/* Blocks per multiprocessor, for threads that load so many elements of a row at once. */
 constexpr int per_sm(bool loose, int steps) {
-    return steps <= 2 ? 4 : loose ? 2 : 3;
+    return steps <= 2 || loose ? 4 : 3;
+}
+/* Elements of a loose row that a forward thread loads at once, of `steps` usually. */
+constexpr int loss_steps(bool loose, int steps) {
+    return loose && steps > 4 ? 4 : steps;
 }
 template <typename T, bool LOOSE, bool LATE> constexpr int GRADIENT_BLOCKS = LOOSE ? 4 : !LATE || !NARROW<T> ? 5 : 6;
 constexpr int SHORT_ROW = 16; /* classes */
@@ -306,7 +309,8 @@ struct BasicColumns {
                     constexpr ColumnOptions OPTIONS = decltype(options)::value;
                     const Launch gradients = {plan.blocks, GRADIENT_BLOCK};
                     if (plan.forward)
-                        sequence.run(Launch{plan.blocks, THREADS}, column_losses<T, LOOSE, OPTIONS, STEPS>, args);
+                        sequence.run(Launch{plan.blocks, THREADS},
+                                     column_losses<T, LOOSE, OPTIONS, loss_steps(LOOSE, STEPS)>, args);
                     else if (STEPS == 8 && args.columns.length > SHORT_ROW)
                         sequence.run(gradients, column_gradients<T, LOOSE, OPTIONS, 8, true>, args, factor);
                     else

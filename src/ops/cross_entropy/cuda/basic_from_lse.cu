@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Basic calls (basic.cuh), and rows at any alignment, backward with lse from forward: a thread per row computes
- * coefficients, then short blocks of 4 KB of a row each write the gradient.
+ * Basic calls (basic.cuh), and rows at any alignment, also with label smoothing or class weights, backward with lse
+ * from forward: a thread per row computes coefficients, then short blocks of 4 KB of a row each write the gradient.
  */
 #include "cuda/pack_anywhere.cuh"
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
@@ -22,13 +22,14 @@ __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constan
         wait_for_previous_kernel();
     const double factor = known_factor ? __ldcg(known_factor) : u.template factor<ROW_THREADS>();
     const int label = u.class_of(loaded);
-    BasicGradient g = label < 0 ? u.gradient_of_skipped(label) : u.gradient_from_lse(label, factor, given);
+    const double own = u.weighted(factor, label);
+    BasicGradient g = label < 0 ? u.gradient_of_skipped(label) : u.gradient_from_lse(label, own, given);
     for (unsigned left = __ballot_sync(~0u, label >= 0 && !lse_is_accurate<T>(given)); left != 0; left &= left - 1) {
         const int owner = __ffs(left) - 1;
         const AlignedSpan<const T> z(u.template row_of_z<T>(row - lane + owner), u.classes);
         const RowStats s = merge_lanes<WARP>(stats_of(z, lane, WARP, 1.0f), 1.0f);
         if (lane == owner)
-            g = u.gradient_from_stats(label, factor, s);
+            g = u.gradient_from_stats(label, own, s);
     }
     if (valid) {
         u.flag_bad_label(label);
@@ -84,10 +85,11 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
     }
     wait_for_previous_kernel();
     BasicGradient g = row_gradients[row];
+    const BasicSpread spread(u, g.target);
     if constexpr (ALIGNMENT != WHOLE)
         if (edge >= 0) {
-            const float d = g.label < 0 ? g.c : ScaledExp<T>(g.c, g.pivot, 1.0f).of(z_edge);
-            dz[edge - head] = from_float<T>(g.label == edge ? g.c * expf(z_edge - g.pivot) - g.target : d);
+            const float d = g.label < 0 ? g.c : spread.of(z_edge, ScaledExp<T>(g.c, g.pivot, 1.0f));
+            dz[edge - head] = from_float<T>(g.label == edge ? spread.at_label(z_edge, g) : d);
         }
     const int label = g.label - head;                 /* from the first pack on */
     const unsigned own = unsigned(label) / N - first; /* a multiple of THREADS if this thread has the label's pack */
@@ -95,7 +97,7 @@ __global__ __launch_bounds__(GRADIENT_THREADS,
     const float z_label = mine ? to_float(z[label]) : 0.0f;
     if (g.label >= 0)
         g.label = label >= 0 ? label : 0; /* if it is an edge, `mine` is false */
-    write_packs(dz, pack, first, THREADS, packs, g, z_label, mine);
+    write_packs(dz, pack, first, THREADS, packs, g, spread, z_label, mine);
 }
 
 struct BasicFromLse {
@@ -137,7 +139,7 @@ struct BasicFromLse {
         LaunchSequence sequence = {context};
         BasicGradient *const row_gradients = at_offset<BasicGradient>(workspace, 0);
         const double *known_factor = nullptr;
-        if (are_many(args.rows)) /* else every block computes it */
+        if (are_many(args.rows) || (args.weighs && args.needs_totals())) /* else every block computes it */
             known_factor = plan.totals.find_factor(sequence, args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;

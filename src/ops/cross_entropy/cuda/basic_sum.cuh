@@ -29,7 +29,7 @@ template <class U> __global__ __launch_bounds__(ONE_BLOCK) void sum_losses(const
     const int64_t own = int64_t(ONE_BLOCK) * blockIdx.x + threadIdx.x;
     double2 sum = {};
     if (u.mean)
-        sum.y = gridDim.x == 1 ? u.template count<ONE_BLOCK>() : block_sum(add_weights(u, own, step));
+        sum.y = gridDim.x == 1 && !u.weighs ? u.template count<ONE_BLOCK>() : block_sum(add_weights(u, own, step));
     wait_for_previous_kernel();
     for (int64_t first = own; first < u.rows; first += AT_ONCE * step) {
         double loss[AT_ONCE];

@@ -181,7 +181,7 @@ struct OptionColumnsVariant {
 
     /* Rows are cut if lse is given: otherwise every part would read the whole row. */
     static ColumnChoice choice(const Problem &p) {
-        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, 64};
+        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, p.gradient ? 64 : 16};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
