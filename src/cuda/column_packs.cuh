@@ -99,6 +99,20 @@ template <typename F> static void for_column_steps(int64_t length, F f) {
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
+/* What a thread of a kernel for gradients takes: elements from `from` to `to` of the rows of pack `index`. */
+struct ColumnPart {
+    int from, to;
+    unsigned index;
+
+    /* `threads`: of a block. */
+    DEVICE ColumnPart(const ColumnPacks &c, int threads) {
+        const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
+        from = part * c.part;
+        to = min(from + c.part, c.length);
+        index = (blockIdx.x - part * c.across) * threads + threadIdx.x;
+    }
+};
+
 /* Pack `index` of rows: where its first elements are, in the input and in its gradient, and the number
  * of its first row. */
 template <typename T, bool LOOSE> struct PlacedColumns {

@@ -103,12 +103,7 @@ DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &plac
     }
     sum->x += (loss[0] + loss[1]) + (loss[2] + loss[3]);
     sum->y += OPTIONS != NONE && u.weighs ? weights : counted;
-    if (u.lse)
-        place.store(u.lse + place.row, packed<float>(lse));
-    if (u.row_loss)
-        place.store(u.row_loss + place.row, packed<float>(loss));
-    if (a.row_losses)
-        place.store(a.row_losses + place.row, packed<float>(loss));
+    put_four(place, u, a.row_losses, loss, lse);
 }
 
 template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS>
@@ -148,18 +143,14 @@ __global__ __launch_bounds__(GRADIENT_BLOCK, GRADIENT_BLOCKS<T, LOOSE, LATE>) vo
     const __grid_constant__ ColumnArgs a, const double *factor_at) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
-    const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
-    const int from = part * c.part, to = min(from + c.part, c.length);
-    const unsigned i = (blockIdx.x - part * c.across) * GRADIENT_BLOCK + threadIdx.x;
-    if (i >= c.packs)
+    const ColumnPart part(c, GRADIENT_BLOCK);
+    if (part.index >= c.packs)
         return;
-    const PlacedColumns<T, LOOSE> place(c, i);
+    const int from = part.from, to = part.to;
+    const PlacedColumns<T, LOOSE> place(c, part.index);
     const FourLabels<T, LOOSE> loaded(u, place);
-    float given[COLUMNS] = {INFINITY, INFINITY, INFINITY, INFINITY}, dloss[COLUMNS] = {1.0f, 1.0f, 1.0f, 1.0f};
-    if (u.lse)
-        unpack(place.load_numbers(u.lse + place.row), given);
-    if (a.row_dlosses && !a.one_dloss)
-        unpack(place.load_numbers(a.row_dlosses + place.row), dloss);
+    const FourUpstream four(place, u.lse, a.one_dloss ? nullptr : a.row_dlosses);
+    const float(&given)[COLUMNS] = four.lse, (&dloss)[COLUMNS] = four.dloss;
     Pack<T, COLUMNS> packs[STEPS];
     place.load(packs, from, to);
     wait_for_previous_kernel();

@@ -36,6 +36,32 @@ template <typename T, bool LOOSE> struct FourLabels {
     }
 };
 
+/* Writes lse and the loss of four rows, where they are wanted. row_losses: NULL, or reduction none's. */
+template <typename T, bool LOOSE>
+DEVICE void put_four(const PlacedColumns<T, LOOSE> &place, const BasicArgs &u, float *row_losses,
+                     const float (&loss)[COLUMNS], const float (&lse)[COLUMNS]) {
+    if (u.lse)
+        place.store(u.lse + place.row, packed<float>(lse));
+    if (u.row_loss)
+        place.store(u.row_loss + place.row, packed<float>(loss));
+    if (row_losses)
+        place.store(row_losses + place.row, packed<float>(loss));
+}
+
+/* What gradients of four rows need: lse, INFINITY if it is not given, and dloss, 1 if it is not. */
+struct FourUpstream {
+    float lse[COLUMNS], dloss[COLUMNS];
+
+    template <typename T, bool LOOSE>
+    DEVICE FourUpstream(const PlacedColumns<T, LOOSE> &place, const float *all_lse, const float *row_dlosses)
+        : lse{INFINITY, INFINITY, INFINITY, INFINITY}, dloss{1.0f, 1.0f, 1.0f, 1.0f} {
+        if (all_lse)
+            unpack(place.load_numbers(all_lse + place.row), lse);
+        if (row_dlosses)
+            unpack(place.load_numbers(row_dlosses + place.row), dloss);
+    }
+};
+
 /* Whether four numbers of a tensor, one per row, can be accessed: at once, unless the rows are loose. */
 inline bool in_fours(const rafter_view &view, bool loose) {
     return contiguous_or_missing(view) && (loose || reinterpret_cast<uintptr_t>(view.data) % 16 == 0);

@@ -93,12 +93,7 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
             sum.x += loss[j];
             sum.y += label[j] == IGNORED ? 0.0f : weight;
         }
-        if (u.lse)
-            place.store(u.lse + place.row, packed<float>(lse));
-        if (u.row_loss)
-            place.store(u.row_loss + place.row, packed<float>(loss));
-        if (a.row_losses)
-            place.store(a.row_losses + place.row, packed<float>(loss));
+        put_four(place, u, a.row_losses, loss, lse);
     }
     if (u.loss)
         add_up_threads<THREADS>(u, sum);
@@ -108,18 +103,14 @@ template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const __grid_constant__ OptionColumns a) {
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
-    const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
-    const int from = part * c.part, to = min(from + c.part, c.length);
-    const unsigned i = (blockIdx.x - part * c.across) * THREADS + threadIdx.x;
-    if (i >= c.packs)
+    const ColumnPart part(c, THREADS);
+    if (part.index >= c.packs)
         return;
-    const PlacedColumns<T, LOOSE> place(c, i);
+    const int from = part.from, to = part.to;
+    const PlacedColumns<T, LOOSE> place(c, part.index);
     const FourLabels<T, LOOSE> loaded(u, place);
-    float given[COLUMNS] = {INFINITY, INFINITY, INFINITY, INFINITY}, dloss[COLUMNS] = {1.0f, 1.0f, 1.0f, 1.0f};
-    if (u.lse)
-        unpack(place.load_numbers(u.lse + place.row), given);
-    if (a.row_dlosses)
-        unpack(place.load_numbers(a.row_dlosses + place.row), dloss);
+    const FourUpstream four(place, u.lse, a.row_dlosses);
+    const float(&given)[COLUMNS] = four.lse, (&dloss)[COLUMNS] = four.dloss;
     Pack<T, COLUMNS> packs[STEPS];
     place.load(packs, from, to);
     const ClassWeights weights(u);

@@ -62,12 +62,11 @@ __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_cons
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_constant__ ColumnArgs a, bool one_dlse) {
     const ColumnPacks &c = a.columns;
-    const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
-    const int from = part * c.part, to = min(from + c.part, c.length);
-    const unsigned i = (blockIdx.x - part * c.across) * THREADS + threadIdx.x;
-    if (i >= c.packs)
+    const ColumnPart part(c, THREADS);
+    if (part.index >= c.packs)
         return;
-    const PlacedColumns<T, LOOSE> place(c, i);
+    const int from = part.from, to = part.to;
+    const PlacedColumns<T, LOOSE> place(c, part.index);
     FourNumbers<T> lse, dlse;
     lse.load(a.lse, place);
     if (!one_dlse)
