@@ -171,22 +171,22 @@ struct FewRows {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         /* Measured on an H200: docs/perf/cross_entropy.md. */
-        constexpr int64_t FEW = 1024, MOST_BYTES = 16 << 20; /* rows */
-        /* Gradients, in calls of more rows; and if every block adds up the weights of all classes. */
-        constexpr int64_t MOST_GRADIENTS = 2048, MOST_GRADIENT_BYTES = 4 << 20, LEAST_BYTES = 256, MOST_WEIGHTS = 8192;
-        constexpr int64_t LONG_ROW = 8 << 10, LEAST_ROWS = 256;
+        constexpr int64_t FEW_ROWS = 1024, MOST_BYTES = 16 << 20;
+        constexpr int64_t MOST_GRADIENT_ROWS = 2048, MOST_GRADIENT_BYTES = 4 << 20, LEAST_ROW_BYTES = 256;
+        constexpr int64_t LONG_ROW = 8 << 10, ENOUGH_ROWS = 256;
+        constexpr int64_t MOST_WEIGHTS = 8192; /* that every block adds up */
         const Problem p(call);
         const int64_t bytes = p.rows * p.row_bytes;
-        const bool few = p.rows <= FEW && bytes <= MOST_BYTES;
-        if (!few &&
-            !(p.gradient && p.rows <= MOST_GRADIENTS && bytes <= MOST_GRADIENT_BYTES && p.row_bytes >= LEAST_BYTES))
+        const bool few = p.rows <= FEW_ROWS && bytes <= MOST_BYTES;
+        const bool few_gradients = p.gradient && p.rows <= MOST_GRADIENT_ROWS && bytes <= MOST_GRADIENT_BYTES &&
+                                   p.row_bytes >= LEAST_ROW_BYTES;
+        if (!few && !few_gradients)
             return "the call is not small";
-        if (p.forward && p.row_bytes > LONG_ROW && p.rows < LEAST_ROWS)
+        if (p.forward && p.row_bytes > LONG_ROW && p.rows < ENOUGH_ROWS)
             return "rows are long, and too few for a block each";
         if (p.gradient && p.classes > MOST_WEIGHTS && call.loss.class_weight.data && call.loss.smoothing != 0.0f)
             return "there are more class weights than every block should add up";
-        if (p.step(call.logits) != 1 || (p.gradient && p.step(call.dlogits) != 1) || call.logits.ndim > 2 ||
-            (p.gradient && call.dlogits.ndim > 2))
+        if (!p.contiguous || call.logits.ndim > 2 || (p.gradient && call.dlogits.ndim > 2))
             return "rows are not contiguous or not evenly spaced";
         return why_not_options(p, call);
     }
