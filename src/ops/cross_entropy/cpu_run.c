@@ -33,6 +33,12 @@ static bool served(const struct cross_entropy_call *call) {
     return dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows > 0;
 }
 
+/* Elements from a run of rows to the next, if a run's elements are adjacent and runs evenly spaced; else 0. */
+static int64_t run_stride(const rafter_view *view, int64_t run) {
+    const int64_t row = view->stride[view->ndim - 2], class = view->stride[view->ndim - 1];
+    return view->ndim == 3 && view->shape[1] == run && row == 1 && class == run ? view->stride[0] : 0;
+}
+
 bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cross_entropy_tiles *tiles) {
     if (!served(call))
         return false;
@@ -82,7 +88,11 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
         tiles->per_run = ceil_div(t->run, rows);
         tiles->tiles = loss->rows / t->run * tiles->per_run;
     } else {
-        rows = rows / t->run * t->run;
+        const int64_t whole = rows / t->run / LEAST_ROWS * LEAST_ROWS; /* runs that fill vectors */
+        t->z_run = run_stride(z, t->run);
+        t->dz_run = run_stride(dz, t->run);
+        t->interleaved = t->run > 1 && whole > 0 && t->z_run > 0 && t->dz_run > 0;
+        rows = (t->interleaved ? whole : rows / t->run) * t->run;
         tiles->tiles = ceil_div(loss->rows, rows);
     }
     tiles->rows = rows;
@@ -99,6 +109,27 @@ struct work {
     const struct cross_entropy_kernels *kernels;
     double *sums; /* per task; NULL in backward */
 };
+
+/* Numbers of a tile's rows, of 4 bytes, from run by run to the order of an interleaved tile. */
+static void interleave(const struct cross_entropy_tile *tile, int64_t run, void *numbers, int32_t of_absent) {
+    const int64_t pitch = tile->rows / run;
+    int32_t from[CROSS_ENTROPY_TILE];
+    memcpy(from, numbers, (size_t)(tile->runs * run) * sizeof *from);
+    int32_t *to = numbers;
+    for (int64_t r = 0; r < run; r++)
+        for (int64_t i = 0; i < pitch; i++)
+            *to++ = i < tile->runs ? from[i * run + r] : of_absent;
+}
+/* And back. */
+static void by_run(const struct cross_entropy_tile *tile, int64_t run, void *numbers) {
+    const int64_t pitch = tile->rows / run;
+    int32_t from[CROSS_ENTROPY_TILE];
+    memcpy(from, numbers, (size_t)tile->rows * sizeof *from);
+    int32_t *to = numbers;
+    for (int64_t i = 0; i < tile->runs; i++)
+        for (int64_t r = 0; r < run; r++)
+            *to++ = from[r * pitch + i];
+}
 
 /* Fills in a tile of `rows` rows from `first` on. */
 static void load_tile(const struct work *work, int64_t first, int64_t rows, struct cross_entropy_tile *tile) {
@@ -125,9 +156,37 @@ static void load_tile(const struct work *work, int64_t first, int64_t rows, stru
     tile->given_lse = loss->direction == RAFTER_BACKWARD && rafter_loss_has(&loss->lse);
     if (tile->given_lse)
         rafter_loss_load_rows(&loss->lse, first, rows, tile->lse);
+    if (work->tiles->tiling.interleaved) {
+        tile->runs = rows / run;
+        tile->rows = round_up(tile->runs, LEAST_ROWS) * run;
+        interleave(tile, run, tile->label, -1);
+        if (rafter_loss_has(&loss->row_weight)) /* else all are 1 */
+            interleave(tile, run, tile->row_weight, 0);
+        if (rafter_loss_has(&loss->class_weight))
+            interleave(tile, run, tile->label_weight, 0);
+        if (call->gradient && rafter_loss_has(&loss->dloss) && loss->reduction == RAFTER_NONE)
+            interleave(tile, run, tile->dloss, 0);
+        if (tile->given_lse)
+            interleave(tile, run, tile->lse, 0);
+    }
 }
 
-static void store_tile(const struct rafter_loss *loss, int64_t first, const struct cross_entropy_tile *tile) {
+static void store_tile(const struct rafter_loss *loss, int64_t first, const struct cross_entropy_tiling *tiling,
+                       struct cross_entropy_tile *tile) {
+    if (tiling->interleaved) {
+        const struct {
+            bool wanted;
+            void *numbers;
+        } outputs[] = {{loss->reduction == RAFTER_NONE || rafter_loss_has(&loss->row_loss), tile->row_loss},
+                       {rafter_loss_has(&loss->lse), tile->lse},
+                       {rafter_loss_has(&loss->logprob), tile->logprob},
+                       {tiling->entropy, tile->entropy},
+                       {tiling->argmax, tile->argmax}};
+        for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
+            if (outputs[i].wanted)
+                by_run(tile, tiling->run, outputs[i].numbers);
+        tile->rows = tile->runs * tiling->run;
+    }
     if (loss->reduction == RAFTER_NONE)
         rafter_loss_store_rows(&loss->loss, first, tile->rows, tile->row_loss);
     rafter_loss_store_rows(&loss->row_loss, first, tile->rows, tile->row_loss);
@@ -154,7 +213,7 @@ static void tiles_task(void *arg, int64_t task) {
         load_tile(work, first, min64(tiles->rows, end - first), tile);
         sum += work->kernels->tile(&tiles->tiling, tile);
         if (work->sums)
-            store_tile(&work->call->loss, first, tile);
+            store_tile(&work->call->loss, first, &tiles->tiling, tile);
     }
     if (work->sums)
         work->sums[task] = sum;

@@ -35,6 +35,10 @@ struct lanes {
 V_INLINE void tile_load(int dtype, const struct cross_entropy_tiling *t, const struct cross_entropy_tile *tile,
                         float *to, int64_t pitch) {
     const int64_t bytes = v_bytes(dtype);
+    if (t->interleaved) {
+        v_rows_to_columns(dtype, tile->z[0], t->z_run, tile->runs, t->classes * t->run, to, tile->rows / t->run);
+        return;
+    }
     for (int64_t row = 0, run = 0; row < tile->rows; row += t->run, run++) {
         const int64_t rows = min64(tile->rows - row, t->run);
         const char *const z = tile->z[run];
@@ -95,6 +99,10 @@ static void tile_argmax(const struct cross_entropy_tiling *t, struct cross_entro
 V_INLINE void tile_store(int dtype, const struct cross_entropy_tiling *t, const struct cross_entropy_tile *tile,
                          const float *from, int64_t pitch) {
     const int64_t bytes = v_bytes(dtype);
+    if (t->interleaved) {
+        v_columns_to_rows(dtype, from, tile->rows / t->run, tile->runs, t->classes * t->run, tile->dz[0], t->dz_run);
+        return;
+    }
     for (int64_t row = 0, run = 0; row < tile->rows; row += t->run, run++) {
         const int64_t rows = min64(tile->rows - row, t->run);
         char *const dz = tile->dz[run];

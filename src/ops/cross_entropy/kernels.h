@@ -55,6 +55,10 @@ struct cross_entropy_tiling {
     int64_t classes;
     int64_t run; /* rows of a run, in which rows are a constant stride apart */
     int64_t z_row, z_class, dz_row, dz_class;
+    /* Runs are short, and all their elements adjacent: they are turned as if each were one long row. The tile's rows are
+     * then the first rows of all its runs, the second ones, and so on. */
+    bool interleaved;
+    int64_t z_run, dz_run; /* then: elements from a run to the next */
     float smoothing, z_loss, scale;
     float softcap; /* only if not direct, like the next two; 0: none */
     bool entropy, argmax;
@@ -66,6 +70,7 @@ struct cross_entropy_tiling {
 /* The rows of a tile: whole runs, or a part of one. */
 struct cross_entropy_tile {
     int64_t rows;
+    int64_t runs; /* if interleaved; `rows` has those of as many as whole vectors hold, ignored ones after these */
     const char *z[CROSS_ENTROPY_TILE]; /* of each run */
     char *dz[CROSS_ENTROPY_TILE];
 
