@@ -30,7 +30,7 @@ enum {
 static bool served(const struct cross_entropy_call *call) {
     const struct rafter_loss *const loss = &call->loss;
     const bool dense_weights = !rafter_loss_has(&loss->class_weight) || loss->class_weight.stride[0] == 1;
-    return dense_weights && loss->classes > 1 && loss->classes <= INT_MAX && loss->rows > 0;
+    return dense_weights && loss->classes > 0 && loss->classes <= INT_MAX && loss->rows > 0;
 }
 
 /* Elements from a run of rows to the next, if a run's elements are adjacent and runs evenly spaced; else 0. */
@@ -67,7 +67,7 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
                    .denominator = loss->mean_denominator,
                    .weight = loss->smoothing != 0.0f ? (const float *)(const void *)loss->class_weight.data : NULL,
                    .lse_bound = cross_entropy_lse_bound(z->dtype)}};
-    const bool contiguous = t->z_class == 1 && t->dz_class == 1;
+    const bool contiguous = classes > 1 && t->z_class == 1 && t->dz_class == 1; /* one class: rows may be adjacent */
     const int64_t turned = cross_entropy_turned(t->gradient, t->softcap);
     const bool fits = classes <= (!contiguous  ? turned / LEAST_ROWS
                                   : t->forward ? min64(SHORT_ROWS, turned / LEAST_ROWS)
