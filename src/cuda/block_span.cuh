@@ -34,20 +34,7 @@ template <typename T, bool WHOLE> struct BlockSpan {
     }
     /* `pack`: the first packs, from load_packs. `total`, if not NULL, gets the sum of the thread's elements. */
     template <int COUNT> DEVICE RowStats stats(Pack<T, WIDE<T>> (&pack)[COUNT], float *total = nullptr) const {
-        const int threads = blockDim.x;
-        RowStats s = no_elements();
-        for (int i = threadIdx.x; i < packs;) {
-            if (total) {
-                float of_packs = 0.0f;
-                add_packs(s, pack, 1.0f, &of_packs, min((packs - i + threads - 1) / threads, COUNT));
-                *total += of_packs;
-            } else {
-                add_packs(s, pack, 1.0f);
-            }
-            i += COUNT * threads;
-            if (i < packs)
-                load_packs(pack, body, packs, i, threads);
-        }
+        const RowStats s = stats_of_packs(pack, body, packs, threadIdx.x, blockDim.x, total);
         if constexpr (WHOLE)
             return s;
         if (total && has_edge)

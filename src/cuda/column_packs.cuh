@@ -66,14 +66,14 @@ static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoic
                : NULL;
 }
 
-/* For blocks of `threads` threads, whole warps. `loose`: from are_loose. */
-static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &how, bool loose, int threads) {
+/* For blocks of `threads` threads, whole warps. */
+static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &how, int bytes, int threads) {
     constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 8;
     ColumnPacks c = {};
     c.slabs = s;
-    c.loose = loose;
-    const int64_t of_slab = loose ? ceil_div<int64_t>(s.inner, LOOSE_ROWS) : s.inner / COLUMNS;
-    c.packs = static_cast<unsigned>(s.outer * of_slab * (loose ? WARP : 1));
+    c.loose = are_loose(s, how.tensors, bytes);
+    const int64_t of_slab = c.loose ? ceil_div<int64_t>(s.inner, LOOSE_ROWS) : s.inner / COLUMNS;
+    c.packs = static_cast<unsigned>(s.outer * of_slab * (c.loose ? WARP : 1));
     c.by_inner = Divisor(of_slab);
     c.length = static_cast<int>(s.length);
     const int64_t parts =

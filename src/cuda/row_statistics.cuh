@@ -469,12 +469,13 @@ DEVICE void load_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int row_p
     for (int k = 0; k < COUNT; k++)
         packs[k] = load_once_if<T, N>(first + k * step < row_packs, row + (first + k * step) * N, -INFINITY);
 }
-/* `packs` holds the first packs, loaded with load_packs. */
+/* `packs` holds the first packs, loaded with load_packs. `total`, if not NULL, gets the sum of the elements. */
 template <typename T, int COUNT>
-DEVICE RowStats stats_of_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int row_packs, int thread, int threads) {
+DEVICE RowStats stats_of_packs(Pack<T, WIDE<T>> (&packs)[COUNT], const T *row, int row_packs, int thread, int threads,
+                               float *total = nullptr) {
     RowStats s = no_elements();
     for (int i = thread; i < row_packs;) {
-        add_packs(s, packs, 1.0f);
+        add_packs(s, packs, 1.0f, total, total ? min((row_packs - i + threads - 1) / threads, COUNT) : COUNT);
         i += COUNT * threads;
         if (i < row_packs)
             load_packs(packs, row, row_packs, i, threads);

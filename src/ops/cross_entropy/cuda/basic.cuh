@@ -357,7 +357,7 @@ struct BasicOptions {
  * has few blocks, of 128 rows, then: measured, very short rows are faster nevertheless. */
 inline bool are_many_short_rows(const Problem &p) {
     constexpr int64_t VERY_SHORT = 16; /* packs */
-    return !p.invariant && p.rows > (p.row_packs() <= VERY_SHORT ? SCANNED_ROWS : 2 * SCANNED_ROWS);
+    return !p.invariant && (are_many(p.rows) || (p.row_packs() <= VERY_SHORT && p.rows > SCANNED_ROWS));
 }
 
 /* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */
@@ -406,23 +406,19 @@ inline const char *why_not_basic_options(const Problem &p, const cross_entropy_c
                : NULL;
 }
 
-/* The same for kernels in which every block counts all labels: the number of rows is limited. */
-inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, BasicOptions known = {}) {
-    if (are_many(p.rows) && !p.invariant)
+/* The same for kernels in which every block counts all labels. There may be many rows only if they have at least
+ * many_from bytes: then another kernel counts. */
+inline const char *why_not_basic(const Problem &p, const cross_entropy_call &call, BasicOptions known = {},
+                                 BasicRows rows = WHOLE_PACKS, int64_t many_from = INT64_MAX) {
+    if (are_many(p.rows) && !p.invariant && p.row_bytes < many_from)
         return "there are more labels than one block should count";
     if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
         return "the call is batch invariant, and rows are short";
-    return why_not_basic_options(p, call, known);
+    return why_not_basic_options(p, call, known, rows);
 }
-
-/* The same for kernels that take ANY_ROWS, and know label smoothing or class weights. If there are many rows, they have
- * at least so many bytes. */
-inline const char *why_not_any_rows(const Problem &p, const cross_entropy_call &call, int64_t least_bytes) {
-    if (are_many(p.rows) && !p.invariant && p.row_bytes < least_bytes)
-        return "there are more labels than one block should count, and rows are short";
-    if (p.invariant && p.row_packs() <= INVARIANT_PACKS)
-        return "the call is batch invariant, and rows are short";
-    return why_not_basic_options(p, call, {!p.invariant, !p.invariant}, ANY_ROWS);
+/* The same for kernels that take ANY_ROWS, and know label smoothing or class weights. */
+inline const char *why_not_any_rows(const Problem &p, const cross_entropy_call &call, int64_t many_from) {
+    return why_not_basic(p, call, {!p.invariant, !p.invariant}, ANY_ROWS, many_from);
 }
 
 /* Calls f(std::bool_constant<value>()). */

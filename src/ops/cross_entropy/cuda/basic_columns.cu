@@ -267,9 +267,7 @@ struct BasicColumns {
         args.basic = basic_args(device, p, call);
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        args.columns =
-            column_packs_of(s, choice(p, call.logits.dtype), are_loose(s, choice(p, call.logits.dtype).tensors, bytes),
-                            p.forward ? THREADS : GRADIENT_BLOCK);
+        args.columns = column_packs_of(s, choice(p, call.logits.dtype), bytes, p.forward ? THREADS : GRADIENT_BLOCK);
         const bool each = l.reduction == RAFTER_NONE;
         args.row_losses = each ? args.basic.loss : nullptr;
         args.row_dlosses = each ? args.basic.dloss : nullptr;

@@ -136,7 +136,7 @@ struct BasicShortRows {
         plan->forward = p.forward;
         for_shape(static_cast<int>(p.row_packs()), [&](auto lanes, auto packs) {
             constexpr int LANES = decltype(lanes)::value;
-            const bool may_be_few = p.invariant || p.rows <= 2 * SCANNED_ROWS;
+            const bool may_be_few = p.invariant || !are_many(p.rows);
             plan->steps =
                 may_be_few ? steps_of_warp<LANES, decltype(packs)::value>(p.rows, int64_t(32) * device.multiprocessors)
                            : LANES;

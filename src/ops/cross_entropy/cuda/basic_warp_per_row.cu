@@ -140,8 +140,8 @@ struct BasicWarpPerRow {
             return "there are so many short rows that a warp should take several";
         /* With more than 64 packs, the sums are those of basic_short_rows, which takes many rows. */
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
-            return p.rows > 2 * SCANNED_ROWS ? "there are more labels than one block should count"
-                                             : why_not_basic_options(p, call);
+            return are_many(p.rows) ? "there are more labels than one block should count"
+                                    : why_not_basic_options(p, call);
         const bool alone = !p.invariant && p.forward != p.gradient; /* loss or gradient */
         return why_not_basic(p, call, {!p.gradient || (!p.invariant && !p.forward), !p.invariant, alone});
     }

@@ -84,8 +84,7 @@ template <typename T> __global__ __launch_bounds__(THREADS) void few_losses(cons
             result = loss_of_row(a.loss, s, softcapped(z_label, a.loss), weight, static_cast<float>(of_all.y),
                                  static_cast<float>(s.max * of_all.y - of_all.x));
         } else {
-            result.loss = result.lse = label == IGNORED ? 0.0f : NAN;
-            u.flag_bad_label(label);
+            result = loss_of_skipped(u, label);
         }
         if (u.lse)
             u.lse[row] = result.lse;
@@ -166,7 +165,7 @@ struct FewRows {
     struct Plan {
         OptionArgs args;
         int parts;
-        size_t factor; /* offset in the workspace */
+        BasicTotals totals;
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -206,7 +205,7 @@ struct FewRows {
         const int64_t most = ceil_div<int64_t>(p.row_packs(), THREADS);
         plan->parts = static_cast<int>(in_place ? 1 : max(min(ENOUGH_BLOCKS / p.rows, most), int64_t(1)));
         layout.add(plan->args.basic.loss && p.forward ? p.rows * int64_t(sizeof(double2)) : 0);
-        plan->factor = layout.add(counts(plan->args.basic) ? int64_t(sizeof(double)) : 0);
+        plan->totals.place(&layout);
         return layout.bytes;
     }
 
@@ -214,11 +213,8 @@ struct FewRows {
         LaunchSequence sequence = {context};
         OptionArgs args = plan.args;
         args.basic.losses = at_offset<double>(workspace, 0);
-        if (counts(args.basic)) {
-            double *const factor = at_offset<double>(workspace, plan.factor);
-            sequence.run(Launch{1, ONE_BLOCK}, compute_factor<BasicArgs>, args.basic, factor);
-            args.factor = factor;
-        }
+        if (counts(args.basic))
+            args.factor = plan.totals.find_factor(sequence, args.basic, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (args.basic.dz)

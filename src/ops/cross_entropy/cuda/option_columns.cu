@@ -190,8 +190,7 @@ struct OptionColumnsVariant {
         const Problem p(call);
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        plan->args = {option_args(device, p, call),
-                      column_packs_of(s, choice(p), are_loose(s, choice(p).tensors, bytes), THREADS)};
+        plan->args = {option_args(device, p, call), column_packs_of(s, choice(p), bytes, THREADS)};
         const ColumnPacks &columns = plan->args.columns;
         plan->forward = p.forward;
         plan->blocks = p.forward

@@ -65,6 +65,13 @@ DEVICE LossAndLse loss_of_row(const LossNumbers &loss, RowStats s, float target,
     return {value, lse};
 }
 
+/* Of a row that is ignored, or whose label is out of range, which is flagged. */
+DEVICE LossAndLse loss_of_skipped(const BasicArgs &u, int label) {
+    const float all = label == IGNORED ? 0.0f : NAN;
+    u.flag_bad_label(label);
+    return {all, all};
+}
+
 /* What normalizes exponentials: share * e^(scale (v - pivot)) is the probability. */
 struct Normalizer {
     float pivot, share, lse;

@@ -161,8 +161,7 @@ template <typename T> struct OptionsLoss : LossOfRows {
                         below = fmaf(weights.of_class(j), s.max - v[j], below);
             result = loss_of_row(a.loss, s, softcapped(to_float(elements[label]), a.loss), weight, weight_sum, below);
         } else {
-            result.loss = result.lse = label == IGNORED ? 0.0f : NAN;
-            u.flag_bad_label(label);
+            result = loss_of_skipped(u, label);
         }
         put(row, present, result.loss, result.lse, label == IGNORED ? 0.0f : weight);
     }

@@ -143,7 +143,7 @@ struct ShortColumns {
         plan->backward = p.backward;
         const Slabs s = slabs_of(p.x, p.backward ? &p.dx : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
-        plan->args = {column_packs_of(s, choice(p), are_loose(s, choice(p).tensors, bytes), THREADS), lse_rows(call),
+        plan->args = {column_packs_of(s, choice(p), bytes, THREADS), lse_rows(call),
                       p.backward ? reduced_rows(call.dlse, call) : Rows{}};
         plan->one_dlse = p.backward && is_one_number(plan->args.dlse);
         return 0;
