@@ -94,8 +94,8 @@ static const struct shape shapes[] = {
 };
 
 /* Each with every set of options; the first is also checked by finite differences. */
-static const struct shape option_shapes[] = {
-    {2, {4, 9}}, {3, {2, 5, 37}}, {2, {2, 2051}}, {2, {70, 21}}, {3, {20, 2, 7}}};
+static const struct shape option_shapes[] = {{2, {4, 9}},   {3, {2, 5, 37}}, {2, {2, 2051}},
+                                             {2, {70, 21}}, {3, {20, 2, 7}}, {3, {10, 2, 7}}};
 
 /* A few sets of options on long rows, which take all code paths at once. */
 static const struct {

@@ -131,44 +131,45 @@ static void by_run(const struct cross_entropy_tile *tile, int64_t run, void *num
             *to++ = from[r * pitch + i];
 }
 
+/* Numbers of the `rows` rows from `first` on, in the order of the tile's. */
+static void load_numbers(const struct work *work, const rafter_view *view, int64_t first, int64_t rows,
+                         const struct cross_entropy_tile *tile, float *numbers) {
+    const struct cross_entropy_tiling *const tiling = &work->tiles->tiling;
+    const bool all_alike = !rafter_loss_has(view) || view->numel == 1;
+    rafter_loss_load_rows(view, first, all_alike ? tile->rows : rows, numbers);
+    if (tiling->interleaved && !all_alike)
+        interleave(tile, tiling->run, numbers, 0);
+}
+
 /* Fills in a tile of `rows` rows from `first` on. */
 static void load_tile(const struct work *work, int64_t first, int64_t rows, struct cross_entropy_tile *tile) {
     const struct cross_entropy_call *const call = work->call;
     const struct rafter_loss *const loss = &call->loss;
     const rafter_view *const z = &call->logits, *const dz = &call->dlogits;
+    const bool interleaved = work->tiles->tiling.interleaved;
     const int64_t run = work->tiles->tiling.run;
-    tile->rows = rows;
+    tile->runs = interleaved ? rows / run : 0;
+    tile->rows = interleaved ? round_up(tile->runs, LEAST_ROWS) * run : rows;
     for (int64_t row = 0, i = 0; row < rows; row += run, i++) {
         tile->z[i] = rafter_at(z, rafter_offset(z, 0, z->ndim - 1, first + row));
         if (call->gradient)
             tile->dz[i] = rafter_at(dz, rafter_offset(dz, 0, dz->ndim - 1, first + row));
     }
     rafter_loss_labels(loss, first, rows, tile->label);
-    rafter_loss_load_rows(&loss->row_weight, first, rows, tile->row_weight);
+    if (interleaved)
+        interleave(tile, run, tile->label, -1);
+    load_numbers(work, &loss->row_weight, first, rows, tile, tile->row_weight);
     if (rafter_loss_has(&loss->class_weight)) {
         const float *const weight = (const float *)(const void *)loss->class_weight.data; /* contiguous: see served */
-        for (int64_t i = 0; i < rows; i++) /* an ignored row's is not used; a branch for it would be mispredicted */
+        for (int64_t i = 0; i < tile->rows; i++) /* an ignored row's is not used; a branch would be mispredicted */
             tile->label_weight[i] = weight[tile->label[i] & ~(tile->label[i] >> 31)];
     } else
-        rafter_loss_load_rows(&loss->class_weight, first, rows, tile->label_weight);
+        load_numbers(work, &loss->class_weight, first, rows, tile, tile->label_weight);
     if (call->gradient)
-        rafter_loss_load_rows(&loss->dloss, first, rows, tile->dloss);
+        load_numbers(work, &loss->dloss, first, rows, tile, tile->dloss);
     tile->given_lse = loss->direction == RAFTER_BACKWARD && rafter_loss_has(&loss->lse);
     if (tile->given_lse)
-        rafter_loss_load_rows(&loss->lse, first, rows, tile->lse);
-    if (work->tiles->tiling.interleaved) {
-        tile->runs = rows / run;
-        tile->rows = round_up(tile->runs, LEAST_ROWS) * run;
-        interleave(tile, run, tile->label, -1);
-        if (rafter_loss_has(&loss->row_weight)) /* else all are 1 */
-            interleave(tile, run, tile->row_weight, 0);
-        if (rafter_loss_has(&loss->class_weight))
-            interleave(tile, run, tile->label_weight, 0);
-        if (call->gradient && rafter_loss_has(&loss->dloss) && loss->reduction == RAFTER_NONE)
-            interleave(tile, run, tile->dloss, 0);
-        if (tile->given_lse)
-            interleave(tile, run, tile->lse, 0);
-    }
+        load_numbers(work, &loss->lse, first, rows, tile, tile->lse);
 }
 
 static void store_tile(const struct rafter_loss *loss, int64_t first, const struct cross_entropy_tiling *tiling,
