@@ -142,7 +142,13 @@ typedef struct rafter_context_options {
      * do not call the allocator. */
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
-    void *user;
+    void *user; /* first argument of the functions of this struct */
+    /* CPU. NULL: calls use the library's own threads. Else calls use the host's: `parallel` calls
+     * work(arg, i) for every i in [0, count), at the same time, on any threads, and returns when all
+     * have returned. count is at most `threads`, and each i is called at most once. `parallel` may
+     * leave out any of them, for want of threads: the calling thread then does what is left. For hosts
+     * whose own threads stay awake between calls, as OpenMP's do, and would compete with the library's. */
+    void (*parallel)(void *user, int32_t count, void (*work)(void *arg, int32_t i), void *arg);
 } rafter_context_options;
 
 /* `options` may be NULL. On failure *context is NULL, and rafter_last_error(NULL) says why.

@@ -2,6 +2,7 @@
 #include "contexts.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <atomic>
 #include <cctype>
@@ -58,15 +59,42 @@ using Context = std::unique_ptr<rafter_context, Destroy>;
 
 /* ---- CPU ------------------------------------------------------------------------------------- */
 
+/* rafter_context_options.parallel on PyTorch's threads. If PyTorch fails, Rafter does what is left. */
+void parallel_on_torch(void *, int32_t count, void (*work)(void *arg, int32_t i), void *arg) {
+    struct Work {
+        void (*function)(void *, int32_t);
+        void *arg;
+    } given = {work, arg};
+    const auto range = [](int64_t begin, int64_t end, void *context) {
+        const Work *const w = static_cast<Work *>(context);
+        for (int64_t i = begin; i < end; i++)
+            w->function(w->arg, static_cast<int32_t>(i));
+    };
+    torch_parallel_for(0, count, 1, range, &given);
+}
+
+/* The child of a fork has none of PyTorch's threads, and waits for them if it uses parallel_for.
+ * Rafter's own threads start again there. */
+std::atomic<bool> in_child{false};
+
+void watch_forks() {
+    static const int watched = pthread_atfork(nullptr, nullptr, [] { in_child = true; });
+    (void)watched;
+}
+
 rafter_context *cpu_context(const char *op) {
     thread_local Context context;
     thread_local uint32_t threads = 0;
+    thread_local bool of_child = false;
     uint32_t wanted = 1;
     check_shim(torch_get_num_threads(&wanted), "get_num_threads");
-    if (!context || threads != wanted) {
+    if (!context || threads != wanted || of_child != in_child) {
+        watch_forks();
+        of_child = in_child;
         rafter_context_options options = {};
         options.size = sizeof options;
         options.threads = static_cast<int32_t>(wanted);
+        options.parallel = of_child ? nullptr : parallel_on_torch;
         rafter_context *created = nullptr;
         const rafter_status status = rafter_context_create(&created, &options);
         if (status != RAFTER_OK)

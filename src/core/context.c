@@ -133,6 +133,8 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
     context->allocate = o.allocate;
     context->release = o.release;
     context->user = o.user;
+    context->parallel = o.parallel;
+    context->parallel_user = o.user;
     if (!o.allocate && context->device.device_type == kDLCPU) { /* the CUDA backend sets its own */
         context->allocate = default_allocate;
         context->release = default_release;
@@ -147,7 +149,8 @@ static rafter_status set_up(rafter_context *context, const rafter_context_option
                            variant);
     if (context->device.device_type != kDLCPU)
         return open_device(context);
-    context->kernel_memory = aligned_alloc(64, RAFTER_THREAD_BYTES);
+    context->kernel_memory =
+        aligned_alloc(64, (size_t)RAFTER_THREAD_BYTES * (size_t)(o.parallel ? context->threads : 1));
     return context->kernel_memory
                ? RAFTER_OK
                : rafter_fail(context, RAFTER_OUT_OF_MEMORY, "there is no memory for the context's buffers");

@@ -70,7 +70,10 @@ struct rafter_context {
     struct rafter_owed owed[RAFTER_MOST_OWED]; /* by the call that is running */
     int owed_count;
     struct rafter_plan plan; /* of the call that runs: too large for the stack */
-    char *kernel_memory;     /* of the calling thread, on a CPU: see core/kernel_memory.h */
+    char *kernel_memory;     /* of the calling thread, on a CPU: see core/kernel_memory.h; of all host threads */
+    /* Runs work on the host's threads; NULL: core/pool.c does. */
+    void (*parallel)(void *user, int32_t count, void (*work)(void *arg, int32_t i), void *arg);
+    void *parallel_user;
     void *(*allocate)(void *user, size_t bytes);
     void (*release)(void *user, void *memory, size_t bytes);
     void *user;

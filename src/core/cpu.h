@@ -34,8 +34,9 @@ enum rafter_isa {
 enum rafter_isa rafter_cpu_isa(void);
 
 /* Whether an output of `bytes` should be written with non-temporal stores: it would not stay in the
- * last-level cache. */
-bool rafter_should_stream(int64_t bytes);
+ * last-level cache, and its memory has been used before. Fresh pages are cleared by the kernel, through the
+ * cache, when they are first written; the bytes of a non-temporal store then go to memory twice. */
+bool rafter_should_stream(const void *output, int64_t bytes);
 
 /* Sets the limit for this process: outputs of more than `bytes` are streamed. For measurements. */
 void rafter_stream_above(int64_t bytes);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Buffers of the thread that computes. They are not on the stack, so that calls work on the small
- * stacks of some hosts: see include/rafter/rafter.h. Workers have their own; a thread that calls
- * uses its context's.
+ * stacks of some hosts: see include/rafter/rafter.h. Workers have their own; a thread that calls,
+ * and the host's threads that help it, use the context's.
  */
 #ifndef RAFTER_CORE_KERNEL_MEMORY_H
 #define RAFTER_CORE_KERNEL_MEMORY_H

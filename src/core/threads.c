@@ -6,6 +6,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/fp.h"
+#include "core/kernel_memory.h"
 #include "core/pool.h"
 
 int rafter_default_threads(void) {
@@ -16,8 +18,60 @@ int rafter_default_threads(void) {
     return threads < RAFTER_MOST_THREADS ? (int)threads : RAFTER_MOST_THREADS;
 }
 
+/* Tasks that the host's threads take. Each thread has a range of its own and takes its tasks in order: adjacent
+ * memory, which the kernel provides without threads being in each other's way. Then it takes those of others. */
+enum { MOST_RANGES = 64 };
+struct host_tasks {
+    const rafter_context *context;
+    int64_t tasks;
+    void (*body)(void *arg, int64_t task);
+    void *arg;
+    struct rafter_fp fp; /* of the caller */
+    int ranges;
+    _Atomic int64_t next[MOST_RANGES]; /* task to take, of each range */
+};
+
+/* The first task of a range. */
+static int64_t range_begin(const struct host_tasks *t, int range) {
+    const int64_t each = t->tasks / t->ranges, more = t->tasks % t->ranges; /* the first ranges have one more */
+    return range * each + (range < more ? range : more);
+}
+
+static void take_range(struct host_tasks *t, int range) {
+    const int64_t end = range_begin(t, range + 1);
+    while (atomic_load_explicit(&t->next[range], memory_order_relaxed) < end) {
+        const int64_t task = atomic_fetch_add_explicit(&t->next[range], 1, memory_order_relaxed);
+        if (task < end)
+            t->body(t->arg, task);
+    }
+}
+
+/* Runs on the i-th of the host's threads, which gets its own memory and environment back. */
+static void take_tasks(void *arg, int32_t i) {
+    struct host_tasks *const t = arg;
+    char *const memory = rafter_thread_memory;
+    const struct rafter_fp fp = rafter_fp_get();
+    rafter_thread_memory = t->context->kernel_memory + (size_t)i * RAFTER_THREAD_BYTES;
+    rafter_fp_set(t->fp);
+    for (int r = 0; r < t->ranges; r++)
+        take_range(t, (i + r) % t->ranges);
+    rafter_fp_set(fp);
+    rafter_thread_memory = memory;
+}
+
 void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg) {
-    rafter_pool_run(context->threads, tasks, body, arg);
+    if (!context->parallel) {
+        rafter_pool_run(context->threads, tasks, body, arg);
+        return;
+    }
+    struct host_tasks t = {.context = context, .tasks = tasks, .body = body, .arg = arg, .fp = rafter_fp_get()};
+    const int32_t count = tasks < context->threads ? (int32_t)tasks : context->threads;
+    t.ranges = count < MOST_RANGES ? count : MOST_RANGES;
+    for (int range = 0; range < t.ranges; range++)
+        t.next[range] = range_begin(&t, range);
+    if (count > 1)
+        context->parallel(context->parallel_user, count, take_tasks, &t);
+    take_tasks(&t, 0); /* what the host has left */
 }
 
 struct timed {

@@ -15,6 +15,16 @@ int rafter_default_threads(void);
  * tasks by shape alone, never by thread. */
 void rafter_parallel(const rafter_context *context, int64_t tasks, void (*body)(void *arg, int64_t task), void *arg);
 
+/* How many of `all` elements a task should take: so few that the threads of a large machine share a small
+ * tensor, so many that a task is worth taking. A power of two. */
+static inline int64_t rafter_task_elements(int64_t all) {
+    enum { LEAST = 1 << 14, MOST = 1 << 16, ENOUGH_TASKS = 64 };
+    int64_t elements = LEAST;
+    while (elements < MOST && elements * ENOUGH_TASKS < all)
+        elements *= 2;
+    return elements;
+}
+
 /* What the bench wants to know of the phases of an op: sums over all runs of a phase. */
 struct rafter_phase {
     const char *name;

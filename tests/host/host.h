@@ -25,6 +25,8 @@ int in_child(void (*run)(void), unsigned seconds);
     X(fork_while_threads_call)                                                                                         \
     X(contexts_side_by_side)                                                                                           \
     X(workers_are_shared)                                                                                              \
+    X(threads_of_the_host)                                                                                             \
+    X(host_threads_round_as_the_caller)                                                                                \
     X(signals_stay_with_the_host)                                                                                      \
     X(exit_with_workers)                                                                                               \
     X(exit_while_a_thread_calls)                                                                                       \

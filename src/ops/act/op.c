@@ -21,7 +21,6 @@
 #include "simd/simd.h"
 
 enum {
-    TASK = 1 << 16,       /* elements per task */
     TILES_ROWS = 64,      /* rows of a block of which some tensor lies across the output's rows, */
     TILES_COLUMNS = 1024, /* and columns: several of the kernel's tiles in both directions */
     FEW_LINES = 4,        /* with fewer lines than this, a repeated gradient is copied in full */
@@ -292,19 +291,20 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
     const rafter_view *const out = &plan->view[ACT_OUT];
     const int64_t rows = out->shape[plan->row], columns = out->shape[plan->column];
     const int64_t outer = rafter_extent(out, 0, plan->row), bytes = rafter_dtype_bytes(out->dtype);
+    const int64_t task = rafter_task_elements(out->numel);
     const bool by_rows = plan->form == ACT_ROWS;
     size_t statistics = 0;
     if (!plan->softmax && lies_across(plan, used)) {
         plan->columns = min64(columns, TILES_COLUMNS);
         plan->rows = min64(rows, TILES_ROWS);
     } else if (!plan->softmax) {
-        plan->columns = min64(columns, TASK);
-        plan->rows = min64(rows, max64(TASK / columns, 1));
+        plan->columns = min64(columns, task);
+        plan->rows = min64(rows, max64(task / columns, 1));
     } else if (by_rows) {
         plan->columns = columns;
         plan->is_short = columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(used, plan->column);
         plan->rows =
-            min64(rows, max64(plan->is_short ? TASK / columns : ACT_ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
+            min64(rows, max64(plan->is_short ? task / columns : ACT_ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
     } else {
         plan->columns = columns_per_block(columns, bytes);
         plan->rows = rows;
@@ -315,7 +315,7 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
     plan->parts = 1;
     plan->lines = by_rows ? plan->rows : plan->columns;
     const int64_t units = outer * ceil_div(rows, plan->rows) * ceil_div(columns, plan->columns);
-    const int64_t parts = min64(ceil_div(ENOUGH_BLOCKS, units), plan->rows * plan->columns / TASK);
+    const int64_t parts = min64(ceil_div(ENOUGH_BLOCKS, units), plan->rows * plan->columns / task);
     if (plan->softmax && units < FEW_BLOCKS && parts > 1 && !batch_invariant) {
         int64_t *const length = by_rows ? &plan->columns : &plan->rows;
         const int64_t whole = *length;
@@ -326,7 +326,7 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
     plan->row_blocks = ceil_div(rows, plan->rows);
     plan->column_blocks = ceil_div(columns, plan->columns);
     plan->blocks = outer * plan->row_blocks * plan->column_blocks;
-    plan->per_task = max64(TASK / (plan->rows * plan->columns), 1);
+    plan->per_task = max64(task / (plan->rows * plan->columns), 1);
     return statistics;
 }
 
@@ -385,7 +385,7 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const bool may_stream = !(plan->softmax && common->batch_invariant); /* other loops, for large tensors */
     plan->stream = may_stream && !in_place(call) && !plan->copied &&
                    (uintptr_t)out->data % (uintptr_t)rafter_dtype_bytes(out->dtype) == 0 &&
-                   rafter_should_stream(rafter_span_bytes(out));
+                   rafter_should_stream(out->data, rafter_span_bytes(out));
     return plan->statistics + line_bytes;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
@@ -430,7 +430,7 @@ static struct act_block block_at(const struct work *work, int64_t outer, int64_t
     }
     if (work->dy) /* blocks may begin inside a line */
         block.data[ACT_DY] = work->dy;
-    if (work->call->mask) /* the grid is one contiguous row, cut at multiples of TASK */
+    if (work->call->mask) /* the grid is one contiguous row, cut at multiples of a task's elements */
         block.mask = work->call->mask + column * plan->columns / 8;
     return block;
 }

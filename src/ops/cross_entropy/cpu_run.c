@@ -14,7 +14,6 @@
 #include "ops/cross_entropy/tiles.h"
 
 enum {
-    TASK = 1 << 16,    /* elements per task, at least */
     MOST_TASKS = 1024, /* the workspace has a number for each */
     LEAST_ROWS = 16,   /* of a tile: a lane each */
     UNIT_ROWS = 32,    /* tiles are multiples of this where they can be: whole vectors in every variant */
@@ -50,7 +49,8 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
         .tiling = {.dtype = z->dtype,
                    .forward = loss->direction == RAFTER_FORWARD,
                    .gradient = call->gradient,
-                   .stream = call->gradient && z->data != dz->data && rafter_should_stream(rafter_span_bytes(dz)),
+                   .stream =
+                       call->gradient && z->data != dz->data && rafter_should_stream(dz->data, rafter_span_bytes(dz)),
                    .classes = classes,
                    .run = min64(z->shape[z->ndim - 2], dz->shape[dz->ndim - 2]),
                    .z_row = z->stride[z->ndim - 2],
@@ -96,7 +96,8 @@ bool cross_entropy_plan_tiles(const struct cross_entropy_call *call, struct cros
         tiles->tiles = ceil_div(loss->rows, rows);
     }
     tiles->rows = rows;
-    tiles->per_task = max64(ceil_div(TASK, rows * classes), ceil_div(tiles->tiles, MOST_TASKS));
+    tiles->per_task =
+        max64(ceil_div(rafter_task_elements(loss->rows * classes), rows * classes), ceil_div(tiles->tiles, MOST_TASKS));
     tiles->tasks = ceil_div(tiles->tiles, tiles->per_task);
     return true;
 }

@@ -22,12 +22,11 @@ enum {
      * on the number of rows. */
     CHUNK = 16384,
     MANY_BLOCKS = 64,
-    FEW_TASKS = 16,         /* with fewer chunks of blocks than this, blocks have fewer rows, */
-    LEAST_BLOCK_ROWS = 4,   /* but not fewer than these */
-    FEW_ROWS = 64,          /* with fewer rows than this, a task is one chunk */
-    MOST_TASKS = 1024,      /* of whole rows */
-    LEAST_ELEMENTS = 65536, /* per task of whole rows */
-    MERGED_ROWS = 64,       /* per task that merges statistics of ranks */
+    FEW_TASKS = 16,       /* with fewer chunks of blocks than this, blocks have fewer rows, */
+    LEAST_BLOCK_ROWS = 4, /* but not fewer than these */
+    FEW_ROWS = 64,        /* with fewer rows than this, a task is one chunk */
+    MOST_TASKS = 1024,    /* of whole rows */
+    MERGED_ROWS = 64,     /* per task that merges statistics of ranks */
 };
 
 /* ---- checks ---------------------------------------------------------------------------------- */
@@ -108,7 +107,7 @@ static size_t plan_shared(const struct rafter_loss *loss, struct plan *plan) {
     PLACE(stats, (size_t)loss->rows * sizeof(struct rafter_row_stats));
     PLACE(exchange, rafter_loss_exchange_bytes(loss, loss->rows));
 #undef PLACE
-    plan->chunks_per_task = LEAST_ELEMENTS / (min64(loss->classes, CHUNK) + 1) + 1;
+    plan->chunks_per_task = rafter_task_elements(loss->rows * loss->classes) / (min64(loss->classes, CHUNK) + 1) + 1;
     plan->tasks = ceil_div(units, plan->chunks_per_task);
     return (size_t)used;
 }
@@ -160,7 +159,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .weighted = forward && loss->smoothing != 0.0f,
         .moment = rafter_loss_has(&loss->entropy),
         .argmax = rafter_loss_has(&loss->argmax),
-        .stream = call->gradient && !in_place && rafter_should_stream(rafter_span_bytes(&call->dlogits)),
+        .stream =
+            call->gradient && !in_place && rafter_should_stream(call->dlogits.data, rafter_span_bytes(&call->dlogits)),
     };
     if (plan->shared)
         return plan_shared(loss, plan);
@@ -171,7 +171,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         plan->tasks = units * plan->chunks;
         return (size_t)(rows * plan->chunks) * sizeof(struct rafter_row_stats);
     }
-    plan->rows_per_task = max64(ceil_div(units, MOST_TASKS), LEAST_ELEMENTS / (classes * unit_rows + 1) + 1);
+    plan->rows_per_task =
+        max64(ceil_div(units, MOST_TASKS), rafter_task_elements(rows * classes) / (classes * unit_rows + 1) + 1);
     if (plan->blocks_per_run > 1) /* neighbouring blocks share cache lines: few should be in two tasks */
         plan->rows_per_task = max64(plan->rows_per_task, units < MANY_BLOCKS ? 2 : 4);
     plan->tasks = ceil_div(units, plan->rows_per_task);

@@ -18,7 +18,6 @@
 #include "ops/logsumexp/kernels.h"
 
 enum {
-    TASK = 1 << 16,        /* elements per task */
     ROW_PART = 1 << 14,    /* elements per part of a split line, in rows form */
     COLUMN_PART = 1 << 10, /* the same in columns form, where a part covers many lines */
     FEW_BLOCKS = 64        /* with fewer blocks than this, lines are split to keep all threads busy */
@@ -149,8 +148,9 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
 
     const int64_t outer = rafter_extent(&plan->x, 0, line);
     const int64_t lines = plan->lse.shape[line], whole = max64(plan->x.shape[length], 1);
+    const int64_t task = rafter_task_elements(plan->x.numel);
     const bool rows = plan->form == LOGSUMEXP_ROWS;
-    plan->lines = min64(lines, rows ? min64(max64(TASK / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
+    plan->lines = min64(lines, rows ? min64(max64(task / whole, 1), LOGSUMEXP_MOST_LINES) : LOGSUMEXP_MOST_LINES);
     /* Several steps of all columns are taken as one: with all of them in a block, not with some. */
     if (call->common.batch_invariant && !rows)
         plan->lines = min64(plan->lines, max64(plan->x.stride[length] - 1, 1));
@@ -160,13 +160,14 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     const bool few = outer * plan->line_blocks < FEW_BLOCKS && !call->common.batch_invariant;
     const bool cut =
         backward || call->algorithm == RAFTER_LOGSUMEXP_PARALLEL || (call->algorithm == RAFTER_LOGSUMEXP_AUTO && few);
-    const int64_t part = backward ? max64(TASK / max64(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;
+    const int64_t part = backward ? max64(task / max64(plan->lines, 1), 1) : rows ? ROW_PART : COLUMN_PART;
     plan->length = cut ? min64(whole, part) : whole;
     plan->parts = ceil_div(whole, plan->length);
     plan->blocks = outer * plan->line_blocks * plan->parts;
-    plan->per_task = max64(TASK / max64(plan->lines * plan->length, 1), 1);
+    plan->per_task = max64(task / max64(plan->lines * plan->length, 1), 1);
     if (backward)
-        plan->stream = plan->dx.data != plan->x.data && rafter_should_stream(rafter_span_bytes(&plan->dx));
+        plan->stream =
+            plan->dx.data != plan->x.data && rafter_should_stream(plan->dx.data, rafter_span_bytes(&plan->dx));
     return !backward && plan->parts > 1 ? (size_t)(plan->blocks * 2 * plan->lines) * sizeof(float) : 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");

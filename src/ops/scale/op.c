@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* scale: checks, and the CPU plan. A row is the last dimension of the ordered and merged views.
- * Rows are cut into parts of at most TASK elements, and a task takes about TASK elements. */
+ * Rows are cut into parts, and a task takes some rows or one part. */
 #include <string.h>
 
 #include "core/cpu.h"
@@ -9,8 +9,6 @@
 #include "ops/scale/call.h"
 #include "ops/scale/kernels.h"
 #include "simd/simd.h"
-
-enum { TASK = 1 << 16 }; /* elements per task */
 
 /* ---- checks ---------------------------------------------------------------------------------- */
 
@@ -63,12 +61,13 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
     struct plan *const plan = storage;
     plan->length = y->shape[y->ndim - 1];
     plan->rows = y->numel / plan->length;
-    plan->part = min64(plan->length, TASK);
+    const int64_t task = rafter_task_elements(y->numel);
+    plan->part = min64(plan->length, task);
     plan->parts = ceil_div(plan->length, plan->part);
-    plan->per_task = TASK / plan->part;
+    plan->per_task = task / plan->part;
     /* In place, y's cache lines are already in the cache: streaming would gain nothing. */
     plan->stream = !call->in_place && (uintptr_t)y->data % (uintptr_t)rafter_dtype_bytes(y->dtype) == 0 &&
-                   rafter_should_stream(rafter_span_bytes(y));
+                   rafter_should_stream(y->data, rafter_span_bytes(y));
     return 0;
 }
 _Static_assert(sizeof(struct plan) <= RAFTER_PLAN_BYTES, "raise RAFTER_PLAN_BYTES");
