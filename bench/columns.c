@@ -65,8 +65,9 @@ static int list_variants(struct run *run, const struct session *rafter, struct c
     const struct options *const o = &run->options;
     const char *name, *reason;
     for (int i = 0; rafter_describe_variant(run->context, rafter->problem.op->op, i, &name, &reason); i++) {
-        const bool named = o->providers && list_has(o->providers, name);
-        if (reason || !wanted(run, name) || !(o->variants || named) || count == REPORT_COLUMNS)
+        const bool named = o->providers && list_has(o->providers, name),
+                   excluded = o->without && list_has(o->without, name);
+        if (reason || excluded || !(o->variants || named) || count == REPORT_COLUMNS)
             continue;
         struct session s = *rafter;
         s.variant = name;
