@@ -21,6 +21,21 @@ DEVICE uint4 load_now_if(bool present, const void *p) {
     return w;
 }
 
+/* As `shifted`, of fp32. In branches, so that the compiler loads only the words that are needed: two loads of 16 bytes,
+ * in flight at the same time, take longer (docs/perf/act.md). */
+DEVICE uint4 shifted_words(const uint4 &low, const uint4 &high, int words) {
+    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (words & 2)
+#pragma unroll
+        for (int i = 0; i < 6; i++)
+            w[i] = w[i + 2];
+    if (words & 1)
+#pragma unroll
+        for (int i = 0; i < 5; i++)
+            w[i] = w[i + 1];
+    return {w[0], w[1], w[2], w[3]};
+}
+
 template <typename T> struct PackAnywhere {
     static constexpr int N = WIDE<T>;
     const T *first;
@@ -51,8 +66,7 @@ template <typename T> struct PackAnywhere {
     }
 };
 
-/* fp32: what is loaded is also shifted here. The compiler then loads the words that are needed, and two
- * loads of 16 bytes, in flight at the same time, take longer: docs/perf/act.md. */
+/* fp32: what is loaded is also shifted here: see shifted_words. */
 template <> struct PackAnywhere<float> {
     static constexpr int N = WIDE<float>;
     Pack<float, N> pack;
@@ -66,7 +80,7 @@ template <> struct PackAnywhere<float> {
             pack = load_once<float, N>(from);
         } else if (aligned >= begin && aligned + 2 * N <= end) {
             const uint4 *const both = reinterpret_cast<const uint4 *>(aligned);
-            reinterpret_cast<uint4 &>(pack) = shifted(both[0], both[1], ragged * static_cast<int>(sizeof(float)));
+            reinterpret_cast<uint4 &>(pack) = shifted_words(both[0], both[1], ragged);
         } else {
 #pragma unroll
             for (int j = 0; j < N; j++)
@@ -93,64 +107,72 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
     }
 }
 
-/* Stores packs of adjacent elements to an address that is not aligned. All lanes of the warp take
- * part. `position`: of the pack in its span; lanes with consecutive positions in one span exchange
- * the elements that belong to each other's aligned packs; the others are stored one by one. */
+/* Stores the first `bytes` bytes of a word of 16, an even number below 16, with up to three stores. From an aligned
+ * address on ... */
+DEVICE void store_front(char *to, const uint4 &w, int bytes) {
+    if (bytes & 8)
+        *reinterpret_cast<uint2 *>(to) = {w.x, w.y};
+    const unsigned third = bytes & 8 ? w.z : w.x, fourth = bytes & 8 ? w.w : w.y;
+    if (bytes & 4)
+        *reinterpret_cast<unsigned *>(to + (bytes & 8)) = third;
+    if (bytes & 2)
+        *reinterpret_cast<unsigned short *>(to + (bytes & 12)) =
+            static_cast<unsigned short>(bytes & 4 ? fourth : third);
+}
+/* ... and up to one. */
+DEVICE void store_before(char *to, const uint4 &w, int bytes) {
+    const unsigned bits = (bytes & 2) * 8;
+    const unsigned a = __funnelshift_r(w.x, w.y, bits), b = __funnelshift_r(w.y, w.z, bits),
+                   c = __funnelshift_r(w.z, w.w, bits);
+    if (bytes & 2)
+        *reinterpret_cast<unsigned short *>(to) = static_cast<unsigned short>(w.x);
+    if (bytes & 4)
+        *reinterpret_cast<unsigned *>(to + (bytes & 2)) = a;
+    if (bytes & 8)
+        *reinterpret_cast<uint2 *>(to + (bytes & 6)) = {bytes & 4 ? b : a, bytes & 4 ? c : b};
+}
+
+/* Which lanes of a warp have adjacent packs: they exchange the elements that belong to each other's aligned packs. All
+ * lanes of the warp take part. */
+struct AdjacentPacks {
+    bool before, after; /* the lane before this one, and the one after it, have the packs before and after this one */
+
+    DEVICE AdjacentPacks() {
+    }
+    /* `position`: of the pack in its span; packs with consecutive positions are adjacent. */
+    DEVICE AdjacentPacks(bool valid, int position) {
+        const int mark = valid ? position : -2, lane = threadIdx.x % WARP;
+        const int previous = __shfl_up_sync(~0u, mark, 1), next = __shfl_down_sync(~0u, mark, 1);
+        before = lane > 0 && valid && previous + 1 == mark;
+        after = lane < WARP - 1 && valid && next == mark + 1;
+    }
+    /* Stores the lane's pack, if `stores`, to an address that need not be aligned. If it does, the lanes before and
+     * after it that have adjacent packs do so too. */
+    template <typename T, int N> DEVICE void store(T *p, const Pack<T, N> &pack, bool stores) const {
+        static_assert(N * sizeof(T) == 16, "");
+        const uint4 &own = reinterpret_cast<const uint4 &>(pack);
+        const uint4 next = {__shfl_down_sync(~0u, own.x, 1), __shfl_down_sync(~0u, own.y, 1),
+                            __shfl_down_sync(~0u, own.z, 1), __shfl_down_sync(~0u, own.w, 1)};
+        if (!stores)
+            return;
+        char *const to = reinterpret_cast<char *>(p);
+        const int skip = static_cast<int>(-reinterpret_cast<uintptr_t>(p) % 16); /* bytes up to an aligned address */
+        const uint4 aligned = shifted(own, next, skip);
+        if (after || skip == 0)
+            store_once<T, N>(reinterpret_cast<T *>(to + skip), reinterpret_cast<const Pack<T, N> &>(aligned));
+        else
+            store_front(to + skip, aligned, 16 - skip);
+        if (!before)
+            store_before(to, own, skip);
+    }
+};
+
+/* The same for one pack of each lane. */
 template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &pack, bool valid, int position) {
-    const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (N - 1);
-    if (!__any_sync(~0u, valid && ragged != 0)) {
-        if (valid)
-            store_once<T, N>(p, pack);
-        return;
-    }
-    const int mark = valid ? position : -2;
-    const int before = __shfl_up_sync(~0u, mark, 1), after = __shfl_down_sync(~0u, mark, 1);
-    const int lane = threadIdx.x % WARP;
-    const bool joined_before = lane > 0 && valid && before + 1 == mark,
-               joined_after = lane < WARP - 1 && valid && after == mark + 1;
-    constexpr int WORDS = N * (int)sizeof(T) / 4, EACH = N / WORDS;
-    unsigned w[2 * WORDS];
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-        w[i] = reinterpret_cast<const unsigned *>(&pack)[i];
-        w[WORDS + i] = __shfl_down_sync(~0u, w[i], 1);
-    }
-    if (!valid)
-        return;
-    const int skip = (N - ragged) & (N - 1); /* elements before the first aligned one */
-    if (skip == 0) {
+    if (__any_sync(~0u, valid && reinterpret_cast<uintptr_t>(p) % 16 != 0))
+        AdjacentPacks(valid, position).store(p, pack, valid);
+    else if (valid)
         store_once<T, N>(p, pack);
-        return;
-    }
-    if (!joined_before)
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            if (j < skip)
-                p[j] = pack.v[j];
-    if (!joined_after) {
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            if (j >= skip)
-                p[j] = pack.v[j];
-        return;
-    }
-    /* The 16 bytes from element `skip` of this pack and the next one. */
-    const int words = skip / EACH;
-#pragma unroll
-    for (int by = WORDS / 2; by > 0; by /= 2)
-        if (words & by)
-#pragma unroll
-            for (int i = 0; i + by < 2 * WORDS; i++)
-                w[i] = w[i + by];
-    if (EACH == 2 && skip & 1)
-#pragma unroll
-        for (int i = 0; i < WORDS; i++)
-            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
-    Pack<T, N> out;
-#pragma unroll
-    for (int i = 0; i < WORDS; i++)
-        reinterpret_cast<unsigned *>(&out)[i] = w[i];
-    store_once<T, N>(p + skip, out);
 }
 
 #endif

@@ -115,14 +115,14 @@ static inline Rows rows_of(const rafter_view &view, int dims) {
 
 /* Adjacent elements: the body, whole aligned packs, and the edges, less than one pack at either
  * end. */
-template <typename T> struct AlignedSpan {
+template <typename T, typename Size = int64_t> struct AlignedSpan {
     T *body;
-    int64_t packs;
+    Size packs;
     int head, edges; /* elements before the body; elements before and after it */
 
     DEVICE AlignedSpan() {
     }
-    DEVICE AlignedSpan(T *first, int64_t n) {
+    DEVICE AlignedSpan(T *first, Size n) {
         const int ragged = static_cast<int>(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T));
         head = ragged == 0 ? 0 : WIDE<T> - ragged;
         if (head > n)
@@ -132,7 +132,7 @@ template <typename T> struct AlignedSpan {
         edges = static_cast<int>(n - packs * WIDE<T>);
     }
     /* The offset of edge element e from the body. */
-    DEVICE int64_t edge(int e) const {
+    DEVICE Size edge(int e) const {
         return e < head ? e - head : e - head + packs * WIDE<T>;
     }
 };

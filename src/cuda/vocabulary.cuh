@@ -223,20 +223,17 @@ template <typename T> DEVICE int offset_in_pack(const T *p) {
 
 /* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
 DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
-    unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    if (bytes & 8)
+    const bool eight = bytes & 8, four = bytes & 4;
+    const unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, bits = (bytes & 2) * 8;
+    unsigned a[6], b[5];
 #pragma unroll
-        for (int i = 0; i < 6; i++)
-            w[i] = w[i + 2];
-    if (bytes & 4)
+    for (int i = 0; i < 6; i++)
+        a[i] = eight ? w[i + 2] : w[i];
 #pragma unroll
-        for (int i = 0; i < 5; i++)
-            w[i] = w[i + 1];
-    if (bytes & 2)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            w[i] = __funnelshift_r(w[i], w[i + 1], 16);
-    return {w[0], w[1], w[2], w[3]};
+    for (int i = 0; i < 5; i++)
+        b[i] = four ? a[i + 1] : a[i];
+    return {__funnelshift_r(b[0], b[1], bits), __funnelshift_r(b[1], b[2], bits), __funnelshift_r(b[2], b[3], bits),
+            __funnelshift_r(b[3], b[4], bits)};
 }
 
 /* ---- functions ------------------------------------------------------------------------------- */

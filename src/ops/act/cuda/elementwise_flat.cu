@@ -1,23 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * relu, sigmoid and silu of tensors with the same layout and alignment, without gaps: a pack of 16
- * bytes per thread.
+ * relu, sigmoid and silu of tensors with the same layout, without gaps: a pack of 16 bytes per thread. All are
+ * equally aligned; but x of 16 bits (of relu and sigmoid backward: y) may lie anywhere.
  */
+#include "cuda/pack_anywhere.cuh"
 #include "ops/act/cuda/elementwise.cuh"
 
 namespace {
 
 /* `packs` packs from element `head` on, and `edges` single elements before and after them. 64-bit
- * parts of addresses are the same for the whole block, so that a thread adds only 32 bits. */
-template <rafter_act_kind KIND, bool FORWARD, typename T>
+ * parts of addresses are the same for the whole block, so that a thread adds only 32 bits.
+ * SHIFTED: packs of the input begin `shift` bytes after an aligned address; they and the aligned packs that they
+ * overlap are inside of the tensor. */
+template <rafter_act_kind KIND, bool FORWARD, bool SHIFTED, typename T>
 __global__ void __launch_bounds__(THREADS)
-    elementwise_flat(const ElementwiseArgs<T> args, int head, int64_t packs, int edges) {
+    elementwise_flat(const ElementwiseArgs<T> args, int head, int64_t packs, int edges, int shift) {
     constexpr int N = WIDE<T>;
     const int64_t block = (int64_t)blockIdx.x * THREADS, at = head + block * N, left = packs - block;
     const int mine = threadIdx.x * N;
     if (threadIdx.x < (left < THREADS ? (unsigned)left : THREADS)) {
-        const Pack<T, N> in = load_once<T, N>(args.in + at + mine);
-        const Pack<T, N> dy = FORWARD ? in : load_once<T, N>(args.dy + at + mine);
+        Pack<T, N> in, dy;
+        [[maybe_unused]] uint4 low, high;
+        if constexpr (SHIFTED) {
+            const char *const aligned = reinterpret_cast<const char *>(args.in + at + mine) - shift;
+            low = load_now_if(true, aligned);
+            high = load_now_if(true, aligned + 16);
+        } else {
+            in = load_once<T, N>(args.in + at + mine);
+        }
+        if constexpr (!FORWARD)
+            dy = load_once<T, N>(args.dy + at + mine);
+        if constexpr (SHIFTED)
+            reinterpret_cast<uint4 &>(in) = shifted(low, high, shift);
+        if constexpr (FORWARD)
+            dy = in;
         store_once(args.out + at + mine, activate<FORWARD>(KIND, in, dy));
     }
     if (blockIdx.x == 0 && threadIdx.x < edges) {
@@ -27,10 +43,15 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-template <typename T, bool FORWARD> auto kernel_of(rafter_act_kind kind) {
-    return kind == RAFTER_ACT_RELU      ? elementwise_flat<RAFTER_ACT_RELU, FORWARD, T>
-           : kind == RAFTER_ACT_SIGMOID ? elementwise_flat<RAFTER_ACT_SIGMOID, FORWARD, T>
-                                        : elementwise_flat<RAFTER_ACT_SILU, FORWARD, T>;
+template <typename T, bool FORWARD, bool SHIFTED> auto kernel_of(rafter_act_kind kind) {
+    return kind == RAFTER_ACT_RELU      ? elementwise_flat<RAFTER_ACT_RELU, FORWARD, SHIFTED, T>
+           : kind == RAFTER_ACT_SIGMOID ? elementwise_flat<RAFTER_ACT_SIGMOID, FORWARD, SHIFTED, T>
+                                        : elementwise_flat<RAFTER_ACT_SILU, FORWARD, SHIFTED, T>;
+}
+
+/* Bytes from the last aligned address. */
+int past_aligned(const void *p) {
+    return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
 struct ElementwiseFlat {
@@ -45,34 +66,49 @@ struct ElementwiseFlat {
             return "relu_mask is given";
         if (!ElementwiseViews(call).flat())
             return "the tensors have gaps or different layouts";
-        return equally_aligned(call) ? NULL : "the tensors are not equally aligned";
+        if (!is_forward(call) && past_aligned(call.dy.data) != past_aligned(call.out.data))
+            return "dy and dx are not equally aligned";
+        return is_shifted(call) && rafter_dtype_bytes(call.out.dtype) > 2 ? "the tensors are not equally aligned" : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &, Plan *) {
         return 0;
     }
 
-    /* Whether all tensors are equally far from an aligned address, so that their packs coincide. */
-    static bool equally_aligned(const Call &call) {
-        const uintptr_t out = reinterpret_cast<uintptr_t>(call.out.data);
-        const bool dy = is_forward(call) || (reinterpret_cast<uintptr_t>(call.dy.data) - out) % 16 == 0;
-        return dy && (reinterpret_cast<uintptr_t>(call.in.data) - out) % 16 == 0;
+    /* Whether the packs of the input and of the output do not coincide. */
+    static bool is_shifted(const Call &call) {
+        return past_aligned(call.in.data) != past_aligned(call.out.data);
     }
 
-    template <typename T, bool FORWARD> static void launch_packs(rafter_context *context, const Call &call) {
+    template <typename T, bool FORWARD, bool SHIFTED>
+    static void launch_packs(rafter_context *context, const Call &call) {
         const int64_t n = call.out.numel;
+        const T *const in = reinterpret_cast<const T *>(call.in.data);
         /* Elements before the first aligned address. */
-        const int64_t ragged = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(call.out.data) % 16 / sizeof(T));
-        const int64_t head = min(ragged, n), packs = (n - head) / WIDE<T>;
+        int64_t head = (16 - past_aligned(call.out.data)) % 16 / static_cast<int>(sizeof(T));
+        int shift = 0;
+        if (SHIFTED) { /* the first pack begins in the first aligned pack of the tensor, or later */
+            shift = past_aligned(in + head);
+            head += head * static_cast<int>(sizeof(T)) < shift ? WIDE<T> : 0;
+        }
+        head = min(head, n);
+        const int64_t packs = max((n - head - (SHIFTED ? WIDE<T> : 0)) / WIDE<T>, int64_t(0));
         ::launch(context, {ceil_div(max(packs, int64_t(1)), int64_t(THREADS)), THREADS},
-                 kernel_of<T, FORWARD>(call.kind), ElementwiseArgs<T>(call), static_cast<int>(head), packs,
-                 static_cast<int>(n - packs * WIDE<T>));
+                 kernel_of<T, FORWARD, SHIFTED>(call.kind), ElementwiseArgs<T>(call), static_cast<int>(head), packs,
+                 static_cast<int>(n - packs * WIDE<T>), shift);
+    }
+
+    template <typename T, bool FORWARD> static void launch_as(rafter_context *context, const Call &call) {
+        if constexpr (NARROW<T>)
+            if (is_shifted(call))
+                return launch_packs<T, FORWARD, true>(context, call);
+        launch_packs<T, FORWARD, false>(context, call);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            is_forward(call) ? launch_packs<T, true>(context, call) : launch_packs<T, false>(context, call);
+            is_forward(call) ? launch_as<T, true>(context, call) : launch_as<T, false>(context, call);
         });
         return RAFTER_OK;
     }

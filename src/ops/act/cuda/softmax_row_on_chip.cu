@@ -14,6 +14,7 @@
 #include <float.h>
 
 #include "cuda/cluster.cuh"
+#include "cuda/pack_anywhere.cuh"
 #include "cuda/row_statistics.cuh"
 #include "ops/act/cuda/softmax_layout.cuh"
 
@@ -49,22 +50,24 @@ template <typename T, bool ALIGNED, int COUNT> struct Under {
     Pack<T, N> pack[COUNT];
     Pack<T, N> next[ALIGNED ? 1 : COUNT]; /* the aligned packs after those */
     int shift;                            /* of the wanted packs from aligned ones */
+    bool inside;                          /* the aligned packs of the row are inside of the tensor */
 
     /* Issues the loads. `body`: the element under the first one of the output's first pack. */
     DEVICE void load(const T *body, const T *begin, const T *end, int lane, int lanes, int packs, float fill) {
         shift = ALIGNED ? 0 : offset_in_pack(body);
+        inside = shift == 0 || (body - shift >= begin && body + (packs + 1) * N <= end);
         const T *const aligned = body - shift + lane * N;
 #pragma unroll
         for (int k = 0; k < COUNT; k++) {
             const T *const p = aligned + k * lanes * N;
-            const bool has = lane + k * lanes < packs;
-            pack[k] = load_once_if<T, N>(has && (ALIGNED || p >= begin), p, fill);
+            const bool has = inside && lane + k * lanes < packs;
+            pack[k] = load_once_if<T, N>(has, p, fill);
             if constexpr (!ALIGNED)
-                next[k] = load_once_if<T, N>(has && shift != 0 && p + 2 * N <= end, p + N, fill);
+                next[k] = load_once_if<T, N>(has && shift != 0, p + N, fill);
         }
     }
-    /* Waits for them. Packs that reach out of the tensor have not been loaded as packs. */
-    DEVICE void shift_packs(const T *body, const T *begin, const T *end, int lane, int lanes, int packs) {
+    /* Waits for them. Rows whose packs reach out of the tensor have not been loaded yet. */
+    DEVICE void shift_packs(const T *body, int lane, int lanes, int packs) {
         if constexpr (!ALIGNED) {
             if (shift == 0)
                 return;
@@ -72,8 +75,10 @@ template <typename T, bool ALIGNED, int COUNT> struct Under {
             for (int k = 0; k < COUNT; k++) {
                 const T *const p = body + (lane + k * lanes) * N;
                 uint4 &own = reinterpret_cast<uint4 &>(pack[k]);
-                own = shifted(own, reinterpret_cast<const uint4 &>(next[k]), shift * static_cast<int>(sizeof(T)));
-                if (lane + k * lanes < packs && (p - shift < begin || p - shift + 2 * N > end))
+                const uint4 &after = reinterpret_cast<const uint4 &>(next[k]);
+                own = NARROW<T> ? shifted(own, after, shift * static_cast<int>(sizeof(T)))
+                                : shifted_words(own, after, shift);
+                if (!inside && lane + k * lanes < packs)
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         pack[k].v[j] = p[j];
@@ -85,13 +90,13 @@ template <typename T, bool ALIGNED, int COUNT> struct Under {
 /* What a thread has of a row. */
 template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
     static constexpr int N = WIDE<T>;
-    AlignedSpan<T> out;
+    AlignedSpan<T, int> out;
     int lane, lanes;
     Under<T, ALIGNED, COUNT> x;
     Under<T, ALIGNED, FORWARD ? 1 : COUNT> d;
     float upstream; /* dy, if expanded */
     bool expanded, has_edge;
-    int64_t edge; /* from the body of `out` on */
+    int edge; /* from the body of `out` on */
     float x_edge, d_edge;
 
     DEVICE void load(const RowArgs<T> &a, int64_t row, int thread, int threads) {
@@ -99,9 +104,9 @@ template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
         a.walk.offsets(row, at);
         lane = thread;
         lanes = threads;
-        out = AlignedSpan<T>(a.out + at[OUT], a.length);
+        out = AlignedSpan<T, int>(a.out + at[OUT], a.length);
         expanded = !FORWARD && a.expanded;
-        const int packs = static_cast<int>(out.packs), head = out.head;
+        const int packs = out.packs, head = out.head;
         const T *const in = a.in + at[IN] + head, *const dy = a.dy + at[DY] + (expanded ? 0 : head);
         x.load(in, a.in, a.in_end, lane, lanes, packs, FORWARD ? -INFINITY : 0.0f);
         if constexpr (!FORWARD)
@@ -112,10 +117,10 @@ template <typename T, bool FORWARD, bool ALIGNED, int COUNT> struct RowPart {
         x_edge = has_edge ? to_float(in[edge]) : FORWARD ? -INFINITY : 0.0f;
         upstream = expanded ? to_float(*dy) : 0.0f;
         d_edge = FORWARD || !has_edge ? 0.0f : expanded ? upstream : to_float(dy[edge]);
-        x.shift_packs(in, a.in, a.in_end, lane, lanes, packs);
+        x.shift_packs(in, lane, lanes, packs);
         if constexpr (!FORWARD) {
             if (!expanded)
-                d.shift_packs(dy, a.dy, a.dy_end, lane, lanes, packs);
+                d.shift_packs(dy, lane, lanes, packs);
             else
 #pragma unroll
                 for (int k = 0; k < COUNT; k++)
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(GROUP_THREADS) softmax_group(const __grid_cons
         sum += __shfl_xor_sync(~0u, sum, step);
     if (!active)
         return;
-    const float scale = 1.0f / sum;
+    const float scale = reciprocal_fast(sum); /* a sum is 0, NaN, or between 1 and the length */
 #pragma unroll
     for (int k = 0; k < COUNT; k++) {
 #pragma unroll

@@ -36,13 +36,17 @@ constexpr int64_t MANY_COLUMNS = 512;     /* with fewer, the last ones of a bloc
 
 struct ColumnPlan {
     Walk outer;
-    int64_t slabs, inner;    /* outer indices, and columns of each */
-    Divisor tiles;           /* of an outer index: its groups, if a thread takes one; or what a block takes at once */
-    int across_log2;         /* several groups per thread: threads side by side in an outer index */
-    int64_t stride[TENSORS]; /* between steps */
-    int length, steps;       /* steps: per thread, at most */
-    int threads, down_log2;  /* per block; threads per column */
-    bool expanded;           /* dy is one number per outer index */
+    int64_t slabs, inner;       /* outer indices, and columns of each */
+    Divisor tiles;              /* of an outer index: its groups, if a thread takes one; or what a block takes at once */
+    int beside_log2;            /* several groups per thread: threads side by side in an outer index */
+    int64_t stride[TENSORS];    /* between steps */
+    int length, steps;          /* steps: per thread, at most */
+    int across_log2, down_log2; /* threads of a block: side by side; per column */
+    bool expanded;              /* dy is one number per outer index */
+
+    int threads() const {
+        return 1 << (across_log2 + down_log2);
+    }
 };
 
 template <typename T> struct ColumnArgs {
@@ -54,10 +58,9 @@ template <typename T> struct ColumnArgs {
 
 /* Merges the statistics of the threads of each column. */
 template <bool FORWARD, int N>
-DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, int across, int down, int place, float2 *shared) {
-    const int columns = across * N;
+DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, int row, int place, float2 *shared) {
+    const int columns = N << plan.across_log2, down = 1 << plan.down_log2;
     float2 *const totals = shared + blockDim.x * N;
-    const int row = threadIdx.x / across; /* `across` is a power of two */
 #pragma unroll
     for (int j = 0; j < N; j++)
         shared[row * columns + place * N + j] = make_float2(mine.max[j], mine.sum[0][j]);
@@ -112,6 +115,45 @@ template <typename T, int N, int UNIT> struct ThreadColumns {
     }
 };
 
+/* The pack of each of a thread's steps, not aligned: two aligned packs that are shifted. The loads of all steps are
+ * in flight at the same time. */
+template <typename T, int STEPS> struct ShiftedSteps {
+    static constexpr int N = WIDE<T>;
+    const T *first;
+    int64_t step;  /* elements from one to the next */
+    bool inside;   /* all aligned packs are inside of the tensor; else elements are loaded one by one */
+    uint4 low[STEPS], high[STEPS];
+
+    /* `count` steps, of `most` that threads of the kernel have. [begin, end): the tensor. */
+    DEVICE void load(const T *from, int64_t apart, int count, int most, const T *begin, const T *end) {
+        first = from;
+        step = apart;
+        inside = from - offset_in_pack(from) >= begin && from + (count - 1) * apart + 2 * N <= end;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+            if (k < most) {
+                const char *const p = reinterpret_cast<const char *>(from + k * apart),
+                                  *const aligned = p - reinterpret_cast<uintptr_t>(p) % 16;
+                low[k] = load_now_if(inside && k < count, aligned);
+                high[k] = load_now_if(inside && k < count, aligned + 16);
+            }
+    }
+    /* Step k; elements past `end`, which are of no column, are not read. */
+    DEVICE Pack<T, N> get(int k, const T *end) const {
+        const T *const from = first + k * step;
+        Pack<T, N> pack;
+        if (inside) {
+            reinterpret_cast<uint4 &>(pack) =
+                shifted(low[k], high[k], static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16));
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++)
+                pack.v[j] = from + j < end ? from[j] : from_float<T>(0.0f);
+        }
+        return pack;
+    }
+};
+
 /* SHIFTED: packs are not aligned, and the last one of an outer index may have less than UNIT columns. */
 template <typename T, int UNIT, int GROUPS, int STEPS, int THREADS, bool FORWARD, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SHIFTED ? 1024 : 512) / THREADS)
@@ -119,63 +161,61 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
     constexpr int N = UNIT * GROUPS;
     extern __shared__ uint4 column_memory[];
     const ColumnPlan &plan = a.plan;
-    const int length = plan.length, down = 1 << plan.down_log2, across = plan.threads >> plan.down_log2;
-    const int place = threadIdx.x & (across - 1), row = (int)threadIdx.x / across;
+    const int place = threadIdx.x & ((1 << plan.across_log2) - 1), row = threadIdx.x >> plan.across_log2;
     unsigned outside;
     int64_t column;
     ThreadColumns<T, N, UNIT> columns = {0, 0};
     if constexpr (GROUPS == 1) {
-        const unsigned pack = blockIdx.x * across + place;
+        const unsigned pack = (blockIdx.x << plan.across_log2) + place;
         outside = plan.tiles.quotient(pack);
         column = int64_t(pack - outside * plan.tiles.number) * N;
         columns.valid = outside < plan.slabs;
     } else {
-        const int beside = 1 << plan.across_log2;
+        const int beside = 1 << plan.beside_log2;
         const unsigned tiles = plan.tiles.quotient(blockIdx.x);
-        outside = tiles * (across >> plan.across_log2) + (place >> plan.across_log2);
-        column = int64_t(blockIdx.x - tiles * plan.tiles.number) * (beside * N) + (place & (beside - 1)) * UNIT;
-        columns.apart = beside * UNIT;
-#pragma unroll
-        for (int g = 0; g < N / UNIT; g++)
-            columns.valid += outside < plan.slabs && column + g * columns.apart < plan.inner;
+        outside = (tiles << (plan.across_log2 - plan.beside_log2)) + (place >> plan.beside_log2);
+        column = int64_t(blockIdx.x - tiles * plan.tiles.number) * (beside * N) + (place & (beside - 1));
+        columns.apart = beside;
+        const int left = static_cast<int>(min(plan.inner - column, int64_t(beside * N))); /* single elements */
+        columns.valid = outside < plan.slabs && left > 0 ? (left + beside - 1) >> plan.beside_log2 : 0;
     }
+    /* Steps of this thread; they are 1 << down_log2 apart. */
+    const int count = columns.valid > 0 ? (plan.length - row + (1 << plan.down_log2) - 1) >> plan.down_log2 : 0;
+    const int64_t in_step = plan.stride[IN] << plan.down_log2, dy_step = plan.stride[DY] << plan.down_log2,
+                  out_step = plan.stride[OUT] << plan.down_log2;
     int64_t at[3];
     plan.outer.offsets(outside, at);
-    const T *const in = a.in + at[IN] + column + row * plan.stride[IN];
-    const T *const dy = a.dy + at[DY] + (FORWARD || plan.expanded ? 0 : column + row * plan.stride[DY]);
-    T *const out = a.out + at[OUT] + column + row * plan.stride[OUT];
+    const T *in = a.in + at[IN] + column + row * plan.stride[IN];
+    const T *dy = a.dy + at[DY] + (FORWARD || plan.expanded ? 0 : column + row * plan.stride[DY]);
+    T *to = a.out + at[OUT] + column + row * plan.stride[OUT];
 
     wait_for_previous_kernel();
     Pack<T, N> x[STEPS], d[FORWARD ? 1 : STEPS];
     if constexpr (SHIFTED) {
-        PackAnywhere<T> in_packs[STEPS], dy_packs[FORWARD ? 1 : STEPS];
+        ShiftedSteps<T, STEPS> in_packs;
+        ShiftedSteps<T, FORWARD ? 1 : STEPS> dy_packs;
+        in_packs.load(in, in_step, count, plan.steps, a.in, a.end[IN]);
+        if constexpr (!FORWARD)
+            if (!plan.expanded)
+                dy_packs.load(dy, dy_step, count, plan.steps, a.dy, a.end[DY]);
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
-            if (k < plan.steps) {
-                const bool has = row + k * down < length && columns.valid > 0;
-                in_packs[k].load(has, in + k * down * plan.stride[IN], a.in, a.end[IN]);
-                if constexpr (!FORWARD)
-                    if (!plan.expanded)
-                        dy_packs[k].load(has, dy + k * down * plan.stride[DY], a.dy, a.end[DY]);
-            }
+            if (k < plan.steps)
+                x[k] = k < count ? in_packs.get(k, a.end[IN]) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
+        if constexpr (!FORWARD)
+            if (!plan.expanded)
 #pragma unroll
-        for (int k = 0; k < STEPS; k++)
-            if (k < plan.steps) {
-                const bool has = row + k * down < length && columns.valid > 0;
-                x[k] = has ? in_packs[k].get(a.in, a.end[IN]) : all_of<T, N>(FORWARD ? -INFINITY : 0.0f);
-                if constexpr (!FORWARD)
-                    if (!plan.expanded)
-                        d[k] = has ? dy_packs[k].get(a.dy, a.end[DY]) : all_of<T, N>(0.0f);
-            }
+                for (int k = 0; k < STEPS; k++)
+                    if (k < plan.steps)
+                        d[k] = k < count ? dy_packs.get(k, a.end[DY]) : all_of<T, N>(0.0f);
     } else {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
             if (k < plan.steps) {
-                const bool has = row + k * down < length;
-                x[k] = columns.load(has, in + k * down * plan.stride[IN], FORWARD ? -INFINITY : 0.0f);
+                x[k] = columns.load(k < count, in + k * in_step, FORWARD ? -INFINITY : 0.0f);
                 if constexpr (!FORWARD)
                     if (!plan.expanded)
-                        d[k] = columns.load(has, dy + k * down * plan.stride[DY], 0.0f);
+                        d[k] = columns.load(k < count, dy + k * dy_step, 0.0f);
             }
     }
     if constexpr (!FORWARD)
@@ -218,15 +258,26 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
             else
                 add_step<FORWARD>(mine, v, w);
         }
-    if (down > 1)
-        merge_down<FORWARD, N>(mine, across, down, place, reinterpret_cast<float2 *>(column_memory));
+    if (plan.down_log2 > 0)
+        merge_down<FORWARD, N>(mine, plan, row, place, reinterpret_cast<float2 *>(column_memory));
 
     float scale[N];
+    if constexpr (FORWARD)
 #pragma unroll
-    for (int j = 0; j < N; j++)
-        scale[j] = (KEEPS && down > 1 ? expf(own_max[j] - mine.max[j]) : 1.0f) / mine.sum[0][j];
+        for (int j = 0; j < N; j++)
+            scale[j] = reciprocal_fast(mine.sum[0][j]); /* a sum is 0, NaN, or between 1 and the length */
+    if constexpr (KEEPS)
+        if (plan.down_log2 > 0)
 #pragma unroll
-    for (int k = 0; k < STEPS; k++)
+            for (int j = 0; j < N; j++)
+                scale[j] *= expf(own_max[j] - mine.max[j]);
+    [[maybe_unused]] const bool whole = columns.valid > 0 && plan.inner - column >= N;
+    /* A gap between outer indices, whose columns are not adjacent. */
+    [[maybe_unused]] AdjacentPacks adjacent;
+    if constexpr (SHIFTED)
+        adjacent = AdjacentPacks(whole, static_cast<int>(outside * (plan.tiles.number + 1) + column / N));
+#pragma unroll
+    for (int k = 0; k < STEPS; k++, to += out_step)
         if (k < plan.steps) {
             float v[N], w[N];
             unpack(x[k], v);
@@ -237,20 +288,16 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
                 v[j] = KEEPS     ? v[j] * scale[j]
                        : FORWARD ? exp_as<T>(v[j] - mine.max[j]) * scale[j]
                                  : v[j] * (w[j] - mine.sum[0][j]);
-            T *const to = out + k * down * plan.stride[OUT];
             if constexpr (SHIFTED) {
-                const bool has = row + k * down < length && columns.valid > 0, whole = plan.inner - column >= N;
                 const Pack<T, N> pack = packed<T, N>(v);
-                /* A gap between outer indices, whose columns are not adjacent. */
-                const unsigned position = outside * (plan.tiles.number + 1) + static_cast<unsigned>(column / N);
-                store_shifted<T, N>(to, pack, has && whole, static_cast<int>(position));
-                if (has && !whole)
+                adjacent.store(to, pack, whole && k < count);
+                if (!whole && k < count)
 #pragma unroll
                     for (int j = 0; j < N; j++)
                         if (column + j < plan.inner)
                             to[j] = pack.v[j];
             } else {
-                columns.store(row + k * down < length, to, packed<T, N>(v));
+                columns.store(k < count, to, packed<T, N>(v));
             }
         }
 }
@@ -305,17 +352,20 @@ struct ShortColumns {
     static bool cut(const ThreadShare &share, int64_t length, int64_t inner, int unit, int bytes, ColumnPlan *plan) {
         const bool wide = unit * bytes == 16;
         const int columns = unit * share.groups, width = columns * bytes;
-        plan->threads = min(share.threads, WIDE_SHARE.threads);
+        int threads = min(share.threads, WIDE_SHARE.threads);
         plan->down_log2 = 0;
         while (length > int64_t(share.steps) << plan->down_log2 && plan->down_log2 < 10)
             plan->down_log2++;
         const int least = 2 * LEAST_BYTES << plan->down_log2; /* so that a block is twice LEAST_BYTES wide */
-        while (plan->threads < share.threads && plan->threads * width < least)
-            plan->threads *= 2;
+        while (threads < share.threads && threads * width < least)
+            threads *= 2;
         plan->across_log2 = 0;
-        while (plan->threads >> plan->down_log2 > 1 << plan->across_log2 && columns << plan->across_log2 < inner)
+        while (threads >> plan->down_log2 > 1 << plan->across_log2)
             plan->across_log2++;
-        return plan->threads * width >= (wide ? least : least / 2);
+        plan->beside_log2 = 0;
+        while (plan->beside_log2 < plan->across_log2 && columns << plan->beside_log2 < inner)
+            plan->beside_log2++;
+        return threads * width >= (wide ? least : least / 2);
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -349,14 +399,14 @@ struct ShortColumns {
         columns.inner = views.inner();
         columns.slabs = views.slabs();
         cut(choice.share, columns.length, columns.inner, choice.unit, bytes, &columns);
-        const int64_t across = columns.threads >> columns.down_log2;
+        const int64_t across = 1 << columns.across_log2;
         if (choice.share.groups == 1) {
             columns.tiles = Divisor(ceil_div(columns.inner, int64_t(choice.unit)));
             plan->blocks = ceil_div(columns.tiles.number * columns.slabs, across);
         } else {
             columns.tiles =
-                Divisor(ceil_div(columns.inner, int64_t(choice.unit) * choice.share.groups << columns.across_log2));
-            plan->blocks = columns.tiles.number * ceil_div(columns.slabs, across >> columns.across_log2);
+                Divisor(ceil_div(columns.inner, int64_t(choice.unit) * choice.share.groups << columns.beside_log2));
+            plan->blocks = columns.tiles.number * ceil_div(columns.slabs, across >> columns.beside_log2);
         }
         columns.steps = ceil_div(columns.length, 1 << columns.down_log2);
         columns.outer = walk_over(views.pointer, 0, views.dim());
@@ -379,11 +429,10 @@ struct ShortColumns {
             args.end[IN] = end_of<T>(call.in);
             args.end[DY] = FORWARD ? nullptr : end_of<T>(call.dy);
         }
-        const int across = plan.threads >> plan.down_log2;
-        Launch how = {planned.blocks, plan.threads};
+        Launch how = {planned.blocks, plan.threads()};
         how.overlaps = ordered.copied;
         if (plan.down_log2 > 0)
-            how.shared = (plan.threads + across) * (UNIT * GROUPS) * sizeof(float2);
+            how.shared = (plan.threads() + (1 << plan.across_log2)) * (UNIT * GROUPS) * sizeof(float2);
         ::launch(context, how, softmax_short_column<T, UNIT, GROUPS, STEPS, THREADS, FORWARD, SHIFTED>, args);
     }
 

@@ -353,11 +353,15 @@ struct BasicOptions {
     bool all = false;   /* every option but row weights */
 };
 
-/* Whether rows are for basic_short_rows; else basic_warp_per_row takes up to 2 * SCANNED_ROWS of them. The former
- * has few blocks, of 128 rows, then: measured, very short rows are faster nevertheless. */
+/* Whether rows are for basic_short_rows; else basic_warp_per_row takes up to 2 * SCANNED_ROWS of them. */
 inline bool are_many_short_rows(const Problem &p) {
-    constexpr int64_t VERY_SHORT = 16; /* packs */
-    return !p.invariant && (are_many(p.rows) || (p.row_packs() <= VERY_SHORT && p.rows > SCANNED_ROWS));
+    constexpr int64_t SHORT = 64; /* packs */
+    return !p.invariant && (are_many(p.rows) || (p.row_packs() <= SHORT && p.rows > SCANNED_ROWS));
+}
+
+/* Whether gradients are for basic_from_lse, though rows are short: many rows of more than 64 packs. */
+inline bool writes_parts_of_rows(const Problem &p) {
+    return !p.invariant && p.lse_given && p.row_packs() > 64 && p.rows > SCANNED_ROWS;
 }
 
 /* NULL if the call has no options or outputs that basic kernels do not know, else the reason. */

@@ -111,8 +111,10 @@ struct BasicFromLse {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        constexpr int64_t LEAST_BYTES = 1000; /* of rows that are not whole packs: docs/perf/cross_entropy.md */
-        if (!p.whole_packs && p.row_bytes < LEAST_BYTES)
+        /* Of rows that are not whole packs. Many rows: dlogits aligned as logits, or not. docs/perf/cross_entropy.md */
+        constexpr int64_t LEAST_BYTES = 1000, LEAST_OF_MANY = 1600, LEAST_SHIFTED = 2400;
+        const int64_t least = !are_many(p.rows) ? LEAST_BYTES : p.strided ? LEAST_SHIFTED : LEAST_OF_MANY;
+        if (!p.whole_packs && p.row_bytes < least)
             return "rows are short and not whole, aligned packs of 16 bytes";
         if (p.strided && (call.logits.ndim < 2 || call.logits.stride[0] < 0))
             return "rows go backward, or there is one";

@@ -63,8 +63,13 @@ struct BasicScatteredRows {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        constexpr int64_t MOST_BYTES = 96; /* of contiguous rows: docs/perf/cross_entropy.md */
         const Problem p(call);
-        return p.classes > (p.gradient ? LONGEST_GRADIENT : LONGEST_TINY) ? "rows are long" : why_not_options(p, call);
+        if (p.classes > (p.gradient ? LONGEST_GRADIENT : LONGEST_TINY))
+            return "rows are long";
+        if (p.forward && p.contiguous && p.row_bytes >= MOST_BYTES + p.whole_packs)
+            return "rows are long enough for several lanes";
+        return why_not_options(p, call);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

@@ -121,8 +121,15 @@ struct BasicShortRows {
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
+        /* Measured on an H200: docs/perf/cross_entropy.md. */
+        constexpr int64_t MOST_CLASSES = 32, FORWARD_BYTES = 96, GRADIENT_BYTES = 32;
         if (p.row_packs() > 128)
             return "rows are longer than 2 KB";
+        if (!p.invariant && p.rows > SCANNED_ROWS && p.classes <= MOST_CLASSES &&
+            p.row_bytes <= (p.gradient ? GRADIENT_BYTES : FORWARD_BYTES) && p.forward != p.gradient)
+            return "rows are so short that a thread should take each";
+        if (writes_parts_of_rows(p))
+            return "rows are so long that parts of them should be written from lse";
         if (p.rows > INT32_MAX - THREADS)
             return "it counts rows in 31 bits";
         const bool knows = !p.invariant;
@@ -136,10 +143,7 @@ struct BasicShortRows {
         plan->forward = p.forward;
         for_shape(static_cast<int>(p.row_packs()), [&](auto lanes, auto packs) {
             constexpr int LANES = decltype(lanes)::value;
-            const bool may_be_few = p.invariant || !are_many(p.rows);
-            plan->steps =
-                may_be_few ? steps_of_warp<LANES, decltype(packs)::value>(p.rows, int64_t(32) * device.multiprocessors)
-                           : LANES;
+            plan->steps = steps_of_warp<LANES, decltype(packs)::value>(p.rows, int64_t(32) * device.multiprocessors);
             plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * plan->steps);
         });
         return plan->workspace.place(p.forward && plan->args.loss ? plan->blocks : 0, p.gradient);

@@ -138,6 +138,8 @@ struct BasicWarpPerRow {
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
         if (are_many_short_rows(p))
             return "there are so many short rows that a warp should take several";
+        if (writes_parts_of_rows(p))
+            return "there are so many rows that parts of them should be written from lse";
         /* With more than 64 packs, the sums are those of basic_short_rows, which takes many rows. */
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
             return are_many(p.rows) ? "there are more labels than one block should count"

@@ -181,7 +181,7 @@ struct FewRows {
                                    p.row_bytes >= LEAST_ROW_BYTES;
         if (!few && !few_gradients)
             return "the call is not small";
-        if (p.forward && p.row_bytes > LONG_ROW && p.rows < ENOUGH_ROWS)
+        if (!p.lse_given && p.row_bytes > LONG_ROW && p.rows < ENOUGH_ROWS)
             return "rows are long, and too few for a block each";
         if (p.gradient && p.classes > MOST_WEIGHTS && call.loss.class_weight.data && call.loss.smoothing != 0.0f)
             return "there are more class weights than every block should add up";

@@ -109,6 +109,8 @@ struct PackedRows {
         const bool packs = p.x_rows().whole_packs(p.n) && (!p.backward || p.dx_rows().whole_packs(p.n));
         if (!packs && !takes_any_alignment(p))
             return "rows are not whole, aligned packs of 16 bytes";
+        if (p.are_streamed() && !call.common.batch_invariant)
+            return "so many short rows are streamed faster";
         if (!lse_rows(call).contiguous() || (p.backward && !reduced_rows(call.dlse, call).contiguous()))
             return "lse or dlse is strided";
         const int64_t row_packs = p.row_bytes() / 16;

@@ -51,6 +51,12 @@ struct Problem {
     int64_t row_bytes() const {
         return n * rafter_dtype_bytes(x.dtype);
     }
+    /* Whether streamed_rows is faster than the kernels for whole packs: docs/perf/logsumexp.md. */
+    bool are_streamed() const {
+        constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = 24000, LONGEST = 128, LEAST_BYTES = 96;
+        return !backward && contiguous && rows >= LEAST_ROWS && rows < MOST_ROWS && n <= LONGEST &&
+               row_bytes() >= LEAST_BYTES;
+    }
     /* Of batch-invariant calls. Rows of whole packs that take a warp each are faster in registers than in
      * chunks. */
     RowClass row_class() const {

@@ -117,6 +117,8 @@ struct ShortRows {
             return NULL;
         if (call.algorithm == RAFTER_LOGSUMEXP_PARALLEL)
             return "algorithm is parallel: rows are split";
+        if (p.are_streamed())
+            return "so many short rows are streamed faster";
         if (p.rows < MANY_ROWS)
             return "rows are few: a warp that takes 32 of them in turn waits too long";
         return lse_rows(call).contiguous() ? NULL : "lse is strided";
