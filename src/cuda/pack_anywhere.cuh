@@ -157,7 +157,7 @@ struct AdjacentPacks {
             return;
         char *const to = reinterpret_cast<char *>(p);
         const int skip = static_cast<int>(-reinterpret_cast<uintptr_t>(p) % 16); /* bytes up to an aligned address */
-        const uint4 aligned = shifted(own, next, skip);
+        const uint4 aligned = sizeof(T) == 4 ? shifted_words(own, next, skip / 4) : shifted(own, next, skip);
         if (after || skip == 0)
             store_once<T, N>(reinterpret_cast<T *>(to + skip), reinterpret_cast<const Pack<T, N> &>(aligned));
         else

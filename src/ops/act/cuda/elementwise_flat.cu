@@ -68,7 +68,8 @@ struct ElementwiseFlat {
             return "the tensors have gaps or different layouts";
         if (!is_forward(call) && past_aligned(call.dy.data) != past_aligned(call.out.data))
             return "dy and dx are not equally aligned";
-        return is_shifted(call) && rafter_dtype_bytes(call.out.dtype) > 2 ? "the tensors are not equally aligned" : NULL;
+        return is_shifted(call) && rafter_dtype_bytes(call.out.dtype) > 2 ? "the tensors are not equally aligned"
+                                                                          : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &, Plan *) {

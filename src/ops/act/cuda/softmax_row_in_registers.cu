@@ -118,7 +118,6 @@ struct RowInRegisters {
     };
 
     enum { MOST_PACKS = 128, MOST_SHIFTED_PACKS = 15 }; /* per row */
-    enum { FEW_ROWS = 1 << 15 };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (!is_softmax(call))
@@ -180,13 +179,6 @@ struct RowInRegisters {
                                  plan.packs};
         if (plan.shifted)
             return launch_shifted<T, FORWARD>(context, plan.packs, args);
-        const bool few = plan.rows < FEW_ROWS; /* more lanes for each, or they would not fill the GPU */
-        if (few && plan.packs > 8 && plan.packs <= 16)
-            return launch_shape<T, FORWARD, 16, 1, 1>(context, args);
-        if (few && plan.packs > 16 && plan.packs <= 32)
-            return launch_shape<T, FORWARD, WARP, 1, 1>(context, args);
-        if (few && plan.packs > 32 && plan.packs <= 64)
-            return launch_shape<T, FORWARD, WARP, 2, 1>(context, args);
         if (plan.packs == 1)
             return launch_shape<T, FORWARD, 1, 1, 4>(context, args);
         if (plan.packs == 2)

@@ -36,11 +36,11 @@ constexpr int64_t MANY_COLUMNS = 512;     /* with fewer, the last ones of a bloc
 
 struct ColumnPlan {
     Walk outer;
-    int64_t slabs, inner;       /* outer indices, and columns of each */
-    Divisor tiles;              /* of an outer index: its groups, if a thread takes one; or what a block takes at once */
-    int beside_log2;            /* several groups per thread: threads side by side in an outer index */
-    int64_t stride[TENSORS];    /* between steps */
-    int length, steps;          /* steps: per thread, at most */
+    int64_t slabs, inner;    /* outer indices, and columns of each */
+    Divisor tiles;           /* of an outer index: its groups, if a thread takes one; or what a block takes at once */
+    int beside_log2;         /* several groups per thread: threads side by side in an outer index */
+    int64_t stride[TENSORS]; /* between steps */
+    int length, steps;       /* steps: per thread, at most */
     int across_log2, down_log2; /* threads of a block: side by side; per column */
     bool expanded;              /* dy is one number per outer index */
 
@@ -120,8 +120,8 @@ template <typename T, int N, int UNIT> struct ThreadColumns {
 template <typename T, int STEPS> struct ShiftedSteps {
     static constexpr int N = WIDE<T>;
     const T *first;
-    int64_t step;  /* elements from one to the next */
-    bool inside;   /* all aligned packs are inside of the tensor; else elements are loaded one by one */
+    int64_t step; /* elements from one to the next */
+    bool inside;  /* all aligned packs are inside of the tensor; else elements are loaded one by one */
     uint4 low[STEPS], high[STEPS];
 
     /* `count` steps, of `most` that threads of the kernel have. [begin, end): the tensor. */
@@ -132,8 +132,11 @@ template <typename T, int STEPS> struct ShiftedSteps {
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
             if (k < most) {
-                const char *const p = reinterpret_cast<const char *>(from + k * apart),
-                                  *const aligned = p - reinterpret_cast<uintptr_t>(p) % 16;
+                const char *const p = reinterpret_cast<const char *>(from + k * apart), *const aligned =
+                                                                                            p -
+                                                                                            reinterpret_cast<uintptr_t>(
+                                                                                                p) %
+                                                                                                16;
                 low[k] = load_now_if(inside && k < count, aligned);
                 high[k] = load_now_if(inside && k < count, aligned + 16);
             }

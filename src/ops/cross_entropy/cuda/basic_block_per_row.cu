@@ -8,7 +8,8 @@ namespace {
 
 constexpr int MOST_THREADS = 512;
 /* Rows that are not whole packs, in bytes: the shortest ones, and from where on there may be many of them. */
-constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 6 << 10, FEW_SHORT_ROWS = 2048;
+constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 4 << 10, LONG_SMOOTHED_ROW = 6 << 10,
+                  FEW_SHORT_ROWS = 2048;
 
 /* A thread loads AT_ONCE packs at a time. WHOLE: rows are whole aligned packs. SMOOTHS: the call has label smoothing.
  * U: BasicArgs or SpacedArgs. */
@@ -84,11 +85,12 @@ struct BasicBlockPerRow {
             return "a gradient is wanted";
         /* Measured on an H200: docs/perf/cross_entropy.md. */
         const bool few = p.rows <= (p.row_bytes <= SHORT_ROW ? FEW_SHORT_ROWS : SCANNED_ROWS);
-        if (!p.whole_packs && !(p.row_bytes >= LEAST_BYTES && few) && p.row_bytes < LONG_ROW)
+        const int64_t long_row = call.loss.smoothing != 0.0f ? LONG_SMOOTHED_ROW : LONG_ROW;
+        if (!p.whole_packs && !(p.row_bytes >= LEAST_BYTES && few) && p.row_bytes < long_row)
             return "rows are short and not whole, aligned packs of 16 bytes";
         if (call.loss.smoothing != 0.0f && split_rows(p, call.logits.dtype).parts > 1)
             return "there is label smoothing, and rows are few and long";
-        return why_not_any_rows(p, call, LONG_ROW);
+        return why_not_any_rows(p, call, long_row);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {

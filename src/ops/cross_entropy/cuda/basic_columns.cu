@@ -253,6 +253,10 @@ struct BasicColumns {
             return "loss and gradient are wanted at once";
         if (!p.forward && !p.gradient)
             return "there is nothing to write";
+        const bool plain = call.loss.smoothing == 0.0f && !call.loss.class_weight.data;
+        if (p.gradient && p.lse_given && call.logits.dtype == RAFTER_F32 && plain && p.classes > SHORT_ROW &&
+            p.classes <= 2 * SHORT_ROW) /* docs/perf/cross_entropy.md */
+            return "option_columns writes such gradients faster";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
         if (const char *const reason = why_not_column_packs(s, choice(p, call.logits.dtype), bytes))

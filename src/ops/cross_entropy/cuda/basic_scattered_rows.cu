@@ -63,11 +63,12 @@ struct BasicScatteredRows {
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
-        constexpr int64_t MOST_BYTES = 96; /* of contiguous rows: docs/perf/cross_entropy.md */
+        constexpr int64_t MOST_BYTES = 96; /* of many contiguous rows: docs/perf/cross_entropy.md */
         const Problem p(call);
         if (p.classes > (p.gradient ? LONGEST_GRADIENT : LONGEST_TINY))
             return "rows are long";
-        if (p.forward && p.contiguous && p.row_bytes >= MOST_BYTES + p.whole_packs)
+        const bool both = call.loss.smoothing != 0.0f && call.loss.class_weight.data; /* slow elsewhere */
+        if (p.forward && p.contiguous && p.rows > SCANNED_ROWS && !both && p.row_bytes >= MOST_BYTES + p.whole_packs)
             return "rows are long enough for several lanes";
         return why_not_options(p, call);
     }

@@ -122,12 +122,15 @@ struct BasicShortRows {
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
         /* Measured on an H200: docs/perf/cross_entropy.md. */
-        constexpr int64_t MOST_CLASSES = 32, FORWARD_BYTES = 96, GRADIENT_BYTES = 32;
+        constexpr int64_t MOST_CLASSES = 32, FORWARD_BYTES = 96, GRADIENT_BYTES = 32, VERY_MANY = 1 << 18;
         if (p.row_packs() > 128)
             return "rows are longer than 2 KB";
         if (!p.invariant && p.rows > SCANNED_ROWS && p.classes <= MOST_CLASSES &&
             p.row_bytes <= (p.gradient ? GRADIENT_BYTES : FORWARD_BYTES) && p.forward != p.gradient)
             return "rows are so short that a thread should take each";
+        if (!p.invariant && p.forward && !p.gradient && p.rows >= VERY_MANY && p.row_packs() >= 8 &&
+            p.row_packs() <= 12)
+            return "so many rows are streamed faster";
         if (writes_parts_of_rows(p))
             return "rows are so long that parts of them should be written from lse";
         if (p.rows > INT32_MAX - THREADS)

@@ -12,7 +12,7 @@ namespace {
 constexpr int PER_SM = 4; /* blocks per multiprocessor */
 /* Gradients of rows side by side from lse: shorter rows, and smaller tensors, would be slowed down by
  * coefficients in memory. */
-constexpr int64_t LONG_COLUMNS = 64, LARGE_COLUMNS = 8 << 20; /* classes; bytes of logits */
+constexpr int64_t LONG_COLUMNS = 64, WIDE_COLUMNS = 64, LARGE_COLUMNS = 8 << 20; /* classes; rows; bytes of logits */
 
 struct StagedArgs {
     Args call;
@@ -112,7 +112,7 @@ struct Staged {
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
-        if (p.gradient && p.lse_given && s.inner > 1 && p.classes >= LONG_COLUMNS &&
+        if (p.gradient && p.lse_given && s.inner > 1 && (p.classes >= LONG_COLUMNS || s.inner >= WIDE_COLUMNS) &&
             p.rows * p.row_bytes >= LARGE_COLUMNS)
             return "rows lie side by side and lse is given: the gradient needs no shared memory";
         return why_not_staged(s, p.gradient, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));

@@ -10,7 +10,7 @@
 namespace {
 
 constexpr int THREADS_LOG2 = 8, THREADS = 1 << THREADS_LOG2; /* of a block */
-constexpr int AT_ONCE = 8;   /* elements that a thread loads before it uses the first */
+constexpr int AT_ONCE = 8;                                   /* elements that a thread loads before it uses the first */
 
 struct FewArgs {
     Slabs slabs;
@@ -23,7 +23,8 @@ struct FewArgs {
 template <typename T> __global__ __launch_bounds__(THREADS) void few_columns(const __grid_constant__ FewArgs a) {
     __shared__ RowStats parts[THREADS];
     const int down = 1 << a.down_log2, across = THREADS >> a.down_log2;
-    const int own = static_cast<int>(threadIdx.x) & (across - 1), first = static_cast<int>(threadIdx.x) >> (THREADS_LOG2 - a.down_log2);
+    const int own = static_cast<int>(threadIdx.x) & (across - 1),
+              first = static_cast<int>(threadIdx.x) >> (THREADS_LOG2 - a.down_log2);
     const unsigned index = blockIdx.x * across + own, row = min(index, a.rows - 1);
     const unsigned slab = a.by_inner.quotient(row), column = row - slab * a.by_inner.number;
     int64_t offset[3];
@@ -67,8 +68,7 @@ struct FewColumns {
             return "the call is not small";
         if (p.contiguous || p.n == 1)
             return "elements of rows are adjacent";
-        const bool by_threads =
-            !why_not_threads(slabs_of(p.x, NULL), static_cast<int>(rafter_dtype_bytes(p.x.dtype)));
+        const bool by_threads = !why_not_threads(slabs_of(p.x, NULL), static_cast<int>(rafter_dtype_bytes(p.x.dtype)));
         return p.n <= SHORT && by_threads ? "a thread per row needs no second kernel" : NULL;
     }
 

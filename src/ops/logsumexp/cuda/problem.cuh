@@ -53,9 +53,13 @@ struct Problem {
     }
     /* Whether streamed_rows is faster than the kernels for whole packs: docs/perf/logsumexp.md. */
     bool are_streamed() const {
-        constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = 24000, LONGEST = 128, LEAST_BYTES = 96;
-        return !backward && contiguous && rows >= LEAST_ROWS && rows < MOST_ROWS && n <= LONGEST &&
-               row_bytes() >= LEAST_BYTES;
+        constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = 24000, LONGEST = 128, LEAST_BYTES = 96, MOST_PACKS = 32;
+        const int64_t packs = ceil_div<int64_t>(row_bytes(), 16);
+        int64_t slots = 4; /* packs of a row's lanes in short_rows */
+        while (slots < packs)
+            slots *= 2;
+        const bool few = rows < MOST_ROWS && n <= LONGEST, empty = packs <= MOST_PACKS && 5 * packs < 4 * slots;
+        return !backward && contiguous && rows >= LEAST_ROWS && row_bytes() >= LEAST_BYTES && (few || empty);
     }
     /* Of batch-invariant calls. Rows of whole packs that take a warp each are faster in registers than in
      * chunks. */
