@@ -73,16 +73,18 @@ template <typename T, bool ALIGNED, int COUNT> struct Under {
                 return;
 #pragma unroll
             for (int k = 0; k < COUNT; k++) {
-                const T *const p = body + (lane + k * lanes) * N;
                 uint4 &own = reinterpret_cast<uint4 &>(pack[k]);
                 const uint4 &after = reinterpret_cast<const uint4 &>(next[k]);
                 own = NARROW<T> ? shifted(own, after, shift * static_cast<int>(sizeof(T)))
                                 : shifted_words(own, after, shift);
-                if (!inside && lane + k * lanes < packs)
-#pragma unroll
-                    for (int j = 0; j < N; j++)
-                        pack[k].v[j] = p[j];
             }
+            if (__builtin_expect(!inside, 0)) /* apart from the others: loads that are predicated off take time, too */
+#pragma unroll
+                for (int k = 0; k < COUNT; k++)
+                    if (lane + k * lanes < packs)
+#pragma unroll
+                        for (int j = 0; j < N; j++)
+                            pack[k].v[j] = body[(lane + k * lanes) * N + j];
         }
     }
 };

@@ -112,7 +112,8 @@ struct Staged {
         if (p.rows == 0 || p.classes == 0)
             return "there are no rows or no classes";
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
-        if (p.gradient && p.lse_given && s.inner > 1 && (p.classes >= LONG_COLUMNS || s.inner >= WIDE_COLUMNS) &&
+        if (p.gradient && p.lse_given && s.inner > 1 &&
+            (p.classes >= LONG_COLUMNS || (s.inner >= WIDE_COLUMNS && s.across[1] == 1)) &&
             p.rows * p.row_bytes >= LARGE_COLUMNS)
             return "rows lie side by side and lse is given: the gradient needs no shared memory";
         return why_not_staged(s, p.gradient, static_cast<int>(rafter_dtype_bytes(call.logits.dtype)));

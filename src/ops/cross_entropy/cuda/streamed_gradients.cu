@@ -130,8 +130,9 @@ struct StreamedGradients {
             return "rows are not contiguous";
         if (p.invariant)
             return why_not_class(CHUNKED_ROWS, p.row_class, p.rows, p.classes);
-        constexpr int64_t LEAST_SHIFTED = 264, LEAST_OF_MANY = 160; /* bytes: docs/perf/cross_entropy.md */
-        if (p.strided && p.row_bytes < (are_many(p.rows) ? LEAST_OF_MANY : LEAST_SHIFTED))
+        constexpr int64_t LEAST_SHIFTED = 264, LEAST_OF_MANY = 160, LARGE = 32 << 20; /* docs/perf/cross_entropy.md */
+        if (p.strided && p.rows * p.row_bytes < LARGE &&
+            p.row_bytes < (are_many(p.rows) ? LEAST_OF_MANY : LEAST_SHIFTED))
             return "rows are short, and dlogits is aligned otherwise than logits";
         return why_not_chunks(p.rows, p.row_bytes);
     }

@@ -55,8 +55,10 @@ struct ThreadPerRow {
             return why_not_class(COLUMN_ROWS, p.row_class, p.rows, p.classes);
         const Slabs s = slabs_of(call.logits, NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        constexpr int64_t FEW_ROWS = 32, LONG = 4096;
-        if (p.rows < FEW_ROWS && p.classes > LONG)
+        constexpr int64_t FEW_ROWS = 32, LONG = 1 << 16; /* docs/perf/cross_entropy.md */
+        const struct rafter_loss &l = call.loss;
+        const bool extras = l.softcap != 0.0f || l.logprob.data || l.entropy.data || l.argmax.data;
+        if (p.rows < FEW_ROWS && p.classes > LONG && !extras)
             return "rows are few and long";
         if (windows_are_faster(p, s, call))
             return "the tensor is large: windows of packs are faster";
