@@ -8,7 +8,7 @@
 
 enum { NOTES_SHOWN = 20 }; /* of a table; the files have all */
 
-static const double behind_margin = 1.03;
+static const double behind_margin = 1.03, variant_margin = 1.05;
 
 double map_over(const struct cell *c) {
     return 1e3 * c->value.median * (1 - c->share);
@@ -45,22 +45,51 @@ int map_worst(const struct report *r, const struct table *only, struct map_entry
     return count;
 }
 
-int map_behind(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count) {
+/* Of a row, what its cell of Rafter's own choice is compared with, and its name; NULL: nothing. */
+typedef const struct cell *rival_of(const struct table *t, const struct row *row, const char **name);
+
+/* The fastest variant but the one that was chosen. The column of a variant has its name. */
+static const struct cell *best_other_variant(const struct table *t, const struct row *row, const char **name) {
+    const struct cell *const ours = row_ours(t, row), *best = NULL;
+    for (int c = 0; c < t->columns && ours; c++) {
+        const struct cell *const cell = &row->cell[c];
+        const bool other = strcmp(t->column[c], cell->variant) == 0 && strcmp(cell->variant, ours->variant) != 0;
+        if (!t->ours[c] || !other || cell->state != CELL_MEASURED)
+            continue;
+        if (best && best->value.median <= cell->value.median)
+            continue;
+        best = cell;
+        *name = t->column[c];
+    }
+    return best;
+}
+
+/* The cells whose rival is faster by more than the margin, furthest first. */
+static int list_behind(const struct report *r, const struct table *only, rival_of *rival, double margin,
+                       struct map_entry worst[MAP_WORST], int *count) {
     int listed = 0;
     *count = 0;
     for (int i = 0; i < r->tables; i++) {
         const struct table *t = &r->table[i];
         for (int k = 0; k < t->rows && t->map[0] && (!only || only == t); k++) {
             const char *name = "";
-            const struct cell *c = row_ours(t, &t->row[k]), *peer = row_best_peer(t, &t->row[k], &name);
-            if (!c || !peer || t->row[k].bytes < MAP_SMALLEST || c->value.median <= behind_margin * peer->value.median)
+            const struct cell *c = row_ours(t, &t->row[k]), *other = rival(t, &t->row[k], &name);
+            if (!c || !other || t->row[k].bytes < MAP_SMALLEST || c->value.median <= margin * other->value.median)
                 continue;
-            const double score = peer->value.median / c->value.median;
+            const double score = other->value.median / c->value.median;
             listed = insert(worst, listed, (struct map_entry){t, &t->row[k], c, score});
             ++*count;
         }
     }
     return listed;
+}
+
+int map_behind(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count) {
+    return list_behind(r, only, row_best_peer, behind_margin, worst, count);
+}
+
+int map_misjudged(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count) {
+    return list_behind(r, only, best_other_variant, variant_margin, worst, count);
 }
 
 /* ---- text ------------------------------------------------------------------------------------ */
@@ -128,6 +157,17 @@ void map_explain(FILE *to) {
         MAP_LARGE >> 20, MAP_ALLOWANCE_US, MAP_CHECKED >> 20, MAP_CHECKED_ELEMENTS);
 }
 
+static void print_behind(const struct map_entry worst[], int count, rival_of *rival, FILE *to) {
+    if (count > 0)
+        fprintf(to, "%8s  %-30s%s", "times", "slower than", heading);
+    for (int i = 0; i < count; i++) {
+        const char *name = "";
+        rival(worst[i].table, worst[i].row, &name);
+        fprintf(to, "%8.2f  %-30s", 1 / worst[i].score, name);
+        print_entry(&worst[i], to);
+    }
+}
+
 void map_print_worst(const struct report *r, FILE *to) {
     struct map_entry worst[MAP_WORST];
     int behind = 0, count = map_worst(r, NULL, worst);
@@ -137,12 +177,10 @@ void map_print_worst(const struct report *r, FILE *to) {
         print_entry(&worst[i], to);
     count = map_behind(r, NULL, worst, &behind);
     if (count > 0)
-        fprintf(to, "\nThe %d cells furthest behind another library, of %d\n%8s  %14s%s", count, behind, "times", "",
-                heading);
-    for (int i = 0; i < count; i++) {
-        const char *name = "";
-        row_best_peer(worst[i].table, worst[i].row, &name);
-        fprintf(to, "%8.2f  slower than %-4s", 1 / worst[i].score, name);
-        print_entry(&worst[i], to);
-    }
+        fprintf(to, "\nThe %d cells furthest behind another library, of %d\n", count, behind);
+    print_behind(worst, count, row_best_peer, to);
+    count = map_misjudged(r, NULL, worst, &behind);
+    if (count > 0)
+        fprintf(to, "\nThe %d cells furthest behind another variant, of %d\n", count, behind);
+    print_behind(worst, count, best_other_variant, to);
 }

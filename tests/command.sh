@@ -243,6 +243,11 @@ assert [row["variant"] for row in report["rows"] if row["provider"] == "portable
 PYTHON
 fi
 
+# The slowest level beside the choice: some cell of the map is measured with both.
+"$rafter" bench logsumexp --preset map --cells 2 --seconds 0.001 --variants --providers rafter --json "$folder/map_variants.json" \
+    >"$folder/out" 2>&1 || fail "the map with --variants failed"
+grep -q '"provider": "portable"' "$folder/map_variants.json" || fail "the map has no columns of variants"
+
 expect 0 '^ +n +rafter +error +host us +first ms$' "$rafter" bench act --x 64 --mode fwd --table silu --providers rafter --error --host \
     --first-call --seconds 0.001
 grep -qE '^0 +64\.0 +[0-9.]+ +[0-9.e-]+ +[0-9.]+ +[0-9.]+$' "$folder/out" || fail "a figure beside the time is missing"
