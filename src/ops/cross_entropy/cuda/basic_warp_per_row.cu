@@ -136,9 +136,10 @@ struct BasicWarpPerRow {
         const bool both = call.loss.smoothing != 0.0f && call.loss.class_weight.data;
         if (p.row_packs() > (p.gradient || both ? 8 : 4) * WARP)
             return p.gradient ? "rows are longer than 4 KB" : "rows are longer than 2 KB";
-        if (are_many_short_rows(p) && !(both && !are_many(p.rows))) /* the others do not know both */
+        const bool only_here = both && !are_many(p.rows); /* the others do not know both */
+        if (are_many_short_rows(p) && !only_here)
             return "there are so many short rows that a warp should take several";
-        if (writes_parts_of_rows(p))
+        if (writes_parts_of_rows(p) && !only_here)
             return "there are so many rows that parts of them should be written from lse";
         /* With more than 64 packs, the sums are those of basic_short_rows, which takes many rows. */
         if (p.invariant && p.row_packs() > 64 && p.row_packs() <= INVARIANT_PACKS)
