@@ -18,12 +18,19 @@
 #include "core/fp.h"
 #include "core/kernel_memory.h"
 
+/* ThreadSanitizer's thread-local variables, of 0.8 MB, lie on a thread's stack, and it asks for too little. */
+#if defined(__SANITIZE_THREAD__)
+enum { SANITIZER_STACK = 2 << 20 };
+#else
+enum { SANITIZER_STACK = 0 };
+#endif
+
 enum {
     LINE = 128, /* bytes; two cache lines, which processors fetch together */
     JOBS = 64,  /* parallel calls at one time; more run on their own thread alone */
     MOST_WORKERS = RAFTER_MOST_THREADS - 1,
-    WAKE_AT_ONCE = 4,         /* waking takes the waker microseconds; those it woke wake the others */
-    WORKER_STACK = 256 << 10, /* kernel memory, 32 KiB of frames, and what sanitizers add */
+    WAKE_AT_ONCE = 4, /* waking takes the waker microseconds; those it woke wake the others */
+    WORKER_STACK = (256 << 10) + SANITIZER_STACK, /* kernel memory, 32 KiB of frames, and what sanitizers add */
 };
 /* How long a thread that waits stays awake: longer than the pauses between the phases of a call and
  * between the calls of a loop, shorter than anybody else would miss the processor. */
