@@ -25,9 +25,13 @@ static void note(struct row_notes *notes, const char *name, const char *sentence
     }
 }
 
+static bool excluded(const struct run *run, const char *name) {
+    return run->options.without && list_has(run->options.without, name);
+}
+
 static bool wanted(const struct run *run, const char *name) {
     const struct options *o = &run->options;
-    return (!o->providers || list_has(o->providers, name)) && !(o->without && list_has(o->without, name));
+    return (!o->providers || list_has(o->providers, name)) && !excluded(run, name);
 }
 
 static bool runs_here(const struct run *run, const struct provider *provider) {
@@ -65,9 +69,8 @@ static int list_variants(struct run *run, const struct session *rafter, struct c
     const struct options *const o = &run->options;
     const char *name, *reason;
     for (int i = 0; rafter_describe_variant(run->context, rafter->problem.op->op, i, &name, &reason); i++) {
-        const bool named = o->providers && list_has(o->providers, name),
-                   excluded = o->without && list_has(o->without, name);
-        if (reason || excluded || !(o->variants || named) || count == REPORT_COLUMNS)
+        const bool named = o->providers && list_has(o->providers, name);
+        if (reason || excluded(run, name) || !(o->variants || named) || count == REPORT_COLUMNS)
             continue;
         struct session s = *rafter;
         s.variant = name;

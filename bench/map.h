@@ -37,8 +37,6 @@ int map_worst(const struct report *r, const struct table *only, struct map_entry
 /* The cells where the best of the other libraries is more than 3 % faster, by the ratio; `score` is
  * their time over ours. */
 int map_behind(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count);
-/* The same where another variant than Rafter's choice is more than 5 % faster: with --variants. */
-int map_misjudged(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count);
 
 /* One paragraph about a table: how many cells are at the floor, the median, and notes. */
 void map_print_summary(const struct table *t, FILE *to);

@@ -88,10 +88,6 @@ int map_behind(const struct report *r, const struct table *only, struct map_entr
     return list_behind(r, only, row_best_peer, behind_margin, worst, count);
 }
 
-int map_misjudged(const struct report *r, const struct table *only, struct map_entry worst[MAP_WORST], int *count) {
-    return list_behind(r, only, best_other_variant, variant_margin, worst, count);
-}
-
 /* ---- text ------------------------------------------------------------------------------------ */
 
 void map_name(const struct table *t, char *text, size_t size) {
@@ -157,9 +153,14 @@ void map_explain(FILE *to) {
         MAP_LARGE >> 20, MAP_ALLOWANCE_US, MAP_CHECKED >> 20, MAP_CHECKED_ELEMENTS);
 }
 
-static void print_behind(const struct map_entry worst[], int count, rival_of *rival, FILE *to) {
+/* The cells furthest behind their rivals. `whom`: what these are. */
+static void print_behind(const struct report *r, rival_of *rival, double margin, const char *whom, FILE *to) {
+    struct map_entry worst[MAP_WORST];
+    int behind = 0;
+    const int count = list_behind(r, NULL, rival, margin, worst, &behind);
     if (count > 0)
-        fprintf(to, "%8s  %-30s%s", "times", "slower than", heading);
+        fprintf(to, "\nThe %d cells furthest behind another %s, of %d\n%8s  %-30s%s", count, whom, behind, "times",
+                "slower than", heading);
     for (int i = 0; i < count; i++) {
         const char *name = "";
         rival(worst[i].table, worst[i].row, &name);
@@ -170,17 +171,11 @@ static void print_behind(const struct map_entry worst[], int count, rival_of *ri
 
 void map_print_worst(const struct report *r, FILE *to) {
     struct map_entry worst[MAP_WORST];
-    int behind = 0, count = map_worst(r, NULL, worst);
+    const int count = map_worst(r, NULL, worst);
     map_explain(to);
     fprintf(to, "\n\nThe worst %d cells of all maps\n%s", count, heading);
     for (int i = 0; i < count; i++)
         print_entry(&worst[i], to);
-    count = map_behind(r, NULL, worst, &behind);
-    if (count > 0)
-        fprintf(to, "\nThe %d cells furthest behind another library, of %d\n", count, behind);
-    print_behind(worst, count, row_best_peer, to);
-    count = map_misjudged(r, NULL, worst, &behind);
-    if (count > 0)
-        fprintf(to, "\nThe %d cells furthest behind another variant, of %d\n", count, behind);
-    print_behind(worst, count, best_other_variant, to);
+    print_behind(r, row_best_peer, behind_margin, "library", to);
+    print_behind(r, best_other_variant, variant_margin, "variant", to);
 }

@@ -279,17 +279,6 @@ static void compare_copies(struct run *run) {
     verdict(same, run->whole, &run->grid, run->mode, difference);
 }
 
-/* Every rank rounds the loss of its rows to fp32 before they are added up. With row weights of both signs, huge
- * losses cancel, and their rounding errors do not. */
-static void allow_rounded_parts(problem *p, int64_t rows) {
-    problem_tensor *const loss = problem_find(p, "loss");
-    const problem_tensor *const logits = problem_find(p, "logits");
-    if (!loss || !logits || p->values != PROBLEM_HUGE || !problem_find(p, "row_weight"))
-        return;
-    const double largest = 4 * 2 * (logits->dtype == RAFTER_F16 ? 6e4 : 1e30); /* weight, distance of two logits */
-    loss->absolute = fmax(loss->absolute, 0x1p-24 * largest * (double)rows);
-}
-
 static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, uint64_t seed,
                      struct problem_solution *solution) {
     static struct run run;
@@ -315,8 +304,6 @@ static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, u
             abort();
         compare_copies(&run);
         problem_solve_once(p, mode, solution);
-        if (g->rows > 1)
-            allow_rounded_parts(p, rows);
         const struct problem_verdict v = problem_compare(p, mode);
         verdict(v.good, p, g, mode, v.sentence);
     }
@@ -338,6 +325,19 @@ static void drop_shared_gradients(problem *p) {
         }
 }
 
+/* Every rank rounds the loss of its rows to fp32 before they are added up. With row weights of both signs, huge
+ * losses cancel, and their rounding errors do not. */
+static void allow_rounded_parts(problem *p) {
+    problem_tensor *const loss = problem_find(p, "loss");
+    const problem_tensor *const logits = problem_find(p, "logits"), *const target = problem_find(p, "target");
+    if (!loss || !logits || p->values != PROBLEM_HUGE || !problem_find(p, "row_weight"))
+        return;
+    const double largest = 4 * 2 * (logits->dtype == RAFTER_F16 ? 6e4 : 1e30); /* weight, distance of two logits */
+    const bool averaged = p->options.loss.reduction == RAFTER_MEAN && !problem_find(p, "denominator");
+    const double rows = averaged ? 2 : (double)target->numel; /* of a mean, at least half of the rows count */
+    loss->absolute = fmax(loss->absolute, 0x1p-24 * largest * rows);
+}
+
 static void walk_problem(const struct op_cases *op, int64_t index, int layout, int values, int algorithm) {
     static problem p;
     for (int spread_rows = 0; spread_rows < 2; spread_rows++) {
@@ -350,8 +350,10 @@ static void walk_problem(const struct op_cases *op, int64_t index, int layout, i
             return;
         if (has_lines(&p) && (spread_rows || (op == &rafter_cases_act && p.options.act != RAFTER_ACT_SOFTMAX)))
             return;
-        if (spread_rows)
+        if (spread_rows) {
             drop_shared_gradients(&p);
+            allow_rounded_parts(&p);
+        }
         if (!problem_allocate(&p, (uint64_t)index * 7919 + 1))
             abort();
         for (int m = 0; m < PROBLEM_MODES; m++) {

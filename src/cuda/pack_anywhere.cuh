@@ -107,8 +107,7 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
     }
 }
 
-/* Stores the first `bytes` bytes of a word of 16, an even number below 16, with up to three stores. From an aligned
- * address on ... */
+/* Stores the first `bytes` bytes of 16, an even number below 16, with up to three stores. `to` is a multiple of 16. */
 DEVICE void store_front(char *to, const uint4 &w, int bytes) {
     if (bytes & 8)
         *reinterpret_cast<uint2 *>(to) = {w.x, w.y};
@@ -119,7 +118,7 @@ DEVICE void store_front(char *to, const uint4 &w, int bytes) {
         *reinterpret_cast<unsigned short *>(to + (bytes & 12)) =
             static_cast<unsigned short>(bytes & 4 ? fourth : third);
 }
-/* ... and up to one. */
+/* The same if to + bytes is a multiple of 16. */
 DEVICE void store_before(char *to, const uint4 &w, int bytes) {
     const unsigned bits = (bytes & 2) * 8;
     const unsigned a = __funnelshift_r(w.x, w.y, bits), b = __funnelshift_r(w.y, w.z, bits),
