@@ -53,8 +53,11 @@ static inline unsigned grid_of(int64_t blocks) {
 struct Launch {
     int64_t blocks;
     int threads;
-    size_t shared = 0;        /* dynamic shared memory, in bytes */
-    int cluster = 1;          /* blocks per cluster */
+    size_t shared = 0; /* dynamic shared memory, in bytes */
+    int cluster = 1;   /* blocks per cluster */
+    /* Programmatic dependent launch: the kernel may start before the previous one has ended. It
+     * calls wait_for_previous_kernel before it reads that kernel's results. */
+    bool overlaps = false;
     bool cooperative = false; /* all blocks run at the same time; the launch fails if they cannot */
 };
 
@@ -107,9 +110,7 @@ class BuiltKernel {
     }
 };
 
-/* Enqueues a kernel, unless a launch of this call has failed. It starts before the kernel before it has ended, whoever
- * launched that (programmatic dependent launch; 1 us less). So every kernel calls wait_for_previous_kernel or
- * wait_for_inputs: see vocabulary.cuh. */
+/* Enqueues a kernel, unless a launch of this call has failed. */
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
                           const Given &...given) {
@@ -128,7 +129,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         cluster->val.clusterDim.x = static_cast<unsigned>(how.cluster);
         cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
     }
-    if (!how.cooperative && context->cuda_state->compute_capability >= 90) {
+    if (how.overlaps && context->cuda_state->compute_capability >= 90) {
         cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;

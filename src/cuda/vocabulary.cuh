@@ -380,37 +380,27 @@ DEVICE unsigned load_acquire(const unsigned *p) {
 
 /* ---- programmatic dependent launch ----------------------------------------------------------- */
 
-/* Kernels start before the one before them has ended (`launch` in launch.cuh). So
- *   the first kernel of a call begins with wait_for_inputs,
- *   a later one calls wait_for_previous_kernel before it uses what the one before it has written, and may read the
- *   call's inputs at once: the first kernel has waited for them,
- *   a kernel that calls both waits for the inputs before it lets the next kernel start.
- * In tests, inputs_come_late (harness/device.c) holds all kernels to it. */
-
-/* Lets the next kernel start when all blocks of this one have called this or ended. Without it, the next one starts
- * when they have ended, but before the device has noticed. */
+/* Lets the next kernel, if it was launched with Launch::overlaps, start when all blocks of this
+ * kernel have called this or ended. */
 DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* Waits until the previous kernel has ended. Everything before that one has ended too: it has waited as well. */
+/* In a kernel launched with Launch::overlaps: waits until the previous kernel has ended. Everything
+ * before that one has ended too: it did not overlap with its predecessor, or it has waited as
+ * well. */
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/* The same, in the first kernel of a call: its inputs may be the results of a kernel before the call, and what that
- * one reads may be where this call writes. */
-DEVICE void wait_for_inputs() {
-    wait_for_previous_kernel();
-}
-
 /* Issues all loads above this call before any load below it. Otherwise the compiler moves a load
  * whose value is the same in all threads to the front: it puts the value into a uniform register,
- * and waits for it there. This also waits for the previous kernel. */
+ * and waits for it there. In a kernel launched with Launch::overlaps this also waits for the
+ * previous kernel. */
 DEVICE void issue_loads_first() {
     wait_for_previous_kernel();
 }
@@ -425,13 +415,6 @@ DEVICE float warp_max(float a) {
 }
 
 DEVICE float warp_sum(float a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
-}
-
-DEVICE double warp_sum(double a) {
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2)
         a += __shfl_xor_sync(~0u, a, step);

@@ -97,27 +97,6 @@ bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blo
     return cudaGetLastError() == cudaSuccess;
 }
 
-/* Lets the next kernel start at once, and copies only when that one has long been launched. */
-static __global__ void __launch_bounds__(COPY_THREADS) copy_packs_late(uint4 *to, const uint4 *from, int64_t packs) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    for (int i = 0; i < 100; i++)
-        __nanosleep(1000);
-#endif
-    const int64_t step = static_cast<int64_t>(gridDim.x) * COPY_THREADS;
-    for (int64_t i = static_cast<int64_t>(blockIdx.x) * COPY_THREADS + threadIdx.x; i < packs; i += step)
-        to[i] = from[i];
-}
-
-bool gpu_copy_late(const rafter_context *context, void *to, const void *from, size_t bytes) {
-    const int64_t packs = static_cast<int64_t>(bytes / sizeof(uint4));
-    const unsigned blocks = static_cast<unsigned>(min(ceil_div<int64_t>(packs, COPY_THREADS), int64_t(32)));
-    if (blocks > 0)
-        copy_packs_late<<<blocks, COPY_THREADS, 0, stream_of(context)>>>(static_cast<uint4 *>(to),
-                                                                         static_cast<const uint4 *>(from), packs);
-    return cudaGetLastError() == cudaSuccess;
-}
-
 template <typename T>
 static __global__ void gather_elements(T *to, const T *from, const int64_t *index, int64_t count) {
     const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

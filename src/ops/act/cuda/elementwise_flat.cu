@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * relu, sigmoid and silu of tensors with the same layout, without gaps: a pack of 16 bytes per thread. All are
- * equally aligned; but x (of relu and sigmoid backward: y) may lie anywhere.
+ * equally aligned; but x of 16 bits (of relu and sigmoid backward: y) may lie anywhere.
  */
 #include "cuda/pack_anywhere.cuh"
 #include "ops/act/cuda/elementwise.cuh"
@@ -15,7 +15,6 @@ namespace {
 template <rafter_act_kind KIND, bool FORWARD, bool SHIFTED, typename T>
 __global__ void __launch_bounds__(THREADS)
     elementwise_flat(const ElementwiseArgs<T> args, int head, int64_t packs, int edges, int shift) {
-    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int64_t block = (int64_t)blockIdx.x * THREADS, at = head + block * N, left = packs - block;
     const int mine = threadIdx.x * N;
@@ -32,7 +31,7 @@ __global__ void __launch_bounds__(THREADS)
         if constexpr (!FORWARD)
             dy = load_once<T, N>(args.dy + at + mine);
         if constexpr (SHIFTED)
-            reinterpret_cast<uint4 &>(in) = NARROW<T> ? shifted(low, high, shift) : shifted_words(low, high, shift / 4);
+            reinterpret_cast<uint4 &>(in) = shifted(low, high, shift);
         if constexpr (FORWARD)
             dy = in;
         store_once(args.out + at + mine, activate<FORWARD>(KIND, in, dy));
@@ -67,9 +66,10 @@ struct ElementwiseFlat {
             return "relu_mask is given";
         if (!ElementwiseViews(call).flat())
             return "the tensors have gaps or different layouts";
-        return !is_forward(call) && past_aligned(call.dy.data) != past_aligned(call.out.data)
-                   ? "dy and dx are not equally aligned"
-                   : NULL;
+        if (!is_forward(call) && past_aligned(call.dy.data) != past_aligned(call.out.data))
+            return "dy and dx are not equally aligned";
+        return is_shifted(call) && rafter_dtype_bytes(call.out.dtype) > 2 ? "the tensors are not equally aligned"
+                                                                          : NULL;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &, Plan *) {
@@ -100,10 +100,10 @@ struct ElementwiseFlat {
     }
 
     template <typename T, bool FORWARD> static void launch_as(rafter_context *context, const Call &call) {
-        if (is_shifted(call))
-            launch_packs<T, FORWARD, true>(context, call);
-        else
-            launch_packs<T, FORWARD, false>(context, call);
+        if constexpr (NARROW<T>)
+            if (is_shifted(call))
+                return launch_packs<T, FORWARD, true>(context, call);
+        launch_packs<T, FORWARD, false>(context, call);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {

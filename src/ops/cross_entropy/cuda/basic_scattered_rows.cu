@@ -18,7 +18,6 @@ struct ScatteredArgs : OptionArgs {
 
 template <class Op, typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered_losses(const __grid_constant__ ScatteredArgs a) {
-    wait_for_inputs();
     Op op{a};
     scattered_rows<Op, T, COUNT, false>(op, a.rows);
     if (a.basic.loss)
@@ -83,9 +82,10 @@ struct BasicScatteredRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        LaunchSequence sequence = {context};
         ScatteredArgs args = plan.args;
         const bool counts = !plan.forward && (args.basic.weighs || args.basic.rows > SCANNED_ROWS);
-        const double *const factor = plan.workspace.start(context, counts, &args.basic, workspace);
+        const double *const factor = plan.workspace.start(sequence, counts, &args.basic, workspace);
         args.factor = counts ? factor : nullptr;
         const Launch how = {args.rows.blocks, TINY_THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
@@ -94,15 +94,15 @@ struct BasicScatteredRows {
                 constexpr int COUNT = decltype(count)::value;
                 const bool many = has_many_options(call.loss);
                 if (plan.forward)
-                    return ::launch(context, how,
-                                    many ? scattered_losses<OptionsLoss<T>, T, COUNT>
-                                         : scattered_losses<TinyLoss<T, true>, T, COUNT>,
-                                    args);
+                    return sequence.run(how,
+                                        many ? scattered_losses<OptionsLoss<T>, T, COUNT>
+                                             : scattered_losses<TinyLoss<T, true>, T, COUNT>,
+                                        args);
                 if constexpr (COUNT <= LONGEST_GRADIENT)
-                    ::launch(context, how,
-                             many ? scattered_gradients<OptionsGradient<T, true>, T, COUNT>
-                                  : scattered_gradients<TinyGradient<T, true>, T, COUNT>,
-                             args);
+                    sequence.run(how,
+                                 many ? scattered_gradients<OptionsGradient<T, true>, T, COUNT>
+                                      : scattered_gradients<TinyGradient<T, true>, T, COUNT>,
+                                 args);
             });
         });
         return RAFTER_OK;

@@ -91,7 +91,6 @@ template <typename T, int OPTIONS, bool WITH_GRADIENT> struct StagedLoss {
 
 template <typename T, int OPTIONS, bool GRADIENT, bool COLUMNS>
 __global__ __launch_bounds__(STAGE_THREADS, PER_SM) void staged(const __grid_constant__ StagedArgs a) {
-    wait_unless_prepared(a.call);
     extern __shared__ uint4 dynamic[];
     StagedLoss<T, OPTIONS, GRADIENT> op(a.call);
     staged_rows<StagedLoss<T, OPTIONS, GRADIENT>, T, COLUMNS>(op, a.stage, dynamic);
@@ -135,7 +134,8 @@ struct Staged {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const StagedArgs args = {plan.general.start(context, workspace), plan.stage};
+        LaunchSequence sequence = {context};
+        const StagedArgs args = {plan.general.start(sequence, workspace), plan.stage};
         const Launch how = {plan.blocks, STAGE_THREADS, plan.shared};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
@@ -144,9 +144,9 @@ struct Staged {
                 const auto run = [&](auto gradient) {
                     constexpr bool GRADIENT = decltype(gradient)::value;
                     if (args.stage.columns)
-                        ::launch(context, how, staged<T, OPTIONS, GRADIENT, true>, args);
+                        sequence.run(how, staged<T, OPTIONS, GRADIENT, true>, args);
                     else
-                        ::launch(context, how, staged<T, OPTIONS, GRADIENT, false>, args);
+                        sequence.run(how, staged<T, OPTIONS, GRADIENT, false>, args);
                 };
                 if (args.call.gradient)
                     run(std::true_type());

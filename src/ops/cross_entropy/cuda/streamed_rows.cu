@@ -26,7 +26,6 @@ constexpr int CHUNKS_PER_SM = 3;
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(STREAM_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
-    wait_unless_prepared(a.call);
     extern __shared__ uint4 dynamic[];
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
@@ -36,7 +35,6 @@ __global__ __launch_bounds__(STREAM_THREADS,
 
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
-    wait_unless_prepared(a.call);
     extern __shared__ uint4 dynamic[];
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
@@ -84,17 +82,18 @@ struct StreamedRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const Args args = plan.general.start(context, workspace);
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (plan.chunks.blocks == 0)
-                    return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
-                                    streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
+                    return sequence.run(Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
+                                        streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
                 for_chunk_lanes<OPTIONS != FULL>(plan.chunks.lanes, [&](auto lanes) {
-                    ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
-                             chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
+                    sequence.run(Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
+                                 chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
                 });
             });
         });

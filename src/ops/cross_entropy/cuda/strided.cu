@@ -24,10 +24,11 @@ struct Strided {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const Args args = plan.general.start(context, workspace);
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            ::launch(context, Launch{plan.blocks, ROW_THREADS}, warp_per_row<T, FULL, true, true, true>, args);
+            sequence.run(Launch{plan.blocks, ROW_THREADS}, warp_per_row<T, FULL, true, true, true>, args);
         });
         return RAFTER_OK;
     }

@@ -22,16 +22,17 @@ struct WarpPerRow {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const Args args = plan.general.start(context, workspace);
+        LaunchSequence sequence = {context};
+        const Args args = plan.general.start(sequence, workspace);
         const Launch how = {plan.blocks, ROW_THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.loss.forward)
-                    ::launch(context, how, warp_per_row<T, OPTIONS, true, true, false>, args);
+                    sequence.run(how, warp_per_row<T, OPTIONS, true, true, false>, args);
                 else
-                    ::launch(context, how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);
+                    sequence.run(how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);
             });
         });
         return RAFTER_OK;

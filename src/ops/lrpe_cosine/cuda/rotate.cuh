@@ -135,8 +135,6 @@ DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const Rot
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BLOCKS_PER_SM)
     rotate(const Arguments<T> a, const Tiling tiling) {
-    if (F != COLUMN_STATISTICS)
-        wait_for_inputs();
     typedef Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     extern __shared__ __align__(128) char dynamic[];

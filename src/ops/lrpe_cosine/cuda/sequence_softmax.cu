@@ -176,7 +176,6 @@ template <typename T, int N> struct ColumnsPlace {
 template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
     column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
-    wait_for_inputs();
     typedef Columns<T, N, FORWARD, DTHETA> Columns;
     constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS,
                   AT_A_TIME = Columns::AT_A_TIME;

@@ -230,8 +230,6 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, cons
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
 __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAYOUT))
     staged(const Arguments<T> a, const Staging plan) {
-    if (F != COLUMN_STATISTICS)
-        wait_for_inputs();
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
     constexpr bool SOFTMAX = StagedF<T, F>::SOFTMAX;
