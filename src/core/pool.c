@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/pool.h"
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
@@ -18,19 +19,12 @@
 #include "core/fp.h"
 #include "core/kernel_memory.h"
 
-/* ThreadSanitizer's thread-local variables, of 0.8 MB, lie on a thread's stack, and it asks for too little. */
-#if defined(__SANITIZE_THREAD__)
-enum { SANITIZER_STACK = 2 << 20 };
-#else
-enum { SANITIZER_STACK = 0 };
-#endif
-
 enum {
     LINE = 128, /* bytes; two cache lines, which processors fetch together */
     JOBS = 64,  /* parallel calls at one time; more run on their own thread alone */
     MOST_WORKERS = RAFTER_MOST_THREADS - 1,
     WAKE_AT_ONCE = 4, /* waking takes the waker microseconds; those it woke wake the others */
-    WORKER_STACK = (256 << 10) + SANITIZER_STACK, /* kernel memory, 32 KiB of frames, and what sanitizers add */
+    WORKER_STACK = 256 << 10, /* kernel memory, 32 KiB of frames, and what sanitizers add */
 };
 /* How long a thread that waits stays awake: longer than the pauses between the phases of a call and
  * between the calls of a loop, shorter than anybody else would miss the processor. */
@@ -261,13 +255,24 @@ static void block_signals(sigset_t *before) {
     pthread_sigmask(SIG_SETMASK, &set, before);
 }
 
+/* What the C library itself takes of a thread's stack. With glibc that includes the thread-local variables of the
+ * program and of the libraries it was started with, which may be megabytes. Only a function that glibc does not
+ * declare says how many; other C libraries do not have it. */
+static size_t least_stack(const pthread_attr_t *attributes) {
+    typedef size_t get_least(const pthread_attr_t *);
+    get_least *get = NULL;
+    *(void **)&get = dlsym(RTLD_DEFAULT, "__pthread_get_minstack");
+    if (get)
+        return get(attributes);
+    const long least = sysconf(_SC_THREAD_STACK_MIN);
+    return (size_t)(least > 0 ? least : PTHREAD_STACK_MIN);
+}
+
 static bool create_worker(pthread_t *thread, void *arg) {
     pthread_attr_t attributes;
     if (pthread_attr_init(&attributes) != 0)
         return false;
-    /* The least that the C library asks for includes the thread-local variables of all libraries. */
-    const long least = sysconf(_SC_THREAD_STACK_MIN);
-    pthread_attr_setstacksize(&attributes, (size_t)(least > 0 ? least : PTHREAD_STACK_MIN) + WORKER_STACK);
+    pthread_attr_setstacksize(&attributes, least_stack(&attributes) + WORKER_STACK);
     const bool created = pthread_create(thread, &attributes, work, arg) == 0;
     pthread_attr_destroy(&attributes);
     if (created)
