@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 # librafter_cuda: one .cu file per CUDA row of variants.inc, and what they share. The CUDA runtime is linked in, so that it
-# does not have to be installed where the library runs.
+# does not have to be installed where the library runs. With RAFTER_CUDA=EMULATED the same files are compiled as C++ instead,
+# with the headers of tests/emulator.
 set(CMAKE_CUDA_ARCHITECTURES ${cuda_architectures})
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-enable_language(CUDA)
-
 file(GLOB cuda_kernels CONFIGURE_DEPENDS src/ops/*/cuda/kernels/*.cu) # kernels that several variants share
-add_library(rafter_cuda SHARED src/cuda/backend.cu src/cuda/products.cu src/ops/row_group.cu ${cuda_variants} ${cuda_kernels} src/core/collectives.c src/core/fail.c
-  src/core/scratch.c src/core/tensor.c)
+set(cuda_sources src/cuda/backend.cu src/cuda/products.cu src/ops/row_group.cu ${cuda_variants} ${cuda_kernels})
+if(RAFTER_CUDA STREQUAL "EMULATED")
+  include(tests/emulator/emulator.cmake)
+  rafter_emulate(${cuda_sources} src/harness/gpu.cu)
+else()
+  enable_language(CUDA)
+endif()
+
+add_library(rafter_cuda SHARED ${cuda_sources} src/core/collectives.c src/core/fail.c src/core/scratch.c src/core/tensor.c)
 foreach(op ${ops})
   add_library(rafter_cuda_${op}_rows OBJECT src/cuda/variant_rows.c)
   target_compile_definitions(rafter_cuda_${op}_rows PRIVATE RAFTER_OP_NAME=${op})
@@ -17,22 +23,25 @@ foreach(op ${ops})
   target_link_libraries(rafter_cuda_${op}_rows PRIVATE rafter_flags)
   target_sources(rafter_cuda PRIVATE $<TARGET_OBJECTS:rafter_cuda_${op}_rows>)
 endforeach()
-set_source_files_properties(src/cuda/backend.cu PROPERTIES COMPILE_DEFINITIONS "${shared_definition}")
+set_property(SOURCE src/cuda/backend.cu APPEND PROPERTY COMPILE_DEFINITIONS "${shared_definition}")
 target_include_directories(rafter_cuda PRIVATE include src)
 target_link_libraries(rafter_cuda PRIVATE ${CMAKE_DL_LIBS})
 target_compile_definitions(rafter_cuda PRIVATE _GNU_SOURCE)
+if(TARGET rafter_emulator)
+  target_link_libraries(rafter_cuda PRIVATE rafter_emulator)
+endif()
 target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=0 ${cuda_host_warnings}>)
 if(RAFTER_CUDA_LINES)
   target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-lineinfo>)
 endif()
 include(CheckCompilerFlag)
-if(RAFTER_CUDA_FAST_COMPILE)
+if(RAFTER_CUDA_FAST_COMPILE AND NOT TARGET rafter_emulator)
   check_compiler_flag(CUDA --Ofast-compile=max RAFTER_HAS_OFAST_COMPILE) # CUDA 13 and later
   if(RAFTER_HAS_OFAST_COMPILE)
     target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=max>)
   endif()
 endif()
-if(RAFTER_CUDA_SMALL)
+if(RAFTER_CUDA_SMALL AND NOT TARGET rafter_emulator)
   check_compiler_flag(CUDA --compress-mode=size RAFTER_HAS_COMPRESS_MODE) # CUDA 12.8 and later
   if(RAFTER_HAS_COMPRESS_MODE)
     target_compile_options(rafter_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)

@@ -23,7 +23,7 @@ enum {
     LINE = 128, /* bytes; two cache lines, which processors fetch together */
     JOBS = 64,  /* parallel calls at one time; more run on their own thread alone */
     MOST_WORKERS = RAFTER_MOST_THREADS - 1,
-    WAKE_AT_ONCE = 4, /* waking takes the waker microseconds; those it woke wake the others */
+    WAKE_AT_ONCE = 4,         /* waking takes the waker microseconds; those it woke wake the others */
     WORKER_STACK = 256 << 10, /* kernel memory, 32 KiB of frames, and what sanitizers add */
 };
 /* How long a thread that waits stays awake: longer than the pauses between the phases of a call and

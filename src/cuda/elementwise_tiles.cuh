@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 5 : 3)
     by_tiles(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
              const __grid_constant__ Tiles tiles, F f) {
     constexpr int N = WIDE<T>;
-    extern __shared__ uint4 tile_memory[];
+    DYNAMIC_SHARED(uint4, tile_memory);
     start_next_kernel();
     if (!f.start())
         return;

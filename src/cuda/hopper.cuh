@@ -13,7 +13,7 @@
 
 /* All threads of a warpgroup. `number`: 1 to 15, a different one for each group of the block. */
 DEVICE void group_sync(int number) {
-    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+    sync_some<128>(number);
 }
 
 /* ---- barriers -------------------------------------------------------------------------------- */

@@ -59,6 +59,7 @@ struct Launch {
      * calls wait_for_previous_kernel before it reads that kernel's results. */
     bool overlaps = false;
     bool cooperative = false; /* all blocks run at the same time; the launch fails if they cannot */
+    int threads_down = 1;     /* a block has threads x threads_down threads: threadIdx.x and threadIdx.y */
 };
 
 /* Raises the kernel's limit of dynamic shared memory to all that a block can have. A hash table in
@@ -118,7 +119,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         return;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(grid_of(how.blocks));
-    config.blockDim = dim3(static_cast<unsigned>(how.threads));
+    config.blockDim = dim3(static_cast<unsigned>(how.threads), static_cast<unsigned>(how.threads_down));
     config.dynamicSmemBytes = how.shared;
     config.stream = context->cuda_state->stream;
     cudaLaunchAttribute attributes[3] = {};

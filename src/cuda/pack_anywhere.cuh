@@ -9,18 +9,6 @@
 
 #include "cuda/vocabulary.cuh"
 
-/* 16 bytes from an aligned address, or zeros. The load is issued here: the compiler has moved such
- * loads into the branches that use them, and cut them into smaller ones. */
-DEVICE uint4 load_now_if(bool present, const void *p) {
-    uint4 w = {0, 0, 0, 0};
-    asm volatile("{\n\t.reg .pred present;\n\tsetp.ne.u32 present, %5, 0;\n\t"
-                 "@present ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n\t}"
-                 : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w)
-                 : "l"(p), "r"(static_cast<unsigned>(present))
-                 : "memory");
-    return w;
-}
-
 /* As `shifted`, of fp32. In branches, so that the compiler loads only the words that are needed: two loads of 16 bytes,
  * in flight at the same time, take longer (docs/perf/act.md). */
 DEVICE uint4 shifted_words(const uint4 &low, const uint4 &high, int words) {

@@ -124,7 +124,7 @@ template <class Job> struct ChunkPart {
 
     DEVICE ChunkPart(const Job &job, const PanelPlan &plan, unsigned index, unsigned chunk)
         : job(job), plan(plan), panel(job.panel_at(index)) {
-        extern __shared__ uint4 staged_memory[];
+        DYNAMIC_SHARED(uint4, staged_memory);
         items.step = Job::THREADS >> plan.across_log2;
         items.staged = reinterpret_cast<typename Items<Job>::P *>(staged_memory) + threadIdx.x;
         row = chunk * plan.chunk_rows + (threadIdx.x >> plan.across_log2);

@@ -177,11 +177,7 @@ template <class Job> struct TilePart {
 
 /* Loads four adjacent words; `present`: whether all have been written. */
 DEVICE uint4 load_flagged(const unsigned *p, bool *present) {
-    uint4 w;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                 : "l"(p)
-                 : "memory");
+    const uint4 w = load_four_relaxed(p);
     *present = w.x != EMPTY && w.y != EMPTY && w.z != EMPTY && w.w != EMPTY;
     return w;
 }
@@ -327,7 +323,7 @@ __global__ void __launch_bounds__(PersistentColumns<Job>::THREADS, 1)
                        const PersistentWorkspace workspace) {
 #if __CUDA_ARCH__ >= 900
     typedef PersistentColumns<Job> C;
-    extern __shared__ uint4 staged_memory[];
+    DYNAMIC_SHARED(uint4, staged_memory);
     __shared__ PersistentShared<Job> shared;
     constexpr unsigned ALIGNED = alignof(typename C::Slot);
     typename C::Slot *const slots = reinterpret_cast<typename C::Slot *>(
@@ -396,7 +392,7 @@ __global__ void __launch_bounds__(PersistentColumns<Job>::THREADS, 1)
                 reinterpret_cast<uint4 *>(total)[i] = four;
             }
             __syncwarp(); /* if lanes arrive one by one, bar.sync counts their warp more than once */
-            asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Job::THREADS) : "memory");
+            sync_some<Job::THREADS>(1 + group);
             job.finish(total, items, part.place, typename Job::Table());
             odd ^= 1;
         });

@@ -24,23 +24,10 @@ DEVICE float load_number(const void *data, rafter_dtype dtype, int64_t i) {
  * with the conversion, and wait for the load before the next one is issued. */
 DEVICE unsigned load_bits_now(const void *data, rafter_dtype dtype, int64_t i) {
     const bool wide = dtype == RAFTER_F32;
-    unsigned bits;
-    asm volatile("{\n\t.reg .pred wide;\n\tsetp.ne.u32 wide, %2, 0;\n\t"
-                 "@wide ld.global.b32 %0, [%1];\n\t@!wide ld.global.u16 %0, [%1];\n\t}"
-                 : "=r"(bits)
-                 : "l"(static_cast<const char *>(data) + (i << (wide ? 2 : 1))), "r"(static_cast<unsigned>(wide)));
-    return bits;
+    return load_2_or_4_bytes_now(static_cast<const char *>(data) + (i << (wide ? 2 : 1)), wide);
 }
 DEVICE float number_of_bits(unsigned bits, rafter_dtype dtype) {
-    float number;
-    asm("{\n\t.reg .pred wide, brain;\n\t.reg .b16 low, high;\n\t.reg .b32 shifted, half;\n\t"
-        "setp.eq.u32 wide, %2, %3;\n\tsetp.eq.u32 brain, %2, %4;\n\t"
-        "mov.b32 {low, high}, %1;\n\tcvt.f32.f16 half, low;\n\tshl.b32 shifted, %1, 16;\n\t"
-        "selp.b32 shifted, shifted, half, brain;\n\tselp.b32 %0, %1, shifted, wide;\n\t}"
-        : "=f"(number)
-        : "r"(bits), "r"(static_cast<unsigned>(dtype)), "n"(static_cast<int>(RAFTER_F32)),
-          "n"(static_cast<int>(RAFTER_BF16)));
-    return number;
+    return number_of<RAFTER_F32, RAFTER_BF16>(bits, static_cast<unsigned>(dtype));
 }
 DEVICE float load_number_now(const void *data, rafter_dtype dtype, int64_t i) {
     return number_of_bits(load_bits_now(data, dtype, i), dtype);

@@ -87,9 +87,7 @@ template <typename T, int LANES, int PACKS> struct StreamedRow {
 #pragma unroll
         for (int k = 0; k < PACKS; k++)
             if (k * LANES < still)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + k * STREAM_THREADS * 16),
-                             "l"(at + k * LANES * N)
-                             : "memory");
+                copy_async_to(place + k * STREAM_THREADS * 16, at + k * LANES * N);
         at += PACKS * LANES * N;
     }
     DEVICE void begin(const T *row, int length, int lane, unsigned place) {
@@ -161,8 +159,8 @@ template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const
               step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
     const int groups = max(ceil_div(t.length / N, GROUP), 1); /* at most, of a row */
     const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
-    unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(places)); /* of the next packs */
-    int side = 0;                                                             /* of the packs before them */
+    unsigned place = shared_address(places); /* of the next packs */
+    int side = 0;                            /* of the packs before them */
     StreamedRow<T, WARP, PACKS> next;
     const auto start = [&](int row, bool needed) {
         const bool present = needed && row < t.rows;

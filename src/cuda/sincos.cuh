@@ -163,11 +163,8 @@ constexpr unsigned SHORT_POSITION = 1u << 18;
 constexpr float SHORT_LEAST = 0x1p-40f;
 DEVICE float sincos_short(const ShortStep step, const Position &position, float *sine, float *cosine) {
     /* 64 bits of the fraction of a turn, without the lowest word of the step: 2^-46 turns. */
-    unsigned low, turn;
-    asm("{ .reg .b64 lower; .reg .b32 carry;\n"
-        "mul.wide.u32 lower, %2, %4; mov.b64 {%0, carry}, lower; mad.lo.u32 %1, %3, %4, carry; }"
-        : "=r"(low), "=r"(turn)
-        : "r"(step.middle), "r"(step.high), "r"(position.low));
+    const uint2 fraction = multiply_64x32(step.middle, step.high, position.low);
+    const unsigned low = fraction.x, turn = fraction.y;
     /* The upper word as a signed distance from the nearest quarter turn, in quarter turns, and the lower
      * word, which adds to it. */
     const float upper = (float)(int)(turn << 2) * 0x1p-32f, r = fmaf((float)low, 0x1p-62f, upper);
@@ -179,16 +176,11 @@ DEVICE float sincos_short(const ShortStep step, const Position &position, float 
     float c = fmaf(-0x1.4e844ap-6f, u, 0x1.03b090p-2f);
     c = fmaf(c, u, -0x1.3bd39cp+0f);
     c = fmaf(c, u, 1.0f);
-    /* The nearest quarter turn as in sincos_at; adding the position's sign flips that of the sine. The
-     * compiler would take three instructions for the predicate. */
+    /* The nearest quarter turn as in sincos_at; adding the position's sign flips that of the sine. */
     const unsigned nearest = turn + (0x20000000u + position.sign);
-    asm("{ .reg .pred odd; .reg .b32 bit;\n"
-        "and.b32 bit, %2, 0x40000000; setp.ne.u32 odd, bit, 0;\n"
-        "selp.f32 %0, %4, %3, odd; selp.f32 %1, %3, %4, odd; }"
-        : "=f"(*sine), "=f"(*cosine)
-        : "r"(nearest), "f"(s), "f"(c));
-    *sine = __uint_as_float(__float_as_uint(*sine) ^ (nearest & 0x80000000u));
-    *cosine = __uint_as_float(__float_as_uint(*cosine) ^ (turn + 0x60000000u & 0x80000000u));
+    const float2 both = swapped_by_bit_30(nearest, s, c);
+    *sine = __uint_as_float(__float_as_uint(both.x) ^ (nearest & 0x80000000u));
+    *cosine = __uint_as_float(__float_as_uint(both.y) ^ (turn + 0x60000000u & 0x80000000u));
     return u;
 }
 

@@ -57,32 +57,49 @@ struct TileScheduler {
     int whole, rest, parts, steps; /* tiles that are not split; that are; parts of each; steps of a tile */
     int64_t time;                  /* of the whole product, in steps */
 
-    /* `capacity`: parts that SplitSums can hold. Beyond their steps, parts cost memory traffic:
-     * each one stores its sums, and the last one of a tile reads them all, in all clusters at the
-     * same time, through L2. On the device, all lanes of a warp must call this. */
-    static __host__ __device__ TileScheduler of(int tiles, int steps, int clusters, int capacity) {
-        const int last = tiles % clusters, waves = tiles / clusters;
-        int64_t least = int64_t(last > 0 ? steps : 0) * WARP + 1; /* steps of the last wave, and parts */
-        const auto consider = [&](int n) {
+    /* The search for the best number of parts. */
+    struct Search {
+        int tiles, steps, clusters, last, most; /* last: tiles of the last wave; most: parts of each */
+        int64_t least;                          /* steps of the last wave, and parts, of the best so far */
+
+        __host__ __device__ Search(int tiles_, int steps_, int clusters_, int capacity)
+            : tiles(tiles_), steps(steps_), clusters(clusters_), last(tiles_ % clusters_),
+              most(last == 0                      ? 0
+                   : MOST_PARTS < capacity / last ? MOST_PARTS
+                                                  : capacity / last),
+              least(int64_t(last > 0 ? steps_ : 0) * WARP + 1) {
+        }
+        __host__ __device__ void consider(int n) {
             const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
             if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
                 least = int64_t(time) * WARP + n;
-        };
-        const int most = last == 0 ? 0 : MOST_PARTS < capacity / last ? MOST_PARTS : capacity / last;
-#ifdef __CUDA_ARCH__
+        }
+        __host__ __device__ TileScheduler best() const {
+            const int parts = static_cast<int>(least % WARP);
+            const int64_t time = int64_t(tiles / clusters) * steps + least / WARP;
+            return parts > 1 ? TileScheduler{tiles - last, last, parts, steps, time}
+                             : TileScheduler{tiles, 0, 1, steps, time};
+        }
+    };
+
+    /* `capacity`: parts that SplitSums can hold. Beyond their steps, parts cost memory traffic:
+     * each one stores its sums, and the last one of a tile reads them all, in all clusters at the
+     * same time, through L2. */
+    static TileScheduler of(int tiles, int steps, int clusters, int capacity) {
+        Search search(tiles, steps, clusters, capacity);
+        for (int n = 2; n <= search.most; n++)
+            search.consider(n);
+        return search.best();
+    }
+    /* The same on the device, by all lanes of a warp. */
+    static DEVICE TileScheduler of_warp(int tiles, int steps, int clusters, int capacity) {
+        Search search(tiles, steps, clusters, capacity);
         const int n = threadIdx.x % WARP;
-        if (n > 1 && n <= most)
-            consider(n);
+        if (n > 1 && n <= search.most)
+            search.consider(n);
         for (int other = WARP / 2; other > 0; other /= 2)
-            least = min(least, __shfl_xor_sync(~0u, least, other));
-#else
-        for (int n = 2; n <= most; n++)
-            consider(n);
-#endif
-        const int parts = static_cast<int>(least % WARP);
-        const int64_t time = int64_t(waves) * steps + least / WARP;
-        return parts > 1 ? TileScheduler{tiles - last, last, parts, steps, time}
-                         : TileScheduler{tiles, 0, 1, steps, time};
+            search.least = min(search.least, __shfl_xor_sync(~0u, search.least, other));
+        return search.best();
     }
     /* Every tile is split into `parts`, however many tiles there are: a sum is always cut in the same
      * places. */

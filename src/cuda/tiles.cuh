@@ -330,7 +330,7 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
     if (threadIdx.x < WARP) {
         const TileScheduler found = split.parts
                                         ? TileScheduler::fixed(job.order.count(), job.steps, stride, split.parts)
-                                        : TileScheduler::of(job.order.count(), job.steps, stride, split.capacity);
+                                        : TileScheduler::of_warp(job.order.count(), job.steps, stride, split.capacity);
         if (threadIdx.x == 0)
             barriers.scheduler = found;
     }

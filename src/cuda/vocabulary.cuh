@@ -12,9 +12,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <stdint.h>
-
-#define DEVICE __device__ __forceinline__
+#include "cuda/instructions.cuh"
 
 typedef __nv_bfloat16 bf16;
 typedef __half fp16;
@@ -81,56 +79,22 @@ template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* For data that no kernel reads soon. 16 bytes are always one store: left to itself, the compiler
- * has stored the parts of a pack one by one, with four times the traffic to L2. */
+/* For data that no kernel reads soon. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W &w = reinterpret_cast<const W &>(a);
     if constexpr (sizeof w == 16)
-        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                     : "memory");
+        store_16_bytes(p, w);
     else
         *reinterpret_cast<W *>(p) = w;
 }
 
-/* A load that is issued here: the compiler cannot move it to the first use. */
-DEVICE int64_t load_now(const int64_t *p) {
-    int64_t value;
-    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
-    return value;
-}
-DEVICE int load_now(const int *p) {
-    int value;
-    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-    return value;
-}
-DEVICE float load_now(const float *p) {
-    float value;
-    asm volatile("ld.global.b32 %0, [%1];" : "=f"(value) : "l"(p) : "memory");
-    return value;
-}
-
-/* L2 cache policies: keep data that another block reads soon; drop data that nobody reads again. */
-DEVICE uint64_t l2_evict_last() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE uint64_t l2_evict_first() {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
+/* The same with an L2 cache policy. */
 template <typename T, int N> DEVICE void store_with(T *p, const Pack<T, N> &a, uint64_t policy) {
-    if constexpr (N * sizeof(T) == 16) {
-        const uint4 &w = reinterpret_cast<const uint4 &>(a);
-        asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(w.x), "r"(w.y),
-                     "r"(w.z), "r"(w.w), "l"(policy)
-                     : "memory");
-    } else {
+    if constexpr (N * sizeof(T) == 16)
+        store_16_bytes(p, reinterpret_cast<const uint4 &>(a), policy);
+    else
         store_once(p, a);
-    }
 }
 
 /* Elements per pack of 16 bytes. */
@@ -238,14 +202,6 @@ DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
 
 /* ---- functions ------------------------------------------------------------------------------- */
 
-/* 2^x by the special-function unit, to 2 units in the last place; -inf -> 0, NaN -> NaN. Subnormal
- * results are flushed to 0; callers that need them scale the argument. */
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /* e^x for x <= 80, accurate enough to be rounded to T. Subnormal results are kept if T can store
  * them. */
 template <typename T> DEVICE float exp_as(float x);
@@ -260,83 +216,38 @@ template <> DEVICE float exp_as<fp16>(float x) {
     return exp2_fast(x * LOG2E);
 }
 
-/* 1 / x by the special-function unit, to 1 unit in the last place, for x in [2^-126, 2^126]. */
-DEVICE float reciprocal_fast(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 /* ---- asynchronous copies into shared memory (cp.async) --------------------------------------- */
 
 /* Copies one pack from global to shared memory: asynchronously if it is 4 bytes or more. */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from) {
     constexpr int BYTES = N * (int)sizeof(T);
-    const unsigned shared = (unsigned)__cvta_generic_to_shared(to);
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
+        copy_async_to(shared_address(to), from);
     else if constexpr (BYTES >= 4)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(from), "n"(BYTES) : "memory");
+        copy_few_async_to<BYTES>(shared_address(to), from);
     else
         *to = *reinterpret_cast<const Pack<T, N> *>(from);
 }
 
-/* The same with an L2 cache policy (above). */
+/* The same with an L2 cache policy. */
 template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *from, uint64_t policy) {
     if constexpr (N * sizeof(T) == 16)
-        asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                         (unsigned)__cvta_generic_to_shared(to)),
-                     "l"(from), "l"(policy)
-                     : "memory");
+        copy_async_to(shared_address(to), from, policy);
     else
         copy_async(to, from);
 }
 
-/* Shared memory by its 32-bit address there. The compiler computes the address behind a pointer
- * again for every access. */
-DEVICE unsigned shared_address(const void *p) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
+/* Shared memory by its address there. T has 2, 4 or (read_shared) 16 bytes. */
 template <typename T> DEVICE T read_shared(unsigned at) {
     typename Word<sizeof(T)>::type w;
-    if constexpr (sizeof w == 2)
-        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(w) : "r"(at) : "memory");
-    else if constexpr (sizeof w == 4)
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(at) : "memory");
-    else
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                     : "r"(at)
-                     : "memory");
+    read_shared(at, w);
     return reinterpret_cast<const T &>(w);
 }
 template <typename T> DEVICE void write_shared(unsigned at, const T &value) {
-    const auto &w = reinterpret_cast<const typename Word<sizeof(T)>::type &>(value);
-    if constexpr (sizeof w == 2)
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(at), "h"(w) : "memory");
-    else
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(w) : "memory");
-}
-DEVICE void write_shared_16(unsigned at, const uint4 &w) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                 : "memory");
-}
-/* cp.async of 16 bytes. */
-DEVICE void copy_async_to(unsigned at, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
+    write_shared_word(at, reinterpret_cast<const typename Word<sizeof(T)>::type &>(value));
 }
 
-/* Ends a group of copies: cp.async.commit_group. */
-DEVICE void copy_commit() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-/* Waits until at most the last N groups of this thread are in flight. */
-template <int N> DEVICE void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-/* The same with N known at run time. Above 7 it waits until 7 are in flight. */
+/* copy_wait with N known at run time. Above 7 it waits until 7 are in flight. */
 DEVICE void copy_wait_all_but(int groups) {
     switch (groups) {
     case 0: copy_wait<0>(); break;
@@ -358,43 +269,7 @@ constexpr unsigned EMPTY = 0xffffffffu;
 
 DEVICE void store_flagged(unsigned *p, float value) {
     const unsigned bits = __float_as_uint(value);
-    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(bits == EMPTY ? 0x7fffffffu : bits) : "memory");
-}
-
-DEVICE unsigned load_relaxed(const unsigned *p) {
-    unsigned value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-    return value;
-}
-
-/* After a block barrier, one thread of the block adds with release; a thread that sees the sum with
- * acquire then sees everything the block has written. */
-DEVICE void add_release(unsigned *p, unsigned value) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-DEVICE unsigned load_acquire(const unsigned *p) {
-    unsigned value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-    return value;
-}
-
-/* ---- programmatic dependent launch ----------------------------------------------------------- */
-
-/* Lets the next kernel, if it was launched with Launch::overlaps, start when all blocks of this
- * kernel have called this or ended. */
-DEVICE void start_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-/* In a kernel launched with Launch::overlaps: waits until the previous kernel has ended. Everything
- * before that one has ended too: it did not overlap with its predecessor, or it has waited as
- * well. */
-DEVICE void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+    store_relaxed(p, bits == EMPTY ? 0x7fffffffu : bits);
 }
 
 /* Issues all loads above this call before any load below it. Otherwise the compiler moves a load

@@ -16,6 +16,17 @@ static cudaStream_t stream_of(const rafter_context *context) {
     return static_cast<cudaStream_t>(context->stream);
 }
 
+template <typename... Wanted, typename... Given>
+static bool launch(cudaStream_t stream, unsigned blocks, unsigned threads, size_t shared, void (*kernel)(Wanted...),
+                   const Given &...given) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...) == cudaSuccess;
+}
+
 /* ---- the device ------------------------------------------------------------------------------ */
 
 void gpu_describe(const rafter_context *context, struct gpu_facts *facts) {
@@ -92,9 +103,9 @@ static __global__ void __launch_bounds__(COPY_THREADS) copy_packs(uint4 *to, con
 bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks) {
     if (cudaFuncSetAttribute(copy_packs, cudaFuncAttributeMaxDynamicSharedMemorySize, COPY_SHARED) != cudaSuccess)
         return false;
-    copy_packs<<<static_cast<unsigned>(blocks), COPY_THREADS, COPY_SHARED, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<uint4 *>(to), static_cast<const uint4 *>(from), static_cast<int64_t>(bytes / sizeof(uint4)));
-    return cudaGetLastError() == cudaSuccess;
+    return launch(static_cast<cudaStream_t>(stream), static_cast<unsigned>(blocks), COPY_THREADS, COPY_SHARED,
+                  copy_packs, static_cast<uint4 *>(to), static_cast<const uint4 *>(from),
+                  static_cast<int64_t>(bytes / sizeof(uint4)));
 }
 
 template <typename T>
@@ -105,12 +116,12 @@ static __global__ void gather_elements(T *to, const T *from, const int64_t *inde
 }
 
 template <typename T>
-static void launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
+static bool launch_gather(const rafter_context *context, void *to, const void *from, const int64_t *index,
                           int64_t count) {
     const int threads = 256;
     const unsigned blocks = static_cast<unsigned>(ceil_div<int64_t>(count, threads));
-    gather_elements<<<blocks, threads, 0, stream_of(context)>>>(static_cast<T *>(to), static_cast<const T *>(from),
-                                                                index, count);
+    return launch(stream_of(context), blocks, threads, 0, gather_elements<T>, static_cast<T *>(to),
+                  static_cast<const T *>(from), index, count);
 }
 
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
@@ -118,13 +129,12 @@ bool gpu_gather(const rafter_context *context, void *to, const void *from, const
     if (count <= 0)
         return true;
     switch (element) {
-    case 1: launch_gather<uint8_t>(context, to, from, index, count); break;
-    case 2: launch_gather<uint16_t>(context, to, from, index, count); break;
-    case 4: launch_gather<uint32_t>(context, to, from, index, count); break;
-    case 8: launch_gather<uint64_t>(context, to, from, index, count); break;
+    case 1: return launch_gather<uint8_t>(context, to, from, index, count);
+    case 2: return launch_gather<uint16_t>(context, to, from, index, count);
+    case 4: return launch_gather<uint32_t>(context, to, from, index, count);
+    case 8: return launch_gather<uint64_t>(context, to, from, index, count);
     default: return false;
     }
-    return cudaGetLastError() == cudaSuccess;
 }
 
 /* What the kernel needs of a tensor. */
@@ -173,28 +183,23 @@ template <typename T> static __global__ void generate_integers(T *to, numbers n,
 }
 
 bool gpu_generate(const rafter_context *context, const struct problem_tensor *t, uint64_t seed) {
-    const int blocks = 1024, threads = 256;
-    const cudaStream_t stream = stream_of(context);
     const numbers n = {
         t->fill,        static_cast<float>(t->scale), static_cast<float>(t->shift), t->low, t->high, t->ignored,
         t->some_ignored};
     const int64_t count = static_cast<int64_t>(t->memory_bytes / (t->tensor.dtype.bits / 8));
     void *const to = t->device;
+    const auto fill = [&](auto *typed, auto kernel) {
+        const int blocks = 1024, threads = 256;
+        return launch(stream_of(context), blocks, threads, 0, kernel, typed, n, seed, count);
+    };
     switch (t->dtype) {
-    case RAFTER_F32: generate_reals<<<blocks, threads, 0, stream>>>(static_cast<float *>(to), n, seed, count); break;
-    case RAFTER_BF16:
-        generate_reals<<<blocks, threads, 0, stream>>>(static_cast<__nv_bfloat16 *>(to), n, seed, count);
-        break;
-    case RAFTER_F16: generate_reals<<<blocks, threads, 0, stream>>>(static_cast<__half *>(to), n, seed, count); break;
-    case RAFTER_I32:
-        generate_integers<<<blocks, threads, 0, stream>>>(static_cast<int32_t *>(to), n, seed, count);
-        break;
-    case RAFTER_I64:
-        generate_integers<<<blocks, threads, 0, stream>>>(static_cast<int64_t *>(to), n, seed, count);
-        break;
+    case RAFTER_F32: return fill(static_cast<float *>(to), generate_reals<float>);
+    case RAFTER_BF16: return fill(static_cast<__nv_bfloat16 *>(to), generate_reals<__nv_bfloat16>);
+    case RAFTER_F16: return fill(static_cast<__half *>(to), generate_reals<__half>);
+    case RAFTER_I32: return fill(static_cast<int32_t *>(to), generate_integers<int32_t>);
+    case RAFTER_I64: return fill(static_cast<int64_t *>(to), generate_integers<int64_t>);
     default: return false;
     }
-    return cudaGetLastError() == cudaSuccess;
 }
 
 /* ---- streams and events ---------------------------------------------------------------------- */
@@ -219,7 +224,7 @@ static __global__ void nothing() {
 }
 
 void gpu_launch_nothing(const rafter_context *context) {
-    nothing<<<1, 32, 0, stream_of(context)>>>();
+    launch(stream_of(context), 1, 32, 0, nothing);
 }
 
 void *gpu_new_event(void) {

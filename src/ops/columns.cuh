@@ -324,15 +324,14 @@ template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N>
 #pragma unroll
             for (int j = 0; j < N; j += 2)
                 top = __hmax2_nan(top, reinterpret_cast<const P &>(packs[k].v[j]));
-        const float a = to_float(top.x), b = to_float(top.y);
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(all) : "f"(a), "f"(b));
+        all = max_or_nan(to_float(top.x), to_float(top.y));
     } else {
         all = to_float(packs[0].v[0]);
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
             for (int j = 0; j < N; j++)
-                asm("max.NaN.f32 %0, %0, %1;" : "+f"(all) : "f"(to_float(packs[k].v[j])));
+                all = max_or_nan(all, to_float(packs[k].v[j]));
     }
     return all;
 }

@@ -266,14 +266,6 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
 DEVICE bool is_near_zero(float z, const LossNumbers &loss) {
     return fabsf(z) < CAP_NEAR * loss.softcap;
 }
-/* Of two values that are both computed: the compiler would branch around each special function. */
-DEVICE float either(bool first, float a, float b) {
-    float chosen;
-    asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }"
-        : "=f"(chosen)
-        : "r"(static_cast<int>(first)), "f"(a), "f"(b));
-    return chosen;
-}
 struct FarCap {
     float tanh, slope; /* tanh(z / cap), and its derivative by z / cap: 1 - tanh^2 would cancel */
 };

@@ -184,7 +184,7 @@ template <typename T, bool FORWARD, int MOST>
 __global__ void __launch_bounds__(CHUNK_THREADS, FORWARD ? 5 : 4)
     softmax_chunk(const __grid_constant__ ChunkArgs<T> a) {
     constexpr int N = WIDE<T>;
-    extern __shared__ uint4 chunk_memory[];
+    DYNAMIC_SHARED(uint4, chunk_memory);
     char *const memory = reinterpret_cast<char *>(chunk_memory);
     const ChunkPlan &plan = a.plan;
     const int64_t first = (int64_t)blockIdx.x * plan.per_chunk;

@@ -118,7 +118,7 @@ DEVICE void merge_slab(const SlabPlan &plan, const Part *parts, Part *totals) {
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_statistics(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, Part *parts) {
-    extern __shared__ uint4 statistics_memory[];
+    DYNAMIC_SHARED(uint4, statistics_memory);
     const Pieces pieces(a.plan, each, blockIdx.x);
     wait_for_previous_kernel();
     start_next_kernel();
@@ -132,7 +132,7 @@ template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(MOST_THREADS, 2)
     slab_results(const __grid_constant__ SlabArgs<T> a, int each, int total_bytes, const Part *parts,
                  const Part *totals) {
-    extern __shared__ uint4 results_memory[];
+    DYNAMIC_SHARED(uint4, results_memory);
     const SlabPlan &plan = a.plan;
     const Pieces pieces(plan, each, gridDim.x - 1 - blockIdx.x); /* in the reverse order of the first kernel */
     write_pieces<NO_HINT, T, FORWARD, ALIGNED>(
@@ -152,7 +152,7 @@ template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(SLAB_THREADS, 4)
     slab_phases(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, unsigned delay, Part *parts,
                 unsigned *arrived) {
-    extern __shared__ uint4 phases_memory[];
+    DYNAMIC_SHARED(uint4, phases_memory);
     char *const memory = reinterpret_cast<char *>(phases_memory);
     const SlabPlan &plan = a.plan;
     const unsigned all = gridDim.x / 2, alternating = 2 * (all - delay);

@@ -162,7 +162,7 @@ template <typename T, int UNIT, int GROUPS, int STEPS, int THREADS, bool FORWARD
 __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SHIFTED ? 1024 : 512) / THREADS)
     softmax_short_column(const __grid_constant__ ColumnArgs<T> a) {
     constexpr int N = UNIT * GROUPS;
-    extern __shared__ uint4 column_memory[];
+    DYNAMIC_SHARED(uint4, column_memory);
     const ColumnPlan &plan = a.plan;
     const int place = threadIdx.x & ((1 << plan.across_log2) - 1), row = threadIdx.x >> plan.across_log2;
     unsigned outside;

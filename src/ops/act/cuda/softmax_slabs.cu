@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(ROW ? ROW_THREADS : MOST_THREADS, !ROW      ? 
                                                                               : 4)
     softmax_slab(const __grid_constant__ SlabArgs<T> a) {
     constexpr int N = WIDE<T>, LINES = ROW ? 1 : N;
-    extern __shared__ uint4 slab_memory[];
+    DYNAMIC_SHARED(uint4, slab_memory);
     char *const memory = reinterpret_cast<char *>(slab_memory);
     const SlabMemory at(a.plan, N, FORWARD ? 1 : 2);
     const unsigned blocks = a.plan.blocks, slab = blockIdx.x / blocks, rank = blockIdx.x - slab * blocks;

@@ -71,7 +71,7 @@ template <typename T> DEVICE void store_granule(T *row, int n, int first, const 
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_constant__ IndexedArgs<T> a) {
     constexpr int N = WIDE<T>;
-    extern __shared__ uint4 memory[];
+    DYNAMIC_SHARED(uint4, memory);
     __shared__ float warp_tops[WARP];
     const int thread = threadIdx.x, threads = blockDim.x, lane = thread % WARP, n = static_cast<int>(a.n);
     int64_t at[TENSORS];

@@ -13,7 +13,7 @@ namespace {
 template <typename T, class Shape, class U>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ U u,
                                                                          const double *factor) {
-    extern __shared__ __align__(128) uint4 slot_memory[]; /* unaligned, copies cost 9 % of the call */
+    DYNAMIC_SHARED_ALIGNED(128, uint4, slot_memory); /* unaligned, copies cost 9 % of the call */
     constexpr int N = WIDE<T>, THREADS = Shape::THREADS, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED,
                   STEP = COPIED * THREADS;
     const int thread = threadIdx.x, row = blockIdx.x, packs = u.classes / N;

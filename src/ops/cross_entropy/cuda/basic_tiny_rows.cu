@@ -25,7 +25,7 @@ struct TinyArgs : OptionArgs {
 /* Any options. */
 template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void options_losses(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     OptionsLoss<T> op(a);
     tiny_rows<OptionsLoss<T>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
     if (a.basic.loss)
@@ -35,7 +35,7 @@ __global__ __launch_bounds__(TINY_THREADS, PER_SM) void options_losses(const __g
 template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS,
                              options_per_sm(COUNT)) void options_gradients(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     OptionsGradient<T, false> op(a);
     tiny_rows<OptionsGradient<T, false>, T, COUNT, ROWS, true>(op, a.tiny, dynamic);
 }
@@ -43,7 +43,7 @@ __global__ __launch_bounds__(TINY_THREADS,
 /* No options, or one. OPTIONS: label smoothing or class weights. */
 template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     TinyLoss<T, OPTIONS> op(a);
     tiny_rows<TinyLoss<T, OPTIONS>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
     if (a.basic.loss)
@@ -52,7 +52,7 @@ __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid
 
 template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     TinyGradient<T, OPTIONS> op = {a};
     tiny_rows<TinyGradient<T, OPTIONS>, T, COUNT, ROWS, true>(op, a.tiny, dynamic);
 }

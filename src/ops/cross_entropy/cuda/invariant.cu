@@ -280,7 +280,7 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(INDEXED_THREADS,
                              2) void staged_gradients(const __grid_constant__ Args c, const RowTeam team, bool alone,
                                                       const KnownTerms *row_terms, LossStats<OPTIONS> *stats) {
-    extern __shared__ __align__(128) uint4 memory[];
+    DYNAMIC_SHARED_ALIGNED(128, uint4, memory);
     __shared__ KnownTerms known;
     constexpr int N = WIDE<T>, COUNT = AHEAD<OPTIONS>, FIRST = OPTIONS == FULL;
     const Loss &loss = c.loss;

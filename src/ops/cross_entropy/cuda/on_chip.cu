@@ -14,7 +14,7 @@ template <typename T, int OPTIONS, class Shape>
 __global__ __launch_bounds__(Shape::THREADS, Shape::PER_SM) void on_chip(const __grid_constant__ Args c,
                                                                          const KnownTerms *row_terms,
                                                                          LossStats<OPTIONS> *stats) {
-    extern __shared__ __align__(128) uint4 slot_memory[]; /* unaligned, copies cost 9 % of the call */
+    DYNAMIC_SHARED_ALIGNED(128, uint4, slot_memory); /* unaligned, copies cost 9 % of the call */
     __shared__ KnownTerms known;
     constexpr int N = WIDE<T>, OWN = Shape::IN_REGISTERS, COPIED = Shape::COPIED;
     const Loss &loss = c.loss;

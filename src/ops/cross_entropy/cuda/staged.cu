@@ -91,7 +91,7 @@ template <typename T, int OPTIONS, bool WITH_GRADIENT> struct StagedLoss {
 
 template <typename T, int OPTIONS, bool GRADIENT, bool COLUMNS>
 __global__ __launch_bounds__(STAGE_THREADS, PER_SM) void staged(const __grid_constant__ StagedArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     StagedLoss<T, OPTIONS, GRADIENT> op(a.call);
     staged_rows<StagedLoss<T, OPTIONS, GRADIENT>, T, COLUMNS>(op, a.stage, dynamic);
     if (a.call.loss.forward)

@@ -108,7 +108,7 @@ template <typename T, int OPTIONS> struct StreamedGradient {
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_gradients(const __grid_constant__ GradientArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     typedef StreamedGradient<T, OPTIONS> Op;
     Op op(a.call);
     write_chunks<Op, T, LANES>(op, a.chunks, dynamic);

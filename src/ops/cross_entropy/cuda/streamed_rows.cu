@@ -26,7 +26,7 @@ constexpr int CHUNKS_PER_SM = 3;
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(STREAM_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
     stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
@@ -35,7 +35,7 @@ __global__ __launch_bounds__(STREAM_THREADS,
 
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
     reduce_chunks<Op, T, LANES>(op, a.chunks, dynamic);

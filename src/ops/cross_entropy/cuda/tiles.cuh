@@ -142,7 +142,7 @@ template <typename T, int OPTIONS> struct LossOp {
 template <typename T, int OPTIONS, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     LossOp<T, OPTIONS> op(a.call, a.outputs, a.tiles.slabs);
     slab_statistics<LossOp<T, OPTIONS>, T, N, LINES, TILE_STEPS<OPTIONS, N>>(
@@ -163,7 +163,7 @@ struct WindowArgs {
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(WINDOW_BLOCK,
                              OPTIONS == PLAIN ? 3 : 2) void window_statistics(const __grid_constant__ WindowArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     typedef LossStats<OPTIONS> Stats;
     LossOp<T, OPTIONS> op(a.call, a.outputs, a.windows.slabs);

@@ -151,7 +151,7 @@ template <typename T> struct TinyGradient {
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     TinyLoss<T> op(a.call, a.tiny.length);
     tiny_rows<TinyLoss<T>, T, COUNT, 1, false, 2>(op, a.tiny, dynamic);
     add_up(a.call, op.totals);
@@ -160,7 +160,7 @@ __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const _
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS,
                              TINY_GRADIENTS_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     TinyGradient<T> op(a.call, a.tiny.length);
     tiny_rows<TinyGradient<T>, T, COUNT, 1, true, 2>(op, a.tiny, dynamic);
 }

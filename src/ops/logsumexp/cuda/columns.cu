@@ -141,22 +141,18 @@ struct Columns {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Problem p(call);
-        const cudaStream_t stream = context->cuda_state->stream;
-        const dim3 threads(plan.across, THREADS / plan.across);
+        Launch how = {0, plan.across};
+        how.threads_down = THREADS / plan.across;
         for_dtype(p.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (p.backward) {
                 const Backward b = backward_of(call, p, plan.split);
-                const unsigned grid = grid_of(plan.tiles * plan.split.parts);
-                column_gradients<T><<<grid, threads, 0, stream>>>(b);
-                return;
+                how.blocks = plan.tiles * plan.split.parts;
+                return ::launch(context, how, column_gradients<T>, b);
             }
             launch_tasks(context, call, p, plan.split, plan.tiles, workspace, [&](const Forward &f, int64_t tiles) {
-                const unsigned grid = grid_of(tiles * plan.split.parts);
-                if (plan.width == 1)
-                    columns<T, 1><<<grid, threads, 0, stream>>>(f);
-                else
-                    columns<T, WIDE<T>><<<grid, threads, 0, stream>>>(f);
+                how.blocks = tiles * plan.split.parts;
+                ::launch(context, how, plan.width == 1 ? columns<T, 1> : columns<T, WIDE<T>>, f);
             });
         });
         return RAFTER_OK;

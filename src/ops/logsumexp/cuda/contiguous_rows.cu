@@ -103,34 +103,31 @@ struct ContiguousRows {
         return plan->split.parts > 1 ? tasks_at_a_time(p.rows, plan->split) * plan->split.parts * sizeof(RowStats) : 0;
     }
 
-    template <typename T> static void forward(const Plan &plan, const Forward &f, int64_t rows, cudaStream_t stream) {
+    template <typename T>
+    static void forward(const rafter_context *context, const Plan &plan, const Forward &f, int64_t rows) {
         if (plan.lanes == 8)
-            short_rows<T, 8><<<grid_of(ceil_div<int64_t>(rows, THREADS / 8)), THREADS, 0, stream>>>(f);
+            ::launch(context, {ceil_div<int64_t>(rows, THREADS / 8), THREADS}, short_rows<T, 8>, f);
         else if (plan.lanes == WARP)
-            short_rows<T, WARP><<<grid_of(ceil_div<int64_t>(rows, THREADS / WARP)), THREADS, 0, stream>>>(f);
+            ::launch(context, {ceil_div<int64_t>(rows, THREADS / WARP), THREADS}, short_rows<T, WARP>, f);
         else
-            long_rows<T><<<grid_of(rows * plan.split.parts), plan.lanes, 0, stream>>>(f);
+            ::launch(context, {rows * plan.split.parts, plan.lanes}, long_rows<T>, f);
     }
 
-    template <typename T> static void backward(const Plan &plan, const Backward &b, cudaStream_t stream) {
+    template <typename T> static void backward(const rafter_context *context, const Plan &plan, const Backward &b) {
         const int64_t pieces = b.rows * plan.split.parts;
-        const unsigned grid = grid_of(ceil_div<int64_t>(pieces, GRADIENT_THREADS / plan.lanes));
-        if (plan.lanes == 8)
-            row_gradients<T, 8><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
-        else
-            row_gradients<T, WARP><<<grid, GRADIENT_THREADS, 0, stream>>>(b);
+        const Launch how = {ceil_div<int64_t>(pieces, GRADIENT_THREADS / plan.lanes), GRADIENT_THREADS};
+        ::launch(context, how, plan.lanes == 8 ? row_gradients<T, 8> : row_gradients<T, WARP>, b);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Problem p(call);
-        const cudaStream_t stream = context->cuda_state->stream;
         for_dtype(p.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (p.backward)
-                backward<T>(plan, backward_of(call, p, plan.split), stream);
+                backward<T>(context, plan, backward_of(call, p, plan.split));
             else
                 launch_tasks(context, call, p, plan.split, p.rows, workspace,
-                             [&](const Forward &f, int64_t rows) { forward<T>(plan, f, rows, stream); });
+                             [&](const Forward &f, int64_t rows) { forward<T>(context, plan, f, rows); });
         });
         return RAFTER_OK;
     }

@@ -149,36 +149,33 @@ struct PackedRows {
         return 0;
     }
 
-    template <typename T, bool WHOLE> static void forward_by_blocks(const PackedArgs &args, cudaStream_t stream) {
+    template <typename T, bool WHOLE>
+    static void forward_by_blocks(const rafter_context *context, const PackedArgs &args) {
         if (args.packs <= 2 * 128)
-            block_per_row<T, 2, WHOLE><<<grid_of(args.rows), 128, 0, stream>>>(args);
+            ::launch(context, {args.rows, 128}, block_per_row<T, 2, WHOLE>, args);
         else
-            block_per_row<T, 4, WHOLE>
-                <<<grid_of(args.rows), span_threads(args.packs, 4, 128, MOST_THREADS), 0, stream>>>(args);
+            ::launch(context, {args.rows, span_threads(args.packs, 4, 128, MOST_THREADS)}, block_per_row<T, 4, WHOLE>,
+                     args);
     }
-    template <typename T> static void forward(const PackedArgs &args, bool whole, cudaStream_t stream) {
+    template <typename T> static void forward(const rafter_context *context, const PackedArgs &args, bool whole) {
         if (!whole)
-            forward_by_blocks<T, false>(args, stream);
+            forward_by_blocks<T, false>(context, args);
         else if (args.packs <= WARP * IN_FLIGHT)
-            warp_per_row<T>
-                <<<grid_of(ceil_div<int64_t>(args.rows, WARP_ROW_THREADS / WARP)), WARP_ROW_THREADS, 0, stream>>>(args);
+            ::launch(context, {ceil_div<int64_t>(args.rows, WARP_ROW_THREADS / WARP), WARP_ROW_THREADS},
+                     warp_per_row<T>, args);
         else
-            forward_by_blocks<T, true>(args, stream);
+            forward_by_blocks<T, true>(context, args);
     }
 
-    template <typename T> static void backward(const PackedArgs &args, cudaStream_t stream) {
-        const unsigned grid = grid_of(int64_t(args.rows) * args.parts.number);
-        if (packs_per_thread(args.packs) == 2)
-            gradients<T, 2><<<grid, GRADIENT_THREADS, 0, stream>>>(args);
-        else
-            gradients<T, 4><<<grid, GRADIENT_THREADS, 0, stream>>>(args);
+    template <typename T> static void backward(const rafter_context *context, const PackedArgs &args) {
+        ::launch(context, {int64_t(args.rows) * args.parts.number, GRADIENT_THREADS},
+                 packs_per_thread(args.packs) == 2 ? gradients<T, 2> : gradients<T, 4>, args);
     }
 
     static rafter_status launch(rafter_context *context, const Call &, const Plan &plan, char *) {
-        const cudaStream_t stream = context->cuda_state->stream;
         for_dtype(plan.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            plan.backward ? backward<T>(plan.args, stream) : forward<T>(plan.args, plan.whole, stream);
+            plan.backward ? backward<T>(context, plan.args) : forward<T>(context, plan.args, plan.whole);
         });
         return RAFTER_OK;
     }

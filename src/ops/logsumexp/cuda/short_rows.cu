@@ -162,17 +162,15 @@ struct ShortRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &, const Plan &plan, char *) {
-        const cudaStream_t stream = context->cuda_state->stream;
         for_dtype(plan.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.is_backward)
-                gradients<T>
-                    <<<grid_of(ceil_div<int64_t>(plan.backward.packs, THREADS * GRADIENT_PACKS)), THREADS, 0, stream>>>(
-                        plan.backward);
+                ::launch(context, {ceil_div<int64_t>(plan.backward.packs, THREADS * GRADIENT_PACKS), THREADS},
+                         gradients<T>, plan.backward);
             else
                 for_shape(plan.forward.packs, [&](auto lanes, auto packs) {
-                    rows_per_warp<T, decltype(lanes)::value, decltype(packs)::value>
-                        <<<grid_of(plan.blocks), THREADS, 0, stream>>>(plan.forward);
+                    ::launch(context, {plan.blocks, THREADS},
+                             rows_per_warp<T, decltype(lanes)::value, decltype(packs)::value>, plan.forward);
                 });
         });
         return RAFTER_OK;

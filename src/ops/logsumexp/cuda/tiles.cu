@@ -26,7 +26,7 @@ template <int N> constexpr int TILE_STEPS = N == 1 ? 4 * IN_FLIGHT : IN_FLIGHT;
 template <typename T, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     SlabLogsumexp<T> op = {a.lse};
     slab_statistics<SlabLogsumexp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
 }

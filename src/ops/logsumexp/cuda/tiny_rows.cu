@@ -59,7 +59,7 @@ template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
 
 template <typename T, int COUNT, int ROWS, bool BACKWARD>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_constant__ TinyArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     typedef TinyLogsumexp<T, BACKWARD, false> Op;
     Op op = {a};
     tiny_rows<Op, T, COUNT, ROWS, BACKWARD>(op, a.tiny, dynamic);

@@ -13,7 +13,7 @@ struct WindowArgs {
 
 template <typename T>
 __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __grid_constant__ WindowArgs a) {
-    extern __shared__ uint4 dynamic[];
+    DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     SlabLogsumexp<T> op = {a.lse};
     window_statistics_of<SlabLogsumexp<T>, T, WIDE<T>>(op, a.windows, reinterpret_cast<RowStats *>(dynamic),

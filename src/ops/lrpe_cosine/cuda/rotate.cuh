@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
     rotate(const Arguments<T> a, const Tiling tiling) {
     typedef Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
-    extern __shared__ __align__(128) char dynamic[];
+    DYNAMIC_SHARED_ALIGNED(128, char, dynamic);
     /* [feature of a thread][thread] */
     const AngleTable<T> table = {dynamic + Pipeline::STAGED, Pipeline::ANGLES};
     __shared__ typename RowThreads<Pipeline::BLOCK>::Exchange exchange;

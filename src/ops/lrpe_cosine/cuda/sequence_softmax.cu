@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
     typedef Columns<T, N, FORWARD, DTHETA> Columns;
     constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS,
                   AT_A_TIME = Columns::AT_A_TIME;
-    extern __shared__ __align__(128) char dynamic[];
+    DYNAMIC_SHARED_ALIGNED(128, char, dynamic);
     typename Columns::Stage *const stages = reinterpret_cast<typename Columns::Stage *>(dynamic);
     auto &groups = *reinterpret_cast<GroupStatistics<Columns> *>(dynamic); /* after the loop */
     __shared__ __align__(

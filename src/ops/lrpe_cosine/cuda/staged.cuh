@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
                   OF_Y = LAYOUT == TURNED ? TURNED_SPANS
                          : MANY           ? MANY_SPANS
                                           : ONE_SPAN;
-    extern __shared__ __align__(128) char dynamic[];
+    DYNAMIC_SHARED_ALIGNED(128, char, dynamic);
     __shared__ typename RowThreads<F == BLOCK_SOFTMAX>::Exchange exchange;
     const AngleTable<T> table = {dynamic, static_cast<int>(plan.width.number)};
     unsigned stages = shared_address(dynamic + plan.stages_at), results = shared_address(dynamic + plan.out_at);

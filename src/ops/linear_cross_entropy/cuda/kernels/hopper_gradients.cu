@@ -307,7 +307,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void dweight_kernel(const __grid
                                                                     const __grid_constant__ CUtensorMap out,
                                                                     const __grid_constant__ DweightTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ char memory[];
+    DYNAMIC_SHARED(char, memory);
     __shared__ tiles::Barriers barriers;
     tiles::begin(barriers, dz, x, copy, out);
     wait_for_previous_kernel();
@@ -327,7 +327,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void dx_kernel(const __grid_cons
                                                                const __grid_constant__ CUtensorMap out,
                                                                const __grid_constant__ DxTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ char memory[];
+    DYNAMIC_SHARED(char, memory);
     __shared__ tiles::Barriers barriers;
     tiles::begin(barriers, dz, dz_rest, w, out);
     wait_for_previous_kernel();

@@ -476,7 +476,7 @@ __global__ __launch_bounds__(tiles::THREADS, 1) void logits_kernel(const __grid_
                                                                    const __grid_constant__ CUtensorMap out,
                                                                    const __grid_constant__ LogitTask task) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ char memory[];
+    DYNAMIC_SHARED(char, memory);
     __shared__ tiles::Barriers barriers;
     tiles::begin(barriers, x, copy, w, out);
     wait_for_previous_kernel();
