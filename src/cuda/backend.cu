@@ -239,7 +239,7 @@ static rafter_status run(rafter_context *context, const char *op, const struct r
     rafter_scratch_release(context, &scratch);
     if (status == RAFTER_OK)
         return rafter_cuda_launched(context, op);
-    context->cuda_state->failed = false;
+    context->cuda_state->failed = context->cuda_state->follows = false;
     cudaGetLastError(); /* the next call must not find it */
     return status;
 }

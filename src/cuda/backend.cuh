@@ -37,6 +37,7 @@ struct rafter_cuda_state {
     /* A launch of the current call has failed. No other one follows: it would work on lists,
      * counters and addresses that are not there. False between calls. */
     bool failed;
+    bool follows; /* the last thing that the current call has enqueued is a kernel. False between calls */
 
     const void *allowed[RAFTER_CUDA_ALLOWED]; /* kernels whose shared memory limit was raised: see allow_shared */
 
@@ -83,7 +84,7 @@ static inline rafter_status rafter_cuda_check(rafter_context *context, const cha
 
 /* Ends a sequence of launches: RAFTER_OK, or "<what>: <the text of the error that ended it>". */
 static inline rafter_status rafter_cuda_launched(rafter_context *context, const char *what) {
-    context->cuda_state->failed = false;
+    context->cuda_state->failed = context->cuda_state->follows = false;
     return rafter_cuda_check(context, what, cudaGetLastError());
 }
 
@@ -99,11 +100,13 @@ rafter_status rafter_cuda_end_lse(rafter_context *context, const struct logsumex
  * them. */
 static inline rafter_status rafter_cuda_fork(rafter_context *context) {
     rafter_cuda_state *const state = context->cuda_state;
+    state->follows = false;
     RAFTER_TRY(rafter_cuda_check(context, "a second stream", cudaEventRecord(state->fork, state->stream)));
     return rafter_cuda_check(context, "a second stream", cudaStreamWaitEvent(state->side, state->fork, 0));
 }
 static inline rafter_status rafter_cuda_join(rafter_context *context) {
     rafter_cuda_state *const state = context->cuda_state;
+    state->follows = false;
     RAFTER_TRY(rafter_cuda_check(context, "a second stream", cudaEventRecord(state->join, state->side)));
     return rafter_cuda_check(context, "a second stream", cudaStreamWaitEvent(state->stream, state->join, 0));
 }

@@ -52,6 +52,7 @@ template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(PACK_THREADS)
     by_packs(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
              Divisor row_packs, unsigned packs, F f) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     start_next_kernel();
     if (!f.start())
@@ -81,6 +82,7 @@ template <typename T, int INPUTS, int DIMS, bool PACKED, typename F>
 __global__ void __launch_bounds__(ROW_THREADS, RowShape<T, INPUTS, PACKED>::blocks(DIMS))
     by_rows(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int n,
             Divisor row_packs, unsigned items, F f) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>, ROW_PACKS = RowShape<T, INPUTS, PACKED>::PACKS;
     start_next_kernel();
     if (!f.start())
@@ -126,6 +128,7 @@ template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(SEGMENT_THREADS, INPUTS == 1 ? 12 : 8)
     by_segments(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int n,
                 Divisor row_segments, unsigned segments, F f) {
+    wait_for_inputs();
     start_next_kernel();
     if (!f.start())
         return;
@@ -163,6 +166,7 @@ template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(GATHER_THREADS)
     by_gather(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
               const __grid_constant__ Gather<INPUTS> gather, Divisor n, int head, unsigned packs, int edges, F f) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     start_next_kernel();
     if (!f.start())
@@ -211,6 +215,7 @@ template <typename T, int INPUTS, int DIMS, typename F>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     by_elements(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, Divisor n,
                 unsigned elements, F f) {
+    wait_for_inputs();
     start_next_kernel();
     if (!f.start())
         return;
@@ -438,8 +443,7 @@ template <typename T, int INPUTS, typename F> struct Launcher {
     }
 };
 
-/* `most_blocks`: of a grid; blocks loop if there is more work. A kernel after it may be launched with
- * Launch::overlaps. */
+/* `most_blocks`: of a grid; blocks loop if there is more work. */
 template <typename T, int INPUTS, typename F>
 void launch_all(const rafter_context *context, Views<INPUTS> views, const F &f, int64_t most_blocks) {
     if (views.view[0].numel == 0)

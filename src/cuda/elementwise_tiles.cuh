@@ -174,6 +174,7 @@ template <typename T, int INPUTS, bool FLAT, typename F>
 __global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 5 : 3)
     by_tiles(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
              const __grid_constant__ Tiles tiles, F f) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     DYNAMIC_SHARED(uint4, tile_memory);
     start_next_kernel();
@@ -246,6 +247,7 @@ template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(TILE_THREADS, 4)
     by_aligned_tiles(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
                      int n, int m, Divisor across, Divisor down, unsigned count, F f) {
+    wait_for_inputs();
     constexpr int TILE = ALIGNED_TILE, N = WIDE<T>, PACKS = TILE / N, EACH = TILE * PACKS / TILE_THREADS;
     /* An odd number of words: neither the threads that write packs nor those that read elements
      * meet in a bank (two do if N is 8). */

@@ -236,17 +236,22 @@ template <int THREADS> DEVICE void sync_some(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
-/* Lets the next kernel, if it was launched with Launch::overlaps, start when all blocks of this
- * kernel have called this or ended. */
+/* Programmatic dependent launch: kernels start before the one before them has ended (launch in launch.cuh). So
+ *   the first kernel of a call begins with wait_for_inputs (vocabulary.cuh),
+ *   a later one calls wait_for_previous_kernel before it uses what the one before it has written; it may read the
+ *   call's inputs at once, because the first kernel has waited for them,
+ *   a kernel that waits for the inputs does so before it lets the next kernel start.
+ * In tests, inputs_come_late (harness/device.c) holds all kernels to it. */
+
+/* Lets the next kernel start when all blocks of this one have called this or ended. Without it, the next one starts
+ * when they have ended, but before the device has noticed. */
 DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* In a kernel launched with Launch::overlaps: waits until the previous kernel has ended. Everything
- * before that one has ended too: it did not overlap with its predecessor, or it has waited as
- * well. */
+/* Waits until the previous kernel has ended. Everything before that one has ended too: it has waited as well. */
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -53,11 +53,8 @@ static inline unsigned grid_of(int64_t blocks) {
 struct Launch {
     int64_t blocks;
     int threads;
-    size_t shared = 0; /* dynamic shared memory, in bytes */
-    int cluster = 1;   /* blocks per cluster */
-    /* Programmatic dependent launch: the kernel may start before the previous one has ended. It
-     * calls wait_for_previous_kernel before it reads that kernel's results. */
-    bool overlaps = false;
+    size_t shared = 0;        /* dynamic shared memory, in bytes */
+    int cluster = 1;          /* blocks per cluster */
     bool cooperative = false; /* all blocks run at the same time; the launch fails if they cannot */
     int threads_down = 1;     /* a block has threads x threads_down threads: threadIdx.x and threadIdx.y */
 };
@@ -111,7 +108,15 @@ class BuiltKernel {
     }
 };
 
-/* Enqueues a kernel, unless a launch of this call has failed. */
+/* Whether the next kernel may start before the one before it has ended, whoever launched that: programmatic dependent
+ * launch, which takes 1 us less. Not the first kernel of a call that is being captured: what comes before it may be no
+ * kernel, and some GPUs refuse it then. */
+static inline bool may_overlap(const rafter_cuda_state *state, const Launch &how) {
+    return !how.cooperative && state->compute_capability >= 90 && (state->follows || !rafter_cuda_capturing(state));
+}
+
+/* Enqueues a kernel, unless a launch of this call has failed. As it may overlap with the kernel before it, every kernel
+ * calls wait_for_previous_kernel or wait_for_inputs: see instructions.cuh. */
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
                           const Given &...given) {
@@ -130,7 +135,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
         cluster->val.clusterDim.x = static_cast<unsigned>(how.cluster);
         cluster->val.clusterDim.y = cluster->val.clusterDim.z = 1;
     }
-    if (how.overlaps && context->cuda_state->compute_capability >= 90) {
+    if (may_overlap(context->cuda_state, how)) {
         cudaLaunchAttribute *const overlaps = &attributes[config.numAttrs++];
         overlaps->id = cudaLaunchAttributeProgrammaticStreamSerialization;
         overlaps->val.programmaticStreamSerializationAllowed = 1;
@@ -143,11 +148,13 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     if (how.shared > 16 << 10) /* up to 48 KB in all, static and dynamic, need no attribute */
         allow_shared(context->cuda_state, reinterpret_cast<const void *>(kernel));
     context->cuda_state->failed = cudaLaunchKernelEx(&config, kernel, static_cast<Wanted>(given)...) != cudaSuccess;
+    context->cuda_state->follows = true;
 }
 
 /* Sets all bytes to `value`, on the same terms. */
 static inline void fill_bytes(const rafter_context *context, void *memory, int value, size_t bytes) {
     rafter_cuda_state *const state = context->cuda_state;
+    state->follows = false;
     if (!state->failed)
         state->failed = cudaMemsetAsync(memory, value, bytes, state->stream) != cudaSuccess;
 }

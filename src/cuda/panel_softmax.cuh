@@ -199,6 +199,7 @@ DEVICE void accumulate(const Job &job, ChunkPart<Job> &part, StatisticsOf<Job> &
 
 template <class Job>
 __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM) panel_in_block(const Job job, const PanelPlan plan) {
+    wait_for_inputs();
     __shared__ PanelShared<Job> shared;
     ChunkPart<Job> part(job, plan, blockIdx.x, 0);
     StatisticsOf<Job> statistics;
@@ -311,6 +312,7 @@ DEVICE void write_results(const Job &job, const PanelPlan &plan, const PanelWork
 template <class Job>
 __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
     panel_in_phases(const Job job, const PanelPlan plan, const PanelWorkspace workspace) {
+    wait_for_inputs();
     __shared__ PanelShared<Job> shared;
     const unsigned all = plan.panels * plan.blocks_per_panel.number, alternating = 2 * (all - plan.delay);
     const int behind = static_cast<int>(blockIdx.x - plan.delay);

@@ -321,6 +321,7 @@ template <class Job>
 __global__ void __launch_bounds__(PersistentColumns<Job>::THREADS, 1)
     persistent_columns(const __grid_constant__ InputMaps<Job> maps, const Job job, const PersistentPlan plan,
                        const PersistentWorkspace workspace) {
+    wait_for_inputs();
 #if __CUDA_ARCH__ >= 900
     typedef PersistentColumns<Job> C;
     DYNAMIC_SHARED(uint4, staged_memory);

@@ -346,6 +346,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
         if (products->cached < MOST_CACHED)
             products->cached++;
     }
+    context->cuda_state->follows = false; /* it may be no kernel of ours that ends it */
     status = enqueue(context->cuda_state, *entry, p, workspace);
     if (status != 0)
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "cuBLASLt could not multiply %lld x %lld x %lld (status %d)",

@@ -376,8 +376,7 @@ static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void 
     return map_matrix(map, dtype, data, rows, columns, stride, transposed ? DEPTH : count, streamed);
 }
 
-/* For a kernel that computes rows x columns results, and begins with
- * wait_for_previous_kernel. */
+/* For a kernel that computes rows x columns results. */
 static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape shape, int64_t rows, int64_t columns,
                                 const SplitSums &split) {
     const int64_t tiles = shape.tiles(rows, columns);
@@ -387,7 +386,6 @@ static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape sha
                   most = max((state->multiprocessors - split.left) / CLUSTER, 1);
     Launch how = {CLUSTER * (items < most ? items : most), THREADS, SHARED_BYTES};
     how.cluster = CLUSTER;
-    how.overlaps = true;
     return how;
 }
 

@@ -272,10 +272,15 @@ DEVICE void store_flagged(unsigned *p, float value) {
     store_relaxed(p, bits == EMPTY ? 0x7fffffffu : bits);
 }
 
+/* The same, in the first kernel of a call: its inputs may be the results of a kernel before the call, and what that
+ * one reads may be where this call writes. */
+DEVICE void wait_for_inputs() {
+    wait_for_previous_kernel();
+}
+
 /* Issues all loads above this call before any load below it. Otherwise the compiler moves a load
  * whose value is the same in all threads to the front: it puts the value into a uniform register,
- * and waits for it there. In a kernel launched with Launch::overlaps this also waits for the
- * previous kernel. */
+ * and waits for it there. This also waits for the previous kernel. */
 DEVICE void issue_loads_first() {
     wait_for_previous_kernel();
 }
@@ -290,6 +295,13 @@ DEVICE float warp_max(float a) {
 }
 
 DEVICE float warp_sum(float a) {
+#pragma unroll
+    for (int step = WARP / 2; step > 0; step /= 2)
+        a += __shfl_xor_sync(~0u, a, step);
+    return a;
+}
+
+DEVICE double warp_sum(double a) {
 #pragma unroll
     for (int step = WARP / 2; step > 0; step /= 2)
         a += __shfl_xor_sync(~0u, a, step);

@@ -129,11 +129,24 @@ void problem_leave_device(problem *p) {
     arena_used = 0;
 }
 
+/* What is in the arena comes from a kernel that lets the next one start before it has written anything, with garbage in
+ * its place until then. So a call fails whose first kernel does not wait for its inputs (cuda/vocabulary.cuh). */
+static bool inputs_come_late(const rafter_context *context) {
+    enum { GARBAGE = 0xff };
+    static char *copy;
+    if (arena_used == 0)
+        return true;
+    if (!copy)
+        copy = gpu_allocate(ARENA_BYTES);
+    return copy && gpu_move(context, copy, arena, arena_used) && gpu_fill(context, arena, GARBAGE, arena_used) &&
+           gpu_copy_late(context, arena, copy, arena_used);
+}
+
 rafter_status problem_call(problem *p, rafter_context *context, enum problem_mode mode) {
     if (!context_on_gpu(context))
         return p->op->call(p, context, mode);
     rafter_status status = RAFTER_OUT_OF_MEMORY;
-    if (problem_to_device(p, context, mode)) {
+    if (problem_to_device(p, context, mode) && inputs_come_late(context)) {
         status = p->op->call(p, context, mode);
         if (status == RAFTER_OK && !problem_from_device(p, context))
             status = RAFTER_DEVICE_ERROR;

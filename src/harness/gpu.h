@@ -51,6 +51,9 @@ bool gpu_fill(const rafter_context *context, void *memory, int value, size_t byt
 bool gpu_move(const rafter_context *context, void *to, const void *from, size_t bytes);
 /* The same copy, by a kernel of one block on each of `blocks` multiprocessors, on this stream. */
 bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks);
+/* The same copy of whole 16 bytes, by a kernel that lets the next one start 100 us before it copies: one that does not
+ * wait for it sees what was there before. */
+bool gpu_copy_late(const rafter_context *context, void *to, const void *from, size_t bytes);
 bool gpu_gather(const rafter_context *context, void *to, const void *from, const int64_t *index, int64_t count,
                 int element);
 

@@ -39,6 +39,11 @@ bool gpu_move(const rafter_context *context, void *to, const void *from, size_t 
     return false;
 }
 
+bool gpu_copy_late(const rafter_context *context, void *to, const void *from, size_t bytes) {
+    (void)context, (void)to, (void)from, (void)bytes;
+    return false;
+}
+
 bool gpu_copy_on(void *stream, void *to, const void *from, size_t bytes, int blocks) {
     (void)stream, (void)to, (void)from, (void)bytes, (void)blocks;
     return false;

@@ -548,13 +548,6 @@ template <int OPTIONS, typename T> struct ColumnGradient {
 
 /* ---- sums over rows -------------------------------------------------------------------------- */
 
-DEVICE double warp_sum(double a) {
-#pragma unroll
-    for (int step = WARP / 2; step > 0; step /= 2)
-        a += __shfl_xor_sync(~0u, a, step);
-    return a;
-}
-
 DEVICE int warp_sum(int a) {
     return __reduce_add_sync(~0u, a);
 }

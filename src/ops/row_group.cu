@@ -23,12 +23,14 @@ static_assert(sizeof(RowsBlock) <= RAFTER_CUDA_ROWS_BLOCK, "the block holds it")
 constexpr int MOST_RANKS = sizeof(RowsBlock::received) / sizeof(double);
 
 __global__ __launch_bounds__(COUNT_THREADS) void count_weight(const __grid_constant__ Loss loss, RowsBlock *block) {
+    wait_for_inputs();
     const Totals totals = block_sum(count(loss, threadIdx.x, COUNT_THREADS));
     if (threadIdx.x == 0)
         block->own_weight = totals.weight;
 }
 
 __global__ void add_weights(RowsBlock *block, int ranks) {
+    wait_for_inputs();
     double sum = 0.0;
     for (int r = 0; r < ranks; r++)
         sum += block->received[r];
@@ -36,10 +38,12 @@ __global__ void add_weights(RowsBlock *block, int ranks) {
 }
 
 __global__ void take_loss(const float *loss, RowsBlock *block) {
+    wait_for_inputs();
     block->own_loss = *loss;
 }
 
 __global__ void add_losses(RowsBlock *block, int ranks, float *loss) {
+    wait_for_inputs();
     const float *const all = reinterpret_cast<const float *>(block->received);
     double sum = 0.0;
     for (int r = 0; r < ranks; r++)

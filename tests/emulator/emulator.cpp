@@ -80,8 +80,8 @@ struct Block {
     unsigned index;
     Cluster *cluster;
     int threads, running, current;
-    bool progress; /* since the scheduler last looked: a thread has ended or passed a barrier */
-    bool triggered;
+    bool progress;          /* since the scheduler last looked: a thread has ended or passed a barrier */
+    bool triggered, waited; /* a thread has called start_next_kernel; wait_for_previous_kernel */
     Barrier barriers[BARRIERS];
     std::vector<Warp> warps;
 };
@@ -221,7 +221,7 @@ void start_block(Block &block, Launched &launched, unsigned index, Cluster *clus
     block.index = index;
     block.cluster = cluster;
     block.threads = block.running = static_cast<int>(size.x * size.y * size.z);
-    block.triggered = false;
+    block.triggered = block.waited = false;
     memset(block.barriers, 0, sizeof block.barriers);
     block.warps.clear();
     block.warps.resize((block.threads + LANES - 1) / LANES);
@@ -255,6 +255,8 @@ void start_block(Block &block, Launched &launched, unsigned index, Cluster *clus
 }
 
 void end_block(Block &block) {
+    if (block.launched->grid.overlaps && block.index == 0 && !block.waited)
+        fail("a kernel that may start before the one before it has ended does not wait for it");
     const char *const guard = block.launched->grid.shared() + block.launched->grid.shared_bytes;
     for (int i = 0; i < EMULATED_GUARD_BYTES; i++)
         if (guard[i] != static_cast<char>(0xff))
@@ -560,8 +562,7 @@ void wait_for_previous_kernel() {
         std::lock_guard<std::mutex> lock(launched.mutex);
         return launched.may_pass;
     };
-    if (!launched.grid.overlaps)
-        return;
+    runner->block.waited = true;
     while (!may_pass())
         switch_to_scheduler();
 }

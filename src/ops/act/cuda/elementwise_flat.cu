@@ -15,6 +15,7 @@ namespace {
 template <rafter_act_kind KIND, bool FORWARD, bool SHIFTED, typename T>
 __global__ void __launch_bounds__(THREADS)
     elementwise_flat(const ElementwiseArgs<T> args, int head, int64_t packs, int edges, int shift) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int64_t block = (int64_t)blockIdx.x * THREADS, at = head + block * N, left = packs - block;
     const int mine = threadIdx.x * N;

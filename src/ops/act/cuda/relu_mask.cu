@@ -34,6 +34,7 @@ DEVICE void relu_byte(const T *in, uint8_t *byte, T *out, int64_t count, F at) {
 /* Contiguous tensors. ALIGNED: both, to 16 bytes. */
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t *mask, T *out, int64_t n) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>, PARTS = 8 / N;
     const int64_t bytes = n / 8, byte = (int64_t)blockIdx.x * THREADS + threadIdx.x, at = byte * 8;
     const bool present = byte < bytes;
@@ -80,6 +81,7 @@ __global__ void __launch_bounds__(THREADS) relu_contiguous(const T *in, uint8_t 
 template <typename T, bool FORWARD>
 __global__ void __launch_bounds__(THREADS)
     relu_strided(const T *in, uint8_t *mask, T *out, const Walk walk, int64_t n) {
+    wait_for_inputs();
     const int64_t byte = (int64_t)blockIdx.x * THREADS + threadIdx.x;
     if (byte * 8 < n)
         relu_byte<T, FORWARD>(in, mask + byte, out, n - byte * 8, [&](int i, int64_t &in_at, int64_t &out_at) {

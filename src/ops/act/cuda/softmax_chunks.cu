@@ -344,7 +344,6 @@ struct Chunks {
                                    plan.chunk};
         Launch how = {ceil_div(plan.chunk.slabs, int64_t(plan.chunk.per_chunk)), CHUNK_THREADS};
         how.shared = (FORWARD ? 2 : 3) * plan.chunk.bytes;
-        how.overlaps = ordered.copied;
         auto kernel = softmax_chunk<T, FORWARD, STEPS>;
         if constexpr (FORWARD && NARROW<T>)
             if (plan.chunk.steps > STEPS)

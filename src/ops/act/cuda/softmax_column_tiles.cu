@@ -255,10 +255,8 @@ struct ColumnTiles {
                                   reinterpret_cast<T *>(call.out.data), tile};
         Part *const totals = reinterpret_cast<Part *>(workspace), *const parts = totals + plan.slabs * tile.inner;
         Launch how = {plan.slabs * tile.tiles.number * tile.parts.number, TILE_THREADS};
-        how.overlaps = ordered.copied;
         ::launch(context, how, tile_statistics<T, N, FORWARD>, args, parts);
         launch_merge<FORWARD>(context, parts, totals, plan.slabs, tile.inner, static_cast<int>(tile.parts.number));
-        how.overlaps = true;
         ::launch(context, how, tile_results<T, N, FORWARD>, args, totals);
     }
 

@@ -13,6 +13,7 @@ static_assert(KEPT_THREADS == INDEXED_THREADS, "");
 
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_constant__ IndexedArgs<T> a) {
+    wait_for_inputs();
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
@@ -27,6 +28,7 @@ __global__ __launch_bounds__(INDEXED_THREADS, 2) void indexed_rows(const __grid_
 /* Rows of whole, aligned packs in all tensors. */
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(INDEXED_THREADS, 3) void rows_in_registers(const __grid_constant__ IndexedArgs<T> a) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>, COUNT = KEPT_PACKS<FORWARD>;
     const int64_t row = a.team.row();
     if (row >= a.rows)

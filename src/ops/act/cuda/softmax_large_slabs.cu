@@ -152,6 +152,7 @@ template <typename T, bool FORWARD, bool ALIGNED>
 __global__ void __launch_bounds__(SLAB_THREADS, 4)
     slab_phases(const __grid_constant__ SlabArgs<T> a, int each, int column_bytes, unsigned delay, Part *parts,
                 unsigned *arrived) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, phases_memory);
     char *const memory = reinterpret_cast<char *>(phases_memory);
     const SlabPlan &plan = a.plan;
@@ -341,9 +342,7 @@ struct LargeSlabs {
                 return ::launch(context, how, slab_phases<T, forward, aligned>, args, plan.each, column_bytes(slab),
                                 plan.delay, parts, arrived);
             }
-            how.overlaps = ordered.copied;
             ::launch(context, how, slab_statistics<T, forward, aligned>, args, plan.each, column_bytes(slab), parts);
-            how.overlaps = true;
             if (!plan.fused)
                 launch_merge<forward>(context, parts, totals, slab.slabs, slab.inner, slab.blocks);
             const int total_bytes = plan.fused ? round_up(slab.inner * (int)sizeof(Part), 128) : 0;

@@ -15,8 +15,7 @@
 
 #include "ops/act/cuda/problem.cuh"
 
-/* Copies `from` into `to`, which has another order of dimensions in memory. A kernel after it may
- * be launched with Launch::overlaps. kernels/softmax_copy.cu. */
+/* Copies `from` into `to`, which has another order of dimensions in memory. kernels/softmax_copy.cu. */
 void act_copy_in_order(rafter_context *context, rafter_view from, rafter_view to);
 
 namespace {
@@ -153,8 +152,7 @@ struct OrderedCall {
         return ::dim_is_contiguous(without);
     }
 
-    /* Enqueues the copy, if there is one. A kernel after it may be launched with Launch::overlaps =
-     * copied. */
+    /* Enqueues the copy, if there is one. */
     void copy(rafter_context *context) const {
         if (!copied)
             return;

@@ -34,6 +34,7 @@ template <bool FORWARD> DEVICE RowStats merged(RowStats a, RowStats b) {
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_statistics(const __grid_constant__ IndexedArgs<T> a,
                                                                       const __grid_constant__ Exchange exchange) {
+    wait_for_inputs();
     const int64_t line = a.team.row();
     if (line >= a.rows)
         return;
@@ -59,6 +60,7 @@ template <bool FORWARD> DEVICE RowStats over_ranks(const Exchange &exchange, int
 template <typename T, bool FORWARD, bool ALIGNED>
 __global__ __launch_bounds__(INDEXED_THREADS, 2) void rank_results(const __grid_constant__ IndexedArgs<T> a,
                                                                    const __grid_constant__ Exchange exchange) {
+    wait_for_inputs();
     const int64_t line = a.team.row();
     if (line >= a.rows)
         return;
@@ -97,6 +99,7 @@ DEVICE RowStats column_share(const OwnRow<T, FORWARD, false> &line, int first, i
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(MOST_WARPS *WARP) void column_statistics(const __grid_constant__ IndexedArgs<T> a,
                                                                       const __grid_constant__ Exchange exchange) {
+    wait_for_inputs();
     __shared__ RowStats shares[MOST_WARPS][WARP];
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int64_t line = blockIdx.x * int64_t(WARP) + lane;
@@ -116,6 +119,7 @@ __global__ __launch_bounds__(MOST_WARPS *WARP) void column_statistics(const __gr
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(MOST_WARPS *WARP) void column_results(const __grid_constant__ IndexedArgs<T> a,
                                                                    const __grid_constant__ Exchange exchange) {
+    wait_for_inputs();
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     const int64_t line = blockIdx.x * int64_t(WARP) + threadIdx.x % WARP;
     if (line >= a.rows)

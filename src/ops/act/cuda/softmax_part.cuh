@@ -161,12 +161,11 @@ __global__ void __launch_bounds__(MERGED_LINES *MERGE_GROUPS)
         totals[(int64_t)slab * inner + first + own] = all;
 }
 
-/* Enqueues it. The kernel before must call start_next_kernel. */
+/* Enqueues it. */
 template <bool FORWARD>
 void launch_merge(const rafter_context *context, const Part *parts, Part *totals, int64_t slabs, int inner, int count) {
     const int across = ceil_div(inner, MERGED_LINES);
     Launch merge = {slabs * across, MERGED_LINES * MERGE_GROUPS};
-    merge.overlaps = true;
     ::launch(context, merge, merge_parts<FORWARD>, parts, totals, inner, count, Divisor(across));
 }
 

@@ -18,6 +18,7 @@ template <bool FORWARD> constexpr int COLUMN_LOADS = FORWARD ? 8 : 4; /* element
 template <typename T, bool FORWARD, int PARTS>
 __global__ __launch_bounds__(COLUMN_THREADS<PARTS>,
                              1024 / COLUMN_THREADS<PARTS>) void columns(const __grid_constant__ IndexedArgs<T> a) {
+    wait_for_inputs();
     constexpr int ROWS = COLUMN_THREADS<PARTS> / PARTS, LOADS = COLUMN_LOADS<FORWARD>, STEP = PARTS * LOADS;
     __shared__ RowStats shares[PARTS][ROWS + 1]; /* one more: a warp reads all parts of a row */
     const int place = threadIdx.x % ROWS, part = threadIdx.x / ROWS;

@@ -26,6 +26,7 @@ template <typename T> struct RowArgs {
  * first. SHIFTED: the rows of the inputs begin anywhere. */
 template <typename T, int N, bool FORWARD, int GROUP, int PACKS, int AT_ONCE, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS) softmax_rows(const RowArgs<T> args) {
+    wait_for_inputs();
     const int lane = threadIdx.x % GROUP;
     const int64_t first = (int64_t)blockIdx.x * (THREADS / GROUP * AT_ONCE) + threadIdx.x / GROUP;
     Pack<T, N> in[AT_ONCE][PACKS], dy[AT_ONCE][PACKS];

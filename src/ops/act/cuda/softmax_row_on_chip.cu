@@ -395,7 +395,6 @@ struct RowOnChip {
                                  plan.expanded};
         const auto groups = [&](int lanes, void (*kernel)(RowArgs<T>)) {
             Launch how = {ceil_div<int64_t>(plan.rows, GROUP_THREADS / lanes), GROUP_THREADS};
-            how.overlaps = ordered.copied;
             ::launch(context, how, kernel, args);
         };
         if (plan.packs <= 16)
@@ -412,7 +411,6 @@ struct RowOnChip {
                                                       : softmax_group<T, FORWARD, WARP, 8>);
         const int threads = ceil_div(plan.packs, plan.blocks * BLOCK_PACKS<FORWARD>);
         Launch how = {plan.rows * plan.blocks, round_up(threads, WARP)};
-        how.overlaps = ordered.copied;
         how.cluster = plan.blocks;
         if (plan.blocks == 1)
             return ::launch(context, how,

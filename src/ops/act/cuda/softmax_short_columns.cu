@@ -56,32 +56,33 @@ template <typename T> struct ColumnArgs {
     const T *end[TENSORS]; /* of tensors whose packs are shifted; past the last element */
 };
 
-/* Merges the statistics of the threads of each column. */
+/* Merges the statistics of the threads of each column. shared: [row][column], and then totals. */
 template <bool FORWARD, int N>
-DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, int row, int place, float2 *shared) {
-    const int columns = N << plan.across_log2, down = 1 << plan.down_log2;
-    float2 *const totals = shared + blockDim.x * N;
+DEVICE void merge_down(Statistics<N, FORWARD, 1> &mine, const ColumnPlan &plan, int row, int place, Part *shared) {
+    static_assert((N & (N - 1)) == 0, "columns are a power of two");
+    const int columns_log2 = plan.across_log2 + (31 - __clz(N)), columns = 1 << columns_log2,
+              down = 1 << plan.down_log2;
+    Part *const totals = shared + blockDim.x * N;
 #pragma unroll
     for (int j = 0; j < N; j++)
-        shared[row * columns + place * N + j] = make_float2(mine.max[j], mine.sum[0][j]);
+        shared[row * columns + place * N + j] = {mine.max[j], mine.sum[0][j]};
     __syncthreads();
-    for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-        Statistics<1, FORWARD, 1> all, one;
-        all.clear();
-        for (int i = 0; i < down; i++) {
-            const float2 part = shared[i * columns + column];
-            one.max[0] = part.x;
-            one.sum[0][0] = part.y;
-            all.add(0, one, 0);
+    const int groups = max(down / MERGED_PARTS, 1); /* of rows: each becomes one, in place of its first */
+    if (groups > 1) {
+        for (int i = threadIdx.x; i < groups * columns; i += blockDim.x) {
+            const int group = i >> columns_log2, column = i & (columns - 1);
+            shared[i] = merge_some<FORWARD>(shared + column, group, groups, down, columns);
         }
-        totals[column] = make_float2(all.max[0], all.sum[0][0]);
+        __syncthreads();
     }
+    for (int column = threadIdx.x; column < columns; column += blockDim.x)
+        totals[column] = merge_some<FORWARD>(shared + column, 0, 1, groups > 1 ? groups : down, columns);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < N; j++) {
-        const float2 all = totals[place * N + j];
-        mine.max[j] = all.x;
-        mine.sum[0][j] = all.y;
+        const Part all = totals[place * N + j];
+        mine.max[j] = all.max;
+        mine.sum[0][j] = all.sum;
     }
 }
 
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(THREADS, THREADS >= 1024 ? 1 : (FORWARD && !SH
                 add_step<FORWARD>(mine, v, w);
         }
     if (plan.down_log2 > 0)
-        merge_down<FORWARD, N>(mine, plan, row, place, reinterpret_cast<float2 *>(column_memory));
+        merge_down<FORWARD, N>(mine, plan, row, place, reinterpret_cast<Part *>(column_memory));
 
     float scale[N];
     if constexpr (FORWARD)
@@ -433,9 +434,8 @@ struct ShortColumns {
             args.end[DY] = FORWARD ? nullptr : end_of<T>(call.dy);
         }
         Launch how = {planned.blocks, plan.threads()};
-        how.overlaps = ordered.copied;
         if (plan.down_log2 > 0)
-            how.shared = (plan.threads() + (1 << plan.across_log2)) * (UNIT * GROUPS) * sizeof(float2);
+            how.shared = (plan.threads() + (1 << plan.across_log2)) * (UNIT * GROUPS) * sizeof(Part);
         ::launch(context, how, softmax_short_column<T, UNIT, GROUPS, STEPS, THREADS, FORWARD, SHIFTED>, args);
     }
 

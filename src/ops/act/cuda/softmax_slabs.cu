@@ -510,7 +510,6 @@ struct Slabs {
         Launch how = {plan.slabs * plan.slab.blocks, round_up(plan.slab.threads, WARP)};
         how.shared = SlabMemory(plan.slab, WIDE<T>, FORWARD || plan.slab.expanded ? 1 : 2).bytes;
         how.cluster = plan.slab.blocks;
-        how.overlaps = ordered.copied;
         const auto kernel = softmax_slab<T, FORWARD, ROW>;
         if (plan.slab.blocks > PORTABLE_BLOCKS)
             cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);

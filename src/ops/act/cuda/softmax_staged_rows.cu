@@ -70,6 +70,7 @@ template <typename T> DEVICE void store_granule(T *row, int n, int first, const 
 
 template <typename T, bool FORWARD>
 __global__ __launch_bounds__(STAGED_THREADS, 1) void staged_rows(const __grid_constant__ IndexedArgs<T> a) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     DYNAMIC_SHARED(uint4, memory);
     __shared__ float warp_tops[WARP];

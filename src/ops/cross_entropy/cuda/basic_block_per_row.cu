@@ -15,6 +15,7 @@ constexpr int64_t LEAST_BYTES = 512, SHORT_ROW = 2 << 10, LONG_ROW = 4 << 10, LO
  * U: BasicArgs or SpacedArgs. */
 template <typename T, int AT_ONCE, bool WHOLE, bool SMOOTHS, class U>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ U u) {
+    wait_for_inputs();
     start_next_kernel();
     const int row = blockIdx.x;
     const T *const z = u.template row_of_z<T>(row);
@@ -41,6 +42,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
 template <typename T, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_part(const __grid_constant__ BasicArgs u, unsigned parts,
                                                                   int part, RowStats *part_stats) {
+    wait_for_inputs();
     start_next_kernel();
     const int row = static_cast<int>(blockIdx.x / parts);
     const int from = static_cast<int>(blockIdx.x - row * parts) * part;
@@ -110,32 +112,31 @@ struct BasicBlockPerRow {
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
                                      char *workspace) {
         const Problem p(call);
-        LaunchSequence sequence = {context};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const int packs = args.classes / WIDE<T>;
             const auto run = [&](auto whole, auto smooths) {
                 constexpr bool WHOLE = decltype(whole)::value, SMOOTHS = decltype(smooths)::value;
                 if (packs <= 2 * 128)
-                    sequence.run(Launch{args.rows, 128}, block_per_row<T, 2, WHOLE, SMOOTHS, U>, args);
+                    ::launch(context, Launch{args.rows, 128}, block_per_row<T, 2, WHOLE, SMOOTHS, U>, args);
                 else
-                    sequence.run(Launch{args.rows, span_threads(packs, 4, 128, MOST_THREADS)},
-                                 block_per_row<T, 4, WHOLE, SMOOTHS, U>, args);
+                    ::launch(context, Launch{args.rows, span_threads(packs, 4, 128, MOST_THREADS)},
+                             block_per_row<T, 4, WHOLE, SMOOTHS, U>, args);
             };
             if constexpr (std::is_same<U, BasicArgs>::value)
                 for_bool(p.whole_packs, [&](auto whole) {
                     if (plan.split.parts > 1)
-                        return sequence.run(Launch{args.rows * plan.split.parts, plan.split.threads},
-                                            block_per_part<T, decltype(whole)::value>, args,
-                                            static_cast<unsigned>(plan.split.parts), static_cast<int>(plan.split.part),
-                                            at_offset<RowStats>(workspace, plan.part_stats));
+                        return ::launch(context, Launch{args.rows * plan.split.parts, plan.split.threads},
+                                        block_per_part<T, decltype(whole)::value>, args,
+                                        static_cast<unsigned>(plan.split.parts), static_cast<int>(plan.split.part),
+                                        at_offset<RowStats>(workspace, plan.part_stats));
                     for_bool(args.smooths, [&](auto smooths) { run(whole, smooths); });
                 });
             else
                 run(std::true_type(), std::false_type()); /* batch-invariant calls: not split, without options */
         });
         if (args.loss)
-            plan.totals.add_up(sequence, args, workspace);
+            plan.totals.add_up(context, args, workspace);
         return RAFTER_OK;
     }
 

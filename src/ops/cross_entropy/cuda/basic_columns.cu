@@ -108,6 +108,7 @@ DEVICE void finish_rows(const ColumnArgs &a, const PlacedColumns<T, LOOSE> &plac
 
 template <typename T, bool LOOSE, ColumnOptions OPTIONS, int STEPS>
 __global__ __launch_bounds__(THREADS, per_sm(LOOSE, STEPS)) void column_losses(const __grid_constant__ ColumnArgs a) {
+    wait_for_inputs();
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     double2 sum = {};
@@ -290,9 +291,8 @@ struct BasicColumns {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         ColumnArgs args = plan.args;
-        const double *const factor = plan.workspace.start(sequence, !plan.forward, &args.basic, workspace);
+        const double *const factor = plan.workspace.start(context, !plan.forward, &args.basic, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_column_steps(args.columns.length, [&](auto steps) {
@@ -302,12 +302,12 @@ struct BasicColumns {
                     constexpr ColumnOptions OPTIONS = decltype(options)::value;
                     const Launch gradients = {plan.blocks, GRADIENT_BLOCK};
                     if (plan.forward)
-                        sequence.run(Launch{plan.blocks, THREADS},
-                                     column_losses<T, LOOSE, OPTIONS, loss_steps(LOOSE, STEPS)>, args);
+                        ::launch(context, Launch{plan.blocks, THREADS},
+                                 column_losses<T, LOOSE, OPTIONS, loss_steps(LOOSE, STEPS)>, args);
                     else if (STEPS == 8 && args.columns.length > SHORT_ROW)
-                        sequence.run(gradients, column_gradients<T, LOOSE, OPTIONS, 8, true>, args, factor);
+                        ::launch(context, gradients, column_gradients<T, LOOSE, OPTIONS, 8, true>, args, factor);
                     else
-                        sequence.run(gradients, column_gradients<T, LOOSE, OPTIONS, STEPS, false>, args, factor);
+                        ::launch(context, gradients, column_gradients<T, LOOSE, OPTIONS, STEPS, false>, args, factor);
                 };
                 typedef std::integral_constant<ColumnOptions, BOTH> AllKnown;
                 typedef std::integral_constant<ColumnOptions, NONE> NothingKnown;

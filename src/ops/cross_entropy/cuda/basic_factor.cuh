@@ -17,6 +17,7 @@ static_assert(COUNT_BLOCKS <= COUNT_THREADS, "one block adds up the sums of all"
 template <class U>
 __global__ __launch_bounds__(COUNT_THREADS) void write_factor(const __grid_constant__ U u, double *sums,
                                                               double *factor) {
+    wait_for_inputs();
     start_next_kernel();
     double weight = 0.0;
     if (gridDim.x > 1) {
@@ -51,12 +52,13 @@ struct BasicWorkspace {
     }
     /* Tells args where the losses are, enqueues write_factor if a gradient is wanted, and returns where the
      * factor will be. */
-    template <class U> const double *start(LaunchSequence &sequence, bool gradient, U *args, char *workspace) const {
+    template <class U>
+    const double *start(const rafter_context *context, bool gradient, U *args, char *workspace) const {
         double *const factor_at = at_offset<double>(workspace, factor);
         args->losses = at_offset<double>(workspace, losses);
         if (gradient)
-            sequence.run(Launch{count_blocks(*args), COUNT_THREADS}, write_factor<U>, *args,
-                         at_offset<double>(workspace, sums), factor_at);
+            ::launch(context, Launch{count_blocks(*args), COUNT_THREADS}, write_factor<U>, *args,
+                     at_offset<double>(workspace, sums), factor_at);
         return factor_at;
     }
 };

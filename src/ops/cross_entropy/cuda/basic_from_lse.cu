@@ -13,6 +13,8 @@ namespace {
 template <typename T, class U>
 __global__ __launch_bounds__(ROW_THREADS) void coefficients(const __grid_constant__ U u, const double *known_factor,
                                                             BasicGradient *row_gradients) {
+    if (!known_factor)
+        wait_for_inputs();
     start_next_kernel();
     const int lane = threadIdx.x % WARP, row = blockIdx.x * ROW_THREADS + threadIdx.x;
     const bool valid = row < u.rows;
@@ -138,17 +140,17 @@ struct BasicFromLse {
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
                                      char *workspace) {
         const Problem p(call);
-        LaunchSequence sequence = {context};
         BasicGradient *const row_gradients = at_offset<BasicGradient>(workspace, 0);
         const double *known_factor = nullptr;
         if (are_many(args.rows) || (args.weighs && args.needs_totals())) /* else every block computes it */
-            known_factor = plan.totals.find_factor(sequence, args, workspace);
+            known_factor = plan.totals.find_factor(context, args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            sequence.run(Launch{plan.row_blocks, ROW_THREADS}, coefficients<T, U>, args, known_factor, row_gradients);
+            ::launch(context, Launch{plan.row_blocks, ROW_THREADS}, coefficients<T, U>, args, known_factor,
+                     row_gradients);
             const auto write = [&](void (*kernel)(U, Divisor, const BasicGradient *)) {
-                sequence.run(Launch{args.rows * plan.parts, GRADIENT_THREADS}, kernel, args, Divisor(plan.parts),
-                             row_gradients);
+                ::launch(context, Launch{args.rows * plan.parts, GRADIENT_THREADS}, kernel, args, Divisor(plan.parts),
+                         row_gradients);
             };
             if constexpr (std::is_same<U, BasicArgs>::value)
                 if (!p.whole_packs)

@@ -130,17 +130,16 @@ struct BasicOnChip {
     template <class U>
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args,
                                      char *workspace) {
-        LaunchSequence sequence = {context};
         const Launch rows = {args.rows, plan.fit.threads, plan.fit.shared};
-        const double *const factor = plan.totals.find_factor(sequence, args, workspace);
+        const double *const factor = plan.totals.find_factor(context, args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             void (*const kernels[])(U, const double *) = {on_chip<T, SixPerSm, U>, on_chip<T, ThreePerSm, U>,
                                                           on_chip<T, TwoPerSm, U>, on_chip<T, OnePerSm, U>};
-            sequence.run(rows, kernels[plan.fit.shape], args, factor);
+            ::launch(context, rows, kernels[plan.fit.shape], args, factor);
         });
         if (args.loss)
-            plan.totals.add_up(sequence, args, workspace);
+            plan.totals.add_up(context, args, workspace);
         return RAFTER_OK;
     }
 

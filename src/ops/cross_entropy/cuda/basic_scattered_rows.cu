@@ -18,6 +18,7 @@ struct ScatteredArgs : OptionArgs {
 
 template <class Op, typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered_losses(const __grid_constant__ ScatteredArgs a) {
+    wait_for_inputs();
     Op op{a};
     scattered_rows<Op, T, COUNT, false>(op, a.rows);
     if (a.basic.loss)
@@ -38,6 +39,8 @@ template <class Op> struct WithFactor : Op {
 
 template <class Op, typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered_gradients(const __grid_constant__ ScatteredArgs a) {
+    if (!a.factor)
+        wait_for_inputs();
     WithFactor<Op> op(a);
     scattered_rows<WithFactor<Op>, T, COUNT, true>(op, a.rows);
 }
@@ -82,10 +85,9 @@ struct BasicScatteredRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         ScatteredArgs args = plan.args;
         const bool counts = !plan.forward && (args.basic.weighs || args.basic.rows > SCANNED_ROWS);
-        const double *const factor = plan.workspace.start(sequence, counts, &args.basic, workspace);
+        const double *const factor = plan.workspace.start(context, counts, &args.basic, workspace);
         args.factor = counts ? factor : nullptr;
         const Launch how = {args.rows.blocks, TINY_THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
@@ -94,15 +96,15 @@ struct BasicScatteredRows {
                 constexpr int COUNT = decltype(count)::value;
                 const bool many = has_many_options(call.loss);
                 if (plan.forward)
-                    return sequence.run(how,
-                                        many ? scattered_losses<OptionsLoss<T>, T, COUNT>
-                                             : scattered_losses<TinyLoss<T, true>, T, COUNT>,
-                                        args);
+                    return ::launch(context, how,
+                                    many ? scattered_losses<OptionsLoss<T>, T, COUNT>
+                                         : scattered_losses<TinyLoss<T, true>, T, COUNT>,
+                                    args);
                 if constexpr (COUNT <= LONGEST_GRADIENT)
-                    sequence.run(how,
-                                 many ? scattered_gradients<OptionsGradient<T, true>, T, COUNT>
-                                      : scattered_gradients<TinyGradient<T, true>, T, COUNT>,
-                                 args);
+                    ::launch(context, how,
+                             many ? scattered_gradients<OptionsGradient<T, true>, T, COUNT>
+                                  : scattered_gradients<TinyGradient<T, true>, T, COUNT>,
+                             args);
             });
         });
         return RAFTER_OK;

@@ -37,6 +37,8 @@ DEVICE float sum_of_row(const Pack<T, N> (&pack)[PACKS], int member, int packs) 
 template <typename T, int LANES, int PACKS, bool FORWARD, bool GRADIENT, class U>
 __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ U u, int steps,
                                                          const double *factor_at) {
+    if (!GRADIENT)
+        wait_for_inputs();
     constexpr int N = WIDE<T>, GROUPS = WARP / LANES, BATCH = ::BATCH<LANES, PACKS>;
     const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES, packs = u.classes / N;
     const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * (GROUPS * steps);
@@ -161,19 +163,18 @@ struct BasicShortRows {
     template <class U>
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, U args,
                                      char *workspace) {
-        LaunchSequence sequence = {context};
         const Launch how = {plan.blocks, THREADS};
-        const double *const factor = plan.workspace.start(sequence, args.dz, &args, workspace);
+        const double *const factor = plan.workspace.start(context, args.dz, &args, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_shape(args.classes / WIDE<T>, [&](auto lanes, auto packs) {
                 constexpr int LANES = decltype(lanes)::value, PACKS = decltype(packs)::value;
                 if (!args.dz)
-                    sequence.run(how, rows_per_warp<T, LANES, PACKS, true, false, U>, args, plan.steps, factor);
+                    ::launch(context, how, rows_per_warp<T, LANES, PACKS, true, false, U>, args, plan.steps, factor);
                 else if (plan.forward)
-                    sequence.run(how, rows_per_warp<T, LANES, PACKS, true, true, U>, args, plan.steps, factor);
+                    ::launch(context, how, rows_per_warp<T, LANES, PACKS, true, true, U>, args, plan.steps, factor);
                 else
-                    sequence.run(how, rows_per_warp<T, LANES, PACKS, false, true, U>, args, plan.steps, factor);
+                    ::launch(context, how, rows_per_warp<T, LANES, PACKS, false, true, U>, args, plan.steps, factor);
             });
         });
         return RAFTER_OK;

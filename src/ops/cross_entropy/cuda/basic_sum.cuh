@@ -13,6 +13,7 @@ constexpr int ONE_BLOCK = 512; /* threads of a kernel of one block */
 /* U: BasicArgs or SpacedArgs. */
 template <class U>
 __global__ __launch_bounds__(ONE_BLOCK) void compute_factor(const __grid_constant__ U u, double *factor) {
+    wait_for_inputs();
     start_next_kernel();
     const double value = u.weighs && u.needs_totals()
                              ? u.divided_upstream(block_sum(add_weights(u, threadIdx.x, ONE_BLOCK)))
@@ -61,19 +62,19 @@ struct BasicTotals {
         factor = layout->add(int64_t(sizeof(double)));
     }
     /* Returns where the factor will be. */
-    template <class U> const double *find_factor(LaunchSequence &sequence, const U &args, char *workspace) const {
+    template <class U> const double *find_factor(const rafter_context *context, const U &args, char *workspace) const {
         double *const at = at_offset<double>(workspace, factor);
         if (are_many(args.rows))
-            sequence.run(Launch{count_blocks(args), COUNT_THREADS}, write_factor<U>, args,
-                         at_offset<double>(workspace, sums), at);
+            ::launch(context, Launch{count_blocks(args), COUNT_THREADS}, write_factor<U>, args,
+                     at_offset<double>(workspace, sums), at);
         else
-            sequence.run(Launch{1, ONE_BLOCK}, compute_factor<U>, args, at);
+            ::launch(context, Launch{1, ONE_BLOCK}, compute_factor<U>, args, at);
         return at;
     }
-    template <class U> void add_up(LaunchSequence &sequence, const U &args, char *workspace) const {
+    template <class U> void add_up(const rafter_context *context, const U &args, char *workspace) const {
         const int64_t blocks =
             are_many(args.rows) ? min(ceil_div<int64_t>(args.rows, 8 * ONE_BLOCK), int64_t(COUNT_BLOCKS)) : 1;
-        sequence.run(Launch{blocks, ONE_BLOCK}, sum_losses<U>, args, at_offset<double2>(workspace, sums));
+        ::launch(context, Launch{blocks, ONE_BLOCK}, sum_losses<U>, args, at_offset<double2>(workspace, sums));
     }
 };
 

@@ -25,6 +25,7 @@ struct TinyArgs : OptionArgs {
 /* Any options. */
 template <typename T, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void options_losses(const __grid_constant__ TinyArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     OptionsLoss<T> op(a);
     tiny_rows<OptionsLoss<T>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
@@ -43,6 +44,7 @@ __global__ __launch_bounds__(TINY_THREADS,
 /* No options, or one. OPTIONS: label smoothing or class weights. */
 template <typename T, bool OPTIONS, int COUNT, int ROWS>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     TinyLoss<T, OPTIONS> op(a);
     tiny_rows<TinyLoss<T, OPTIONS>, T, COUNT, ROWS, false>(op, a.tiny, dynamic);
@@ -89,9 +91,8 @@ struct BasicTinyRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         TinyArgs args = plan.args;
-        args.factor = plan.workspace.start(sequence, !plan.forward, &args.basic, workspace);
+        args.factor = plan.workspace.start(context, !plan.forward, &args.basic, workspace);
         const Launch how = {plan.blocks, TINY_THREADS, tiny_shared(args.tiny)};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
@@ -99,18 +100,18 @@ struct BasicTinyRows {
                 return for_tiny_shape<T, ROWS_OF_OPTIONS>(args.tiny, [&](auto count, auto rows) {
                     constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                     if (plan.forward)
-                        sequence.run(how, options_losses<T, COUNT, ROWS>, args);
+                        ::launch(context, how, options_losses<T, COUNT, ROWS>, args);
                     else
-                        sequence.run(how, options_gradients<T, COUNT, ROWS>, args);
+                        ::launch(context, how, options_gradients<T, COUNT, ROWS>, args);
                 });
             for_tiny_shape<T, ROWS_AT_ONCE>(args.tiny, [&](auto count, auto rows) {
                 constexpr int COUNT = decltype(count)::value, ROWS = decltype(rows)::value;
                 for_bool(args.basic.smooths || args.basic.weighs, [&](auto options) {
                     constexpr bool OPTIONS = decltype(options)::value;
                     if (plan.forward)
-                        sequence.run(how, tiny_losses<T, OPTIONS, COUNT, ROWS>, args);
+                        ::launch(context, how, tiny_losses<T, OPTIONS, COUNT, ROWS>, args);
                     else
-                        sequence.run(how, tiny_gradients<T, OPTIONS, COUNT, ROWS>, args);
+                        ::launch(context, how, tiny_gradients<T, OPTIONS, COUNT, ROWS>, args);
                 });
             });
         });

@@ -40,6 +40,8 @@ template <int PACKS, int N, typename F> DEVICE void for_class_weights(const Basi
 /* PACKS: packs per lane. known_factor: NULL, if every block is to compute it. U: BasicArgs or SpacedArgs. */
 template <typename T, int PACKS, bool FORWARD, bool GRADIENT, Smoothing SMOOTHS, class U>
 __global__ __launch_bounds__(ROW_THREADS) void warp_per_row(const __grid_constant__ U u, const double *known_factor) {
+    if (!known_factor)
+        wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP, own = (blockIdx.x * ROW_THREADS + threadIdx.x) / WARP;
     const bool valid = own < u.rows;
@@ -164,40 +166,39 @@ struct BasicWarpPerRow {
     }
 
     template <typename T, int PACKS, class U>
-    static void launch_rows(LaunchSequence &sequence, const Call &call, const Plan &plan, const U &args,
+    static void launch_rows(const rafter_context *context, const Call &call, const Plan &plan, const U &args,
                             const double *factor) {
         const Launch how = {plan.blocks, ROW_THREADS};
         if constexpr (std::is_same<U, BasicArgs>::value)
             if (args.weighs_smoothing())
-                return args.dz
-                           ? sequence.run(how, warp_per_row<T, PACKS, false, true, WEIGHTED_SMOOTHING, U>, args, factor)
-                           : sequence.run(how, warp_per_row<T, PACKS, true, false, WEIGHTED_SMOOTHING, U>, args,
-                                          factor);
+                return args.dz ? ::launch(context, how, warp_per_row<T, PACKS, false, true, WEIGHTED_SMOOTHING, U>,
+                                          args, factor)
+                               : ::launch(context, how, warp_per_row<T, PACKS, true, false, WEIGHTED_SMOOTHING, U>,
+                                          args, factor);
         if constexpr (PACKS == 4) { /* see why_not: longer rows want a gradient, batch-invariant calls no smoothing */
             if (!args.dz && !args.smooths)
-                return sequence.run(how, warp_per_row<T, PACKS, true, false, NO_SMOOTHING, U>, args, factor);
+                return ::launch(context, how, warp_per_row<T, PACKS, true, false, NO_SMOOTHING, U>, args, factor);
             if constexpr (std::is_same<U, BasicArgs>::value)
                 if (!args.dz)
-                    return sequence.run(how, warp_per_row<T, PACKS, true, false, SMOOTHING, U>, args, factor);
+                    return ::launch(context, how, warp_per_row<T, PACKS, true, false, SMOOTHING, U>, args, factor);
         }
         if (call.common.direction == RAFTER_FORWARD)
-            sequence.run(how, warp_per_row<T, PACKS, true, true, NO_SMOOTHING, U>, args, factor);
+            ::launch(context, how, warp_per_row<T, PACKS, true, true, NO_SMOOTHING, U>, args, factor);
         else
-            sequence.run(how, warp_per_row<T, PACKS, false, true, NO_SMOOTHING, U>, args, factor);
+            ::launch(context, how, warp_per_row<T, PACKS, false, true, NO_SMOOTHING, U>, args, factor);
     }
 
     template <class U>
     static rafter_status launch_with(rafter_context *context, const Call &call, const Plan &plan, const U &args) {
-        LaunchSequence sequence = {context};
         double *const factor = counts(args) ? args.losses + (args.loss ? 2 * plan.blocks : 0) : nullptr;
         if (factor)
-            sequence.run(Launch{1, ONE_BLOCK}, compute_factor<U>, args, factor);
+            ::launch(context, Launch{1, ONE_BLOCK}, compute_factor<U>, args, factor);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (args.classes / WIDE<T> <= 4 * WARP)
-                launch_rows<T, 4>(sequence, call, plan, args, factor);
+                launch_rows<T, 4>(context, call, plan, args, factor);
             else
-                launch_rows<T, 8>(sequence, call, plan, args, factor);
+                launch_rows<T, 8>(context, call, plan, args, factor);
         });
         return RAFTER_OK;
     }

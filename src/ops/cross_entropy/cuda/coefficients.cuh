@@ -20,6 +20,7 @@ template <int OPTIONS, typename T> DEVICE LossStats<OPTIONS> strided_stats(const
 template <typename T, int OPTIONS, bool STRIDED>
 __global__ __launch_bounds__(ROW_THREADS) void compute_coefficients(const __grid_constant__ Args c,
                                                                     RowCoefficients *coefficients) {
+    wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;

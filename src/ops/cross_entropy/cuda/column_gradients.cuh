@@ -43,6 +43,7 @@ struct ColumnArgs {
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS) void column_coefficients(const __grid_constant__ Args c,
                                                                    ColumnCoefficients coefficients) {
+    wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;

@@ -5,95 +5,54 @@
  * when a kernel starts.
  */
 #include "ops/cross_entropy/cuda/basic_sum.cuh"
-#include "ops/cross_entropy/cuda/options.cuh"
+#include "ops/cross_entropy/cuda/row_sums.cuh"
 
 namespace {
 
 constexpr int THREADS = 128;
 constexpr int PACKS_AT_ONCE = 4;
 
-/* Adds up a row, or what a thread sees of it. */
-struct RowSums {
-    RowStats stats = no_elements();
-    float total = 0.0f, weight_sum = 0.0f; /* label smoothing: of logits times weights, and of weights */
-
-    /* N logits from class `first` on. */
-    template <int N>
-    DEVICE void add(const float (&z)[N], int first, const LossNumbers &loss, const ClassWeights &weights) {
-        float v[N], max = stats.max, sum = 0.0f;
+/* Adds up the row at z, by all threads of the block. */
+template <typename T>
+DEVICE void add_row(RowSums &sums, const T *z, int classes, const LossNumbers &loss, const ClassWeights &weights) {
+    constexpr int N = WIDE<T>;
+    const AlignedSpan<const T> span(z, classes);
+    const int packs = static_cast<int>(span.packs), own = static_cast<int>(threadIdx.x);
+    for (int i = own; i < packs; i += PACKS_AT_ONCE * THREADS) {
+        Pack<T, N> pack[PACKS_AT_ONCE];
+        load_packs(pack, span.body, packs, i, THREADS);
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            v[j] = softcapped(z[j], loss);
-            max = fmaxf(max, v[j]);
-        }
-        const float pivot = pivot_at(max);
-#pragma unroll
-        for (int j = 0; j < N; j++)
-            sum += exp_below(v[j] - pivot, loss.scale);
-        stats = {max, fmaf(stats.sum, exp_below(stats.max - pivot, loss.scale), sum)};
-        if (loss.weighted)
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const float weight = weights.of_class(first + j);
-                weight_sum += weight;
-                total = fmaf(weight, v[j], total);
+        for (int k = 0; k < PACKS_AT_ONCE; k++)
+            if (i + k * THREADS < packs) {
+                float x[N];
+                unpack(pack[k], x);
+                sums.add(x, N, span.head + (i + k * THREADS) * N, 1, loss, weights);
             }
     }
-    /* The row at z, by all threads of the block. */
-    template <typename T>
-    DEVICE void add_row(const T *z, int classes, const LossNumbers &loss, const ClassWeights &weights) {
-        constexpr int N = WIDE<T>;
-        const AlignedSpan<const T> span(z, classes);
-        const int packs = static_cast<int>(span.packs), own = static_cast<int>(threadIdx.x);
-        for (int i = own; i < packs; i += PACKS_AT_ONCE * THREADS) {
-            Pack<T, N> pack[PACKS_AT_ONCE];
-            load_packs(pack, span.body, packs, i, THREADS);
-#pragma unroll
-            for (int k = 0; k < PACKS_AT_ONCE; k++)
-                if (i + k * THREADS < packs) {
-                    float x[N];
-                    unpack(pack[k], x);
-                    add(x, span.head + (i + k * THREADS) * N, loss, weights);
-                }
-        }
-        if (own < span.edges) {
-            const float x[1] = {to_float(span.body[span.edge(own)])};
-            add(x, span.head + static_cast<int>(span.edge(own)), loss, weights);
-        }
+    if (own < span.edges) {
+        const float x[1] = {to_float(span.body[span.edge(own)])};
+        sums.add(x, 1, span.head + static_cast<int>(span.edge(own)), 1, loss, weights);
     }
-};
+}
 
 template <typename T> __global__ __launch_bounds__(THREADS) void few_losses(const __grid_constant__ OptionArgs a) {
+    wait_for_inputs();
     const BasicArgs &u = a.basic;
     const int row = static_cast<int>(blockIdx.x);
     const T *const z = u.row_of_z<T>(row);
     const int64_t loaded = u.load_label(row);
     const ClassWeights weights(u);
-    RowSums sums;
-    sums.add_row(z, u.classes, a.loss, weights);
+    RowSums sums = no_sums();
+    add_row(sums, z, u.classes, a.loss, weights);
     const int label = u.class_of(loaded);
     const float z_label = label >= 0 ? to_float(z[label]) : 0.0f;
     const RowStats s = merge_block(sums.stats, a.loss.scale);
     const double2 of_all = a.loss.weighted ? block_sum(make_double2(sums.total, sums.weight_sum)) : double2{};
     double2 *const row_losses = reinterpret_cast<double2 *>(u.losses);
     if (threadIdx.x == 0) {
-        LossAndLse result;
-        float weight = 1.0f;
-        if (label >= 0) {
-            weight = weights.of_class(label);
-            result = loss_of_row(a.loss, s, softcapped(z_label, a.loss), weight, static_cast<float>(of_all.y),
-                                 static_cast<float>(s.max * of_all.y - of_all.x));
-        } else {
-            result = loss_of_skipped(u, label);
-        }
-        if (u.lse)
-            u.lse[row] = result.lse;
-        if (u.row_loss)
-            u.row_loss[row] = result.loss;
-        if (a.row_losses)
-            a.row_losses[row] = result.loss;
+        const double2 of_row = finish_row(a, row, label, z_label, s, of_all);
         if (u.loss)
-            row_losses[row] = make_double2(result.loss, label == IGNORED ? 0.0 : weight);
+            row_losses[row] = of_row;
     }
     if (u.loss)
         add_up_blocks(u, row_losses, THREADS);
@@ -102,6 +61,8 @@ template <typename T> __global__ __launch_bounds__(THREADS) void few_losses(cons
 /* `parts` blocks per row. */
 template <typename T>
 __global__ __launch_bounds__(THREADS) void few_gradients(const __grid_constant__ OptionArgs a, int parts) {
+    if (!a.factor)
+        wait_for_inputs();
     constexpr int N = WIDE<T>;
     const BasicArgs &u = a.basic;
     const int part = static_cast<int>(blockIdx.x) / u.rows, row = static_cast<int>(blockIdx.x) - part * u.rows;
@@ -121,8 +82,8 @@ __global__ __launch_bounds__(THREADS) void few_gradients(const __grid_constant__
                    : static_cast<float>(u.classes);
     __shared__ RowStats of_row;
     if (label >= 0 && !lse_is_accurate<T>(given)) {
-        RowSums sums;
-        sums.add_row(z, u.classes, a.loss, weights);
+        RowSums sums = no_sums();
+        add_row(sums, z, u.classes, a.loss, weights);
         const RowStats merged = merge_block(sums.stats, a.loss.scale);
         if (threadIdx.x == 0)
             of_row = merged;
@@ -210,18 +171,17 @@ struct FewRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         OptionArgs args = plan.args;
         args.basic.losses = at_offset<double>(workspace, 0);
         if (counts(args.basic))
-            args.factor = plan.totals.find_factor(sequence, args.basic, workspace);
+            args.factor = plan.totals.find_factor(context, args.basic, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (args.basic.dz)
-                sequence.run(Launch{int64_t(args.basic.rows) * plan.parts, THREADS}, few_gradients<T>, args,
-                             plan.parts);
+                ::launch(context, Launch{int64_t(args.basic.rows) * plan.parts, THREADS}, few_gradients<T>, args,
+                         plan.parts);
             else
-                sequence.run(Launch{args.basic.rows, THREADS}, few_losses<T>, args);
+                ::launch(context, Launch{args.basic.rows, THREADS}, few_losses<T>, args);
         });
         return RAFTER_OK;
     }

@@ -18,6 +18,7 @@ static_assert(sizeof(KnownTerms) == sizeof(RowTerms) + 8, "no padding");
 /* A thread per row. */
 template <typename T>
 __global__ __launch_bounds__(ROW_THREADS) void compute_terms(const __grid_constant__ Args c, KnownTerms *row_terms) {
+    wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;

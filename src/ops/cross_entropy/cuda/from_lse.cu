@@ -37,17 +37,16 @@ struct FromLse {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         RowCoefficients *const coefficients = at_offset<RowCoefficients>(workspace, plan.coefficients);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = IN_BACKWARD<decltype(o)::value>;
-                sequence.run(Launch{plan.row_blocks, ROW_THREADS}, compute_coefficients<T, OPTIONS, false>, args,
-                             coefficients);
-                sequence.run(Launch{args.loss.rows * plan.parts, GRADIENT_THREADS}, gradients<T, OPTIONS>, args,
-                             coefficients, static_cast<unsigned>(plan.parts));
+                ::launch(context, Launch{plan.row_blocks, ROW_THREADS}, compute_coefficients<T, OPTIONS, false>, args,
+                         coefficients);
+                ::launch(context, Launch{args.loss.rows * plan.parts, GRADIENT_THREADS}, gradients<T, OPTIONS>, args,
+                         coefficients, static_cast<unsigned>(plan.parts));
             });
         });
         return RAFTER_OK;

@@ -23,6 +23,12 @@ struct Args {
     unsigned *counter;       /* 0 between kernels */
 };
 
+/* In a kernel that is the first of its call, unless `prepare` is. */
+DEVICE void wait_unless_prepared(const Args &c) {
+    if (!c.loss.prepared)
+        wait_for_inputs();
+}
+
 /* Packs that a thread loads before it uses the first one. */
 template <int OPTIONS> constexpr int AHEAD = OPTIONS == FULL ? IN_FLIGHT / 2 : IN_FLIGHT;
 
@@ -251,6 +257,7 @@ DEVICE Totals count_weights(const Loss &loss, int64_t first, int64_t step) {
 /* Sums over all classes, and over labels if there are many. prepared[1 ...] get the sums of each
  * block; the last block to finish adds them up into prepared[0]. */
 __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant__ Args c, Prepared *prepared) {
+    wait_for_inputs();
     start_next_kernel();
     const int64_t first = blockIdx.x * int64_t(PREPARE_THREADS) + threadIdx.x,
                   step = gridDim.x * int64_t(PREPARE_THREADS);
@@ -335,12 +342,12 @@ struct GeneralPlan {
     }
 
     /* Runs `prepare` if it is needed, and returns the arguments of the kernels after it. */
-    Args start(LaunchSequence &sequence, char *workspace) const {
+    Args start(const rafter_context *context, char *workspace) const {
         Args complete = args;
         complete.block_totals = reduces ? at_offset<Totals>(workspace, block_totals) : nullptr;
         if (prepares) {
             Prepared *const sums = at_offset<Prepared>(workspace, prepared);
-            sequence.run(Launch{prepare_blocks(complete.loss.rows), PREPARE_THREADS}, prepare, complete, sums);
+            ::launch(context, Launch{prepare_blocks(complete.loss.rows), PREPARE_THREADS}, prepare, complete, sums);
             complete.loss.prepared = sums;
         }
         return complete;

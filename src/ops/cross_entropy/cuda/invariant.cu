@@ -88,6 +88,7 @@ __global__ __launch_bounds__(SLOT_THREADS,
                              STATISTICS_PER_SM<OPTIONS>) void indexed_statistics(const __grid_constant__ Args c,
                                                                                  const RowTeam team,
                                                                                  LossStats<OPTIONS> *stats) {
+    wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = team.row();
@@ -383,34 +384,32 @@ struct Invariant {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         const Launch per_row = {plan.row_blocks, ROW_THREADS}, teams = plan.team.blocks(args.loss.rows);
         KnownTerms *const terms = args.gradient ? at_offset<KnownTerms>(workspace, plan.terms) : nullptr;
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (terms)
-                sequence.run(per_row, compute_terms<T>, args, terms);
+                ::launch(context, per_row, compute_terms<T>, args, terms);
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
                     args.loss.forward ? at_offset<LossStats<OPTIONS>>(workspace, plan.stats) : nullptr;
                 if (!terms)
-                    sequence.run(teams,
-                                 plan.aligned ? indexed_statistics<T, OPTIONS, true>
-                                              : indexed_statistics<T, OPTIONS, false>,
-                                 args, plan.team, stats);
+                    ::launch(context, teams,
+                             plan.aligned ? indexed_statistics<T, OPTIONS, true>
+                                          : indexed_statistics<T, OPTIONS, false>,
+                             args, plan.team, stats);
                 else if (plan.per_sm > 0)
-                    sequence.run(Launch{teams.blocks, teams.threads, plan.shared}, staged_gradients<T, OPTIONS>, args,
-                                 plan.team, plan.per_sm == 1, terms, stats);
+                    ::launch(context, Launch{teams.blocks, teams.threads, plan.shared}, staged_gradients<T, OPTIONS>,
+                             args, plan.team, plan.per_sm == 1, terms, stats);
                 else
-                    sequence.run(teams,
-                                 plan.aligned ? indexed_gradients<T, OPTIONS, true>
-                                              : indexed_gradients<T, OPTIONS, false>,
-                                 args, plan.team, terms, stats);
+                    ::launch(context, teams,
+                             plan.aligned ? indexed_gradients<T, OPTIONS, true> : indexed_gradients<T, OPTIONS, false>,
+                             args, plan.team, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(per_row, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
-                                 static_cast<RowCoefficients *>(nullptr));
+                    ::launch(context, per_row, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
+                             static_cast<RowCoefficients *>(nullptr));
             });
         });
         return RAFTER_OK;

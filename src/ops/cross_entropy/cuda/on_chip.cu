@@ -150,14 +150,13 @@ struct OnChip {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         const Launch rows = {plan.row_blocks, ROW_THREADS},
                      blocks = {args.loss.rows, plan.fit.threads, plan.fit.shared};
         KnownTerms *const terms = at_offset<KnownTerms>(workspace, plan.terms);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            sequence.run(rows, compute_terms<T>, args, terms);
+            ::launch(context, rows, compute_terms<T>, args, terms);
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats =
@@ -165,10 +164,10 @@ struct OnChip {
                 void (*const kernels[])(Args, const KnownTerms *, LossStats<OPTIONS> *) = {
                     on_chip<T, OPTIONS, ThreePerSm>, on_chip<T, OPTIONS, TwoPerSm>, on_chip<T, OPTIONS, OnePerSm>,
                     on_chip<T, OPTIONS, Largest>};
-                sequence.run(blocks, kernels[plan.fit.shape], args, terms, stats);
+                ::launch(context, blocks, kernels[plan.fit.shape], args, terms, stats);
                 if (args.loss.forward)
-                    sequence.run(rows, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
-                                 static_cast<RowCoefficients *>(nullptr));
+                    ::launch(context, rows, finish<T, OPTIONS>, args, RowLanes{1, 0}, stats, terms,
+                             static_cast<RowCoefficients *>(nullptr));
             });
         });
         return RAFTER_OK;

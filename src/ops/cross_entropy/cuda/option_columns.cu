@@ -46,6 +46,7 @@ template <int STEPS> DEVICE void add_columns(RowStats (&s)[COLUMNS], const float
 
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __grid_constant__ OptionColumns a) {
+    wait_for_inputs();
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     const ClassWeights weights(u);
@@ -200,19 +201,18 @@ struct OptionColumnsVariant {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         OptionColumns args = plan.args;
-        args.factor = plan.workspace.start(sequence, !plan.forward, &args.basic, workspace);
+        args.factor = plan.workspace.start(context, !plan.forward, &args.basic, workspace);
         const Launch how = {plan.blocks, THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             const auto run = [&](auto loose, auto steps) {
                 constexpr bool LOOSE = decltype(loose)::value;
                 constexpr int STEPS = decltype(steps)::value;
-                sequence.run(how,
-                             plan.forward ? option_column_losses<T, LOOSE, STEPS>
-                                          : option_column_gradients<T, LOOSE, STEPS>,
-                             args);
+                ::launch(context, how,
+                         plan.forward ? option_column_losses<T, LOOSE, STEPS>
+                                      : option_column_gradients<T, LOOSE, STEPS>,
+                         args);
             };
             for_bool(args.columns.loose, [&](auto loose) {
                 if (args.columns.length <= 2)

@@ -111,20 +111,6 @@ template <typename A> A *at_offset(char *workspace, size_t offset) {
     return reinterpret_cast<A *>(workspace + offset);
 }
 
-/* Launches the kernels of one call in order. Each but the first may overlap with the end of the one
- * before it: programmatic dependent launch. */
-struct LaunchSequence {
-    const rafter_context *context;
-    bool first = true;
-
-    template <typename... Wanted, typename... Given>
-    void run(Launch how, void (*kernel)(Wanted...), const Given &...given) {
-        how.overlaps = !first;
-        first = false;
-        launch(context, how, kernel, given...);
-    }
-};
-
 } // namespace
 
 #endif

@@ -91,6 +91,7 @@ template <typename T, int OPTIONS, bool WITH_GRADIENT> struct StagedLoss {
 
 template <typename T, int OPTIONS, bool GRADIENT, bool COLUMNS>
 __global__ __launch_bounds__(STAGE_THREADS, PER_SM) void staged(const __grid_constant__ StagedArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     StagedLoss<T, OPTIONS, GRADIENT> op(a.call);
     staged_rows<StagedLoss<T, OPTIONS, GRADIENT>, T, COLUMNS>(op, a.stage, dynamic);
@@ -134,8 +135,7 @@ struct Staged {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const StagedArgs args = {plan.general.start(sequence, workspace), plan.stage};
+        const StagedArgs args = {plan.general.start(context, workspace), plan.stage};
         const Launch how = {plan.blocks, STAGE_THREADS, plan.shared};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
@@ -144,9 +144,9 @@ struct Staged {
                 const auto run = [&](auto gradient) {
                     constexpr bool GRADIENT = decltype(gradient)::value;
                     if (args.stage.columns)
-                        sequence.run(how, staged<T, OPTIONS, GRADIENT, true>, args);
+                        ::launch(context, how, staged<T, OPTIONS, GRADIENT, true>, args);
                     else
-                        sequence.run(how, staged<T, OPTIONS, GRADIENT, false>, args);
+                        ::launch(context, how, staged<T, OPTIONS, GRADIENT, false>, args);
                 };
                 if (args.call.gradient)
                     run(std::true_type());

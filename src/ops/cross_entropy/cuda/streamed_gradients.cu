@@ -108,6 +108,7 @@ template <typename T, int OPTIONS> struct StreamedGradient {
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_gradients(const __grid_constant__ GradientArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     typedef StreamedGradient<T, OPTIONS> Op;
     Op op(a.call);
@@ -150,15 +151,14 @@ struct StreamedGradients {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const GradientArgs args = {plan.general.start(sequence, workspace), plan.chunks};
+        const GradientArgs args = {plan.general.start(context, workspace), plan.chunks};
         const Launch how = {plan.chunks.in.blocks, CHUNK_THREADS, chunk_gradients_shared()};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = IN_BACKWARD<decltype(o)::value>;
                 for_chunk_lanes<OPTIONS != FULL>(args.chunks.in.lanes, [&](auto lanes) {
-                    sequence.run(how, streamed_gradients<T, OPTIONS, decltype(lanes)::value>, args);
+                    ::launch(context, how, streamed_gradients<T, OPTIONS, decltype(lanes)::value>, args);
                 });
             });
         });

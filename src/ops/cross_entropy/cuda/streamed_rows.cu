@@ -26,6 +26,7 @@ constexpr int CHUNKS_PER_SM = 3;
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(STREAM_THREADS,
                              STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
@@ -35,6 +36,7 @@ __global__ __launch_bounds__(STREAM_THREADS,
 
 template <typename T, int OPTIONS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     typedef RowLoss<T, OPTIONS> Op;
     Op op(a.call);
@@ -82,18 +84,17 @@ struct StreamedRows {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (plan.chunks.blocks == 0)
-                    return sequence.run(Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
-                                        streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
+                    return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
+                                    streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
                 for_chunk_lanes<OPTIONS != FULL>(plan.chunks.lanes, [&](auto lanes) {
-                    sequence.run(Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
-                                 chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
+                    ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
+                             chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
                 });
             });
         });

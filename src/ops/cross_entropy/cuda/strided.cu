@@ -24,11 +24,10 @@ struct Strided {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            sequence.run(Launch{plan.blocks, ROW_THREADS}, warp_per_row<T, FULL, true, true, true>, args);
+            ::launch(context, Launch{plan.blocks, ROW_THREADS}, warp_per_row<T, FULL, true, true, true>, args);
         });
         return RAFTER_OK;
     }

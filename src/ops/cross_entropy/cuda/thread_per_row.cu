@@ -21,6 +21,7 @@ constexpr int FEW_STEPS = 4, MANY_STEPS = 16; /* elements that a thread loads at
 template <typename T, int OPTIONS, int STEPS, bool PARTS>
 __global__ __launch_bounds__(ROW_THREADS_BLOCK,
                              THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+    wait_unless_prepared(a.call);
     start_next_kernel();
     RowLoss<T, OPTIONS> op(a.call);
     thread_rows<RowLoss<T, OPTIONS>, T, STEPS, PARTS>(op, a.threads, static_cast<LossStats<OPTIONS> *>(a.part_stats));
@@ -87,8 +88,7 @@ struct ThreadPerRow {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const ThreadArgs args = {plan.general.start(sequence, workspace), plan.threads,
+        const ThreadArgs args = {plan.general.start(context, workspace), plan.threads,
                                  at_offset<char>(workspace, plan.part_stats)};
         const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK},
                      merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
@@ -97,15 +97,15 @@ struct ThreadPerRow {
             for_options(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.threads.parts > 1) {
-                    sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, true>, args);
+                    ::launch(context, how, thread_per_row<T, OPTIONS, MANY_STEPS, true>, args);
                     if (args.threads.merge_lanes == 1)
-                        sequence.run(merging, merge_parts<T, OPTIONS, 1>, args);
+                        ::launch(context, merging, merge_parts<T, OPTIONS, 1>, args);
                     else
-                        sequence.run(merging, merge_parts<T, OPTIONS, WARP>, args);
+                        ::launch(context, merging, merge_parts<T, OPTIONS, WARP>, args);
                 } else if (args.call.loss.classes <= FEW_STEPS) {
-                    sequence.run(how, thread_per_row<T, OPTIONS, FEW_STEPS, false>, args);
+                    ::launch(context, how, thread_per_row<T, OPTIONS, FEW_STEPS, false>, args);
                 } else {
-                    sequence.run(how, thread_per_row<T, OPTIONS, MANY_STEPS, false>, args);
+                    ::launch(context, how, thread_per_row<T, OPTIONS, MANY_STEPS, false>, args);
                 }
             });
         });

@@ -78,57 +78,58 @@ struct Tiles {
     }
 
     template <typename T, int OPTIONS, int N, int LINES>
-    static void tiles(LaunchSequence &sequence, const Plan &plan, const TileArgs &args) {
-        sequence.run(Launch{plan.blocks, plan.forward.threads, plan.shared}, tile_statistics<T, OPTIONS, N, LINES>,
-                     args);
+    static void tiles(const rafter_context *context, const Plan &plan, const TileArgs &args) {
+        ::launch(context, Launch{plan.blocks, plan.forward.threads, plan.shared}, tile_statistics<T, OPTIONS, N, LINES>,
+                 args);
     }
     template <typename T, int OPTIONS>
-    static void windows(LaunchSequence &sequence, const Call &call, const Plan &plan, const TileArgs &args) {
+    static void windows(const rafter_context *context, const Call &call, const Plan &plan, const TileArgs &args) {
         const SlabWindows w = slab_windows_of(plan.forward.slabs, window_choice(call));
         const WindowArgs in_windows = {args.call, w, args.part_stats, args.outputs};
         const size_t shared = static_cast<size_t>(w.entries()) * sizeof(LossStats<OPTIONS>);
-        sequence.run(Launch{w.blocks, w.threads, shared}, window_statistics<T, OPTIONS>, in_windows);
+        ::launch(context, Launch{w.blocks, w.threads, shared}, window_statistics<T, OPTIONS>, in_windows);
         if (w.parts > 1)
-            sequence.run(Launch{w.merge_blocks(), WINDOW_BLOCK}, merge_window_parts<T, OPTIONS>, in_windows);
+            ::launch(context, Launch{w.merge_blocks(), WINDOW_BLOCK}, merge_window_parts<T, OPTIONS>, in_windows);
     }
     template <typename T, int OPTIONS>
-    static void statistics(LaunchSequence &sequence, const Plan &plan, const TileArgs &args) {
+    static void statistics(const rafter_context *context, const Plan &plan, const TileArgs &args) {
         constexpr int N = WIDE<T>;
         if (plan.forward.elements == 1)
-            tiles<T, OPTIONS, 1, 1>(sequence, plan, args);
+            tiles<T, OPTIONS, 1, 1>(context, plan, args);
         else if (plan.forward.lines == 1)
-            tiles<T, OPTIONS, N, 1>(sequence, plan, args);
+            tiles<T, OPTIONS, N, 1>(context, plan, args);
         else if constexpr (OPTIONS != FULL)
-            tiles<T, OPTIONS, N, N>(sequence, plan, args);
+            tiles<T, OPTIONS, N, N>(context, plan, args);
     }
     template <typename T, int OPTIONS>
-    static void gradients(LaunchSequence &sequence, const Call &call, const Plan &plan, TileArgs args) {
+    static void gradients(const rafter_context *context, const Call &call, const Plan &plan, TileArgs args) {
         if (plan.sideways) {
             const ColumnArgs columns = {args.call, slab_columns_of(slabs_of(call.logits, &call.dlogits), sizeof(T)),
                                         args.outputs.columns};
             const Launch how = {ceil_div<int64_t>(columns.columns.threads, COLUMN_BLOCK), COLUMN_BLOCK};
             for_columns_of<T>(columns.columns, [&](auto n, auto shifted) {
-                sequence.run(how, column_gradients<T, OPTIONS, decltype(n)::value, decltype(shifted)::value>, columns);
+                ::launch(context, how, column_gradients<T, OPTIONS, decltype(n)::value, decltype(shifted)::value>,
+                         columns);
             });
         } else {
             args.tiles = plan.backward;
-            sequence.run(Launch{plan.backward.tiles, plan.backward.threads}, tile_gradients<T, OPTIONS, WIDE<T>>, args);
+            ::launch(context, Launch{plan.backward.tiles, plan.backward.threads}, tile_gradients<T, OPTIONS, WIDE<T>>,
+                     args);
         }
     }
     /* From lse. */
     template <typename T, int OPTIONS>
-    static void coefficients(LaunchSequence &sequence, const Plan &plan, const TileArgs &args) {
+    static void coefficients(const rafter_context *context, const Plan &plan, const TileArgs &args) {
         const Launch how = {ceil_div<int64_t>(args.call.loss.rows, ROW_THREADS), ROW_THREADS};
         if (plan.sideways)
-            sequence.run(how, column_coefficients<T, OPTIONS>, args.call, args.outputs.columns);
+            ::launch(context, how, column_coefficients<T, OPTIONS>, args.call, args.outputs.columns);
         else
-            sequence.run(how, compute_coefficients<T, OPTIONS, true>, args.call, args.outputs.rows);
+            ::launch(context, how, compute_coefficients<T, OPTIONS, true>, args.call, args.outputs.rows);
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
         TileArgs args = {};
-        args.call = plan.general.start(sequence, workspace);
+        args.call = plan.general.start(context, workspace);
         args.tiles = plan.forward;
         args.counters = context->cuda_state->counters + 1;
         args.part_stats = at_offset<char>(workspace, plan.part_stats);
@@ -141,15 +142,15 @@ struct Tiles {
             typedef decltype(zero) T;
             if (plan.in_windows)
                 for_options(plan.general.options,
-                            [&](auto o) { windows<T, decltype(o)::value>(sequence, call, plan, args); });
+                            [&](auto o) { windows<T, decltype(o)::value>(context, call, plan, args); });
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value, BACKWARD = IN_BACKWARD<OPTIONS>;
                 if (!plan.statistics)
-                    coefficients<T, BACKWARD>(sequence, plan, args);
+                    coefficients<T, BACKWARD>(context, plan, args);
                 else if (!plan.in_windows)
-                    statistics<T, OPTIONS>(sequence, plan, args);
+                    statistics<T, OPTIONS>(context, plan, args);
                 if (args.call.gradient)
-                    gradients<T, BACKWARD>(sequence, call, plan, args);
+                    gradients<T, BACKWARD>(context, call, plan, args);
             });
         });
         return RAFTER_OK;

@@ -142,6 +142,7 @@ template <typename T, int OPTIONS> struct LossOp {
 template <typename T, int OPTIONS, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     LossOp<T, OPTIONS> op(a.call, a.outputs, a.tiles.slabs);
@@ -163,6 +164,7 @@ struct WindowArgs {
 template <typename T, int OPTIONS>
 __global__ __launch_bounds__(WINDOW_BLOCK,
                              OPTIONS == PLAIN ? 3 : 2) void window_statistics(const __grid_constant__ WindowArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     typedef LossStats<OPTIONS> Stats;

@@ -151,6 +151,7 @@ template <typename T> struct TinyGradient {
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const __grid_constant__ TinyArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     TinyLoss<T> op(a.call, a.tiny.length);
     tiny_rows<TinyLoss<T>, T, COUNT, 1, false, 2>(op, a.tiny, dynamic);
@@ -160,6 +161,7 @@ __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void tiny_losses(const _
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS,
                              TINY_GRADIENTS_PER_SM) void tiny_gradients(const __grid_constant__ TinyArgs a) {
+    wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
     TinyGradient<T> op(a.call, a.tiny.length);
     tiny_rows<TinyGradient<T>, T, COUNT, 1, true, 2>(op, a.tiny, dynamic);
@@ -167,6 +169,7 @@ __global__ __launch_bounds__(TINY_THREADS,
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void scattered_losses(const __grid_constant__ ScatteredArgs a) {
+    wait_unless_prepared(a.call);
     TinyLoss<T> op(a.call, a.rows.length);
     scattered_rows<TinyLoss<T>, T, COUNT, false>(op, a.rows);
     add_up(a.call, op.totals);
@@ -175,6 +178,7 @@ __global__ __launch_bounds__(TINY_THREADS, TINY_PER_SM) void scattered_losses(co
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS,
                              TINY_GRADIENTS_PER_SM) void scattered_gradients(const __grid_constant__ ScatteredArgs a) {
+    wait_unless_prepared(a.call);
     TinyGradient<T> op(a.call, a.rows.length);
     scattered_rows<TinyGradient<T>, T, COUNT, true>(op, a.rows);
 }
@@ -224,24 +228,23 @@ struct TinyRowsVariant {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.scattered.blocks > 0)
                 return for_few_counts(plan.scattered.length, [&](auto count) {
                     constexpr int COUNT = decltype(count)::value;
-                    sequence.run(Launch{plan.scattered.blocks, TINY_THREADS},
-                                 args.gradient ? scattered_gradients<T, COUNT> : scattered_losses<T, COUNT>,
-                                 ScatteredArgs{args, plan.scattered});
+                    ::launch(context, Launch{plan.scattered.blocks, TINY_THREADS},
+                             args.gradient ? scattered_gradients<T, COUNT> : scattered_losses<T, COUNT>,
+                             ScatteredArgs{args, plan.scattered});
                 });
             for_few_counts(plan.tiny.length,
                            [&](auto count) { /* few calls get here: see basic_tiny_rows.cu */
                                              constexpr int COUNT = decltype(count)::value;
-                                             sequence.run(Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
-                                                          args.gradient ? tiny_gradients<T, COUNT>
-                                                                        : tiny_losses<T, COUNT>,
-                                                          TinyArgs{args, plan.tiny});
+                                             ::launch(context,
+                                                      Launch{plan.blocks, TINY_THREADS, tiny_shared(plan.tiny)},
+                                                      args.gradient ? tiny_gradients<T, COUNT> : tiny_losses<T, COUNT>,
+                                                      TinyArgs{args, plan.tiny});
                            });
         });
         return RAFTER_OK;

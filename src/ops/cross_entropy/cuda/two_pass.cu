@@ -18,6 +18,7 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(MOST_THREADS, OPTIONS >= FULL ? 2 : 3) void statistics(const __grid_constant__ Args c,
                                                                                     unsigned parts, int64_t part,
                                                                                     LossStats<OPTIONS> *part_stats) {
+    wait_unless_prepared(c);
     start_next_kernel();
     const Loss &loss = c.loss;
     const unsigned row = blockIdx.x / parts;
@@ -41,10 +42,10 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(ROW_THREADS) void publish_rows(const __grid_constant__ Args c, unsigned parts,
                                                             const LossStats<OPTIONS> *part_stats,
                                                             const __grid_constant__ Exchange exchange) {
+    wait_for_previous_kernel(); /* or for the inputs: this rank may have no classes */
     start_next_kernel();
     const Loss &loss = c.loss;
     const int64_t row = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
-    wait_for_previous_kernel();
     if (row >= loss.rows)
         return;
     const int64_t label = loss.class_of(loss.load_label(row));
@@ -113,8 +114,7 @@ struct TwoPass {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         const int64_t rows = args.loss.rows;
         const unsigned parts = static_cast<unsigned>(plan.split.parts);
         RowCoefficients *const coefficients =
@@ -127,8 +127,8 @@ struct TwoPass {
                 constexpr int OPTIONS = decltype(o)::value;
                 LossStats<OPTIONS> *const stats = at_offset<LossStats<OPTIONS>>(workspace, plan.stats);
                 if (rows > 0 && parts > 0)
-                    sequence.run(Launch{rows * parts, plan.split.threads}, statistics<T, OPTIONS>, args, parts,
-                                 plan.split.part, stats);
+                    ::launch(context, Launch{rows * parts, plan.split.threads}, statistics<T, OPTIONS>, args, parts,
+                             plan.split.part, stats);
                 const Launch per_row = {plan.row_blocks, ROW_THREADS};
                 const KnownTerms *const known = nullptr;
                 if (shared) {
@@ -136,20 +136,20 @@ struct TwoPass {
                         loss_group::exchange_of(context, call.loss, workspace + plan.exchange,
                                                 {RAFTER_OP_INDEX_cross_entropy, call.logits.dtype});
                     LossStats<FULL> *const merged = at_offset<LossStats<FULL>>(workspace, plan.merged);
-                    sequence.run(per_row, publish_rows<T, OPTIONS>, args, parts, stats, exchange);
+                    ::launch(context, per_row, publish_rows<T, OPTIONS>, args, parts, stats, exchange);
                     status = loss_group::gather(context, call.loss, exchange);
                     if (status != RAFTER_OK)
                         return;
-                    sequence.run(per_row, merge_ranks, args, exchange, merged);
-                    sequence.run(per_row, finish<T, FULL, true>, args, plan.finish, merged, known, coefficients);
+                    ::launch(context, per_row, merge_ranks, args, exchange, merged);
+                    ::launch(context, per_row, finish<T, FULL, true>, args, plan.finish, merged, known, coefficients);
                 } else {
-                    sequence.run(Launch{plan.finish.blocks(rows), ROW_THREADS}, finish<T, OPTIONS>, args, plan.finish,
-                                 stats, known, coefficients);
+                    ::launch(context, Launch{plan.finish.blocks(rows), ROW_THREADS}, finish<T, OPTIONS>, args,
+                             plan.finish, stats, known, coefficients);
                 }
                 if (coefficients)
-                    sequence.run(Launch{rows * plan.gradient_parts, GRADIENT_THREADS},
-                                 gradients<T, IN_BACKWARD<OPTIONS>>, args, coefficients,
-                                 static_cast<unsigned>(plan.gradient_parts));
+                    ::launch(context, Launch{rows * plan.gradient_parts, GRADIENT_THREADS},
+                             gradients<T, IN_BACKWARD<OPTIONS>>, args, coefficients,
+                             static_cast<unsigned>(plan.gradient_parts));
             });
         });
         return status;

@@ -22,17 +22,16 @@ struct WarpPerRow {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        LaunchSequence sequence = {context};
-        const Args args = plan.general.start(sequence, workspace);
+        const Args args = plan.general.start(context, workspace);
         const Launch how = {plan.blocks, ROW_THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             for_options_but_capped(plan.general.options, [&](auto o) {
                 constexpr int OPTIONS = decltype(o)::value;
                 if (args.loss.forward)
-                    sequence.run(how, warp_per_row<T, OPTIONS, true, true, false>, args);
+                    ::launch(context, how, warp_per_row<T, OPTIONS, true, true, false>, args);
                 else
-                    sequence.run(how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);
+                    ::launch(context, how, warp_per_row<T, IN_BACKWARD<OPTIONS>, false, true, false>, args);
             });
         });
         return RAFTER_OK;

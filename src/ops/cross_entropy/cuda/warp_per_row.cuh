@@ -11,6 +11,7 @@ namespace {
  * are loaded one at a time. */
 template <typename T, int OPTIONS, bool FORWARD, bool GRADIENT, bool STRIDED>
 __global__ __launch_bounds__(ROW_THREADS, 4) void warp_per_row(const __grid_constant__ Args c) {
+    wait_unless_prepared(c);
     [[maybe_unused]] constexpr int N = WIDE<T>;
     const Loss &loss = c.loss;
     const int lane = threadIdx.x % WARP;

@@ -136,14 +136,6 @@ inline Launch thread_per_item(int64_t items, int threads, int64_t most = 1 << 20
     return {max(int64_t(1), min(ceil_div<int64_t>(items, threads), most)), threads};
 }
 
-/* For a kernel that begins with wait_for_previous_kernel: it may start before the
- * previous one ends. */
-inline Launch overlapping(int64_t blocks, int threads) {
-    Launch how = {blocks, threads};
-    how.overlaps = true;
-    return how;
-}
-
 } // namespace lce
 
 #endif

@@ -67,6 +67,7 @@ template <int N, bool FEW> constexpr int COLUMN_BLOCKS = FEW || N == 1 ? 4 : 3; 
 template <typename T, int N, bool SHIFTED, bool FEW>
 __global__ __launch_bounds__(COLUMN_BLOCK,
                              COLUMN_BLOCKS<N, FEW>) void column_gradients(const __grid_constant__ ColumnArgs a) {
+    wait_for_inputs();
     const LogsumexpColumns<T> op = {a};
     slab_column_gradients<LogsumexpColumns<T>, T, N, SHIFTED, FEW ? FEW_STEPS : COLUMN_STEPS<N>>(op, a.columns);
 }

@@ -36,6 +36,7 @@ template <typename T, int N> struct ColumnStats {
 };
 
 template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(const __grid_constant__ Forward f) {
+    wait_for_inputs();
     __shared__ RowStats of_thread[THREADS * N];
     const int64_t task = f.parts == 1 ? blockIdx.x : blockIdx.x / f.parts, part = blockIdx.x - task * f.parts;
     const int64_t tile = (f.first + task) * blockDim.x * N, column = tile + threadIdx.x * N;
@@ -84,6 +85,7 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
 
 /* Other variants write gradients, unless there are too many rows for them. */
 template <typename T> __global__ __launch_bounds__(THREADS) void column_gradients(const __grid_constant__ Backward b) {
+    wait_for_inputs();
     const int64_t tile = b.parts == 1 ? blockIdx.x : blockIdx.x / b.parts, part = blockIdx.x - tile * b.parts;
     const int64_t column = tile * blockDim.x + threadIdx.x;
     const int64_t from = part * b.part, to = b.n - from < b.part ? b.n : from + b.part;

@@ -15,6 +15,7 @@ constexpr int GRADIENT_THREADS = 128; /* per block of backward */
 
 template <typename T, int LANES>
 __global__ __launch_bounds__(THREADS) void short_rows(const __grid_constant__ Forward f) {
+    wait_for_inputs();
     const int64_t row = (blockIdx.x * int64_t(THREADS) + threadIdx.x) / LANES;
     const int64_t taken = row < f.rows ? row : f.rows - 1; /* idle lanes still take part in the shuffles */
     const AlignedSpan<const T> span(f.x.at<const T>(taken), f.n);
@@ -24,6 +25,7 @@ __global__ __launch_bounds__(THREADS) void short_rows(const __grid_constant__ Fo
 }
 
 template <typename T> __global__ __launch_bounds__(MOST_THREADS, 3) void long_rows(const __grid_constant__ Forward f) {
+    wait_for_inputs();
     const int64_t task = f.parts == 1 ? blockIdx.x : blockIdx.x / f.parts, part = blockIdx.x - task * f.parts;
     const int64_t row = f.first + task, from = part * f.part;
     const int64_t n = from >= f.n ? 0 : f.n - from < f.part ? f.n - from : f.part;
@@ -47,6 +49,7 @@ template <typename T> __global__ __launch_bounds__(MOST_THREADS, 3) void long_ro
  * bandwidth. */
 template <typename T, int LANES>
 __global__ __launch_bounds__(GRADIENT_THREADS) void row_gradients(const __grid_constant__ Backward b) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int64_t piece = (blockIdx.x * int64_t(GRADIENT_THREADS) + threadIdx.x) / LANES;
     /* If rows have several pieces, a piece is 2 KB, so there are fewer than 2^31 of them. */

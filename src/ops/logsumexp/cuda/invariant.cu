@@ -23,6 +23,7 @@ __device__ __noinline__ void put_lse(const InvariantArgs &a, int64_t row, RowSta
 
 template <typename T, bool ALIGNED>
 __global__ __launch_bounds__(SLOT_THREADS, 4) void indexed_rows(const __grid_constant__ InvariantArgs a) {
+    wait_for_inputs();
     const int64_t row = a.team.row();
     if (row >= a.rows)
         return;
@@ -38,6 +39,7 @@ constexpr int WARP_ROW_THREADS = 128, MOST_THREADS = 512;
 
 template <typename T>
 __global__ __launch_bounds__(WARP_ROW_THREADS) void short_rows_of_packs(const __grid_constant__ InvariantArgs a) {
+    wait_for_inputs();
     const int64_t row = blockIdx.x * int64_t(WARP_ROW_THREADS / WARP) + threadIdx.x / WARP;
     if (row >= a.rows)
         return;
@@ -54,6 +56,7 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void short_rows_of_packs(const __
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(MOST_THREADS, 3) void rows_of_packs(const __grid_constant__ InvariantArgs a) {
+    wait_for_inputs();
     const int count = static_cast<int>(a.n / WIDE<T>);
     const T *const x = a.x.at<const T>(blockIdx.x);
     Pack<T, WIDE<T>> packs[COUNT];

@@ -31,6 +31,7 @@ struct PackedArgs {
 /* Rows of up to 32 * IN_FLIGHT packs. */
 template <typename T>
 __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_constant__ PackedArgs p) {
+    wait_for_inputs();
     const int row = blockIdx.x * (WARP_ROW_THREADS / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (row >= p.rows)
         return;
@@ -46,6 +47,7 @@ __global__ __launch_bounds__(WARP_ROW_THREADS) void warp_per_row(const __grid_co
 /* A thread loads COUNT packs at a time. WHOLE: rows are whole aligned packs. */
 template <typename T, int COUNT, bool WHOLE>
 __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_constant__ PackedArgs p) {
+    wait_for_inputs();
     const BlockSpan<T, WHOLE> span(p.row<T>(blockIdx.x), p.n);
     Pack<T, WIDE<T>> packs[COUNT];
     load_packs(packs, span.body, span.packs, threadIdx.x, blockDim.x);
@@ -58,6 +60,7 @@ __global__ __launch_bounds__(MOST_THREADS, 3) void block_per_row(const __grid_co
 template <typename T, int COUNT>
 __global__ __launch_bounds__(GRADIENT_THREADS,
                              1024 / GRADIENT_THREADS) void gradients(const __grid_constant__ PackedArgs p) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int row = static_cast<int>(p.parts.quotient(blockIdx.x)), part = blockIdx.x - row * p.parts.number;
     const int first = part * (GRADIENT_THREADS * COUNT) + threadIdx.x;

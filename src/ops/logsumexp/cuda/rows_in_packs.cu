@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* logsumexp of rows of 2 or 4 elements, several of which fill a pack of 16 bytes: a thread takes one pack or a few.
  * Nothing goes through shared memory. */
+#include "cuda/rows_in_packs.cuh"
 #include "cuda/tiny_rows.cuh"
 #include "ops/logsumexp/cuda/problem.cuh"
 
@@ -16,29 +17,6 @@ struct PackArgs {
     LseRows lse; /* contiguous */
     Rows dlse;   /* backward only; contiguous, or one number */
 };
-
-/* COUNT adjacent numbers from index `first` on, of which `present` exist. */
-template <typename U, int COUNT> DEVICE Pack<U, COUNT> load_numbers(const void *data, int64_t first, int present) {
-    const U *const from = static_cast<const U *>(data) + first;
-    if (present == COUNT)
-        return load_once<U, COUNT>(from);
-    Pack<U, COUNT> pack;
-#pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        pack.v[j] = j < present ? from[j] : from_float<U>(0.0f);
-    return pack;
-}
-template <typename U, int COUNT>
-DEVICE void store_numbers(void *data, int64_t first, int present, const float (&numbers)[COUNT]) {
-    U *const to = static_cast<U *>(data) + first;
-    const Pack<U, COUNT> pack = packed<U>(numbers);
-    if (present == COUNT)
-        return store_once<U, COUNT>(to, pack);
-#pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        if (j < present)
-            to[j] = pack.v[j];
-}
 
 /* Numbers of ROWS rows in a tensor that is fp32 or has x's dtype. They are converted when they are used: see
  * load_bits_now. */
@@ -60,27 +38,16 @@ template <typename T, int ROWS> struct NumbersOfRows {
     }
 };
 
-/* f(k, row, present): for pack k of this thread, its first row, and how many of its rows exist. */
-template <int ROWS, int PACKS, typename F> DEVICE void for_packs(int rows, F f) {
-    const int64_t first = blockIdx.x * int64_t(THREADS * PACKS) + threadIdx.x;
-#pragma unroll
-    for (int k = 0; k < PACKS; k++) {
-        const int64_t row = (first + k * THREADS) * ROWS;
-        const int64_t left = rows - row;
-        if (left > 0)
-            f(k, row, left < ROWS ? static_cast<int>(left) : ROWS);
-    }
-}
-
 /* LENGTH: elements of a row. PACKS: of a thread. */
 template <typename T, int LENGTH, int PACKS>
 __global__ __launch_bounds__(THREADS) void logsumexp_in_packs(const __grid_constant__ PackArgs a) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>, ROWS = N / LENGTH;
     Pack<T, N> x[PACKS];
-    for_packs<ROWS, PACKS>(a.rows, [&](int k, int64_t row, int present) {
+    for_packs<ROWS, PACKS, THREADS>(a.rows, [&](int k, int64_t row, int present) {
         x[k] = load_numbers<T, N>(a.x, row * LENGTH, present * LENGTH);
     });
-    for_packs<ROWS, PACKS>(a.rows, [&](int k, int64_t row, int present) {
+    for_packs<ROWS, PACKS, THREADS>(a.rows, [&](int k, int64_t row, int present) {
         float of_pack[N], lse[ROWS];
         unpack(x[k], of_pack);
 #pragma unroll
@@ -103,18 +70,19 @@ __global__ __launch_bounds__(THREADS) void logsumexp_in_packs(const __grid_const
 
 template <typename T, int LENGTH, int PACKS>
 __global__ __launch_bounds__(THREADS) void gradients_in_packs(const __grid_constant__ PackArgs a) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>, ROWS = N / LENGTH;
     const bool one_dlse = a.dlse.step == 0;
     Pack<T, N> x[PACKS];
     NumbersOfRows<T, ROWS> lse[PACKS], dlse[PACKS];
-    for_packs<ROWS, PACKS>(a.rows, [&](int k, int64_t row, int present) {
+    for_packs<ROWS, PACKS, THREADS>(a.rows, [&](int k, int64_t row, int present) {
         x[k] = load_numbers<T, N>(a.x, row * LENGTH, present * LENGTH);
         lse[k].load(a.lse, row, present);
         if (!one_dlse)
             dlse[k].load(a.dlse, row, present);
     });
     const float of_all = one_dlse ? load_number_now(a.dlse.data, a.dlse.dtype, 0) : 0.0f;
-    for_packs<ROWS, PACKS>(a.rows, [&](int k, int64_t row, int present) {
+    for_packs<ROWS, PACKS, THREADS>(a.rows, [&](int k, int64_t row, int present) {
         float d[N], lse_of_row[ROWS], dlse_of_row[ROWS];
         unpack(x[k], d);
         lse[k].get(a.lse, lse_of_row);

@@ -33,6 +33,7 @@ template <typename T> struct FourNumbers {
 
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_constant__ ColumnArgs a) {
+    wait_for_inputs();
     const ColumnPacks &c = a.columns;
     const unsigned i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= c.packs)
@@ -61,6 +62,7 @@ __global__ __launch_bounds__(THREADS, 6) void column_logsumexp(const __grid_cons
 
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, 6) void column_gradients(const __grid_constant__ ColumnArgs a, bool one_dlse) {
+    wait_for_inputs();
     const ColumnPacks &c = a.columns;
     const ColumnPart part(c, THREADS);
     if (part.index >= c.packs)

@@ -29,6 +29,7 @@ struct ShortArgs {
 /* Packs past the end of a row, and rows past the end, are full of -inf: all lanes take part in every shuffle. */
 template <typename T, int LANES, int PACKS>
 __global__ __launch_bounds__(THREADS) void rows_per_warp(const __grid_constant__ ShortArgs a) {
+    wait_for_inputs();
     constexpr int GROUPS = WARP / LANES, AT_ONCE = BATCH<LANES, PACKS>;
     const int lane = threadIdx.x % WARP, member = lane % LANES, group = lane / LANES;
     const int first = (blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP) * (GROUPS * a.steps);
@@ -68,6 +69,7 @@ struct GradientArgs {
 constexpr int GRADIENT_PACKS = 4; /* per thread */
 
 template <typename T> __global__ __launch_bounds__(THREADS) void gradients(const __grid_constant__ GradientArgs a) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int64_t first = int64_t(blockIdx.x) * (THREADS * GRADIENT_PACKS) + threadIdx.x;
     Pack<T, N> packs[GRADIENT_PACKS];

@@ -72,6 +72,7 @@ template <typename T, bool BACKWARD> struct StagedLogsumexp {
 
 template <typename T, bool BACKWARD, bool COLUMNS>
 __global__ __launch_bounds__(STAGE_THREADS, PER_SM) void staged(const __grid_constant__ StagedArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     StagedLogsumexp<T, BACKWARD> op = {a};
     staged_rows<StagedLogsumexp<T, BACKWARD>, T, COLUMNS>(op, a.stage, dynamic);

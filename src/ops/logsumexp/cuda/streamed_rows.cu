@@ -20,6 +20,7 @@ struct ChunkArgs {
 
 template <typename T>
 __global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM) void streamed_rows(const __grid_constant__ StreamArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     RowLogsumexp<T> op = {a.lse};
     stream_rows<RowLogsumexp<T>, T, STREAM_PACKS>(op, a.stream, dynamic);
@@ -27,6 +28,7 @@ __global__ __launch_bounds__(STREAM_THREADS, STREAMS_PER_SM) void streamed_rows(
 
 template <typename T, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     RowLogsumexp<T> op = {a.lse};
     reduce_chunks<RowLogsumexp<T>, T, LANES>(op, a.chunks, dynamic);

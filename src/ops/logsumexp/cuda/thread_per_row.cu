@@ -18,6 +18,7 @@ struct ThreadArgs {
 template <typename T, int STEPS, bool PARTS>
 __global__ __launch_bounds__(ROW_THREADS_BLOCK,
                              THREADS_PER_SM) void thread_per_row(const __grid_constant__ ThreadArgs a) {
+    wait_for_inputs();
     start_next_kernel();
     RowLogsumexp<T> op = {a.lse};
     thread_rows<RowLogsumexp<T>, T, STEPS, PARTS>(op, a.threads, a.part_stats);
@@ -61,7 +62,6 @@ struct ThreadPerRow {
         const ThreadArgs args = {plan.threads, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {plan.threads.blocks, ROW_THREADS_BLOCK};
         Launch merging = {plan.threads.merge_blocks, ROW_THREADS_BLOCK};
-        merging.overlaps = true;
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if (plan.threads.parts > 1) {

@@ -26,6 +26,7 @@ template <int N> constexpr int TILE_STEPS = N == 1 ? 4 * IN_FLIGHT : IN_FLIGHT;
 template <typename T, int N, int LINES>
 __global__ __launch_bounds__(TILE_THREADS<LINES>,
                              TILES_PER_SM<LINES>) void tile_statistics(const __grid_constant__ TileArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     SlabLogsumexp<T> op = {a.lse};
     slab_statistics<SlabLogsumexp<T>, T, N, LINES, TILE_STEPS<N>>(op, a.tiles, dynamic, a.counters, a.part_stats);
@@ -55,6 +56,7 @@ template <typename T> struct LogsumexpGradient {
 
 template <typename T, int N>
 __global__ __launch_bounds__(TILE_THREADS<1>, TILES_PER_SM<1>) void tile_gradients(const __grid_constant__ TileArgs a) {
+    wait_for_inputs();
     const LogsumexpGradient<T> op = {a};
     slab_gradients<LogsumexpGradient<T>, T, N, TILE_STEPS<N>>(op, a.tiles);
 }

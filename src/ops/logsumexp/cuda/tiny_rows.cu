@@ -59,6 +59,7 @@ template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
 
 template <typename T, int COUNT, int ROWS, bool BACKWARD>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_constant__ TinyArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     typedef TinyLogsumexp<T, BACKWARD, false> Op;
     Op op = {a};
@@ -67,6 +68,7 @@ __global__ __launch_bounds__(TINY_THREADS, PER_SM) void tiny(const __grid_consta
 
 template <typename T, int COUNT>
 __global__ __launch_bounds__(TINY_THREADS, PER_SM) void scattered(const __grid_constant__ ScatteredArgs a) {
+    wait_for_inputs();
     typedef TinyLogsumexp<T, false, true> Op;
     Op op = {a.tiny};
     scattered_rows<Op, T, COUNT, false>(op, a.rows);

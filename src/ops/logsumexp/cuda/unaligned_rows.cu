@@ -24,6 +24,7 @@ struct UnalignedArgs {
 /* DIMS: dimensions of rows, or elementwise::ANY. */
 template <typename T, int DIMS>
 __global__ __launch_bounds__(THREADS, 8) void unaligned_gradients(const __grid_constant__ UnalignedArgs a) {
+    wait_for_inputs();
     const T *const begin = reinterpret_cast<const T *>(a.tensors.data[X]), *const end = reinterpret_cast<const T *>(
                                                                                a.tensors.end[X]);
     PackAnywhere<T> x[PACKS];

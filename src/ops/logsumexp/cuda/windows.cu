@@ -13,6 +13,7 @@ struct WindowArgs {
 
 template <typename T>
 __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __grid_constant__ WindowArgs a) {
+    wait_for_inputs();
     DYNAMIC_SHARED(uint4, dynamic);
     start_next_kernel();
     SlabLogsumexp<T> op = {a.lse};
@@ -62,7 +63,6 @@ struct Windows {
         const WindowArgs args = {w, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {w.blocks, w.threads, static_cast<size_t>(w.entries()) * sizeof(RowStats)};
         Launch merging = {w.merge_blocks(), WINDOW_BLOCK};
-        merging.overlaps = true;
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             ::launch(context, how, window_statistics<T>, args);

@@ -45,25 +45,35 @@ static __global__ void __launch_bounds__(THREADS) sum_moments(const DTheta dthet
         dtheta.store(h, d, sums[0]);
 }
 
+constexpr int ALL_THREADS = WARP * WARP;
+
 /* The same if theta has a value for every h and d: 32 adjacent elements per block, whose chunks the
  * warps share. */
-static __global__ void __launch_bounds__(THREADS) sum_moments_of_all(const DTheta dtheta) {
-    constexpr int WARPS = THREADS / WARP;
-    __shared__ double sums[WARPS][WARP];
+static __global__ void __launch_bounds__(ALL_THREADS) sum_moments_of_all(const DTheta dtheta) {
+    constexpr int AT_ONCE = 8;
+    __shared__ double sums[WARP][WARP + 1]; /* [warp][element] */
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64_t all = dtheta.all_heads * dtheta.all_features, i = int64_t(blockIdx.x) * WARP + lane;
+    const int64_t all = dtheta.all_heads * dtheta.all_features, first = int64_t(blockIdx.x) * WARP;
     double sum = 0.0;
     wait_for_previous_kernel();
-    if (i < all)
-#pragma unroll 4
-        for (int64_t chunk = warp; chunk < dtheta.chunks; chunk += WARPS)
-            sum += dtheta.moments[chunk * all + i];
+    if (first + lane < all)
+#pragma unroll 1
+        for (int64_t chunk = warp; chunk < dtheta.chunks; chunk += AT_ONCE * WARP) {
+            double some[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                some[k] =
+                    chunk + k * WARP < dtheta.chunks ? dtheta.moments[(chunk + k * WARP) * all + first + lane] : 0;
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; k++)
+                sum += some[k];
+        }
     sums[warp][lane] = sum;
     __syncthreads();
-    if (warp > 0 || i >= all)
+    sum = warp_sum(sums[lane][warp]); /* from here on, a warp per element */
+    const int64_t i = first + warp;
+    if (lane > 0 || i >= all)
         return;
-    for (int w = 1; w < WARPS; w++)
-        sum += sums[w][lane];
     const int64_t h = i / dtheta.all_features, d = i - h * dtheta.all_features;
     dtheta.store(h, d, sum);
 }
@@ -77,9 +87,10 @@ inline void launch_sum_moments(const rafter_context *context, const lrpe_cosine_
     if (view.numel == 0)
         return;
     const bool all = view.numel == dtheta.all_heads * dtheta.all_features;
-    Launch how = {all ? ceil_div(view.numel, int64_t(WARP)) : view.numel, THREADS};
-    how.overlaps = true; /* with the end of the kernel that computes the moments */
-    launch(context, how, all ? sum_moments_of_all : sum_moments, dtheta);
+    if (all)
+        launch(context, {ceil_div(view.numel, int64_t(WARP)), ALL_THREADS}, sum_moments_of_all, dtheta);
+    else
+        launch(context, {view.numel, THREADS}, sum_moments, dtheta);
 }
 
 } // namespace lrpe

@@ -14,6 +14,7 @@ using namespace lrpe;
  * row. */
 template <typename T, int N, bool FORWARD>
 __global__ void __launch_bounds__(THREADS) row_statistics(const Arguments<T> a, float *statistics) {
+    wait_for_inputs();
     const int lane = threadIdx.x % WARP;
     const int64_t row = (int64_t)blockIdx.x * (THREADS / WARP) + threadIdx.x / WARP;
     if (row >= a.batch * a.length * a.heads)

@@ -135,6 +135,8 @@ DEVICE void store_moments(const Arguments<T> &a, const Tiling &tiling, const Rot
 template <typename T, int N, bool FORWARD, int F, bool DTHETA, bool SHIFTED>
 __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BLOCKS_PER_SM)
     rotate(const Arguments<T> a, const Tiling tiling) {
+    if (F != COLUMN_STATISTICS)
+        wait_for_inputs();
     typedef Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED> Pipeline;
     constexpr int INPUTS = Pipeline::INPUTS, SEQUENCES = Pipeline::SEQUENCES;
     DYNAMIC_SHARED_ALIGNED(128, char, dynamic);
@@ -315,9 +317,7 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
 
 template <int F, bool DTHETA, typename T, int N, bool FORWARD, bool SHIFTED>
 void launch_form(const rafter_context *context, const lrpe_cosine_call &call, const Tiling &tiling) {
-    launch(context,
-           {tiling.blocks(), THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BYTES, 1,
-            tiling.f == COLUMN_STATISTICS},
+    launch(context, {tiling.blocks(), THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SHIFTED>::BYTES},
            rotate<T, N, FORWARD, F, DTHETA, SHIFTED>, arguments<T>(call), tiling);
 }
 

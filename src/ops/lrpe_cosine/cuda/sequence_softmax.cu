@@ -176,6 +176,7 @@ template <typename T, int N> struct ColumnsPlace {
 template <typename T, int N, bool FORWARD, bool DTHETA, bool INCREMENTAL>
 __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCKS_PER_SM)
     column_statistics(const Arguments<T> a, const Tiling tiling, const Divisor batch, float *parts) {
+    wait_for_inputs();
     typedef Columns<T, N, FORWARD, DTHETA> Columns;
     constexpr int STAGES = Columns::STAGES, INPUTS = Columns::INPUTS, COUNT = 1 + Columns::SUMS,
                   AT_A_TIME = Columns::AT_A_TIME;
@@ -399,7 +400,7 @@ struct SequenceSoftmax {
         ::launch(context, {columns.blocks(), THREADS, Columns::BYTES},
                  column_statistics<T, N, FORWARD, DTHETA, INCREMENTAL>, a, columns, Divisor(a.batch), parts);
         if (parts)
-            ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS, 0, 1, true},
+            ::launch(context, {ceil_div(plan.count, (int64_t)THREADS), THREADS},
                      merge_statistics<Columns::SUMS, DTHETA>, columns, parts, plan.count);
         Staging staging = plan.staging;
         staging.tiling.statistics = tiling.statistics;

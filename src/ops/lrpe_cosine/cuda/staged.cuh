@@ -230,6 +230,8 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, cons
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
 __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAYOUT))
     staged(const Arguments<T> a, const Staging plan) {
+    if (F != COLUMN_STATISTICS)
+        wait_for_inputs();
     constexpr int COUNT = WIDE<T>, STAGES = STAGED_STAGES<FORWARD>;
     constexpr bool READS_X = FORWARD || DTHETA || F != RAFTER_ACT_NONE, MANY = LAYOUT != COMPACT;
     constexpr bool SOFTMAX = StagedF<T, F>::SOFTMAX;
@@ -533,8 +535,7 @@ void launch_staged(const rafter_context *context, const lrpe_cosine_call &call, 
     if constexpr (!FORWARD && F < LANE_SOFTMAX)
         if (plan.layout == TURNED)
             kernel = staged<T, FORWARD, F, DTHETA, TURNED>;
-    launch(context, {plan.tiling.blocks(), plan.threads, plan.bytes, 1, F == COLUMN_STATISTICS}, kernel,
-           arguments<T>(call), plan);
+    launch(context, {plan.tiling.blocks(), plan.threads, plan.bytes}, kernel, arguments<T>(call), plan);
 }
 
 /* Why a call is not for `staged`, whatever f is; or NULL. */

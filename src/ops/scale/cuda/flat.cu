@@ -19,6 +19,7 @@ constexpr int PACKS = 4;     /* of 16 bytes, that a thread has in flight */
 /* x and y are equally far from an aligned address. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS) scale_flat(const T *x, T *y, int64_t n, const float *factor) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const float f = *factor;
     if (f == 1.0f && x == y)

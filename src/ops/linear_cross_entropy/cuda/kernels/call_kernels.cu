@@ -124,6 +124,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
                                                                 const __grid_constant__ Labels labels,
                                                                 const __grid_constant__ CopyOfActive copy,
                                                                 Common *common) {
+    wait_for_inputs();
     if (labels.of_row)
         labels.clear(loss.rows, loss.classes);
     const int last = static_cast<int>(gridDim.x) - 1;
@@ -152,6 +153,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare_call(const __grid_con
 }
 
 __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
+    wait_for_inputs();
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
         to[i] = from.get(i);
 }
@@ -159,6 +161,7 @@ __global__ void widen(const __grid_constant__ Rows from, int64_t n, float *to) {
 template <typename T>
 __global__ void pack(const __grid_constant__ Rows from, int64_t step, int64_t first, int64_t rows, int64_t columns,
                      const __grid_constant__ Loss loss, bool is_x, T *to, int64_t stride) {
+    wait_for_inputs();
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
          i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / columns, column = i - row * columns;
@@ -175,6 +178,7 @@ __global__ __launch_bounds__(ROW_THREADS) void finish_each_row(const __grid_cons
                                                                const LossStats<FULL> *stats, int parts,
                                                                double row_scale, RowGradient *gradients,
                                                                Totals *block_totals) {
+    wait_for_inputs();
     const int64_t index = blockIdx.x * int64_t(ROW_THREADS) + threadIdx.x;
     Totals totals = {};
     if (index < rows) {
@@ -234,6 +238,7 @@ template <typename T> DEVICE void put(T *to, float value, bool add) {
 template <typename T>
 __global__ void store(const __grid_constant__ Out out, int64_t first, int64_t rows, int64_t columns, const float *sums,
                       int64_t stride, const float *alpha) {
+    wait_for_inputs();
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * columns;
          i += int64_t(gridDim.x) * blockDim.x) {
         const int64_t row = i / columns, column = i - row * columns;
@@ -245,6 +250,7 @@ __global__ void store(const __grid_constant__ Out out, int64_t first, int64_t ro
 /* The same if rows have no gaps on either side and everything begins at multiples of 16 bytes. */
 template <typename T>
 __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const float *sums, const float *alpha) {
+    wait_for_inputs();
     constexpr int N = WIDE<T>;
     const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
     if (i >= packs)
@@ -265,6 +271,7 @@ __global__ __launch_bounds__(256) void store_wide(T *out, int64_t packs, const f
 template <typename T>
 __global__ void zero_ignored(const __grid_constant__ Loss loss, const float *alpha, const __grid_constant__ Out dx,
                              int64_t first, int64_t rows, int64_t columns) {
+    wait_for_inputs();
     if (fabsf(*alpha) < INFINITY)
         return;
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -406,7 +413,7 @@ void zero_ignored_dx(const Run &run, int64_t first, int64_t rows) {
 
 void zero_inactive_rows(const Run &run, const ActiveRows &active, float *dx) {
     const int64_t blocks = min(run.problem.rows, int64_t(run.context->cuda_state->multiprocessors));
-    launch(run.context, overlapping(blocks, ZERO_THREADS), zero_inactive_kernel<float>, active, run.problem.depth, dx,
+    launch(run.context, Launch{blocks, ZERO_THREADS}, zero_inactive_kernel<float>, active, run.problem.depth, dx,
            run.problem.depth_stride());
 }
 
@@ -418,11 +425,11 @@ void finish_call(const Run &run, const ActiveRows &active, bool zero_inactive_dx
     const int64_t most = 8 * run.context->cuda_state->multiprocessors;
     for_dtype(zero_inactive_dx ? dx.dtype : RAFTER_F32, [&](auto zero) {
         typedef decltype(zero) U;
-        launch(
-            run.context,
-            zero_inactive_dx ? overlapping(min(run.problem.rows, most), ZERO_THREADS) : overlapping(1, PREPARE_THREADS),
-            finish<U>, run.loss, writes_loss ? static_cast<const Totals *>(run.block_totals) : NULL, run.blocks, active,
-            run.problem.depth, zero_inactive_dx ? reinterpret_cast<U *>(dx.data) : NULL, run.problem.dx_layout.stride);
+        launch(run.context,
+               zero_inactive_dx ? Launch{min(run.problem.rows, most), ZERO_THREADS} : Launch{1, PREPARE_THREADS},
+               finish<U>, run.loss, writes_loss ? static_cast<const Totals *>(run.block_totals) : NULL, run.blocks,
+               active, run.problem.depth, zero_inactive_dx ? reinterpret_cast<U *>(dx.data) : NULL,
+               run.problem.dx_layout.stride);
     });
 }
 

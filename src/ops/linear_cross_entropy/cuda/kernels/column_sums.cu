@@ -206,9 +206,9 @@ void sum_rows(const HopperRun &run, const Source &source, int64_t rows, int64_t 
               int64_t first_class, bool add, int64_t padded, float *to) {
     const int chunks = ColumnSums::chunks(rows, columns);
     float *const parts = run.column_parts, *const spread_parts = spreads ? parts + chunks * columns : NULL;
-    launch(run.context, overlapping(ceil_div<int64_t>(columns, COLUMNS) * chunks, SUM_THREADS), sum_chunk<T, Source>,
-           source, columns, chunks, parts, spread_parts);
-    launch(run.context, overlapping(ceil_div<int64_t>(padded, SUM_THREADS), SUM_THREADS), add_chunks,
+    launch(run.context, Launch{ceil_div<int64_t>(columns, COLUMNS) * chunks, SUM_THREADS}, sum_chunk<T, Source>, source,
+           columns, chunks, parts, spread_parts);
+    launch(run.context, Launch{ceil_div<int64_t>(padded, SUM_THREADS), SUM_THREADS}, add_chunks,
            static_cast<const float *>(parts), static_cast<const float *>(spread_parts), chunks, columns, padded,
            run.loss, first_class, add, to);
 }

@@ -217,7 +217,7 @@ void unify_saved_pivots(const HopperRun &run, const RowStats *stats, const LossS
     for_16_bit(run.problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         T *const data = reinterpret_cast<T *>(dz.data);
-        launch(run.context, overlapping(run.problem.rows, LABEL_THREADS), unify_pivots<T>, run.loss, run.active, stats,
+        launch(run.context, Launch{run.problem.rows, LABEL_THREADS}, unify_pivots<T>, run.loss, run.active, stats,
                static_cast<int>(tiles_across(run.problem.classes)), saved,
                Exponentials<T>{data, data, dz.stride, dz.stride, dz.classes});
     });
@@ -229,7 +229,7 @@ void adjust_exponentials(const HopperRun &run, int64_t first, int64_t rows, cons
         typedef decltype(zero) T;
         const Exponentials<T> e = {reinterpret_cast<T *>(dz.data), reinterpret_cast<T *>(rest.data), dz.stride,
                                    rest.stride, dz.classes};
-        launch(run.context, overlapping(rows, LABEL_THREADS), adjust<T>, run.loss, first, rows, stats,
+        launch(run.context, Launch{rows, LABEL_THREADS}, adjust<T>, run.loss, first, rows, stats,
                static_cast<int>(tiles_across(run.problem.classes)), static_cast<const RowGradient *>(run.gradients), e,
                run.active_x<T>(), x_scaled.columns, static_cast<T *>(const_cast<void *>(x_scaled.data)), x_scaled.rows,
                x_scaled.stride);
@@ -251,7 +251,7 @@ void store_rank_dx(const HopperRun &run, const float *sums, const RowGradient *g
     const float *const one = run.context->cuda_state->zero_and_one + 1;
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, overlapping(p.rows, LABEL_THREADS), store_dx<T, float>, run.loss, run.active, int64_t(0),
+        launch(run.context, Launch{p.rows, LABEL_THREADS}, store_dx<T, float>, run.loss, run.active, int64_t(0),
                rows_of(view, 1), int64_t(1), true, p.depth, sums, p.depth_stride(), parts, part_stride, 1, one,
                gradients, static_cast<const T *>(run.w.data), run.w.stride, run.weight_sum);
     });
@@ -269,7 +269,7 @@ void store_dx_rows(const HopperRun &run, int64_t first, int64_t rows, const floa
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         const auto launch_with = [&](auto dx_zero) {
-            launch(run.context, overlapping(rows * row_blocks, LABEL_THREADS), store_dx<T, decltype(dx_zero)>, run.loss,
+            launch(run.context, Launch{rows * row_blocks, LABEL_THREADS}, store_dx<T, decltype(dx_zero)>, run.loss,
                    run.active, first, rows_of(dx, last), dx.shape[last] > 1 ? dx.stride[last] : 1, p.dx_layout.direct,
                    p.depth, sums, p.depth_stride(), parts, part_stride, row_blocks, run.alpha(), gradients,
                    static_cast<const T *>(run.w.data), run.w.stride, gradients ? run.weight_sum : NULL);

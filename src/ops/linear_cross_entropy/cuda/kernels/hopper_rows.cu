@@ -333,7 +333,7 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
     const bool writes_loss = rows == run->problem.rows && !only_save && run->loss.forward;
     for_16_bit(run->problem.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run->context, overlapping(blocks * row_blocks, ROW_THREADS),
+        launch(run->context, Launch{blocks * row_blocks, ROW_THREADS},
                more ? finish_tiles_kernel<T, FULL> : finish_tiles_kernel<T, PLAIN>, run->loss, run->active, first, rows,
                each, static_cast<int>(row_blocks), pieces.classes, stats, more, static_cast<int>(tiles),
                static_cast<const float *>(run->z_label), run->logit_sums, static_cast<double>(run->row_scale),
@@ -345,14 +345,14 @@ void finish_tiles(HopperRun *run, int64_t first, int64_t rows, const RowStats *s
 }
 
 void finish_saved_rows(const HopperRun &run, const LossStats<FULL> *saved) {
-    launch(run.context, overlapping(ceil_div<int64_t>(run.problem.rows, ROW_THREADS), ROW_THREADS), finish_saved,
-           run.loss, run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread, run.labels,
+    launch(run.context, Launch{ceil_div<int64_t>(run.problem.rows, ROW_THREADS), ROW_THREADS}, finish_saved, run.loss,
+           run.active, saved, static_cast<double>(run.row_scale), run.gradients, run.spread, run.labels,
            run.problem.dtype == RAFTER_F16);
 }
 
 void finish_rank_rows(HopperRun *run, const LossStats<FULL> *own, const LossStats<FULL> *merged) {
     const int64_t blocks = ceil_div<int64_t>(run->problem.rows, ROW_THREADS);
-    launch(run->context, overlapping(blocks, ROW_THREADS), finish_ranks, run->loss, run->active, own, merged,
+    launch(run->context, Launch{blocks, ROW_THREADS}, finish_ranks, run->loss, run->active, own, merged,
            static_cast<double>(run->row_scale), run->gradients, run->spread, run->labels,
            run->block_totals + run->blocks);
     run->blocks += blocks;

@@ -181,7 +181,7 @@ void add_label_rows(const HopperRun &run, const GradientOut &out) {
         typedef decltype(zero) U;
         for_16_bit(p.dtype, [&](auto input_zero) {
             typedef decltype(input_zero) T;
-            launch(run.context, overlapping(for_many + min(p.rows, int64_t(1) << 30), ADD_THREADS), add_labels<T, U>,
+            launch(run.context, Launch{for_many + min(p.rows, int64_t(1) << 30), ADD_THREADS}, add_labels<T, U>,
                    LabelSums<T, U>{run.labels, run.gradients, run.active_x<T>(), p.depth, static_cast<U *>(out.data),
                                    out.stride, out.alpha},
                    static_cast<int>(for_many));

@@ -101,6 +101,7 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(MOST_THREADS) void collect(const __grid_constant__ LogitTile tile,
                                                         const __grid_constant__ Loss loss, int parts, bool first,
                                                         LossStats<FULL> *stats) {
+    wait_for_inputs();
     const int64_t row = blockIdx.x / parts, begin = (blockIdx.x % parts) * int64_t(MOST_PART);
     const int64_t label = loss.class_of(loss.load_label(tile.first_row + row)), first_class = tile.first_class + begin;
     if (label < 0)
@@ -152,6 +153,7 @@ template <typename T, int OPTIONS>
 __global__ __launch_bounds__(MOST_THREADS) void write_dz(const __grid_constant__ LogitTile tile,
                                                          const __grid_constant__ Loss loss,
                                                          const RowGradient *gradients, T *dz, int64_t dz_stride) {
+    wait_for_inputs();
     const int64_t row = blockIdx.x, label = loss.load_label(tile.first_row + row);
     const RowGradient gradient = gradients[tile.first_row + row];
     dz += row * dz_stride;
@@ -173,6 +175,7 @@ __global__ __launch_bounds__(MOST_THREADS) void convert(const __grid_constant__ 
                                                         const __grid_constant__ Loss loss, double row_scale,
                                                         RowGradient *gradients, Totals *row_totals, T *dz,
                                                         int64_t dz_stride) {
+    wait_for_inputs();
     const int64_t index = blockIdx.x, row = tile.first_row + index, label = loss.load_label(row);
     const int n = static_cast<int>(tile.classes);
     const float *const z_row = tile.z + index * tile.stride;
@@ -202,6 +205,7 @@ __global__ __launch_bounds__(SUM_COLUMNS *SUM_ROWS) void sum_dz(const __grid_con
                                                                 const __grid_constant__ Loss loss,
                                                                 const RowGradient *gradients, const float *units,
                                                                 bool first, float *sums) {
+    wait_for_inputs();
     __shared__ float row_sums[SUM_ROWS][SUM_COLUMNS];
     const int x = threadIdx.x % SUM_COLUMNS, y = threadIdx.x / SUM_COLUMNS;
     const int64_t v = blockIdx.x * int64_t(SUM_COLUMNS) + x, column = tile.first_class + v;

@@ -9,6 +9,7 @@ namespace {
 template <typename T>
 __global__ void find_in_ignored_rows(const __grid_constant__ Loss loss, const T *x, int64_t stride, int64_t depth,
                                      Common *common) {
+    wait_for_inputs();
     const int64_t row = blockIdx.x;
     if (loss.class_of(loss.load_label(row)) != IGNORED)
         return;
@@ -24,6 +25,7 @@ template <typename T, typename U>
 __global__ void redo_dweight(const __grid_constant__ Loss loss, const Common *common, const T *dz, int64_t dz_stride,
                              const T *x, int64_t x_stride, int64_t classes, int64_t depth, U *out, int64_t out_stride,
                              const float *factor) {
+    wait_for_inputs();
     if (!common->found_nonfinite)
         return;
     for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < classes * depth;

@@ -32,6 +32,7 @@ __global__ __launch_bounds__(ROW_THREADS) void merge_ranks(const __grid_constant
 /* A block per row. */
 __global__ __launch_bounds__(256) void scatter_rows(const __grid_constant__ ActiveRows active, int64_t stride,
                                                     const float *sums, float *to) {
+    wait_for_inputs();
     const int64_t k = blockIdx.x;
     const bool is_active = k < *active.count;
     float *const row = to + active.order[k] * stride;
@@ -53,7 +54,7 @@ rafter_status exchange_statistics(const Run &run, const int *order, char *exchan
                                   LossStats<FULL> *merged) {
     const Problem &p = run.problem;
     const struct rafter_loss &loss = run.call.loss;
-    const Launch per_row = overlapping(ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS);
+    const Launch per_row = Launch{ceil_div<int64_t>(p.rows, ROW_THREADS), ROW_THREADS};
     const Exchange e = loss_group::exchange_of(
         run.context, loss, exchange, {RAFTER_OP_INDEX_linear_cross_entropy, p.dtype, p.depth, run.call.dx_rows});
     const LossStats<FULL> *const known = p.classes > 0 ? own : NULL;

@@ -116,7 +116,7 @@ __global__ __launch_bounds__(1024) void sum_weighted_bias(const __grid_constant_
 }
 
 Launch warp_per_row(int64_t rows) {
-    return overlapping(ceil_div<int64_t>(rows, ROW_WARPS), ROW_WARPS * WARP);
+    return Launch{ceil_div<int64_t>(rows, ROW_WARPS), ROW_WARPS * WARP};
 }
 
 } // namespace
@@ -125,8 +125,8 @@ void sample_statistics(const HopperRun &run, RowStats *sample) {
     const Problem &p = run.problem;
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
-        launch(run.context, overlapping(p.rows, SAMPLE_WARPS * WARP), sample_rows<T>, run.loss, run.active_x<T>(),
-               p.depth, static_cast<const T *>(run.w.data), run.w.stride, run.bias, sample);
+        launch(run.context, Launch{p.rows, SAMPLE_WARPS * WARP}, sample_rows<T>, run.loss, run.active_x<T>(), p.depth,
+               static_cast<const T *>(run.w.data), run.w.stride, run.bias, sample);
     });
 }
 
@@ -134,7 +134,7 @@ void sum_logits(const HopperRun &run, const float *weight_sum, float *to) {
     const Problem &p = run.problem;
     float *const weighted_bias = run.bias ? to + p.rows : NULL;
     if (run.bias)
-        launch(run.context, overlapping(1, 1024), sum_weighted_bias, run.loss, run.bias, weighted_bias);
+        launch(run.context, Launch{1, 1024}, sum_weighted_bias, run.loss, run.bias, weighted_bias);
     for_16_bit(p.dtype, [&](auto zero) {
         typedef decltype(zero) T;
         launch(run.context, warp_per_row(p.rows), sum_row_logits<T>, run.active_x<T>(), p.depth, weight_sum,

@@ -13,6 +13,7 @@ constexpr int UNIT_THREADS = 256, LARGEST_THREADS = 1024;
 /* A thread per row. */
 __global__ __launch_bounds__(UNIT_THREADS) void find_units(const __grid_constant__ Loss loss, const int *order,
                                                            float *units) {
+    wait_for_inputs();
     const int64_t k = blockIdx.x * int64_t(UNIT_THREADS) + threadIdx.x;
     if (k >= loss.rows)
         return;
@@ -23,6 +24,7 @@ __global__ __launch_bounds__(UNIT_THREADS) void find_units(const __grid_constant
 /* One block. Rows that are ignored have the unit 1, which must not outweigh the others: their dz is 0. */
 __global__ __launch_bounds__(LARGEST_THREADS) void find_largest(const __grid_constant__ Loss loss, const int *order,
                                                                 float *units, const float *alpha) {
+    wait_for_inputs();
     __shared__ float warp_largest[WARP];
     float largest = 0.0f;
     for (int64_t k = threadIdx.x; k < loss.rows; k += LARGEST_THREADS)
@@ -42,6 +44,7 @@ __global__ __launch_bounds__(LARGEST_THREADS) void find_largest(const __grid_con
 /* A block per row. */
 __global__ __launch_bounds__(UNIT_THREADS) void scale_x(const __grid_constant__ ActiveX<fp16> x, int64_t columns,
                                                         const float *units, fp16 *to, int64_t stride) {
+    wait_for_inputs();
     const int64_t k = blockIdx.x;
     const bool listed = x.active.order;
     if (listed && k >= *x.active.count)
@@ -56,6 +59,7 @@ __global__ __launch_bounds__(UNIT_THREADS) void scale_x(const __grid_constant__ 
 /* A block per row. */
 __global__ __launch_bounds__(UNIT_THREADS) void multiply_sums(const float *units, const int *count, int64_t columns,
                                                               float *sums, int64_t stride) {
+    wait_for_inputs();
     if (count && blockIdx.x >= static_cast<unsigned>(*count))
         return;
     const float factor = units[blockIdx.x];

@@ -14,6 +14,7 @@ LineExchange<float> exchange_of(const rafter_context *context, const logsumexp_c
 }
 
 __global__ void put_hash(const __grid_constant__ LineExchange<float> exchange) {
+    wait_for_inputs();
     exchange.put_hash();
 }
 
@@ -26,6 +27,7 @@ DEVICE RowStats part_of_line(float lse) {
 
 __global__ __launch_bounds__(MERGE_THREADS) void merge_lse(const __grid_constant__ LineExchange<float> exchange,
                                                            const __grid_constant__ LseRows lse) {
+    wait_for_inputs();
     const int64_t line = blockIdx.x * int64_t(MERGE_THREADS) + threadIdx.x;
     if (line >= exchange.lines)
         return;
