@@ -1,0 +1,108 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Softmax of rows of 2 or 4 elements that follow each other, several in a pack of 16 bytes (cuda/rows_in_packs.cuh).
+ * Nothing goes through shared memory. */
+#include <float.h>
+
+#include "cuda/rows_in_packs.cuh"
+#include "ops/act/cuda/problem.cuh"
+
+namespace {
+
+/* In place of x (forward) or y (backward). Sums as in softmax_row_in_registers. */
+template <typename T, bool FORWARD, int LENGTH> DEVICE void softmax_of_row(float *x, const float *dy) {
+    float sum = 0.0f;
+    if constexpr (FORWARD) {
+        float max = -FLT_MAX;
+#pragma unroll
+        for (int j = 0; j < LENGTH; j++)
+            max = fmaxf(max, x[j]);
+#pragma unroll
+        for (int j = 0; j < LENGTH; j++)
+            sum += x[j] = exp_as<T>(x[j] - max);
+        const float scale = 1.0f / sum;
+#pragma unroll
+        for (int j = 0; j < LENGTH; j++)
+            x[j] *= scale;
+    } else {
+#pragma unroll
+        for (int j = 0; j < LENGTH; j++)
+            sum = fmaf(x[j], dy[j], sum);
+#pragma unroll
+        for (int j = 0; j < LENGTH; j++)
+            x[j] *= dy[j] - sum;
+    }
+}
+
+/* PACKS: of a thread. */
+template <typename T, bool FORWARD, int LENGTH, int PACKS>
+__global__ void __launch_bounds__(THREADS) softmax_in_packs(const T *in, const T *dy, T *out, int64_t rows) {
+    wait_for_inputs();
+    constexpr int N = WIDE<T>, ROWS = N / LENGTH;
+    Pack<T, N> x[PACKS], d[FORWARD ? 1 : PACKS];
+    for_packs<ROWS, PACKS, THREADS>(rows, [&](int k, int64_t row, int present) {
+        x[k] = load_numbers<T, N>(in, row * LENGTH, present * LENGTH);
+        if constexpr (!FORWARD)
+            d[k] = load_numbers<T, N>(dy, row * LENGTH, present * LENGTH);
+    });
+    for_packs<ROWS, PACKS, THREADS>(rows, [&](int k, int64_t row, int present) {
+        float v[N], w[N];
+        unpack(x[k], v);
+        if constexpr (!FORWARD)
+            unpack(d[k], w);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++)
+            softmax_of_row<T, FORWARD, LENGTH>(v + r * LENGTH, w + r * LENGTH);
+        store_numbers<T>(out, row * LENGTH, present * LENGTH, v);
+    });
+}
+
+struct RowsInPacks {
+    typedef act_call Call;
+    struct Plan {};
+
+    static const char *why_not(const rafter_cuda_state &, const Call &call) {
+        if (!is_softmax(call))
+            return "kind is not softmax";
+        if (!dim_is_contiguous(call))
+            return "dim is strided";
+        const SoftmaxViews views(call);
+        const int last = views.ndim() - 1;
+        const int64_t length = views.size(last);
+        if ((length != 2 && length != 4) || length * rafter_dtype_bytes(call.out.dtype) > 8)
+            return "rows are not 2 or 4 elements, or a pack";
+        bool adjacent = last <= 1, aligned = true;
+        for (int v = 0; v < views.count; v++) {
+            adjacent = adjacent && (last == 0 || views.size(0) == 1 || views.used[v]->stride[0] == length);
+            aligned = aligned && reinterpret_cast<uintptr_t>(views.used[v]->data) % 16 == 0;
+        }
+        return !adjacent ? "rows do not follow each other" : aligned ? NULL : "the tensors are not aligned";
+    }
+
+    static size_t plan(const rafter_cuda_state &, const Call &, Plan *) {
+        return 0;
+    }
+
+    template <typename T, int LENGTH, int PACKS> static void launch_packs(rafter_context *context, const Call &call) {
+        const int64_t rows = call.out.numel / LENGTH, packs = ceil_div<int64_t>(rows, WIDE<T> / LENGTH);
+        ::launch(context, {ceil_div<int64_t>(packs, THREADS * PACKS), THREADS},
+                 is_forward(call) ? softmax_in_packs<T, true, LENGTH, PACKS>
+                                  : softmax_in_packs<T, false, LENGTH, PACKS>,
+                 reinterpret_cast<const T *>(call.in.data), reinterpret_cast<const T *>(call.dy.data),
+                 reinterpret_cast<T *>(call.out.data), rows);
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
+        for_dtype(call.out.dtype, [&](auto zero) {
+            typedef decltype(zero) T;
+            if constexpr (NARROW<T>)
+                if (SoftmaxViews(call).size(SoftmaxViews(call).ndim() - 1) == 4)
+                    return launch_packs<T, 4, 1>(context, call);
+            launch_packs<T, 2, 1>(context, call);
+        });
+        return RAFTER_OK;
+    }
+};
+
+} // namespace
+
+RAFTER_CUDA_VARIANT(act, softmax_rows_in_packs, RowsInPacks)
