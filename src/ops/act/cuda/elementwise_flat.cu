@@ -108,10 +108,8 @@ struct ElementwiseFlat {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
-        for_dtype(call.out.dtype, [&](auto zero) {
-            typedef decltype(zero) T;
-            is_forward(call) ? launch_as<T, true>(context, call) : launch_as<T, false>(context, call);
-        });
+        for_dtype_and_direction(
+            call, [&](auto zero, auto forward) { launch_as<decltype(zero), decltype(forward)::value>(context, call); });
         return RAFTER_OK;
     }
 };

@@ -24,6 +24,12 @@ bool is_forward(const act_call &call) {
     return call.common.direction == RAFTER_FORWARD;
 }
 
+/* Calls f(zero, forward), where zero has the type that stores the output and forward is a std::bool_constant. */
+template <typename F> void for_dtype_and_direction(const act_call &call, F f) {
+    for_dtype(call.out.dtype,
+              [&](auto zero) { is_forward(call) ? f(zero, std::true_type()) : f(zero, std::false_type()); });
+}
+
 bool is_softmax(const act_call &call) {
     return call.kind == RAFTER_ACT_SOFTMAX;
 }

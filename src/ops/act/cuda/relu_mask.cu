@@ -130,9 +130,8 @@ struct ReluMask {
     }
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
-        for_dtype(call.out.dtype, [&](auto zero) {
-            typedef decltype(zero) T;
-            is_forward(call) ? launch_as<T, true>(context, call, plan) : launch_as<T, false>(context, call, plan);
+        for_dtype_and_direction(call, [&](auto zero, auto forward) {
+            launch_as<decltype(zero), decltype(forward)::value>(context, call, plan);
         });
         return RAFTER_OK;
     }

@@ -425,9 +425,8 @@ struct RowOnChip {
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         const OrderedCall ordered(call, true);
         ordered.copy(context);
-        for_dtype(call.out.dtype, [&](auto zero) {
-            typedef decltype(zero) T;
-            is_forward(call) ? launch_as<T, true>(context, ordered, plan) : launch_as<T, false>(context, ordered, plan);
+        for_dtype_and_direction(call, [&](auto zero, auto forward) {
+            launch_as<decltype(zero), decltype(forward)::value>(context, ordered, plan);
         });
         return RAFTER_OK;
     }
