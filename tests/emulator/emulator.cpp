@@ -26,7 +26,9 @@ __thread Place place;
 
 namespace {
 
-constexpr int LANES = 32, BARRIERS = 16, MOST_THREADS = 1024, MOST_CLUSTER = 16;
+constexpr int LANES = 32, MOST_THREADS = 1024, MOST_CLUSTER = 16;
+constexpr int BARRIERS =
+    FIRST_GROUP_BARRIER + MOST_THREADS / GROUP_THREADS + 1; /* the last one: clusters of one block */
 constexpr size_t STACK_BYTES = 128 << 10;
 constexpr int MOST_PENDING = 8; /* kernels that have not run yet */
 

@@ -42,7 +42,9 @@ extern __thread Place place __attribute__((tls_model("initial-exec")));
 
 /* Lets other threads run. A thread that waits for a word in memory calls it between two looks. */
 void yield();
-/* barrier: 0 to 15. threads: how many of the block arrive, or 0 for all that have not ended. */
+/* barrier: 0 to 15, or FIRST_GROUP_BARRIER and the number of a warpgroup. threads: how many of the block arrive, or 0 for
+ * all that have not ended. */
+constexpr int FIRST_GROUP_BARRIER = 16, GROUP_THREADS = 128;
 void sync_threads(int barrier, int threads);
 /* Waits for the lanes of the mask, and returns what each of the 32 has given. A lane that is not in the mask, or has
  * ended, gives NO_VALUE. */

@@ -171,7 +171,10 @@ DEVICE void products_begin() {
 }
 DEVICE void products_commit() {
 }
+/* A product is one instruction of the whole warpgroup: when a thread has waited for it, all have read their operands. */
 template <int N> DEVICE void products_wait() {
+    emulator::sync_threads(emulator::FIRST_GROUP_BARRIER + static_cast<int>(threadIdx.x / emulator::GROUP_THREADS),
+                           emulator::GROUP_THREADS);
 }
 
 /* 16 elements of the reduced dimension in row `row` of an operand. */
