@@ -95,12 +95,19 @@ struct Launched {
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<bool> taken; /* blocks that somebody runs or has run */
-    unsigned next = 0;       /* the first block that may not be taken */
+    unsigned next = 0;       /* all blocks before it are taken */
     unsigned ended = 0;
-    bool may_pass = true; /* wait_for_previous_kernel returns */
-    int early = 0, parked = 0, early_ended = 0, untriggered = 0;
+    bool may_pass = true;           /* wait_for_previous_kernel returns */
+    int early = 0;                  /* blocks that were started before the previous kernel */
+    int parked = 0;                 /* of these, that wait for it */
+    int untriggered = 0;            /* of these, that have not called start_next_kernel */
     std::atomic<bool> stuck{false}; /* a block waits for another one, which may not have started */
     std::vector<std::unique_ptr<Cluster>> clusters;
+
+    bool passes() {
+        std::lock_guard<std::mutex> lock(mutex);
+        return may_pass;
+    }
 };
 
 /* What one operating system thread needs to run blocks. */
@@ -230,7 +237,6 @@ void start_block(Block &block, Launched &launched, unsigned index, Cluster *clus
     blockIdx = {index % grid.x, index / grid.x % grid.y, index / (grid.x * grid.y)};
     blockDim = {size.x, size.y, size.z};
     gridDim = {grid.x, grid.y, grid.z};
-    place.in_kernel = true;
     place.cluster_blocks = launched.grid.cluster;
     place.cluster_rank = index % launched.grid.cluster;
     for (int t = 0; t < block.threads; t++) {
@@ -270,7 +276,6 @@ void end_block(Block &block) {
         block.cluster->changed.wait(lock,
                                     [&] { return block.cluster->ended == static_cast<int>(block.cluster->blocks); });
     }
-    place.in_kernel = false;
 }
 
 void run_block(Launched &launched, unsigned index, Cluster *cluster) {
@@ -290,12 +295,7 @@ void run_block(Launched &launched, unsigned index, Cluster *cluster) {
         if (!waits)
             since = Clock::now();
         waits = true;
-        bool may_pass;
-        {
-            std::lock_guard<std::mutex> lock(launched.mutex);
-            may_pass = launched.may_pass;
-        }
-        if (!may_pass) {
+        if (!launched.passes()) {
             park(block);
             waits = false;
             continue;
@@ -560,12 +560,8 @@ void start_next_kernel() {
 
 void wait_for_previous_kernel() {
     Launched &launched = *runner->block.launched;
-    const auto may_pass = [&] {
-        std::lock_guard<std::mutex> lock(launched.mutex);
-        return launched.may_pass;
-    };
     runner->block.waited = true;
-    while (!may_pass())
+    while (!launched.passes())
         switch_to_scheduler();
 }
 

@@ -31,7 +31,6 @@ struct Index {
 /* Where the fiber that runs on this operating system thread is. */
 struct Place {
     unsigned lane, cluster_rank, cluster_blocks;
-    bool in_kernel;
 };
 extern __thread Place place __attribute__((tls_model("initial-exec")));
 

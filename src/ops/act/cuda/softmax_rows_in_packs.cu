@@ -33,22 +33,16 @@ template <typename T, bool FORWARD, int LENGTH> DEVICE void softmax_of_row(float
     }
 }
 
-/* PACKS: of a thread. */
-template <typename T, bool FORWARD, int LENGTH, int PACKS>
+template <typename T, bool FORWARD, int LENGTH>
 __global__ void __launch_bounds__(THREADS) softmax_in_packs(const T *in, const T *dy, T *out, int64_t rows) {
     wait_for_inputs();
     constexpr int N = WIDE<T>, ROWS = N / LENGTH;
-    Pack<T, N> x[PACKS], d[FORWARD ? 1 : PACKS];
-    for_packs<ROWS, PACKS, THREADS>(rows, [&](int k, int64_t row, int present) {
-        x[k] = load_numbers<T, N>(in, row * LENGTH, present * LENGTH);
-        if constexpr (!FORWARD)
-            d[k] = load_numbers<T, N>(dy, row * LENGTH, present * LENGTH);
-    });
-    for_packs<ROWS, PACKS, THREADS>(rows, [&](int k, int64_t row, int present) {
+    for_packs<ROWS, 1, THREADS>(rows, [&](int, int64_t row, int present) {
         float v[N], w[N];
-        unpack(x[k], v);
+        const Pack<T, N> x = load_numbers<T, N>(in, row * LENGTH, present * LENGTH);
         if constexpr (!FORWARD)
-            unpack(d[k], w);
+            unpack(load_numbers<T, N>(dy, row * LENGTH, present * LENGTH), w);
+        unpack(x, v);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
             softmax_of_row<T, FORWARD, LENGTH>(v + r * LENGTH, w + r * LENGTH);
@@ -58,7 +52,9 @@ __global__ void __launch_bounds__(THREADS) softmax_in_packs(const T *in, const T
 
 struct RowsInPacks {
     typedef act_call Call;
-    struct Plan {};
+    struct Plan {
+        int64_t length; /* of rows */
+    };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         if (!is_softmax(call))
@@ -78,26 +74,27 @@ struct RowsInPacks {
         return !adjacent ? "rows do not follow each other" : aligned ? NULL : "the tensors are not aligned";
     }
 
-    static size_t plan(const rafter_cuda_state &, const Call &, Plan *) {
+    static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {
+        const SoftmaxViews views(call);
+        plan->length = views.size(views.ndim() - 1);
         return 0;
     }
 
-    template <typename T, int LENGTH, int PACKS> static void launch_packs(rafter_context *context, const Call &call) {
+    template <typename T, int LENGTH> static void launch_packs(rafter_context *context, const Call &call) {
         const int64_t rows = call.out.numel / LENGTH, packs = ceil_div<int64_t>(rows, WIDE<T> / LENGTH);
-        ::launch(context, {ceil_div<int64_t>(packs, THREADS * PACKS), THREADS},
-                 is_forward(call) ? softmax_in_packs<T, true, LENGTH, PACKS>
-                                  : softmax_in_packs<T, false, LENGTH, PACKS>,
+        ::launch(context, {ceil_div<int64_t>(packs, THREADS), THREADS},
+                 is_forward(call) ? softmax_in_packs<T, true, LENGTH> : softmax_in_packs<T, false, LENGTH>,
                  reinterpret_cast<const T *>(call.in.data), reinterpret_cast<const T *>(call.dy.data),
                  reinterpret_cast<T *>(call.out.data), rows);
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &, char *) {
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *) {
         for_dtype(call.out.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             if constexpr (NARROW<T>)
-                if (SoftmaxViews(call).size(SoftmaxViews(call).ndim() - 1) == 4)
-                    return launch_packs<T, 4, 1>(context, call);
-            launch_packs<T, 2, 1>(context, call);
+                if (plan.length == 4)
+                    return launch_packs<T, 4>(context, call);
+            launch_packs<T, 2>(context, call);
         });
         return RAFTER_OK;
     }
