@@ -80,10 +80,15 @@ if NODES is not None:
     NODES.configure(_NO_DOUBLE_BACKWARD, _NO_FORWARD_MODE, MASK_BYTES)
 
 _forward_mode = _compat.forward_mode
+_transforming = _compat.functorch_active
 
 
 def _refuse(ctx, *grads):
     raise RuntimeError(_NO_DOUBLE_BACKWARD)
+
+
+def _refuse_jvp(ctx, *tangents):
+    raise NotImplementedError(_NO_FORWARD_MODE)
 
 
 def _refuse_tangents(args):
@@ -164,6 +169,47 @@ def declare(name, fake, differentiable=False):
         _register_autograd(name, _refuse)
 
 
+@functools.cache
+def _transformable_gradient(name):
+    """An op that computes a gradient, under torch.func transforms: vmap calls it once per entry, and
+    differentiating its results raises."""
+
+    class Gradient(Function):
+        generate_vmap_rule = True
+        forward = staticmethod(public("_" + name))
+        backward = staticmethod(_refuse)
+        jvp = staticmethod(_refuse_jvp)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    return Gradient.apply
+
+
+def _transformable(name, save, backward):
+    """The op for torch.func transforms (grad, vjp, jacrev, vmap), which only take a Function that
+    saves its tensors in setup_context."""
+
+    class Transformable(Function):
+        generate_vmap_rule = True
+        forward = staticmethod(public("_" + name))
+        jvp = staticmethod(_refuse_jvp)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            save(ctx, inputs, output)
+            ctx.none = (None,) * len(inputs)
+
+    def formula(ctx, *grads):
+        gradients = backward(_transformable_gradient, ctx, *grads)
+        return (*gradients, *ctx.none[len(gradients):])
+
+    Transformable.backward = staticmethod(formula)
+    Transformable.__name__ = name
+    return Transformable.apply
+
+
 class Op:
     """An op with a gradient for its first `inputs` arguments.
 
@@ -177,6 +223,7 @@ class Op:
     def __init__(self, name, inputs, fake, save, backward, forward=None):
         declare(name, fake, differentiable=True)
         self.op = public(name)
+        self.transformed = _transformable(name, save, backward)
         self.raw = raw = below_autograd(name)
         no_gradients = (None,) * (len(_compat.argument_names(self.op)) - inputs)
 
@@ -205,3 +252,9 @@ class Op:
                    "backward": staticmethod(eager_backward)}
         self.python = direct(type(name, (Function,), members))
         self.eager = accelerated(name, self.python)
+
+    def dispatched(self, *args):
+        """The op where the eager path cannot run: torch.compile, torch.func, tensor subclasses."""
+        if _transforming() and not _compiling():
+            return self.transformed(*args)
+        return self.op(*args)

@@ -33,19 +33,19 @@ def local(tensor):
 
 
 def call(op, *args):
-    """op(*args). Replicated DTensors are computed locally on every rank; sharded ones are
+    """Calls an Op of _ops.py. Replicated DTensors are computed locally on every rank; sharded ones are
     refused."""
     dtensors = _dtensors(args)
     if not dtensors:
-        return op(*args)
+        return op.dispatched(*args)
     for tensor in dtensors:
         if not all(p.is_replicate() for p in tensor.placements):
             raise NotImplementedError(
-                f"{_compat.op_name(op)} got a DTensor with placements {tuple(tensor.placements)}, but supports only "
+                f"{_compat.op_name(op.op)} got a DTensor with placements {tuple(tensor.placements)}, but supports only "
                 "replicated ones. Use tensor.redistribute(placements=[Replicate()]) or tensor.full_tensor(); for "
                 "data-parallel rows, call it on tensor.to_local() and reduce the loss yourself")
     first = dtensors[0]
-    results = op(*(a.to_local() if any(a is d for d in dtensors) else a for a in args))
+    results = op.dispatched(*(a.to_local() if any(a is d for d in dtensors) else a for a in args))
 
     def to_dtensor(result):
         return type(first).from_local(result, first.device_mesh, first.placements, run_check=False)

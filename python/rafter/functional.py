@@ -85,7 +85,7 @@ def _elementwise(kind: int, name: str, doc: str) -> _Elementwise:
         # not _plain(input), inlined
         if (cls is not Tensor and cls is not Parameter or _compiling() or _transforming()
                 or _forward_mode._current_level >= 0):
-            return _subclasses.call(_formulas.act.op, input, kind)
+            return _subclasses.call(_formulas.act, input, kind)
         if input.requires_grad and _grad_enabled():
             return eager(input)
         return _act_raw(input, kind)
@@ -108,7 +108,7 @@ def softmax(input: Tensor, dim: int, *, dtype: Optional[torch.dtype] = None) -> 
     cls = type(input)
     if (cls is not Tensor and cls is not Parameter or _compiling() or _transforming()
             or _forward_mode._current_level >= 0):
-        return _subclasses.call(_formulas.act.op, input, SOFTMAX, dim)
+        return _subclasses.call(_formulas.act, input, SOFTMAX, dim)
     if input.requires_grad and _grad_enabled():
         return _act_eager[SOFTMAX, dim](input)
     return _act_raw(input, SOFTMAX, dim)
@@ -144,7 +144,7 @@ def logsumexp(input: Tensor, dim: int, keepdim: bool = False, *, dtype: Optional
     if type(dim) is not int:
         dim = _one_dim(dim)
     if not _plain(input):
-        lse = _subclasses.call(_formulas.logsumexp.op, input, dim, keepdim, number)
+        lse = _subclasses.call(_formulas.logsumexp, input, dim, keepdim, number)
     elif dtype is None or dtype is input.dtype:
         if not (input.requires_grad and _grad_enabled()):
             return _formulas.logsumexp_rounded(input, dim, keepdim, number)
@@ -263,7 +263,7 @@ def cross_entropy(input: Tensor, target: Tensor, weight: Optional[Tensor] = None
     if not plain:
         if _subclasses.has_dtensors(input, target, *options[:3]):
             return _cross_entropy_stats(input, target, options, plain, 0, False).loss
-        return _formulas.cross_entropy.op(input, target, *flatten(options))[0]
+        return _formulas.cross_entropy.dispatched(input, target, *flatten(options))[0]
     if input.requires_grad and _grad_enabled():
         eager = _formulas.cross_entropy_inplace if inplace_backward else _ce_eager
         return eager(input, (target, *flatten(options)))
@@ -287,7 +287,7 @@ def _cross_entropy_stats(input, target, options, plain, which, wants_lse):
         plain = _plain(input, target, *options[:3])
     op, rest = _formulas.cross_entropy_stats, (target, which, *flatten(options))
     if not plain:
-        results = op.op(input, *rest)
+        results = op.dispatched(input, *rest)
     elif input.requires_grad and _grad_enabled():
         results = op.eager(input, rest)
     else:
@@ -398,9 +398,10 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
                            softcap=softcap, logit_scale=logit_scale, groups=groups)
     needs = _needs(input, linear_weight, linear_bias)
     # Gradients for an upstream gradient of 1 may underflow in fp16. Loss scaling prevents that, but
-    # only if they are computed in backward.
+    # only if they are computed in backward. A second derivative under torch.func is refused only by
+    # an op in backward.
     in_backward = (linear.mode == COMPACT or options.reduction == NONE or into is not None
-                   or input.dtype is torch.float16)
+                   or input.dtype is torch.float16 or (_transforming() and not _compiling()))
     which, wants_lse = _parse_extras(extras) if extras else (None, False)
     plain = _plain(input, linear_weight, linear_bias, target, options.weight, options.row_weight, options.denominator)
     wrap = None
@@ -422,7 +423,7 @@ def linear_cross_entropy(input: Tensor, linear_weight: Tensor, target: Tensor, *
         if not extras:
             return results if wrap is None else wrap((results,))[0]
     else:
-        kernel = op.raw if plain else op.op
+        kernel = op.raw if plain else op.dispatched
         loss, lse, _, _, _, *statistics = kernel(input, linear_weight, linear_bias, *_formulas.linear_arguments(*call))
         results = (loss, lse, *statistics)
     if wrap is not None:
@@ -483,7 +484,7 @@ def linear_logprobs(input: Tensor, linear_weight: Tensor, target: Tensor, *, lin
     rest = (target, entropy, is_top, *flatten(options, linear))
     op = _formulas.linear_logprobs
     if not plain:
-        results = op.op(input, linear_weight, linear_bias, *rest)
+        results = op.dispatched(input, linear_weight, linear_bias, *rest)
     elif needs := _needs(input, linear_weight, linear_bias):
         if budget:
             _check_budget(input, linear_weight, linear_bias, target, False, entropy, needs, *options, *linear)
@@ -522,7 +523,7 @@ def lrpe_cosine(input: Tensor, theta: Tensor, *, offset: int = 0, positions: Opt
     rest = (positions, offset, kind, int(dim == 1), pick(LRPE_ALGORITHMS, "algorithm", algorithm))
     op = _formulas.lrpe_cosine
     if not _plain(input, theta, positions):
-        return _subclasses.call(op.op, input, theta, *rest)
+        return _subclasses.call(op, input, theta, *rest)
     if _grad_enabled() and (input.requires_grad or theta.requires_grad):
         return op.eager(input, theta, rest)
     return op.raw(input, theta, *rest)
