@@ -97,7 +97,7 @@ static double move(const struct memory *m, enum work work, size_t bytes, size_t 
     double best = INFINITY;
     for (int repeat = 0; repeat < repeats(threads); repeat++) {
         if (cold)
-            pace_evict(cold);
+            pace_evict(cold, NULL);
         float sum = 0;
         const double start = clock_seconds();
 #pragma omp parallel for num_threads(threads) schedule(runtime) reduction(+ : sum)
@@ -324,7 +324,7 @@ static bool op_shares(rafter_context *context, int threads, int mib, const struc
             struct samples samples = {0};
             good = m.base && small && call(context, i, &m, rows, small);
             for (int k = 0; k < repeats(threads) && good; k++) {
-                pace_evict(pace);
+                pace_evict(pace, context);
                 const double start = clock_seconds();
                 good = call(context, i, &m, rows, small) && samples_add(&samples, clock_seconds() - start);
             }

@@ -6,6 +6,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "core/threads.h"
 #include "harness/context.h"
 #include "harness/gpu.h"
 #include "machine.h"
@@ -37,6 +38,8 @@ static void count_fills(struct pace *pace, const rafter_context *context) {
     pace->device_seconds = pace->device_fills * least;
 }
 
+enum { EVICT_PIECE = 64 << 10 }; /* bytes of the other data that a task reads */
+
 bool pace_create(struct pace *pace, bool warm, const rafter_context *context) {
     *pace = (struct pace){.warm = warm, .threads = rafter_context_threads(context)};
     if (context_on_gpu(context)) {
@@ -53,7 +56,7 @@ bool pace_create(struct pace *pace, bool warm, const rafter_context *context) {
     }
     if (warm)
         return true;
-    pace->other_bytes = 2 * machine_cache_bytes(pace->threads);
+    pace->other_bytes = (2 * machine_cache_bytes(pace->threads) / EVICT_PIECE + 1) * EVICT_PIECE;
     pace->other = aligned_alloc(64, pace->other_bytes);
     if (!pace->other)
         return false;
@@ -70,14 +73,28 @@ void pace_destroy(struct pace *pace, const rafter_context *context) {
     gpu_release_event(pace->after);
 }
 
-void pace_evict(const struct pace *pace) {
+/* Reads a piece of the other data. */
+static void evict_piece(void *arg, int64_t piece) {
+    const struct pace *const pace = arg;
+    const char *const at = pace->other + piece * EVICT_PIECE;
     unsigned sum = 0;
-#pragma omp parallel for num_threads(pace->threads) reduction(+ : sum) schedule(static)
-    for (size_t i = 0; i < pace->other_bytes; i += 64)
-        sum += (unsigned char)pace->other[i];
+    for (int i = 0; i < EVICT_PIECE; i += 64)
+        sum += (unsigned char)at[i];
     static volatile unsigned keep;
     keep = sum;
     (void)keep;
+}
+
+void pace_evict(const struct pace *pace, const rafter_context *context) {
+    struct pace copy = *pace;
+    const int64_t pieces = (int64_t)(pace->other_bytes / EVICT_PIECE);
+    if (context) {
+        rafter_parallel(context, pieces, evict_piece, &copy);
+        return;
+    }
+#pragma omp parallel for num_threads(pace->threads) schedule(static)
+    for (int64_t i = 0; i < pieces; i++)
+        evict_piece(&copy, i);
 }
 
 void pace_evict_device(const struct pace *pace, const rafter_context *context) {

@@ -44,8 +44,9 @@ struct pace {
 bool pace_create(struct pace *pace, bool warm, const rafter_context *context);
 void pace_destroy(struct pace *pace, const rafter_context *context);
 
-/* Fills the caches with other data, on all threads. */
-void pace_evict(const struct pace *pace);
+/* Fills the caches with other data, on the threads that the next call runs on: those of `context`, or OpenMP's if
+ * that is NULL. They are awake then, and no other threads spin beside them. */
+void pace_evict(const struct pace *pace, const rafter_context *context);
 
 /* The same on the context's GPU, in stream order. */
 void pace_evict_device(const struct pace *pace, const rafter_context *context);

@@ -37,7 +37,7 @@ bool time_call(struct session *s, bool (*call)(struct session *), double *second
         if (!call(s))
             return false;
     } else {
-        pace_evict(s->pace);
+        pace_evict(s->pace, s->provider->ours ? s->context : NULL);
     }
     const double start = clock_seconds();
     const bool good = call(s);
