@@ -49,23 +49,32 @@ inline int32_t torch_dtype(rafter_dtype dtype) {
     return numbers[dtype];
 }
 
-/* Any other dtype becomes one that no op supports, so that the library refuses it with its own
- * message. */
+/* Dtypes that no op supports are here too: the library refuses them by name. */
 inline DLDataType dl_dtype(int32_t number) {
-    if (number == torch_dtype(RAFTER_F32))
-        return {kDLFloat, 32, 1};
-    if (number == torch_dtype(RAFTER_BF16))
-        return {kDLBfloat, 16, 1};
-    if (number == torch_dtype(RAFTER_F16))
-        return {kDLFloat, 16, 1};
-    if (number == torch_dtype(RAFTER_I64))
-        return {kDLInt, 64, 1};
-    if (number == torch_dtype(RAFTER_I32))
-        return {kDLInt, 32, 1};
-    if (number == torch_dtype(RAFTER_U8))
-        return {kDLUInt, 8, 1};
-    if (number == aoti_torch_dtype_float64())
-        return {kDLFloat, 64, 1};
+    static const struct {
+        int32_t number;
+        DLDataType dtype;
+    } known[] = {
+        {torch_dtype(RAFTER_F32), {kDLFloat, 32, 1}},
+        {torch_dtype(RAFTER_BF16), {kDLBfloat, 16, 1}},
+        {torch_dtype(RAFTER_F16), {kDLFloat, 16, 1}},
+        {torch_dtype(RAFTER_I64), {kDLInt, 64, 1}},
+        {torch_dtype(RAFTER_I32), {kDLInt, 32, 1}},
+        {torch_dtype(RAFTER_U8), {kDLUInt, 8, 1}},
+        {aoti_torch_dtype_float64(), {kDLFloat, 64, 1}},
+        {aoti_torch_dtype_int8(), {kDLInt, 8, 1}},
+        {aoti_torch_dtype_int16(), {kDLInt, 16, 1}},
+        {aoti_torch_dtype_bool(), {kDLBool, 8, 1}},
+        {aoti_torch_dtype_complex64(), {kDLComplex, 64, 1}},
+        {aoti_torch_dtype_complex128(), {kDLComplex, 128, 1}},
+        {aoti_torch_dtype_float8_e4m3fn(), {kDLFloat8_e4m3fn, 8, 1}},
+        {aoti_torch_dtype_float8_e4m3fnuz(), {kDLFloat8_e4m3fnuz, 8, 1}},
+        {aoti_torch_dtype_float8_e5m2(), {kDLFloat8_e5m2, 8, 1}},
+        {aoti_torch_dtype_float8_e5m2fnuz(), {kDLFloat8_e5m2fnuz, 8, 1}},
+    };
+    for (const auto &entry : known)
+        if (entry.number == number)
+            return entry.dtype;
     return {0xff, static_cast<uint8_t>(8 * aoti_torch_dtype_element_size(number)), 1};
 }
 

@@ -45,12 +45,27 @@ static struct text shape_text(int ndim, const int64_t *shape) {
 
 /* A dtype that the library does not have. */
 static struct text foreign_text(DLDataType dtype) {
-    static const char *const kinds[] = {[kDLInt] = "int", [kDLUInt] = "uint", [kDLFloat] = "fp"};
+    static const struct {
+        const char *name;
+        bool sized; /* the number of bits belongs to the name */
+    } kinds[] = {
+        [kDLInt] = {"int", true},
+        [kDLUInt] = {"uint", true},
+        [kDLFloat] = {"fp", true},
+        [kDLComplex] = {"complex", true},
+        [kDLBool] = {"bool", false},
+        [kDLFloat8_e4m3fn] = {"float8_e4m3fn", false},
+        [kDLFloat8_e4m3fnuz] = {"float8_e4m3fnuz", false},
+        [kDLFloat8_e5m2] = {"float8_e5m2", false},
+        [kDLFloat8_e5m2fnuz] = {"float8_e5m2fnuz", false},
+    };
     struct text text = {""};
-    if (dtype.code < sizeof kinds / sizeof *kinds && dtype.lanes == 1)
-        snprintf(text.s, sizeof text.s, "%s%d", kinds[dtype.code], dtype.bits);
-    else
+    if (dtype.code >= sizeof kinds / sizeof *kinds || !kinds[dtype.code].name || dtype.lanes != 1)
         snprintf(text.s, sizeof text.s, "code %d with %d bits and %d lanes", dtype.code, dtype.bits, dtype.lanes);
+    else if (kinds[dtype.code].sized)
+        snprintf(text.s, sizeof text.s, "%s%d", kinds[dtype.code].name, dtype.bits);
+    else
+        snprintf(text.s, sizeof text.s, "%s", kinds[dtype.code].name);
     return text;
 }
 

@@ -82,6 +82,10 @@ def test_messages_use_the_names_of_python():
             ("entropy: linear_bias has shape", lambda: rafter.linear_cross_entropy(x, w, y, linear_bias=three)),
             ("wanted the shape of input without its last", lambda: rafter.linear_cross_entropy(x, w, y[:3])),
             ("rafter.act: input has dtype fp64", lambda: rafter.silu(x.double())),
+            ("rafter.act: input has dtype bool", lambda: rafter.silu(x.bool())),
+            ("rafter.act: input has dtype int8", lambda: rafter.silu(x.to(torch.int8))),
+            ("rafter.act: input has dtype complex64", lambda: rafter.silu(x.to(torch.complex64))),
+            ("rafter.act: input has dtype float8_e4m3fn", lambda: rafter.silu(x.to(torch.float8_e4m3fn))),
             ("rafter.lrpe_cosine: input has 2 dimensions", lambda: rafter.lrpe_cosine(x, torch.rand(1, 8)))):
         with pytest.raises(RuntimeError, match=message):
             function()
