@@ -14,6 +14,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before init_process_group, see the end of main()
 
 import rafter
 
@@ -70,7 +71,9 @@ def main():
         error = max(abs(a - b) / abs(b) for a, b in zip(losses, alone))
         print(f"loss of the first step {losses[0]:.6f}, of the last {losses[-1]:.6f}; largest relative difference to "
               f"one rank: {error:.1e}")
-    dist.barrier()  # a rank that ends while a thread of gloo still holds a tensor of the last collective is aborted
+    # This joins gloo's threads. A thread that outlives it and still holds a tensor of the last collective aborts
+    # the process when Python exits. torch.distributed.nn keeps the default group as default arguments if it is
+    # imported later, as torch.optim does through torch._dynamo; the threads then run on.
     dist.destroy_process_group()
     if not error < 1e-3:
         sys.exit("the losses differ by more than rounding")
