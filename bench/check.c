@@ -74,9 +74,8 @@ static void check_problem(struct check *c, problem *p) {
         if (!(c->op->algorithm_modes[p->algorithm] >> mode & 1))
             continue;
         struct problem_solution solution = {.solved = false};
-        if (mode == PROBLEM_BACKWARD) { /* every variant's backward reads the oracle's outputs of forward */
-            problem_solve(p, PROBLEM_FORWARD);
-            problem_store_outputs(p);
+        if (mode == PROBLEM_BACKWARD) { /* every variant's backward reads the same outputs of forward */
+            problem_prepare_backward(p);
             problem_solve_once(p, PROBLEM_BACKWARD, &solution);
         }
         for (int v = 0; v < c->variants; v++)

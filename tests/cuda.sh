@@ -23,9 +23,10 @@ api=$build/tests/test_cuda
 rm -rf "$logs"
 mkdir -p "$logs"
 mapfile -t ops < <(sed -n 's/^RAFTER_OP(\([a-z_]*\)).*/\1/p' "$root/src/ops/ops.inc")
+processors=$(nproc) # before OMP_NUM_THREADS is set, which nproc would answer with
 export OMP_WAIT_POLICY=passive OMP_NUM_THREADS=4
-at_once=$(($(nproc) / 3 + 1))
-parts=$(($(nproc) / 4 + 1)) # parts of a walk: the oracle, on the CPU, takes most of the time
+at_once=$((processors / 3 + 1))
+parts=$((processors / 4 + 1)) # parts of a walk: the oracle, on the CPU, takes most of the time
 
 # job NAME SECONDS COMMAND...: runs in the background, as soon as fewer than $at_once jobs run.
 job() {
@@ -43,8 +44,7 @@ job() {
 
 # walk OP: in parts, one per processor.
 walk() {
-    local at_once part
-    at_once=$(nproc)
+    local at_once=$processors part
     for ((part = 0; part < parts; part++)); do
         OMP_NUM_THREADS=1 job "walk-$1-$part" 400 "$walk" "$1" --device cuda --every $((sample * parts)) --from $((sample * part))
     done
@@ -143,7 +143,7 @@ for step in $steps; do
     large)
         wait # they need most of the host's memory
         for op in "${ops[@]}"; do
-            OMP_NUM_THREADS=$(nproc) job "large-$op" 200 "$walk" "$op" --large --device cuda
+            OMP_NUM_THREADS=$processors job "large-$op" 200 "$walk" "$op" --large --device cuda
             wait
         done
         ;;

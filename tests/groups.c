@@ -291,8 +291,7 @@ static void run_grid(problem *p, const struct grid *g, enum problem_mode mode, u
     cut_range(spread->shape[spread_dim(p, spread)], g->classes, seed, run.class_cut);
     cut_range(rows, g->rows, seed / 5, run.row_cut);
     if (mode == PROBLEM_BACKWARD && !solution->solved) {
-        problem_solve(p, PROBLEM_FORWARD);
-        problem_store_outputs(p);
+        problem_prepare_backward(p);
         problem_solve_once(p, PROBLEM_BACKWARD, solution);
     }
     problem_poison(p, mode);

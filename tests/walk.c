@@ -119,9 +119,8 @@ static int open_variants(const char *op, const char *only, struct variant varian
 /* One call in one mode, compared with the oracle. False: the variant declined it, or it failed. */
 static bool run_mode(problem *p, rafter_context *context, const char *variant, enum problem_mode mode,
                      struct problem_solution *solution) {
-    if (mode == PROBLEM_BACKWARD && p->sample == 1 && !solution->solved) {
-        problem_solve(p, PROBLEM_FORWARD);
-        problem_store_outputs(p);
+    if (mode == PROBLEM_BACKWARD && !solution->solved) {
+        problem_prepare_backward(p);
         problem_solve_once(p, PROBLEM_BACKWARD, solution);
     }
     problem_poison(p, mode);

@@ -79,7 +79,10 @@ void problem_solve_once(problem *p, enum problem_mode mode, struct problem_solut
     *solution = (struct problem_solution){true, outputs};
 }
 
-void problem_store_outputs(problem *p) {
+void problem_prepare_backward(problem *p) {
+    if (p->sample > 1)
+        return;
+    problem_solve(p, PROBLEM_FORWARD);
     for (int i = 0; i < p->tensors; i++) {
         problem_tensor *t = &p->tensor[i];
         if (t->role == PROBLEM_OUTPUT)

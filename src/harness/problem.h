@@ -322,9 +322,9 @@ struct problem_solution {
 
 /* Solves the problem after a call, unless the solution is still right. */
 void problem_solve_once(problem *p, enum problem_mode mode, struct problem_solution *solution);
-/* Writes the oracle's forward results into the outputs, for a backward that reads them. Sample must
- * be 1. */
-void problem_store_outputs(problem *p);
+/* Writes the oracle's forward results into the outputs, for a backward that reads them. With a sampled oracle
+ * (sample > 1) they stay what the last forward call has left there. */
+void problem_prepare_backward(problem *p);
 /* The largest difference between the oracle's gradients and finite differences of its forward,
  * relative to the size of the gradient. */
 double problem_finite_differences(problem *p);

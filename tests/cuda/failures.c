@@ -177,10 +177,8 @@ static void test_problem(const struct op_cases *op, const struct few_problem *wh
     struct usual usual = {variant, 0};
     if (!runtime->pretend) {
         rafter_context *const context = new_context(variant);
-        if (which->mode == PROBLEM_BACKWARD && p.sample == 1) { /* it reads what forward has stored */
-            problem_solve(&p, PROBLEM_FORWARD);
-            problem_store_outputs(&p);
-        }
+        if (which->mode == PROBLEM_BACKWARD)
+            problem_prepare_backward(&p);
         const rafter_status status = call(&p, context, which->mode, false, 0, &usual.bits);
         expect(status == RAFTER_OK, "%s %s: %s", variant, p.label, rafter_last_error(context));
         rafter_context_destroy(context);

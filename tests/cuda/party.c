@@ -27,8 +27,7 @@ bool join(struct party *party, const struct op_cases *op, enum problem_mode mode
     party->mode = mode;
     if (!largest_problem(op, &party->p) || !problem_allocate(&party->p, 3))
         return false;
-    problem_solve(&party->p, PROBLEM_FORWARD);
-    problem_store_outputs(&party->p);
+    problem_prepare_backward(&party->p);
     party->context = open_context();
     problem_poison(&party->p, mode);
     if (problem_call(&party->p, party->context, mode) != RAFTER_OK) /* alone */

@@ -106,7 +106,8 @@ class Foreign:
 
 
 def jax_array(array):
-    return pytest.importorskip("jax.numpy").asarray(array)
+    jax = pytest.importorskip("jax")
+    return jax.device_put(array, jax.devices("cpu")[0])  # where JAX has a GPU, arrays are there by default
 
 
 def torch_tensor(array):

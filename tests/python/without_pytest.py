@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of this folder without pytest. They use only parametrize, raises, skip and
-importorskip, and this script has its own versions of those.
+"""Runs the tests of this folder without pytest. They use only parametrize, raises, skip, importorskip
+and tmp_path, and this script has its own versions of those.
 
     PYTHONPATH=build/python tests/python/without_pytest.py [MODULE...] [-k WORD]
 """
 import contextlib
 import importlib
+import inspect
 import itertools
 import os
+import pathlib
 import re
 import sys
+import tempfile
 import time
 import traceback
 import types
@@ -74,6 +77,13 @@ def cases(module):
             yield f"{module.__name__}.{name}", arguments, function
 
 
+def call(function, arguments):
+    if "tmp_path" not in inspect.signature(function).parameters:
+        return function(**arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        function(**arguments, tmp_path=pathlib.Path(folder))
+
+
 def main():
     install()
     warnings.simplefilter("ignore")  # only failures and skips matter here
@@ -97,7 +107,7 @@ def main():
             if only not in title:
                 continue
             try:
-                function(**arguments)
+                call(function, arguments)
                 counts["passed"] += 1
             except Skip as reason:
                 counts["skipped"] += 1

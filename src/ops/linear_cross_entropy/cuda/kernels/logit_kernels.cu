@@ -130,7 +130,7 @@ DEVICE float gradient_at(const ColumnGradient<OPTIONS, T> &of, const RowGradient
     return d - row.target * (loss.softcap != 0.0f ? cap_slope(z, loss) : 1.0f);
 }
 
-/* Writes dz of the block's `n` logits of a row, and up to 3 elements of padding. */
+/* Writes dz of the block's `n` logits of a row, and 0 to up to 3 elements of padding, which have no class. */
 template <typename T, int OPTIONS>
 DEVICE void write_part(const float (&z)[PACKS][4], const RowGradient &gradient, int64_t first_class, int n,
                        int64_t label, const Loss &loss, T *dz) {
@@ -141,8 +141,9 @@ DEVICE void write_part(const float (&z)[PACKS][4], const RowGradient &gradient, 
         float d[4];
 #pragma unroll
         for (int j = 0; j < 4; j++)
-            d[j] = gradient.constant ? gradient.p
-                                     : gradient_at<T>(column, gradient, z[k][j], first_class + at + j, label, loss);
+            d[j] = at + j >= n         ? 0.0f
+                   : gradient.constant ? gradient.p
+                                       : gradient_at<T>(column, gradient, z[k][j], first_class + at + j, label, loss);
         if (at < n)
             store_once<T, 4>(dz + at, packed<T>(d));
     }
