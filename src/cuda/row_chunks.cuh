@@ -72,23 +72,17 @@ static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, c
     RowChunks c = {};
     const int64_t bytes = rafter_dtype_bytes(x.dtype), row_bytes = length * bytes;
     const uintptr_t first = reinterpret_cast<uintptr_t>(x.data);
-    int64_t last = 0;
-    bool aligned = first % 16 == 0 && row_bytes % 16 == 0;
-    for (int d = 0; d < x.dims; d++) {
-        last += (x.shape[d] - 1) * x.stride[d];
-        aligned = aligned && (x.shape[d] == 1 || x.stride[d] * bytes % 16 == 0);
-    }
     const int64_t pitch = x.step * bytes;
     c.x = x;
     c.lowest = x.data;
-    c.highest = x.data + last * bytes + row_bytes;
+    c.highest = x.data + x.offset(rows - 1) * bytes + row_bytes;
     c.rows = static_cast<int>(rows);
     c.length = static_cast<int>(length);
     c.first = static_cast<unsigned>(first);
     c.row_bytes = static_cast<unsigned>(row_bytes);
     const int64_t most_pitch = padding ? min(row_bytes * 5 / 4, int64_t(CHUNK_BYTES - 16)) : row_bytes;
     c.flat = x.dims == 1 && pitch >= row_bytes && pitch <= most_pitch;
-    c.whole = aligned;
+    c.whole = x.aligned() && row_bytes % 16 == 0;
     c.by_index = lanes.by_length;
     c.begins_aligned = first % 16 == 0;
     c.ends_aligned = reinterpret_cast<uintptr_t>(c.highest) % 16 == 0;

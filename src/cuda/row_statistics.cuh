@@ -41,25 +41,51 @@ DEVICE void store_number(void *data, rafter_dtype dtype, int64_t i, float value)
         static_cast<fp16 *>(data)[i] = from_float<fp16>(value);
 }
 
+/* Division of numbers below 2^63 by a divisor that the host knows, from 2 on: a product instead of the hundred
+ * instructions of a division. */
+struct Reciprocal {
+    uint64_t multiplier; /* 2^(64 + shift) / divisor, rounded up */
+    int shift;
+};
+__host__ DEVICE uint64_t high_of_product(uint64_t a, uint64_t b) {
+#ifdef __CUDA_ARCH__
+    return __umul64hi(a, b);
+#else
+    return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
+#endif
+}
+static inline Reciprocal reciprocal_of(int64_t divisor) {
+    Reciprocal r = {0, 0};
+    while (int64_t(2) << r.shift < divisor)
+        r.shift++;
+    const unsigned __int128 one = static_cast<unsigned __int128>(1) << (64 + r.shift);
+    r.multiplier = static_cast<uint64_t>((one - 1) / static_cast<uint64_t>(divisor)) + 1;
+    return r;
+}
+
 /* Rows in row-major order of the leading dimensions of a view, as a kernel argument. The members
  * that most calls need come first. */
 struct Rows {
     char *data;
-    int64_t step; /* stride of the first dimension, in most calls the only one */
+    int64_t step;  /* stride of the last of these dimensions, in most calls the only one */
+    int64_t inner; /* its size */
     rafter_dtype dtype;
     int dims;
-    int64_t shape[RAFTER_VIEW_DIMS], stride[RAFTER_VIEW_DIMS];
+    /* Of the dimension next to the last, and so on outwards: its stride, less that of the dimension inside it times that
+     * one's size; and how to divide by that size. */
+    int64_t jump[RAFTER_VIEW_DIMS - 1];
+    uint64_t multiplier[RAFTER_VIEW_DIMS - 1];
+    unsigned char shift[RAFTER_VIEW_DIMS - 1];
 
     /* The offset of a row's first element, in elements. */
-    DEVICE int64_t offset(int64_t row) const {
-        int64_t at = 0;
+    __host__ DEVICE int64_t offset(int64_t row) const {
+        int64_t at = row * step;
 #pragma unroll 1
-        for (int d = dims - 1; d > 0; d--) {
-            const int64_t outer = quotient(row, shape[d]);
-            at += (row - outer * shape[d]) * stride[d];
-            row = outer;
+        for (int d = 0; d < dims - 1; d++) {
+            row = static_cast<int64_t>(high_of_product(static_cast<uint64_t>(row), multiplier[d]) >> shift[d]);
+            at += row * jump[d];
         }
-        return at + row * step;
+        return at;
     }
     template <typename T> DEVICE T *at(int64_t row) const {
         return reinterpret_cast<T *>(data) + offset(row);
@@ -74,29 +100,39 @@ struct Rows {
     }
     /* One number per row: whether row i is element i. */
     bool contiguous() const {
-        return dims == 1 && (step == 1 || shape[0] == 1);
+        return dims == 1 && (step == 1 || inner == 1);
+    }
+    /* Whether all rows begin at multiples of 16 bytes. */
+    bool aligned() const {
+        const int64_t bytes = rafter_dtype_bytes(dtype);
+        bool all = reinterpret_cast<uintptr_t>(data) % 16 == 0 && step * bytes % 16 == 0;
+        for (int d = 0; d < dims - 1; d++)
+            all = all && jump[d] * bytes % 16 == 0;
+        return all;
     }
     /* Whether every row, of `elements` adjacent elements, consists of whole, aligned packs of 16
-     * bytes. */
+     * bytes, and they are evenly spaced. */
     bool whole_packs(int64_t elements) const {
-        const int64_t bytes = rafter_dtype_bytes(dtype);
-        return reinterpret_cast<uintptr_t>(data) % 16 == 0 && elements * bytes % 16 == 0 && dims == 1 &&
-               (step * bytes % 16 == 0 || shape[0] == 1);
+        return dims == 1 && aligned() && elements * rafter_dtype_bytes(dtype) % 16 == 0;
     }
 };
 
 /* The first `dims` dimensions of the view, merged where strides allow. */
 static inline Rows rows_of(const rafter_view &view, int dims) {
     rafter_view rows = view, *only = &rows;
-    Rows out;
+    Rows out = {};
     out.data = view.data;
     out.dtype = view.dtype;
     out.dims = rafter_collapse(&only, 1, 0, dims);
-    for (int d = 0; d < out.dims; d++) {
-        out.shape[d] = rows.shape[d];
-        out.stride[d] = rows.stride[d];
+    const int last = out.dims - 1;
+    out.inner = rows.shape[last];
+    out.step = rows.stride[last];
+    for (int d = last; d > 0; d--) {
+        const Reciprocal by_size = reciprocal_of(max(rows.shape[d], int64_t(2))); /* less than 2: there are no rows */
+        out.jump[last - d] = rows.stride[d - 1] - rows.shape[d] * rows.stride[d];
+        out.multiplier[last - d] = by_size.multiplier;
+        out.shift[last - d] = static_cast<unsigned char>(by_size.shift);
     }
-    out.step = out.stride[0];
     return out;
 }
 

@@ -132,6 +132,9 @@ static inline int __clz(int a) {
 static inline unsigned __umulhi(unsigned a, unsigned b) {
     return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
 }
+static inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
 #define __sinf sinf
 #define __cosf cosf
 #define __logf logf

@@ -13,10 +13,8 @@ struct ColumnArgs {
 /* The numbers of a thread's rows, of a tensor that is fp32 or, in most calls, has x's dtype: all loads are
  * issued before the first is used, and a slab's rows are looked up once if they are evenly apart. */
 template <typename T, int N> DEVICE void load_rows(float (&to)[N], const Rows &from, const ColumnThread<T, N> &thread) {
-    const int last = from.dims - 1;
-    const int64_t row_step = thread.t.slabs.row_step, first = from.offset(thread.row(0)),
-                  apart = last <= 0 ? row_step * from.step : from.stride[last];
-    const bool even = last <= 0 || (row_step == 1 && from.shape[last] == thread.inner());
+    const int64_t row_step = thread.t.slabs.row_step, first = from.offset(thread.row(0)), apart = row_step * from.step;
+    const bool even = from.dims <= 1 || (row_step == 1 && from.inner == thread.inner());
     const auto load = [&](auto data) {
         thread.for_lines([&](int j, int of_slab) { to[j] = to_float(data[first + of_slab * apart]); });
     };
