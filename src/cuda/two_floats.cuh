@@ -32,28 +32,48 @@ DEVICE TwoFloats add_exactly(float a, float b) {
     return {sum, rounded_off(a, b, sum)};
 }
 
+/* A normal number as 2^exponent (1 + t), with sqrt(0.5) <= 1 + t < sqrt(2). */
+struct NearOne {
+    float exponent, t;
+
+    DEVICE explicit NearOne(float a) {
+        const int bits = __float_as_int(a), k = (bits - 0x3f3504f3) >> 23;
+        t = __int_as_float(bits - k * (1 << 23)) - 1.0f;
+        exponent = __int_as_float(0x4b400000 + k) - 12582912.0f; /* k, without a conversion */
+    }
+    /* (log(1 + t) - t + t^2 / 2) / t^3 */
+    DEVICE float third_order() const {
+        float p = -0.0786012188f;
+        p = fmaf(p, t, 0.128813729f);
+        p = fmaf(p, t, -0.131284207f);
+        p = fmaf(p, t, 0.14181219f);
+        p = fmaf(p, t, -0.166245952f);
+        p = fmaf(p, t, 0.200022861f);
+        p = fmaf(p, t, -0.250008076f);
+        return fmaf(p, t, 0.333333164f);
+    }
+};
+
 /* log(a) with an error of 2^-26. a: 0, a normal number, infinite or NaN; not negative. */
 DEVICE TwoFloats log_in_floats(float a) {
     constexpr float LN2_HIGH = 0x1.62cp-1f; /* times an exponent, it is exact */
     constexpr float LN2_LOW = 0x1.217f7ep-12f;
     if (!(a >= FLT_MIN && a < INFINITY))
         return {__logf(a), 0.0f};
-    const int bits = __float_as_int(a), k = (bits - 0x3f3504f3) >> 23; /* a = 2^k m, sqrt(0.5) <= m < sqrt(2) */
-    const float t = __int_as_float(bits - k * (1 << 23)) - 1.0f;
-    const float exponent = __int_as_float(0x4b400000 + k) - 12582912.0f; /* k, without a conversion */
-    /* log(1 + t) = t - t^2 / 2 + p t^3 */
-    float p = -0.0786012188f;
-    p = fmaf(p, t, 0.128813729f);
-    p = fmaf(p, t, -0.131284207f);
-    p = fmaf(p, t, 0.14181219f);
-    p = fmaf(p, t, -0.166245952f);
-    p = fmaf(p, t, 0.200022861f);
-    p = fmaf(p, t, -0.250008076f);
-    p = fmaf(p, t, 0.333333164f);
+    const NearOne near(a);
+    const float t = near.t, p = near.third_order();
     const float square = t * t, half = -0.5f * square, first = t + half;
     const float rest = (half - (first - t)) + t * square * p;
-    const TwoFloats sum = add_exactly(exponent * LN2_HIGH, first);
-    return {sum.high, sum.low + fmaf(exponent, LN2_LOW, rest)};
+    const TwoFloats sum = add_exactly(near.exponent * LN2_HIGH, first);
+    return {sum.high, sum.low + fmaf(near.exponent, LN2_LOW, rest)};
+}
+
+/* The same in one float, off by a unit in the last place. */
+DEVICE float log_in_float(float a) {
+    if (!(a >= FLT_MIN && a < INFINITY))
+        return __logf(a);
+    const NearOne near(a);
+    return fmaf(near.exponent, LN2, fmaf(near.t * near.t, fmaf(near.t, near.third_order(), -0.5f), near.t));
 }
 
 /* a + b, rounded once. Infinite if one of them is, NaN if they are opposite. */

@@ -56,7 +56,7 @@ __global__ __launch_bounds__(THREADS) void logsumexp_in_packs(const __grid_const
 #pragma unroll
             for (int j = 0; j < LENGTH; j++)
                 of_row[j] = of_pack[r * LENGTH + j];
-            lse[r] = lse_of(stats_of_row<T>(of_row));
+            lse[r] = lse_of_few(stats_of_row<T>(of_row));
         }
         const LseNumbers &to = a.lse.numbers;
         if (to.dtype == RAFTER_F32)

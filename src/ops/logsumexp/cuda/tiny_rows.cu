@@ -50,7 +50,7 @@ template <typename T, bool BACKWARD, bool SCATTERED> struct TinyLogsumexp {
                 if (j < least_of_count(COUNT) || j < a.tiny.length)
                     gradient[j] = from_float<T>(scaled.of(x[j]));
         } else {
-            const float lse = lse_of(stats_of_row<T>(x));
+            const float lse = lse_of_few(stats_of_row<T>(x));
             if (present)
                 a.lse.numbers.put(SCATTERED ? a.lse.offset(row) : row, lse);
         }
