@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rows of 2 or 4 elements, several of which fill a pack of 16 bytes: a thread takes one pack or a few. The last pack
- * may have fewer rows. */
+ * may have fewer rows. And rows of 2 to 7 elements with gaps between them: a thread takes a few whole rows. */
 #ifndef RAFTER_CUDA_ROWS_IN_PACKS_CUH
 #define RAFTER_CUDA_ROWS_IN_PACKS_CUH
 
@@ -39,6 +39,72 @@ template <int ROWS, int PACKS, int THREADS, typename F> DEVICE void for_packs(in
         if (left > 0)
             f(k, row, left < ROWS ? static_cast<int>(left) : ROWS);
     }
+}
+
+/* ---- rows with gaps --------------------------------------------------------------------------- */
+
+/* How many elements of a row of `length` are accessed at once, in a tensor whose rows are a multiple of that apart.
+ * What is left of a row is 0 or a power of two. gaps: rows of twice as many elements, of which the first half is a row,
+ * allow it. */
+__host__ __device__ constexpr int row_unit(int length, int bytes, bool gaps) {
+    const int divides = length % 2 != 0 ? 1 : length % 4 != 0 ? 2 : length % 8 != 0 ? 4 : 8;
+    int unit = gaps ? 2 * divides : divides;
+    while (unit > length || unit * bytes > 16)
+        unit /= 2;
+    return unit;
+}
+
+/* The elements of one row, as they were loaded: nothing waits for them before `get`. */
+template <typename T, int LENGTH, int UNIT> struct RowPacks {
+    static constexpr int WHOLE = LENGTH / UNIT, REST = LENGTH % UNIT;
+    Pack<T, UNIT> whole[WHOLE];
+    Pack<T, REST == 0 ? 1 : REST> rest;
+
+    DEVICE void load(const T *row) {
+#pragma unroll
+        for (int i = 0; i < WHOLE; i++)
+            whole[i] = load_once<T, UNIT>(row + i * UNIT);
+        if constexpr (REST > 0)
+            rest = load_once<T, REST>(row + WHOLE * UNIT);
+    }
+    DEVICE void get(float (&x)[LENGTH]) const {
+#pragma unroll
+        for (int i = 0; i < WHOLE; i++) {
+            float of_pack[UNIT];
+            unpack(whole[i], of_pack);
+#pragma unroll
+            for (int j = 0; j < UNIT; j++)
+                x[i * UNIT + j] = of_pack[j];
+        }
+        if constexpr (REST > 0) {
+            float of_rest[REST];
+            unpack(rest, of_rest);
+#pragma unroll
+            for (int j = 0; j < REST; j++)
+                x[WHOLE * UNIT + j] = of_rest[j];
+        }
+    }
+};
+
+template <typename T, int LENGTH, int UNIT> DEVICE void store_row(T *row, const float (&x)[LENGTH]) {
+    static_assert(LENGTH % UNIT == 0, "only loads have a rest");
+#pragma unroll
+    for (int i = 0; i < LENGTH; i += UNIT) {
+        float of_pack[UNIT];
+#pragma unroll
+        for (int j = 0; j < UNIT; j++)
+            of_pack[j] = x[i + j];
+        store_once<T, UNIT>(row + i, packed<T>(of_pack));
+    }
+}
+
+/* f(r, row) for the rows of this thread that exist. */
+template <int ROWS, int THREADS, typename F> DEVICE void for_rows_apart(int rows, F f) {
+    const int first = static_cast<int>(blockIdx.x * (THREADS * ROWS) + threadIdx.x);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        if (first + r * THREADS < rows)
+            f(r, first + r * THREADS);
 }
 
 #endif

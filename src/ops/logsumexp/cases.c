@@ -78,6 +78,9 @@ static const struct shape shapes[] = {
     {2, 1, {35, 256}},
     /* so many rows that a warp of a GPU takes several, with every special value */
     {2, 1, {33001, 8}},
+    /* short rows, in one layout with gaps between them: a thread of a GPU takes one, or four */
+    {2, 1, {1203, 5}},
+    {2, 1, {131075, 3}},
 };
 
 /* For GPUs: lines that several blocks share, so many lines that a block takes several, and many
