@@ -57,6 +57,7 @@ struct SlabWindows {
 struct WindowChoice {
     int bytes, elements; /* of an element; per pack */
     bool repeats;        /* a step may have several elements of a row */
+    int resident = 0; /* threads that a multiprocessor runs at once: few windows are cut into whole waves of blocks */
 
     int64_t widest() const {
         return int64_t(WARP) * elements;
@@ -112,13 +113,19 @@ static inline bool windows_are_faster(const Slabs &s, int bytes) {
     return s.length >= LONG_ROW ? narrow || (bytes == 2 && all >= MEDIUM) : narrow && all >= MEDIUM;
 }
 
-/* How many blocks share the steps of a window. */
-static inline void split_windows(SlabWindows &w, int64_t tiles, int64_t least, int64_t most) {
-    constexpr int64_t FILLING = 792, MANY = 4096; /* blocks: two waves; so many that the last wave hardly counts */
-    const int64_t turn = int64_t(w.down) * WINDOW_STEPS, steps = w.steps;
+/* How many blocks share the steps of a window. If there are many windows, so many that the last wave of blocks
+ * hardly counts. A block of few turns spends as long before its first and after its last one, and leaves a part to
+ * merge: few windows are cut into one wave of blocks, or two that have eight turns each. */
+static inline void split_windows(SlabWindows &w, int64_t tiles, int64_t least, int64_t most, int resident) {
+    constexpr int64_t FILLING = 792, MANY = 4096, FEW_TURNS = 16, TURNS = 8, MULTIPROCESSORS = 132;
+    const int64_t turn = int64_t(w.down) * WINDOW_STEPS, steps = w.steps, wave = resident / w.threads * MULTIPROCESSORS;
     int64_t parts = max(min(ceil_div(MANY, tiles), steps / (4 * turn)), min(ceil_div(FILLING, tiles), steps / turn));
+    const bool waves = 8 * tiles <= wave && steps < FEW_TURNS * turn * parts;
+    if (waves)
+        parts = min((steps * tiles >= 2 * wave * TURNS * turn ? 2 : 1) * wave / tiles, steps / turn);
     parts = w.group > 1 ? 1 : max(min(max(parts, least), most), int64_t(1));
-    w.part = static_cast<int>(round_up<int64_t>(ceil_div(steps, parts), w.down));
+    const int64_t unit = waves && steps >= parts * turn ? turn : w.down;
+    w.part = static_cast<int>(round_up<int64_t>(ceil_div(steps, parts), unit));
     w.parts = static_cast<int>(ceil_div<int64_t>(steps, w.part));
     w.blocks = tiles * w.parts;
 }
@@ -153,7 +160,7 @@ static inline SlabWindows slab_windows_of(const Slabs &s, const WindowChoice &ho
     w.extent = 1 + (s.length - 1) * s.step[0] + (s.inner - 1) * s.across[0];
     for (int d = 0; d < s.walk.dims; d++)
         w.extent += (s.walk.size[d] - 1) * s.walk.stride[0][d];
-    split_windows(w, ceil_div<int64_t>(s.outer, w.group) * w.windows, least, most);
+    split_windows(w, ceil_div<int64_t>(s.outer, w.group) * w.windows, least, most, how.resident);
     w.lanes = 1;
     while (w.lanes < WARP && w.lanes < w.down * w.repeat && 2 * w.lanes * w.group * (w.width / w.repeat) <= w.threads)
         w.lanes *= 2;
@@ -362,6 +369,44 @@ DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats
     for (int k = 1; k < MERGE_DOWN; k++)
         g = op.merge(g, shares[k * MERGE_ACROSS + x]);
     op.finish(row, g);
+}
+
+/* The same with more threads per row, for few rows of many parts: MERGE_LANES of them, which then are a warp. */
+constexpr int MERGE_LANES = WARP, MERGE_ROWS = WINDOW_BLOCK / MERGE_LANES; /* rows of a block */
+
+template <class Op, typename T>
+DEVICE void merge_few_windows(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
+    typedef typename Op::Stats Stats;
+    __shared__ Stats shares[WINDOW_BLOCK];
+    /* Adjacent threads load adjacent rows of a part; then a warp has the shares of a row. */
+    const int x = threadIdx.x % MERGE_ROWS, y = threadIdx.x / MERGE_ROWS;
+    const int lane = threadIdx.x % MERGE_LANES, of_warp = threadIdx.x / MERGE_LANES;
+    const int64_t first = int64_t(blockIdx.x) * MERGE_ROWS, i = first + x, own = first + of_warp;
+    typename Op::Row row = op.no_row();
+    if (lane == 0 && own < w.rows) {
+        const unsigned slab = w.by_inner.quotient(static_cast<unsigned>(own)),
+                       column = static_cast<unsigned>(own) - slab * w.by_inner.number;
+        int64_t offset[3];
+        w.slabs.walk.offsets(slab, offset);
+        row = op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
+    }
+    op.begin();
+    Stats g = op.none();
+    constexpr int AT_ONCE = 8;
+    for (int part = y; part < w.parts; part += AT_ONCE * MERGE_LANES) {
+        Stats loaded[AT_ONCE];
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            loaded[k] = part + k * MERGE_LANES < w.parts && i < w.rows
+                            ? part_stats[(part + k * MERGE_LANES) * w.rows + i]
+                            : op.none();
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            g = op.merge(g, loaded[k]);
+    }
+    shares[threadIdx.x] = g;
+    __syncthreads();
+    op.finish(row, op.merge_lanes(shares[lane * MERGE_ROWS + of_warp], MERGE_LANES));
 }
 
 #endif

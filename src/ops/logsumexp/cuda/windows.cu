@@ -11,6 +11,8 @@ struct WindowArgs {
     RowStats *part_stats; /* if windows have parts */
 };
 
+constexpr int RESIDENT = 65536 / 80; /* threads of a multiprocessor, by registers */
+
 template <typename T>
 __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __grid_constant__ WindowArgs a) {
     wait_for_inputs();
@@ -24,7 +26,7 @@ __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __gri
 template <typename T>
 __global__ __launch_bounds__(WINDOW_BLOCK) void merge_parts(const __grid_constant__ WindowArgs a) {
     SlabLogsumexp<T> op = {a.lse};
-    merge_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
+    merge_few_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
 }
 
 struct Windows {
@@ -35,7 +37,7 @@ struct Windows {
 
     static WindowChoice choice(const Problem &p) {
         const int bytes = static_cast<int>(rafter_dtype_bytes(p.x.dtype));
-        return {bytes, 16 / bytes, true};
+        return {bytes, 16 / bytes, true, RESIDENT};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -62,7 +64,7 @@ struct Windows {
         const SlabWindows &w = plan.windows;
         const WindowArgs args = {w, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {w.blocks, w.threads, static_cast<size_t>(w.entries()) * sizeof(RowStats)};
-        Launch merging = {w.merge_blocks(), WINDOW_BLOCK};
+        const Launch merging = {ceil_div<int64_t>(w.rows, MERGE_ROWS), WINDOW_BLOCK};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             ::launch(context, how, window_statistics<T>, args);
