@@ -35,7 +35,35 @@ template <typename T, int N> struct ColumnStats {
     }
 };
 
-template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(const __grid_constant__ Forward f) {
+/* Merges load(0), load(step), ... of those below `count`: eight are in flight at once, and do not wait for each
+ * other's exponentials. */
+template <typename F> DEVICE RowStats merge_every(int64_t first, int64_t count, int step, F load) {
+    constexpr int AT_ONCE = 8;
+    RowStats all = no_elements();
+    for (int64_t i = first; i < count; i += AT_ONCE * step) {
+        RowStats part[AT_ONCE];
+        float max = all.max;
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            part[k] = i + k * step < count ? load(i + k * step) : no_elements();
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            max = fmaxf(max, part[k].max);
+        const float pivot = pivot_at(max);
+        float sum = all.sum * expf(all.max - pivot);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+            sum += part[k].sum * expf(part[k].max - pivot);
+        all = {max, sum};
+    }
+    return all;
+}
+
+/* Blocks per multiprocessor, by registers. */
+template <typename T, int N> constexpr int PER_SM = N == 1 ? 5 : sizeof(T) == 4 ? 4 : 3;
+
+template <typename T, int N>
+__global__ __launch_bounds__(THREADS, PER_SM<T, N>) void columns(const __grid_constant__ Forward f) {
     wait_for_inputs();
     __shared__ RowStats of_thread[THREADS * N];
     const int64_t task = f.parts == 1 ? blockIdx.x : blockIdx.x / f.parts, part = blockIdx.x - task * f.parts;
@@ -65,9 +93,8 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
     const int width = N * blockDim.x, thread = threadIdx.y * blockDim.x + threadIdx.x;
     RowStats *stored = f.stored + task * f.parts * width;
     for (int c = thread; c < width; c += THREADS) {
-        RowStats all = no_elements();
-        for (int y = 0; y < blockDim.y; y++)
-            all = merge(all, of_thread[(y * N + c % N) * blockDim.x + c / N], 1.0f);
+        const RowStats all =
+            merge_every(0, blockDim.y, 1, [&](int64_t y) { return of_thread[(y * N + c % N) * blockDim.x + c / N]; });
         if (f.parts > 1)
             stored[part * width + c] = all;
         else if (tile + c < f.rows)
@@ -75,12 +102,13 @@ template <typename T, int N> __global__ __launch_bounds__(THREADS) void columns(
     }
     if (f.parts == 1 || !block_arrives_last(f.counters + task, static_cast<unsigned>(f.parts)))
         return;
-    for (int c = thread; c < width && tile + c < f.rows; c += THREADS) {
-        RowStats all = no_elements();
-        for (int64_t p = 0; p < f.parts; p++)
-            all = merge(all, load_stats(stored + p * width + c), 1.0f);
-        f.lse.put(tile + c, lse_of(all));
-    }
+    /* A column's parts are shared by all threads: width is a power of two up to THREADS. */
+    const int c = thread & (width - 1), share = thread / width, shares = THREADS / width;
+    of_thread[thread] =
+        merge_every(share, f.parts, shares, [&](int64_t p) { return load_stats(stored + p * width + c); });
+    __syncthreads();
+    if (share == 0 && tile + c < f.rows)
+        f.lse.put(tile + c, lse_of(merge_every(0, shares, 1, [&](int64_t k) { return of_thread[k * width + c]; })));
 }
 
 /* Other variants write gradients, unless there are too many rows for them. */
@@ -109,6 +137,24 @@ bool packed_columns(const rafter_view &x) {
     return packed;
 }
 
+/* Fewer parts of each of many tiles, if their blocks would be less than two waves, the second one of them not full. By
+ * shape and dtype alone: the same bits everywhere. per_sm: blocks; turn: steps that a block loads at a time. */
+Split in_full_waves(const Split &split, int64_t tiles, int64_t n, int per_sm, int64_t turn) {
+    constexpr int64_t MULTIPROCESSORS = 132, MANY_TILES = 32;
+    const int64_t wave = per_sm * MULTIPROCESSORS;
+    Split best = split;
+    int64_t least = INT64_MAX;
+    for (int64_t parts = split.parts; tiles >= MANY_TILES && tiles * split.parts < 2 * wave && parts > 0; parts--) {
+        const int64_t part = round_up(ceil_div(n, parts), int64_t(64)),
+                      time = ceil_div(tiles * parts, wave) * (part + 2 * turn); /* in steps */
+        if (time < least) {
+            least = time;
+            best = {parts, part};
+        }
+    }
+    return best;
+}
+
 struct Columns {
     typedef logsumexp_call Call;
     static constexpr bool BATCH_INVARIANT_BACKWARD = true;
@@ -135,6 +181,12 @@ struct Columns {
             return 0;
         }
         plan->split = split_dim(plan->tiles, p.n, 4 * STEPS * down, call.algorithm);
+        if (call.algorithm == RAFTER_LOGSUMEXP_AUTO)
+            plan->split = in_full_waves(plan->split, plan->tiles, p.n,
+                                        plan->width == 1          ? PER_SM<float, 1>
+                                        : p.x.dtype == RAFTER_F32 ? PER_SM<float, 4>
+                                                                  : PER_SM<bf16, 8>,
+                                        int64_t(STEPS) * down);
         const int64_t columns = int64_t(plan->width) * plan->across;
         return plan->split.parts > 1
                    ? tasks_at_a_time(plan->tiles, plan->split) * plan->split.parts * columns * sizeof(RowStats)
