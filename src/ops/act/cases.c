@@ -245,13 +245,14 @@ static const struct {
                   {RAFTER_F16, 1, {3, {19, 65537, 14}}, true},
                   {RAFTER_F32, -1, {2, {1025, 16387}}, true},
                   /* large tensors of few steps, whose columns are not aligned: shifted packs; two, eight or four
-                   * columns to a thread, and few of them side by side */
+                   * columns to a thread, and few of them side by side; and of some hundred steps */
                   {RAFTER_BF16, 0, {2, {5, 1700001}}, true},
                   {RAFTER_F16, 1, {3, {3, 40, 70003}}, true},
                   {RAFTER_F32, 0, {2, {2, 4200001}}, true},
                   {RAFTER_BF16, 0, {2, {2, 4200003}}, true},
                   {RAFTER_F32, 1, {3, {2, 21, 200003}}, true},
-                  {RAFTER_F32, 1, {3, {3000, 22, 129}}, true}};
+                  {RAFTER_F32, 1, {3, {3000, 22, 129}}, true},
+                  {RAFTER_F32, 0, {2, {403, 20999}}, true}};
 
 static const struct {
     rafter_act_kind kind;

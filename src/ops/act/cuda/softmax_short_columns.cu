@@ -27,7 +27,8 @@ constexpr ThreadShare TWO_SHARE = {1, 2, 256};     /* the same, of one or two st
 constexpr ThreadShare PAIR_SHARE = {8, 2, 512};    /* large fp32 tensors of one or two steps */
 constexpr ThreadShare LARGE_SHARE = {4, 8, 512};   /* large fp32 tensors */
 constexpr ThreadShare LONG_SHARE = {1, 32, 256};   /* large fp32 tensors of few columns side by side */
-constexpr ThreadShare SMALL_SHARE = {1, 16, 1024};
+constexpr ThreadShare DEEP_SHARE = {1, 32, 512};   /* forward of large fp32 tensors of many steps */
+constexpr ThreadShare SMALL_SHARE = {1, 16, 1024}; /* one block per multiprocessor: nothing is loaded while it stores */
 constexpr int64_t LARGE_ELEMENTS = 8 << 20;
 constexpr int64_t LARGE_OF_TWO = 1 << 17; /* the same for shifted packs of one or two steps */
 constexpr int64_t LEAST_SHIFTED = 64;     /* columns side by side: the last pack of them may have few */
@@ -342,6 +343,8 @@ struct ShortColumns {
                 return {LONG_SHARE, width, false};
             if (bytes == 4 && length <= LONGEST_LARGE && cut(LARGE_SHARE, length, inner, width, bytes, &plan))
                 return {LARGE_SHARE, width, false};
+            if (bytes == 4 && forward && length > LONGEST_LARGE && cut(DEEP_SHARE, length, inner, width, bytes, &plan))
+                return {DEEP_SHARE, width, false};
         }
         return {SMALL_SHARE, width, false};
     }
@@ -449,7 +452,7 @@ struct ShortColumns {
     template <typename T, bool FORWARD>
     static void launch_as(rafter_context *context, const OrderedCall &ordered, const Plan &plan) {
         constexpr ThreadShare W = WIDE_SHARE, H = SHIFTED_SHARE, P = PAIR_SHARE, L = LARGE_SHARE, S = SMALL_SHARE,
-                              A = LONG_SHARE;
+                              A = LONG_SHARE, D = DEEP_SHARE;
         const Choice &choice = plan.choice;
         if (choice.unit == WIDE<T> && !choice.shifted)
             return launch_share<T, WIDE<T>, W.groups, W.steps, W.threads, FORWARD>(context, ordered, plan);
@@ -465,6 +468,9 @@ struct ShortColumns {
         } else {
             if (choice.share.groups == P.groups)
                 return launch_share<T, 1, P.groups, P.steps, P.threads, FORWARD>(context, ordered, plan);
+            if constexpr (FORWARD)
+                if (choice.share.threads == D.threads && choice.share.steps == D.steps)
+                    return launch_share<T, 1, D.groups, D.steps, D.threads, FORWARD>(context, ordered, plan);
             if (choice.share.steps == A.steps)
                 return launch_share<T, 1, A.groups, A.steps, A.threads, FORWARD>(context, ordered, plan);
             if (choice.share.groups == L.groups)
