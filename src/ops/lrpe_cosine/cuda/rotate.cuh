@@ -9,6 +9,7 @@
 
 #include "cuda/line_statistics.cuh"
 #include "ops/lrpe_cosine/cuda/acts.cuh"
+#include "ops/lrpe_cosine/cuda/angles.cuh"
 #include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 #include "ops/lrpe_cosine/cuda/rotate_memory.cuh"
 
@@ -190,8 +191,9 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
         const int64_t token = a.position(place.first_b, n < place.end_token ? n : place.end_token - 1);
         float cosine[N], sine[N], angle_gradient[DTHETA ? N : 1] = {};
         const Position position = position_of(token);
-        table.sincos([&](int j) { return j * (Pipeline::ANGLES / N) + column; }, [&](int) { return position; }, sine,
-                     cosine);
+        angles_at(
+            table, [&](int j) { return j * (Pipeline::ANGLES / N) + column; }, [&](int) { return position; }, sine,
+            cosine);
 
         T *out = out_token;
         const float *column_statistics = tiling.statistics + a.column(place.first_b, place.h, place.d);

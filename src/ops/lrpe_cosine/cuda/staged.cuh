@@ -11,6 +11,7 @@
 #define RAFTER_LRPE_COSINE_CUDA_STAGED_CUH
 
 #include "ops/lrpe_cosine/cuda/acts.cuh"
+#include "ops/lrpe_cosine/cuda/angles.cuh"
 #include "ops/lrpe_cosine/cuda/row_softmax.cuh"
 #include "ops/lrpe_cosine/cuda/staged_memory.cuh"
 
@@ -307,8 +308,9 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAY
         which ^= 1;
         const int64_t next = number_at(n + plan.step, threadIdx.x);
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
-        table.sincos([&](int j) { return entries.entry(j); }, [&](int j) { return positions[entries.token(j)]; }, sine,
-                     cosine);
+        angles_at(
+            table, [&](int j) { return entries.entry(j); }, [&](int j) { return positions[entries.token(j)]; }, sine,
+            cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
             const unsigned staged_x = stages + stage * plan.stage_bytes, staged_dy = staged_x + plan.dy_at;
