@@ -122,6 +122,10 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 30, 70, 33, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
     EACH_ACT(2, 3000, 1, 33, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32, .for_cuda = true),
     EACH_ACT(3, 50, 5, 513, .dtheta = DTHETA_FP32, .for_cuda = true),
+    /* angles by the special-function unit */
+    EACH_ACT(1, 1030, 32, 64, .dtype = RAFTER_BF16, .offset = -500, .for_cuda = true),
+    EACH_ACT(2, 1000, 32, 33, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
+             .offset = (1 << 18) - 5, .small_theta = true, .for_cuda = true),
     /* if heads are adjacent in dy, chunks of some of the features */
     EACH_ACT(2, 40, 32, 160, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
     /* gradients so large that they are turned first: at once, and in slices of sequences */

@@ -10,8 +10,28 @@
 
 namespace lrpe {
 
+/* The special-function unit errs by up to 2^-21.2 for angles of up to half a turn, and rounding the angle
+ * adds 2^-22: 2^-20.5 together, whatever the sine is. So from UNIT_LEAST on, a sine or a cosine is off by at
+ * most 0.7 units of bf16: its product, rounded to bf16, is the correctly rounded value or its neighbour. One
+ * angle in 3,200 has a smaller sine or cosine. For fp16 it would be one in 400: most warps would then
+ * compute some angles again. */
+template <typename T> constexpr bool TAKES_UNIT = false;
+template <> inline constexpr bool TAKES_UNIT<bf16> = true;
+constexpr float UNIT_LEAST = 0x1p-12f;
+
 DEVICE float smaller_size(float a, float b) {
     return fminf(fabsf(a), fabsf(b));
+}
+
+/* By the special-function unit: ten instructions instead of the 26 of sincos_short. The position is below
+ * 2^32. Returns the smaller size of both. */
+DEVICE float sincos_by_unit(const ShortStep step, const Position &position, float *sine, float *cosine) {
+    constexpr float RADIANS = 6.28318530717958647693f * 0x1p-32f;
+    const unsigned turn = multiply_64x32(step.middle, step.high, position.low).y;
+    const float angle = (float)(int)turn * __uint_as_float(__float_as_uint(RADIANS) ^ position.sign);
+    *sine = __sinf(angle);
+    *cosine = __cosf(angle);
+    return smaller_size(*sine, *cosine);
 }
 
 /* The given sine and cosine, if both are at least `least` and the position is short; else those of
@@ -35,29 +55,37 @@ static __noinline__ __device__ float2 sincos_settled(float theta, const Position
     return both;
 }
 
-/* The i-th sine and cosine are those of entry(i) of the table at position(i). */
-template <typename T, int COUNT, class Entry, class PositionAt>
-DEVICE void angles_at(const AngleTable<T> &table, Entry entry, PositionAt position, float (&sine)[COUNT],
+/* The i-th sine and cosine are those of entry(i) of the table at position(i). by_unit: by the
+ * special-function unit, unless EXACT. */
+template <bool EXACT, typename T, int COUNT, class Entry, class PositionAt>
+DEVICE void angles_at(const AngleTable<T> &table, bool by_unit, Entry entry, PositionAt position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
     if constexpr (!NARROW<T>) {
         table.sincos(entry, position, sine, cosine);
     } else {
+        by_unit = by_unit && TAKES_UNIT<T> && !EXACT;
         float least = INFINITY;
         unsigned low = 0, high = 0; /* of all positions; a power of two limits the positions */
+        const auto each = [&](auto compute) {
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            const Position here = position(i);
-            least = fminf(least, sincos_short(table.short_at(entry(i)), here, &sine[i], &cosine[i]));
-            low |= here.low;
-            high |= here.high;
-        }
-        if (least >= SHORT_LEAST && high == 0 && low < SHORT_POSITION)
+            for (int i = 0; i < COUNT; i++) {
+                const Position here = position(i);
+                least = fminf(least, compute(table.short_at(entry(i)), here, &sine[i], &cosine[i]));
+                low |= here.low;
+                high |= here.high;
+            }
+        };
+        if (by_unit)
+            each([](auto... a) { return sincos_by_unit(a...); });
+        else
+            each([](auto... a) { return sincos_short(a...); });
+        if (least >= (by_unit ? UNIT_LEAST : SHORT_LEAST) && high == 0 && low < SHORT_POSITION)
             return;
         /* If sincos_short is not to be used, the angle is within 2^-20 of a quarter turn from its zero. */
-        constexpr float ENOUGH = 0x1p-19f;
+        const float enough = by_unit ? UNIT_LEAST : 0x1p-19f;
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
-            const float2 both = sincos_settled(table.theta_at(entry(i)), position(i), ENOUGH, sine[i], cosine[i]);
+            const float2 both = sincos_settled(table.theta_at(entry(i)), position(i), enough, sine[i], cosine[i]);
             sine[i] = both.x;
             cosine[i] = both.y;
         }

@@ -114,6 +114,14 @@ inline bool takes_packs(const lrpe_cosine_call &call, bool expanded) {
     return all;
 }
 
+/* Sequences that use the same angles. */
+inline int64_t sequences_alike(const lrpe_cosine_call &call) {
+    return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
+}
+
+/* Fewer sequences than this share their angles: arithmetic is the limit, not memory. */
+constexpr int64_t MANY_ALIKE = 8;
+
 /* Whether heads are adjacent in dy instead of features, for an act: at least a pack of them, or all
  * features too. */
 inline bool is_turned(const lrpe_cosine_call &call) {
@@ -165,6 +173,7 @@ struct Tiling {
     int f, sequences;
     Divisor tiles, head_lanes, token_chunks;
     int64_t sequence_chunks, tokens;
+    bool unit_angles; /* by the special-function unit: see angles.cuh */
     /* Statistics of a softmax: a maximum, or a number near it; 1 / sum; in backward the sum of p g.
      * ROW_STATISTICS: [B, N, H, these]. COLUMN_STATISTICS: [these, B, H, D]. */
     float *statistics;
@@ -212,11 +221,6 @@ inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, i
     tiling->head_lanes = Divisor(tiling->lanes);
 }
 
-/* Sequences that use the same angles. */
-inline int64_t sequences_alike(const lrpe_cosine_call &call) {
-    return call.positions.data && call.positions.stride[0] != 0 ? 1 : call.x.shape[0];
-}
-
 /* The tokens and sequences of a block. The tiles are known; a block works on `step` tokens at a time,
  * and `wave` blocks run at once. Angles are computed once for all sequences of a block.
  *
@@ -227,6 +231,10 @@ inline int64_t sequences_alike(const lrpe_cosine_call &call) {
 inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave, int64_t least) {
     constexpr int64_t SERVED = 64;
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
+    /* It takes less if arithmetic is the limit. The few angles that must be computed again make a short call
+     * longer: a thread that has one takes 0.5 us for them. */
+    constexpr int64_t LONG_CALL = int64_t(1) << 21; /* elements */
+    tiling->unit_angles = alike < MANY_ALIKE && call.x.numel >= LONG_CALL && !call.common.batch_invariant;
     if (call.algorithm == RAFTER_LRPE_BP) {
         tiling->tokens = length;
         tiling->token_chunks = Divisor(1);

@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(THREADS, Pipeline<T, N, FORWARD, F, DTHETA, SH
         const int64_t token = a.position(place.first_b, n < place.end_token ? n : place.end_token - 1);
         float cosine[N], sine[N], angle_gradient[DTHETA ? N : 1] = {};
         const Position position = position_of(token);
-        angles_at(
-            table, [&](int j) { return j * (Pipeline::ANGLES / N) + column; }, [&](int) { return position; }, sine,
-            cosine);
+        angles_at<DTHETA>(
+            table, tiling.unit_angles, [&](int j) { return j * (Pipeline::ANGLES / N) + column; },
+            [&](int) { return position; }, sine, cosine);
 
         T *out = out_token;
         const float *column_statistics = tiling.statistics + a.column(place.first_b, place.h, place.d);
@@ -304,7 +304,7 @@ inline Tiling plan_rotate(const rafter_cuda_state &device, const lrpe_cosine_cal
     int row_threads = together ? power_at_least(ceil_div(features, int64_t(form.n)), least, THREADS) : 0;
     /* If arithmetic is the limit, all lanes work: heads share warps wherever they begin. If memory is,
      * whole heads are stored by a warp, or by whole warps. */
-    if (!together && !form.shifted && sequences_alike(call) >= 8) {
+    if (!together && !form.shifted && sequences_alike(call) >= MANY_ALIKE) {
         const int64_t packs = ceil_div(features, int64_t(form.n));
         row_threads = packs <= WARP ? power_at_least(packs, 1, WARP) : (int)round_up(packs, int64_t(WARP));
     }
