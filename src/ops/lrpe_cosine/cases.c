@@ -126,6 +126,9 @@ static const struct lrpe_case more[] = {
     EACH_ACT(1, 1030, 32, 64, .dtype = RAFTER_BF16, .offset = -500, .for_cuda = true),
     EACH_ACT(2, 1000, 32, 33, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
              .offset = (1 << 18) - 5, .small_theta = true, .for_cuda = true),
+    /* rows that are packs of 8 bytes */
+    EACH_ACT(3, 150, 5, 100, .dtype = RAFTER_BF16, .for_cuda = true),
+    EACH_ACT(9, 40, 3, 68, .dtype = RAFTER_F16, .dtheta = DTHETA_FP32, .for_cuda = true),
     /* if heads are adjacent in dy, chunks of some of the features */
     EACH_ACT(2, 40, 32, 160, .dtype = RAFTER_BF16, .dtheta = DTHETA_FP32, .for_cuda = true),
     /* gradients so large that they are turned first: at once, and in slices of sequences */

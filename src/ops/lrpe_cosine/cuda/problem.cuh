@@ -101,17 +101,26 @@ template <typename T> Arguments<T> arguments(const lrpe_cosine_call &call) {
     return a;
 }
 
-/* Whether a thread can load and store 16 bytes of features at a time. `expanded`: dy may be one
+/* Whether a thread can load and store `bytes` bytes of features at a time. `expanded`: dy may be one
  * number for all features of a row. */
-inline bool takes_packs(const lrpe_cosine_call &call, bool expanded) {
-    const rafter_view *const views[] = {&call.x, &call.y, &call.dy, &call.dx};
+inline bool takes_packs_of(const lrpe_cosine_call &call, int64_t bytes, bool expanded) {
+    const int64_t width = bytes / rafter_dtype_bytes(call.x.dtype);
     /* Each half of y and dy must begin with a pack. */
-    bool all = call.x.shape[3] % (16 / rafter_dtype_bytes(call.x.dtype)) == 0;
-    for (const rafter_view *view : views) {
+    bool all = call.x.shape[3] % width == 0;
+    for (const rafter_view *view : {&call.x, &call.y, &call.dy, &call.dx}) {
+        if (!view->data)
+            continue;
         const bool is_expanded = expanded && view == &call.dy && view->stride[3] == 0;
-        all = all && (!view->data || is_expanded || allows_wide_access(*view, 4));
+        all = all && (is_expanded || (reinterpret_cast<uintptr_t>(view->data) % static_cast<uint64_t>(bytes) == 0 &&
+                                      (view->shape[3] == 1 || view->stride[3] == 1)));
+        for (int d = 0; d < 3 && !is_expanded; d++)
+            all = all && (view->shape[d] == 1 || view->stride[d] % width == 0);
     }
     return all;
+}
+
+inline bool takes_packs(const lrpe_cosine_call &call, bool expanded) {
+    return takes_packs_of(call, 16, expanded);
 }
 
 /* Sequences that use the same angles. */
@@ -121,6 +130,12 @@ inline int64_t sequences_alike(const lrpe_cosine_call &call) {
 
 /* Fewer sequences than this share their angles: arithmetic is the limit, not memory. */
 constexpr int64_t MANY_ALIKE = 8;
+
+/* Whether a thread of `rotate` takes 8 bytes of features at a time. */
+inline bool takes_half_packs(const lrpe_cosine_call &call) {
+    return rafter_dtype_bytes(call.x.dtype) == 2 && call.act != RAFTER_ACT_SOFTMAX &&
+           call.algorithm != RAFTER_LRPE_BP && !takes_packs(call, true) && takes_packs_of(call, 8, true);
+}
 
 /* Whether heads are adjacent in dy instead of features, for an act: at least a pack of them, or all
  * features too. */

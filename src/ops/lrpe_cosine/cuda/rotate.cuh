@@ -275,18 +275,18 @@ inline bool features_are_adjacent(const lrpe_cosine_call &call) {
 }
 
 /* What `rotate` is instantiated for: features per thread, and whether they are shifted, because they
- * are not aligned packs in all tensors. bp and short rows have narrow tiles, which only single features
- * fill. */
+ * are not aligned packs in all tensors. Packs of 8 bytes need no shifting if rows are aligned to that.
+ * bp and short rows have narrow tiles, which only single features fill. */
 struct RotateForm {
     int n;
     bool shifted;
 
     explicit RotateForm(const lrpe_cosine_call &call) {
         const int width = 16 / static_cast<int>(rafter_dtype_bytes(call.x.dtype));
-        const bool packs = takes_packs(call, true);
-        shifted = !packs && call.algorithm != RAFTER_LRPE_BP && features_are_adjacent(call) &&
+        const bool packs = takes_packs(call, true), half_packs = takes_half_packs(call);
+        shifted = !packs && !half_packs && call.algorithm != RAFTER_LRPE_BP && features_are_adjacent(call) &&
                   call.x.shape[3] >= 2 * width && call.x.shape[2] * call.x.shape[3] >= WARP * width;
-        n = packs || shifted ? width : 1;
+        n = packs || shifted ? width : half_packs ? width / 2 : 1;
     }
 };
 
@@ -336,9 +336,12 @@ void launch_any_form(const rafter_context *context, const lrpe_cosine_call &call
     const std::integral_constant<int, WIDE<T>> wide;
     if (form.shifted)
         with(wide, std::true_type());
-    else if (form.n > 1)
+    else if (form.n == wide)
         with(wide, std::false_type());
-    else if constexpr (F != BLOCK_SOFTMAX)
+    else if (form.n > 1) {
+        if constexpr (F == RUNTIME_F && NARROW<T>)
+            with(std::integral_constant<int, WIDE<T> / 2>(), std::false_type());
+    } else if constexpr (F != BLOCK_SOFTMAX)
         with(std::integral_constant<int, 1>(), std::false_type());
 }
 

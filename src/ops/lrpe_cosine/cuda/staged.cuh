@@ -547,6 +547,9 @@ inline const char *why_not_staged(const lrpe_cosine_call &call) {
         return "bp has a block walk along the sequence";
     if (takes_packs(call, true))
         return "rows are aligned packs";
+    if (takes_half_packs(call) && call.x.shape[3] >= 64 && sequences_alike(call) < MANY_ALIKE &&
+        !call.common.batch_invariant)
+        return "rows are aligned packs of 8 bytes, and few sequences share angles: that takes fewer instructions";
     if (call.x.shape[3] > THREADS * width)
         return "the threads of a block cannot hold a row";
     if (rafter_span_bytes(&call.theta) > INT32_MAX)
