@@ -87,9 +87,9 @@ DEVICE void read_theta(const Arguments<T> &a, const Staging &plan, const StagedB
         with(from_float<fp16>(0.0f));
 }
 
-/* Blocks that share an SM: so many that no registers are spilled. */
-constexpr int staged_blocks(bool forward, int f, bool dtheta, int layout) {
-    return !forward && (dtheta || f >= LANE_SOFTMAX || layout == DIRECT) ? 2 : 3;
+/* Blocks that share an SM: so many that no registers are spilled. `width`: elements of a thread. */
+constexpr int staged_blocks(int width, bool forward, int f, bool dtheta, int layout) {
+    return !forward && (dtheta || layout == DIRECT || (f >= LANE_SOFTMAX && width > 4)) ? 2 : 3;
 }
 
 /* Copies chunks into the stages, in the order of the work. */
@@ -229,7 +229,7 @@ DEVICE void store_chunk_moments(const Arguments<T> &a, const Staging &plan, cons
 }
 
 template <typename T, bool FORWARD, int F, bool DTHETA, int LAYOUT>
-__global__ void __launch_bounds__(THREADS, staged_blocks(FORWARD, F, DTHETA, LAYOUT))
+__global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DTHETA, LAYOUT))
     staged(const Arguments<T> a, const Staging plan) {
     if (F != COLUMN_STATISTICS)
         wait_for_inputs();
@@ -519,7 +519,7 @@ inline Staging plan_staged(const rafter_cuda_state &device, const lrpe_cosine_ca
     plan.out_bytes = bytes_of(plan.out);
     plan.bytes = plan.out_at + plan.out_bytes + (unsigned)round_up((features + width) * bytes, int64_t(128));
 
-    const int blocks = staged_blocks(forward, plan.tiling.f, dtheta, plan.layout) * THREADS / plan.threads;
+    const int blocks = staged_blocks((int)width, forward, plan.tiling.f, dtheta, plan.layout) * THREADS / plan.threads;
     const int fitting = (int)(227 << 10) / (int)(plan.bytes + (1 << 10));
     const bool own_positions = sequences_alike(call) < call.x.shape[0]; /* loads of its own for every step */
     plan_waves(&plan.tiling, call, plan.step, (int64_t)device.multiprocessors * max(min(blocks, fitting), 1),
