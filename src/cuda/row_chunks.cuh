@@ -75,7 +75,7 @@ static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, c
     const int64_t pitch = x.step * bytes;
     c.x = x;
     c.lowest = x.data;
-    c.highest = x.data + x.offset(rows - 1) * bytes + row_bytes;
+    c.highest = x.data + x.last * bytes + row_bytes;
     c.rows = static_cast<int>(rows);
     c.length = static_cast<int>(length);
     c.first = static_cast<unsigned>(first);

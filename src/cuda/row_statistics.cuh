@@ -47,13 +47,6 @@ struct Reciprocal {
     uint64_t multiplier; /* 2^(64 + shift) / divisor, rounded up */
     int shift;
 };
-__host__ DEVICE uint64_t high_of_product(uint64_t a, uint64_t b) {
-#ifdef __CUDA_ARCH__
-    return __umul64hi(a, b);
-#else
-    return static_cast<uint64_t>(static_cast<unsigned __int128>(a) * b >> 64);
-#endif
-}
 static inline Reciprocal reciprocal_of(int64_t divisor) {
     Reciprocal r = {0, 0};
     while (int64_t(2) << r.shift < divisor)
@@ -69,6 +62,7 @@ struct Rows {
     char *data;
     int64_t step;  /* stride of the last of these dimensions, in most calls the only one */
     int64_t inner; /* its size */
+    int64_t last;  /* offset of the last row */
     rafter_dtype dtype;
     int dims;
     /* Of the dimension next to the last, and so on outwards: its stride, less that of the dimension inside it times that
@@ -78,11 +72,11 @@ struct Rows {
     unsigned char shift[RAFTER_VIEW_DIMS - 1];
 
     /* The offset of a row's first element, in elements. */
-    __host__ DEVICE int64_t offset(int64_t row) const {
+    DEVICE int64_t offset(int64_t row) const {
         int64_t at = row * step;
 #pragma unroll 1
         for (int d = 0; d < dims - 1; d++) {
-            row = static_cast<int64_t>(high_of_product(static_cast<uint64_t>(row), multiplier[d]) >> shift[d]);
+            row = static_cast<int64_t>(__umul64hi(static_cast<uint64_t>(row), multiplier[d]) >> shift[d]);
             at += row * jump[d];
         }
         return at;
@@ -127,6 +121,8 @@ static inline Rows rows_of(const rafter_view &view, int dims) {
     const int last = out.dims - 1;
     out.inner = rows.shape[last];
     out.step = rows.stride[last];
+    for (int d = 0; d <= last; d++)
+        out.last += (rows.shape[d] - 1) * rows.stride[d];
     for (int d = last; d > 0; d--) {
         const Reciprocal by_size = reciprocal_of(max(rows.shape[d], int64_t(2))); /* less than 2: there are no rows */
         out.jump[last - d] = rows.stride[d - 1] - rows.shape[d] * rows.stride[d];

@@ -106,10 +106,13 @@ static inline const char *why_not_windows(const Slabs &s, const WindowChoice &ho
  * them. */
 static inline bool windows_are_faster(const Slabs &s, int bytes) {
     constexpr int64_t LARGE = 768 << 20, MEDIUM = 64 << 20, LONG_ROW = 16384, SHORT_ROW = 128, NARROW_SLAB = 16;
+    constexpr int64_t LEAST_NARROW = 512, LINE = 128, LEAST_LINES = 1024; /* steps; bytes; steps */
     const int64_t all = s.rows() * s.length * bytes;
-    if (s.length < SHORT_ROW || all >= LARGE)
-        return s.length >= SHORT_ROW;
-    const bool narrow = s.inner < NARROW_SLAB;
+    if (s.length < SHORT_ROW)
+        return false;
+    if (all >= LARGE) /* not the columns of packs of one line of memory, unless rows are long */
+        return s.inner * bytes > LINE || s.inner * bytes % 16 != 0 || s.length >= LEAST_LINES;
+    const bool narrow = s.inner < NARROW_SLAB && s.length >= LEAST_NARROW;
     return s.length >= LONG_ROW ? narrow || (bytes == 2 && all >= MEDIUM) : narrow && all >= MEDIUM;
 }
 

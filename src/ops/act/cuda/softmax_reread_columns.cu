@@ -104,7 +104,8 @@ struct RereadColumns {
     /* Measured on an H200: docs/perf/act.md. */
     static bool is_faster(const Call &call) {
         constexpr int64_t SMALL = 1 << 21, LEAST_COLUMNS = 32; /* elements; side by side */
-        constexpr int64_t SHORTEST = 9, LONGEST = 64;          /* of gradients */
+        constexpr int64_t SHORTEST = 9, LONGEST = 64;          /* gradients of large tensors */
+        constexpr int64_t LONGEST_OF_SMALL = 1024;
         const SlabViews views(call);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.out.dtype));
         for (int t = 0; t < TENSORS; t++)
@@ -112,7 +113,9 @@ struct RereadColumns {
                 return false;
         if (bytes != 2 || views.column_width() * bytes == 16 || views.inner() < LEAST_COLUMNS)
             return false;
-        return call.out.numel < SMALL || (!is_forward(call) && views.length() >= SHORTEST && views.length() <= LONGEST);
+        const int64_t length = views.length();
+        return call.out.numel < SMALL ? length <= LONGEST_OF_SMALL
+                                      : !is_forward(call) && length >= SHORTEST && length <= LONGEST;
     }
 
     static size_t plan(const rafter_cuda_state &, const Call &call, Plan *plan) {

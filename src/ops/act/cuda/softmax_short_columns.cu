@@ -321,6 +321,14 @@ struct ShortColumns {
         int64_t blocks;
     };
 
+    /* Whether softmax_columns beats it: gradients of 16 bits, of this many steps, of packs. Measured on an H200:
+     * docs/perf/act.md. */
+    static bool is_slower(const SlabViews &views, int bytes, bool forward) {
+        constexpr int64_t SHORTEST = 64, LONGEST = 128;
+        return !forward && bytes == 2 && views.column_width() * bytes == 16 && views.length() >= SHORTEST &&
+               views.length() <= LONGEST;
+    }
+
     static Choice choose(const SlabViews &views, int bytes, bool forward) {
         const int64_t length = views.length(), inner = views.inner();
         const int width = views.column_width(), wide = 16 / bytes;
@@ -387,6 +395,8 @@ struct ShortColumns {
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.out.dtype));
         if (views.inner() * bytes < LEAST_BYTES)
             return "there are less than 64 bytes of adjacent columns";
+        if (is_slower(views, bytes, is_forward(call)))
+            return "gradients of packs of some hundred steps are faster in panels";
         ColumnPlan plan;
         const Choice choice = choose(views, bytes, is_forward(call));
         if (!cut(choice.share, views.length(), views.inner(), choice.unit, bytes, &plan))
