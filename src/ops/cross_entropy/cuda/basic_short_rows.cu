@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Basic calls (basic.cuh) with any number of rows of up to 128 packs, and many rows with label smoothing or class
- * weights: several rows per warp.
+ * weights: several rows per warp. Gradients of shorter rows with any options: option_rows.cuh.
  *
  * A warp takes 32 rows, or a part of them. LANES lanes share a row, so that 32 / LANES rows are computed at a
  * time, in LANES steps. Each lane owns one of the 32 rows: it loads the label and finishes the row. The
@@ -10,6 +10,7 @@
  */
 #include "cuda/rows_per_warp.cuh"
 #include "ops/cross_entropy/cuda/basic_factor.cuh"
+#include "ops/cross_entropy/cuda/option_rows.cuh"
 
 namespace {
 
@@ -114,11 +115,11 @@ struct BasicShortRows {
     typedef cross_entropy_call Call;
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
-        BasicArgs args;
+        OptionArgs args; /* BasicArgs alone, unless `options` */
         BasicWorkspace workspace;
         int steps;
         int64_t blocks;
-        bool forward;
+        bool forward, options; /* options: by option_rows_per_warp */
     };
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -137,21 +138,31 @@ struct BasicShortRows {
             return "rows are so long that parts of them should be written from lse";
         if (p.rows > INT32_MAX - THREADS)
             return "it counts rows in 31 bits";
+        const char *const reason = why_not_basic_rows(p, call);
+        return reason && p.gradient && !p.forward ? why_not_option_rows(p, call) : reason;
+    }
+    static const char *why_not_basic_rows(const Problem &p, const Call &call) {
         const bool knows = !p.invariant;
         return why_not_basic_options(p, call, {knows, knows});
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
-        plan->args = basic_args(device, p, call);
-        write_each_loss(&plan->args, call);
         plan->forward = p.forward;
+        plan->options = why_not_basic_rows(p, call) != NULL;
+        if (plan->options) {
+            plan->args = option_args(device, p, call);
+            return plan->workspace.place(0, true);
+        }
+        BasicArgs &args = plan->args.basic;
+        args = basic_args(device, p, call);
+        write_each_loss(&args, call);
         for_shape(static_cast<int>(p.row_packs()), [&](auto lanes, auto packs) {
             constexpr int LANES = decltype(lanes)::value;
             plan->steps = steps_of_warp<LANES, decltype(packs)::value>(p.rows, int64_t(32) * device.multiprocessors);
             plan->blocks = ceil_div<int64_t>(p.rows, THREADS / LANES * plan->steps);
         });
-        return plan->workspace.place(p.forward && plan->args.loss ? plan->blocks : 0, p.gradient);
+        return plan->workspace.place(p.forward && args.loss ? plan->blocks : 0, p.gradient);
     }
 
     /* As for_lanes_and_packs, and for rows of up to 128 packs. */
@@ -182,8 +193,17 @@ struct BasicShortRows {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         const Problem p(call);
-        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(plan.args, p, call), workspace)
-                                  : launch_with(context, call, plan, plan.args, workspace);
+        if (plan.options) {
+            OptionArgs args = plan.args;
+            const bool counts = args.basic.needs_totals();
+            const double *const factor = plan.workspace.start(context, counts, &args.basic, workspace);
+            args.factor = counts ? factor : nullptr;
+            launch_option_rows(context, call.logits.dtype, args);
+            return RAFTER_OK;
+        }
+        const BasicArgs &args = plan.args.basic;
+        return is_spaced(p, call) ? launch_with(context, call, plan, spaced_args(args, p, call), workspace)
+                                  : launch_with(context, call, plan, args, workspace);
     }
 };
 

@@ -17,13 +17,26 @@ struct OptionArgs {
     LossNumbers loss;
     float *row_losses;        /* reduction none: the loss of each row; NULL: not wanted */
     const float *row_dlosses; /* reduction none: dloss of each row; NULL: 1 */
-    const double *factor;     /* backward: of all gradients */
+    const double *factor;     /* backward: of all gradients; see common_factor */
 };
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
 DEVICE float softcapped(float z, const LossNumbers &loss) {
     return loss.softcap != 0.0f ? capped(z, loss) : z;
+}
+
+/* Statistics of v for a scale. */
+template <int COUNT> DEVICE RowStats scaled_stats(const float (&v)[COUNT], float scale) {
+    float max = -INFINITY, sum[2] = {};
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        max = fmaxf(max, v[j]);
+    const float pivot = pivot_at(max);
+#pragma unroll
+    for (int j = 0; j < COUNT; j++)
+        sum[j % 2] += exp_below(v[j] - pivot, scale);
+    return {max, sum[0] + sum[1]};
 }
 
 /* The weights of classes, 1 if there are none. */
@@ -72,6 +85,13 @@ DEVICE LossAndLse loss_of_skipped(const BasicArgs &u, int label) {
     return {all, all};
 }
 
+/* Backward: the factor that gradients of all rows share. `factor` is NULL if it needs no sum over labels; then this
+ * kernel is the first of its call, and has waited for the inputs. Loads above this call are issued before it. */
+DEVICE float common_factor(const OptionArgs &a) {
+    wait_for_previous_kernel();
+    return static_cast<float>(a.factor ? __ldcg(a.factor) : a.basic.divided_upstream(0.0)) * a.loss.scale;
+}
+
 /* What normalizes exponentials: share * e^(scale (v - pivot)) is the probability. */
 struct Normalizer {
     float pivot, share, lse;
@@ -112,7 +132,18 @@ template <typename T> struct GradientOfRow {
             d = fmaf(-spread, weights.of_class(j), d);
         if (loss.softcap != 0.0f)
             d *= cap_slope(z, v * loss.inverse_cap, loss);
-        return label == OUT_OF_RANGE ? NAN : label < 0 || zero ? 0.0f : d;
+        return is_constant(label) ? constant(label) : d;
+    }
+    /* At the label, if there is one; z is its logit. */
+    DEVICE float at_label(int label, float z, const ClassWeights &weights, const LossNumbers &loss) const {
+        return of(max(label, 0), label, z, softcapped(z, loss), weights, loss);
+    }
+    /* Whether all classes of a row have the same gradient, and that. */
+    DEVICE bool is_constant(int label) const {
+        return label < 0 || zero;
+    }
+    DEVICE float constant(int label) const {
+        return label == OUT_OF_RANGE ? NAN : 0.0f;
     }
 };
 
@@ -123,8 +154,9 @@ inline bool has_many_options(const struct rafter_loss &l) {
     return (l.smoothing != 0.0f && l.class_weight.data) || l.z_loss != 0.0f || l.softcap != 0.0f || l.scale != 1.0f;
 }
 
-/* Why a call, with logits in any layout, is not for OptionArgs, or NULL. */
-inline const char *why_not_options(const Problem &p, const cross_entropy_call &call) {
+/* Why a call, with logits in any layout, is not for OptionArgs, or NULL. any_dloss: whether a kernel takes a strided
+ * dloss. */
+inline const char *why_not_options(const Problem &p, const cross_entropy_call &call, bool any_dloss = false) {
     const struct rafter_loss &l = call.loss;
     if (const char *const reason = why_not_basic_outputs(p, call, {true, true, true, true}))
         return reason;
@@ -134,8 +166,9 @@ inline const char *why_not_options(const Problem &p, const cross_entropy_call &c
         return "it counts rows in 31 bits";
     if (l.reduction != RAFTER_NONE)
         return NULL;
-    return p.forward ? (contiguous_or_missing(l.loss) ? NULL : "loss is strided")
-                     : (contiguous_or_missing(l.dloss) || is_one_number(l.dloss) ? NULL : "dloss is strided");
+    return p.forward
+               ? (contiguous_or_missing(l.loss) ? NULL : "loss is strided")
+               : (any_dloss || contiguous_or_missing(l.dloss) || is_one_number(l.dloss) ? NULL : "dloss is strided");
 }
 
 /* All but what is in the workspace. */

@@ -124,19 +124,6 @@ DEVICE void cap_row(float (&v)[COUNT], const float (&x)[COUNT], int length, cons
         v[j] = j >= length ? x[j] : softcapped(x[j], loss);
 }
 
-/* Statistics of v for a scale. */
-template <int COUNT> DEVICE RowStats scaled_stats(const float (&v)[COUNT], float scale) {
-    float max = -INFINITY, sum[2] = {};
-#pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        max = fmaxf(max, v[j]);
-    const float pivot = pivot_at(max);
-#pragma unroll
-    for (int j = 0; j < COUNT; j++)
-        sum[j % 2] += exp_below(v[j] - pivot, scale);
-    return {max, sum[0] + sum[1]};
-}
-
 template <typename T> struct OptionsLoss : LossOfRows {
     const OptionArgs &a;
     const ClassWeights weights;
