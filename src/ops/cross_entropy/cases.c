@@ -380,6 +380,7 @@ static const struct single {
      {2, {4099, 7}},
      0,
      false},
+    {RAFTER_BF16, {{.name = "segments", .softcap = 12, .denominator = true}, false}, {2, {4099, 33}}, 0, false},
     /* gradients of many short rows of whole packs with options: over the logits, and with lse computed again */
     {RAFTER_BF16,
      {{.name = "short", .smoothing = 0.1f, .reduction = RAFTER_NONE, .ignored = SOME_IGNORED, .dloss = true}, false},
@@ -411,6 +412,28 @@ static const struct single {
     {RAFTER_F32, {{.name = "long", .softcap = 70}, false}, {2, {5, 9001}}, 0, false},
 };
 
+/* The same, but only logits, dlogits and dloss have the layout: in the transposed one, several slabs of rows side by
+ * side, and a dloss that is strided. Most logits beyond a softcap, and few of them. */
+static const struct single strided_dloss[] = {
+    {RAFTER_F16,
+     {{.name = "segments",
+       .softcap = 2,
+       .class_weight = true,
+       .smoothing = 0.1f,
+       .reduction = RAFTER_NONE,
+       .ignored = SOME_IGNORED,
+       .dloss = true},
+      false},
+     {3, {9, 515, 7}},
+     0,
+     false},
+    {RAFTER_F32,
+     {{.name = "segments", .softcap = 12, .reduction = RAFTER_NONE, .dloss = true}, true},
+     {3, {5, 512, 6}},
+     0,
+     false},
+};
+
 enum {
     DTYPES = 3,
     SHAPES = sizeof shapes / sizeof *shapes,
@@ -418,6 +441,7 @@ enum {
     OPTION_SHAPES = sizeof option_shapes / sizeof *option_shapes,
     LONG_ROWS = sizeof long_rows / sizeof *long_rows,
     SINGLES = sizeof singles / sizeof *singles,
+    STRIDED_DLOSS = sizeof strided_dloss / sizeof *strided_dloss,
 };
 static const rafter_dtype dtypes[DTYPES] = {RAFTER_F32, RAFTER_BF16, RAFTER_F16};
 
@@ -501,7 +525,7 @@ static void build(problem *p, rafter_dtype dtype, const struct options *o, const
 }
 
 static int64_t count(void) {
-    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + SINGLES;
+    return DTYPES * (SHAPES + OPTION_SETS * OPTION_SHAPES + LONG_ROWS) + SINGLES + STRIDED_DLOSS;
 }
 
 static void make(problem *p, int64_t index) {
@@ -527,8 +551,11 @@ static void make(problem *p, int64_t index) {
         build(p, dtype, &o, &long_rows[i].shape);
         return;
     }
-    const struct single *single = &singles[index - (count() - SINGLES)];
+    i = index - (count() - SINGLES - STRIDED_DLOSS);
+    const struct single *single = i < SINGLES ? &singles[i] : &strided_dloss[i - SINGLES];
     build(p, single->dtype, &single->options, &single->shape);
+    for (int t = 0; t < p->tensors && i >= SINGLES; t++)
+        p->tensor[t].compact_only |= p->tensor[t].role != PROBLEM_UPSTREAM && !strstr("dlogits", p->tensor[t].name);
     p->large = single->sample > 0;
     p->sample = single->sample;
     p->for_cuda = single->for_cuda;

@@ -67,10 +67,11 @@ inline bool in_fours(const rafter_view &view, bool loose) {
     return contiguous_or_missing(view) && (loose || reinterpret_cast<uintptr_t>(view.data) % 16 == 0);
 }
 
-/* Why the numbers of a call's rows are not for four at a time, or NULL. */
-inline const char *why_not_in_fours(const Problem &p, const cross_entropy_call &call, bool loose) {
+/* Why the numbers of a call's rows are not for four at a time, or NULL. any_dloss: see why_not_options. */
+inline const char *why_not_in_fours(const Problem &p, const cross_entropy_call &call, bool loose,
+                                    bool any_dloss = false) {
     const struct rafter_loss &l = call.loss;
-    const bool each = l.reduction == RAFTER_NONE, one_dloss = is_one_number(l.dloss);
+    const bool each = l.reduction == RAFTER_NONE, one_dloss = any_dloss || is_one_number(l.dloss);
     const rafter_view &numbers = p.forward ? l.loss : l.dloss;
     return in_fours(l.target, loose) && in_fours(l.lse, loose) && in_fours(l.row_loss, loose) &&
                    (!each || in_fours(numbers, loose) || (!p.forward && one_dloss))

@@ -14,21 +14,43 @@ constexpr int THREADS = 128, PER_SM = 5; /* of a block; blocks */
 /* Kernel arguments. */
 struct OptionColumns : OptionArgs {
     ColumnPacks columns;
+    Rows strided_dloss; /* reduction none; data NULL: see row_dlosses */
 };
 
-/* Logits of four rows, after the softcap; absent ones stay -inf. */
-template <typename T, int STEPS>
-DEVICE void cap_columns(float (&v)[STEPS][COLUMNS], const Pack<T, COLUMNS> (&packs)[STEPS], int steps,
-                        const LossNumbers &loss) {
+/* Four rows' logits in several steps: z, and what a softcap makes of them. */
+template <int STEPS> struct CappedColumns {
+    float v[STEPS][COLUMNS], slope[STEPS][COLUMNS]; /* after the softcap, and its derivative */
+
+    /* `steps`: those from there on are absent, as are rows that the thread does not have: -inf, and they stay so. */
+    template <typename T, bool LOOSE>
+    DEVICE CappedColumns(const PlacedColumns<T, LOOSE> &place, const Pack<T, COLUMNS> (&packs)[STEPS], int steps,
+                         const LossNumbers &loss, bool with_slope) {
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-        unpack(packs[k], v[k]);
-        if (loss.softcap != 0.0f && k < steps)
+        for (int k = 0; k < STEPS; k++)
+            unpack(packs[k], v[k]);
+        if (loss.softcap == 0.0f)
+            return;
+        typedef float(&All)[STEPS * COLUMNS];
+        const bool whole = steps >= STEPS && place.count == COLUMNS;
+        if (!whole) /* tanh(-inf) takes other instructions than that of a small number */
+            set_absent(place, steps, 0.0f);
+        if (with_slope)
+            cap_all(reinterpret_cast<All>(v), reinterpret_cast<All>(slope), loss);
+        else
+            cap_all(reinterpret_cast<All>(v), loss);
+        if (!whole)
+            set_absent(place, steps, -INFINITY);
+    }
+    template <typename T, bool LOOSE>
+    DEVICE void set_absent(const PlacedColumns<T, LOOSE> &place, int steps, float value) {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j++)
-                v[k][j] = capped(v[k][j], loss);
+                v[k][j] = k < steps && place.has(j) ? v[k][j] : value;
     }
-}
+};
+
 template <int STEPS> DEVICE void add_columns(RowStats (&s)[COLUMNS], const float (&v)[STEPS][COLUMNS], float scale) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
@@ -65,8 +87,8 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
         for (int j = 0; j < COLUMNS; j++)
             s[j] = no_elements();
         place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
-            float v[STEPS][COLUMNS];
-            cap_columns(v, group, c.length - l, a.loss);
+            const CappedColumns<STEPS> capped(place, group, c.length - l, a.loss, false);
+            const float(&v)[STEPS][COLUMNS] = capped.v;
             add_columns(s, v, a.loss.scale);
 #pragma unroll
             for (int k = 0; k < STEPS; k++) {
@@ -100,8 +122,28 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_losses(const __
         add_up_threads<THREADS>(u, sum);
 }
 
+/* A number of each of four rows. Offsets take divisions: their code is there once. */
+template <typename T, bool LOOSE>
+DEVICE void load_strided(float (&numbers)[COLUMNS], const Rows &from, const PlacedColumns<T, LOOSE> &place) {
+    int64_t offset[COLUMNS] = {};
+#pragma unroll 1
+    for (int j = 0; j < COLUMNS && place.has(j); j++) {
+        const int64_t at = from.offset(place.row + place.apart(j));
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++)
+            offset[i] = i == j ? at : offset[i];
+    }
+#pragma unroll
+    for (int j = 0; j < COLUMNS; j++)
+        if (place.has(j))
+            numbers[j] = reinterpret_cast<const float *>(from.data)[offset[j]];
+}
+
 template <typename T, bool LOOSE, int STEPS>
 __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const __grid_constant__ OptionColumns a) {
+    constexpr bool LATE = STEPS > 2; /* labels' gradients are written after the others; else, packs are whole rows */
+    if (!a.factor)
+        wait_for_inputs();
     const BasicArgs &u = a.basic;
     const ColumnPacks &c = a.columns;
     const ColumnPart part(c, THREADS);
@@ -110,29 +152,32 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
     const int from = part.from, to = part.to;
     const PlacedColumns<T, LOOSE> place(c, part.index);
     const FourLabels<T, LOOSE> loaded(u, place);
-    const FourUpstream four(place, u.lse, a.row_dlosses);
+    FourUpstream four(place, u.lse, a.row_dlosses);
     const float(&given)[COLUMNS] = four.lse, (&dloss)[COLUMNS] = four.dloss;
+    if (a.strided_dloss.data)
+        load_strided(four.dloss, a.strided_dloss, place);
     Pack<T, COLUMNS> packs[STEPS];
     place.load(packs, from, to);
     const ClassWeights weights(u);
-    const float weight_sum = a.loss.weighted ? weights.sum(0, 1, u.classes) : 0.0f;
-    wait_for_previous_kernel();
-    const float factor = static_cast<float>(*a.factor) * a.loss.scale;
+    const float weight_sum = a.loss.weighted ? weights.sum(0, 1, u.classes) : 0.0f, factor = common_factor(a);
     int label[COLUMNS];
     loaded.classes(u, label);
     RowStats s[COLUMNS];
+    float at_label[COLUMNS] = {}; /* the logit, before it may be overwritten; then the gradient */
     bool from_lse = true;
 #pragma unroll
     for (int j = 0; j < COLUMNS; j++) {
         s[j] = no_elements();
         from_lse = from_lse && (label[j] < 0 || lse_is_accurate<T>(given[j]));
+        if (LATE && label[j] >= from && label[j] < to)
+            at_label[j] = to_float(place.x[label[j] * c.slabs.step[0] + place.apart(j)]);
+        else if (!LATE)
+            at_label[j] = to_float(packs[label[j] == 1].v[j]);
     }
     if (!from_lse) { /* every part reads the whole rows */
         place.load(packs, 0, c.length);
         place.for_columns(packs, 0, c.length, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
-            float v[STEPS][COLUMNS];
-            cap_columns(v, group, c.length - l, a.loss);
-            add_columns(s, v, a.loss.scale);
+            add_columns(s, CappedColumns<STEPS>(place, group, c.length - l, a.loss, false).v, a.loss.scale);
         });
         place.load(packs, from, to);
     }
@@ -143,23 +188,35 @@ __global__ __launch_bounds__(THREADS, PER_SM) void option_column_gradients(const
             lse_is_accurate<T>(given[j]) ? normalizer_from_lse(a.loss, given[j]) : normalizer_from_stats(a.loss, s[j]);
         gradient[j] = GradientOfRow<T>(a.loss, n, factor * dloss[j], label[j] >= 0 ? weights.of_class(label[j]) : 1.0f,
                                        weight_sum);
+        at_label[j] = gradient[j].at_label(label[j], at_label[j], weights, a.loss);
         u.flag_bad_label(label[j]);
     }
     place.for_columns(packs, from, to, [&](int l, const Pack<T, COLUMNS>(&group)[STEPS]) {
-        float v[STEPS][COLUMNS];
-        cap_columns(v, group, to - l, a.loss);
+        const CappedColumns<STEPS> capped(place, group, to - l, a.loss, true);
         T *dz = place.dx + l * c.slabs.step[1];
 #pragma unroll
         for (int k = 0; k < STEPS; k++, dz += c.slabs.step[1])
             if (l + k < to) {
-                float z[COLUMNS], d[COLUMNS];
-                unpack(group[k], z);
+                const float weight = a.loss.weighted ? weights.of_class(l + k) : 0.0f;
+                float d[COLUMNS];
 #pragma unroll
-                for (int j = 0; j < COLUMNS; j++)
-                    d[j] = gradient[j].of(l + k, label[j], z[j], v[k][j], weights, a.loss);
+                for (int j = 0; j < COLUMNS; j++) {
+                    const GradientOfRow<T> &g = gradient[j];
+                    d[j] = g.scaled.of(capped.v[k][j]);
+                    if (a.loss.weighted)
+                        d[j] = fmaf(-g.spread, weight, d[j]);
+                    if (a.loss.softcap != 0.0f)
+                        d[j] *= capped.slope[k][j];
+                    d[j] = g.is_constant(label[j]) ? g.constant(label[j]) : !LATE && label[j] == k ? at_label[j] : d[j];
+                }
                 place.store(dz, packed<T>(d));
             }
     });
+    if constexpr (LATE)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j++)
+            if (label[j] >= from && label[j] < to)
+                place.dx[label[j] * c.slabs.step[1] + place.apart(j)] = from_float<T>(at_label[j]);
 }
 
 struct OptionColumnsVariant {
@@ -172,27 +229,32 @@ struct OptionColumnsVariant {
     };
 
     /* Rows are cut if lse is given: otherwise every part would read the whole row. */
-    static ColumnChoice choice(const Problem &p) {
-        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, p.gradient ? 64 : 16};
+    static ColumnChoice choice(const Problem &p, const Call &call) {
+        const bool caps = call.loss.softcap != 0.0f; /* thread_per_row: more instructions for each logit */
+        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, p.gradient || caps ? 64 : 16};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
         const Problem p(call);
-        if (const char *const reason = why_not_options(p, call))
+        if (const char *const reason = why_not_options(p, call, true))
             return reason;
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        if (const char *const reason = why_not_column_packs(s, choice(p), bytes))
+        if (const char *const reason = why_not_column_packs(s, choice(p, call), bytes))
             return reason;
-        return why_not_in_fours(p, call, are_loose(s, choice(p).tensors, bytes));
+        return why_not_in_fours(p, call, are_loose(s, choice(p, call).tensors, bytes), true);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        plan->args = {option_args(device, p, call), column_packs_of(s, choice(p), bytes, THREADS)};
+        plan->args = {option_args(device, p, call), column_packs_of(s, choice(p, call), bytes, THREADS), {}};
         const ColumnPacks &columns = plan->args.columns;
+        if (plan->args.row_dlosses && !in_fours(call.loss.dloss, columns.loose)) {
+            plan->args.strided_dloss = loss_rows(call.loss.dloss);
+            plan->args.row_dlosses = nullptr;
+        }
         plan->forward = p.forward;
         plan->blocks = p.forward
                            ? min(ceil_div<int64_t>(columns.packs, THREADS), int64_t(PER_SM) * device.multiprocessors)
@@ -202,7 +264,9 @@ struct OptionColumnsVariant {
 
     static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
         OptionColumns args = plan.args;
-        args.factor = plan.workspace.start(context, !plan.forward, &args.basic, workspace);
+        const bool counts = !plan.forward && args.basic.needs_totals();
+        const double *const factor = plan.workspace.start(context, counts, &args.basic, workspace);
+        args.factor = counts ? factor : nullptr;
         const Launch how = {plan.blocks, THREADS};
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
