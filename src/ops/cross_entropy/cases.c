@@ -381,6 +381,12 @@ static const struct single {
      0,
      false},
     {RAFTER_BF16, {{.name = "segments", .softcap = 12, .denominator = true}, false}, {2, {4099, 33}}, 0, false},
+    /* label smoothing weighted by class, of batches of longer rows */
+    {RAFTER_BF16,
+     {{.name = "batches", .class_weight = true, .smoothing = 0.1f, .reduction = RAFTER_NONE}, false},
+     {2, {1030, 1501}},
+     0,
+     true},
     /* gradients of many short rows of whole packs with options: over the logits, and with lse computed again */
     {RAFTER_BF16,
      {{.name = "short", .smoothing = 0.1f, .reduction = RAFTER_NONE, .ignored = SOME_IGNORED, .dloss = true}, false},

@@ -221,9 +221,16 @@ DEVICE void add_up(const Args &c, const Totals &mine) {
 
 constexpr int PREPARE_BLOCKS = 256, PREPARE_THREADS = 512; /* blocks: at most */
 static_assert(PREPARE_BLOCKS <= PREPARE_THREADS, "one block adds up the sums of all");
+/* Whether `prepare` adds up labels, too. */
+__host__ DEVICE bool prepares_totals(const Args &c) {
+    return c.loss.needs_totals() && c.gradient;
+}
 /* More of them add up faster, but it takes longer until the last one has. */
-inline int64_t prepare_blocks(int64_t rows) {
-    return rows >= 1 << 20 ? PREPARE_BLOCKS : PREPARE_BLOCKS / 4;
+inline int64_t prepare_blocks(const Args &c) {
+    constexpr int64_t FEW = PREPARE_BLOCKS / 4;
+    if (!prepares_totals(c))
+        return max(min(ceil_div<int64_t>(c.loss.all_classes, PREPARE_THREADS), FEW), int64_t(1));
+    return c.loss.rows >= 1 << 20 ? int64_t(PREPARE_BLOCKS) : FEW;
 }
 
 /* As `count`, of calls with class weights, with 8 labels in flight, and then weights: left to itself, the compiler
@@ -265,7 +272,7 @@ __global__ __launch_bounds__(PREPARE_THREADS) void prepare(const __grid_constant
     for (int64_t v = first; v < c.loss.all_classes; v += step)
         classes += c.loss.weight_of(v);
     Totals totals = {};
-    if (c.loss.needs_totals() && c.gradient)
+    if (prepares_totals(c))
         totals = c.loss.class_weight ? count_weights(c.loss, first, step) : count(c.loss, first, step);
     const Prepared mine = {block_sum(classes), block_sum(totals)};
     if (threadIdx.x == 0)
@@ -347,7 +354,7 @@ struct GeneralPlan {
         complete.block_totals = reduces ? at_offset<Totals>(workspace, block_totals) : nullptr;
         if (prepares) {
             Prepared *const sums = at_offset<Prepared>(workspace, prepared);
-            ::launch(context, Launch{prepare_blocks(complete.loss.rows), PREPARE_THREADS}, prepare, complete, sums);
+            ::launch(context, Launch{prepare_blocks(complete), PREPARE_THREADS}, prepare, complete, sums);
             complete.loss.prepared = sums;
         }
         return complete;

@@ -8,8 +8,9 @@
 
 namespace {
 
-/* What row_stream.cuh asks of an op: results of whole rows, without a gradient. */
-template <typename T, int OPTIONS> struct RowLoss {
+/* What row_stream.cuh asks of an op: results of whole rows, without a gradient. WEIGHS, with SMOOTH: label smoothing is
+ * weighted by class. */
+template <typename T, int OPTIONS, bool WEIGHS = false> struct RowLoss {
     typedef LossStats<OPTIONS> Stats;
     struct Row {
         int label; /* NO_ROW: there is no row */
@@ -17,8 +18,8 @@ template <typename T, int OPTIONS> struct RowLoss {
     };
 
     static constexpr int NO_ROW = -3;
-    static constexpr bool LARGE = OPTIONS == FULL, ADDS_EDGES = OPTIONS != FULL;
-    static constexpr int CHUNK_ADDS = OPTIONS >= FULL ? 2 : 0;
+    static constexpr bool LARGE = OPTIONS == FULL || WEIGHS, ADDS_EDGES = !LARGE;
+    static constexpr int CHUNK_ADDS = OPTIONS >= FULL || WEIGHS ? 2 : 0;
 
     const Loss &loss;
     Totals totals = {};
@@ -30,7 +31,22 @@ template <typename T, int OPTIONS> struct RowLoss {
     }
     template <int N, int COUNT>
     DEVICE void add(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step) const {
-        ::add(g, packs, valid, column, step, loss);
+        if constexpr (WEIGHS)
+            add_weighted(g, packs, valid, column, step);
+        else
+            ::add(g, packs, valid, column, step, loss);
+    }
+    template <int N, int COUNT>
+    DEVICE void add_weighted(Stats &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column,
+                             int64_t step) const {
+        add_packs(g.s, packs, loss.scale);
+#pragma unroll
+        for (int k = 0; k < COUNT; k++)
+            if (k < valid) {
+                float v[N];
+                unpack(packs[k], v);
+                g.weighted += weighted_sum(v, column + k * step, loss);
+            }
     }
     /* See row_chunks.cuh. */
     template <int LANES, int N, int EDGES>
@@ -79,7 +95,7 @@ template <typename T, int OPTIONS> struct RowLoss {
     }
     /* Whether `reduce` serves the call; else packs are added one after the other. */
     DEVICE bool reduces() const {
-        return OPTIONS < FULL || (OPTIONS == CAPPED && loss.cap_bounds);
+        return !WEIGHS && (OPTIONS < FULL || (OPTIONS == CAPPED && loss.cap_bounds));
     }
     DEVICE Stats merge(const Stats &x, const Stats &y) const {
         return ::merge(x, y, loss.scale);

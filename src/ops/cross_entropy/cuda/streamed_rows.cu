@@ -23,22 +23,23 @@ struct ChunkArgs {
 template <int OPTIONS> constexpr int STREAMS_PER_SM = OPTIONS >= FULL ? 3 : 4;
 constexpr int CHUNKS_PER_SM = 3;
 
-template <typename T, int OPTIONS>
-__global__ __launch_bounds__(STREAM_THREADS,
-                             STREAMS_PER_SM<OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
+template <typename T, int OPTIONS, bool WEIGHS>
+__global__
+__launch_bounds__(STREAM_THREADS,
+                  STREAMS_PER_SM<WEIGHS ? FULL : OPTIONS>) void streamed_rows(const __grid_constant__ StreamArgs a) {
     wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
-    typedef RowLoss<T, OPTIONS> Op;
+    typedef RowLoss<T, OPTIONS, WEIGHS> Op;
     Op op(a.call);
     stream_rows<Op, T, STREAM_PACKS>(op, a.stream, dynamic);
     add_up(a.call, op.totals);
 }
 
-template <typename T, int OPTIONS, int LANES>
+template <typename T, int OPTIONS, bool WEIGHS, int LANES>
 __global__ __launch_bounds__(CHUNK_THREADS, CHUNKS_PER_SM) void chunked_rows(const __grid_constant__ ChunkArgs a) {
     wait_unless_prepared(a.call);
     DYNAMIC_SHARED(uint4, dynamic);
-    typedef RowLoss<T, OPTIONS> Op;
+    typedef RowLoss<T, OPTIONS, WEIGHS> Op;
     Op op(a.call);
     reduce_chunks<Op, T, LANES>(op, a.chunks, dynamic);
     add_up(a.call, op.totals);
@@ -49,6 +50,7 @@ struct StreamedRows {
     static constexpr bool BATCH_INVARIANT = true;
     struct Plan {
         GeneralPlan general;
+        bool weighs; /* see RowLoss; general.options is FULL then */
         RowStream stream;
         RowChunks chunks; /* blocks 0: rows are too long */
     };
@@ -69,6 +71,8 @@ struct StreamedRows {
         WorkspaceLayout layout, unused;
         plan->general.fill(device, p, call, 0, &unused);
         const bool full = plan->general.options == FULL;
+        const Loss &loss = plan->general.args.loss;
+        plan->weighs = full && loss.softcap == 0.0f && !loss.entropy.data && !loss.argmax.data;
         const auto warps = [&](int64_t blocks) { return blocks * device.multiprocessors * (STREAM_THREADS / WARP); };
         plan->chunks = {};
         const ChunkLanes lanes = {full ? 4 : 2, full ? 4 : 2, p.invariant};
@@ -83,21 +87,27 @@ struct StreamedRows {
         return layout.bytes;
     }
 
-    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
-        const Args args = plan.general.start(context, workspace);
+    template <int OPTIONS, bool WEIGHS>
+    static void launch_with(const rafter_context *context, const Call &call, const Plan &plan, const Args &args) {
         for_dtype(call.logits.dtype, [&](auto zero) {
             typedef decltype(zero) T;
-            for_options(plan.general.options, [&](auto o) {
-                constexpr int OPTIONS = decltype(o)::value;
-                if (plan.chunks.blocks == 0)
-                    return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
-                                    streamed_rows<T, OPTIONS>, StreamArgs{args, plan.stream});
-                for_chunk_lanes<OPTIONS != FULL>(plan.chunks.lanes, [&](auto lanes) {
-                    ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
-                             chunked_rows<T, OPTIONS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
-                });
+            if (plan.chunks.blocks == 0)
+                return ::launch(context, Launch{plan.stream.blocks, STREAM_THREADS, stream_shared()},
+                                streamed_rows<T, OPTIONS, WEIGHS>, StreamArgs{args, plan.stream});
+            for_chunk_lanes<OPTIONS != FULL && !WEIGHS>(plan.chunks.lanes, [&](auto lanes) {
+                ::launch(context, Launch{plan.chunks.blocks, CHUNK_THREADS, chunks_shared()},
+                         chunked_rows<T, OPTIONS, WEIGHS, decltype(lanes)::value>, ChunkArgs{args, plan.chunks});
             });
         });
+    }
+
+    static rafter_status launch(rafter_context *context, const Call &call, const Plan &plan, char *workspace) {
+        const Args args = plan.general.start(context, workspace);
+        if (plan.weighs)
+            launch_with<SMOOTH, true>(context, call, plan, args);
+        else
+            for_options(plan.general.options,
+                        [&](auto o) { launch_with<decltype(o)::value, false>(context, call, plan, args); });
         return RAFTER_OK;
     }
 };
