@@ -33,6 +33,7 @@ constexpr int64_t LARGE_ELEMENTS = 8 << 20;
 constexpr int64_t LARGE_OF_TWO = 1 << 17; /* the same for shifted packs of one or two steps */
 constexpr int64_t LEAST_SHIFTED = 64;     /* columns side by side: the last pack of them may have few */
 constexpr int64_t LONGEST_LARGE = 256;    /* then 16 threads take adjacent elements */
+constexpr int64_t LONGEST_DEEP = 512;     /* of DEEP_SHARE: with more threads per column, one block is faster */
 constexpr int64_t MANY_COLUMNS = 512;     /* with fewer, the last ones of a block's columns are a large part */
 
 struct ColumnPlan {
@@ -321,12 +322,12 @@ struct ShortColumns {
         int64_t blocks;
     };
 
-    /* Whether softmax_columns beats it: gradients of 16 bits, of this many steps, of packs. Measured on an H200:
-     * docs/perf/act.md. */
+    /* Whether softmax_columns beats it: gradients of 16 bits, of this many steps, of many packs side by side. Measured
+     * on an H200: docs/perf/act.md. */
     static bool is_slower(const SlabViews &views, int bytes, bool forward) {
-        constexpr int64_t SHORTEST = 64, LONGEST = 128;
+        constexpr int64_t SHORTEST = 64, LONGEST = 128, LEAST_INNER = 4096;
         return !forward && bytes == 2 && views.column_width() * bytes == 16 && views.length() >= SHORTEST &&
-               views.length() <= LONGEST;
+               views.length() <= LONGEST && views.inner() >= LEAST_INNER;
     }
 
     static Choice choose(const SlabViews &views, int bytes, bool forward) {
@@ -351,7 +352,8 @@ struct ShortColumns {
                 return {LONG_SHARE, width, false};
             if (bytes == 4 && length <= LONGEST_LARGE && cut(LARGE_SHARE, length, inner, width, bytes, &plan))
                 return {LARGE_SHARE, width, false};
-            if (bytes == 4 && forward && length > LONGEST_LARGE && cut(DEEP_SHARE, length, inner, width, bytes, &plan))
+            if (bytes == 4 && forward && length > LONGEST_LARGE && length <= LONGEST_DEEP &&
+                cut(DEEP_SHARE, length, inner, width, bytes, &plan))
                 return {DEEP_SHARE, width, false};
         }
         return {SMALL_SHARE, width, false};

@@ -23,10 +23,14 @@ __global__ __launch_bounds__(WINDOW_BLOCK, 3) void window_statistics(const __gri
                                                        a.part_stats);
 }
 
-template <typename T>
+/* MANY: rows have many parts; a warp merges each. */
+template <typename T, bool MANY>
 __global__ __launch_bounds__(WINDOW_BLOCK) void merge_parts(const __grid_constant__ WindowArgs a) {
     SlabLogsumexp<T> op = {a.lse};
-    merge_few_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
+    if (MANY)
+        merge_few_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
+    else
+        merge_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
 }
 
 struct Windows {
@@ -64,12 +68,14 @@ struct Windows {
         const SlabWindows &w = plan.windows;
         const WindowArgs args = {w, lse_rows(call), reinterpret_cast<RowStats *>(workspace)};
         const Launch how = {w.blocks, w.threads, static_cast<size_t>(w.entries()) * sizeof(RowStats)};
-        const Launch merging = {ceil_div<int64_t>(w.rows, MERGE_ROWS), WINDOW_BLOCK};
+        constexpr int MANY_PARTS = 16;
+        const bool many = w.parts >= MANY_PARTS;
+        const Launch merging = {many ? ceil_div<int64_t>(w.rows, MERGE_ROWS) : w.merge_blocks(), WINDOW_BLOCK};
         for_dtype(call.x.dtype, [&](auto zero) {
             typedef decltype(zero) T;
             ::launch(context, how, window_statistics<T>, args);
             if (w.parts > 1)
-                ::launch(context, merging, merge_parts<T>, args);
+                ::launch(context, merging, many ? merge_parts<T, true> : merge_parts<T, false>, args);
         });
         return RAFTER_OK;
     }

@@ -188,7 +188,7 @@ struct Tiling {
     int f, sequences;
     Divisor tiles, head_lanes, token_chunks;
     int64_t sequence_chunks, tokens;
-    bool unit_angles; /* by the special-function unit: see angles.cuh */
+    bool unit_angles; /* `rotate`: by the special-function unit, see angles.cuh */
     /* Statistics of a softmax: a maximum, or a number near it; 1 / sum; in backward the sum of p g.
      * ROW_STATISTICS: [B, N, H, these]. COLUMN_STATISTICS: [these, B, H, D]. */
     float *statistics;
@@ -246,10 +246,10 @@ inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, i
 inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave, int64_t least) {
     constexpr int64_t SERVED = 64;
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
-    /* It takes less if arithmetic is the limit. The few angles that must be computed again make a short call
-     * longer: a thread that has one takes 0.5 us for them. */
+    /* It takes less if arithmetic is the limit: every angle serves one element only. The few angles that must be computed
+     * again make a short call longer: a thread that has one takes 0.5 us for them. */
     constexpr int64_t LONG_CALL = int64_t(1) << 21; /* elements */
-    tiling->unit_angles = alike < MANY_ALIKE && call.x.numel >= LONG_CALL && !call.common.batch_invariant;
+    tiling->unit_angles = alike == 1 && call.x.numel >= LONG_CALL && !call.common.batch_invariant;
     if (call.algorithm == RAFTER_LRPE_BP) {
         tiling->tokens = length;
         tiling->token_chunks = Divisor(1);

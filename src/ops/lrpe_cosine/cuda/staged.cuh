@@ -309,8 +309,8 @@ __global__ void __launch_bounds__(THREADS, staged_blocks(WIDE<T>, FORWARD, F, DT
         const int64_t next = number_at(n + plan.step, threadIdx.x);
         float cosine[COUNT], sine[COUNT], angle_gradient[DTHETA ? COUNT : 1] = {};
         angles_at<DTHETA>(
-            table, plan.tiling.unit_angles, [&](int j) { return entries.entry(j); },
-            [&](int j) { return positions[entries.token(j)]; }, sine, cosine);
+            table, false, [&](int j) { return entries.entry(j); }, [&](int j) { return positions[entries.token(j)]; },
+            sine, cosine);
 #pragma unroll 1
         for (int b = 0; b < sequences; b++) {
             const unsigned staged_x = stages + stage * plan.stage_bytes, staged_dy = staged_x + plan.dy_at;
