@@ -336,34 +336,45 @@ DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stat
     }
 }
 
-/* A thread for each of MERGE_ACROSS rows and MERGE_DOWN shares of their parts. */
-template <class Op, typename T>
-DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
-    typedef typename Op::Stats Stats;
-    __shared__ Stats shares[WINDOW_BLOCK];
-    const int x = threadIdx.x % MERGE_ACROSS, y = threadIdx.x / MERGE_ACROSS;
-    const int64_t i = int64_t(blockIdx.x) * MERGE_ACROSS + x;
-    typename Op::Row row = op.no_row();
-    if (y == 0 && i < w.rows) {
-        const unsigned slab = w.by_inner.quotient(static_cast<unsigned>(i)),
-                       column = static_cast<unsigned>(i) - slab * w.by_inner.number;
-        int64_t offset[3];
-        w.slabs.walk.offsets(slab, offset);
-        row = op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
-    }
-    op.begin();
-    Stats g = op.none();
+/* What op.finish needs of row i of all windows. */
+template <class Op, typename T> DEVICE typename Op::Row load_merged_row(const Op &op, const SlabWindows &w, int64_t i) {
+    const unsigned slab = w.by_inner.quotient(static_cast<unsigned>(i)),
+                   column = static_cast<unsigned>(i) - slab * w.by_inner.number;
+    int64_t offset[3];
+    w.slabs.walk.offsets(slab, offset);
+    return op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
+}
+
+/* Parts share, share + SHARES, ... of row i, merged. */
+template <int SHARES, class Op>
+DEVICE typename Op::Stats merge_share(const Op &op, const SlabWindows &w, const typename Op::Stats *part_stats,
+                                      int64_t i, int share) {
     constexpr int AT_ONCE = 8;
-    for (int part = y; part < w.parts; part += AT_ONCE * MERGE_DOWN) {
-        Stats loaded[AT_ONCE];
+    typename Op::Stats g = op.none();
+    for (int part = share; part < w.parts; part += AT_ONCE * SHARES) {
+        typename Op::Stats loaded[AT_ONCE];
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
-            loaded[k] = part + k * MERGE_DOWN < w.parts && i < w.rows ? part_stats[(part + k * MERGE_DOWN) * w.rows + i]
-                                                                      : op.none();
+            loaded[k] =
+                part + k * SHARES < w.parts && i < w.rows ? part_stats[(part + k * SHARES) * w.rows + i] : op.none();
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++)
             g = op.merge(g, loaded[k]);
     }
+    return g;
+}
+
+/* A thread for each of MERGE_ACROSS rows and MERGE_DOWN shares of their parts. */
+template <class Op, typename T>
+DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
+    __shared__ typename Op::Stats shares[WINDOW_BLOCK];
+    const int x = threadIdx.x % MERGE_ACROSS, y = threadIdx.x / MERGE_ACROSS;
+    const int64_t i = int64_t(blockIdx.x) * MERGE_ACROSS + x;
+    typename Op::Row row = op.no_row();
+    if (y == 0 && i < w.rows)
+        row = load_merged_row<Op, T>(op, w, i);
+    op.begin();
+    typename Op::Stats g = merge_share<MERGE_DOWN>(op, w, part_stats, i, y);
     shares[threadIdx.x] = g;
     __syncthreads();
     if (y != 0)
@@ -374,42 +385,23 @@ DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats
     op.finish(row, g);
 }
 
-/* The same with more threads per row, for few rows of many parts: MERGE_LANES of them, which then are a warp. */
-constexpr int MERGE_LANES = WARP, MERGE_ROWS = WINDOW_BLOCK / MERGE_LANES; /* rows of a block */
+/* The same with a warp for each row, for rows of many parts. */
+constexpr int MERGE_ROWS = WINDOW_BLOCK / WARP; /* of a block */
 
 template <class Op, typename T>
-DEVICE void merge_few_windows(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
-    typedef typename Op::Stats Stats;
-    __shared__ Stats shares[WINDOW_BLOCK];
+DEVICE void merge_windows_by_warps(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
+    __shared__ typename Op::Stats shares[WINDOW_BLOCK];
     /* Adjacent threads load adjacent rows of a part; then a warp has the shares of a row. */
-    const int x = threadIdx.x % MERGE_ROWS, y = threadIdx.x / MERGE_ROWS;
-    const int lane = threadIdx.x % MERGE_LANES, of_warp = threadIdx.x / MERGE_LANES;
-    const int64_t first = int64_t(blockIdx.x) * MERGE_ROWS, i = first + x, own = first + of_warp;
+    const int64_t first = int64_t(blockIdx.x) * MERGE_ROWS, own = first + threadIdx.x / WARP;
+    const int lane = threadIdx.x % WARP;
     typename Op::Row row = op.no_row();
-    if (lane == 0 && own < w.rows) {
-        const unsigned slab = w.by_inner.quotient(static_cast<unsigned>(own)),
-                       column = static_cast<unsigned>(own) - slab * w.by_inner.number;
-        int64_t offset[3];
-        w.slabs.walk.offsets(slab, offset);
-        row = op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
-    }
+    if (lane == 0 && own < w.rows)
+        row = load_merged_row<Op, T>(op, w, own);
     op.begin();
-    Stats g = op.none();
-    constexpr int AT_ONCE = 8;
-    for (int part = y; part < w.parts; part += AT_ONCE * MERGE_LANES) {
-        Stats loaded[AT_ONCE];
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            loaded[k] = part + k * MERGE_LANES < w.parts && i < w.rows
-                            ? part_stats[(part + k * MERGE_LANES) * w.rows + i]
-                            : op.none();
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-            g = op.merge(g, loaded[k]);
-    }
-    shares[threadIdx.x] = g;
+    shares[threadIdx.x] =
+        merge_share<WARP>(op, w, part_stats, first + threadIdx.x % MERGE_ROWS, threadIdx.x / MERGE_ROWS);
     __syncthreads();
-    op.finish(row, op.merge_lanes(shares[lane * MERGE_ROWS + of_warp], MERGE_LANES));
+    op.finish(row, op.merge_lanes(shares[lane * MERGE_ROWS + threadIdx.x / WARP], WARP));
 }
 
 #endif

@@ -28,7 +28,7 @@ template <typename T, bool MANY>
 __global__ __launch_bounds__(WINDOW_BLOCK) void merge_parts(const __grid_constant__ WindowArgs a) {
     SlabLogsumexp<T> op = {a.lse};
     if (MANY)
-        merge_few_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
+        merge_windows_by_warps<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
     else
         merge_windows<SlabLogsumexp<T>, T>(op, a.windows, a.part_stats);
 }
