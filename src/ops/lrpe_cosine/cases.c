@@ -124,7 +124,7 @@ static const struct lrpe_case more[] = {
     EACH_ACT(3, 50, 5, 513, .dtheta = DTHETA_FP32, .for_cuda = true),
     /* angles by the special-function unit */
     EACH_ACT(1, 1030, 32, 64, .dtype = RAFTER_BF16, .offset = -500, .for_cuda = true),
-    EACH_ACT(2, 1000, 32, 33, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
+    EACH_ACT(2, 1030, 16, 64, .dtype = RAFTER_BF16, .positions = POSITIONS_BN, .position_dtype = RAFTER_I32,
              .offset = (1 << 18) - 5, .small_theta = true, .for_cuda = true),
     /* rows that are packs of 8 bytes */
     EACH_ACT(3, 150, 5, 100, .dtype = RAFTER_BF16, .for_cuda = true),

@@ -229,9 +229,11 @@ struct OptionColumnsVariant {
     };
 
     /* Rows are cut if lse is given: otherwise every part would read the whole row. */
-    static ColumnChoice choice(const Problem &p, const Call &call) {
-        const bool caps = call.loss.softcap != 0.0f; /* thread_per_row: more instructions for each logit */
-        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, p.gradient || caps ? 64 : 16};
+    static ColumnChoice choice(const Problem &p, const Call &call, const Slabs &s) {
+        /* thread_per_row has more instructions for each logit, but a warp of it has 32 rows of a slab, not 128. */
+        constexpr int64_t MANY_COLUMNS = 4096;
+        const bool many = p.gradient || (call.loss.softcap != 0.0f && s.inner >= MANY_COLUMNS);
+        return {p.gradient ? 2 : 1, p.lse_given ? 256 : 64, p.lse_given, many ? 64 : 16};
     }
 
     static const char *why_not(const rafter_cuda_state &, const Call &call) {
@@ -240,16 +242,16 @@ struct OptionColumnsVariant {
             return reason;
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        if (const char *const reason = why_not_column_packs(s, choice(p, call), bytes))
+        if (const char *const reason = why_not_column_packs(s, choice(p, call, s), bytes))
             return reason;
-        return why_not_in_fours(p, call, are_loose(s, choice(p, call).tensors, bytes), true);
+        return why_not_in_fours(p, call, are_loose(s, choice(p, call, s).tensors, bytes), true);
     }
 
     static size_t plan(const rafter_cuda_state &device, const Call &call, Plan *plan) {
         const Problem p(call);
         const Slabs s = slabs_of(call.logits, p.gradient ? &call.dlogits : NULL);
         const int bytes = static_cast<int>(rafter_dtype_bytes(call.logits.dtype));
-        plan->args = {option_args(device, p, call), column_packs_of(s, choice(p, call), bytes, THREADS), {}};
+        plan->args = {option_args(device, p, call), column_packs_of(s, choice(p, call, s), bytes, THREADS), {}};
         const ColumnPacks &columns = plan->args.columns;
         if (plan->args.row_dlosses && !in_fours(call.loss.dloss, columns.loose)) {
             plan->args.strided_dloss = loss_rows(call.loss.dloss);

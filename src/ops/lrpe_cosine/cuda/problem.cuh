@@ -236,6 +236,17 @@ inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, i
     tiling->head_lanes = Divisor(tiling->lanes);
 }
 
+/* Whether `rotate` takes angles from the special-function unit. It takes less if arithmetic is the limit: every angle
+ * serves one element only, and there is some f, or a gradient. The few angles that must be computed again make a short
+ * call longer: a thread that has one takes 0.5 us for them; and long rows, whose threads wait for each other.
+ * Measured on an H200: docs/perf/lrpe_cosine.md. */
+inline bool takes_unit_angles(const lrpe_cosine_call &call) {
+    constexpr int64_t LONG_CALL = int64_t(1) << 21, LONGEST_ROW = 256; /* elements */
+    const bool copies = call.act == RAFTER_ACT_NONE && call.common.direction == RAFTER_FORWARD;
+    return sequences_alike(call) == 1 && !copies && call.x.numel >= LONG_CALL && call.x.shape[3] <= LONGEST_ROW &&
+           !call.common.batch_invariant;
+}
+
 /* The tokens and sequences of a block. The tiles are known; a block works on `step` tokens at a time,
  * and `wave` blocks run at once. Angles are computed once for all sequences of a block.
  *
@@ -246,10 +257,7 @@ inline void plan_tiles(Tiling *tiling, int64_t heads, int64_t features, int n, i
 inline void plan_waves(Tiling *tiling, const lrpe_cosine_call &call, int64_t step, int64_t wave, int64_t least) {
     constexpr int64_t SERVED = 64;
     const int64_t batch = call.x.shape[0], length = call.x.shape[1], alike = sequences_alike(call);
-    /* It takes less if arithmetic is the limit: every angle serves one element only. The few angles that must be computed
-     * again make a short call longer: a thread that has one takes 0.5 us for them. */
-    constexpr int64_t LONG_CALL = int64_t(1) << 21; /* elements */
-    tiling->unit_angles = alike == 1 && call.x.numel >= LONG_CALL && !call.common.batch_invariant;
+    tiling->unit_angles = takes_unit_angles(call);
     if (call.algorithm == RAFTER_LRPE_BP) {
         tiling->tokens = length;
         tiling->token_chunks = Divisor(1);
