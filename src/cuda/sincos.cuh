@@ -188,25 +188,6 @@ DEVICE bool is_short(const Position &position) {
     return position.high == 0 && position.low < SHORT_POSITION;
 }
 
-/* The sine and cosine that sincos_short gave, unless they were not to be used: then those of sincos_at.
- * Compiled once: where it is rarely needed, copies of it would only make a kernel longer, and its start
- * slower. */
-static __noinline__ __device__ float2 sincos_again(float theta, const Position position, float sine, float cosine) {
-    float2 both = {sine, cosine};
-    if (is_short(position) && sincos_short(short_step(theta), position, &sine, &cosine) >= SHORT_LEAST)
-        return both;
-    if ((position.low | position.high) == 0 || theta == 0.0f) { /* every sequence has such a token */
-        const float zero = theta * 0.0f;                        /* or NaN */
-        return {zero, 1.0f + zero};
-    }
-    const AngleStep step = angle_step(theta);
-    if (position.high == 0)
-        sincos_at<false>(step, position, &both.x, &both.y);
-    else
-        sincos_at<true>(step, position, &both.x, &both.y);
-    return both;
-}
-
 /* With an absolute error of 2^-21, for a position below 2^32. A quarter of the instructions of
  * sincos_at, for sums in which such an error does not show. */
 DEVICE void sincos_approximate(const ShortStep step, float theta, const Position &position, float *sine,
@@ -243,42 +224,6 @@ template <typename T> struct AngleTable {
             theta_at(i) = theta;
         } else {
             at(i) = angle_step(theta);
-        }
-    }
-    /* The i-th sine and cosine are those of entry(i) at position(i). */
-    template <int COUNT, class Entry, class PositionAt>
-    DEVICE void sincos(Entry entry, PositionAt position, float (&sine)[COUNT], float (&cosine)[COUNT]) const {
-        if constexpr (NARROW<T>) {
-            float least = INFINITY;
-            unsigned low = 0, high = 0; /* of all positions; a power of two limits the positions */
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const Position here = position(i);
-                least = fminf(least, sincos_short(short_at(entry(i)), here, &sine[i], &cosine[i]));
-                low |= here.low;
-                high |= here.high;
-            }
-            if (least >= SHORT_LEAST && high == 0 && low < SHORT_POSITION)
-                return;
-#pragma unroll
-            for (int i = 0; i < COUNT; i++) {
-                const float2 both = sincos_again(theta_at(entry(i)), position(i), sine[i], cosine[i]);
-                sine[i] = both.x;
-                cosine[i] = both.y;
-            }
-        } else {
-            unsigned high = 0;
-#pragma unroll
-            for (int i = 0; i < COUNT; i++)
-                high |= position(i).high;
-            if (high == 0)
-#pragma unroll
-                for (int i = 0; i < COUNT; i++)
-                    sincos_at<false>(at(entry(i)), position(i), &sine[i], &cosine[i]);
-            else
-#pragma unroll
-                for (int i = 0; i < COUNT; i++)
-                    sincos_at<true>(at(entry(i)), position(i), &sine[i], &cosine[i]);
         }
     }
 };

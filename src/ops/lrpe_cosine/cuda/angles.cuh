@@ -61,7 +61,18 @@ template <bool EXACT, typename T, int COUNT, class Entry, class PositionAt>
 DEVICE void angles_at(const AngleTable<T> &table, bool by_unit, Entry entry, PositionAt position, float (&sine)[COUNT],
                       float (&cosine)[COUNT]) {
     if constexpr (!NARROW<T>) {
-        table.sincos(entry, position, sine, cosine);
+        unsigned high = 0;
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            high |= position(i).high;
+        if (high == 0)
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                sincos_at<false>(table.at(entry(i)), position(i), &sine[i], &cosine[i]);
+        else
+#pragma unroll
+            for (int i = 0; i < COUNT; i++)
+                sincos_at<true>(table.at(entry(i)), position(i), &sine[i], &cosine[i]);
     } else {
         by_unit = by_unit && TAKES_UNIT<T> && !EXACT;
         float least = INFINITY;

@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(THREADS, Columns<T, N, FORWARD, DTHETA>::BLOCK
             const auto entry = [&](int j) { return j * WARP + column; };
             if constexpr (!INCREMENTAL) {
                 const Position position = position_of(token(i));
-                table.sincos(
-                    entry, [&](int) { return position; }, sine, cosine);
+                angles_at<true>(
+                    table, false, entry, [&](int) { return position; }, sine, cosine);
             } else if (i % REFRESH == 0)
                 approximate_angles(table, entry, a.offset + place.first + (int64_t)i * step, sine, cosine);
             else {
