@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rafter's PyTorch package against torch and torch.compile, as users call them: forward, and forward + backward by autograd.
 
-    bench/autograd_map.py [--only TEXT] [--linear] [--random COUNT [--seed S]] [--providers rafter,torch,compile,quack,...]
-                          [--rounds 15] [--compile-jobs 8] [--json FILE]
+    bench/autograd_map.py [--device cuda|cpu] [--only TEXT] [--linear] [--random COUNT [--seed S]]
+                          [--providers rafter,torch,compile,quack,...] [--rounds 15] [--compile-jobs 8] [--json FILE]
 
 For every case and provider: the time of a forward call under no_grad, of forward + backward with fresh gradients, both by events
 with the L2 cache flushed and the queue filled (what the device takes), and the wall time per call of forward + backward back to
 back (what the host takes where it is slower than the device). Every round calls every provider once, in random order; medians.
-Inputs are bf16 unless a case says otherwise. Needs a GPU. --linear takes linear_cross_entropy instead of the memory-bound ops,
---random draws shapes, layouts and options that nobody chose; it ends with the cases where another provider is ahead.
+On a CPU both are wall times: single calls after the caches were overwritten, and calls back to back; tensors are smaller.
+Inputs are bf16 unless a case says otherwise. --linear takes linear_cross_entropy instead of the memory-bound ops,
+--random draws shapes, layouts and options that nobody chose; with --linear those of linear_cross_entropy. It ends with the cases
+where another provider is ahead.
 Other providers are columns of bench/worker/peers.py (quack, quack_exp, liger_sm90, liger_fslce, ...), for plain calls of softmax,
 cross_entropy and linear_cross_entropy.
 
@@ -35,7 +37,8 @@ import peers  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 QUICK = "--quick" in sys.argv
-DEVICE = "cpu" if QUICK else "cuda"
+DEVICE = "cpu" if QUICK or {"cpu", "--device=cpu"} & set(sys.argv) else "cuda"
+MOST_ELEMENTS_LOG2 = 28 if DEVICE == "cuda" else 23  # of random tensors
 
 
 def say(text):
@@ -279,7 +282,7 @@ def random_shape(rng, reduced):
         n = int(2 ** rng.uniform(0, math.log2(max(most, 1)))) or 1
         return (n + 7) // 8 * 8 if rng.random() < 0.5 and n > 8 else n
 
-    elements = int(2 ** rng.uniform(16, 28))
+    elements = int(2 ** rng.uniform(16, MOST_ELEMENTS_LOG2))
     if not reduced:
         columns = size(elements)
         return (max(elements // columns, 1), columns), -1
@@ -319,7 +322,7 @@ def random_cases(count, seed):
             act, dim = rng.choice((("none", None), ("silu", None), ("relu", None), ("softmax", -1), ("softmax", 1)))
             depth, heads = rng.choice((32, 64, 80, 96, 100, 127, 128, 192, 256)), rng.choice((1, 4, 8, 12, 16, 32))
             batch = rng.choice((1, 2, 4, 8))
-            length = max(int(2 ** rng.uniform(16, 26)) // (batch * heads * depth), 1)
+            length = max(int(2 ** rng.uniform(16, MOST_ELEMENTS_LOG2 - 2)) // (batch * heads * depth), 1)
             yield lrpe((batch, length, heads, depth), act, dim, dtype, learned=rng.random() < 0.3)
         else:
             yield activation(op, random_shape(rng, False)[0], dtype, layout)
@@ -338,15 +341,52 @@ def linear_cases(most_rows):
         yield linear_cross_entropy(4096, 3584, 256000, **options)
 
 
+def random_linear_cases(count, seed):
+    """linear_cross_entropy of sizes, dtypes and options that nobody chose."""
+    rng = random.Random(seed)
+    most = 2 ** (38 if DEVICE == "cuda" else 32)  # multiplications of a product
+
+    def size(low, high):
+        n = int(2 ** rng.uniform(math.log2(low), math.log2(high)))
+        return (n + 7) // 8 * 8 if rng.random() < 0.7 and n > 8 else n
+
+    for _ in range(count):
+        n, d, v = size(1, 8192), size(16, 4096), size(2, 131072)
+        while n * d * v > most:
+            n, v = (max(n // 2, 1), v) if n > v else (n, v // 2)
+        options = {name: value for name, value in (("label_smoothing", 0.1), ("softcap", 30.0), ("reduction", "sum"))
+                   if rng.random() < 0.2}
+        yield linear_cross_entropy(n, d, v, rng.choice((BF16, BF16, FP16, FP32)), **options)
+
+
 # ---- timing ------------------------------------------------------------------------------------------------------------
 
 
-class Timer:
+class CpuTimer:
+    """Wall times, in milliseconds."""
+
+    def __init__(self):
+        self.flush = torch.empty(64 << 20, dtype=torch.uint8)
+
+    def single(self, call):
+        """Of one call, after the caches were overwritten."""
+        self.flush.add_(1)
+        return self.wall(call, 1)
+
+    @staticmethod
+    def wall(call, calls):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return (time.perf_counter() - begin) / calls * 1e3
+
+
+class GpuTimer:
     def __init__(self):
         self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
 
-    def events(self, call):
-        """Milliseconds on the device, behind work that lets the host run ahead."""
+    def single(self, call):
+        """Milliseconds on the device, by events, behind work that lets the host run ahead."""
         self.flush.zero_()
         torch.cuda._sleep(2_000_000)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -411,8 +451,8 @@ def measure(case, providers, rounds, timer):
     for _ in range(rounds):
         for provider in random.sample(list(runs), len(runs)):
             forward, both = runs[provider]
-            samples[provider, "forward"].append(timer.events(forward))
-            samples[provider, "both"].append(timer.events(both))
+            samples[provider, "forward"].append(timer.single(forward))
+            samples[provider, "both"].append(timer.single(both))
     for provider, (_, both) in runs.items():
         took = statistics.median(samples[provider, "both"])
         calls = 20 if took < 1 else 3
@@ -462,7 +502,7 @@ def compare(case):
 
 def compile_ahead(args, count):
     """Fills PyTorch's cache of compiled code from several processes."""
-    command = [sys.executable, __file__, "--only", args.only, "--compile-only", "--most-rows", str(args.most_rows)]
+    command = [sys.executable, __file__, "--device", DEVICE, "--only", args.only, "--compile-only", "--most-rows", str(args.most_rows)]
     command += ["--linear"] * args.linear + ["--random", str(args.random), "--seed", str(args.seed)]
     workers = [subprocess.Popen(command + ["--slice", f"{k}/{args.compile_jobs}"]) for k in range(min(args.compile_jobs, count))]
     for worker in workers:
@@ -471,6 +511,7 @@ def compile_ahead(args, count):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--providers", default="rafter,torch,compile")
     parser.add_argument("--rounds", type=int, default=15)
@@ -485,7 +526,7 @@ def main():
     parser.add_argument("--slice", default="0/1", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.random:
-        listed = random_cases(args.random, args.seed)
+        listed = (random_linear_cases if args.linear else random_cases)(args.random, args.seed)
     else:
         listed = linear_cases(args.most_rows) if args.linear else cases()
     chosen = [c for c in listed if args.only in c.name]
@@ -509,17 +550,19 @@ def main():
         say(f"compiled in {time.perf_counter() - begin:.0f} s")
     print("rafter / best other: forward, forward + backward, wall | ms of each: " + ", ".join(
         f"{p} {what}" for what in ("forward", "both", "wall") for p in providers))
-    results, timer = [], Timer()
+    results, timer = [], GpuTimer() if DEVICE == "cuda" else CpuTimer()
     for number, case in enumerate(chosen):
         results.append(measure(case, providers, args.rounds, timer))
         show(results[-1], providers)
-        torch.cuda.empty_cache()
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
         if number % 20 == 19:
             say(f"{number + 1} of {len(chosen)}, {time.perf_counter() - begin:.0f} s")
     behind(results, providers)
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": results}, file, indent=0)
+            where = ({"gpu": torch.cuda.get_device_name()} if DEVICE == "cuda" else {"cpu_threads": torch.get_num_threads()})
+            json.dump({**where, "torch": torch.__version__, "rows": results}, file, indent=0)
 
 
 if __name__ == "__main__":
