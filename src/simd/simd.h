@@ -519,9 +519,15 @@ V_OUTLINE void v_repeat_bytes(int64_t bytes, const void *p, int64_t n, void *buf
 V_OUTLINE void v_gather_bytes(int64_t bytes, const void *p, int64_t stride, int64_t n, void *buffer) {
     if (stride == 0) /* compilers turn that loop into vectors only without the stride */
         v_repeat_bytes(bytes, p, n, buffer);
+    else if (bytes == 4 && stride == 2)
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)buffer + i * 4, (const char *)p + i * 8, 4);
     else if (bytes == 4)
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)buffer + i * 4, (const char *)p + i * stride * 4, 4);
+    else if (stride == 2)
+        for (int64_t i = 0; i < n; i++)
+            memcpy((char *)buffer + i * 2, (const char *)p + i * 4, 2);
     else
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)buffer + i * 2, (const char *)p + i * stride * 2, 2);
@@ -534,6 +540,41 @@ V_OUTLINE void v_scatter_bytes(int64_t bytes, const void *buffer, void *p, int64
     else
         for (int64_t i = 0; i < n; i++)
             memcpy((char *)p + i * stride * 2, (const char *)buffer + i * 2, 2);
+}
+
+/* Copies `rows` rows of n elements, `pitch` elements from row to row and `step` from column to column, one behind the
+ * other. Writes up to a vector past them. */
+V_OUTLINE void v_pack_rows(int64_t bytes, const void *p, int64_t pitch, int64_t step, int64_t rows, int64_t n,
+                           void *buffer) {
+    const int64_t wide = n * bytes, apart = pitch * bytes;
+    const char *from = p;
+    char *to = buffer;
+#define V_PACK_WORDS(count)                                                                                            \
+    for (int64_t r = 0; r < rows; r++)                                                                                 \
+    memcpy(to + r * (count), from + r * apart, (count))
+    if (step != 1) {
+        for (int64_t r = 0; r < rows; r++, from += apart, to += wide)
+            v_gather_bytes(bytes, from, step, n, to);
+    } else if (wide == 4) {
+        V_PACK_WORDS(4);
+    } else if (wide == 8) {
+        V_PACK_WORDS(8);
+    } else if (wide == 16) {
+        V_PACK_WORDS(16);
+    } else {
+        /* A whole vector ends in the next row if that begins at least a vector behind this one. */
+        const bool whole = apart >= V_LANES * 4;
+        for (int64_t r = 0; r < rows; r++, from += apart, to += wide)
+            if (whole && r < rows - 1)
+                for (int64_t i = 0; i < wide; i += V_LANES * 4)
+                    v_store(RAFTER_F32, to + i, v_load(RAFTER_F32, from + i));
+            else if (apart >= 16 && r < rows - 1)
+                for (int64_t i = 0; i < wide; i += 16)
+                    memcpy(to + i, from + i, 16);
+            else
+                memcpy(to, from, (size_t)wide);
+    }
+#undef V_PACK_WORDS
 }
 
 /* Copies n elements that are `stride` elements apart to a contiguous buffer, and back. v_gather

@@ -15,8 +15,9 @@ V_INLINE char *row_at(int dtype, const struct act_block *b, int tensor, int64_t 
 
 /* Inputs whose rows are not contiguous are copied to a buffer tile by tile: parts of a row, or of several rows if the
  * input lies across them and can be turned. Results are written in parts of TILE_COLUMNS, whose ends are incomplete
- * cache lines. */
+ * cache lines. If the rows of the output are packed and short, several of them are packed and computed as one. */
 enum { GATHER = 1024, TILE_ROWS = 32, TILE_COLUMNS = 256, TILE_ELEMENTS = TILE_ROWS * TILE_COLUMNS };
+enum { SHORT_COLUMNS = V_LANES, PACKED_ELEMENTS = 2048 };
 
 /* The tile of rows x columns elements at (row, column) of an input, with column stride 1: in its own
  * place, or copied to the buffer. Tiles come row by row, from the first column on. *pitch: bytes from row to row. */
@@ -38,12 +39,37 @@ V_INLINE const char *tile_of(int dtype, const struct act_block *b, int tensor, i
     return buffer;
 }
 
+/* The rows [row, row + rows) of an input as one: in their own place, or packed into the buffer. */
+V_INLINE const char *packed_rows(int dtype, const struct act_block *b, int tensor, int64_t row, int64_t rows,
+                                 char *buffer) {
+    const int64_t bytes = v_bytes(dtype), step = b->column_stride[tensor], row_step = b->row_stride[tensor];
+    const char *const from = row_at(dtype, b, tensor, row);
+    if (step == 1 && row_step == b->columns)
+        return from;
+    if (row_step == 1 && step != 1)
+        v_turn(bytes, from, step, b->columns, rows, buffer, b->columns);
+    else
+        v_pack_rows(bytes, from, row_step, step, rows, b->columns, buffer);
+    return buffer;
+}
+
 /* v_map over `rows` rows of the block from row `first` on. `inputs` tensors are read: ACT_IN, then ACT_DY. */
 V_INLINE void map_rows(int dtype, int inputs, const struct act_block *b, int64_t first, int64_t rows,
                        vf (*f)(const vf in[], const void *env), const void *env) {
     char(*const buffer)[TILE_ELEMENTS * 4] = rafter_kernel_memory();
     _Static_assert(2 * sizeof *buffer <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     const int64_t bytes = v_bytes(dtype), out_step = b->columns == 1 ? 1 : b->column_stride[ACT_OUT];
+    if (rows > 1 && b->columns < SHORT_COLUMNS && out_step == 1 && b->row_stride[ACT_OUT] == b->columns) {
+        const int64_t some = PACKED_ELEMENTS / b->columns;
+        for (int64_t row = first; row < first + rows; row += some) {
+            const int64_t high = min64(first + rows - row, some);
+            const void *in[2] = {NULL, NULL};
+            for (int t = 0; t < inputs; t++)
+                in[t] = packed_rows(dtype, b, t, row, high, buffer[t]);
+            v_map(dtype, inputs, in, row_at(dtype, b, ACT_OUT, row), high * b->columns, b->stream, f, env);
+        }
+        return;
+    }
     bool contiguous = out_step == 1, across = false;
     for (int t = 0; t < inputs && b->columns > 1; t++) {
         contiguous &= b->column_stride[t] == 1;
