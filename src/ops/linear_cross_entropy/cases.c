@@ -33,6 +33,22 @@ static const struct options option_sets[] = {
      .no_dx = true,
      .budget = PROBLEM_SMALLEST_BUDGET},
     {{.name = "fp32 gradients"}, .f32_gradients = true, .bias = true, .budget = PROBLEM_SMALLEST_BUDGET},
+    {{.name = "fp32 gradients, no budget"}, .f32_gradients = true, .bias = true},
+    {{.name = "smoothing, z_loss, bias", .smoothing = 0.1f, .z_loss = 0.01f, .ignored = SOME_IGNORED, .extras = true},
+     .bias = true},
+    {{.name = "dentropy, all, no budget",
+      .dentropy = true,
+      .smoothing = 0.1f,
+      .z_loss = 0.001f,
+      .softcap = 5,
+      .scale = 2,
+      .ignored = SOME_IGNORED,
+      .class_weight = true,
+      .row_weight = true,
+      .denominator = true,
+      .dloss = true,
+      .extras = true},
+     .bias = true},
     {{.name = "main gradient", .dloss = true, .ignored = SOME_IGNORED}, .main_gradient = true},
     {{.name = "main gradient, small budget", .reduction = RAFTER_SUM},
      .main_gradient = true,
@@ -99,7 +115,7 @@ static const struct shape shapes[] = {
 };
 
 /* Each with every set of options; the first is also checked by finite differences. */
-static const struct shape option_shapes[] = {{2, {5, 4}, 6}, {3, {3, 13, 21}, 67}};
+static const struct shape option_shapes[] = {{2, {5, 4}, 6}, {3, {3, 13, 21}, 67}, {2, {29, 33}, 10}};
 
 /* Rows, classes or K take more than one block, and with a budget more than one group and slice. */
 static const struct {
@@ -113,6 +129,13 @@ static const struct {
     {"all, none", {2, {100, 40}, 300}},
     {"dentropy, none", {2, {290, 40}, 420}},
     {"dentropy, all", {2, {100, 40}, 300}},
+    /* few rows, few classes, in several blocks and parts of the CPU's kernels for them */
+    {"main gradient", {2, {16, 40}, 1700}},
+    {"dentropy, all, no budget", {2, {9, 300}, 500}},
+    {"smoothing, z_loss, bias", {2, {1, 70}, 300}},
+    {"fp32 gradients, no budget", {2, {600, 270}, 3}},
+    {"dentropy, all, no budget", {2, {1700, 40}, 16}},
+    {"smoothing, z_loss, bias", {2, {530, 7}, 2}},
     /* more classes than one block of CUDA's logit kernels takes */
     {"dentropy, sum, no lse", {2, {20, 16}, 8300}},
 };

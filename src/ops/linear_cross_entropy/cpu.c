@@ -4,6 +4,7 @@
 #include "core/kernel_memory.h"
 #include "core/sizes.h"
 #include "core/variants.h"
+#include "ops/linear_cross_entropy/cpu_few.h"
 #include "ops/linear_cross_entropy/micro.h"
 #include "simd/softmax.h"
 
@@ -298,7 +299,8 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
 static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row_block, int64_t column_block) {
     const struct lce_product *p = &job->product;
     const struct lce_format f = format_of(is_pairs((int)dtype));
-    product(dtype, p, row_block, column_block);
+    if (p->left)
+        product(dtype, p, row_block, column_block);
 
     const int64_t first = row_block * LCE_ROWS, classes = min64(LCE_ROWS, p->m - first);
     const int64_t first_row = column_block * LCE_COLUMNS, rows = min64(LCE_COLUMNS, p->n - first_row);
@@ -398,7 +400,7 @@ V_INLINE void gradient_as(bool pairs, bool capped, bool tilted, const struct lce
     const int group = pairs ? 2 * V_LANES : V_LANES; /* classes in one vector of a row of a left operand */
     const int64_t first_class = row_block * LCE_ROWS, first_row = column_block * LCE_COLUMNS;
     const int64_t classes = min64(LCE_ROWS, job->m - first_class), rows = min64(LCE_COLUMNS, job->n - first_row);
-    const int64_t stride = lce_out_stride(&f, job->n, column_block);
+    const int64_t stride = job->stride ? job->stride : lce_out_stride(&f, job->n, column_block);
     const float *const block = job->u + lce_out_at(&f, job->m, job->n, first_class, column_block);
     const float *const weight = job->weight + first_class;
     const vf inverse_cap = v_set(capped ? 1.0f / job->cap : 0.0f);
@@ -494,7 +496,11 @@ static void gradient(rafter_dtype dtype, const struct lce_gradient *job, int64_t
 
 V_INLINE void store_as(int dtype, const float *source, int64_t n, float scale, bool add, char *destination,
                        int64_t stride) {
-    for (int64_t i = 0; i < n; i += V_LANES) {
+    int64_t i = 0;
+    for (; stride == 1 && !add && i + 2 * V_LANES <= n; i += 2 * V_LANES)
+        v_store2(dtype, destination + i * v_bytes(dtype), v_load(RAFTER_F32, source + i) * v_set(scale),
+                 v_load(RAFTER_F32, source + i + V_LANES) * v_set(scale));
+    for (; i < n; i += V_LANES) {
         const int64_t here = min64(V_LANES, n - i);
         char *const p = destination + i * stride * v_bytes(dtype);
         char buffer[V_LANES * 4];
@@ -516,8 +522,12 @@ static void store(rafter_dtype dtype, const float *source, int64_t n, float scal
 }
 
 V_INLINE void widen_as(int dtype, const char *source, int64_t stride, int64_t n, float *destination) {
-    for (int64_t i = 0; i < n; i++)
-        destination[i] = v_get(dtype, source + i * stride * v_bytes(dtype));
+    char buffer[V_LANES * 4];
+    for (int64_t i = 0; i < n; i += V_LANES) {
+        const int64_t here = min64(V_LANES, n - i);
+        const char *const p = v_gather(dtype, source + i * stride * v_bytes(dtype), stride, here, buffer);
+        v_store_part(RAFTER_F32, destination + i, v_load_part(dtype, p, here, 0.0f), here);
+    }
 }
 
 static void widen(rafter_dtype dtype, const char *source, int64_t stride, int64_t n, float *destination) {
@@ -548,6 +558,11 @@ const struct linear_cross_entropy_kernels RAFTER_KERNELS(linear_cross_entropy) =
     .product = product,
     .logits = logits,
     .gradient = gradient,
+    .few_logits = few_logits,
+    .few_sum = few_sum,
+    .few_apply = few_apply,
+    .few_pack = few_pack,
+    .few_pairs = LCE_FEW_PAIRS,
     .fold = fold,
     .store = store,
     .widen = widen,

@@ -23,6 +23,11 @@ const struct linear_cross_entropy_kernels *lce_kernels_of(const rafter_context *
     return row->kernels;
 }
 
+/* Of the formats in a plan for few rows or classes. */
+static rafter_dtype few_operands(const rafter_context *context, const struct linear_cross_entropy_call *call) {
+    return call->x.dtype == RAFTER_BF16 && lce_kernels_of(context)->few_pairs ? RAFTER_BF16 : RAFTER_F32;
+}
+
 /* Every row plans with the format of the first one that the context may use: none of the rows
  * behind it is ever run. */
 static size_t make_plan(const rafter_context *context, const struct rafter_call *common, void *storage) {
@@ -42,12 +47,19 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         .sums_dx = !call->native && !shared && call->dx.dtype != RAFTER_F32,
         .sums_dweight = !call->native && call->dweight.dtype != RAFTER_F32,
         .ranks = call->loss.class_group.ranks,
+        .streams_w = call->weight.stride[1] == 1,
+        .streams_x = call->x.stride[call->x.ndim - 1] == 1,
         .invariant = common->batch_invariant,
         .exchange = (int64_t)rafter_loss_exchange_bytes(&call->loss, call->loss.rows),
     };
     const size_t alignment = rafter_scratch_request(1) - 1, given = common->budget;
     const size_t budget = given > alignment ? given - alignment : given ? 1 : 0;
-    lce_make_plan(&plan->problem, call->mode, budget, &plan->plan);
+    struct lce_problem few = plan->problem;
+    few.format = lce_kernels_of(context)->format[few_operands(context, call)];
+    if (lce_make_few_plan(&few, call->mode, budget, &plan->plan))
+        plan->problem = few;
+    else
+        lce_make_plan(&plan->problem, call->mode, budget, &plan->plan);
     return plan->plan.bytes;
 }
 
@@ -114,15 +126,13 @@ static struct step step_at(struct lce_run *run, int64_t group, int64_t slice) {
     return s;
 }
 
-/* Runs tasks on all threads, or on this one if the tasks together cost less than waking the
- * threads: about a microsecond per 4096 elements. */
-static void run_tasks(const struct lce_run *run, const char *phase, int64_t tasks, double elements,
-                      void (*body)(void *, int64_t), struct step *s) {
+void lce_run_tasks(const struct lce_run *run, const char *phase, int64_t tasks, double elements,
+                   void (*body)(void *, int64_t), void *arg) {
     if (elements >= 1 << 16)
-        rafter_parallel_phase(run->context, phase, tasks, body, s);
+        rafter_parallel_phase(run->context, phase, tasks, body, arg);
     else
         for (int64_t task = 0; task < tasks; task++)
-            body(s, task);
+            body(arg, task);
 }
 
 static int64_t product_tasks(const struct lce_product *job) {
@@ -176,6 +186,8 @@ static void plan_packing(struct step *s, bool logits, bool dx, bool dweight) {
                                 weight->stride[0], s->classes, run->b.weight);
         run->vectors = s->slice;
     }
+    if (run->plan->few)
+        return;
     s->pack_w_logits = logits && run->w_logits != s->slice;
     s->pack_w_dx = dx && run->w_dx != s->slice;
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? ceil_div(s->classes, LCE_CHUNK) : 0;
@@ -235,9 +247,9 @@ static void logits_task(void *arg, int64_t task) {
     const struct step *s = arg;
     const struct linear_cross_entropy_kernels *k = s->run->kernels;
     const struct lce_block at = lce_block_of(&s->run->problem->format, &s->logits.product, task);
-    k->logits(s->x.dtype, &s->logits, at.row, at.column);
+    k->logits(s->run->operands, &s->logits, at.row, at.column);
     if (s->fused)
-        k->gradient(s->x.dtype, &s->gradient, at.row, at.column);
+        k->gradient(s->run->operands, &s->gradient, at.row, at.column);
     /* Whichever thread ends the last block of classes merges their statistics. */
     if (s->logits.stats &&
         __atomic_add_fetch(&s->run->b.blocks_done[at.column], 1, __ATOMIC_ACQ_REL) == ceil_div(s->classes, LCE_ROWS))
@@ -248,13 +260,15 @@ static void statistics_step(struct lce_run *run, int64_t group, int64_t slice) {
     struct step s = step_at(run, group, slice);
     const struct rafter_loss *loss = &run->loss;
     plan_packing(&s, true, false, false);
-    run_tasks(run, "pack", pack_tasks(&s), packed_elements(&s), pack_task, &s);
+    lce_run_tasks(run, "pack", pack_tasks(&s), packed_elements(&s), pack_task, &s);
     s.logits.stats = run->b.block_stats;
     s.logits.target = run->b.target_logit + s.first_row;
     s.logits.more = loss->smoothing != 0.0f || rafter_loss_has(&loss->entropy) || rafter_loss_has(&loss->argmax) ||
                     rafter_loss_has(&loss->dentropy);
     memset(run->b.blocks_done, 0, (size_t)ceil_div(s.rows, LCE_COLUMNS) * sizeof *run->b.blocks_done);
-    run_tasks(run, "logits", product_tasks(&s.logits.product), work(&s), logits_task, &s);
+    if (run->plan->few)
+        lce_few_logits(run, &s.logits);
+    lce_run_tasks(run, "logits", product_tasks(&s.logits.product), work(&s), logits_task, &s);
 }
 
 static void put_coefficients(struct lce_run *run, int64_t i, struct rafter_row_gradient g) {
@@ -310,20 +324,22 @@ static struct partial_sum sum_over_outer(bool wanted, bool in_workspace, int64_t
     return (struct partial_sum){.wanted = wanted, .accumulate = outer > 0, .part = inner, .store = outer == outers - 1};
 }
 
+void lce_store(const struct lce_run *run, bool is_dx, bool add, int64_t row, int64_t column, int64_t n,
+               const float *source) {
+    const rafter_view *to = is_dx ? &run->dx : &run->call->dweight;
+    const int64_t stride = to->stride[to->ndim - 1];
+    const int64_t at = rafter_offset(to, 0, to->ndim - 1, is_dx ? run->b.row[row] : row) + column * stride;
+    run->kernels->store(to->dtype, source, n, run->scale, add, rafter_at(to, at), stride);
+}
+
 static void store_block(const struct step *s, const struct lce_product *job, int64_t row_block, int64_t column_block) {
-    const struct linear_cross_entropy_call *c = s->run->call;
     const struct lce_format *f = &s->run->problem->format;
-    const bool is_dx = job == &s->dx;
-    const rafter_view *to = is_dx ? &s->run->dx : &c->dweight;
+    const bool is_dx = job == &s->dx, add = is_dx ? s->add_dx : s->add_dweight;
+    const int64_t first = is_dx ? s->first_row : s->first_class;
     const int64_t column = column_block * LCE_COLUMNS, columns = min64(LCE_COLUMNS, job->n - column);
-    const int64_t column_stride = to->stride[to->ndim - 1];
-    const bool add = is_dx ? s->add_dx : s->add_dweight;
-    for (int64_t i = row_block * LCE_ROWS; i < min64((row_block + 1) * LCE_ROWS, job->m); i++) {
-        const int64_t row = is_dx ? s->run->b.row[s->first_row + i] : s->first_class + i;
-        const int64_t at = rafter_offset(to, 0, to->ndim - 1, row) + column * column_stride;
-        s->run->kernels->store(to->dtype, job->out + lce_out_at(f, job->m, job->n, i, column_block), columns,
-                               s->run->scale, add, rafter_at(to, at), column_stride);
-    }
+    for (int64_t i = row_block * LCE_ROWS; i < min64((row_block + 1) * LCE_ROWS, job->m); i++)
+        lce_store(s->run, is_dx, add, first + i, column, columns,
+                  job->out + lce_out_at(f, job->m, job->n, i, column_block));
 }
 
 /* Blocks of dx, then of dW. */
@@ -347,6 +363,20 @@ static void pack_or_gradient_task(void *arg, int64_t task) {
     }
     const struct lce_block at = lce_block_of(&s->run->problem->format, &s->logits.product, task - pack_tasks(s));
     s->run->kernels->gradient(s->x.dtype, &s->gradient, at.row, at.column);
+}
+
+/* The products of a gradient step on packed operands. */
+static void many_gradients(struct step *s, bool stored_logits) {
+    struct lce_run *run = s->run;
+    s->fused = !stored_logits;
+    if (stored_logits) {
+        lce_run_tasks(run, "pack, dz", pack_tasks(s) + product_tasks(&s->logits.product), work(s),
+                      pack_or_gradient_task, s);
+    } else {
+        lce_run_tasks(run, "pack", pack_tasks(s), packed_elements(s), pack_task, s);
+        lce_run_tasks(run, "logits, dz", product_tasks(&s->logits.product), work(s), logits_task, s);
+    }
+    lce_run_tasks(run, "dx, dW", product_tasks(&s->dx) + product_tasks(&s->dweight), work(s), product_task, s);
 }
 
 static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, struct partial_sum dx,
@@ -389,19 +419,19 @@ static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, str
     s.add_dweight = dweight.add || c->accumulate_into_dweight;
 
     plan_packing(&s, !stored_logits, dx.wanted, dweight.wanted);
-    s.fused = !stored_logits;
-    if (stored_logits) {
-        run_tasks(run, "pack, dz", pack_tasks(&s) + product_tasks(&s.logits.product), work(&s), pack_or_gradient_task,
-                  &s);
+    if (run->plan->few) {
+        if (!stored_logits) {
+            lce_few_logits(run, &s.logits);
+            lce_run_tasks(run, "logits", product_tasks(&s.logits.product), work(&s), logits_task, &s);
+        }
+        lce_few_gradients(run, &s.gradient);
     } else {
-        run_tasks(run, "pack", pack_tasks(&s), packed_elements(&s), pack_task, &s);
-        run_tasks(run, "logits, dz", product_tasks(&s.logits.product), work(&s), logits_task, &s);
+        many_gradients(&s, stored_logits);
     }
-    run_tasks(run, "dx, dW", product_tasks(&s.dx) + product_tasks(&s.dweight), work(&s), product_task, &s);
-    if (dbias)
-        for (int64_t block = 0; block < ceil_div(s.rows, LCE_COLUMNS); block++)
-            for (int64_t v = 0; v < s.classes; v++)
-                b->dbias[s.first_class + v] += b->block_dbias[block * s.classes + v];
+    const int64_t blocks = lce_dbias_blocks(run->plan, s.rows);
+    for (int64_t block = 0; dbias && block < blocks; block++)
+        for (int64_t v = 0; v < s.classes; v++)
+            b->dbias[s.first_class + v] += b->block_dbias[block * s.classes + v];
 }
 
 /* ---- the call -------------------------------------------------------------------------------- */
@@ -416,7 +446,7 @@ static rafter_status run_fast(struct lce_run *run) {
                 statistics_step(run, group, slice);
             RAFTER_TRY(finish_rows(run, group * run->plan->group, min64((group + 1) * run->plan->group, run->rows)));
         }
-        for (int64_t slice = 0; slice < slices; slice++)
+        for (int64_t slice = 0; slice < slices && (q->dx || q->dweight || q->dbias); slice++)
             gradient_step(run, group, slice, sum_over_inner(q->dx, slice, slices),
                           sum_over_outer(q->dweight, in_workspace, group, groups, slice), q->dbias);
     }
@@ -525,7 +555,8 @@ static rafter_status run_call(rafter_context *context, const struct rafter_call 
                           .kernels = kernels,
                           .problem = &plan->problem,
                           .plan = &plan->plan,
-                          .loss = call->loss};
+                          .loss = call->loss,
+                          .operands = plan->plan.few ? few_operands(context, call) : call->x.dtype};
     run.x_logits = run.x_dweight = run.w_logits = run.w_dx = run.vectors = -1;
 #define X(type, name) run.b.name = plan->plan.layout.name < 0 ? NULL : (void *)(workspace + plan->plan.layout.name);
     LCE_BUFFERS(X)
@@ -546,6 +577,8 @@ static rafter_status run_call(rafter_context *context, const struct rafter_call 
             put_coefficients(&run, i,
                              rafter_loss_gradient_from_lse(&run.unscaled, run.b.row[i], run.b.label[i],
                                                            rafter_loss_given_lse(&run.loss, run.b.row[i])));
+    if (run.rows > 0 && plan->plan.few)
+        lce_few_begin(&run);
     if (run.rows > 0)
         RAFTER_TRY((plan->plan.fast ? run_fast : run_compact)(&run));
     store_missing(&run);

@@ -27,9 +27,30 @@ struct lce_run {
     int64_t rows;                /* not ignored */
     double loss_sum;             /* over the rows so far */
     rafter_view dx;              /* the caller's; or dx_sum, if classes are spread over ranks */
+    rafter_dtype operands;       /* of the formats: that of x, or fp32 if there are few rows or classes */
+    struct lce_few few;
     int64_t x_logits, x_dweight, w_logits, w_dx; /* the group or slice that is packed; -1: none yet */
     int64_t vectors;                             /* the slice whose bias and class weights are loaded */
 };
+
+/* Runs tasks on all threads, or on this one if the tasks together cost less than waking the
+ * threads: about a microsecond per 4096 elements. */
+void lce_run_tasks(const struct lce_run *run, const char *phase, int64_t tasks, double elements,
+                   void (*body)(void *, int64_t), void *arg);
+
+/* A plan for few rows or classes (cpu_few.c): widens the few. */
+void lce_few_begin(struct lce_run *run);
+
+/* The products of the logits. */
+void lce_few_logits(const struct lce_run *run, const struct lce_logits *logits);
+
+/* dz, and the gradients from it: all that the call wants. */
+void lce_few_gradients(const struct lce_run *run, const struct lce_gradient *gradient);
+
+/* Stores n elements of the row of dx with index `row` among those that are not ignored, or of dW's row `row`, from
+ * `column` on; or adds them. */
+void lce_store(const struct lce_run *run, bool is_dx, bool add, int64_t row, int64_t column, int64_t n,
+               const float *source);
 
 /* Reads the labels and agrees with the other ranks, if there are any. */
 rafter_status lce_agree(struct lce_run *run);

@@ -113,10 +113,36 @@ enum lce_stat {
     LCE_STATS
 };
 
+/*
+ * Products with few rows or few classes, of which blocks of the formats above would be mostly empty. The other matrix,
+ * W or x, is the streamed one: its rows are read in their place, without packing, once for the logits and once for both
+ * gradients. The few are copied, rounded up to LCE_FEW_PADDED, with rows of `pitch` elements and zeros in all that is not
+ * theirs: widened; or, if few_pairs, as bf16, and once more with two of them joined: [few / 2][pitch][2].
+ */
+struct lce_few {
+    struct lce_matrix streamed; /* column stride 1 */
+    const char *few, *joined;
+    int64_t count, pitch; /* of the few; pitch in elements, whole vectors */
+};
+
+enum {
+    LCE_FEW = 32, /* at most: as many as a unit of a left operand holds, so half of that if they are widened */
+    LCE_FEW_PADDED = 4,
+    LCE_FEW_VECTOR = 32 /* elements of the longest vector */
+};
+
+/* A block of streamed rows, and its dz as left operands: of whole panels, which may have anything in the rest. */
+struct lce_few_block {
+    int64_t first_row, rows;
+    const char *dz_by_streamed, *dz_by_few; /* [streamed, few]; [few, streamed], only of pairs */
+    float *sums;                            /* [few][pitch]: the gradient of the few */
+    bool accumulate;                        /* adds to sums */
+};
+
 /* Converts a slice's products to logits u = scale * softcap(z + bias), in place in product.out, and
  * computes statistics. */
 struct lce_logits {
-    struct lce_product product; /* m classes, n rows */
+    struct lce_product product; /* m classes, n rows. left NULL: `out` has the product already */
     const float *bias, *weight; /* of the slice's classes: zeros and ones if the caller has none */
     float scale, softcap;       /* softcap 0: none */
     const int64_t *label;       /* of the rows */
@@ -132,6 +158,7 @@ struct lce_logits {
 struct lce_gradient {
     const float *u; /* format out, m classes x n rows */
     int64_t m, n;
+    int64_t stride;      /* floats from class to class, if not that of the format: m and n are then one block; else 0 */
     const float *weight; /* of the slice's classes */
     float cap;           /* scale * softcap, the bound of |u|; 0: no softcap */
     const int64_t *label;
@@ -159,6 +186,18 @@ struct linear_cross_entropy_kernels {
     /* The same; then logits and statistics, while the block is in cache. */
     void (*logits)(rafter_dtype dtype, const struct lce_logits *job, int64_t row_block, int64_t column_block);
     void (*gradient)(rafter_dtype dtype, const struct lce_gradient *job, int64_t row_block, int64_t column_block);
+
+    /* Logits of the few and the streamed rows [from, to), of which the first one's are out[0], out[few_stride], ... */
+    void (*few_logits)(const struct lce_few *job, int64_t from, int64_t to, float *out, int64_t streamed_stride,
+                       int64_t few_stride);
+    /* The part of a block in the gradient of the few. */
+    void (*few_sum)(const struct lce_few *job, const struct lce_few_block *block);
+    /* Columns [column, column + columns), at most LCE_COLUMNS, of the gradient of a panel's streamed rows, from their dz:
+     * out [row of the panel][LCE_COLUMNS]. */
+    void (*few_apply)(const struct lce_few *job, const char *dz, int64_t rows, int64_t column, int64_t columns,
+                      float *out);
+    void (*few_pack)(const struct lce_matrix *matrix, int64_t pitch, char *few, char *joined);
+    bool few_pairs; /* bf16 is multiplied as pairs, also with few rows or classes */
 
     /* Merges the statistics of all class blocks into those of the first, for one block of rows, in
      * the order of the classes. */

@@ -224,6 +224,52 @@ V_INLINE vf join_pairs(vh even, vh odd) {
     return (vf)(__builtin_convertvector(even, vu) | __builtin_convertvector(odd, vu) << 16);
 }
 
+/* Up to V_LANES pairs, n elements, then zeros; and sum + the products of the elements of two vectors of pairs. */
+#if defined(__AVX512BF16__) && V_LANES == 16
+
+#define LCE_FEW_PAIRS 1
+enum { PAIRED_ROWS = PAIR_ROWS > 16 ? 8 : PAIR_ROWS }; /* whose sums of one vector stay in registers */
+
+V_INLINE vf load_pairs(const char *p, int64_t n) {
+    if (n >= 2 * V_LANES)
+        return v_load(RAFTER_F32, p);
+    return (vf)_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+}
+
+/* The first n elements of two rows in pairs. NULL gives zeros. */
+V_INLINE vf pair_rows(const char *even, const char *odd, int64_t n) {
+    const __mmask16 mask = (__mmask16)(n >= V_LANES ? 0xffff : (1 << n) - 1);
+    const __m512i low = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(even ? mask : 0, even));
+    const __m512i high = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(odd ? mask : 0, odd));
+    return (vf)_mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+V_INLINE vf add_pairs(vf sum, vf a, vf b) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+#else
+
+#define LCE_FEW_PAIRS 0
+enum { PAIRED_ROWS = 2 };
+
+V_INLINE vf load_pairs(const char *p, int64_t n) {
+    (void)p, (void)n;
+    return v_set(0.0f);
+}
+
+V_INLINE vf pair_rows(const char *even, const char *odd, int64_t n) {
+    (void)even, (void)odd, (void)n;
+    return v_set(0.0f);
+}
+
+V_INLINE vf add_pairs(vf sum, vf a, vf b) {
+    (void)a, (void)b;
+    return sum;
+}
+
+#endif
+
 /* ---- transposition --------------------------------------------------------------------------- */
 
 /* Transposes V_LANES vectors: each EXCHANGE_ swaps one bit of the row index with the same bit of

@@ -37,7 +37,11 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     struct lce_layout *const to = &plan->layout;
     const int64_t n = q->rows, padded = n + LCE_COLUMNS, d = q->depth, group = plan->group, slice = plan->slice;
     const int64_t groups = ceil_div(n, group), slices = lce_slices(q, plan);
-    const bool gradients = q->dx || q->dweight || q->dbias;
+    const bool gradients = q->dx || q->dweight || q->dbias, many = plan->few == LCE_NOT_FEW;
+    const int64_t few = plan->few == LCE_FEW_ROWS ? n : q->classes,
+                  streamed = plan->few == LCE_FEW_ROWS ? q->classes : n;
+    const int64_t parts = many ? 0 : ceil_div(lce_few_blocks(streamed), lce_few_part(streamed));
+    const bool sums = plan->few == LCE_FEW_ROWS ? q->dx : q->dweight;
     int64_t used = 0;
 #define PLACE(buffer, wanted, bytes_)                                                                                  \
     do {                                                                                                               \
@@ -57,18 +61,22 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(tilt, gradients && q->dentropy, padded * 4);
     PLACE(bias, true, slice * 4);
     PLACE(weight, true, slice * 4);
-    PLACE(x_logits, true, lce_right_bytes(f, d, group));
-    PLACE(x_dweight, q->dweight, lce_right_bytes(f, group, d));
-    PLACE(w_logits, true, lce_left_bytes(f, slice, d));
-    PLACE(w_dx, q->dx, lce_right_bytes(f, slice, d));
+    PLACE(x_logits, many, lce_right_bytes(f, d, group));
+    PLACE(x_dweight, many && q->dweight, lce_right_bytes(f, group, d));
+    PLACE(w_logits, many, lce_left_bytes(f, slice, d));
+    PLACE(w_dx, many && q->dx, lce_right_bytes(f, slice, d));
     PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_stores_logits(q, plan) ? slices : 1));
     PLACE(block_stats, q->stats, ceil_div(slice, LCE_ROWS) * LCE_STATS * round_up(group, LCE_COLUMNS) * 4);
     PLACE(blocks_done, q->stats, ceil_div(group, LCE_COLUMNS) * 8);
-    PLACE(dz_by_row, q->dx, lce_left_bytes(f, group, slice));
-    PLACE(dz_by_class, q->dweight, lce_left_bytes(f, slice, group));
-    PLACE(dx, q->dx, lce_out_bytes(f, group, d) * (lce_stores_all_dx(q, plan) ? groups : 1));
-    PLACE(dweight, q->dweight, lce_out_bytes(f, slice, d) * (lce_stores_all_dweight(q, plan) ? slices : 1));
-    PLACE(block_dbias, q->dbias, ceil_div(group, LCE_COLUMNS) * slice * 4);
+    PLACE(dz_by_row, many && q->dx, lce_left_bytes(f, group, slice));
+    PLACE(dz_by_class, many && q->dweight, lce_left_bytes(f, slice, group));
+    PLACE(dx, many && q->dx, lce_out_bytes(f, group, d) * (lce_stores_all_dx(q, plan) ? groups : 1));
+    PLACE(dweight, many && q->dweight, lce_out_bytes(f, slice, d) * (lce_stores_all_dweight(q, plan) ? slices : 1));
+    PLACE(few, !many, round_up(few, LCE_FEW_PADDED) * lce_few_pitch(d) * f->element);
+    PLACE(few_joined, !many && f->element == 2, round_up(few, LCE_FEW_PADDED) * lce_few_pitch(d) * f->element);
+    PLACE(few_dz, !many && gradients, parts * lce_few_dz_bytes(f));
+    PLACE(few_sums, !many && sums, parts * few * lce_few_pitch(d) * 4);
+    PLACE(block_dbias, q->dbias, lce_dbias_blocks(plan, group) * slice * 4);
     PLACE(dbias, q->dbias, q->classes * 4);
     PLACE(rank_prefix, q->ranks > 0, (q->ranks + 1) * 8);
     PLACE(tile_prefix, q->ranks > 0 && q->stats, (lce_tiles(q) + 1) * 8);
@@ -151,6 +159,25 @@ static bool search(const struct lce_problem *q, bool fast, bool split, size_t li
 /* fp32 sums of a whole gradient. */
 static size_t sums_bytes(const struct lce_problem *q, int64_t rows) {
     return (size_t)lce_out_bytes(&q->format, rows, q->depth);
+}
+
+/* Whether the call has few rows or classes. What is decided by their number is not batch invariant. */
+static enum lce_few_of few_of(const struct lce_problem *q) {
+    if (q->invariant || q->ranks > 0 || q->depth == 0)
+        return LCE_NOT_FEW;
+    const int64_t most = LCE_UNIT_BYTES / q->format.element;
+    if (q->rows <= most && q->rows <= q->classes && q->streams_w)
+        return LCE_FEW_ROWS;
+    return q->classes <= most && q->streams_x ? LCE_FEW_CLASSES : LCE_NOT_FEW;
+}
+
+bool lce_make_few_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {
+    *plan =
+        (struct lce_plan){.fast = true, .few = few_of(q), .group = max64(q->rows, 1), .slice = max64(q->classes, 1)};
+    if (plan->few == LCE_NOT_FEW || mode == RAFTER_LCE_COMPACT)
+        return false;
+    lay_out(q, plan);
+    return plan->bytes <= (budget ? budget : comfortable_fast);
 }
 
 void lce_make_plan(const struct lce_problem *q, rafter_lce_mode mode, size_t budget, struct lce_plan *plan) {

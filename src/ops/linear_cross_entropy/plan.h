@@ -19,6 +19,9 @@
  * space for such sums of dx, compact forms the logits once more (`split`): for dW as above, and
  * then group by group for dx.
  *
+ * few       of rows or of classes, for one group and one slice: a fast plan whose products read the other matrix in its
+ * place (struct lce_few). Parts of it are taken at a time, whose sums of the gradient of the few are merged in the end.
+ *
  * If the classes are spread over ranks, the statistics of all rows are exchanged at once: ranks may
  * cut their shards otherwise than one another, but exchange equally often. fast then has one group.
  * Slices are cut within tiles of LCE_TILE classes, at multiples of LCE_ROWS if the budget allows, and the
@@ -40,6 +43,7 @@ struct lce_problem {
     bool sums_dx, sums_dweight;   /* partial sums must be in the workspace, not in the caller's tensor */
     int64_t exchange;             /* bytes; classes are spread over ranks, whose number is `ranks` */
     int ranks;                    /* 0: they are not */
+    bool streams_w, streams_x;    /* rows of W, of x, are contiguous: products may read them in their place */
     bool invariant;               /* batch invariant: the slices, between which dx is rounded, follow from V alone */
 };
 
@@ -69,8 +73,12 @@ struct lce_problem {
     X(int64_t, blocks_done) /* of classes, for each block of rows */                                                   \
     X(char, dz_by_row)                                                                                                 \
     X(char, dz_by_class)                                                                                               \
-    X(float, dx)                       /* of the group, or of all groups */                                            \
-    X(float, dweight)                  /* of the slice, or of all slices */                                            \
+    X(float, dx)      /* of the group, or of all groups */                                                             \
+    X(float, dweight) /* of the slice, or of all slices */                                                             \
+    X(char, few)      /* the few rows or classes: see struct lce_few */                                                \
+    X(char, few_joined)                                                                                                \
+    X(char, few_dz)                    /* of a block, for each part */                                                 \
+    X(float, few_sums)                 /* of the gradient of the few, of each part */                                  \
     X(float, block_dbias)              /* of the slice, by blocks of rows */                                           \
     X(float, dbias)                    /* of all classes */                                                            \
     X(double, rank_prefix)             /* only if classes are spread over ranks: see rafter_loss_agree */              \
@@ -87,13 +95,19 @@ struct lce_layout {
 #undef X
 };
 
+enum lce_few_of { LCE_NOT_FEW, LCE_FEW_ROWS, LCE_FEW_CLASSES };
+
 struct lce_plan {
     bool fast;
     bool split;
+    enum lce_few_of few;
     int64_t group, slice; /* rows, classes of a step */
     struct lce_layout layout;
     size_t bytes; /* of the workspace */
 };
+
+/* The plan for few rows or classes, with the format of fp32 inputs; false: the call has many, or it does not fit. */
+bool lce_make_few_plan(const struct lce_problem *problem, rafter_lce_mode mode, size_t budget, struct lce_plan *plan);
 
 /* The plan with the least overhead within `budget` bytes (0: see docs/linear_cross_entropy.md). If
  * there is none, the plan that takes the least bytes. */
@@ -123,6 +137,32 @@ static inline struct lce_block lce_block_of(const struct lce_format *f, const st
     const int64_t together = lce_blocks_in_cache(f, job->k, rows), first = task / (together * columns) * together;
     const int64_t here = min64(together, rows - first), in = task - first * columns;
     return (struct lce_block){first + in % here, in / here};
+}
+
+/* The streamed rows are cut into blocks of whole panels and vectors (at every level) that do not cross blocks of
+ * LCE_COLUMNS, and the blocks into parts. */
+enum { LCE_FEW_BLOCK = 48, LCE_FEW_BLOCKS = (LCE_COLUMNS + LCE_FEW_BLOCK - 1) / LCE_FEW_BLOCK, LCE_FEW_PARTS = 32 };
+
+static inline int64_t lce_few_blocks(int64_t streamed) {
+    return streamed / LCE_COLUMNS * LCE_FEW_BLOCKS + ceil_div(streamed % LCE_COLUMNS, LCE_FEW_BLOCK);
+}
+static inline int64_t lce_few_begins(int64_t block) { /* the first row of a block */
+    return block / LCE_FEW_BLOCKS * LCE_COLUMNS + block % LCE_FEW_BLOCKS * LCE_FEW_BLOCK;
+}
+static inline int64_t lce_few_part(int64_t streamed) { /* blocks of a part */
+    return max64(1, ceil_div(lce_few_blocks(streamed), LCE_FEW_PARTS));
+}
+/* dz of a block in both orientations. */
+static inline int64_t lce_few_dz_bytes(const struct lce_format *f) {
+    return lce_left_bytes(f, LCE_FEW_BLOCK, LCE_FEW) + lce_left_bytes(f, LCE_FEW, LCE_FEW_BLOCK);
+}
+
+/* Blocks of rows whose parts of dbias are summed one after the other. */
+static inline int64_t lce_dbias_blocks(const struct lce_plan *plan, int64_t rows) {
+    return plan->few == LCE_FEW_CLASSES ? lce_few_blocks(rows) : ceil_div(rows, LCE_COLUMNS);
+}
+static inline int64_t lce_few_pitch(int64_t depth) {
+    return round_up(depth, LCE_FEW_VECTOR);
 }
 
 enum { LCE_TILE = 16384 };
