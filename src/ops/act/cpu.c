@@ -59,6 +59,7 @@ extern const struct act_kernels RAFTER_KERNELS(act);
 const struct act_kernels RAFTER_KERNELS(act) = {
     .map = {map_forward, map_backward},
     .whole_rows = {whole_rows_forward, whole_rows_backward},
+    .few_rows = {few_rows_forward, few_rows_backward},
     .statistics = {{rows_forward_statistics_any, rows_backward_statistics_any},
                    {few_columns_forward_statistics, few_columns_backward_statistics}},
     .apply = {{rows_forward_apply_any, rows_backward_apply_any},

@@ -203,4 +203,78 @@ V_INLINE void columns_backward_apply(int dtype, const struct act_block *b, const
     }
 }
 
+/* ---- few rows -------------------------------------------------------------------------------- */
+
+/* The first n elements of a pair, then zeros; n is at least 1, and often a whole pair. */
+V_INLINE void load_pair_part(int dtype, const void *p, int64_t n, vf *a, vf *b) {
+    if (n < 2 * V_LANES)
+        v_load_pair_part(dtype, p, n, 0.0f, a, b);
+    else
+        v_load_pair(dtype, p, a, b);
+}
+
+/* Backward reads and writes more streams than processors fetch ahead: it fetches so many bytes ahead itself. */
+enum { FAR = 512 };
+
+V_INLINE void fetch_pair(int dtype, const char *p, bool to_write) {
+    for (int64_t i = 0; i < 2 * V_LANES * v_bytes(dtype); i += 64)
+        __builtin_prefetch(p + i, to_write);
+}
+
+/* A pair of vectors of every row: n elements, fewer only at the end of the rows. */
+V_INLINE void few_rows_at(int dtype, bool is_forward, const struct act_block *b, int64_t column, int64_t n,
+                          bool stream) {
+    const int64_t at = column * v_bytes(dtype), rows = b->rows;
+    vf in[ACT_FEW_ROWS][2], dy[ACT_FEW_ROWS][2];
+    vf max[2] = {v_set(-INFINITY), v_set(-INFINITY)}, sum[2] = {v_set(0.0f), v_set(0.0f)};
+    for (int64_t r = 0; r < rows; r++) {
+        const char *const x = row_at(dtype, b, ACT_IN, r) + at;
+        load_pair_part(dtype, x, n, &in[r][0], &in[r][1]);
+        if (!is_forward) {
+            const char *const g = row_at(dtype, b, ACT_DY, r) + at;
+            load_pair_part(dtype, g, n, &dy[r][0], &dy[r][1]);
+            fetch_pair(dtype, x + FAR, false);
+            fetch_pair(dtype, g + FAR, false);
+            if (!stream)
+                fetch_pair(dtype, row_at(dtype, b, ACT_OUT, r) + at + FAR, true);
+        }
+        for (int k = 0; k < 2; k++) {
+            if (is_forward)
+                max[k] = v_max(in[r][k], max[k]);
+            else
+                sum[k] = v_fma(in[r][k], dy[r][k], sum[k]);
+        }
+    }
+    for (int64_t r = 0; is_forward && r < rows; r++)
+        for (int k = 0; k < 2; k++)
+            sum[k] += in[r][k] = v_exp_from(in[r][k], finite_pivot(max[k]));
+    const vf scale[2] = {v_set(1.0f) / sum[0], v_set(1.0f) / sum[1]};
+    for (int64_t r = 0; r < rows; r++) {
+        vf out[2];
+        for (int k = 0; k < 2; k++)
+            out[k] = in[r][k] * (is_forward ? scale[k] : dy[r][k] - sum[k]);
+        char *const to = row_at(dtype, b, ACT_OUT, r) + at;
+        if (n < 2 * V_LANES)
+            v_store_pair_part(dtype, to, out[0], out[1], n);
+        else
+            store_pair(dtype, to, out[0], out[1], stream);
+    }
+}
+
+/* All rows of a pair of vectors at once: nothing is read or computed twice. */
+V_INLINE void few_rows(int dtype, bool is_forward, const struct act_block *b) {
+    const int64_t pitch = b->row_stride[ACT_OUT] * v_bytes(dtype), whole = b->columns / (2 * V_LANES) * (2 * V_LANES);
+    const bool stream = streams(dtype, b, 0) && pitch % V_STREAM == 0;
+    for (int64_t i = 0; i < whole; i += 2 * V_LANES)
+        if (stream)
+            few_rows_at(dtype, is_forward, b, i, 2 * V_LANES, true);
+        else
+            few_rows_at(dtype, is_forward, b, i, 2 * V_LANES, false);
+    if (whole < b->columns)
+        few_rows_at(dtype, is_forward, b, whole, b->columns - whole, false);
+}
+
+V_FUNCTION(few_rows_forward, (const struct act_block *b), (b), b->dtype, few_rows(dtype, true, b))
+V_FUNCTION(few_rows_backward, (const struct act_block *b), (b), b->dtype, few_rows(dtype, false, b))
+
 #endif

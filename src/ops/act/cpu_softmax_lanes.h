@@ -23,7 +23,7 @@ enum {
      * where several rows fit a vector. */
     SHORTEST_FORWARD = 40,
     SHORTEST_BACKWARD = V_LANES / 2,
-    MOST_VECTORS = 4 /* of rows whose gradient is computed in registers */
+    MOST_VECTORS = V_LANES == 16 ? 12 : 4 /* of rows whose gradient is computed in registers */
 };
 
 /* y of one vector of rows, in place. */
@@ -86,34 +86,45 @@ V_INLINE void turned_rows(int dtype, bool is_forward, const struct act_block *b)
     }
 }
 
-/* The gradient of rows of up to `vectors` (a compile-time constant) vectors, kept in registers. */
-V_INLINE void rows_in_registers(int dtype, int vectors, const struct act_block *b) {
-    const int64_t step = V_LANES * v_bytes(dtype), last = b->columns - (vectors - 1) * V_LANES;
+/* The gradient of rows of up to `vectors` vectors, kept in registers, of which `full` are whole (compile-time constants). */
+V_INLINE void rows_in_registers(int dtype, int full, int vectors, const struct act_block *b) {
+    const int64_t step = V_LANES * v_bytes(dtype);
     for (int64_t r = 0; r < b->rows; r++) {
         const char *const in = row_at(dtype, b, ACT_IN, r), *const given = row_at(dtype, b, ACT_DY, r);
         char *const dx = row_at(dtype, b, ACT_OUT, r);
-        vf y[MOST_VECTORS], dy[MOST_VECTORS], products = v_set(0.0f);
+        vf y[MOST_VECTORS], dy[MOST_VECTORS], products[2] = {v_set(0.0f), v_set(0.0f)};
         for (int k = 0; k < vectors; k++) {
-            const int64_t count = k < vectors - 1 ? V_LANES : last;
+            const int64_t count = k < full ? V_LANES : max64(min64(b->columns - k * V_LANES, V_LANES), 0);
             y[k] = load(dtype, in + k * step, count);
             dy[k] = load(dtype, given + k * step, count);
-            products = v_fma(y[k], dy[k], products);
+            products[k % 2] = v_fma(y[k], dy[k], products[k % 2]);
         }
-        const vf sum = v_set(v_sum(products));
-        for (int k = 0; k < vectors; k++)
-            store(dtype, dx + k * step, y[k] * (dy[k] - sum), k < vectors - 1 ? V_LANES : last);
+        const vf sum = v_set(v_sum(products[0] + products[1]));
+        for (int k = 0; k < vectors; k++) {
+            const int64_t count = k < full ? V_LANES : max64(min64(b->columns - k * V_LANES, V_LANES), 0);
+            store(dtype, dx + k * step, y[k] * (dy[k] - sum), count);
+        }
     }
 }
 
 V_INLINE void any_rows_in_registers(int dtype, const struct act_block *b) {
-    if (b->columns <= V_LANES)
-        rows_in_registers(dtype, 1, b);
-    else if (b->columns <= 2 * V_LANES)
-        rows_in_registers(dtype, 2, b);
-    else if (b->columns <= 3 * V_LANES)
-        rows_in_registers(dtype, 3, b);
+    const int64_t vectors = ceil_div(b->columns, V_LANES);
+    if (vectors <= 1)
+        rows_in_registers(dtype, 0, 1, b);
+    else if (vectors == 2)
+        rows_in_registers(dtype, 1, 2, b);
+    else if (vectors == 3)
+        rows_in_registers(dtype, 2, 3, b);
+    else if (vectors == 4)
+        rows_in_registers(dtype, 3, 4, b);
+#if V_LANES == 16
+    else if (vectors <= 6)
+        rows_in_registers(dtype, 4, 6, b);
+    else if (vectors <= 8)
+        rows_in_registers(dtype, 6, 8, b);
     else
-        rows_in_registers(dtype, MOST_VECTORS, b);
+        rows_in_registers(dtype, 8, 12, b);
+#endif
 }
 
 /* Backward with column stride 1 in two passes. */
@@ -138,7 +149,7 @@ static void whole_rows(const struct act_block *b, bool is_forward) {
             turned_backward(b);
         return;
     }
-    if (!is_forward && b->columns <= MOST_VECTORS * V_LANES && !b->stream) {
+    if (!is_forward && b->columns <= MOST_VECTORS * V_LANES) {
         backward_in_registers(b);
         return;
     }

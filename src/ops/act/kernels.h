@@ -39,8 +39,9 @@ enum {
     ACT_JOINED_BLOCKS = 16,
     ACT_JOINED = 448,
     ACT_JOINED_BACKWARD = ACT_JOINED / 2,
-    /* Most lines of a block. */
+    /* Most lines of a block, unless lines have no more elements than this. */
     ACT_MOST_LINES = 512,
+    ACT_FEW_ROWS = 16,
     /* Floats per line. Forward: the maximum, and the sum of exponentials relative to it. Backward:
      * the sum of y dy. Those of a block are an array of the first over its lines, then an array of
      * the second; parts of the same lines follow one another. */
@@ -53,6 +54,8 @@ struct act_kernels {
     /* Softmax of any number of rows of up to ACT_SHORT elements (ACT_JOINED if a row is several
      * lines) with column stride 1, in one step; by direction. */
     void (*whole_rows[2])(const struct act_block *block);
+    /* Softmax over columns of up to ACT_FEW_ROWS rows, in one step; by direction. */
+    void (*few_rows[2])(const struct act_block *block);
     /* Softmax by form and direction, in two steps: statistics of the lines, then the result from
      * them. */
     void (*statistics[ACT_FORMS][2])(const struct act_block *block, float *statistics);

@@ -139,6 +139,7 @@ struct plan {
     rafter_view view[ACT_TENSORS];
     int row, column;        /* the two dimensions that blocks have; those before them are outer */
     bool softmax, is_short; /* is_short: rows for the whole_rows kernels */
+    bool few_rows;          /* for the kernels of that name */
     bool stream;            /* the output is written past the caches */
     bool copied;            /* the input, or dy, is copied to the output first */
     bool repeated;          /* dy is one element: a line of it is made in the workspace */
@@ -305,6 +306,10 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
         plan->is_short = columns + ACT_SHORT_MARGIN <= ACT_SHORT && adjacent(used, plan->column);
         plan->rows =
             min64(rows, max64(plan->is_short ? task / columns : ACT_ROWS_BLOCK / (columns + ACT_SHORT_MARGIN), 1));
+    } else if (rows <= ACT_FEW_ROWS) {
+        plan->few_rows = true;
+        plan->columns = min64(columns, round_up(max64(task / rows, 1), LINE_BYTES / bytes));
+        plan->rows = rows;
     } else {
         plan->columns = columns_per_block(columns, bytes);
         plan->rows = rows;
@@ -316,7 +321,7 @@ static size_t cut(struct plan *plan, const struct used *used, bool batch_invaria
     plan->lines = by_rows ? plan->rows : plan->columns;
     const int64_t units = outer * ceil_div(rows, plan->rows) * ceil_div(columns, plan->columns);
     const int64_t parts = min64(ceil_div(ENOUGH_BLOCKS, units), plan->rows * plan->columns / task);
-    if (plan->softmax && units < FEW_BLOCKS && parts > 1 && !batch_invariant) {
+    if (plan->softmax && !plan->few_rows && units < FEW_BLOCKS && parts > 1 && !batch_invariant) {
         int64_t *const length = by_rows ? &plan->columns : &plan->rows;
         const int64_t whole = *length;
         *length = round_up(ceil_div(whole, parts), PART_MULTIPLE);
@@ -448,6 +453,8 @@ static void run_block(const struct work *work, int64_t index) {
         kernels->map[direction](&block);
     } else if (plan->is_short) {
         kernels->whole_rows[direction](&block);
+    } else if (plan->few_rows) {
+        kernels->few_rows[direction](&block);
     } else if (plan->parts == 1) {
         float statistics[ACT_STATISTICS * ACT_MOST_LINES];
         kernels->statistics[plan->form][direction](&block, statistics);
