@@ -422,6 +422,18 @@ double rafter_loss_denominator(const struct rafter_loss *loss) {
     return rafter_loss_has(&loss->denominator) ? (double)get(&loss->denominator, 0) : loss->label_weight;
 }
 
+/* Over all classes; in four sums, because each addition waits for the one before it. */
+static double sum_class_weights(const struct rafter_loss *loss) {
+    double sum[4] = {0.0, 0.0, 0.0, 0.0};
+    int64_t v = 0;
+    for (; v + 4 <= loss->all_classes; v += 4)
+        for (int k = 0; k < 4; k++)
+            sum[k] += (double)get(&loss->class_weight, v + k);
+    for (; v < loss->all_classes; v++)
+        sum[0] += (double)get(&loss->class_weight, v);
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss) {
     RAFTER_QUIET_FP;
     struct reading reading = {.loss = loss, .per_task = READ_ROWS};
@@ -445,11 +457,10 @@ rafter_status rafter_loss_read(rafter_context *context, struct rafter_loss *loss
     loss->mean_denominator = rafter_loss_denominator(loss);
 
     loss->class_weight_sum = (double)loss->all_classes;
-    if (rafter_loss_has(&loss->class_weight)) {
-        loss->class_weight_sum = 0.0;
-        for (int64_t v = 0; v < loss->all_classes; v++)
-            loss->class_weight_sum += (double)get(&loss->class_weight, v);
-    }
+    /* Label smoothing needs it, and ranks compare theirs. */
+    const bool shared = rafter_group_has(&loss->class_group) || rafter_group_has(&loss->row_group);
+    if (rafter_loss_has(&loss->class_weight) && (loss->smoothing != 0.0f || shared))
+        loss->class_weight_sum = sum_class_weights(loss);
     return RAFTER_OK;
 }
 

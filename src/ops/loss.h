@@ -67,7 +67,7 @@ struct rafter_loss {
     int64_t counted;         /* rows that are not ignored; of all ranks of row_group */
     double label_weight;     /* the sum of w_y over them */
     double mean_denominator; /* 1 unless the reduction is mean */
-    double class_weight_sum; /* over all_classes; without weights, their number */
+    double class_weight_sum; /* over all_classes; without weights, or if nothing needs it, their number */
 };
 
 /* Whether the caller gave the tensor and it has elements. */

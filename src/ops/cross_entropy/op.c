@@ -88,8 +88,9 @@ struct plan {
     } at; /* shared: offsets in the workspace, see struct work */
     /* If rows are adjacent instead of classes, a block of them takes the place of a row: at most
      * block_rows rows of a run of `run` rows, which are turned `piece` classes at a time. 0: no
-     * blocks. */
-    int64_t run, block_rows, blocks_per_run, blocks, piece;
+     * blocks. Split: a gradient task is gradient_classes classes of all rows of a run, because adjacent results of
+     * several tasks would share cache lines. */
+    int64_t run, block_rows, blocks_per_run, blocks, piece, gradient_classes;
 };
 
 /* Lays out the workspace of a call whose classes are spread over ranks; returns its bytes. */
@@ -130,6 +131,8 @@ static void plan_blocks(const struct cross_entropy_call *call, struct plan *plan
     plan->blocks = call->loss.rows / run * plan->blocks_per_run;
     /* By the run alone: pieces decide on a row's bits. */
     plan->piece = min64(CROSS_ENTROPY_BLOCK / min64(run, CROSS_ENTROPY_BLOCK_ROWS), CROSS_ENTROPY_PIECE) / 16 * 16;
+    plan->gradient_classes =
+        round_up(max64(rafter_task_elements(call->loss.rows * call->loss.classes) / run, 1), plan->piece);
     plan->row.stream = false; /* blocks are written through a buffer */
 }
 
@@ -166,7 +169,8 @@ static size_t make_plan(const rafter_context *context, const struct rafter_call 
         return plan_shared(loss, plan);
     plan_blocks(call, plan);
     const int64_t units = plan->blocks ? plan->blocks : rows, unit_rows = max64(plan->block_rows, 1);
-    plan->split = units < FEW_ROWS && plan->chunks > 1;
+    const bool shares_lines = plan->blocks > 0 && call->gradient && plan->row.dz_stride != 1;
+    plan->split = units < FEW_ROWS && (plan->chunks > 1 || shares_lines);
     if (plan->split) {
         plan->tasks = units * plan->chunks;
         return (size_t)(rows * plan->chunks) * sizeof(struct rafter_row_stats);
@@ -264,18 +268,21 @@ struct block {
     char *dz;
 };
 
-static struct block block_at(const struct work *work, int64_t index) {
-    const struct plan *const plan = work->plan;
+static struct block block_of(const struct work *work, int64_t run, int64_t in_run, int64_t most_rows) {
     const rafter_view *const z = &work->call->logits, *const dz = &work->call->dlogits;
-    const int64_t in_run = index % plan->blocks_per_run * plan->block_rows;
-    struct block block = {.first = index / plan->blocks_per_run * plan->run + in_run,
-                          .rows = min64(plan->block_rows, plan->run - in_run)};
+    struct block block = {.first = run * work->plan->run + in_run, .rows = min64(most_rows, work->plan->run - in_run)};
     for (int64_t r = 0; r < block.rows; r++)
         block.label[r] = rafter_loss_label(&work->call->loss, block.first + r);
     block.z = rafter_at(z, rafter_offset(z, 0, z->ndim - 1, block.first));
     if (work->call->gradient)
         block.dz = rafter_at(dz, rafter_offset(dz, 0, dz->ndim - 1, block.first));
     return block;
+}
+
+static struct block block_at(const struct work *work, int64_t index) {
+    const struct plan *const plan = work->plan;
+    return block_of(work, index / plan->blocks_per_run, index % plan->blocks_per_run * plan->block_rows,
+                    plan->block_rows);
 }
 
 /* Copies classes [first, first + n) of the block to the buffer, and fetches those behind them, up to
@@ -430,15 +437,24 @@ static void stats_task(void *arg, int64_t task) {
     }
 }
 
+static int64_t gradient_ranges(const struct plan *plan, int64_t classes) { /* of a run */
+    return ceil_div(classes, plan->gradient_classes);
+}
+
+static void blocks_gradient_task(void *arg, int64_t task) {
+    const struct work *const work = arg;
+    const struct plan *const plan = work->plan;
+    const int64_t classes = work->call->loss.classes, ranges = gradient_ranges(plan, classes);
+    const int64_t start = task % ranges * plan->gradient_classes, end = min64(start + plan->gradient_classes, classes);
+    for (int64_t in_run = 0; in_run < plan->run; in_run += CROSS_ENTROPY_BLOCK_ROWS) {
+        const struct block block = block_of(work, task / ranges, in_run, CROSS_ENTROPY_BLOCK_ROWS);
+        block_gradient_from(work, &block, start, end, &work->stats[block.first * plan->chunks], plan->chunks);
+    }
+}
+
 static void gradient_task(void *arg, int64_t task) {
     const struct work *const work = arg;
     const int64_t index = task / work->plan->chunks, chunk = task % work->plan->chunks;
-    if (work->plan->blocks) {
-        const struct block block = block_at(work, index);
-        block_gradient_from(work, &block, chunk * CHUNK, chunk_end(work, chunk),
-                            &work->stats[block.first * work->plan->chunks], work->plan->chunks);
-        return;
-    }
     const int64_t label = rafter_loss_label(&work->call->loss, index);
     const struct cross_entropy_row row = row_at(work, index, label);
     const struct rafter_row_gradient gradient =
@@ -461,7 +477,10 @@ static double run_split(const rafter_context *context, struct work *work) {
         if (call->common.direction == RAFTER_FORWARD)
             sum += rafter_loss_write_row(&call->loss, index, label, stats);
     }
-    if (call->gradient)
+    if (call->gradient && work->plan->blocks)
+        rafter_parallel(context, call->loss.rows / work->plan->run * gradient_ranges(work->plan, call->loss.classes),
+                        blocks_gradient_task, work);
+    else if (call->gradient)
         rafter_parallel(context, work->plan->tasks, gradient_task, work);
     return sum;
 }
