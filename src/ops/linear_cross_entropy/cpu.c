@@ -23,7 +23,7 @@ V_INLINE struct lce_format format_of(bool pairs) {
 /* Columns [column, column + n) of a row, gathered into the buffer if they are not contiguous. */
 V_INLINE const char *row_part(int dtype, const struct lce_matrix *m, int64_t row, int64_t column, int64_t n,
                               char *buffer) {
-    const char *p = m->row ? m->row[row] : m->data + row * m->row_stride * v_bytes(dtype);
+    const char *p = lce_row(m, row, v_bytes(dtype));
     return v_gather(dtype, p + column * m->column_stride * v_bytes(dtype), m->column_stride, n, buffer);
 }
 

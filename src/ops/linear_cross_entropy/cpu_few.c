@@ -58,6 +58,11 @@ static int64_t class_stride(const struct lce_run *run, int64_t row) {
                          : lce_out_stride(f, run->few.streamed.rows, row / LCE_COLUMNS);
 }
 
+/* Blocks of a part: the plan's, whether rows are ignored or not. */
+static int64_t part_blocks(const struct lce_run *run) {
+    return lce_few_part(few_rows(run) ? run->problem->classes : run->problem->rows);
+}
+
 struct few_tasks {
     const struct lce_run *run;
     const struct lce_logits *logits;
@@ -131,7 +136,7 @@ static void fetch_next(const struct lce_run *run, int64_t row, int64_t rows, int
     const struct lce_matrix *const m = &run->few.streamed;
     const int64_t bytes = rafter_dtype_bytes(m->dtype);
     for (int64_t i = row + LCE_FEW_BLOCK; i < min64(row + LCE_FEW_BLOCK + rows, m->rows); i++) {
-        const char *const p = (m->row ? m->row[i] : m->data + i * m->row_stride * bytes) + column * bytes;
+        const char *const p = lce_row(m, i, bytes) + column * bytes;
         for (int64_t at = 0; at < columns * bytes; at += 64)
             (void)*(const volatile char *)(p + at);
     }
@@ -160,7 +165,7 @@ static void gradients_task(void *arg, int64_t part) {
     const struct few_tasks *const t = arg;
     const struct lce_run *const run = t->run;
     const struct lce_format *const f = &run->problem->format;
-    const int64_t per = lce_few_part(run->few.streamed.rows), blocks = lce_few_blocks(run->few.streamed.rows);
+    const int64_t per = part_blocks(run), blocks = lce_few_blocks(run->few.streamed.rows);
     char *const memory = run->b.few_dz + part * lce_few_dz_bytes(f);
     const struct few_dz dz = {memory,
                               run->operands == RAFTER_BF16 ? memory + lce_left_bytes(f, LCE_FEW_BLOCK, LCE_FEW) : NULL};
@@ -195,9 +200,8 @@ static void merge_task(void *arg, int64_t task) {
 }
 
 void lce_few_gradients(const struct lce_run *run, const struct lce_gradient *gradient) {
-    const int64_t streamed = run->few.streamed.rows;
     struct few_tasks tasks = {
-        .run = run, .gradient = gradient, .parts = ceil_div(lce_few_blocks(streamed), lce_few_part(streamed))};
+        .run = run, .gradient = gradient, .parts = ceil_div(lce_few_blocks(run->few.streamed.rows), part_blocks(run))};
     lce_run_tasks(run, "gradients", tasks.parts, 2 * work(run), gradients_task, &tasks);
     if (run->b.few_sums)
         lce_run_tasks(run, "merge", run->few.count * ceil_div(run->problem->depth, LCE_COLUMNS),

@@ -12,8 +12,7 @@ V_INLINE bool few_pairs(int dtype) {
 }
 
 V_INLINE const char *streamed_row(int dtype, const struct lce_few *job, int64_t row) {
-    const struct lce_matrix *const m = &job->streamed;
-    return m->row ? m->row[row] : m->data + row * m->row_stride * v_bytes(dtype);
+    return lce_row(&job->streamed, row, v_bytes(dtype));
 }
 
 V_INLINE vf part_of_row(int dtype, const char *row, int64_t column, int64_t n) {
@@ -33,9 +32,7 @@ V_INLINE void few_pack_as(int dtype, const struct lce_matrix *m, int64_t pitch, 
             const int64_t n = min64(SOME, m->columns - column), wide = min64(SOME, pitch - column);
             const char *part[2] = {NULL, NULL};
             for (int i = 0; i < 2 && row + i < m->rows && n > 0; i++) {
-                const char *const p =
-                    (m->row ? m->row[row + i] : m->data + (row + i) * m->row_stride * v_bytes(dtype)) +
-                    column * m->column_stride * v_bytes(dtype);
+                const char *const p = lce_row(m, row + i, v_bytes(dtype)) + column * m->column_stride * v_bytes(dtype);
                 part[i] = v_gather(dtype, p, m->column_stride, n, buffer[i]);
                 char *const to = few + ((row + i) * pitch + column) * (pairs ? 2 : 4);
                 if (pairs)

@@ -94,6 +94,11 @@ struct lce_matrix {
     const char *const *row;            /* where each row begins, in place of data and row_stride; or NULL */
 };
 
+/* Where a row begins; `bytes` of an element. */
+static inline const char *lce_row(const struct lce_matrix *m, int64_t row, int64_t bytes) {
+    return m->row ? m->row[row] : m->data + row * m->row_stride * bytes;
+}
+
 struct lce_product {
     const char *left, *right;
     float *out;
