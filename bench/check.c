@@ -151,7 +151,7 @@ static bool open_contexts(struct check *c, const struct options *o) {
     bool good = true;
     const char *name, *reason;
     for (int i = 0; good && rafter_describe_variant(any, c->op->op, i, &name, &reason); i++) {
-        if (reason || c->variants == VARIANTS_MOST)
+        if (reason)
             continue;
         c->variant[c->variants] = name;
         c->context[c->variants] = variant_context(name, options);

@@ -43,8 +43,6 @@ static rafter_context *context_of(struct run *run, const char *variant) {
     for (int i = 0; i < run->variants; i++)
         if (strcmp(run->variant[i].name, variant) == 0)
             return run->variant[i].context;
-    if (run->variants == RUN_VARIANTS)
-        return NULL;
     const rafter_context_options options = {.device = context_device(run->context),
                                             .threads = rafter_context_threads(run->context),
                                             .batch_invariant = run->options.batch_invariant};

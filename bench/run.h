@@ -6,13 +6,12 @@
 #include <signal.h>
 
 #include "harness/context.h"
+#include "harness/variants.h"
 #include "options.h"
 #include "provider.h"
 #include "report.h"
 #include "roofline.h"
 #include "unrest.h"
-
-enum { RUN_VARIANTS = 48 }; /* names over all ops */
 
 /* The time limits of a preset, in seconds. */
 struct budget {
@@ -30,7 +29,7 @@ struct variant_column {
 struct run {
     struct options options;
     rafter_context *context;
-    struct variant_column variant[RUN_VARIANTS]; /* created when a table first needs them */
+    struct variant_column variant[VARIANTS_MOST_OF_ALL]; /* created when a table first needs them */
     int variants;
     struct pace pace;
     struct roofline roofline;

@@ -20,7 +20,7 @@ struct rafter_phases;
 struct rafter_variant;
 
 /* A variant that the last call considered, and why it was passed over. */
-enum { RAFTER_MOST_CONSIDERED = 24 }; /* rows of an op: variant_rows.c checks */
+enum { RAFTER_MOST_CONSIDERED = 32 }; /* rows of an op: variant_rows.c checks */
 struct rafter_considered {
     const char *variant, *reason; /* reason: NULL for the variant that was taken */
 };

@@ -12,6 +12,9 @@ static const struct rafter_op *const ops[RAFTER_OP_COUNT] = {
 #undef RAFTER_OP
 };
 
+_Static_assert(VARIANTS_MOST == RAFTER_MOST_CONSIDERED && VARIANTS_MOST_OF_ALL == RAFTER_OP_COUNT * VARIANTS_MOST,
+               "no variant may be left out");
+
 static const char *cuda_level(int level) {
     return level == RAFTER_LEVEL_sm80    ? "sm80"
            : level == RAFTER_LEVEL_sm90  ? "sm90"

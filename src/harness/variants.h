@@ -8,7 +8,7 @@
 
 #include "rafter/rafter.h"
 
-enum { VARIANTS_MOST = 16 }; /* per op and kind of device */
+enum { VARIANTS_MOST = 32, VARIANTS_MOST_OF_ALL = 6 * VARIANTS_MOST }; /* per op and kind of device; of all ops */
 
 /* A row of an op's variants.inc. */
 struct variant_row {
