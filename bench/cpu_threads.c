@@ -22,7 +22,7 @@
 
 #include <omp.h>
 
-#include "core/cpu.h"
+#include "core/pages.h"
 #include "core/threads.h"
 #include "harness/context.h"
 #include "harness/cpu.h"

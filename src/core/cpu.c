@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "core/cpu.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -116,51 +114,6 @@ enum rafter_isa rafter_cpu_isa(void) {
 const char *rafter_cpu_features(void) {
     pthread_once(&once, detect);
     return found_features;
-}
-
-/* Asks Linux first: on AMD virtual machines glibc reports ten times too much. */
-static int64_t last_level_cache(void) {
-    long kibibytes = 0;
-    FILE *file = fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r");
-    if (file) {
-        if (fscanf(file, "%ldK", &kibibytes) != 1)
-            kibibytes = 0;
-        fclose(file);
-    }
-    if (kibibytes > 0)
-        return (int64_t)kibibytes << 10;
-    const long found = sysconf(_SC_LEVEL3_CACHE_SIZE);
-    return found > 0 ? found : 32 << 20;
-}
-
-/* 0: not known yet. Every thread that races there writes the same value. */
-static _Atomic int64_t stream_limit;
-
-/* Whether the page at the middle of a span has memory. True if that cannot be known. */
-static bool has_been_used(const void *memory, int64_t bytes) {
-    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    const uintptr_t middle = ((uintptr_t)memory + (uintptr_t)bytes / 2) / page * page;
-    unsigned char resident = 1;
-    const int kept = errno;
-    if (mincore((void *)middle, page, &resident) != 0)
-        errno = kept;
-    return resident & 1;
-}
-
-bool rafter_should_stream(const void *output, int64_t bytes) {
-    /* Half of the cache, but no more than this: virtual machines see the whole cache of a processor
-     * that they share with others (300 MiB on a Xeon, where copies of 32 MiB and more are a third
-     * faster past the caches). */
-    const int64_t most = 32 << 20;
-    if (stream_limit == 0) {
-        const int64_t half = last_level_cache() / 2;
-        stream_limit = half < most ? half : most;
-    }
-    return bytes > stream_limit && has_been_used(output, bytes);
-}
-
-void rafter_stream_above(int64_t bytes) {
-    stream_limit = bytes;
 }
 
 static const char *const names[] = {

@@ -33,14 +33,6 @@ enum rafter_isa {
 /* The highest level that this machine runs. Asks the kernel for AMX permission on first use. */
 enum rafter_isa rafter_cpu_isa(void);
 
-/* Whether an output of `bytes` should be written with non-temporal stores: it would not stay in the
- * last-level cache, and its memory has been used before. Fresh pages are cleared by the kernel, through the
- * cache, when they are first written; the bytes of a non-temporal store then go to memory twice. */
-bool rafter_should_stream(const void *output, int64_t bytes);
-
-/* Sets the limit for this process: outputs of more than `bytes` are streamed. For measurements. */
-void rafter_stream_above(int64_t bytes);
-
 const char *rafter_isa_name(enum rafter_isa isa);
 
 /* The level called `name`, or RAFTER_ISA_COUNT. */

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/cpu.h"
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/act/call.h"

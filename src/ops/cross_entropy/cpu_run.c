@@ -7,8 +7,8 @@
 #include <limits.h>
 #include <string.h>
 
-#include "core/cpu.h"
 #include "core/kernel_memory.h"
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/cross_entropy/tiles.h"

@@ -9,6 +9,7 @@
 #include <math.h>
 
 #include "core/kernel_memory.h"
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/cross_entropy/call.h"

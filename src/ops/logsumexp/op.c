@@ -12,6 +12,7 @@
 
 #include "core/backend.h"
 #include "core/kernel_memory.h"
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/logsumexp/call.h"

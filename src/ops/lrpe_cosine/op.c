@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/lrpe_cosine/kernels.h"

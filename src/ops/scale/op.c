@@ -3,7 +3,7 @@
  * Rows are cut into parts, and a task takes some rows or one part. */
 #include <string.h>
 
-#include "core/cpu.h"
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/scale/call.h"
