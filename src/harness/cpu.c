@@ -59,7 +59,8 @@ static void block_task(void *arg, int64_t task) {
     char *const left = block->memory + task * block->bytes;
     char *const right = left + lce_left_bytes(f, LCE_ROWS, block->depth);
     float *const out = (float *)(right + lce_right_bytes(f, block->depth, LCE_COLUMNS));
-    const struct lce_product job = {left, right, out, LCE_ROWS, LCE_COLUMNS, block->depth, false};
+    const struct lce_product job = {
+        .left = left, .right = right, .out = out, .m = LCE_ROWS, .n = LCE_COLUMNS, .k = block->depth};
     for (int64_t i = 0; i < block->iterations; i++)
         block->kernels->product(block->dtype, &job, 0, 0);
 }

@@ -71,6 +71,23 @@ static void pack_left(const struct lce_matrix *m, char *left, int64_t from, int6
     V_FOR_DTYPE(m->dtype, d, pack_left_as(d, m, left, from, to));
 }
 
+/* The panel of a left operand from row `first` on, n elements from column k on, which are in one K block. */
+V_INLINE void pack_panel_as(int dtype, const struct lce_matrix *m, int64_t first, int64_t k, int64_t n, char *panel) {
+    const struct lce_format f = format_of(is_pairs(dtype));
+    const int64_t units = ceil_div(n * f.element, LCE_UNIT_BYTES), inside = min64(n, m->columns - k);
+    for (int64_t i = 0; i < f.rows; i++) {
+        char *const to = panel + i * LCE_UNIT_BYTES;
+        if (first + i < m->rows && inside > 0)
+            pack_row(dtype, m, first + i, k, inside, n, to, f.rows * LCE_UNIT_BYTES);
+        for (int64_t u = 0; first + i >= m->rows && u < units; u++)
+            memset(to + u * f.rows * LCE_UNIT_BYTES, 0, LCE_UNIT_BYTES);
+    }
+}
+
+static void pack_panel(const struct lce_matrix *m, int64_t first, int64_t k, int64_t n, char *panel) {
+    V_FOR_DTYPE(m->dtype, d, pack_panel_as(d, m, first, k, n, panel));
+}
+
 /* Panels packed at a time: enough to read whole cache lines of the source, and few enough that the
  * lines written fall into different sets of L1. */
 enum { PANELS = 4 };
@@ -164,6 +181,13 @@ V_INLINE void fetch_part(const char *p, int64_t bytes, int64_t part, int64_t par
         __builtin_prefetch(p + at, 0, 2);
 }
 
+/* n elements from column k on, of the rows [first + from, first + to) that there are. */
+V_INLINE void fetch_rows(const struct lce_matrix *m, int64_t first, int64_t k, int64_t n, int64_t from, int64_t to) {
+    const int64_t bytes = v_bytes((int)m->dtype);
+    for (int64_t row = first + from; row < min64(first + to, m->rows); row++)
+        fetch_part(lce_row(m, row, bytes) + k * bytes, n * bytes, 0, 1);
+}
+
 /* Where the panels of a block's operands begin, from K = k on. */
 struct panels {
     const char *left, *right;
@@ -175,7 +199,7 @@ V_INLINE struct panels panels_at(const struct lce_format *f, int64_t inner, cons
                                  int64_t first_row, int64_t first_column, int64_t k) {
     const int64_t depth = lce_depth(f), k_padded = round_up(job->k, f->step), columns = round_up(job->n, f->columns);
     const int64_t block = k / depth * depth, in_block = min64(depth, k_padded - block);
-    return (struct panels){job->left + lce_left_row(f, first_row) + lce_left_k(f, job->m, k),
+    return (struct panels){job->left ? job->left + lce_left_row(f, first_row) + lce_left_k(f, job->m, k) : NULL,
                            job->right +
                                (block * columns + first_column * in_block + (k - block) * f->columns) * f->element,
                            min64(inner, k_padded - k), in_block * f->columns * f->element};
@@ -183,29 +207,38 @@ V_INLINE struct panels panels_at(const struct lce_format *f, int64_t inner, cons
 
 V_INLINE void product_as(bool pairs, const struct lce_product *job, int64_t row_block, int64_t column_block) {
     const struct lce_format f = format_of(pairs);
+    const struct lce_matrix *const unpacked = job->left ? NULL : job->unpacked;
     const int64_t inner = pairs ? PAIR_DEPTH : lce_depth(&f), k_padded = round_up(job->k, f.step);
     const int64_t first_row = row_block * LCE_ROWS, first_column = column_block * LCE_COLUMNS;
     const int64_t m = min64(LCE_ROWS, round_up(job->m, f.rows) - first_row) / f.rows;
     const int64_t n = min64(LCE_COLUMNS, round_up(job->n, f.columns) - first_column) / f.columns;
     const int64_t stride = lce_out_stride(&f, job->n, column_block);
     float *const out = job->out + lce_out_at(&f, job->m, job->n, first_row, column_block);
+    char *const panel = rafter_kernel_memory(); /* if the left operand is not packed */
+    _Static_assert(32 * LCE_DEPTH_BYTES <= RAFTER_KERNEL_BYTES, "raise RAFTER_KERNEL_BYTES");
     if (pairs)
         begin_pairs();
     struct panels here = panels_at(&f, inner, job, first_row, first_column, 0), next = {0};
     for (int64_t k = 0; k == 0 || k < k_padded; k += inner, here = next) { /* also if K is 0: the result is zero */
         if (k + inner < k_padded)
             next = panels_at(&f, inner, job, first_row, first_column, k + inner);
-        for (int64_t i = 0; i < m; i++)
+        for (int64_t i = 0; i < m; i++) {
+            const char *left = unpacked ? panel : here.left + i * f.rows * LCE_DEPTH_BYTES;
+            if (unpacked)
+                pack_panel(unpacked, first_row + i * f.rows, k, here.k, panel);
             for (int64_t j = 0; j < n; j++) {
                 /* The hardware does not see far enough ahead: a panel is short, and L3 is far away. */
-                if (k + inner < k_padded) {
+                if (unpacked)
+                    fetch_rows(unpacked, first_row + (i + 1) * f.rows, k, here.k, f.rows * j / n, f.rows * (j + 1) / n);
+                else if (k + inner < k_padded)
                     fetch_part(next.left + i * f.rows * LCE_DEPTH_BYTES, next.k * f.rows * f.element, j, n);
+                if (k + inner < k_padded)
                     fetch_part(next.right + j * next.right_next, next.k * f.columns * f.element, i, m);
-                }
-                (pairs ? micro_pairs
-                       : micro_f32)(here.k, here.left + i * f.rows * LCE_DEPTH_BYTES, here.right + j * here.right_next,
-                                    out + i * f.rows * stride + j * f.columns, stride, job->accumulate || k > 0);
+                (pairs ? micro_pairs : micro_f32)(here.k, left, here.right + j * here.right_next,
+                                                  out + i * f.rows * stride + j * f.columns, stride,
+                                                  job->accumulate || k > 0);
             }
+        }
     }
     if (pairs)
         end_pairs();
@@ -299,7 +332,7 @@ V_INLINE void logits_as(bool capped, bool all, const struct lce_logits *job, flo
 static void logits(rafter_dtype dtype, const struct lce_logits *job, int64_t row_block, int64_t column_block) {
     const struct lce_product *p = &job->product;
     const struct lce_format f = format_of(is_pairs((int)dtype));
-    if (p->left)
+    if (p->left || p->unpacked)
         product(dtype, p, row_block, column_block);
 
     const int64_t first = row_block * LCE_ROWS, classes = min64(LCE_ROWS, p->m - first);

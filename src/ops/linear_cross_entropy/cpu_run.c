@@ -3,6 +3,7 @@
  * kernels (kernels.h). */
 #include <string.h>
 
+#include "core/pages.h"
 #include "core/sizes.h"
 #include "core/threads.h"
 #include "ops/linear_cross_entropy/cpu_run.h"
@@ -188,7 +189,8 @@ static void plan_packing(struct step *s, bool logits, bool dx, bool dweight) {
     }
     if (run->plan->few)
         return;
-    s->pack_w_logits = logits && run->w_logits != s->slice;
+    s->logits.product.unpacked = lce_packs_w(run->plan) ? NULL : &s->w;
+    s->pack_w_logits = logits && lce_packs_w(run->plan) && run->w_logits != s->slice;
     s->pack_w_dx = dx && run->w_dx != s->slice;
     s->w_chunks = s->pack_w_logits || s->pack_w_dx ? ceil_div(s->classes, LCE_CHUNK) : 0;
     s->x_panels = logits && run->x_logits != s->group ? ceil_div(s->rows, run->problem->format.columns) : 0;
@@ -365,9 +367,21 @@ static void pack_or_gradient_task(void *arg, int64_t task) {
     s->run->kernels->gradient(s->x.dtype, &s->gradient, at.row, at.column);
 }
 
+/* Provides the pages of rows [first, first + rows) of dx or dW, all of which this step writes, block by block. */
+static void touch_fresh(const struct lce_run *run, const rafter_view *to, int64_t first, int64_t rows) {
+    const int64_t width = to->shape[to->ndim - 1], bytes = rafter_dtype_bytes(to->dtype);
+    const bool dense = rafter_span_bytes(to) == to->numel * bytes, all = rows * width == to->numel;
+    if (dense && (all || (to->ndim == 2 && to->stride[1] == 1)))
+        rafter_touch_fresh(run->context, to->data + first * width * bytes, rows * width * bytes);
+}
+
 /* The products of a gradient step on packed operands. */
 static void many_gradients(struct step *s, bool stored_logits) {
     struct lce_run *run = s->run;
+    if (s->store_dweight && !s->add_dweight)
+        touch_fresh(run, &run->call->dweight, s->first_class, s->classes);
+    if (s->store_dx && !s->add_dx && run->rows == run->problem->rows)
+        touch_fresh(run, &run->dx, s->first_row, s->rows);
     s->fused = !stored_logits;
     if (stored_logits) {
         lce_run_tasks(run, "pack, dz", pack_tasks(s) + product_tasks(&s->logits.product), work(s),
@@ -406,12 +420,23 @@ static void gradient_step(struct lce_run *run, int64_t group, int64_t slice, str
                                        .sum = dbias ? b->block_dbias : NULL};
     if (dx.wanted) {
         float *const out = b->dx + lce_out_bytes(f, run->plan->group, depth) / 4 * dx.part;
-        s.dx = (struct lce_product){b->dz_by_row, b->w_dx, out, s.rows, depth, s.classes, dx.accumulate};
+        s.dx = (struct lce_product){.left = b->dz_by_row,
+                                    .right = b->w_dx,
+                                    .out = out,
+                                    .m = s.rows,
+                                    .n = depth,
+                                    .k = s.classes,
+                                    .accumulate = dx.accumulate};
     }
     if (dweight.wanted) {
         float *const out = b->dweight + lce_out_bytes(f, run->plan->slice, depth) / 4 * dweight.part;
-        s.dweight =
-            (struct lce_product){b->dz_by_class, b->x_dweight, out, s.classes, depth, s.rows, dweight.accumulate};
+        s.dweight = (struct lce_product){.left = b->dz_by_class,
+                                         .right = b->x_dweight,
+                                         .out = out,
+                                         .m = s.classes,
+                                         .n = depth,
+                                         .k = s.rows,
+                                         .accumulate = dweight.accumulate};
     }
     s.store_dx = dx.store;
     s.add_dx = dx.add;

@@ -104,6 +104,8 @@ struct lce_product {
     float *out;
     int64_t m, n, k;
     bool accumulate; /* adds to what `out` holds */
+    const struct lce_matrix
+        *unpacked; /* if left is NULL: its rows, which are packed panel by panel when they are used */
 };
 
 /* Statistics of rows over one block of LCE_ROWS classes: [class block][statistic][rows
@@ -147,7 +149,7 @@ struct lce_few_block {
 /* Converts a slice's products to logits u = scale * softcap(z + bias), in place in product.out, and
  * computes statistics. */
 struct lce_logits {
-    struct lce_product product; /* m classes, n rows. left NULL: `out` has the product already */
+    struct lce_product product; /* m classes, n rows. Without a left operand: `out` has the product already */
     const float *bias, *weight; /* of the slice's classes: zeros and ones if the caller has none */
     float scale, softcap;       /* softcap 0: none */
     const int64_t *label;       /* of the rows */

@@ -63,7 +63,7 @@ static void lay_out(const struct lce_problem *q, struct lce_plan *plan) {
     PLACE(weight, true, slice * 4);
     PLACE(x_logits, many, lce_right_bytes(f, d, group));
     PLACE(x_dweight, many && q->dweight, lce_right_bytes(f, group, d));
-    PLACE(w_logits, many, lce_left_bytes(f, slice, d));
+    PLACE(w_logits, many && lce_packs_w(plan), lce_left_bytes(f, slice, d));
     PLACE(w_dx, many && q->dx, lce_right_bytes(f, slice, d));
     PLACE(logits, true, lce_out_bytes(f, slice, group) * (lce_stores_logits(q, plan) ? slices : 1));
     PLACE(block_stats, q->stats, ceil_div(slice, LCE_ROWS) * LCE_STATS * round_up(group, LCE_COLUMNS) * 4);
@@ -101,23 +101,23 @@ static double overhead(const struct lce_problem *q, const struct lce_plan *plan)
     const double w = (double)q->classes * (double)q->depth, x = (double)q->rows * (double)q->depth;
     const double logits = (double)q->rows * (double)q->classes;
     const double groups = (double)ceil_div(q->rows, plan->group), slices = (double)lce_slices(q, plan);
-    const double w_packs = 1 + q->dx, x_packs = 1 + q->dweight;
+    const double w_logits = lce_packs_w(plan) ? 1 : 0.5, x_packs = 1 + q->dweight; /* 0.5: read, not written */
     double moved = slices * x * 4 * q->dx; /* sums of dx, read and written; an fp32 number counts as two of W or x */
     if (plan->fast) {
-        moved += groups * w * w_packs + x * x_packs;
+        moved += groups * w * (w_logits + q->dx) + x * x_packs;
         moved += q->dweight ? groups * w * (groups > 1 ? 3 : 1) : 0; /* fp32 sums of dW in memory */
     } else {
-        moved += w * (w_packs + q->stats + q->dweight);
+        moved += w * (w_logits * (lce_packs_w(plan) ? 1 : groups) * (1 + q->stats) + q->dx + q->dweight);
         moved += groups > 1 ? slices * x * (x_packs + q->stats) : x * x_packs;
         if (plan->split)
-            moved += groups * w * w_packs + (q->dweight ? logits * (double)q->depth / PRODUCT_RATE : 0);
+            moved += groups * w * (w_logits + q->dx) + (q->dweight ? logits * (double)q->depth / PRODUCT_RATE : 0);
     }
     moved += groups * slices * STEP_COST;
     const double tasks = (double)(ceil_div(plan->group, LCE_COLUMNS) * ceil_div(plan->slice, LCE_ROWS));
     moved += logits * (double)q->depth / PRODUCT_RATE * IDLE_TASKS / tasks;
     const int64_t per_class = 2 * (q->format.element + 2) * (q->depth + plan->group);
     if (plan->slice * per_class > SLICE_BYTES) {
-        moved += groups * w * w_packs / 2 + logits * q->dx;
+        moved += groups * w * (1 + q->dx) / 2 + logits * q->dx;
         moved += groups * w * (passes(&q->format, plan->group, plan->slice) - 1) * q->dx; /* W, the right operand */
     }
     return moved;

@@ -66,7 +66,7 @@ struct lce_problem {
     X(float, weight)                                                                                                   \
     X(char, x_logits) /* the group's rows of x as operands */                                                          \
     X(char, x_dweight)                                                                                                 \
-    X(char, w_logits) /* the slice's rows of W as operands */                                                          \
+    X(char, w_logits) /* the slice's rows of W as operands; see lce_packs_w */                                         \
     X(char, w_dx)                                                                                                      \
     X(float, logits) /* of the group and slice; fast stores those of all slices */                                     \
     X(float, block_stats)                                                                                              \
@@ -182,6 +182,11 @@ static inline int64_t lce_slices(const struct lce_problem *problem, const struct
     return problem->classes / span * lce_slices_of_span(problem, plan) + ceil_div(problem->classes % span, plan->slice);
 }
 
+/* Whether W is packed for the logits before they are formed: if several blocks of rows use it. For one block, each
+ * task packs what it multiplies, panel by panel. */
+static inline bool lce_packs_w(const struct lce_plan *plan) {
+    return plan->group > LCE_COLUMNS;
+}
 /* Whether the workspace holds the logits of all slices, sums of all of dx, sums of all of dW. */
 static inline bool lce_stores_logits(const struct lce_problem *problem, const struct lce_plan *plan) {
     return plan->fast && problem->stats;
