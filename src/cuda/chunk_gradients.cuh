@@ -1,29 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Gradients of many short rows, in the chunks of row_chunks.cuh, from what is known of each row. A lane
- * computes the coefficients of one row of a batch; the lanes of the row write its gradient to shared
- * memory, from where it is stored: as one piece of memory if the rows of the result follow each other,
- * else row by row. Input and result may have any alignment, and may be the same memory.
+ * Gradients of many short rows whose statistics are known, in the chunks of row_chunks.cuh. For each batch
+ * of rows, every lane computes the coefficients of one row. Then, chunk by chunk, the lanes that share a
+ * row write its gradient to shared memory. From there the chunk is stored: as one piece of memory if the
+ * rows of the result follow each other without gaps, else row by row. Input and result may have any
+ * alignment, and may be the same memory.
  *
- * An Op of a gradient:
+ * An Op of a gradient has
  *
  *     typedef ... Row          what is loaded of a row besides its elements
  *     typedef ... Coefficient  32 bytes
- *     bool LARGE               whether Writer::of is large
- *     void begin()             after the first loads: waits for the previous kernel
+ *     bool LARGE               Writer::of has many instructions: loops over it are not unrolled
+ *     void begin()             called after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row)
  *     Coefficient coefficient(const Row &, int64_t row)    called by all lanes, with a row or no_row()
  *     Writer writer(const Coefficient &)
- *     Pack<T, N> Writer::of(pack, column)
- *     int Writer::special(), T Writer::special_value()     an element that is another one: its column, or -1
+ *     Pack<T, N> Writer::of(pack, column)                  the gradients of a pack that begins at `column`
+ *     int Writer::special(), T Writer::special_value()     the column of the element, such as the label's, whose
+ *                                                          gradient is special_value() instead; -1: none
  */
 #ifndef RAFTER_CUDA_CHUNK_GRADIENTS_CUH
 #define RAFTER_CUDA_CHUNK_GRADIENTS_CUH
 
 #include "cuda/row_chunks.cuh"
 
-/* In shared memory, a warp has places for two chunks of the input, for one of the result, and for the
- * coefficients of a batch. */
+/* Each warp has room in shared memory for two chunks of the input, one of the result, and the coefficients of a
+ * batch. */
 constexpr int GRADIENT_SIDES = 2, COEFFICIENT_BYTES = 32;
 constexpr int GRADIENT_PLACES = (GRADIENT_SIDES + 1) * CHUNK_BYTES + WARP * COEFFICIENT_BYTES;
 
@@ -34,10 +36,10 @@ static inline size_t chunk_gradients_shared() {
 /* As a kernel argument. */
 struct GradientChunks {
     RowChunks in, out;
-    bool alike; /* rows of both are aligned in the same way */
+    bool alike; /* a row has the same alignment in both: packs of one are packs of the other */
 };
 
-/* Rows of `length` elements. least_lanes, factor: see ChunkLanes. */
+/* How rows of `length` elements are cut. least_lanes, factor: see ChunkLanes. Both tensors get the same lanes. */
 static inline GradientChunks gradient_chunks_of(const Rows &x, const Rows &dx, bool alike, int64_t rows, int64_t length,
                                                 int least_lanes, int64_t warps, int factor) {
     GradientChunks c = {};
@@ -48,14 +50,14 @@ static inline GradientChunks gradient_chunks_of(const Rows &x, const Rows &dx, b
     return c;
 }
 
-/* Copies the chunk of results at `place` to memory. `present`: rows. Called by all lanes. */
+/* Copies the results at `chunk` in shared memory to memory: `present` rows from row `first` on. Called by all lanes. */
 template <typename T, int LANES> DEVICE void store_chunk(const RowChunks &t, int first, int present, unsigned chunk) {
     constexpr int N = WIDE<T>;
     const int lane = threadIdx.x % WARP;
     if (t.flat) {
         char *const to = t.x.data + static_cast<uint64_t>(static_cast<unsigned>(first)) * t.row_bytes;
         const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(to) % 16);
-        const int end = shift + present * static_cast<int>(t.row_bytes); /* from the first granule on */
+        const int end = shift + present * static_cast<int>(t.row_bytes); /* counted from the first granule */
         T *const mine = reinterpret_cast<T *>(to - shift + lane * 16);
 #pragma unroll
         for (int k = 0; k < CHUNK_PACKS; k++) {
@@ -63,7 +65,7 @@ template <typename T, int LANES> DEVICE void store_chunk(const RowChunks &t, int
             if (at + 16 <= end && (k > 0 || at >= shift))
                 store_once<T, N>(mine + k * WARP * N, read_shared<Pack<T, N>>(chunk + at));
         }
-        if (!t.whole) { /* granules at both ends, of which only some elements are these rows' */
+        if (!t.whole) { /* the granules at both ends also hold elements of other rows */
             const int element = lane % N * static_cast<int>(sizeof(T)), last = end & ~15;
             const int at = lane < N ? element : last + element;
             if (lane < 2 * N && (lane < N ? shift > 0 && at >= shift : at < end))
@@ -82,7 +84,7 @@ template <typename T, int LANES> DEVICE void store_chunk(const RowChunks &t, int
     }
 }
 
-/* Computes the gradient of one row, of which `in` is a lane's share, and writes it to `out`. */
+/* Computes a lane's share of the gradient of row `in`, and writes it to `out` in shared memory. */
 template <class Writer, typename T, int LANES, bool LARGE>
 DEVICE void write_chunk_row(const Writer &writer, const ChunkRow<T, LANES> &in, unsigned out, bool alike, int most,
                             bool whole) {
@@ -111,7 +113,7 @@ DEVICE void write_chunk_row(const Writer &writer, const ChunkRow<T, LANES> &in, 
                 const int column = in.column(own + k * LANES);
                 write_shared(out + column * unsigned(sizeof(T)), writer.of(in.edge(own, k), column).v[0]);
             }
-    /* By the lane that has written it before. */
+    /* Written by the lane that has already written this element: so no barrier is needed. */
     const int special = writer.special(), inside = special - in.head;
     const int owner = static_cast<unsigned>(inside) < static_cast<unsigned>(in.packs * N) ? inside / N
                       : inside < 0                                                        ? special
@@ -120,6 +122,7 @@ DEVICE void write_chunk_row(const Writer &writer, const ChunkRow<T, LANES> &in, 
         write_shared(out + special * unsigned(sizeof(T)), writer.special_value());
 }
 
+/* The loop of a kernel. Called by all threads of the block. */
 template <class Op, typename T, int LANES>
 DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) {
     typedef typename Op::Coefficient Coefficient;
@@ -127,7 +130,7 @@ DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) 
     constexpr int ROWS = WARP / LANES;
     const RowChunks &t = g.in;
     const int lane = threadIdx.x % WARP, own = lane % LANES, warp = threadIdx.x / WARP;
-    const int mine = own * ROWS + lane / LANES; /* of a batch, the row whose coefficients this lane computes */
+    const int mine = own * ROWS + lane / LANES; /* the row of a batch whose coefficients this lane computes */
     const int step = gridDim.x * (CHUNK_THREADS / WARP) * t.batch;
     int base = (blockIdx.x * (CHUNK_THREADS / WARP) + warp) * t.batch;
     const unsigned places = own_places(shared_memory, GRADIENT_PLACES);
@@ -143,7 +146,7 @@ DEVICE void write_chunks(Op &op, const GradientChunks &g, uint4 *shared_memory) 
     for (; base < t.rows; base += step) {
         const typename Op::Row following = load_row(base + step);
         const Coefficient of_mine = op.coefficient(row, base + mine);
-        __syncwarp(); /* all lanes have read those of the last batch */
+        __syncwarp(); /* all lanes have read the coefficients of the last batch */
         const uint4(&words)[2] = reinterpret_cast<const uint4(&)[2]>(of_mine);
         write_shared_16(coefficients + mine * COEFFICIENT_BYTES, words[0]);
         write_shared_16(coefficients + mine * COEFFICIENT_BYTES + 16, words[1]);

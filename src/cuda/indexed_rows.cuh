@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rows whose elements go to threads by their index, whatever their stride and wherever they begin:
- * for calls that want batch invariance. AlignedSpan (row_statistics.cuh) gives them out by address,
- * so that the order of a row's sums depends on where it lies.
+ * Rows whose elements are assigned to threads by index, whatever their stride and alignment. For
+ * batch-invariant calls: the order of a row's sums must not depend on its address. (AlignedSpan in
+ * row_statistics.cuh assigns elements by address.)
  */
 #ifndef RAFTER_CUDA_INDEXED_ROWS_CUH
 #define RAFTER_CUDA_INDEXED_ROWS_CUH
@@ -11,8 +11,8 @@
 #include "cuda/elementwise.cuh"
 #include "cuda/row_statistics.cuh"
 
-/* Pack i holds elements [i N, i N + N). Elements after the last whole pack are the tail. ALIGNED: the
- * elements are adjacent, and the first one is at a multiple of 16 bytes. The sums are the same. */
+/* A row. Pack i holds elements [i N, i N + N); the elements after the last whole pack are the tail. ALIGNED: the
+ * elements are adjacent, and the first one is at a multiple of 16 bytes. ALIGNED or not, sums have the same bits. */
 template <typename T, bool ALIGNED> struct IndexedRow {
     static constexpr int N = WIDE<T>;
     const T *first;
@@ -24,7 +24,7 @@ template <typename T, bool ALIGNED> struct IndexedRow {
     DEVICE float element(int64_t i) const {
         return to_float(first[i * step]);
     }
-    /* Packs i, i + threads, ...; those that do not exist are full of `instead`. */
+    /* Loads packs i, i + threads, ...; those that do not exist are full of `instead`. */
     template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int64_t i, int threads, float instead) const {
         const int left = static_cast<int>(min(packs() - i, int64_t(1) << 30));
         if constexpr (ALIGNED)
@@ -36,7 +36,8 @@ template <typename T, bool ALIGNED> struct IndexedRow {
     }
 
   private:
-    enum Kind { WHOLE, SHIFTED, STRIDED }; /* where packs are: in one of memory, in two, or nowhere */
+    /* How packs are loaded: as one aligned pack, as two of which each has a part, element by element. */
+    enum Kind { WHOLE, SHIFTED, STRIDED };
 
     template <Kind KIND, int COUNT>
     DEVICE void load_some(Pack<T, N> (&group)[COUNT], int64_t i, int left, int threads, float instead) const {
@@ -56,7 +57,7 @@ template <typename T, bool ALIGNED> struct IndexedRow {
             for (int k = 0; k < COUNT; k++)
                 group[k] = k * threads < left ? elements(i + k * threads) : all_of<T, N>(instead);
         } else {
-            /* Of two aligned packs each, where both lie within the row. */
+            /* From two aligned packs, if both lie within the row; else element by element. */
             const int shift = offset_in_pack(first);
             const T *const p = first - shift + i * N;
             uint4 low[COUNT], high[COUNT];
@@ -99,12 +100,13 @@ template <typename T, bool ALIGNED> struct IndexedRow {
 
 constexpr int INDEXED_THREADS = 512; /* per block, at most */
 
-/* By the length of rows alone. A warp per row, and several rows per block; or a block per row. */
+/* The threads that share a row: a warp, with several rows per block; or a block. Depends on the length of rows only. */
 struct RowTeam {
     static constexpr int ROWS = 8; /* per block, if a warp takes a row */
     int threads;                   /* per row: a power of two */
 
-    /* `packs`: that a thread should have, if that is possible. short_row: bytes up to which a warp takes a row. */
+    /* `packs`: how many a thread should have, if most_threads allows. short_row: bytes up to which a warp takes a
+     * row. */
     static __host__ RowTeam of(int64_t row_bytes, int packs, int most_threads = INDEXED_THREADS,
                                int64_t short_row = 2048) {
         return {row_bytes <= short_row ? WARP
@@ -122,7 +124,7 @@ struct RowTeam {
     DEVICE int thread() const {
         return is_warp() ? threadIdx.x % WARP : threadIdx.x;
     }
-    /* All threads of the row have come here. */
+    /* A barrier of the row's threads. */
     DEVICE void sync() const {
         is_warp() ? __syncwarp() : __syncthreads();
     }
@@ -140,14 +142,14 @@ inline bool rows_are_aligned(const rafter_view &view) {
 
 /* ---- elements, one by one -------------------------------------------------------------------- */
 
-/* Whether packs of one row are packs of the other. */
+/* Whether aligned packs of one row are aligned packs of the other. */
 template <typename T> DEVICE bool aligned_alike(const T *a, const T *b) {
     return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
 }
 
 /* ---- softmax statistics ---------------------------------------------------------------------- */
 
-/* Of one thread's share of a row: every threads-th pack, and elements of the tail. */
+/* The statistics of one thread's share of a row: every threads-th pack, and every threads-th element of the tail. */
 template <typename T, bool ALIGNED>
 DEVICE RowStats indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int threads, float scale) {
     RowStats s = no_elements();
@@ -161,7 +163,8 @@ DEVICE RowStats indexed_stats(const IndexedRow<T, ALIGNED> &row, int thread, int
     return s;
 }
 
-/* Of the whole row; every thread gets them. Between the two, all threads have read all of it. */
+/* The statistics of the whole row, from those of its threads. Every thread gets them, after all threads have computed
+ * their own: from then on the row may be overwritten. */
 DEVICE RowStats merge_team(const RowTeam &team, RowStats s, float scale) {
     __shared__ RowStats warp_stats[WARP];
     s = merge_lanes<WARP>(s, scale);

@@ -1,24 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Many short rows of adjacent elements, of any alignment. A warp takes a batch of up to 32 rows, in
- * chunks: LANES lanes share a row, so that a chunk has WARP / LANES rows. Chunks go through shared
- * memory, where each warp has places of its own for three of them: two are in flight while one is
- * reduced. If rows follow each other closely, a chunk is copied as one piece of memory, whatever the
- * alignment of its rows; otherwise each row is copied to a slot of its own. In both cases what is copied
- * are aligned granules of 16 bytes, which may hold elements of other rows, or padding, at both ends.
+ * Statistics of many short rows of adjacent elements, of any alignment.
  *
- * The lane that finishes a row is one of those that reduced it, so that statistics stay where they are.
- * An Op says what the statistics are: see row_stream.cuh; and
+ * A warp takes a batch of up to 32 rows and works through it in chunks of WARP / LANES rows: LANES lanes
+ * share a row. Chunks are copied to shared memory, where each warp has room for three: two are in flight
+ * while one is reduced. If rows follow each other closely (`flat`), a chunk is copied as one piece of
+ * memory, whatever the alignment of its rows. Otherwise each row is copied to a slot of its own. In both
+ * cases the unit of a copy is a granule: 16 aligned bytes. The first and the last granule may also hold
+ * padding, or elements of other rows.
+ *
+ * A row is finished by one of the lanes that reduced it, so that its statistics need not move.
+ *
+ * An Op says what the statistics are. It has what row_stream.cuh asks for, and
  *
  *     void look_at(Row &, F element)    as look; element(column) is an element of the row
- *     bool reduces()       the same for all threads: the call takes `reduce`, else `add`
+ *     bool reduces()       true: statistics come from `reduce`; false: from `add`. The same for all threads
  *     int CHUNK_ADDS       packs that are added at a time, by a loop; 0: the Op always reduces
- *     bool ADDS_EDGES      elements at both ends are added at once: `add` does not look at their columns
+ *     bool ADDS_EDGES      edge elements are added at once: `add` does not use their columns
  *     Stats reduce<LANES>(packs, int most, int valid, edges, bool ragged, int valid_edges)
- *
- * the last one: the statistics of a row, for all of its lanes, from each lane's packs, of which `valid` are
- * part of the row and the others full of -inf, and, if rows are ragged, from elements at both ends. No lane
- * has more than `most` packs.
+ *                          the statistics of a row; all of its lanes get them. `packs`: the lane's packs, at
+ *                          most `most`. The first `valid` are part of the row, the others are full of -inf.
+ *                          `edges`: if `ragged`, elements before and after the packs, `valid_edges` of them
  */
 #ifndef RAFTER_CUDA_ROW_CHUNKS_CUH
 #define RAFTER_CUDA_ROW_CHUNKS_CUH
@@ -29,10 +31,10 @@
 #include "cuda/row_statistics.cuh"
 
 constexpr int CHUNK_THREADS = 256;
-constexpr int CHUNK_PACKS = 5; /* most granules per lane */
-constexpr int CHUNK_SIDES = 3; /* chunks in shared memory */
-constexpr int CHUNK_BYTES = CHUNK_PACKS * WARP * 16;
-constexpr int LONGEST_CHUNKED = CHUNK_BYTES - 64; /* bytes of a row */
+constexpr int CHUNK_PACKS = 5;                       /* most granules per lane */
+constexpr int CHUNK_SIDES = 3;                       /* chunks of a warp in shared memory */
+constexpr int CHUNK_BYTES = CHUNK_PACKS * WARP * 16; /* room for a chunk */
+constexpr int LONGEST_CHUNKED = CHUNK_BYTES - 64;    /* bytes of a row */
 
 /* As a kernel argument. */
 struct RowChunks {
@@ -40,12 +42,12 @@ struct RowChunks {
     const char *lowest, *highest;      /* of the tensor; highest: past its last byte */
     int rows, length;                  /* length: elements of a row */
     unsigned first, pitch, row_bytes;  /* address of the first row, modulo 2^32; from row to row, if `flat` */
-    int lanes, most, batch, blocks;    /* most: granules per lane */
-    bool flat;                         /* a chunk is one piece of memory */
-    bool whole;                        /* rows are whole, aligned granules */
+    int lanes, most, batch, blocks;    /* lanes per row; granules per lane, at most; rows per batch; of the grid */
+    bool flat;                         /* a chunk is copied as one piece of memory */
+    bool whole;                        /* rows consist of aligned granules: they have no edges */
     bool by_index;                     /* see ChunkRow */
-    bool full;                         /* rows are whole, and every lane has as many granules, three or more */
-    bool begins_aligned, ends_aligned; /* the tensor does, at a multiple of 16 bytes */
+    bool full;                         /* `whole`, and every lane has exactly `most` granules, at least three */
+    bool begins_aligned, ends_aligned; /* the tensor begins, ends at a multiple of 16 bytes */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -60,13 +62,13 @@ static inline const char *why_not_chunks(int64_t rows, int64_t row_bytes) {
     return row_bytes <= (rows < FEW_ROWS ? 2048 : LONGEST_CHUNKED) ? NULL : "rows are too long for a warp";
 }
 
-/* Lanes of a row. */
+/* How many lanes share a row. */
 struct ChunkLanes {
-    int least, factor; /* as many, times a power of `factor`, up to WARP */
-    bool by_length;    /* the length of rows alone decides about the sums, not their alignment or distance */
+    int least, factor; /* least, least * factor, least * factor^2, ..., but at most WARP */
+    bool by_length;    /* how a row is summed must depend on its length only, not on alignment or pitch */
 };
 
-/* warps: that run at a time. padding: whether it may be part of a chunk. */
+/* `warps`: that run at a time. `padding`: whether chunks may be copied together with padding between rows. */
 static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, const ChunkLanes &lanes, int64_t warps,
                                   bool padding = true) {
     RowChunks c = {};
@@ -106,7 +108,7 @@ static inline RowChunks chunks_of(const Rows &x, int64_t rows, int64_t length, c
     return c;
 }
 
-/* Calls f(std::integral_constant<int, LANES>()). EACH: false if lanes come in steps of 4. */
+/* Calls f(std::integral_constant<int, LANES>()). EACH: LANES may also be 2 or 8. */
 template <bool EACH = true, typename F> void for_chunk_lanes(int lanes, F f) {
     if constexpr (EACH) {
         if (lanes == 2)
@@ -137,7 +139,7 @@ template <typename F> DEVICE void for_chunk_packs(int most, F f) {
             f(k);
 }
 
-/* Of the elements of a row, as Op::reduce; all of its lanes get it. */
+/* The maximum of a row; all of its lanes get it. Arguments are those of Op::reduce. */
 template <int LANES, typename T, int N, int EDGES>
 DEVICE float max_of_row(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, const Pack<T, 1> (&edges)[EDGES],
                         bool ragged) {
@@ -159,7 +161,7 @@ template <int LANES> DEVICE float sum_of_lanes(float sum) {
     return sum;
 }
 
-/* Softmax statistics of a row, as Op::reduce. `total`, if not NULL, gets the sum of its elements. */
+/* Softmax statistics of a row: an Op::reduce. `total`, if not NULL, gets the sum of its elements. */
 template <int LANES, typename T, int N, int EDGES>
 DEVICE RowStats reduce_lanes(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, int valid,
                              const Pack<T, 1> (&edges)[EDGES], bool ragged, int valid_edges, float scale,
@@ -188,21 +190,21 @@ DEVICE RowStats reduce_lanes(const Pack<T, N> (&packs)[CHUNK_PACKS], int most, i
     return {max, sum_of_lanes<LANES>((sum[0] + sum[1]) + (sum[2] + sum[3]))};
 }
 
-/* Copies one chunk after the other, of one batch after the other, to one of SIDES places after the other. */
+/* Copies a warp's chunks to shared memory: chunk by chunk, batch by batch, to each of SIDES places in turn. */
 template <typename T, int LANES, int SIDES> struct ChunkLoader {
     static constexpr int ROWS = WARP / LANES, SLOT = CHUNK_BYTES / ROWS;
     const RowChunks &t;
     const unsigned places; /* of this warp, in shared memory */
-    const int step;        /* from one batch to the next */
-    int base, s = 0;       /* of the next chunk: the first row of its batch, and its own first row from there */
-    unsigned side = 0;     /* its place */
+    const int step;        /* rows from a batch of this warp to its next one */
+    int base, s = 0;       /* next chunk: the first row of its batch; its own first row, counted from `base` */
+    unsigned side = 0;     /* next chunk: the offset of its place, in bytes */
 
     DEVICE ChunkLoader(const RowChunks &chunks, unsigned at, int first, int batches_apart)
         : t(chunks), places(at), step(batches_apart), base(first) {
     }
-    /* Copies this lane's granules of the `bytes` bytes at `from`: numbers own, own + APART, ... They begin at
-     * the last multiple of 16 before `from`. `inside`: all of them are within the tensor. If not, elements of
-     * the first and the last granule are copied one by one, by as many lanes; there are APART of them. */
+    /* APART lanes copy the `bytes` bytes at `from`, of which lane number `own` takes granules own, own + APART, ...
+     * Granule 0 contains `from`. `inside`: all granules are within the tensor. If not, the lanes copy the elements of
+     * the first and the last granule one by one. */
     template <int APART> DEVICE void copy(const char *from, int bytes, unsigned to, int own, bool inside) const {
         constexpr int N = WIDE<T>, SIZE = sizeof(T);
         const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16), end = bytes + shift;
@@ -226,7 +228,7 @@ template <typename T, int LANES, int SIDES> struct ChunkLoader {
                 write_shared(to + at, *reinterpret_cast<const T *>(first + at));
         }
     }
-    /* A group of copies. */
+    /* Starts to copy the next chunk, as one group of asynchronous copies. */
     DEVICE void start() {
         const int lane = threadIdx.x % WARP, first = base + s, present = min(t.rows - first, ROWS);
         if (t.flat) {
@@ -249,13 +251,13 @@ template <typename T, int LANES, int SIDES> struct ChunkLoader {
     }
 };
 
-/* The address of a warp's own part of shared memory. Through a shuffle, so that it stays in a register: the
- * compiler would compute it again, from a special register, for every chunk. */
+/* The address of a warp's own part of shared memory. The shuffle makes the compiler keep it in a register, instead of
+ * computing it again for every chunk. */
 DEVICE unsigned own_places(const void *shared_memory, int bytes) {
     return __shfl_sync(~0u, shared_address(shared_memory) + threadIdx.x / WARP * bytes, 0);
 }
 
-/* Where this lane's row of the chunk that begins with row `first` begins, in shared memory. */
+/* Where this lane's row begins in shared memory. `chunk`: the place of the chunk, `first`: its first row. */
 template <typename T, int LANES> DEVICE unsigned place_in_chunk(const RowChunks &t, int first, unsigned chunk) {
     const unsigned row = threadIdx.x % WARP / LANES;
     if (t.flat)
@@ -266,13 +268,14 @@ template <typename T, int LANES> DEVICE unsigned place_in_chunk(const RowChunks 
     return chunk + row * (CHUNK_BYTES * LANES / WARP) + address % 16;
 }
 
-/* A lane's share of a row in shared memory. Packs are where memory has them; or by_index: they begin with the
- * first element, wherever that is, so that sums do not depend on the alignment of rows. */
+/* A row in shared memory, shared by LANES lanes; `own` is the number of a lane among them. Packs are aligned, with edge
+ * elements before and after them. If by_index, the first pack begins with the row's first element, aligned or not, so
+ * that sums do not depend on the alignment of rows. */
 template <typename T, int LANES> struct ChunkRow {
     static constexpr int N = WIDE<T>, EDGES = (2 * (N - 1) + LANES - 1) / LANES;
-    unsigned at;     /* of the row */
-    int head, packs; /* elements before the body; its packs */
-    int edges;       /* elements before and after it */
+    unsigned at;     /* address of the row */
+    int head, packs; /* elements before the first pack; packs */
+    int edges;       /* elements before the first and after the last pack */
 
     DEVICE ChunkRow(unsigned place, int length, bool whole, bool by_index = false)
         : at(place), head(0), packs(static_cast<int>(static_cast<unsigned>(length) / N)), edges(0) {
@@ -283,18 +286,19 @@ template <typename T, int LANES> struct ChunkRow {
             edges = length - packs * N;
         }
     }
-    /* One that is part of the row; and one that may be, or is full of -inf. */
+    /* The lane's k-th pack, which must exist. */
     DEVICE Pack<T, N> present_pack(int own, int k) const {
         return read_shared<Pack<T, N>>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
     }
+    /* The lane's k-th pack, or one full of -inf. */
     DEVICE Pack<T, N> pack(int own, int k) const {
         const Pack<T, N> none = all_of<T, N>(-INFINITY);
-        uint4 w = reinterpret_cast<const uint4 &>(none); /* as words: else the compiler moves halves of them */
+        uint4 w = reinterpret_cast<const uint4 &>(none); /* as words: else the compiler moves 16-bit halves */
         if (own + k * LANES < packs)
             w = read_shared<uint4>(at + (head + (own + k * LANES) * N) * unsigned(sizeof(T)));
         return reinterpret_cast<const Pack<T, N> &>(w);
     }
-    /* As `pack`, if by_index: out of the two granules that hold it. */
+    /* `pack` if by_index: put together from the two granules that hold it. */
     DEVICE Pack<T, N> shifted_pack(int own, int k) const {
         const Pack<T, N> none = all_of<T, N>(-INFINITY);
         uint4 w = reinterpret_cast<const uint4 &>(none);
@@ -307,6 +311,7 @@ template <typename T, int LANES> struct ChunkRow {
     DEVICE int column(int e) const {
         return e < head ? e : e + packs * N;
     }
+    /* The lane's k-th edge element, or -inf. */
     DEVICE Pack<T, 1> edge(int own, int k) const {
         Pack<T, 1> value = all_of<T, 1>(-INFINITY);
         if (own + k * LANES < edges)
@@ -320,7 +325,7 @@ template <class Op, typename T, int LANES>
 DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, const ChunkRow<T, LANES> &row, int own) {
     constexpr int N = WIDE<T>, EDGES = ChunkRow<T, LANES>::EDGES;
     const bool shifts = t.by_index && !t.whole;
-    const auto of = [&](int all) { return max((all - own + LANES - 1) / LANES, 0); }; /* of `all`, this lane's */
+    const auto of = [&](int all) { return max((all - own + LANES - 1) / LANES, 0); }; /* this lane's share */
     if (Op::CHUNK_ADDS > 0 && !op.reduces()) {
         constexpr int COUNT = Op::CHUNK_ADDS > 0 ? Op::CHUNK_ADDS : 1;
         typename Op::Stats g = op.none();
@@ -363,10 +368,11 @@ DEVICE typename Op::Stats reduce_chunk_row(const Op &op, const RowChunks &t, con
     }
 }
 
+/* The loop of a kernel. Called by all threads of the block. */
 template <class Op, typename T, int LANES> DEVICE void reduce_chunks(Op &op, const RowChunks &t, uint4 *shared_memory) {
     constexpr int ROWS = WARP / LANES;
     const int lane = threadIdx.x % WARP, own = lane % LANES, warp = threadIdx.x / WARP;
-    const int mine = own * ROWS + lane / LANES; /* of a batch, the row that this lane finishes */
+    const int mine = own * ROWS + lane / LANES; /* the row of a batch that this lane finishes */
     const int step = gridDim.x * (CHUNK_THREADS / WARP) * t.batch;
     int base = (blockIdx.x * (CHUNK_THREADS / WARP) + warp) * t.batch;
     ChunkLoader<T, LANES, CHUNK_SIDES> loader(t, own_places(shared_memory, CHUNK_SIDES * CHUNK_BYTES), base, step);

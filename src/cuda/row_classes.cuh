@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Batch-invariant calls: which kernels take the rows. Every class has one way to add up a row, so the class
- * must not depend on how many rows there are or where they lie. It depends on the length of a row, and on the
- * distance between its elements.
+ * Which kernels take the rows of batch-invariant calls. Rows are divided into classes, each with one order of
+ * summation. So the class of a row must not depend on the number of rows or on their addresses. It depends on
+ * the length of a row and the distance between its elements only.
  */
 #ifndef RAFTER_CUDA_ROW_CLASSES_CUH
 #define RAFTER_CUDA_ROW_CLASSES_CUH
@@ -11,13 +11,13 @@
 #include "cuda/tiny_rows.cuh"
 
 enum RowClass {
-    TINY_ROWS,    /* tiny_rows.cuh: a thread takes a row */
-    CHUNKED_ROWS, /* row_chunks.cuh: lanes of a warp do; the elements of a row are adjacent */
-    COLUMN_ROWS,  /* row_threads.cuh: a thread takes a part of a row; elements lie far apart */
+    TINY_ROWS,    /* tiny_rows.cuh: a thread per row */
+    CHUNKED_ROWS, /* row_chunks.cuh: several lanes of a warp per row; its elements are adjacent */
+    COLUMN_ROWS,  /* row_threads.cuh: a thread per part of a row; its elements lie far apart */
     OTHER_ROWS,   /* slot_sums.cuh, indexed_rows.cuh */
 };
 
-/* Whether elements are so far apart that adjacent threads should take adjacent rows. `step`: their distance. */
+/* Whether the elements of a row, `step` apart, are so far apart that adjacent threads should take adjacent rows. */
 static inline bool lies_in_columns(int64_t length, int64_t step, rafter_dtype dtype) {
     constexpr int64_t FAR = 16; /* bytes */
     return length > 1 && length <= INT32_MAX / 2 && step * rafter_dtype_bytes(dtype) >= FAR;
@@ -31,17 +31,18 @@ static inline RowClass class_of_rows(int64_t length, int64_t step, rafter_dtype 
     return lies_in_columns(length, step, dtype) ? COLUMN_ROWS : OTHER_ROWS;
 }
 
-/* Elements of a row that a thread takes, if it is a column. */
+/* COLUMN_ROWS: elements of a row that one thread takes. */
 constexpr int64_t COLUMN_PART = 256;
 
-/* Kernels of all classes but OTHER_ROWS count rows, or parts of columns, in 31 bits. More of them must be refused: in
- * other kernels they would be added up in another way. */
+/* Whether there are more rows, or parts of them, than the 31-bit counters of the class's kernels can count. Such calls
+ * are refused: other kernels would sum in another order. Kernels of OTHER_ROWS have no such limit. */
 static inline bool are_too_many(RowClass rows_are, int64_t rows, int64_t length) {
     const int64_t parts = rows_are == COLUMN_ROWS ? ceil_div(length, COLUMN_PART) : 1;
     return rows_are != OTHER_ROWS && rows > INT32_MAX / 2 / parts;
 }
 
-/* Why a kernel for one class does not take the rows of a batch-invariant call, or NULL. */
+/* For the why_not of kernels of class `wanted`: why they do not take a batch-invariant call with rows of class
+ * rows_are, or NULL. */
 static inline const char *why_not_class(RowClass wanted, RowClass rows_are, int64_t rows, int64_t length) {
     if (rows_are != wanted)
         return "the call is batch invariant, and rows have another length or distance of elements";

@@ -20,8 +20,8 @@ DEVICE float load_number(const void *data, rafter_dtype dtype, int64_t i) {
            : dtype == RAFTER_BF16 ? to_float(static_cast<const bf16 *>(data)[i])
                                   : to_float(static_cast<const fp16 *>(data)[i]);
 }
-/* The same in two steps, so that nothing waits for the load before the number is used. A branch by dtype would end
- * with the conversion, and wait for the load before the next one is issued. */
+/* The same in two steps, load and conversion, so that more loads can be issued in between. With a branch per dtype, as
+ * in load_number, each branch would end with the conversion and wait for its load. */
 DEVICE unsigned load_bits_now(const void *data, rafter_dtype dtype, int64_t i) {
     const bool wide = dtype == RAFTER_F32;
     return load_2_or_4_bytes_now(static_cast<const char *>(data) + (i << (wide ? 2 : 1)), wide);
@@ -41,8 +41,8 @@ DEVICE void store_number(void *data, rafter_dtype dtype, int64_t i, float value)
         static_cast<fp16 *>(data)[i] = from_float<fp16>(value);
 }
 
-/* Division of numbers below 2^63 by a divisor that the host knows, from 2 on: a product instead of the hundred
- * instructions of a division. */
+/* Division of numbers below 2^63 by a divisor of at least 2 that the host knows. Kernels multiply by `multiplier`
+ * instead of dividing, which takes a hundred instructions. */
 struct Reciprocal {
     uint64_t multiplier; /* 2^(64 + shift) / divisor, rounded up */
     int shift;
@@ -56,8 +56,8 @@ static inline Reciprocal reciprocal_of(int64_t divisor) {
     return r;
 }
 
-/* Rows in row-major order of the leading dimensions of a view, as a kernel argument. The members
- * that most calls need come first. */
+/* Where the rows of a tensor begin, as a kernel argument. Rows are numbered in row-major order of the leading
+ * dimensions of a view. The members that most calls need come first. */
 struct Rows {
     char *data;
     int64_t step;  /* stride of the last of these dimensions, in most calls the only one */
@@ -65,8 +65,8 @@ struct Rows {
     int64_t last;  /* offset of the last row */
     rafter_dtype dtype;
     int dims;
-    /* Of the dimension next to the last, and so on outwards: its stride, less that of the dimension inside it times that
-     * one's size; and how to divide by that size. */
+    /* Entry d describes the step from the d-th dimension, counted from the last, to the next one outwards. `jump` is
+     * the outer stride minus (inner stride * inner size). The other two divide by the inner size: see Reciprocal. */
     int64_t jump[RAFTER_VIEW_DIMS - 1];
     uint64_t multiplier[RAFTER_VIEW_DIMS - 1];
     unsigned char shift[RAFTER_VIEW_DIMS - 1];
@@ -85,14 +85,14 @@ struct Rows {
         return reinterpret_cast<T *>(data) + offset(row);
     }
 
-    /* For tensors of one number per row. */
+    /* For tensors that have one number per row. */
     DEVICE float get(int64_t row) const {
         return load_number(data, dtype, offset(row));
     }
     DEVICE void put(int64_t row, float value) const {
         store_number(data, dtype, offset(row), value);
     }
-    /* One number per row: whether row i is element i. */
+    /* For tensors that have one number per row: whether the number of row i is element i. */
     bool contiguous() const {
         return dims == 1 && (step == 1 || inner == 1);
     }
@@ -124,7 +124,7 @@ static inline Rows rows_of(const rafter_view &view, int dims) {
     for (int d = 0; d <= last; d++)
         out.last += (rows.shape[d] - 1) * rows.stride[d];
     for (int d = last; d > 0; d--) {
-        const Reciprocal by_size = reciprocal_of(max(rows.shape[d], int64_t(2))); /* less than 2: there are no rows */
+        const Reciprocal by_size = reciprocal_of(max(rows.shape[d], int64_t(2))); /* below 2: there are no rows */
         out.jump[last - d] = rows.stride[d - 1] - rows.shape[d] * rows.stride[d];
         out.multiplier[last - d] = by_size.multiplier;
         out.shift[last - d] = static_cast<unsigned char>(by_size.shift);
@@ -132,7 +132,7 @@ static inline Rows rows_of(const rafter_view &view, int dims) {
     return out;
 }
 
-/* Adjacent elements: the body, whole aligned packs, and the edges, less than one pack at either
+/* A span of adjacent elements: its body, which consists of aligned packs, and its edges, less than one pack at either
  * end. */
 template <typename T, typename Size = int64_t> struct AlignedSpan {
     T *body;
@@ -150,7 +150,7 @@ template <typename T, typename Size = int64_t> struct AlignedSpan {
         packs = (n - head) / WIDE<T>;
         edges = static_cast<int>(n - packs * WIDE<T>);
     }
-    /* The offset of edge element e from the body. */
+    /* The offset of edge element e from the body. Elements before the body come first, with negative offsets. */
     DEVICE Size edge(int e) const {
         return e < head ? e - head : e - head + packs * WIDE<T>;
     }
@@ -198,17 +198,16 @@ template <typename T> DEVICE float exp_term(float d, float scale) {
         return expf(d * scale);
 }
 
-/* The same for sums relative to their maximum: a relative error of 2^-22, and 2^-24 times the exponent, whatever T.
- * Weighted by the terms, exponents are small: a sum is off by a few units in the last place. For float
- * that is 3 instructions instead of 9. */
+/* The same for d <= 0, in sums relative to their maximum, for any T. The relative error is 2^-22 plus 2^-24 times the
+ * exponent. Terms with a large exponent hardly count in the sum, so it is off by a few units in the last place. Takes 3
+ * instructions, exp_term<float> 9. */
 DEVICE float exp_below(float d, float scale) {
     return exp2_fast(d * (scale * LOG2E));
 }
 
-/* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the
- * exponent of c is added to the argument of the exponential, so that a large c is not multiplied by
- * an exponential that was flushed to 0. 24 more powers of two are added too and divided out by the
- * last product, which rounds to subnormals correctly. */
+/* c * e^(scale * (x - pivot)) for many x, each to be rounded to T. For the 16-bit types the exponent of c is added to
+ * the argument of the exponential, so that a large c is not multiplied by an exponential that was flushed to 0. The
+ * argument gets 24 more, which `factor` takes back: that last product rounds to subnormals correctly. */
 template <typename T> struct ScaledExp {
     float pivot, rate, shift, factor;
 
@@ -244,8 +243,8 @@ template <typename T> struct ScaledExp {
     }
 };
 
-/* log(a) with a relative error of 2^-31: for results that are rounded to fp32, after a sum with other
- * numbers. A third of the instructions of log(). */
+/* log(a) with a relative error of 2^-31, in a third of the instructions of log(). Enough for results that are rounded
+ * to fp32, also after other numbers were added. */
 DEVICE double log_of_sum(double a) {
     const int high = __double2hiint(a);
     if (static_cast<unsigned>(high) - 0x00100000u >= 0x7fe00000u)
@@ -307,7 +306,7 @@ template <int LANES> DEVICE RowStats merge_lanes(RowStats s, float scale) {
     return {max, sum};
 }
 
-/* The same for a number of lanes that is not known before. */
+/* The same for a number of lanes that is known at run time. */
 DEVICE RowStats merge_some_lanes(RowStats s, int lanes, float scale) {
     float max = s.max;
     for (int step = lanes / 2; step > 0; step /= 2)
@@ -339,18 +338,19 @@ DEVICE RowStats merge_block(RowStats s, float scale) {
 
 /* ---- rows in parts --------------------------------------------------------------------------- */
 
-/* How many blocks share a contiguous row. Few long rows are split, if that saves more time than merging
- * the parts takes: by an estimate, in us, for an H200, which runs 396 blocks at once. By shape alone,
- * never by the device: the same bits everywhere. */
+/* How many blocks share a contiguous row. Few long rows are split if that saves more time than merging the parts
+ * takes. Times are estimates, in us, for an H200, which runs 396 blocks at once. They depend on the shape only, never
+ * on the device, so that all devices compute the same bits. */
 static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
     constexpr int64_t AT_ONCE = 396, MULTIPROCESSORS = 132, MANY_ROWS = 1024, SHORT_ROW = 48 << 10, FEW_BLOCKS = 512;
-    constexpr int64_t MOST_PARTS = WARP;     /* which one warp merges */
-    constexpr int64_t USUAL_PART = 16 << 10; /* a load for each pack of 256 threads */
+    constexpr int64_t MOST_PARTS = WARP;     /* one warp merges them */
+    constexpr int64_t USUAL_PART = 16 << 10; /* bytes: 256 threads with IN_FLIGHT packs each */
     constexpr double START = 0.6, MERGE = 2.2;
     if (rows >= MANY_ROWS || row_bytes <= SHORT_ROW)
         return 1;
-    /* KB per us of one of `running` blocks: the block's own limit, that of a multiprocessor, of memory.
-     * After the first wave, blocks go where others have ended: often three to a multiprocessor. */
+    /* KB per us that each of `running` blocks reads: the least of the limits of a block, of its share of a
+     * multiprocessor, and of its share of memory bandwidth. After the first wave, blocks start where others have ended,
+     * often three on a multiprocessor. */
     const auto rate = [](int64_t running, bool first) {
         const double per_sm = first ? static_cast<double>((running + MULTIPROCESSORS - 1) / MULTIPROCESSORS) : 3.0;
         return fmin(fmin(26.0, 45.0 / per_sm), (first ? 4200.0 : 3500.0) / static_cast<double>(running));
@@ -370,13 +370,13 @@ static inline int64_t parts_of_row(int64_t rows, int64_t row_bytes) {
             best = parts;
         }
     }
-    /* Few blocks: parts of the usual size, whose threads have one load of each pack. */
+    /* Few blocks: parts of the usual size, which threads load all at once. */
     const int64_t usual = min(row_bytes / USUAL_PART, MOST_PARTS);
     return best > 1 && rows * usual <= FEW_BLOCKS ? usual : best;
 }
 
-/* Threads of a block that takes a row or a part of one, of so many bytes. If few blocks run at once,
- * threads have the same number of packs: idle warps would only delay the block. */
+/* Threads of a block that takes `bytes` bytes: a row or a part of one. With few blocks, the packs are divided evenly
+ * over the threads: idle warps would only delay the block. */
 static inline int threads_of_part(int64_t blocks, int64_t bytes, int in_flight, int most_threads) {
     constexpr int64_t FEW_BLOCKS = 396;
     const int64_t packs = bytes / 16;
@@ -412,7 +412,7 @@ DEVICE bool block_arrives_last(unsigned *counter, unsigned blocks) {
 /* Packs that a thread loads before it uses the first one. */
 constexpr int IN_FLIGHT = 4;
 
-/* `total`, if not NULL, gets the sum of the elements of the first `valid` packs. */
+/* Adds packs of one row to `s`. `total`, if not NULL, gets the sum of the elements of the first `valid` packs. */
 template <typename T, int N, int COUNT>
 DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale, float *total = nullptr,
                       int valid = COUNT) {
@@ -434,7 +434,7 @@ DEVICE void add_packs(RowStats &s, const Pack<T, N> (&packs)[COUNT], float scale
         *total += all;
 }
 
-/* Adds packs in which each element belongs to a row of its own. */
+/* Adds packs whose element j belongs to row j. */
 template <typename T, int N, int COUNT>
 DEVICE void add_lines_of(RowStats (&lines)[N], const Pack<T, N> (&packs)[COUNT], float scale) {
     float x[COUNT][N], top[N];

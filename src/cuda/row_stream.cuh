@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of many rows of adjacent elements, of any alignment. A warp takes a batch of up to 32 rows,
- * reduces one after the other, and then finishes them, a lane for each. Loads run ahead of the arithmetic
- * across rows: while some packs are added, the next ones are in flight, whether they belong to the same
- * row or to the next. Warps do not wait for each other. Short rows: row_chunks.cuh.
+ * Statistics of many rows of adjacent elements, of any alignment. A warp takes a batch of up to 32 rows. It
+ * reduces them one after the other, all lanes working on the same row; then each lane finishes one row.
+ * While some packs are added, the next ones are in flight, also across the end of a row. Warps do not wait
+ * for each other. row_chunks.cuh is for shorter rows.
  *
- * An Op says what the statistics are:
+ * An Op says what the statistics are. `column` is the column of the first element of the first pack, `step` the
+ * distance in columns from one pack to the next, and the first `valid` packs are part of the row:
  *
  *     typedef ... Stats;      statistics of some elements of a row; can be merged
  *     typedef ... Row;        what is loaded of a row besides its elements
- *     bool LARGE              whether `add` is large, and uses the numbers of columns
+ *     bool LARGE              `add` has many instructions, so that loops over it are not unrolled, and uses columns
  *     Stats none()
  *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
- *     Stats merge_lanes(Stats, int lanes)
- *     void begin()            after the first loads: waits for the previous kernel
+ *     Stats merge_lanes(Stats, int lanes)    merges groups of `lanes` adjacent lanes
+ *     void begin()            called after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row)
  *     bool needs(const Row &)     whether the row has to be reduced
- *     void look(Row &, F first, int64_t step)    more loads, whose results only finish uses; first() is the
- *                                                address of the row, whose elements lie `step` apart
+ *     void look(Row &, F first, int64_t step)    starts loads whose results only finish uses. first() is the
+ *                                                address of the row; its elements lie `step` apart
  *     void finish(const Row &, int64_t row, const Stats &)    also called with no_row()
  */
 #ifndef RAFTER_CUDA_ROW_STREAM_CUH
@@ -27,14 +28,14 @@
 #include "cuda/row_statistics.cuh"
 
 constexpr int STREAM_THREADS = 256;
-constexpr int STREAM_PACKS = 4; /* of a group: what a lane loads at a time */
-constexpr int STREAM_SIDES = 2; /* groups in shared memory */
+constexpr int STREAM_PACKS = 4; /* packs of a group: what a lane loads at a time */
+constexpr int STREAM_SIDES = 2; /* groups in shared memory: one is added, one is in flight */
 
 /* As a kernel argument. */
 struct RowStream {
     Rows x;
-    int rows, length; /* length: elements of a row */
-    int batch, blocks;
+    int rows, length;  /* length: elements of a row */
+    int batch, blocks; /* rows per batch; blocks of the grid */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -54,13 +55,14 @@ static inline const char *why_not_streamed(int64_t rows, int64_t length, int byt
                : "rows are too long for a warp, or too few";
 }
 
+/* `warps`: that run at a time. */
 static inline RowStream stream_of(const Rows &x, int64_t rows, int64_t length, int64_t warps) {
     constexpr int PER_BLOCK = STREAM_THREADS / WARP;
     RowStream s = {};
     s.x = x;
     s.rows = static_cast<int>(rows);
     s.length = static_cast<int>(length);
-    const int64_t rounds = ceil_div<int64_t>(rows, warps * WARP); /* of batches, all of about the same size */
+    const int64_t rounds = ceil_div<int64_t>(rows, warps * WARP); /* batches per warp, all of about the same size */
     s.batch = static_cast<int>(ceil_div(rows, warps * rounds));
     s.blocks = static_cast<int>(min(ceil_div<int64_t>(ceil_div<int64_t>(rows, s.batch), PER_BLOCK), warps / PER_BLOCK));
     return s;
@@ -73,16 +75,16 @@ static inline size_t stream_shared() {
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* A lane's share of a row. Its packs go through shared memory, where each thread has places of its
- * own: registers are few. Edges that do not exist are -inf. */
+/* A lane's share of a row. Packs that are in flight go to shared memory, not to registers, which are scarce; each
+ * thread has places of its own there. Edge elements that do not exist are -inf. */
 template <typename T, int LANES, int PACKS> struct StreamedRow {
     static constexpr int N = WIDE<T>, EDGES = (2 * (N - 1) + LANES - 1) / LANES;
-    const T *at; /* the next pack to load */
-    int left;    /* this lane's packs are those below it, of 0, LANES, 2 * LANES, ... */
-    int head, edges;
+    const T *at;     /* the next pack to load */
+    int left;        /* packs from the lane's first one to the end of the row: 0, LANES, ... below it are the lane's */
+    int head, edges; /* elements before the first pack; before the first and after the last one */
     Pack<T, 1> edge[EDGES];
 
-    /* Starts to copy the next PACKS packs, of which the first `left` / LANES exist, to `place`. */
+    /* Starts to copy the lane's next PACKS packs to `place`. `still`: as `left`, counted from the first of them. */
     DEVICE void load(int still, unsigned place) {
 #pragma unroll
         for (int k = 0; k < PACKS; k++)
@@ -110,8 +112,8 @@ template <typename T, int LANES, int PACKS> struct StreamedRow {
     }
 };
 
-/* Adds a lane's packs of one group. `left`: as in StreamedRow, before the group. Op::AT_ONCE packs are
- * added at a time, if all lanes have them; those of a large Op by a loop that is not unrolled. */
+/* Adds a lane's packs of one group. `left`: as in StreamedRow, counted from the group's first pack. AT_ONCE packs are
+ * added at a time if all lanes have them, else one at a time. */
 template <class Op, typename T, int LANES, int PACKS, int AT_ONCE>
 DEVICE void add_group(const Op &op, typename Op::Stats &g, const Pack<T, WIDE<T>> *from, int left, int64_t column) {
     constexpr int N = WIDE<T>, TURNS = Op::LARGE ? 1 : PACKS;
@@ -151,16 +153,17 @@ DEVICE void add_edges_of(const Op &op, typename Op::Stats &g, const StreamedRow<
     }
 }
 
+/* The loop of a kernel. Called by all threads of the block. */
 template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const RowStream &t, uint4 *shared_memory) {
     typedef typename Op::Row Row;
     constexpr int N = WIDE<T>, GROUP = PACKS * WARP, AHEAD_BYTES = PACKS * STREAM_THREADS * 16;
     const int lane = threadIdx.x % WARP;
     const int warp = blockIdx.x * (STREAM_THREADS / WARP) + threadIdx.x / WARP,
               step = gridDim.x * (STREAM_THREADS / WARP) * t.batch;
-    const int groups = max(ceil_div(t.length / N, GROUP), 1); /* at most, of a row */
+    const int groups = max(ceil_div(t.length / N, GROUP), 1); /* per row, at most */
     const Pack<T, N> *const places = reinterpret_cast<const Pack<T, N> *>(shared_memory) + threadIdx.x;
-    unsigned place = shared_address(places); /* of the next packs */
-    int side = 0;                            /* of the packs before them */
+    unsigned place = shared_address(places); /* where the next group is copied to */
+    int side = 0;                            /* of the group that is added next */
     StreamedRow<T, WARP, PACKS> next;
     const auto start = [&](int row, bool needed) {
         const bool present = needed && row < t.rows;
@@ -182,7 +185,7 @@ template <class Op, typename T, int PACKS> DEVICE void stream_rows(Op &op, const
 #pragma unroll 1
         for (int s = 0; s < t.batch && base + s < t.rows; s++) {
             const StreamedRow<T, WARP, PACKS> now = next;
-            int left = now.left; /* in this group and after it */
+            int left = now.left; /* counted from this group's first pack */
             typename Op::Stats g = op.none();
 #pragma unroll 1
             for (int group = 0; group < groups; group++) {

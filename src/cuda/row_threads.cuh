@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of rows that lie side by side, or of very short rows: a thread takes a row and
- * finishes it. The threads of a warp load adjacent elements, one each; enough of them are in flight
- * to fill the bus. If fewer rows than a warp are adjacent, a cache line is loaded for the first of
- * its elements and found in L1 for the others. Few long rows are cut into parts with a thread each;
- * a second kernel merges the parts, in order, and finishes the rows.
+ * Statistics of rows that lie side by side, or of very short rows: one thread reduces and finishes a row.
+ * The lanes of a warp load adjacent elements, one each, and issue enough loads ahead to use the full
+ * memory bandwidth. If fewer rows than a warp has lanes are side by side, the first load of a cache line
+ * brings it into L1, where the later ones find it. Few long rows are cut into parts, with a thread for
+ * each part; a second kernel merges the parts, in order, and finishes the rows.
  *
- * What an Op must have: see row_stream.cuh; and Stats merge(Stats, Stats).
+ * An Op has what row_stream.cuh asks for, and Stats merge(Stats, Stats).
  */
 #ifndef RAFTER_CUDA_ROW_THREADS_CUH
 #define RAFTER_CUDA_ROW_THREADS_CUH
@@ -15,18 +15,18 @@
 #include "cuda/slabs.cuh"
 
 constexpr int ROW_THREADS_BLOCK = 256;
-constexpr int64_t MANY_THREADS = 1 << 17; /* that fill any device */
+constexpr int64_t MANY_THREADS = 1 << 17; /* enough to fill any device */
 
 /* As a kernel argument. */
 struct RowThreads {
     Slabs slabs;
     unsigned rows;
-    int parts, part; /* parts of a row; elements of each but the last */
+    int parts, part; /* parts of a row; elements of a part (the last one may be shorter) */
     unsigned blocks, merge_blocks;
-    int merge_lanes; /* per row */
+    int merge_lanes; /* threads that merge the parts of a row */
     Divisor by_inner, by_rows;
-    bool flat;       /* a row's index is its number, and 31 bits count elements */
-    int slab_stride; /* if flat: elements from a slab to the next */
+    bool flat;       /* slabs are evenly spaced, a row's index is its number, and offsets fit into 31 bits */
+    int slab_stride; /* if flat: elements from one slab to the next */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
@@ -35,7 +35,7 @@ struct RowThreads {
 static inline const char *why_not_threads(const Slabs &s, int bytes) {
     if (s.rows() > INT32_MAX / 2 || s.length > INT32_MAX / 2 || s.inner > INT32_MAX / 2)
         return "it counts rows and columns in 31 bits";
-    if (s.inner == 1) { /* a warp touches eight cache lines at a time */
+    if (s.inner == 1) { /* rows are at most 32 bytes apart: a warp touches eight cache lines at a time */
         const bool close = s.step[0] == 1 && s.walk.dims == 1 && s.walk.stride[0][0] * bytes <= 32;
         return close && s.length * bytes <= 32 ? NULL : "rows are not side by side";
     }
@@ -47,7 +47,8 @@ static inline const char *why_not_threads(const Slabs &s, int bytes) {
     return s.rows() >= MANY_THREADS || s.rows() * s.length * bytes <= 64 << 20 ? NULL : "rows are few and long";
 }
 
-/* By shape alone: the same bits everywhere. by_length: by the length of rows alone. */
+/* Parts depend on the shape only, so that all devices compute the same bits. by_length: only on the length of rows.
+ * `blocks`: the most that a grid has. */
 static inline RowThreads threads_of(const Slabs &s, int blocks, bool by_length) {
     RowThreads t = {};
     t.slabs = s;
@@ -76,7 +77,7 @@ static inline RowThreads threads_of(const Slabs &s, int blocks, bool by_length) 
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* Where row `index` of all slabs begins, and its number among all rows. */
+/* Where a row begins, and its number in the tensors of one number per row. `index` counts the rows of all slabs. */
 template <typename T> struct PlacedRow {
     const T *first;
     int64_t number;
@@ -96,7 +97,8 @@ template <typename T> struct PlacedRow {
     }
 };
 
-/* PARTS: rows are cut; part_stats gets the statistics, ordered by part, then row. */
+/* The loop of a kernel: a thread per row, or if PARTS, per part of a row. part_stats [part][row] gets the statistics of
+ * parts. STEPS: elements that a thread loads before it uses the first one. */
 template <class Op, typename T, int STEPS, bool PARTS>
 DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_stats) {
     const int64_t step = t.slabs.step[0];
@@ -145,6 +147,7 @@ DEVICE void thread_rows(Op &op, const RowThreads &t, typename Op::Stats *part_st
     }
 }
 
+/* The second kernel, if PARTS: LANES lanes merge the parts of a row, and lane 0 of them finishes it. */
 template <class Op, typename T, int LANES>
 DEVICE void merge_thread_rows(Op &op, const RowThreads &t, const typename Op::Stats *part_stats) {
     const int lane = threadIdx.x % LANES;

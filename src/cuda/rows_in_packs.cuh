@@ -1,12 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rows of 2 or 4 elements, several of which fill a pack of 16 bytes: a thread takes one pack or a few. The last pack
- * may have fewer rows. And rows of 2 to 7 elements with gaps between them: a thread takes a few whole rows. */
+/*
+ * Loops over very short rows, where a thread takes whole rows. Two cases:
+ *
+ *   Rows of 2 or 4 elements without gaps (for_packs). Several rows fill a pack of 16 bytes, and a thread takes one pack
+ *   or a few. The last pack may have fewer rows.
+ *
+ *   Rows of 2 to 7 elements with gaps between them (for_rows_apart). A thread takes a few rows.
+ */
 #ifndef RAFTER_CUDA_ROWS_IN_PACKS_CUH
 #define RAFTER_CUDA_ROWS_IN_PACKS_CUH
 
 #include "cuda/vocabulary.cuh"
 
-/* COUNT adjacent numbers from index `first` on, of which `present` exist. */
+/* COUNT adjacent numbers from index `first` on, of which the first `present` exist; the others are 0. */
 template <typename U, int COUNT> DEVICE Pack<U, COUNT> load_numbers(const void *data, int64_t first, int present) {
     const U *const from = static_cast<const U *>(data) + first;
     if (present == COUNT)
@@ -29,7 +35,7 @@ DEVICE void store_numbers(void *data, int64_t first, int present, const float (&
             to[j] = pack.v[j];
 }
 
-/* f(k, row, present): for pack k of this thread, its first row, and how many of its rows exist. */
+/* Calls f(k, row, present) for each pack k of this thread: its first row, and how many of its ROWS rows exist. */
 template <int ROWS, int PACKS, int THREADS, typename F> DEVICE void for_packs(int64_t rows, F f) {
     const int64_t first = blockIdx.x * int64_t(THREADS * PACKS) + threadIdx.x;
 #pragma unroll
@@ -43,9 +49,9 @@ template <int ROWS, int PACKS, int THREADS, typename F> DEVICE void for_packs(in
 
 /* ---- rows with gaps --------------------------------------------------------------------------- */
 
-/* How many elements of a row of `length` are accessed at once, in a tensor whose rows are a multiple of that apart.
- * What is left of a row is 0 or a power of two. gaps: rows of twice as many elements, of which the first half is a row,
- * allow it. */
+/* How many elements of a row of `length` are accessed at a time: a power of two, at most 16 bytes. Rows must be a
+ * multiple of it apart. Without `gaps` it divides `length`. With `gaps` it may be twice as large, which suits rows that
+ * are the first half of rows twice as long; then the rest of a row is 0 or a power of two. */
 __host__ __device__ constexpr int row_unit(int length, int bytes, bool gaps) {
     const int divides = length % 2 != 0 ? 1 : length % 4 != 0 ? 2 : length % 8 != 0 ? 4 : 8;
     int unit = gaps ? 2 * divides : divides;
@@ -54,7 +60,7 @@ __host__ __device__ constexpr int row_unit(int length, int bytes, bool gaps) {
     return unit;
 }
 
-/* The elements of one row, as they were loaded: nothing waits for them before `get`. */
+/* The elements of one row, as loaded: nothing waits for the loads until `get` converts them. */
 template <typename T, int LENGTH, int UNIT> struct RowPacks {
     static constexpr int WHOLE = LENGTH / UNIT, REST = LENGTH % UNIT;
     Pack<T, UNIT> whole[WHOLE];
@@ -98,7 +104,7 @@ template <typename T, int LENGTH, int UNIT> DEVICE void store_row(T *row, const 
     }
 }
 
-/* f(r, row) for the rows of this thread that exist. */
+/* Calls f(r, row) for those of this thread's ROWS rows that exist. */
 template <int ROWS, int THREADS, typename F> DEVICE void for_rows_apart(int rows, F f) {
     const int first = static_cast<int>(blockIdx.x * (THREADS * ROWS) + threadIdx.x);
 #pragma unroll

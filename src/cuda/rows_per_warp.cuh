@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short rows of whole packs, several to a warp: LANES lanes share a row, each has PACKS of its packs, and a warp
- * takes 32 / LANES rows at a time, in up to LANES steps. So every lane can finish one row.
+ * Short rows of whole packs, several to a warp. LANES lanes share a row and have up to PACKS packs each, so that a warp
+ * reduces 32 / LANES rows in one step. After up to LANES steps it has the statistics of up to 32 rows, and each lane
+ * finishes one of them.
  */
 #ifndef RAFTER_CUDA_ROWS_PER_WARP_CUH
 #define RAFTER_CUDA_ROWS_PER_WARP_CUH
@@ -10,7 +11,7 @@
 
 #include "cuda/launch.cuh"
 
-/* Rows that a lane loads before it uses the first: 8 packs. */
+/* Steps whose packs a lane loads before it uses the first one: 8 packs, or all. */
 template <int LANES, int PACKS> constexpr int BATCH = 8 / PACKS < LANES ? 8 / PACKS : LANES;
 
 /* Calls f(std::integral_constant<int, LANES>(), std::integral_constant<int, PACKS>()) for rows of 3 to 64 packs. */
@@ -27,7 +28,7 @@ template <typename F> void for_lanes_and_packs(int packs, F f) {
                   : f(Sixteen(), Four());
 }
 
-/* Steps of a warp, a multiple of BATCH: fewer than LANES, if there would be less than `enough` warps. */
+/* Steps per warp, a multiple of BATCH: LANES, or fewer if the grid would have less than `enough` warps. */
 template <int LANES, int PACKS> int steps_of_warp(int64_t rows, int64_t enough) {
     int steps = LANES;
     while (steps > BATCH<LANES, PACKS> && rows < enough * (WARP / LANES) * steps)

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax statistics of rows of any alignment whose bits do not depend on the alignment, at the cost of
- * rows that are read by address.
+ * Softmax statistics of rows of any alignment, for batch-invariant calls. The bits of the result do not
+ * depend on the alignment, and yet rows are read in aligned packs, as fast as without that guarantee.
  *
- * A granule is 16 bytes of memory; granule g holds elements [g N - shift, g N - shift + N), where `shift`
- * is the first element's offset in its granule. A thread takes granules t, t + threads, ... and keeps a
- * sum per element of a granule, its slot. So a slot always sums the elements with one remainder by threads
- * * N, in the order of their indices; the shift only decides which thread has which remainder. All terms
- * have the same pivot: the largest of the row's first elements. So a term does not depend on the others
- * of its thread either. In the end the slots are summed in the order of their remainders. If the row's
- * maximum turns out to be far from the pivot, the row is read once more, with its maximum as pivot.
+ * A granule is 16 aligned bytes of memory. Granule g of a row holds its elements [g N - shift, g N - shift + N),
+ * where `shift` is the offset of the first element in its granule. Thread t takes granules t, t + threads, ...
+ * It keeps N sums, the slots: slot j sums element j of its granules. So a slot sums the elements whose index
+ * has one remainder modulo threads * N, in the order of their indices. The shift decides only which thread has
+ * which remainder. In the end the slots are summed in the order of their remainders.
  *
- * 16 bits: a term is 2^(rate x - offset) with rate = scale log2(e) and offset = rate pivot, one instruction
- * instead of two. The rounding of the offset is a factor of all terms, which the last step divides out. Where
- * it could be large, the row is read once more too, with terms e^(scale (x - pivot)).
+ * A thread has no running maximum, because its terms would then depend on which elements it has. Instead all
+ * terms have the same pivot: the largest of the row's first elements. If the row's maximum turns out to be far
+ * from the pivot, the row is read once more, with the maximum as pivot.
+ *
+ * For 16-bit types, a term is 2^(rate x - offset) with rate = scale log2(e) and offset = rate pivot: one
+ * instruction before the exponential instead of two. The rounding error of the offset is a factor of all terms,
+ * which the last step divides out. If the error could be large, the row is read once more too, with terms
+ * e^(scale (x - pivot)) (PRECISE).
  */
 #ifndef RAFTER_CUDA_SLOT_SUMS_CUH
 #define RAFTER_CUDA_SLOT_SUMS_CUH
@@ -22,16 +25,16 @@
 
 #include "cuda/indexed_rows.cuh"
 
-/* At most, of kernels that only sum: of a block, and of a team that takes a row. Small teams take more rows at
- * a time, and so wait less for the first and the last loads of a row. */
+/* The most threads of a block, and of a team (RowTeam) that takes a row, in kernels that only sum. With small teams,
+ * more rows are in flight, which hides the latency at the start and the end of a row. */
 constexpr int SLOT_THREADS = 256, SLOT_TEAM = 128;
 constexpr int64_t SLOT_WARP_BYTES = 16 << 10; /* up to which a warp takes a row */
 
-/* Between pivot and maximum, times the scale: terms are at most e^that. And of an offset of 16 bits, whose
- * rounding error is then at most 2^-4. */
+/* The largest scale * (maximum - pivot): no term exceeds e^40. The largest offset, for 16-bit types: its rounding error
+ * is at most 2^-4. */
 constexpr float MOST_DISTANCE = 40.0f, MOST_OFFSET = 0x1p20f;
 
-/* Of one thread. TOTAL: also the sum of the elements. */
+/* The slots of one thread. TOTAL: also sums the elements themselves. */
 template <typename T, bool TOTAL> struct SlotSums {
     static constexpr int N = WIDE<T>;
     float pivot, scale, max, sum[N], total[TOTAL ? N : 1];
@@ -44,8 +47,8 @@ template <typename T, bool TOTAL> struct SlotSums {
     DEVICE float offset() const {
         return pivot * rate();
     }
-    /* PRECISE: whatever the offset. Elements that do not exist are -inf. `present`: whether element j of pack k
-     * exists; read for TOTAL only. */
+    /* PRECISE: terms are precise for any offset. Elements that do not exist are -inf. present(k, j): whether element j
+     * of pack k exists; called for TOTAL only. */
     template <bool PRECISE, int COUNT, typename Present>
     DEVICE void add(const Pack<T, N> (&packs)[COUNT], Present present) {
         max = fmaxf(max, max_of_all(packs));
@@ -69,15 +72,15 @@ template <typename T, bool TOTAL> struct SlotSums {
         const float distance = (row_max - pivot) * scale;
         return distance >= 0.0f && distance <= MOST_DISTANCE && (!NARROW<T> || fabsf(offset()) <= MOST_OFFSET);
     }
-    /* What their sum must be multiplied by to be relative to that maximum. */
+    /* What a sum of slots is multiplied by to become relative to the row's maximum instead of the pivot. */
     DEVICE float factor(float row_max, bool precise) const {
         return NARROW<T> && !precise ? exp2f(fmaf(-row_max, rate(), offset()))
                                      : expf((pivot - pivot_at(row_max)) * scale);
     }
 };
 
-/* The pivot of a row, from its first elements. Every warp of its team finds it alone; all lanes take part.
- * In two steps, so that other loads can be issued in between. */
+/* The pivot of a row: the maximum of its first elements. Every warp of the team computes it by itself, with all lanes.
+ * The constructor loads, value() computes, so that other loads can be issued in between. */
 template <typename T> struct Pivot {
     static constexpr int EACH = 4;
     T x[EACH];
@@ -98,26 +101,26 @@ template <typename T> struct Pivot {
     }
 };
 
-/* The granules of a row, of which there are fewer than 2^30. */
-constexpr int64_t MOST_GRANULES = 1 << 30;
+constexpr int64_t MOST_GRANULES = 1 << 30; /* a row has fewer */
 
+/* The granules of a row. If its elements are not adjacent (strided), a granule is N elements with shift 0. */
 template <typename T, bool ALIGNED> struct Granules {
     static constexpr int N = WIDE<T>;
     const IndexedRow<T, ALIGNED> &row;
-    const bool adjacent; /* elements are */
-    const int shift;
-    const int count, begin, end; /* granules; those in [begin, end) lie within the row, if it is adjacent */
+    const bool adjacent;         /* whether the row's elements are */
+    const int shift;             /* elements from the first granule's begin to the row's */
+    const int count, begin, end; /* number of granules; those in [begin, end) lie within the row, if it is adjacent */
 
     DEVICE explicit Granules(const IndexedRow<T, ALIGNED> &of)
         : row(of), adjacent(ALIGNED || of.step == 1), shift(ALIGNED || of.step != 1 ? 0 : offset_in_pack(of.first)),
           count(static_cast<int>((of.n + shift + N - 1) / N)), begin(shift > 0),
           end(static_cast<int>((of.n + shift) / N)) {
     }
-    /* The first whole granule of a thread. */
+    /* A thread's first granule from `begin` on. */
     DEVICE int first_of(int thread, int threads) const {
         return thread < begin ? thread + threads : thread;
     }
-    /* Granules g, g + threads, ...; those from `end` on are full of -inf. */
+    /* Loads granules g, g + threads, ...; those from `end` on are full of -inf. */
     template <int COUNT> DEVICE void load(Pack<T, N> (&group)[COUNT], int g, int threads) const {
         const Pack<T, N> *const base = reinterpret_cast<const Pack<T, N> *>(row.first - shift);
         if (g + (COUNT - 1) * threads < end) {
@@ -130,7 +133,7 @@ template <typename T, bool ALIGNED> struct Granules {
                 group[k] = load_once_if<T, N>(g + k * threads < end, base[g + k * threads].v, -INFINITY);
         }
     }
-    /* A granule that is not whole, or whose elements are not adjacent. */
+    /* Adds a granule element by element: one that is only partly in the row, or whose elements are not adjacent. */
     template <bool PRECISE, bool TOTAL> DEVICE void add_some(SlotSums<T, TOTAL> &slots, int g) const {
         const int64_t first = int64_t(g) * N - shift;
         const auto present = [&](int, int j) { return first + j >= 0 && first + j < row.n; };
@@ -141,7 +144,7 @@ template <typename T, bool ALIGNED> struct Granules {
                 pack[0].v[j] = row.first[(first + j) * row.step];
         slots.template add<PRECISE>(pack, present);
     }
-    /* Granules of a thread before its first whole one, and after its last one. */
+    /* Add the partial granule before `begin`, and that at `end`, by the thread that each belongs to. */
     template <bool PRECISE, bool TOTAL> DEVICE void add_before(SlotSums<T, TOTAL> &slots, int thread) const {
         if (!ALIGNED && thread < begin)
             add_some<PRECISE>(slots, thread);
@@ -155,7 +158,7 @@ template <typename T, bool ALIGNED> struct Granules {
 
 /* ---- merging --------------------------------------------------------------------------------- */
 
-/* w[j] = w[j + by] for j < N and by < N. */
+/* w[j] = w[j + by] for j < N, where DOUBLE is 2 N, BIT is N / 2 and by < N. */
 template <int BIT, int DOUBLE> DEVICE void rotate(float (&w)[DOUBLE], int by) {
     if constexpr (BIT > 0) {
         if (by & BIT)
@@ -166,18 +169,19 @@ template <int BIT, int DOUBLE> DEVICE void rotate(float (&w)[DOUBLE], int by) {
     }
 }
 
-/* What the warps of a block tell each other: once per kernel. */
+/* What the warps of a block exchange through shared memory. Not reused, so a kernel can do this only once. */
 template <int N> struct WarpSums {
     float max[WARP], sum[WARP], total[WARP];
-    float first_sum[WARP][N], first_total[WARP][N]; /* slots of every warp's first lane */
+    float first_sum[WARP][N], first_total[WARP][N]; /* slots of each warp's first lane */
 };
 
-/* The sum of this warp's slots, in the order of their remainders: those below `shift` belong to the thread
- * before. `first`: if the team is a block. */
+/* The sum of this warp's slots, in the order of their remainders. A thread's slots below `shift` come after the last
+ * slots of the thread before it. So each thread sums its slots from `shift` on and the first `shift` slots of the next
+ * thread. `first`: first_sum or first_total of WarpSums, read if the team is a block. */
 template <int N>
 DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift, const float (*first)[N]) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    float w[2 * N]; /* this thread's slots, and the next one's */
+    float w[2 * N]; /* this thread's slots, then the next thread's */
 #pragma unroll
     for (int j = 0; j < N; j++) {
         w[j] = slot[j];
@@ -202,7 +206,8 @@ DEVICE float sum_slots(const RowTeam &team, const float (&slot)[N], int shift, c
     return warp_sum(sum);
 }
 
-/* The same for all warps of a block, in their order. Called by all threads, which get it, once per kernel. */
+/* The same for all warps of a block, in their order. Called by all threads, once per kernel; all of them get the
+ * sum. */
 template <int N> DEVICE float sum_block_slots(const float (&slot)[N], int shift) {
     __shared__ float first[WARP][N], warp_sums[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -225,8 +230,8 @@ struct RowSums {
     float total;
 };
 
-/* From the slots of all threads; every thread gets the result. redo(): sums the row again, PRECISE, with the
- * pivot that it finds in `slots`. Called once per kernel. */
+/* The sums of a row, from the slots of its threads. Every thread gets the result. redo() sums the row again, PRECISE,
+ * with the pivot that it finds in `slots`. Called once per kernel. */
 template <typename T, bool TOTAL, typename Redo>
 DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int shift, Redo redo) {
     constexpr int N = WIDE<T>;
@@ -255,7 +260,7 @@ DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int s
     if (precise) {
         slots = SlotSums<T, TOTAL>(pivot_at(max), slots.scale);
         redo();
-        publish(); /* nobody has read the first ones */
+        publish(); /* no barrier needed before: nobody has read the first ones */
         if (is_block)
             __syncthreads();
     }
@@ -275,9 +280,9 @@ DEVICE RowSums merge_slots(const RowTeam &team, SlotSums<T, TOTAL> &slots, int s
     return {{max, sum * slots.factor(max, precise)}, total};
 }
 
-/* Called by all threads of the team, which get the result. COUNT: granules in flight; of no effect on the
- * result. wanted(): called after the first loads; false: the row is not needed, and the result is
- * undefined. Called once per kernel. */
+/* The sums of a row. Called by all threads of its team, once per kernel; all of them get the result. COUNT: granules
+ * that a thread loads at a time; has no effect on the result. wanted() is called after the first loads. If it returns
+ * false, the row is not needed, and the result is undefined. */
 template <bool TOTAL, int COUNT, typename T, bool ALIGNED, typename Wanted>
 DEVICE RowSums slot_stats(const RowTeam &team, const IndexedRow<T, ALIGNED> &row, float scale, Wanted wanted) {
     constexpr int N = WIDE<T>;

@@ -1,13 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Rows of 2 to 32 elements that follow each other, at any alignment, without gaps or with small ones: blocks
- * copy 256 rows or a multiple at a time into shared memory, as one span of aligned packs; then a thread takes
- * one, or several of them. The next two tiles are in flight meanwhile. Gradients, which have no gaps, go back the
- * same way.
+ * Rows of 2 to 32 elements that follow each other, at any alignment, without gaps or with small ones. A block copies a
+ * tile of rows into shared memory as one span of aligned packs. The tile has 256 rows or a multiple of that, and each
+ * thread computes one row or several. The next two tiles are in flight meanwhile. Gradients, which must have no gaps,
+ * are stored the same way. scattered_rows below serves the other layouts of batch-invariant calls.
  *
- * An Op: Row no_row(), Row load(int row), void begin(), void finish(const Row &, int row, bool present, const float
- * (&x)[COUNT], const T *elements, T *gradient). The gradient may take the place of the elements. Of a row that is not
- * present, finish gets no_row() and elements of any value, and writes nothing but `gradient`.
+ * An Op has
+ *
+ *     void begin()             called after the first loads: waits for the previous kernel
+ *     Row no_row(), Row load(int row)
+ *     void finish(const Row &, int row, bool present, const float (&x)[COUNT], const T *elements, T *gradient)
+ *                              x: the row's elements, then -inf. `elements`, `gradient`: in shared memory, may be the
+ *                              same. If the row is not present, finish gets no_row() and elements of any value, and
+ *                              must write nothing but `gradient`
  */
 #ifndef RAFTER_CUDA_TINY_ROWS_CUH
 #define RAFTER_CUDA_TINY_ROWS_CUH
@@ -16,17 +21,17 @@
 
 #include "cuda/slabs.cuh"
 
-constexpr int TINY_THREADS = 256, TINY_SIDES = 3;
-constexpr int LONGEST_TINY = 32; /* elements of a row */
+constexpr int TINY_THREADS = 256, TINY_SIDES = 3; /* per block; tiles of the input in shared memory */
+constexpr int LONGEST_TINY = 32;                  /* elements of a row */
 
-/* Kernels are compiled for rows of up to COUNT elements, for these COUNTs: the one for a length. */
+/* Kernels are compiled for a few COUNTs, each for rows of up to COUNT elements. The COUNT for a length. */
 __host__ __device__ constexpr int tiny_count(int length) {
     return length <= 4    ? length
            : length <= 8  ? (length + 1) / 2 * 2
            : length <= 16 ? (length + 3) / 4 * 4
                           : (length + 7) / 8 * 8;
 }
-/* The shortest rows that a COUNT serves: elements before that need no question whether they exist. */
+/* The shortest length that a COUNT serves: that many elements exist in all rows and need no check. */
 __host__ __device__ constexpr int least_of_count(int count) {
     int length = count;
     while (length > 2 && tiny_count(length - 1) == count)
@@ -34,8 +39,8 @@ __host__ __device__ constexpr int least_of_count(int count) {
     return length;
 }
 
-/* Rows that a thread takes of a tile if there are many, at most `most`: a tile costs about as much as two rows of
- * two elements. `bytes`: of an element. */
+/* Rows of a tile that a thread takes if there are many rows, at most `most`. The fixed cost of a tile is about that of
+ * two rows of two elements. `bytes`: of an element. */
 __host__ __device__ constexpr int many_tiny_rows(int count, int bytes, int most) {
     const int many = count * bytes <= 8 ? 8 : count * bytes <= 16 ? 4 : count * bytes <= 32 ? 2 : 1;
     return many < most ? many : most;
@@ -45,16 +50,16 @@ __host__ __device__ constexpr int many_tiny_rows(int count, int bytes, int most)
 struct TinyRows {
     char *data[2]; /* the input, and its gradient */
     int rows, length;
-    int per_thread; /* rows: 1, or many_tiny_rows */
-    int pitch;      /* elements of the input from a row to the next */
+    int per_thread; /* rows of a tile: 1, or many_tiny_rows */
+    int pitch;      /* elements of the input from one row to the next */
     unsigned tiles;
-    int side_bytes;     /* of a tile of the input in shared memory */
-    int gradient_bytes; /* of a tile of the gradient; 0: it takes the place of the input */
+    int side_bytes;     /* shared memory for a tile of the input */
+    int gradient_bytes; /* for a tile of the gradient; 0: it overwrites the input's tile */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* Elements from a row to the next, or 0: rows are not close enough. */
+/* Elements from one row to the next; 0 if rows are not close enough for tiny_rows. */
 static inline int64_t tiny_pitch(const Slabs &s) {
     if (s.inner != 1 || !s.dense(0) || s.walk.dims > 1)
         return 0;
@@ -62,7 +67,7 @@ static inline int64_t tiny_pitch(const Slabs &s) {
     return pitch >= s.length && pitch <= 2 * s.length ? pitch : 0;
 }
 
-/* Why these rows are not for it, or NULL. */
+/* Why these rows are not for tiny_rows, or NULL. `tensors`: 2 if there is a gradient. */
 static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
     constexpr int64_t LEAST_ROWS = 1 << 13, MOST_ROWS = INT32_MAX - 8 * TINY_THREADS;
     if (s.length < 2 || s.length > LONGEST_TINY)
@@ -79,7 +84,7 @@ static inline const char *why_not_tiny(const Slabs &s, int tensors, int bytes) {
     return NULL;
 }
 
-/* `most`: rows that a thread may take of a tile, limited by the registers that an Op needs for each. */
+/* `most`: rows of a tile that a thread may take, limited by the registers that an Op needs for each. */
 static inline TinyRows tiny_rows_of(const Slabs &s, int tensors, int bytes, int most) {
     constexpr int64_t MANY_ROWS = 1 << 20;
     TinyRows t = {};
@@ -91,7 +96,7 @@ static inline TinyRows tiny_rows_of(const Slabs &s, int tensors, int bytes, int 
     t.length = static_cast<int>(s.length);
     t.pitch = static_cast<int>(tiny_pitch(s));
     t.tiles = static_cast<unsigned>(ceil_div<int64_t>(s.rows(), tile));
-    t.side_bytes = tile * t.pitch * bytes + 16; /* a multiple of 16; and what precedes the first element */
+    t.side_bytes = tile * t.pitch * bytes + 16; /* 16 more, because the first element need not be aligned */
     const bool alike = t.pitch == t.length &&
                        (reinterpret_cast<uintptr_t>(s.data[0]) - reinterpret_cast<uintptr_t>(s.data[1])) % 16 == 0;
     t.gradient_bytes = tensors > 1 && !alike ? tile * t.length * bytes + 16 : 0;
@@ -106,8 +111,8 @@ static inline int64_t tiny_blocks(const TinyRows &t, const rafter_cuda_state &de
     return min(int64_t(t.tiles), max(min(fit, int64_t(most_per_sm)), int64_t(1)) * device.multiprocessors);
 }
 
-/* Calls f(std::integral_constant<int, COUNT>(), std::integral_constant<int, ROWS>()): COUNT is at least the
- * length of rows, ROWS those of a thread. MOST: as in tiny_rows_of. */
+/* Calls f(std::integral_constant<int, COUNT>(), std::integral_constant<int, ROWS>()). COUNT: tiny_count of the length.
+ * ROWS: rows per thread. MOST: `most` of tiny_rows_of. */
 template <typename T, int MOST, typename F> static void for_tiny_shape(const TinyRows &t, F f) {
     const auto with = [&](auto count) {
         constexpr int MANY = many_tiny_rows(decltype(count)::value, sizeof(T), MOST);
@@ -131,8 +136,8 @@ template <typename T, int MOST, typename F> static void for_tiny_shape(const Tin
 
 /* ---- rows in any layout ----------------------------------------------------------------------- */
 
-/* Few rows, or rows that lie anywhere, for the same Ops, with the same results: for batch-invariant calls. As a
- * kernel argument. */
+/* Few rows, or rows that lie anywhere, for the same Ops and with the same results bit for bit. Batch-invariant calls
+ * need both kernels. As a kernel argument. */
 struct ScatteredRows {
     Rows in, out; /* out: the gradient */
     int rows, length;
@@ -173,17 +178,17 @@ template <typename F> static void for_few_counts(int length, F f) {
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* A tile as a span of adjacent elements; `ragged` of them would fit before the first at an aligned address. */
+/* A tile as a span of adjacent elements. */
 template <typename T> struct TinyTile {
     AlignedSpan<T> span;
-    int ragged;
+    int ragged; /* elements between an aligned address and the first element, in memory and in shared memory */
 
     /* `rows` rows from row number `first` on, in a tensor at `data`. */
     DEVICE TinyTile(T *data, int64_t first, int rows, int pitch, int length) {
         span = AlignedSpan<T>(data + first * pitch, (rows - 1) * pitch + length);
         ragged = offset_in_pack(data); /* the same for all tiles */
     }
-    /* The place of element i of the body, which may be before it. */
+    /* The place in shared memory of element i, counted from the body; negative before it. */
     DEVICE int place(int64_t i) const {
         return ragged + span.head + static_cast<int>(i);
     }
@@ -205,7 +210,7 @@ template <typename T> struct TinyTile {
     }
 };
 
-/* The maximum and the sum of exponentials of x, of which absent elements are -inf. */
+/* The statistics of one row. Absent elements are -inf. */
 template <typename T, int COUNT> DEVICE RowStats stats_of_row(const float (&x)[COUNT]) {
     float max[2] = {x[0], x[1]};
 #pragma unroll
@@ -221,7 +226,7 @@ template <typename T, int COUNT> DEVICE RowStats stats_of_row(const float (&x)[C
     return {top, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
-/* LEAST: elements that all rows have. */
+/* The loop of a kernel. ROWS: rows of a tile per thread. LEAST: elements that all rows have. */
 template <class Op, typename T, int COUNT, int ROWS, bool GRADIENT, int LEAST = least_of_count(COUNT)>
 DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
     constexpr int TILE = ROWS * TINY_THREADS;
@@ -277,7 +282,7 @@ DEVICE void tiny_rows(Op &op, const TinyRows &t, uint4 *shared_memory) {
     }
 }
 
-/* Every thread has a place in shared memory for its row. */
+/* The loop of a kernel for ScatteredRows: a thread per row, with room for the row in shared memory. */
 template <class Op, typename T, int COUNT, bool GRADIENT> DEVICE void scattered_rows(Op &op, const ScatteredRows &s) {
     constexpr int N = WIDE<T>, PACKS = COUNT / N;
     constexpr int PITCH = COUNT + 4 / int(sizeof(T)); /* an odd number of words: threads use different banks */
@@ -302,7 +307,7 @@ template <class Op, typename T, int COUNT, bool GRADIENT> DEVICE void scattered_
             for (int j = 0; j < COUNT; j++)
                 x[j] = present && j < s.length ? from[j * s.in_step] : from_float<T>(-INFINITY);
         }
-        if (first) /* all threads get here */
+        if (first) /* before any thread breaks: all of them call it */
             op.begin();
         if (!present)
             break;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Numbers as sums of two floats, for logarithms of many short rows: conversions from and to double take as long
- * as eight other instructions each.
+ * Numbers as unevaluated sums of two floats, with about twice the precision of one. For logarithms of many short rows,
+ * where double costs too much: a conversion from or to double takes as long as eight other instructions.
  */
 #ifndef RAFTER_CUDA_TWO_FLOATS_CUH
 #define RAFTER_CUDA_TWO_FLOATS_CUH
@@ -11,7 +11,7 @@
 #include "cuda/vocabulary.cuh"
 
 struct TwoFloats {
-    float high, low; /* low: small beside high, but not below its last place */
+    float high, low; /* low: much smaller than high, but it may exceed half a unit in high's last place */
 
     DEVICE float rounded() const {
         return high + low;
@@ -21,7 +21,7 @@ struct TwoFloats {
     }
 };
 
-/* What is missing from `sum`, which is a + b rounded. Finite numbers only. */
+/* The rounding error of sum = a + b: what must be added to `sum`. Finite numbers only. */
 DEVICE float rounded_off(float a, float b, float sum) {
     const float rest = sum - a;
     return (a - (sum - rest)) + (b - rest);
@@ -39,7 +39,7 @@ struct NearOne {
     DEVICE explicit NearOne(float a) {
         const int bits = __float_as_int(a), k = (bits - 0x3f3504f3) >> 23;
         t = __int_as_float(bits - k * (1 << 23)) - 1.0f;
-        exponent = __int_as_float(0x4b400000 + k) - 12582912.0f; /* k, without a conversion */
+        exponent = __int_as_float(0x4b400000 + k) - 12582912.0f; /* k, without a conversion instruction */
     }
     /* (log(1 + t) - t + t^2 / 2) / t^3 */
     DEVICE float third_order() const {
@@ -68,7 +68,7 @@ DEVICE TwoFloats log_in_floats(float a) {
     return {sum.high, sum.low + fmaf(near.exponent, LN2_LOW, rest)};
 }
 
-/* The same in one float, off by a unit in the last place. */
+/* The same as one float, with an error of one unit in the last place. */
 DEVICE float log_in_float(float a) {
     if (!(a >= FLT_MIN && a < INFINITY))
         return __logf(a);
@@ -76,7 +76,7 @@ DEVICE float log_in_float(float a) {
     return fmaf(near.exponent, LN2, fmaf(near.t * near.t, fmaf(near.t, near.third_order(), -0.5f), near.t));
 }
 
-/* a + b, rounded once. Infinite if one of them is, NaN if they are opposite. */
+/* a + b, rounded once. Infinite if one of them is, NaN if they are opposite infinities. */
 DEVICE float rounded_sum(float a, TwoFloats b) {
     const float sum = a + b.high;
     return fabsf(sum) < INFINITY ? sum + (rounded_off(a, b.high, sum) + b.low) : sum;
