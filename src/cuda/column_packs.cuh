@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short rows that lie side by side: a thread takes four rows and all their elements. It loads packs of
- * four elements, one of each row, several of them before it uses the first; nothing goes through shared
- * memory. The four rows are adjacent, and the numbers of four rows (labels, lse) are loaded and stored at
- * once. If packs of adjacent rows would not be aligned, the four rows are LOOSE: a warp's width apart, so
- * that the lanes of a warp load adjacent elements one by one.
+ * Short rows that lie side by side: a thread takes four rows, with all or, for gradients, a part of their elements.
+ * It loads packs of four elements, one of each row, and several packs before it uses the first. Nothing goes through
+ * shared memory.
+ *
+ * Usually the four rows are adjacent, and what there is one of per row (label, lse) is loaded and stored for all four
+ * at once. If packs of adjacent rows would not be aligned, the four rows are LOOSE: 32 rows apart, so that the lanes of
+ * a warp load adjacent elements, one by one.
  */
 #ifndef RAFTER_CUDA_COLUMN_PACKS_CUH
 #define RAFTER_CUDA_COLUMN_PACKS_CUH
@@ -13,31 +15,31 @@
 
 #include "cuda/slabs.cuh"
 
-constexpr int COLUMNS = 4;                 /* rows of a thread */
-constexpr int LOOSE_ROWS = COLUMNS * WARP; /* of a warp */
+constexpr int COLUMNS = 4;                 /* rows per thread */
+constexpr int LOOSE_ROWS = COLUMNS * WARP; /* loose rows per warp */
 
 /* As a kernel argument. */
 struct ColumnPacks {
     Slabs slabs;
     bool loose;
-    unsigned packs;   /* of COLUMNS rows; loose: some have fewer */
-    Divisor by_inner; /* packs of a slab; loose: a warp's packs are one */
-    int length;
-    int parts, part; /* of the rows, for gradients; elements of each part but the last */
-    unsigned across; /* blocks of a part */
+    unsigned packs;   /* groups of COLUMNS rows, one per thread; loose ones may have fewer rows */
+    Divisor by_inner; /* packs of a slab; loose: warps of a slab */
+    int length;       /* elements of a row */
+    int parts, part;  /* parts that rows are cut into, for gradients; elements of a part (the last may have fewer) */
+    unsigned across;  /* blocks per part */
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* How a kernel takes rows. */
+/* What a kernel can do. */
 struct ColumnChoice {
-    int tensors;           /* 2 if there is a gradient */
-    int64_t longest;       /* elements of a row */
+    int tensors;           /* 2 if there is a gradient, else 1 */
+    int64_t longest;       /* most elements of a row */
     bool splits;           /* rows may be cut into parts */
-    int64_t longest_loose; /* elements of a row, if it is loose */
+    int64_t longest_loose; /* most elements of a row, if rows are loose */
 };
 
-/* Whether packs of four elements of adjacent rows are not aligned. */
+/* Whether some packs of four adjacent rows would not be aligned. */
 static inline bool are_loose(const Slabs &s, int tensors, int bytes) {
     bool whole = s.inner % COLUMNS == 0;
     for (int t = 0; t < tensors; t++) {
@@ -52,7 +54,7 @@ static inline bool are_loose(const Slabs &s, int tensors, int bytes) {
 /* Why these rows are not for packs of columns, or NULL. */
 static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoice &how, int bytes) {
     constexpr int64_t FEW_STEPS = 8, ROWS_PER_STEP = 2048, MANY_ROWS = 1 << 18, LEAST_ROWS = 4096;
-    constexpr int64_t LEAST_LOOSE = 96; /* three of a lane's four rows */
+    constexpr int64_t LEAST_LOOSE = 96; /* rows side by side: three of the four of each lane exist */
     if (s.inner == 1 || s.row_step != 1 || s.across[0] != 1 || (how.tensors > 1 && s.across[1] != 1))
         return "rows are not side by side";
     const bool loose = are_loose(s, how.tensors, bytes);
@@ -66,7 +68,7 @@ static inline const char *why_not_column_packs(const Slabs &s, const ColumnChoic
                : NULL;
 }
 
-/* For blocks of `threads` threads, whole warps. */
+/* `threads`: per block, a multiple of a warp. */
 static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &how, int bytes, int threads) {
     constexpr int64_t ENOUGH_THREADS = 1 << 18, LEAST_PART = 8;
     ColumnPacks c = {};
@@ -84,7 +86,7 @@ static inline ColumnPacks column_packs_of(const Slabs &s, const ColumnChoice &ho
     return c;
 }
 
-/* The steps that a thread loads at a time. */
+/* Packs that a thread loads at a time. */
 static inline int column_steps(int64_t length) {
     return length <= 2 ? 2 : length <= 4 ? 4 : 8;
 }
@@ -99,12 +101,12 @@ template <typename F> static void for_column_steps(int64_t length, F f) {
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* What a thread of a kernel for gradients takes: elements from `from` to `to` of the rows of pack `index`. */
+/* What a thread of a gradient kernel computes: elements [from, to) of the rows of pack `index`. */
 struct ColumnPart {
     int from, to;
     unsigned index;
 
-    /* `threads`: of a block. */
+    /* `threads`: per block. */
     DEVICE ColumnPart(const ColumnPacks &c, int threads) {
         const int part = c.parts == 1 ? 0 : static_cast<int>(blockIdx.x / c.across);
         from = part * c.part;
@@ -113,14 +115,14 @@ struct ColumnPart {
     }
 };
 
-/* Pack `index` of rows: where its first elements are, in the input and in its gradient, and the number
- * of its first row. */
+/* The four rows of pack `index`: the addresses of their first elements in the input and the gradient, and the number of
+ * the first row. */
 template <typename T, bool LOOSE> struct PlacedColumns {
     const ColumnPacks &c;
     const T *x;
     T *dx;
     int row;
-    int count; /* LOOSE: rows that exist, of four */
+    int count; /* rows that exist: four, or fewer if LOOSE */
 
     DEVICE PlacedColumns(const ColumnPacks &columns, unsigned index) : c(columns) {
         const unsigned pack = LOOSE ? index / WARP : index, slab = c.by_inner.quotient(pack);
@@ -136,14 +138,14 @@ template <typename T, bool LOOSE> struct PlacedColumns {
         for (int j = 0; j < COLUMNS; j++)
             count += column + apart(j) < static_cast<int>(c.slabs.inner);
     }
-    /* From the first row to row j. */
+    /* The distance from the first row to row j. */
     static DEVICE int apart(int j) {
         return LOOSE ? j * WARP : j;
     }
     DEVICE bool has(int j) const {
         return !LOOSE || j < count;
     }
-    /* Elements l, l + 1, ... of the rows; -inf from `to` on. */
+    /* Loads elements l, l + 1, ... of the rows; -inf from `to` on. */
     template <int STEPS> DEVICE void load(Pack<T, COLUMNS> (&packs)[STEPS], int l, int to) const {
         const T *p = x + l * c.slabs.step[0];
 #pragma unroll
@@ -157,7 +159,7 @@ template <typename T, bool LOOSE> struct PlacedColumns {
             }
         }
     }
-    /* f(l, packs) for elements `from` to `to` of the rows. The first packs have been loaded. */
+    /* Calls f(l, packs) for elements [from, to) of the rows, STEPS at a time. The first packs have been loaded. */
     template <int STEPS, typename F>
     DEVICE void for_columns(Pack<T, COLUMNS> (&packs)[STEPS], int from, int to, F f) const {
         f(from, packs);
@@ -167,7 +169,7 @@ template <typename T, bool LOOSE> struct PlacedColumns {
             f(l, packs);
         }
     }
-    /* One number of each row, at the first one's place in a tensor of any type. */
+    /* Stores one number per row. `to`: the place of the first row's number. load_numbers is the reverse. */
     template <typename U> DEVICE void store(U *to, const Pack<U, COLUMNS> &pack) const {
         if constexpr (LOOSE) {
 #pragma unroll

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Small tensors whose rows do not have adjacent elements, by one kernel with few instructions. A block takes some rows,
- * adjacent threads adjacent ones, and several threads take parts of each row, which they merge in shared memory. The
- * kernels for large tensors merge parts by a second kernel, which takes longer than the rows.
+ * Small tensors whose rows do not have adjacent elements, in one short kernel. A block takes some rows. Adjacent
+ * threads take adjacent rows, and several threads share each row and merge their parts in shared memory. (The kernels
+ * for large tensors merge parts in a second kernel, which would take longer here than the rows do.)
  */
 #ifndef RAFTER_CUDA_FEW_COLUMNS_CUH
 #define RAFTER_CUDA_FEW_COLUMNS_CUH
 
 #include "cuda/slabs.cuh"
 
-constexpr int FEW_THREADS_LOG2 = 8, FEW_THREADS = 1 << FEW_THREADS_LOG2; /* of a block */
+constexpr int FEW_THREADS_LOG2 = 8, FEW_THREADS = 1 << FEW_THREADS_LOG2; /* per block */
 constexpr int FEW_AT_ONCE = 8; /* elements that a thread loads before it uses the first */
 
 /* As a kernel argument. */
@@ -17,7 +17,7 @@ struct FewColumns {
     Slabs slabs;
     unsigned rows;
     Divisor by_inner;
-    int down_log2; /* threads per row */
+    int down_log2; /* log2 of the threads per row */
 
     int64_t blocks() const {
         return ceil_div<int64_t>(rows, FEW_THREADS >> down_log2);
@@ -45,9 +45,9 @@ inline FewColumns few_columns_of(const Slabs &s) {
 
 /* A thread's part of a row: elements first, first + down, ... */
 struct FewPlace {
-    int down, across, own, first, length; /* own: the row among those of the block */
-    bool present;                         /* otherwise the row is the last one, which others finish */
-    int64_t offset[2], number;            /* of the row in both tensors; its number */
+    int down, across, own, first, length; /* down: threads per row; across: rows per block; own: which of them */
+    bool present;                         /* false: the thread repeats the last row, and must not write results */
+    int64_t offset[2], number;            /* the row's offset in both tensors; its number */
 
     DEVICE explicit FewPlace(const FewColumns &a)
         : down(1 << a.down_log2), across(FEW_THREADS >> a.down_log2), own(static_cast<int>(threadIdx.x) & (across - 1)),
@@ -62,7 +62,8 @@ struct FewPlace {
             offset[t] = at[t] + column * a.slabs.across[t];
         number = at[2] + column * a.slabs.row_step;
     }
-    /* f(l, packs): for FEW_AT_ONCE elements of the row at x from element l on, `down` apart; -inf past its end. */
+    /* Calls f(l, packs) for the thread's elements of the row at x, FEW_AT_ONCE at a time: l, l + down, ...; -inf past
+     * the row's end. */
     template <typename T, typename F> DEVICE void for_elements(const T *x, int64_t step, F f) const {
         for (int l = first; l < length; l += FEW_AT_ONCE * down) {
             Pack<T, 1> packs[FEW_AT_ONCE];
@@ -72,8 +73,8 @@ struct FewPlace {
             f(l, packs);
         }
     }
-    /* Merges what the threads of each row have; all of them get the result. `parts`: of FEW_THREADS, in shared memory.
-     * Called by all threads. */
+    /* Merges the statistics of the threads of each row; all of them get the result. `parts`: FEW_THREADS entries in
+     * shared memory. Called by all threads of the block. */
     template <class Stats, typename F> DEVICE Stats merged(const Stats &mine, Stats *parts, F merge) const {
         parts[threadIdx.x] = mine;
         for (int others = down / 2; others > 0; others /= 2) {

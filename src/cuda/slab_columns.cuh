@@ -1,25 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Gradients of rows that lie side by side (slabs.cuh), element by element. A thread has a column of
- * packs, and in registers what the gradient needs of the rows that its packs belong to.
+ * Gradients of rows that lie side by side (slabs.cuh), element by element. A thread works down a column of
+ * packs. The elements of its packs belong to the same rows in every step, so the thread loads what the
+ * gradient needs of these rows once and keeps it in registers.
  *
- * Where every step of the reduced dimension has whole, aligned packs, a step of a column is one of
- * those. Of other dense slabs the packs are those of the slab's span, whatever its alignment: a step is
- * lcm(inner, N) elements, so that element j of a column always belongs to the same row. Other layouts
- * have packs of one element. `chains` threads share a column: each takes every chains-th step. Threads
- * are numbered along the columns, then over chains, then over slabs, without gaps.
+ * Columns and steps are cut as in slab_tiles.cuh: a step is one of the reduced dimension if those consist of
+ * aligned packs; in other dense slabs it is lcm(inner, N) elements of the slab's span, whatever its alignment;
+ * other layouts have packs of one element. `chains` threads share a column: each takes every chains-th step.
+ * Threads are numbered along the columns, then over chains, then over slabs, without gaps.
  *
  * An Op says what the gradient is:
  *
- *     bool LABELS    whether a row may have an element with a value of its own
- *     void begin()   waits for the previous kernel
+ *     bool LABELS    whether a row may have one element, at its label, with a gradient of its own
+ *     void begin()   called after the first loads: waits for the previous kernel
  *     template <int N> struct Lines { set(op, thread); Pack<T, N> of(op, pack, first, skips) }
- *                    thread: a ColumnThread; first: the number of the first element in its row; skips: see
- *                    Skips
- *     T of_one(int64_t row, T x, int64_t at)
- *     int label(int64_t row)    its number; -1: none
- *     const float2 *end(int64_t row)   what the gradient at the label needs of the row besides
- *     T Lines::at_label(op, j, x, label, end)
+ *                    set: loads what the rows of a thread need. thread: a ColumnThread. of: the gradients of a
+ *                    pack. first: the number of its first element in that element's row. skips: see Skips
+ *     T of_one(int64_t row, T x, int64_t at)    the gradient of one edge element, number `at` of its row
+ *     int label(int64_t row)    the number of the label's element; -1: none
+ *     const float2 *end(int64_t row)            the address of what only the gradient at the label needs
+ *     T Lines::at_label(op, j, x, label, end)   the gradient at the label of row j of the thread
  */
 #ifndef RAFTER_CUDA_SLAB_COLUMNS_CUH
 #define RAFTER_CUDA_SLAB_COLUMNS_CUH
@@ -38,21 +38,22 @@ struct SlabColumns {
     Slabs slabs;
     int elements;                      /* per pack: WIDE, or 1 */
     bool dense;                        /* packs are those of the slabs' spans */
-    bool shifted;                      /* the packs of the gradient are not aligned */
-    int columns, chains, steps;        /* of packs of a slab; threads per column; steps per column, at most */
+    bool shifted;                      /* aligned packs of the input are not aligned in the gradient */
+    int columns, chains, steps;        /* columns of packs per slab; threads per column; steps per column, at most */
     int most;                          /* steps per thread, at most */
-    int log2_rows;                     /* a step is 2^log2_rows elements of a row */
+    int log2_rows;                     /* a step has 2^log2_rows elements of each row */
     int64_t stride[2], pack_stride[2]; /* between steps, between columns */
     int64_t threads;                   /* of all slabs */
-    Divisor by_slab, by_columns, by_chains, by_inner, by_turn; /* by_turn: elements of a row to a thread's next step */
+    /* by_slab: threads of a slab. by_turn: elements of a row from one step of a thread to its next one. */
+    Divisor by_slab, by_columns, by_chains, by_inner, by_turn;
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
 /* For slabs that are not too_large. */
 static inline SlabColumns slab_columns_of(const Slabs &s, int bytes) {
-    /* Threads: a wave of an H200, 768 per multiprocessor; a block for each. A thread first loads what it
-     * needs of its rows, which several steps should follow. */
+    /* WAVE: the threads that an H200 runs at once, 768 per multiprocessor. BLOCKS: one block for each multiprocessor.
+     * Before its first step a thread loads what it needs of its rows; SEVERAL steps should follow to pay for that. */
     constexpr int64_t WAVE = 132 * 768, BLOCKS = 132 * COLUMN_BLOCK, SEVERAL = 4,
                       MOST = 128; /* MOST: see ColumnLabels::turns */
     const int64_t wide = 16 / bytes, common = gcd_of(s.inner, wide), period = s.inner / common;
@@ -95,7 +96,7 @@ static inline SlabColumns slab_columns_of(const Slabs &s, int bytes) {
     return t;
 }
 
-/* Whether threads are counted in 31 bits. */
+/* Whether there are more threads than 31 bits can count. */
 static inline bool columns_too_many(const SlabColumns &t) {
     return t.threads > INT32_MAX - COLUMN_BLOCK;
 }
@@ -112,7 +113,8 @@ template <typename T, typename F> static void for_columns_of(const SlabColumns &
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* How far along its row each element of a pack is ahead of the first one, in 4 bits each. */
+/* A pack's elements lie in adjacent rows, and after the slab's last row comes the next element of its first one. So the
+ * number of element j in its row is that of element 0 in its own row, plus of(j). Stored in 4 bits each. */
 struct Skips {
     unsigned bits;
 
@@ -125,14 +127,14 @@ struct Skips {
 template <typename T, int N> struct ColumnThread {
     const SlabColumns &t;
     bool active;
-    int chain, pack; /* its steps are chain, chain + chains, ... */
-    int index;       /* among the threads of the slab */
-    int64_t offset[3];
-    const T *begin; /* of the slab */
+    int chain, pack;   /* its steps are chain, chain + chains, ... of column `pack` */
+    int index;         /* among the threads of the slab */
+    int64_t offset[3]; /* of the slab: see Slabs::walk */
+    const T *begin;    /* of the slab */
     T *grad_begin;
     int head, edges, steps; /* elements before the first pack; before and after all packs; steps of the column */
     int count;              /* steps of this thread */
-    int first, column;      /* at step 0: the number of the pack's first element in its row; which row of the slab */
+    int first, column;      /* the column's very first element: its number in its row; which row of the slab that is */
     Skips skips;
 
     DEVICE ColumnThread(const SlabColumns &columns, int64_t number)
@@ -171,7 +173,7 @@ template <typename T, int N> struct ColumnThread {
     DEVICE int64_t place(int tensor, int of_slab, int at) const {
         return of_slab * t.slabs.across[tensor] + at * t.slabs.step[tensor];
     }
-    /* Calls f(j, row of the slab) for the elements of a pack. */
+    /* Calls f(j, row of the slab) for each element j of the thread's packs. */
     template <typename F> DEVICE void for_lines(F f) const {
         int of_slab = column;
 #pragma unroll
@@ -187,7 +189,7 @@ template <typename T, int N> struct ColumnThread {
             skipped += of_slab + 1 == inner();
         });
     }
-    /* The turn in which this thread has element `at` of the row of line j, or -1. */
+    /* In which of its steps (0, 1, ...) the thread has element number `at` of its row j; -1: in none. */
     DEVICE int turn_of(int j, int at) const {
         const int later = at - (chain << t.log2_rows) - first - skips.of(j);
         const unsigned turn = t.by_turn.quotient(static_cast<unsigned>(later));
@@ -197,12 +199,13 @@ template <typename T, int N> struct ColumnThread {
     }
 };
 
-/* The labels among a thread's elements. */
+/* The labels of the rows that a thread has elements of. A turn is one of the thread's steps, counted from 0. */
 template <typename T, int N> struct ColumnLabels {
     static constexpr int WORDS = N < 4 ? 1 : N / 4;
-    unsigned turns[WORDS]; /* a byte for each line: the turn in which the thread has its label; 255: none */
+    unsigned turns[WORDS]; /* a byte per row: the turn in which the thread has its label; 255: never */
 
-    /* `ends`: of all threads, in shared memory. The copies need not have arrived before a label is found. */
+    /* Loads them. `ends`: Op::end of the rows of all threads, in shared memory. It is copied asynchronously; `correct`
+     * waits for it. */
     template <class Op> DEVICE void load(const Op &op, const ColumnThread<T, N> &own, Pack<float, 2> *ends) {
         own.for_lines([&](int j, int of_slab) {
             copy_async(&ends[j * COLUMN_BLOCK + threadIdx.x], &op.end(own.row(of_slab))->x);
@@ -220,7 +223,7 @@ template <typename T, int N> struct ColumnLabels {
                 turns[j / 4] ^= static_cast<unsigned>(255 ^ turn) << (8 * (j % 4));
         }
     }
-    /* The lines whose label is in this turn: bit 8 k + 7 of word i for line 4 i + k. */
+    /* Whether any row has its label in this turn. Sets bit 8 k + 7 of found[i] if row 4 i + k has. */
     DEVICE bool find(int turn, unsigned (&found)[WORDS]) const {
         unsigned any = 0;
 #pragma unroll
@@ -231,7 +234,7 @@ template <typename T, int N> struct ColumnLabels {
         }
         return any != 0;
     }
-    /* Corrects the gradients `out` of a pack whose first elements have number `first` in their rows. */
+    /* Replaces the gradients at labels in `out`. x: the pack. `first`: the number of its first element in its row. */
     template <class Op, class Lines>
     DEVICE void correct(const Op &op, const Lines &lines, Pack<T, N> &out, const Pack<T, N> &x,
                         const unsigned (&found)[WORDS], int first, const Skips &skips,
@@ -246,6 +249,7 @@ template <typename T, int N> struct ColumnLabels {
     }
 };
 
+/* The body of a kernel. N, SHIFTED: SlabColumns::elements and shifted. */
 template <class Op, typename T, int N, bool SHIFTED, int STEPS = COLUMN_STEPS<N>>
 DEVICE void slab_column_gradients(const Op &op, const SlabColumns &t) {
     ColumnThread<T, N> own(t, int64_t(blockIdx.x) * COLUMN_BLOCK + threadIdx.x);

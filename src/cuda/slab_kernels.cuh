@@ -1,24 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The loops over tiles of slabs (slab_tiles.cuh), for every op that reduces rows: statistics, and
- * what is written element by element afterwards. An Op says what the statistics are:
+ * The loops over tiles of slabs (slab_tiles.cuh), for ops that reduce rows: slab_statistics, which also finishes the
+ * rows, and slab_gradients, which writes the gradient element by element. An Op of slab_statistics says what the
+ * statistics are. `valid`, `column` and `step`: as in row_stream.cuh. -inf fills elements that do not exist:
  *
  *     typedef ... Stats;      statistics of some elements of a row; can be merged
  *     typedef ... Row;        what is loaded of a row before its statistics are known
  *     Stats none()
  *     void add(Stats &, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
  *     void add_lines(Stats (&)[N], const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step)
- *                             a row per element
- *     Stats merge(Stats, Stats), Stats merge_lanes(Stats, int lanes), Stats load(const Stats *)
- *     void begin()            after the first loads: waits for the previous kernel
+ *                             the same where element j of each pack belongs to row j
+ *     Stats merge(Stats, Stats), Stats merge_lanes(Stats, int lanes)
+ *     Stats load(const Stats *)    loads statistics that another block has stored
+ *     void begin()            called after the first loads: waits for the previous kernel
  *     Row no_row(), Row load_row(int64_t row, const T *first), void finish(const Row &, const Stats &)
  *
- * and an Op of a gradient of contiguous rows:
+ * An Op of slab_gradients has
  *
- *     bool LABELS             whether a row may have an element with a value of its own
+ *     bool LABELS             whether a row may have one element, at its label, whose gradient is at_label()
  *     struct Line { Line(op, row); Pack<T, N> of(op, pack, column) }
  *     void begin(), T of_one(int64_t row, T x, int64_t column)
- *     int64_t label(int64_t row), T at_label(int64_t row)
+ *     int64_t label(int64_t row), T at_label(int64_t row)    label: -1 if none
  */
 #ifndef RAFTER_CUDA_SLAB_KERNELS_CUH
 #define RAFTER_CUDA_SLAB_KERNELS_CUH
@@ -28,6 +30,7 @@
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
+/* The edge elements of a dense slab, in shared memory: `head` before the first pack, `edges` in all. */
 template <typename T> struct SlabEdges {
     T element[2 * WIDE<T>];
     int head, edges;
@@ -35,8 +38,8 @@ template <typename T> struct SlabEdges {
 
 /* Where the statistics of a block are in shared memory. */
 template <class Stats, typename T> struct SlabShared {
-    Stats *entries, *rows; /* of threads or warps, twice; of rows */
-    SlabEdges<T> *edges;   /* twice */
+    Stats *entries, *rows; /* of threads or warps, two buffers used in turns; of the rows of `batch` tiles */
+    SlabEdges<T> *edges;   /* two buffers, used in turns */
 
     DEVICE SlabShared(const SlabTiles &t, void *memory) {
         entries = static_cast<Stats *>(memory);
@@ -45,7 +48,7 @@ template <class Stats, typename T> struct SlabShared {
     }
 };
 
-/* Merges `count` statistics by `lanes` lanes; each gets the result. */
+/* `lanes` adjacent lanes merge the `count` statistics that load(i) returns; each of the lanes gets the result. */
 template <class Op, typename F>
 DEVICE typename Op::Stats merge_all(const Op &op, int count, int lane, int lanes, F load) {
     typename Op::Stats g = op.none();
@@ -57,7 +60,7 @@ DEVICE typename Op::Stats merge_all(const Op &op, int count, int lane, int lanes
     return op.merge_lanes(g, lanes);
 }
 
-/* The edges of a dense slab whose packs hold several rows, to shared memory. */
+/* Copies the edges of a dense slab whose packs hold several rows to shared memory. */
 template <typename T, int N>
 DEVICE void store_edges(const SlabTiles &t, const SlabThread<T, N> &own, const SlabSpan<T, N> &span, bool first_part,
                         SlabEdges<T> *slabs) {
@@ -70,8 +73,8 @@ DEVICE void store_edges(const SlabTiles &t, const SlabThread<T, N> &own, const S
     }
 }
 
-/* The threads' statistics to those of the tile's rows, of which `slabs` slabs exist. Only some
- * threads write; a barrier follows before they are read. */
+/* Merges the threads' statistics g to those of the tile's rows, of which `slabs` slabs exist, and writes these to
+ * `rows`. The caller must put a barrier before they are read. */
 template <class Op, typename T, int N, int LINES>
 DEVICE void merge_tile(const Op &op, const SlabTiles &t, int slabs, const SlabThread<T, N> &own,
                        typename Op::Stats (&g)[LINES], typename Op::Stats *entries, const SlabEdges<T> *slab_edges,
@@ -103,7 +106,7 @@ DEVICE void merge_tile(const Op &op, const SlabTiles &t, int slabs, const SlabTh
         const int slab = r < all_rows ? static_cast<int>(t.by_columns.quotient(static_cast<unsigned>(r))) : t.group;
         const bool valid = slab < slabs;
         const int column = r - slab * t.columns;
-        int place = column, repeats = 1; /* of the row's elements in a step of the tile */
+        int place = column, repeats = 1; /* the row's first element in a step of the tile; how many it has there */
         if (LINES > 1 && t.dense && valid) {
             const int head = slab_edges[slab].head % inner, across = t.width * LINES;
             place = column - head + (column < head ? inner : 0);
@@ -128,8 +131,8 @@ DEVICE void merge_tile(const Op &op, const SlabTiles &t, int slabs, const SlabTh
     }
 }
 
-/* Stores the statistics of a part of a tile. The last block to do so gets those of the whole tile:
- * the parts merged in order. Called by all threads; false in all other blocks. */
+/* Stores the statistics of a part of a tile. Returns true in the last block of the tile that does so: there, `rows`
+ * gets the statistics of the whole tile, its parts merged in order. Called by all threads. */
 template <class Op>
 DEVICE bool merge_parts(const Op &op, const SlabTiles &t, unsigned index, unsigned *counters,
                         typename Op::Stats *part_stats, typename Op::Stats *rows) {
@@ -154,7 +157,7 @@ DEVICE bool merge_parts(const Op &op, const SlabTiles &t, unsigned index, unsign
     return true;
 }
 
-/* Row `slot` of the tiles that are finished together: tile index + k * gridDim.x is the k-th. */
+/* Loads row `slot` of the tiles that are finished together. The k-th of them is tile index + k * gridDim.x. */
 template <class Op, typename T>
 DEVICE typename Op::Row load_slot(const Op &op, const SlabTiles &t, unsigned index, int slot) {
     const int k = static_cast<int>(t.by_rows.quotient(static_cast<unsigned>(slot)));
@@ -168,6 +171,7 @@ DEVICE typename Op::Row load_slot(const Op &op, const SlabTiles &t, unsigned ind
     return op.no_row();
 }
 
+/* The loop of a kernel. N, LINES: SlabTiles::elements and lines. STEPS: packs that a thread loads at a time. */
 template <class Op, typename T, int N, int LINES, int STEPS>
 DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, unsigned *counters,
                             typename Op::Stats *part_stats) {
@@ -178,8 +182,8 @@ DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, uns
     const int64_t ahead = t.down * t.stride; /* from one load to the next */
     Pack<T, N> packs[STEPS];
     SlabSpan<T, N> span(t, nullptr);
-    const T *p = nullptr; /* of step s */
-    int s = 0, to = 0;
+    const T *p = nullptr; /* the thread's pack of step s */
+    int s = 0, to = 0;    /* its next step; the end of its steps */
     bool active = false;
     const auto load = [&] {
 #pragma unroll
@@ -200,7 +204,7 @@ DEVICE void slab_statistics(Op &op, const SlabTiles &t, void *shared_memory, uns
         load();
         return tile.slabs;
     };
-    unsigned index = blockIdx.x, first = index; /* first: of the tiles that are finished together */
+    unsigned index = blockIdx.x, first = index; /* this tile; the first of those that are finished together */
     int filled = 0, buffer = 0, slabs = start(index);
     typename Op::Row row = load_slot<Op, T>(op, t, first, threadIdx.x);
     op.begin();
@@ -299,7 +303,7 @@ template <class Op, typename T, int N, int STEPS> DEVICE void slab_gradients(con
     load();
     op.begin();
     const typename Op::Line line(op, row);
-    /* All threads of a warp take the same number of turns: they exchange elements. */
+    /* All threads of a warp take the same number of turns, because store_shifted exchanges elements. */
     for (int turn = from; turn < end; turn += STEPS * t.down) {
         if (turn != from)
             load();
@@ -319,7 +323,7 @@ template <class Op, typename T, int N, int STEPS> DEVICE void slab_gradients(con
             begin[at] = op.of_one(row, span.begin[at], at);
         }
     if constexpr (Op::LABELS) {
-        /* The label's column once more, by the thread that has it: it has a term of its own. */
+        /* The label's element is written again, by the thread that has just written it. */
         __syncwarp();
         const int64_t label = active ? op.label(row) : -1, position = label - span.head;
         const int step = static_cast<int>(position / N);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Short rows in shared memory: one kernel for statistics and gradient of rows in any layout.
+ * Short rows in any layout, through shared memory: one kernel for statistics and gradient.
  *
- * A tile is some slabs (slabs.cuh), or, if COLUMNS, some rows of one slab that lie side by side. It
- * consists of spans of adjacent elements: all slabs, a slab each, or a step of the rows each. Spans
- * are copied by 16-byte packs, whatever their alignment: an element lies in shared memory as far
- * from a 16-byte boundary as in memory, so that only the packs at the ends of a span are copied one
- * element at a time. While a tile is reduced, the next ones are copied.
+ * A tile is a few dense slabs (slabs.cuh), or, if COLUMNS, some rows of one slab that lie side by side. It
+ * consists of spans of adjacent elements: all of its slabs are one span (one_span), each slab is one, or, if
+ * COLUMNS, each step of the rows is one. Spans are copied in packs of 16 bytes, whatever their alignment:
+ * an element has the same offset from a 16-byte boundary in shared memory as in memory. Only the packs at the
+ * ends of a span may have to be copied element by element. While one tile is reduced, the next ones are copied.
  */
 #ifndef RAFTER_CUDA_SLAB_STAGE_CUH
 #define RAFTER_CUDA_SLAB_STAGE_CUH
@@ -20,21 +20,21 @@ template <bool GRADIENT> constexpr int STAGES_OF = GRADIENT ? 2 : 3;
 /* As a kernel argument. */
 struct Stage {
     Slabs slabs;
-    bool columns;                         /* tiles of rows side by side */
+    bool columns;                         /* tiles are rows side by side */
     bool one_span;                        /* all slabs of a tile are one span */
-    int rows, slabs_per_tile, wide_tiles; /* of a tile; tiles side by side, if `columns` */
-    int pitch;                            /* elements of shared memory per span, whole packs */
-    int span_packs;                       /* packs that a span may touch */
-    int lanes;                            /* per row: a power of two, at most a warp */
+    int rows, slabs_per_tile, wide_tiles; /* rows per tile; slabs per tile; tiles side by side, if `columns` */
+    int pitch;                            /* elements of shared memory from span to span, whole packs */
+    int span_packs;                       /* packs that a span touches, at most */
+    int lanes;                            /* threads per row: a power of two, at most a warp */
     unsigned tiles;
-    int buffer;     /* elements of a tile */
-    int64_t extent; /* of the input: elements from the first to the last one */
+    int buffer;     /* elements of shared memory for a tile */
+    int64_t extent; /* elements from the first one of the input to the end of the last one */
     Divisor by_packs, by_inner, by_wide_tiles;
 };
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* Whether tiles are whole slabs. Contiguous rows of 1 KB and more are faster without shared memory. */
+/* Whether tiles are whole slabs. Contiguous rows of 1 KB and more are not: they are faster without shared memory. */
 static inline bool stages_slabs(const Slabs &s, bool both, int bytes) {
     const int64_t slab = s.slab_elements() * bytes;
     return s.dense(0) && (!both || s.dense(1)) && s.inner <= 64 && (s.inner == 1 ? slab < 1024 : slab <= 8192);
@@ -76,7 +76,8 @@ static inline Stage stage_of(const Slabs &s, bool both, int bytes, int multiproc
         g.rows = g.slabs_per_tile * static_cast<int>(s.inner);
         g.wide_tiles = 1;
         g.tiles = static_cast<unsigned>(ceil_div<int64_t>(s.outer, g.slabs_per_tile));
-        /* Whole packs per slab would put the same element of many rows into the same bank. */
+        /* Not for slabs of whole packs: one element of many rows would lie in the same bank. Separate spans have an odd
+         * number of packs as pitch. */
         g.one_span = s.packed(0) && (!both || s.packed(1)) && slab % wide != 0;
         spans = g.one_span ? 1 : g.slabs_per_tile;
         span = g.one_span ? g.slabs_per_tile * slab : slab;
@@ -101,8 +102,8 @@ static inline Stage stage_of(const Slabs &s, bool both, int bytes, int multiproc
 /* One tile. */
 template <typename T, bool COLUMNS> struct StageTile {
     const Stage &g;
-    int64_t slab; /* the first one */
-    int column;   /* the first one, if COLUMNS */
+    int64_t slab; /* its first slab */
+    int column;   /* its first row of the slab, if COLUMNS */
     int rows, slabs;
 
     DEVICE StageTile(const Stage &stage, unsigned index) : g(stage) {
@@ -131,10 +132,11 @@ template <typename T, bool COLUMNS> struct StageTile {
         else
             return slab_at(tensor, span);
     }
+    /* Elements from a 16-byte boundary to p. */
     static DEVICE int phase(const T *p) {
         return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T)) & (WIDE<T> - 1);
     }
-    /* The number of a row of the tile among all rows. */
+    /* The number among all rows of a row of the tile. */
     DEVICE int64_t row(int row_of_tile) const {
         const int of = COLUMNS ? 0 : static_cast<int>(g.by_inner.quotient(static_cast<unsigned>(row_of_tile)));
         int64_t at[3];
@@ -142,8 +144,7 @@ template <typename T, bool COLUMNS> struct StageTile {
         return at[2] + (column + row_of_tile - of * (COLUMNS ? 0 : static_cast<int>(g.slabs.inner))) * g.slabs.row_step;
     }
 
-    /* Where the spans of a tensor begin: the first one, and the distance to the next, unless the slabs
-     * have several outer dimensions. */
+    /* Where the spans of a tensor begin: evenly spaced, `apart` elements, unless there are several outer dimensions. */
     struct Spans {
         const StageTile &tile;
         const int tensor;
@@ -160,10 +161,11 @@ template <typename T, bool COLUMNS> struct StageTile {
         }
     };
 
-    /* Calls whole(to, p) for each aligned pack in memory that lies inside a span (when reading: inside
-     * the tensor, so that nothing waits for single elements), and part(to, p, n) for the n elements
-     * of the span in a pack that does not; `to` is the place in shared memory of
-     * the first element, by the alignment of the input. */
+    /* Divides the spans of a tensor (0: the input, 1: the gradient) into aligned packs. Calls whole(to, p) for a pack
+     * at p that can be accessed as a whole, and part(to, p, n) for the n elements of the span in any other pack. `to`:
+     * where the first element lies in shared memory, for both tensors by the alignment of the input. A pack of the
+     * gradient is whole if it lies inside the span; of the input, if it lies inside the tensor: reading elements of
+     * neighbouring spans does no harm, and saves slow copies of single elements. */
     template <typename Whole, typename Part> DEVICE void for_packs(int tensor, Whole whole, Part part) const {
         constexpr int N = WIDE<T>;
         const int slab_elements = static_cast<int>(g.slabs.length * (COLUMNS ? 1 : g.slabs.inner));
@@ -227,16 +229,17 @@ template <typename T, bool COLUMNS> struct StageTile {
 template <typename T, bool COLUMNS> struct StageRows {
     const StageTile<T, COLUMNS> &tile;
     const typename StageTile<T, COLUMNS>::Spans spans;
-    const int phase, slope; /* COLUMNS: the phase of step l is (slope * l + phase) % WIDE */
+    const int phase, slope; /* phase of the first span; COLUMNS: that of step l is (slope * l + phase) % WIDE */
 
     DEVICE explicit StageRows(const StageTile<T, COLUMNS> &of)
         : tile(of), spans(of, 0), phase(of.phase(spans.first)),
           slope(static_cast<int>(of.g.slabs.step[0]) & (WIDE<T> - 1)) {
     }
+    /* Elements of shared memory from one element of a row to the next, but for the phase if COLUMNS. */
     DEVICE int step() const {
         return COLUMNS ? tile.g.pitch : static_cast<int>(tile.g.slabs.inner);
     }
-    /* The place of the first element, if COLUMNS without the phase. */
+    /* The place of a row's first element; if COLUMNS, without the phase. */
     DEVICE int base(int row_of_tile) const {
         if constexpr (COLUMNS)
             return row_of_tile;
@@ -247,23 +250,24 @@ template <typename T, bool COLUMNS> struct StageRows {
             return column + phase + slab * static_cast<int>(g.slabs.length) * inner;
         return column + slab * g.pitch + tile.phase(spans.at(slab));
     }
-    /* Element l of a row that begins at `first`. */
+    /* The place of element l of a row with this base(). */
     DEVICE int at(int first, int l) const {
         return first + l * step() + (COLUMNS ? (phase + slope * l) & (WIDE<T> - 1) : 0);
     }
 };
 
 /*
- * The kernel. An Op says what is computed:
+ * The loop of a kernel: blocks take tiles in turn. An Op says what is computed:
  *
  *     typedef ... Stats, Row, Coefficient;
  *     bool GRADIENT                        whether the gradient is written
  *     Stats none(), add(...), merge_lanes(...)   as in slab_kernels.cuh
- *     Row no_row(), Row load_row(int64_t row)   what is loaded while the tile is in flight
- *     void begin()                         after the first loads: waits for the previous kernel
- *     bool needs_stats(const Row &), int wanted(const Row &)   the element that finish takes, or -1
+ *     Row no_row(), Row load_row(int64_t row)   what is loaded of a row while the tile is in flight
+ *     void begin()                         called after the first loads: waits for the previous kernel
+ *     bool needs_stats(const Row &)        whether the row has to be reduced
+ *     int wanted(const Row &)              the element that `finish` needs, such as the label's; -1: none
  *     Coefficient finish(const Row &, const Stats &, T wanted)
- *     Writer writer(const Coefficient &), T Writer::of_one(T x, int column)
+ *     Writer writer(const Coefficient &), T Writer::of_one(T x, int column)   the gradient of one element
  */
 template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, const Stage &g, uint4 *shared_memory) {
     typedef typename Op::Stats Stats;
@@ -355,12 +359,13 @@ template <class Op, typename T, bool COLUMNS> DEVICE void staged_rows(Op &op, co
     }
 }
 
-/* Bytes of shared memory, and blocks of a launch. */
+/* Bytes of shared memory of a block. coefficient_bytes: 0 without a gradient. */
 static inline size_t stage_shared(const Stage &g, int bytes, int64_t stats_bytes, int64_t coefficient_bytes) {
     const int64_t stages = coefficient_bytes > 0 ? STAGES_OF<true> : STAGES_OF<false>;
     return static_cast<size_t>(stages * g.buffer * bytes + round_up<int64_t>(g.rows * stats_bytes, 16) +
                                g.rows * coefficient_bytes);
 }
+/* Blocks of a launch: at most per_sm on each multiprocessor, and as many as its shared memory allows. */
 static inline int64_t stage_blocks(const rafter_cuda_state &device, const Stage &g, size_t shared, int per_sm) {
     const int64_t fit = (device.shared_bytes + 1024) / (int64_t(shared) + 3 * 1024);
     return min(int64_t(g.tiles), max(min(int64_t(per_sm), fit), int64_t(1)) * device.multiprocessors);

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Slabs (slabs.cuh) as tiles of packs that threads load from memory.
+ * Slabs (slabs.cuh) cut into tiles, for kernels in which threads load packs directly from memory.
  *
- * A slab is an array of `packs` columns of packs and some steps; consecutive steps lie `stride`
- * elements apart. Where a step of the reduced dimension has whole, aligned packs, a step here is
- * one of those. A dense slab has packs whatever its alignment and `inner`: a step is lcm(inner, N)
- * elements, so that element j of a column of packs always belongs to the same row. With inner = 1
- * that is a contiguous row of one column. Other layouts have packs of one element.
+ * A slab is seen as an array of packs: `packs` columns, and a number of steps that lie `stride` elements apart.
+ * What a step is depends on the layout:
  *
- * A tile is `width` columns of packs of `group` slabs; `parts` blocks share its steps. Of the threads
- * of a block, the fastest index runs along the columns, then `down` the steps, then over slabs.
+ *   Each step of the reduced dimension consists of aligned packs: a step here is the same.
+ *   Other dense slabs, of any alignment and any `inner`: a step is lcm(inner, N) elements of the slab's span, so
+ *   that element j of a column of packs always belongs to the same row. If inner = 1, a slab is a contiguous row
+ *   and has one column.
+ *   Other layouts: as the first case, with packs of one element.
+ *
+ * A tile is `width` columns of packs of `group` slabs. `parts` blocks share the steps of a tile. The threads of
+ * a block are numbered along the columns first, then `down` the steps, then over the slabs.
  */
 #ifndef RAFTER_CUDA_SLAB_TILES_CUH
 #define RAFTER_CUDA_SLAB_TILES_CUH
@@ -19,27 +22,27 @@
 /* As a kernel argument. */
 struct SlabTiles {
     Slabs slabs;
-    int elements;                 /* per pack: WIDE, or 1 */
-    int lines;                    /* rows per pack: 1, or `elements` */
-    bool dense;                   /* the span of a slab begins at any element */
-    bool direct;                  /* no two threads share a row */
-    bool rows;                    /* a slab is one column: its threads are 2^n lanes of a warp, or whole warps */
-    int packs, width, wide_tiles; /* columns of packs per slab, and per tile; tiles side by side */
-    int group, down, threads;
-    int columns;                 /* rows of a slab that a tile has */
-    int64_t stride, pack_stride; /* between steps, and between columns of packs, of the input */
-    int64_t grad_stride, grad_pack_stride;
+    int elements;                          /* per pack: WIDE, or 1 */
+    int lines;                             /* rows that a pack has elements of: 1, or `elements` */
+    bool dense;                            /* the second case above: packs are those of the slab's span */
+    bool direct;                           /* no two threads share a row: nothing to merge within a block */
+    bool rows;                             /* a slab is one column, shared by 2^n lanes of a warp, or by whole warps */
+    int packs, width, wide_tiles;          /* columns of packs per slab, and per tile; tiles side by side */
+    int group, down, threads;              /* slabs per tile; threads down the steps; threads of a block */
+    int columns;                           /* rows of a slab that a tile has */
+    int64_t stride, pack_stride;           /* elements between steps, and between columns of packs, of the input */
+    int64_t grad_stride, grad_pack_stride; /* the same of the gradient */
     int steps;                             /* per slab, at most */
     int parts, part;                       /* blocks per tile; steps per block */
-    int64_t tiles;                         /* times parts */
-    int lanes;                             /* that merge the statistics of a row, unless `rows` or `direct` */
-    int batch;                             /* tiles whose rows a block finishes at a time */
+    int64_t tiles;                         /* parts of all tiles: what blocks are given */
+    int lanes;                             /* threads that merge the statistics of a row, unless `rows` or `direct` */
+    int batch;                             /* tiles whose rows a block finishes together */
     Divisor by_packs, by_columns, by_rows; /* by_rows: rows of a tile */
 
     __host__ DEVICE int rows_of_tile() const {
         return group * columns;
     }
-    /* Statistics that the threads of a tile store for each other. */
+    /* Statistics that the threads of a block exchange through shared memory. */
     __host__ DEVICE int entries() const {
         return direct || (rows && down <= WARP) ? 0 : rows ? threads / WARP : threads * lines;
     }
@@ -50,7 +53,7 @@ struct SlabTiles {
 
 /* What a thread of a tile works on. */
 template <typename T, int N> struct SlabThread {
-    int slab_of_tile, down, pack; /* pack: of the tile */
+    int slab_of_tile, down, pack; /* its slab; its first step of the part; its column of packs; all within the tile */
 
     DEVICE explicit SlabThread(const SlabTiles &t) {
         const int across = threadIdx.x / t.width;
@@ -60,12 +63,12 @@ template <typename T, int N> struct SlabThread {
     }
 };
 
-/* One block's part of one tile, decoded. */
+/* One part of one tile: what a block is given, decoded from its index. */
 struct SlabTile {
-    unsigned tile;   /* among all tiles, and the part of it */
-    int part, slabs; /* slabs: of this tile */
-    int pack;        /* the first column of packs */
-    int64_t slab;    /* the first one */
+    unsigned tile;   /* number among all tiles */
+    int part, slabs; /* which part of it; slabs that it has */
+    int pack;        /* its first column of packs */
+    int64_t slab;    /* its first slab */
 
     DEVICE SlabTile(const SlabTiles &t, unsigned index) {
         const unsigned parts = t.parts, wide = t.wide_tiles;
@@ -80,8 +83,8 @@ struct SlabTile {
 
 /* A row of a tile. */
 struct TileRow {
-    int slab, column; /* slab of the tile; row of the slab, not less than `inner`: there is none */
-    int64_t row, at;  /* among all rows; offset of its first element */
+    int slab, column; /* slab of the tile; row of the slab: from `inner` on there is none */
+    int64_t row, at;  /* number among all rows; offset of its first element */
 
     DEVICE TileRow(const SlabTiles &t, const SlabTile &tile, int row_of_tile) {
         slab = static_cast<int>(t.by_columns.quotient(static_cast<unsigned>(row_of_tile)));
@@ -93,12 +96,12 @@ struct TileRow {
     }
 };
 
-/* A thread's packs of the input: `step` in [from, to). */
+/* How the packs of one slab of the input lie in memory. The last three are 0 unless the tiles are dense. */
 template <typename T, int N> struct SlabSpan {
     const T *begin; /* of the slab */
     int head;       /* elements before the first pack */
-    int edges;      /* before the first and after the last pack */
-    int packs;      /* dense: of the slab */
+    int edges;      /* elements before the first and after the last pack */
+    int packs;      /* of the slab */
 
     DEVICE SlabSpan(const SlabTiles &t, const T *slab) : begin(slab), head(0), edges(0), packs(0) {
         if (N > 1 && t.dense) {
@@ -108,7 +111,7 @@ template <typename T, int N> struct SlabSpan {
             packs = static_cast<int>(span.packs);
         }
     }
-    /* Steps that a column of packs has. */
+    /* Steps that column `pack` has. */
     DEVICE int steps(const SlabTiles &t, int pack) const {
         if (N == 1 || !t.dense)
             return t.steps;
@@ -127,13 +130,13 @@ DEVICE int row_of_edge(int e, int head, int edges, int inner) {
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* How the kernels of an op take slabs. */
+/* What the kernels of an op can do. */
 struct TileChoice {
-    bool both;        /* the gradient is written too */
+    bool both;        /* they write the gradient too */
     bool lines;       /* packs may hold elements of several rows */
-    int in_flight;    /* packs that a thread loads at a time; of one element: four times that */
-    int most_threads; /* per block, if a pack holds several rows */
-    bool split;       /* steps may be split among blocks that merge statistics */
+    int in_flight;    /* packs that a thread loads at a time; four times as many if packs have one element */
+    int most_threads; /* per block, if packs hold elements of several rows */
+    bool split;       /* they compute statistics: blocks that share the steps of a tile merge theirs */
 };
 
 /* Blocks that fill any device. */
@@ -143,7 +146,7 @@ static inline int64_t gcd_of(int64_t a, int64_t b) {
     return b == 0 ? a : gcd_of(b, a % b);
 }
 
-/* Numbers that the kernels count in 31 bits. */
+/* Whether some count exceeds the 31 bits of the kernels' counters. */
 static inline bool too_large(const Slabs &s) {
     const int64_t most = INT32_MAX / 2;
     return s.inner > most || (s.length > most && !(s.inner == 1 && s.length / 8 < most)) || s.rows() > most * 64;
@@ -156,7 +159,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     const bool dense = s.dense(0) && (!how.both || s.dense(1));
     const bool across = s.packs_across(0, bytes) && (!how.both || s.packs_across(1, bytes));
     const int64_t common = gcd_of(s.inner, wide), period = s.inner / common; /* packs of a dense step */
-    const bool whole = !across && s.inner > 1; /* a row has elements in several columns of packs, or may */
+    const bool whole = !across && s.inner > 1; /* a row may have elements in several columns of packs */
     const bool fits = s.slab_elements() / wide < INT32_MAX && (!whole || period <= how.most_threads);
     const bool long_enough = !whole || s.slab_elements() >= 2 * period * wide * how.in_flight;
     t.dense = dense && fits && long_enough && (s.inner == 1 || how.lines);
@@ -181,7 +184,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     const int usual = s.rows() * s.length * bytes < 8 << 20 ? 128 : 256;
     t.packs = static_cast<int>(min(columns, int64_t(INT32_MAX))); /* more are refused: see too_large */
     t.steps = static_cast<int>(min(steps, int64_t(INT32_MAX)));
-    /* Threads down the steps: as many as have full loads. */
+    /* As many threads down the steps as can issue all of their in_flight loads. */
     const int64_t full = max(ceil_div<int64_t>(steps, in_flight), int64_t(1));
     t.rows = columns == 1 && t.lines == 1;
     if (t.rows && full <= WARP)
@@ -189,7 +192,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     else if (t.rows)
         t.down = static_cast<int>(round_up<int64_t>(ceil_div(full, ceil_div<int64_t>(full, usual)), WARP));
     else if (t.elements == 1 && (how.split ? bytes == 4 && columns >= 32 * usual : columns >= 4 * usual))
-        t.down = 1; /* blocks as wide as possible: sectors that two blocks share are few */
+        t.down = 1; /* blocks as wide as possible, so that few memory sectors are shared by two blocks */
     else
         t.down = static_cast<int>(max(min(full, columns < WARP ? usual / columns : int64_t(8)), int64_t(1)));
     const bool keep_whole = t.dense && whole;
@@ -202,7 +205,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     if (t.wide_tiles == 1) {
         const int64_t fit = max(usual / (t.width * t.down), 1), enough = s.outer / ENOUGH_TILES;
         t.group = static_cast<int>(max(min(fit, enough), int64_t(1)));
-        if (t.rows) /* whole warps */
+        if (t.rows) /* fill whole warps */
             while (t.group * t.down % WARP != 0 && t.group < fit)
                 t.group++;
     }
@@ -214,7 +217,7 @@ static inline SlabTiles tiles_of(const Slabs &s, int bytes, const TileChoice &ho
     /* With many rows to a tile a thread merges all parts of a row. */
     const int64_t most_parts = how.split && 4 * t.rows_of_tile() > t.threads ? 16 : 256;
     const int64_t filling = min(min(ceil_div(ENOUGH_TILES, whole_tiles), steps / least), most_parts);
-    /* Without statistics, short blocks; but what they load of each row must not count. */
+    /* Without statistics to merge, blocks are short, but long enough to outweigh what they load per row. */
     const int64_t parts = max(how.split ? filling : max(filling, steps / (16 * least)), int64_t(1));
     t.part = static_cast<int>(ceil_div(steps, parts));
     t.parts = static_cast<int>(ceil_div<int64_t>(steps, t.part));

@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Statistics of long rows that lie side by side (slabs.cuh). A window is some adjacent rows of a slab.
- * The threads of a block lie along a window, N adjacent rows each, and follow each other down the steps
- * of the rows. They load aligned packs, whatever the alignment of a step: the packs of a step begin up to
- * N - 1 rows before the window, and rows outside of it do not count. The number of threads down is a
- * multiple of N, so that a thread's packs are equally far from the window in all its steps, and element j
- * of them always belongs to the same row.
+ * Statistics of long rows that lie side by side (slabs.cuh). A window is some adjacent rows of a slab, and a
+ * step of a window is one element of each. Of the threads of a block, `across` lie along a window, with N
+ * adjacent rows each, and `down` follow each other down the steps.
  *
- * If few rows are adjacent and slabs are dense, the window is the whole slab, and `repeat` elements of
- * each row are one step. A block then takes `group` slabs, if they are small.
+ * Threads load aligned packs, whatever the alignment of a step. So the packs of a step begin up to N - 1 rows
+ * before the window, and elements outside of the window do not count. `down` is a multiple of N. So a thread
+ * takes every down-th step, its packs have the same offset from the window in all of these, and element j of
+ * them always belongs to the same row.
  *
- * If there are few windows, blocks share the steps of a window, and a second kernel merges their parts,
- * in order.
+ * If few rows are side by side and slabs are dense, the window is the whole slab, and a step has `repeat`
+ * elements of each row. If such slabs are small, a block takes `group` of them.
  *
- * What an Op must have: see slab_kernels.cuh.
+ * If there are few windows, blocks share the steps of a window (`parts`), and a second kernel merges their
+ * statistics in order.
+ *
+ * What an Op must have: see slab_statistics in slab_kernels.cuh.
  */
 #ifndef RAFTER_CUDA_SLAB_WINDOWS_CUH
 #define RAFTER_CUDA_SLAB_WINDOWS_CUH
@@ -22,30 +24,33 @@
 
 constexpr int WINDOW_BLOCK = 256;
 constexpr int WINDOW_STEPS = 8; /* packs that a thread loads before it uses the first one */
-constexpr int MERGE_ACROSS = 32, MERGE_DOWN = WINDOW_BLOCK / MERGE_ACROSS; /* threads of a block that merges */
+/* A block of merge_windows: threads along the rows, and down the parts. */
+constexpr int MERGE_ACROSS = 32, MERGE_DOWN = WINDOW_BLOCK / MERGE_ACROSS;
 
 /* As a kernel argument. */
 struct SlabWindows {
     Slabs slabs;
-    int width, windows;        /* elements of a step that a window has, at most; windows of a slab */
-    int repeat;                /* elements of a row among them */
+    int width, windows;        /* elements of a step of a window, at most; windows of a slab */
+    int repeat;                /* elements of each row in a step */
     int group;                 /* slabs per block */
     int steps;                 /* of a slab */
-    int64_t step;              /* between them, in elements */
-    int across, down, threads; /* threads along a window, and down the steps; of a block */
+    int64_t step;              /* elements from one step to the next */
+    int across, down, threads; /* threads along a window; down the steps; of a block */
     int parts, part;           /* blocks per window; steps of each */
     int64_t rows;              /* of all slabs */
-    int64_t extent;            /* elements from the first to the last one of the tensor */
-    int lanes;                 /* that merge the statistics of a row */
+    int64_t extent;            /* elements from the first one of the tensor to the end of the last one */
+    int lanes;                 /* threads that merge the statistics of a row */
     int64_t blocks;
     Divisor by_parts, by_windows, by_slab, by_across, by_inner, by_repeat; /* by_slab: threads of a slab */
 
+    /* Statistics in shared memory. */
     __host__ DEVICE int entries() const {
         return group * down * width;
     }
     int64_t merge_blocks() const {
         return ceil_div<int64_t>(rows, MERGE_ACROSS);
     }
+    /* Statistics in the workspace. */
     int64_t part_stats() const {
         return parts > 1 ? rows * parts : 0;
     }
@@ -53,11 +58,14 @@ struct SlabWindows {
 
 /* ---- host ------------------------------------------------------------------------------------ */
 
-/* How an op takes windows. */
+/* What the kernels of an op can do. */
 struct WindowChoice {
-    int bytes, elements; /* of an element; per pack */
-    bool repeats;        /* a step may have several elements of a row */
-    int resident = 0; /* threads that a multiprocessor runs at once: few windows are cut into whole waves of blocks */
+    int bytes, elements; /* bytes per element; elements per pack */
+    bool repeats;        /* whether a step may have several elements of a row */
+    /* Threads that a multiprocessor runs at once: few windows are cut into whole waves of blocks. 0: they are not. */
+    int resident = 0;
+
+    /* Elements across which the lanes of one warp lie. */
 
     int64_t widest() const {
         return int64_t(WARP) * elements;
@@ -69,7 +77,7 @@ static inline bool repeats_in_window(const Slabs &s, const WindowChoice &how) {
     return how.repeats && s.dense(0) && s.inner > 1 && 2 * s.inner <= how.widest() - how.elements + 1;
 }
 
-/* Elements of a row that a step has. A thread has WINDOW_STEPS packs or more, if the slab has them. */
+/* The value of SlabWindows::repeat. A thread has at least WINDOW_STEPS packs, if the slab has enough elements. */
 static inline int64_t window_repeat(const Slabs &s, const WindowChoice &how) {
     if (!repeats_in_window(s, how))
         return 1;
@@ -87,7 +95,7 @@ static inline const char *why_not_windows(const Slabs &s, const WindowChoice &ho
     constexpr int64_t LONG_WINDOW = 48 << 10, LONG_SLAB = 2 << 10, SMALL = 64 << 20, FEW_ROWS = 1 << 16;
     if (s.inner == 1 || s.across[0] != 1)
         return "rows are not side by side";
-    if (s.length > 1 && s.step[0] < s.inner) /* several of a thread's packs could reach out of the tensor */
+    if (s.length > 1 && s.step[0] < s.inner) /* more than one of a thread's packs could reach out of the tensor */
         return "steps overlap";
     const bool repeats = repeats_in_window(s, how);
     if (!repeats && s.inner < 3 * how.elements)
@@ -101,8 +109,8 @@ static inline const char *why_not_windows(const Slabs &s, const WindowChoice &ho
                : NULL;
 }
 
-/* Whether windows beat the variants that take a row per thread or a column of packs per thread. Measured on an
- * H200: always in large tensors; else if few rows are side by side, or if rows are so long that blocks share
+/* Whether windows are faster than the variants that take a row, or a column of packs, per thread. As measured on an
+ * H200: in nearly all large tensors; in others if few rows are side by side, or if rows are so long that blocks share
  * them. */
 static inline bool windows_are_faster(const Slabs &s, int bytes) {
     constexpr int64_t LARGE = 768 << 20, MEDIUM = 64 << 20, LONG_ROW = 16384, SHORT_ROW = 128, NARROW_SLAB = 16;
@@ -110,15 +118,17 @@ static inline bool windows_are_faster(const Slabs &s, int bytes) {
     const int64_t all = s.rows() * s.length * bytes;
     if (s.length < SHORT_ROW)
         return false;
-    if (all >= LARGE) /* not the columns of packs of one line of memory, unless rows are long */
+    if (all >= LARGE) /* all but aligned steps of up to one memory line, unless rows are long */
         return s.inner * bytes > LINE || s.inner * bytes % 16 != 0 || s.length >= LEAST_LINES;
     const bool narrow = s.inner < NARROW_SLAB && s.length >= LEAST_NARROW;
     return s.length >= LONG_ROW ? narrow || (bytes == 2 && all >= MEDIUM) : narrow && all >= MEDIUM;
 }
 
-/* How many blocks share the steps of a window. If there are many windows, so many that the last wave of blocks
- * hardly counts. A block of few turns spends as long before its first and after its last one, and leaves a part to
- * merge: few windows are cut into one wave of blocks, or two that have eight turns each. */
+/* Sets how many blocks share the steps of a window. A turn is the WINDOW_STEPS loads that a thread has in flight.
+ *
+ * Usually there are so many blocks that the last wave hardly counts. But a block of few turns spends as long on
+ * starting and ending as on its turns, and leaves a part to merge. So few windows (`waves`) are cut into one wave of
+ * blocks, or into two if blocks still have eight turns each. */
 static inline void split_windows(SlabWindows &w, int64_t tiles, int64_t least, int64_t most, int resident) {
     constexpr int64_t FILLING = 792, MANY = 4096, FEW_TURNS = 16, TURNS = 8, MULTIPROCESSORS = 132;
     const int64_t turn = int64_t(w.down) * WINDOW_STEPS, steps = w.steps, wave = resident / w.threads * MULTIPROCESSORS;
@@ -133,7 +143,8 @@ static inline void split_windows(SlabWindows &w, int64_t tiles, int64_t least, i
     w.blocks = tiles * w.parts;
 }
 
-/* least, most: parts of a row. By shape and alignment alone: the same bits everywhere. */
+/* least, most: bounds for the parts of a row. How rows are cut depends on shape and alignment only, so that all devices
+ * compute the same bits. */
 static inline SlabWindows slab_windows_of(const Slabs &s, const WindowChoice &how, int64_t least = 1,
                                           int64_t most = INT32_MAX) {
     constexpr int64_t ENOUGH_BLOCKS = 264;
@@ -178,7 +189,7 @@ static inline SlabWindows slab_windows_of(const Slabs &s, const WindowChoice &ho
 
 /* ---- device ---------------------------------------------------------------------------------- */
 
-/* A pack at the edge of the tensor: only the elements [from, to) are loaded. */
+/* Loads elements [from, to) of a pack at the edge of the tensor; the others are -inf. */
 template <typename T, int N> DEVICE Pack<T, N> load_some_elements(const T *p, int from, int to) {
     Pack<T, N> pack = all_of<T, N>(-INFINITY);
 #pragma unroll
@@ -191,10 +202,10 @@ template <typename T, int N> DEVICE Pack<T, N> load_some_elements(const T *p, in
 /* The block's slabs, window and steps. */
 struct WindowBlock {
     const SlabWindows &w;
-    unsigned slab, part; /* slab: the first one */
-    int begin;           /* of the window in the slab */
-    int width, rows;     /* of this window: elements per step, rows of a slab */
-    int from, to;        /* steps */
+    unsigned slab, part; /* the first slab; which part of the steps */
+    int begin;           /* the window's first element in a step of the slab */
+    int width, rows;     /* of this window: elements per step; rows of each slab */
+    int from, to;        /* steps of this part */
 
     DEVICE explicit WindowBlock(const SlabWindows &windows) : w(windows) {
         const unsigned tile = w.by_parts.quotient(blockIdx.x), group = w.by_windows.quotient(tile);
@@ -206,7 +217,7 @@ struct WindowBlock {
         from = static_cast<int>(part) * w.part;
         to = min(from + w.part, w.steps);
     }
-    /* Row c of the block, over all its slabs, if there is one. */
+    /* Loads row c of the block, counted over all of its slabs. */
     template <class Op, typename T> DEVICE typename Op::Row load_row(const Op &op, int c) const {
         const int of = w.group == 1 ? 0 : static_cast<int>(w.by_inner.quotient(static_cast<unsigned>(c)));
         if (of >= w.group || c - of * rows >= rows || slab + of >= w.slabs.outer)
@@ -216,7 +227,8 @@ struct WindowBlock {
         w.slabs.walk.offsets(slab + of, offset);
         return op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
     }
-    /* Merges the statistics of the threads, to entries[] or part_stats[]. */
+    /* Merges the threads' statistics in entries[]. Those of a row are left at its first entry, or in part_stats[] if
+     * there are several parts. */
     template <class Op>
     DEVICE void merge(const Op &op, typename Op::Stats *entries, typename Op::Stats *part_stats) const {
         const int lane = threadIdx.x & (w.lanes - 1), groups = w.threads / w.lanes, all_rows = w.group * rows;
@@ -241,7 +253,7 @@ struct WindowBlock {
     }
 };
 
-/* `entries`: in shared memory. part_stats: ordered by part, then slab, then row of the slab. */
+/* The body of the first kernel. `entries`: in shared memory. part_stats: [part][slab][row of the slab]. */
 template <class Op, typename T, int N>
 DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stats *entries,
                                  typename Op::Stats *part_stats) {
@@ -256,7 +268,7 @@ DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stat
     const T *const window = w.slabs.at<const T>(0, offset[0]) + block.begin;
     int l = block.from + y;
     const T *p = window + l * w.step;
-    /* Of the first element of the thread's packs, in the window. */
+    /* The first element of the thread's packs, counted from the window's; negative before it. */
     const int column = x * N - static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % N);
     p += column;
     const bool active = present && column < block.width && column + N > 0;
@@ -266,8 +278,8 @@ DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stat
 #pragma unroll
     for (int j = 0; j < N; j++)
         g[j] = op.none();
-    /* The first and the last pack of the tensor may reach out of it; if steps have several elements of a
-     * row, the last one may be shorter. */
+    /* The thread's first and last pack may reach out of the tensor, and if steps have several elements of a row, the
+     * last step may be shorter than the others: add_edge reads only the elements that count. */
     const T *const end = w.repeat == 1 ? w.slabs.at<const T>(0, w.extent) : window + w.slabs.length * w.slabs.inner;
     const auto add_edge = [&](const T *edge, int step) {
         const int from = -column,
@@ -312,11 +324,11 @@ DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stat
         if (l < to)
             load();
     }
-    /* Not earlier: registers are scarce. */
+    /* The rows are loaded only now, because registers are scarce above. */
     if (w.parts == 1)
         op.begin();
     else
-        wait_for_previous_kernel(); /* the kernel after this one relies on it */
+        wait_for_previous_kernel(); /* the next kernel relies on it: it waits for this one only */
     typename Op::Row row = w.parts == 1 ? block.template load_row<Op, T>(op, threadIdx.x) : op.no_row();
     if (active)
 #pragma unroll
@@ -336,7 +348,7 @@ DEVICE void window_statistics_of(Op &op, const SlabWindows &w, typename Op::Stat
     }
 }
 
-/* What op.finish needs of row i of all windows. */
+/* Loads what op.finish needs of row i, counted over all slabs. */
 template <class Op, typename T> DEVICE typename Op::Row load_merged_row(const Op &op, const SlabWindows &w, int64_t i) {
     const unsigned slab = w.by_inner.quotient(static_cast<unsigned>(i)),
                    column = static_cast<unsigned>(i) - slab * w.by_inner.number;
@@ -345,7 +357,7 @@ template <class Op, typename T> DEVICE typename Op::Row load_merged_row(const Op
     return op.load_row(offset[2] + column * w.slabs.row_step, w.slabs.at<const T>(0, offset[0]) + column);
 }
 
-/* Parts share, share + SHARES, ... of row i, merged. */
+/* Merges parts share, share + SHARES, ... of row i. */
 template <int SHARES, class Op>
 DEVICE typename Op::Stats merge_share(const Op &op, const SlabWindows &w, const typename Op::Stats *part_stats,
                                       int64_t i, int share) {
@@ -364,7 +376,7 @@ DEVICE typename Op::Stats merge_share(const Op &op, const SlabWindows &w, const 
     return g;
 }
 
-/* A thread for each of MERGE_ACROSS rows and MERGE_DOWN shares of their parts. */
+/* The second kernel: a block takes MERGE_ACROSS rows, and MERGE_DOWN threads share the parts of each. */
 template <class Op, typename T>
 DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
     __shared__ typename Op::Stats shares[WINDOW_BLOCK];
@@ -385,13 +397,14 @@ DEVICE void merge_windows(Op &op, const SlabWindows &w, const typename Op::Stats
     op.finish(row, g);
 }
 
-/* The same with a warp for each row, for rows of many parts. */
-constexpr int MERGE_ROWS = WINDOW_BLOCK / WARP; /* of a block */
+/* The second kernel for rows of many parts: a warp per row. */
+constexpr int MERGE_ROWS = WINDOW_BLOCK / WARP; /* rows per block */
 
 template <class Op, typename T>
 DEVICE void merge_windows_by_warps(Op &op, const SlabWindows &w, const typename Op::Stats *part_stats) {
     __shared__ typename Op::Stats shares[WINDOW_BLOCK];
-    /* Adjacent threads load adjacent rows of a part; then a warp has the shares of a row. */
+    /* First, adjacent threads load adjacent rows of a part. Then, through shared memory, a warp gets the shares of its
+     * row. */
     const int64_t first = int64_t(blockIdx.x) * MERGE_ROWS, own = first + threadIdx.x / WARP;
     const int lane = threadIdx.x % WARP;
     typename Op::Row row = op.no_row();

@@ -2,11 +2,14 @@
 /*
  * Rows in any layout, for ops that reduce one dimension.
  *
- * A slab is what the rows of one outer index share: `inner` rows of `length` elements, of which
- * element l of row c lies at l * step + c * across. Rows whose elements are adjacent are slabs of
- * one row. If the reduced dimension is not the last one, the innermost dimension lies across a
- * slab. A dense slab is one span of adjacent elements, length * inner of them, where element i
- * belongs to row i % inner.
+ * A slab is a set of `inner` rows with the same outer index. Each row has `length` elements; element l of
+ * row c of a slab lies at l * step + c * across. Two cases:
+ *
+ *   The elements of a row are adjacent: a slab is one row (inner = 1).
+ *   The reduced dimension is not the innermost one in memory: the innermost one runs across the rows of a
+ *   slab, usually with across = 1, so that its rows lie side by side.
+ *
+ * A dense slab is one span of length * inner adjacent elements, where element i belongs to row i % inner.
  */
 #ifndef RAFTER_CUDA_SLABS_CUH
 #define RAFTER_CUDA_SLABS_CUH
@@ -16,11 +19,11 @@
 
 /* As a kernel argument. Index 0: the input, 1: its gradient. Strides are in elements. */
 struct Slabs {
-    int64_t outer, inner, length;
+    int64_t outer, inner, length; /* slabs; rows of a slab; elements of a row */
     char *data[2];
     int64_t step[2], across[2];
-    int64_t row_step; /* from the number of a row to that of the next row of the slab */
-    Walk walk;        /* over the outer indices: the slab in each tensor, and the number of its first row */
+    int64_t row_step; /* from the number of a row to the number of the next row of the slab */
+    Walk walk;        /* over the outer indices: [0], [1]: the slab's offset; [2]: the number of its first row */
 
     template <typename T> DEVICE T *at(int tensor, int64_t offset) const {
         return reinterpret_cast<T *>(data[tensor]) + offset;
@@ -52,11 +55,12 @@ struct Slabs {
     }
 };
 
-/* The row dimensions of a view, taken off from the last one. */
+/* The row dimensions of a view (all but the last one), taken apart from the innermost one outwards. A dimension can be
+ * taken in several steps, because two views of the same rows may have merged them differently. */
 struct RowDims {
     const rafter_view *view;
-    int dim;
-    int64_t left, taken; /* of the current dimension */
+    int dim;             /* the current dimension */
+    int64_t left, taken; /* factors of its size: still to take; already taken */
 
     explicit RowDims(const rafter_view *of) : view(of), dim(of ? of->ndim - 1 : 0), left(1), taken(1) {
         next();
@@ -78,8 +82,8 @@ struct RowDims {
     }
 };
 
-/* The reduced dimension is the last one of the views. The gradient, which may be NULL, has the same
- * shape, but its row dimensions may have been merged otherwise. At least one row and one element. */
+/* The reduced dimension is the last one of the views. dx, the gradient, may be NULL. It has the shape of x, but its row
+ * dimensions may have been merged differently. There is at least one row and one element. */
 static inline Slabs slabs_of(const rafter_view &x, const rafter_view *dx) {
     const rafter_view *const views[2] = {&x, dx ? dx : &x};
     Slabs s = {};
@@ -90,7 +94,7 @@ static inline Slabs slabs_of(const rafter_view &x, const rafter_view *dx) {
         s.step[t] = s.length > 1 ? views[t]->stride[views[t]->ndim - 1] : 1;
         contiguous = contiguous && s.step[t] == 1;
     }
-    /* The dimensions of rows, the last one first; numbers of rows count from there. */
+    /* The dimensions of rows, innermost first, which is also the order in which rows are numbered. */
     int dims = 0;
     int64_t size[2 * RAFTER_VIEW_DIMS], stride[3][2 * RAFTER_VIEW_DIMS], rows = 1;
     RowDims a(views[0]), b(views[1]);
@@ -104,7 +108,7 @@ static inline Slabs slabs_of(const rafter_view &x, const rafter_view *dx) {
         a.take(n);
         b.take(n);
     }
-    /* The innermost dimension lies across slabs, unless the elements of rows are adjacent. */
+    /* The dimension across slabs is that of the least stride, unless the elements of rows are adjacent. */
     int inner = -1;
     for (int d = 0; d < dims && !contiguous; d++) {
         const auto rank = [&](int of) { return stride[0][of] == 0 ? INT64_MAX : stride[0][of]; };

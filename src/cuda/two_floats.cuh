@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Numbers as unevaluated sums of two floats, with about twice the precision of one. For logarithms of many short rows,
- * where double costs too much: a conversion from or to double takes as long as eight other instructions.
+ * Numbers as unevaluated sums of two floats, which hold more digits than one. For logarithms of many short rows, where
+ * double costs too much: a conversion from or to double takes as long as eight other instructions.
  */
 #ifndef RAFTER_CUDA_TWO_FLOATS_CUH
 #define RAFTER_CUDA_TWO_FLOATS_CUH
