@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * The elementwise activations and their gradients, accurate enough to be rounded to T. Infinities
- * and NaN give the results of PyTorch: silu(-inf) is NaN (-inf times 0), and so are the gradients
- * of silu at both infinities.
+ * and NaN give the results of PyTorch: silu(-inf) is NaN (-inf times 0), and the gradients of silu
+ * at both infinities are NaN too.
  *
  * In kernels that are specialised for a kind, `kind` is a compile-time constant, and the compiler
  * removes the branches.
@@ -36,8 +36,8 @@ template <typename T> DEVICE float act_slope(rafter_act_kind kind, float x) {
     const Logistic<T> s(x);
     if (kind == RAFTER_ACT_SIGMOID)
         return s.e * s.r * s.r;
-    /* sigmoid (1 + x (1 - sigmoid)). It has a root near x = -1.28, where 1 + x and its sum with e
-     * are exact. */
+    /* sigmoid (1 + x (1 - sigmoid)). Near its root, x = -1.28, 1 + x and the sum with e are exact, so no digits are
+     * lost. */
     return s.r * s.r * (x < 0.0f ? s.e * (1.0f + x + s.e) : fmaf(x, s.e, 1.0f + s.e));
 }
 
@@ -45,7 +45,7 @@ template <typename T> DEVICE float act_backward(rafter_act_kind kind, float x, f
     if (kind == RAFTER_ACT_NONE)
         return dy;
     if (kind == RAFTER_ACT_RELU)
-        return x <= 0.0f ? 0.0f : dy; /* 0 whatever dy is. NaN passes dy on */
+        return x <= 0.0f ? 0.0f : dy; /* 0 for any dy, even NaN; dy if x is NaN */
     return dy * act_slope<T>(kind, x);
 }
 

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* The functions that librafter calls (struct rafter_cuda): opening contexts, scratch memory, running a call. */
 #include "cuda/backend.cuh"
 #include "cuda/products.cuh"
 
@@ -26,14 +27,14 @@ bool rafter_cuda_capturing(const rafter_cuda_state *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(state->stream, &status) == cudaSuccess)
         return status != cudaStreamCaptureStatusNone;
-    /* The default stream cannot be asked while another stream is being captured. Nothing can be
-     * enqueued on it then either. */
+    /* The legacy default stream cannot be queried while another stream is being captured, and nothing can be enqueued
+     * on it either: treat it as capturing. */
     cudaGetLastError();
     return true;
 }
 
-/* Frees the block after the work that is already enqueued. A block that a graph was captured with
- * is kept. */
+/* Frees the block once the work that is already enqueued has ended. A block that a graph was captured with is kept
+ * until the context is closed. */
 static bool drop_block(rafter_cuda_state *state) {
     if (state->block && state->block_captured) {
         RetiredBlock *retired = static_cast<RetiredBlock *>(malloc(sizeof *retired));
@@ -51,8 +52,8 @@ static bool drop_block(rafter_cuda_state *state) {
 }
 
 /* One block is enough: a context serves one call at a time, and all its work is in the order of one
- * stream. The block only grows, and never while the stream is being captured: then the caller gives
- * a workspace, or has made the same call once before. */
+ * stream. The block only grows, and never while the stream is being captured: then the caller must
+ * give a workspace, or have made the same call once before. */
 static void *scratch_allocate(void *user, size_t bytes) {
     rafter_cuda_state *state = static_cast<rafter_cuda_state *>(user);
     if (state->block_taken)
@@ -62,7 +63,7 @@ static void *scratch_allocate(void *user, size_t bytes) {
         if (capturing || !drop_block(state))
             return NULL;
         if (cudaMallocAsync(&state->block, bytes, state->stream) != cudaSuccess) {
-            cudaGetLastError(); /* reported as out of memory: clear it, or the next launch reports it again */
+            cudaGetLastError(); /* the caller reports out of memory; the next launch must not report it again */
             state->block = NULL;
             return NULL;
         }
@@ -240,7 +241,7 @@ static rafter_status run(rafter_context *context, const char *op, const struct r
     if (status == RAFTER_OK)
         return rafter_cuda_launched(context, op);
     context->cuda_state->failed = context->cuda_state->follows = false;
-    cudaGetLastError(); /* the next call must not find it */
+    cudaGetLastError(); /* clear it: the next call must not report it */
     return status;
 }
 

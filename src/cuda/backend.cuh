@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The device state behind a context, and errors, for host code of the CUDA backend. */
+/* Host side of the CUDA backend: the device state behind a context, and error handling. */
 #ifndef RAFTER_CUDA_BACKEND_CUH
 #define RAFTER_CUDA_BACKEND_CUH
 
@@ -8,22 +8,22 @@
 #include "core/backend.h"
 
 enum {
-    RAFTER_CUDA_COUNTERS = 1 << 16,
-    RAFTER_CUDA_SMALL_BLOCK = 1 << 20,
-    RAFTER_CUDA_ALLOWED = 256,
-    RAFTER_CUDA_ROWS_BLOCK = 1 << 16
+    RAFTER_CUDA_COUNTERS = 1 << 16,    /* number of counters */
+    RAFTER_CUDA_SMALL_BLOCK = 1 << 20, /* bytes */
+    RAFTER_CUDA_ALLOWED = 256,         /* entries of the hash table of allow_shared */
+    RAFTER_CUDA_ROWS_BLOCK = 1 << 16   /* bytes */
 };
 
 struct rafter_cuda_state {
     int device;
     cudaStream_t stream;
-    /* For collectives that run beside other work: see the two functions below. */
+    /* For collectives that run beside other work: see rafter_cuda_fork and rafter_cuda_join. */
     cudaStream_t side;
     cudaEvent_t fork, join;
     int multiprocessors;
     int compute_capability; /* 90 for 9.0 */
     int shared_bytes;       /* most shared memory of one block */
-    int cooperative;        /* cooperative launches: all blocks of a kernel run at the same time */
+    int cooperative;        /* whether the device has cooperative launches */
     int64_t l2_bytes;
 
     /* Zero between calls: kernels that count arrivals reset their counters. */
@@ -31,21 +31,21 @@ struct rafter_cuda_state {
     float *zero_and_one; /* {0, 1} in device memory: alpha and beta of matrix products */
 
     /* Set by kernels that see a label out of range. In host memory that the device can write. */
-    volatile int *bad_labels; /* as the host sees it; behind it, whether ranks made different calls */
-    int *bad_labels_on_device;
+    volatile int *bad_labels;  /* two flags: [0] a label was out of range, [1] ranks made different calls */
+    int *bad_labels_on_device; /* their address on the device */
 
-    /* A launch of the current call has failed. No other one follows: it would work on lists,
-     * counters and addresses that are not there. False between calls. */
+    /* A launch of the current call has failed: the call's remaining launches are skipped, because they would
+     * work on results that do not exist. False between calls. */
     bool failed;
-    bool follows; /* the last thing that the current call has enqueued is a kernel. False between calls */
+    bool follows; /* the last thing that the current call enqueued is one of our kernels. False between calls */
 
     const void *allowed[RAFTER_CUDA_ALLOWED]; /* kernels whose shared memory limit was raised: see allow_shared */
 
     /* cuBLASLt and its chosen algorithms; NULL until the first matrix product. */
     struct rafter_cuda_products *products;
 
-    /* Scratch memory for small calls, also in contexts with an allocator of their own: any
-     * allocator would cost the host more than the rest of such a call. */
+    /* RAFTER_CUDA_SMALL_BLOCK bytes of scratch memory for small calls, also in contexts with an allocator of
+     * their own: any allocator would cost the host more than the rest of such a call. */
     void *small;
     char *rows_block; /* RAFTER_CUDA_ROWS_BLOCK bytes: see ops/row_group.cu */
 
@@ -53,8 +53,8 @@ struct rafter_cuda_state {
      * live as long as the context. */
     void *block;
     size_t block_bytes;
-    bool block_taken, block_captured;
-    struct RetiredBlock *retired;
+    bool block_taken, block_captured; /* in use by the current call; a graph was captured with it */
+    struct RetiredBlock *retired;     /* older blocks that a graph was captured with */
 };
 
 /* Makes the context's device current until the end of the scope. */
@@ -75,29 +75,28 @@ struct CurrentDevice {
     CurrentDevice &operator=(const CurrentDevice &) = delete;
 };
 
-/* RAFTER_OK, or "<what>: <the CUDA runtime's error text>". */
+/* Returns RAFTER_OK, or fails with "<what>: <the CUDA runtime's error text>". */
 static inline rafter_status rafter_cuda_check(rafter_context *context, const char *what, cudaError_t error) {
     if (error == cudaSuccess)
         return RAFTER_OK;
     return rafter_fail(context, RAFTER_DEVICE_ERROR, "%s: %s", what, cudaGetErrorString(error));
 }
 
-/* Ends a sequence of launches: RAFTER_OK, or "<what>: <the text of the error that ended it>". */
+/* Ends a call's launches: returns RAFTER_OK, or fails with "<what>: <text of the error of the failed launch>". */
 static inline rafter_status rafter_cuda_launched(rafter_context *context, const char *what) {
     context->cuda_state->failed = context->cuda_state->follows = false;
     return rafter_cuda_check(context, what, cudaGetLastError());
 }
 
-/* See struct rafter_cuda: ops/row_group.cu. */
+/* Members of struct rafter_cuda, defined in ops/row_group.cu. */
 rafter_status rafter_cuda_begin_rows(rafter_context *context, struct rafter_loss *loss);
 rafter_status rafter_cuda_end_rows(rafter_context *context, const struct rafter_loss *loss);
-/* The same: ops/logsumexp/cuda/kernels/over_ranks.cu. */
+/* The same, defined in ops/logsumexp/cuda/kernels/over_ranks.cu. */
 rafter_status rafter_cuda_begin_lse(rafter_context *context, const struct logsumexp_call *call, float *own);
 rafter_status rafter_cuda_end_lse(rafter_context *context, const struct logsumexp_call *call, const float *all);
 
-/* What is enqueued on state->side between these two calls runs after everything before the first
- * one, and before everything after the second; beside what is enqueued on state->stream between
- * them. */
+/* Work that is enqueued on state->side between these two calls runs concurrently with what is enqueued on state->stream
+ * between them: after everything before the fork, and before everything after the join. */
 static inline rafter_status rafter_cuda_fork(rafter_context *context) {
     rafter_cuda_state *const state = context->cuda_state;
     state->follows = false;
@@ -111,6 +110,7 @@ static inline rafter_status rafter_cuda_join(rafter_context *context) {
     return rafter_cuda_check(context, "a second stream", cudaStreamWaitEvent(state->stream, state->join, 0));
 }
 
+/* Whether the context's stream is being captured. */
 bool rafter_cuda_capturing(const rafter_cuda_state *state);
 
 /* rafter_scratch_take, with a message of its own for a call that fails because its stream is being

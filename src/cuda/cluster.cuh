@@ -21,8 +21,8 @@ DEVICE unsigned cluster_blocks() {
     return blocks;
 }
 
-/* The two halves of a barrier of all threads of the cluster: between them a thread may do work that
- * needs no other block. All threads of a warp call them together. */
+/* The two halves of a barrier of all threads of the cluster. Between them a thread may do work that does not depend on
+ * other blocks. All threads of a warp call them together. */
 DEVICE void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
@@ -34,15 +34,15 @@ DEVICE void cluster_sync() {
     cluster_wait();
 }
 
-/* Stores into the same shared variable of block `rank` of the cluster. That block must have
- * started, and must not have ended. */
+/* Stores `value` at the address of `shared`, but in the shared memory of block `rank` of the cluster. That block must
+ * have started, and must not have ended. */
 DEVICE void store_to_cluster(void *shared, float2 value, unsigned rank) {
     unsigned address;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
     asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(value.x), "f"(value.y) : "memory");
 }
 
-/* Loads from the same shared variable of block `rank`, on the same terms. */
+/* Loads from that address in block `rank`, under the same conditions. */
 DEVICE float2 load_from_cluster(const void *shared, unsigned rank) {
     unsigned address;
     float2 value;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The few functions of cuBLASLt that products.cu calls. They are declared here so that neither its
- * headers nor the library are needed to build: the library is loaded at the first matrix product.
- * The numbers are cuBLASLt's ABI, the same in versions 12 and 13.
+ * The few functions of cuBLASLt that products.cu calls. They are declared here so that the build needs
+ * neither cuBLASLt's headers nor the library: it is loaded at the first matrix product. The numbers are
+ * cuBLASLt's ABI, the same in versions 12 and 13.
  */
 #ifndef RAFTER_CUDA_CUBLASLT_H
 #define RAFTER_CUDA_CUBLASLT_H
@@ -37,10 +37,10 @@ enum { LT_SCALARS_ON_HOST = 0, LT_SCALARS_ON_DEVICE = 1 };
 enum LtPreferenceAttribute {
     LT_MOST_WORKSPACE = 1,     /* uint64: bytes */
     LT_REDUCTIONS_ALLOWED = 3, /* uint32: a mask */
-    LT_ALIGNMENT_A = 5,        /* uint32: bytes; B, C and D follow */
+    LT_ALIGNMENT_A = 5,        /* uint32: bytes. Those of B, C and D are 6, 7 and 8 */
     LT_ALIGNMENT_D = 8
 };
-enum { LT_REDUCE_IN_F32 = 2 }; /* parts of a sum are stored in the workspace and added in a fixed order */
+enum { LT_REDUCE_IN_F32 = 2 }; /* split-k: parts of a sum are stored in the workspace and added in a fixed order */
 enum LtAlgorithmAttribute {
     LT_ID,
     LT_TILE,
@@ -53,7 +53,7 @@ enum LtAlgorithmAttribute {
     LT_CLUSTER
 };
 
-enum { LT_COOPERATIVE = 4 }; /* Hopper kernels with LT_CUSTOM from here on are cooperative: see built_in_choice */
+enum { LT_COOPERATIVE = 4 }; /* on Hopper, kernels with LT_CUSTOM >= this are cooperative: see built_in_choice */
 
 struct LtFunctions {
     LtStatus (*cublasLtCreate)(LtHandle *handle);

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Elementwise kernels over tensors of one shape with any strides: one output, one or two inputs.
- * Six kernels, by layout:
+ * launch_all picks one of six kernels by layout. A row is the last dimension:
  *
- *   by_packs     Rows of all tensors are whole, aligned packs of 16 bytes, and evenly spaced. A thread
- *                takes a pack of the output.
- *   by_rows      The last dimension is contiguous in the output, and contiguous or expanded in the
+ *   by_packs     Rows of all tensors consist of aligned packs of 16 bytes, and are evenly spaced. A
+ *                thread takes a pack of the output.
+ *   by_rows      Rows are contiguous in the output, and contiguous or expanded (stride 0) in the
  *                inputs. A thread takes packs of 16 bytes that are aligned in the output.
  *   by_segments  The same for long rows of fp32 that are not aligned: adjacent threads take adjacent
  *                elements.
  *   by_tiles     An input is contiguous along another dimension than the output: tiles are
- *                transposed in shared memory (elementwise_tiles.cuh).
- *   by_gather    Short rows of 16 bits of an output without gaps: a thread gathers the elements of a
- *                pack of the output.
+ *                transposed in shared memory (elementwise_tiles.cuh, which has two kernels).
+ *   by_gather    Short rows of 16-bit elements of an output without gaps: a thread takes a pack of the
+ *                output, which may span several rows, and gathers its elements.
  *   by_elements  Anything else.
  *
- * The output may be one of the inputs. Then they have the same strides, and no thread uses what
+ * The output may be one of the inputs. They have the same strides then, and no thread reads what
  * another one writes.
  */
 #ifndef RAFTER_CUDA_ELEMENTWISE_CUH
@@ -30,9 +30,9 @@ constexpr int ROW_THREADS = 128;                    /* per block */
 constexpr int SEGMENT_THREADS = 128, SEGMENT = 8;   /* per block; elements of a thread */
 constexpr int GATHER_THREADS = 256;                 /* per block */
 constexpr int ELEMENT_THREADS = 256, ELEMENTS = 8;  /* per block; per thread at a time */
-constexpr int64_t SHORT_ROW_BYTES = 128;            /* shorter rows, unless they are packs, go by elements */
+constexpr int64_t SHORT_ROW_BYTES = 128;            /* shorter rows, unless they are packs, are not for by_rows */
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 30; /* per launch: indices take 31 bits */
-constexpr int64_t CUT_MULTIPLE = 64;                /* elements, so that packs stay aligned */
+constexpr int64_t CUT_MULTIPLE = 64;                /* where tensors are cut, so that packs stay aligned */
 
 /* An F for the kernels below: the output is the input. */
 struct Copy {
@@ -46,8 +46,9 @@ struct Copy {
 
 /* ---- kernels --------------------------------------------------------------------------------- */
 
-/* F: has `bool start()`, which every thread calls first, to load what all elements share (false: there is
- * nothing to do), and `of(packs)`, which makes a pack of the output of one pack of each input. */
+/* An F, the function that is computed, has
+ *     bool start()             called by every thread first, to load what all elements share. False: nothing to do
+ *     Pack<T, N> of(packs)     a pack of the output, from one pack of each input */
 template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(PACK_THREADS)
     by_packs(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
 }
 
-/* Packs per thread at a time, and blocks per multiprocessor, at least: what is in flight. */
+/* How much by_rows has in flight: packs per thread at a time, and blocks per multiprocessor, at least. */
 template <typename T, int INPUTS, bool PACKED> struct RowShape {
     static constexpr bool SHIFTED = NARROW<T> && !PACKED; /* two aligned packs for one */
     static constexpr int PACKS = SHIFTED && INPUTS == 2 ? 1 : 2;
@@ -76,8 +77,8 @@ template <typename T, int INPUTS, bool PACKED> struct RowShape {
     }
 };
 
-/* An item is a pack of a row. PACKED: the rows of all tensors that are not expanded are whole, aligned
- * packs. F: see by_packs. */
+/* An item is a pack of a row. PACKED: the rows of all tensors, except those that are expanded, consist of aligned
+ * packs. */
 template <typename T, int INPUTS, int DIMS, bool PACKED, typename F>
 __global__ void __launch_bounds__(ROW_THREADS, RowShape<T, INPUTS, PACKED>::blocks(DIMS))
     by_rows(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, int n,
@@ -155,13 +156,13 @@ __global__ void __launch_bounds__(SEGMENT_THREADS, INPUTS == 1 ? 12 : 8)
 
 /* An input of by_gather. */
 struct Gathered {
-    bool dense;   /* laid out as the output */
-    int64_t wrap; /* from the element after the last one of a row to the first one of the next */
+    bool dense;   /* without gaps, as the output: its packs are loaded whole */
+    int64_t wrap; /* elements from where a row ends (first element + n strides) to the next row */
 };
 template <int INPUTS> struct Gather { Gathered of[INPUTS]; };
 
-/* The output has no gaps: `packs` packs from element `head` on, and `edges` single elements before
- * and after them. `outer` has at most one dimension. */
+/* The output has no gaps: it consists of `packs` aligned packs from element `head` on, and `edges` single elements
+ * before and after them. `outer` has at most one dimension. */
 template <typename T, int INPUTS, typename F>
 __global__ void __launch_bounds__(GATHER_THREADS)
     by_gather(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer,
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(GATHER_THREADS)
     }
 }
 
-/* `outer` has all dimensions but the last. Adjacent threads take adjacent elements. */
+/* Adjacent threads take adjacent elements of a row. */
 template <typename T, int INPUTS, int DIMS, typename F>
 __global__ void __launch_bounds__(ELEMENT_THREADS)
     by_elements(const __grid_constant__ Tensors<INPUTS> tensors, const __grid_constant__ Outer<INPUTS> outer, Divisor n,
@@ -243,14 +244,15 @@ __global__ void __launch_bounds__(ELEMENT_THREADS)
 
 /* ---- launch ---------------------------------------------------------------------------------- */
 
-/* Views of one shape: the output, then the inputs; dimensions in the order of the output's
- * memory. */
+/* Views of one shape: the output, then the inputs. Dimensions are in the order of the output's memory, innermost
+ * last. */
 template <int INPUTS> struct Views {
     rafter_view view[1 + INPUTS];
 
     int last() const {
         return view[0].ndim - 1;
     }
+    /* Whether rows of tensor t are contiguous; for an input, also expanded. */
     bool direct(int t) const {
         const int64_t stride = view[t].stride[last()];
         return stride == 1 || (t > 0 && stride == 0) || view[t].shape[last()] == 1;
@@ -261,23 +263,23 @@ template <int INPUTS> struct Views {
             all = all && direct(t);
         return all;
     }
-    /* Whether an input has one element per row. */
+    /* Whether some input has one element per row. */
     bool any_expanded() const {
         bool any = false;
         for (int t = 1; t <= INPUTS; t++)
             any = any || (view[t].stride[last()] == 0 && view[t].shape[last()] > 1);
         return any;
     }
-    /* Whether the rows of the output, and of the inputs that are contiguous along the last
-     * dimension, are whole, aligned packs. */
+    /* Whether the rows of the output, and of the inputs that are contiguous along the last dimension, consist of
+     * aligned packs. */
     bool has_packs() const {
         bool all = allows_wide_access(view[0], view[0].ndim);
         for (int t = 1; t <= INPUTS; t++)
             all = all && (view[t].stride[last()] != 1 || allows_wide_access(view[t], view[t].ndim));
         return all;
     }
-    /* A dimension for tiles, or -1: every input that is not contiguous along the last dimension
-     * must be contiguous along this one. */
+    /* The second dimension of tiles: every input that is not contiguous along the last dimension must be contiguous
+     * along this one. -1: there is none. */
     int other_dim() const {
         for (int d = last() - 1; d >= 0 && direct(0); d--) {
             bool all = view[0].shape[d] >= LEAST_TILE_ROWS;
@@ -288,7 +290,7 @@ template <int INPUTS> struct Views {
         }
         return -1;
     }
-    /* Whether all lines of inputs along `d` are whole, aligned packs too. */
+    /* Whether the lines along `d` of the inputs that are contiguous there consist of aligned packs. */
     bool has_line_packs(int d) const {
         const int64_t bytes = rafter_dtype_bytes(view[0].dtype);
         bool all = view[0].shape[d] * bytes % 16 == 0;
@@ -300,12 +302,12 @@ template <int INPUTS> struct Views {
             }
         return all;
     }
-    /* Whether rows along `d` follow each other without gaps. */
+    /* Whether the rows of tensor t follow each other along `d` without gaps. */
     bool has_dense_rows(int t, int d) const {
         const int64_t n = view[t].shape[last()];
         return (n == 1 || view[t].stride[last()] == 1) && (view[t].shape[d] == 1 || view[t].stride[d] == n);
     }
-    /* Whether tiles of the other dimension `d` can be written as spans without gaps: short rows. */
+    /* Whether tiles along `d` can have whole rows and be written as spans without gaps: for short rows. */
     bool flat(int d) const {
         bool all = view[0].shape[last()] <= MOST_FLAT_COLUMNS && has_dense_rows(0, d);
         for (int t = 1; t <= INPUTS; t++) {
@@ -314,7 +316,7 @@ template <int INPUTS> struct Views {
         }
         return all;
     }
-    /* Whether the last dimension and at most one other have no gaps in the output. */
+    /* Whether the output has no gaps, and at most two dimensions. */
     bool is_dense() const {
         return view[0].ndim <= 2 && (view[0].ndim == 1 ? direct(0) : has_dense_rows(0, 0));
     }
@@ -350,7 +352,7 @@ template <int INPUTS> struct Views {
         }
         return tensors;
     }
-    /* Cuts all views in two along their largest dimension; this becomes the first part. */
+    /* Cuts all views in two along their largest dimension. This object becomes the first part; returns the second. */
     Views cut() {
         int d = 0;
         for (int i = 1; i <= last(); i++)
@@ -370,7 +372,7 @@ template <int INPUTS> struct Views {
     }
 };
 
-/* A call of launch_all that fits into one launch. */
+/* The launch of one kernel. The tensors have at most MOST_ELEMENTS. */
 template <typename T, int INPUTS, typename F> struct Launcher {
     const rafter_context *context;
     const Views<INPUTS> &views;
@@ -383,7 +385,7 @@ template <typename T, int INPUTS, typename F> struct Launcher {
     }
     void launch_rows() const {
         const bool packed = views.has_packs(), whole = allows_wide_access(views.view[0], views.view[0].ndim);
-        /* If rows of the output are not whole packs: those that a row touches wherever it begins. */
+        /* Packs per row. If rows need not be aligned: those that a row touches wherever it begins. */
         const int64_t row_packs = ceil_div(whole ? n : n + WIDE<T> - 1, int64_t(WIDE<T>)), items = rows * row_packs;
         const Outer<INPUTS> outer = views.outer(-1);
         if (packed && outer.dims <= 1 && !views.any_expanded())
@@ -408,7 +410,7 @@ template <typename T, int INPUTS, typename F> struct Launcher {
     void launch_tiles(int other) const {
         const bool flat = views.flat(other);
         const int64_t m = views.view[0].shape[other];
-        const bool large = n * rows >= int64_t(4) << 20; /* half-empty tiles of small tensors are still faster */
+        const bool large = n * rows >= int64_t(4) << 20; /* if small, half-empty tiles are still faster */
         if (views.has_packs() && views.has_line_packs(other) && n >= ALIGNED_TILE && (m >= ALIGNED_TILE || !large)) {
             const int64_t across = ceil_div(n, int64_t(ALIGNED_TILE)), down = ceil_div(m, int64_t(ALIGNED_TILE)),
                           count = rows / m * across * down;
@@ -443,7 +445,7 @@ template <typename T, int INPUTS, typename F> struct Launcher {
     }
 };
 
-/* `most_blocks`: of a grid; blocks loop if there is more work. */
+/* Computes the output from the inputs. `most_blocks`: of a grid; blocks loop if there is more work. */
 template <typename T, int INPUTS, typename F>
 void launch_all(const rafter_context *context, Views<INPUTS> views, const F &f, int64_t most_blocks) {
     if (views.view[0].numel == 0)

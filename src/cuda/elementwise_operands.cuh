@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the kernels of elementwise.cuh are given: the tensors, where they lie, packs of the inputs. */
+/* What the kernels of elementwise.cuh work on: the tensors, walks over their dimensions, packs of the inputs. */
 #ifndef RAFTER_CUDA_ELEMENTWISE_OPERANDS_CUH
 #define RAFTER_CUDA_ELEMENTWISE_OPERANDS_CUH
 
@@ -13,9 +13,9 @@ namespace elementwise {
 /* The output, then the inputs. */
 template <int INPUTS> struct Tensors {
     char *data[1 + INPUTS];
-    const char *end[1 + INPUTS]; /* of the last element */
-    int64_t inner[1 + INPUTS];   /* strides of the last dimension */
-    int64_t across[1 + INPUTS];  /* by_tiles: strides of the dimension that inputs are contiguous along */
+    const char *end[1 + INPUTS]; /* past the last element */
+    int64_t inner[1 + INPUTS];   /* strides of the last dimension; 0: expanded */
+    int64_t across[1 + INPUTS];  /* by_tiles: strides of the other dimension, along which an input is contiguous */
 
     template <typename T> DEVICE T *output() const {
         return reinterpret_cast<T *>(data[0]);
@@ -36,12 +36,13 @@ template <typename T> DEVICE Pack<T, WIDE<T>> all_same(T value) {
     return same;
 }
 
-/* A pack of an input on its way: adjacent elements, or one that is expanded. PACKED: it is aligned. */
+/* A pack of an input that is being loaded: adjacent elements, or one element that is expanded. load() issues the loads,
+ * get() waits for them. PACKED: the pack is aligned. */
 template <typename T, bool PACKED> struct Operand {
-    /* What is loaded is the pack: see PackAnywhere<float>. */
+    /* load() already makes the pack, so that it must be kept, not its parts: see PackAnywhere<float>. */
     static constexpr bool AT_ONCE = PACKED || !NARROW<T>;
     typename std::conditional<AT_ONCE, Pack<T, WIDE<T>>, PackAnywhere<T>>::type pack;
-    Pack<T, 1> one; /* unless AT_ONCE */
+    Pack<T, 1> one; /* the expanded element, unless AT_ONCE */
 
     template <int INPUTS> DEVICE void load(const Tensors<INPUTS> &tensors, int t, const T *row, int64_t column) {
         const bool expanded = tensors.inner[1 + t] == 0;
@@ -70,7 +71,8 @@ template <typename T, bool PACKED> struct Operand {
     }
 };
 
-/* The other dimensions, outermost first. DIMS: their number, or ANY. */
+/* All dimensions but the last one (by_tiles: two), outermost first. DIMS: their number if it is known at compile time,
+ * else ANY. */
 constexpr int ANY = 0;
 template <int INPUTS> struct Outer {
     int dims;

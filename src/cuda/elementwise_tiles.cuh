@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The elementwise kernel for inputs that are contiguous along another dimension than the output.
+ * The elementwise kernels for inputs that are contiguous along another dimension than the output: by_tiles,
+ * and by_aligned_tiles for rows and lines that consist of aligned packs.
  *
- * The output is [..., m, n]: rows of n adjacent columns. A turned input has the m elements of a
- * column adjacent: a line. A block takes a tile of some rows and columns. It reads packs of lines into
- * shared memory, and its threads take packs of the output, wherever lines and rows begin. All
- * loads of a tile, also those of inputs that lie as the output does, are issued before the first use.
+ * The output is [..., m, n]: rows of n adjacent elements. A turned input has the m elements of a column
+ * adjacent: these are a line. A block takes a tile of some rows and columns. It reads packs of lines into
+ * shared memory, and then each thread computes packs of the output from it. Lines and rows may begin at any
+ * address. All loads of a tile, also those of inputs that lie as the output does, are issued before the first
+ * result is used.
  *
- * If the rows of the output begin at any address, so do the aligned packs of a row: those of a tile
- * begin up to N - 1 columns before the tile does. Lines of these columns, the halo, are read too.
+ * Packs are aligned in the output. If its rows are not, the packs of a tile may begin up to N - 1 columns
+ * before the tile does. The lines of these columns, the halo, are read too.
  */
 #ifndef RAFTER_CUDA_ELEMENTWISE_TILES_CUH
 #define RAFTER_CUDA_ELEMENTWISE_TILES_CUH
@@ -17,41 +19,42 @@
 
 namespace elementwise {
 
-constexpr int TILE_THREADS = 256, TILE_PACKS = 2; /* per block; of each input, per thread */
+constexpr int TILE_THREADS = 256, TILE_PACKS = 2; /* per block; packs of each tensor per thread */
 constexpr int TILE_UNITS = TILE_THREADS * TILE_PACKS;
-constexpr int LINE_PACKS = 8; /* of a line of a tile, if m allows; more if n is small */
-/* A warp takes GROUP_ROWS x GROUP_PACKS packs of the output: no two lanes meet in a bank, and what they
- * write of a row is whole sectors. */
+constexpr int LINE_PACKS = 8; /* packs of a line that a tile has, if m allows; more if n is small */
+/* A warp takes GROUP_ROWS x GROUP_PACKS packs of the output: reads of shared memory have no bank conflicts, and what is
+ * written of a row is whole memory sectors. */
 constexpr int GROUP_ROWS = 8, GROUP_PACKS = 4;
 static_assert(GROUP_ROWS * GROUP_PACKS == WARP, "");
 constexpr int MOST_FLAT_COLUMNS = 64;
 constexpr int64_t LEAST_TILE_ROWS = 16, LEAST_TILE_COLUMNS = 16; /* less is not worth a tile */
 
-constexpr int PAD_BYTES = 16; /* before and after a tile in shared memory: elements that are read, but not stored */
+constexpr int PAD_BYTES = 16; /* before and after a tile in shared memory: may be read, but is not used */
 
 /* As a kernel argument. */
 struct Tiles {
     int n, m;             /* columns and rows of the tensors */
-    int columns, rows;    /* of a tile; rows are whole packs */
-    int halo;             /* columns before the tile */
-    int pitch;            /* elements between lines in shared memory, an odd number of words */
-    int bytes;            /* of a turned input in shared memory */
+    int columns, rows;    /* of a tile; rows: a multiple of N */
+    int halo;             /* columns before the tile whose lines are read too */
+    int pitch;            /* elements from line to line in shared memory: an odd number of 4-byte words */
+    int bytes;            /* shared memory for a tile of a turned input */
     Divisor across, down; /* tiles along n and along m */
-    Divisor line_packs;   /* of a tile */
-    Divisor row_groups;   /* of GROUP_ROWS rows of a tile */
-    Divisor by_n;         /* flat */
-    int64_t count;        /* of tiles */
+    Divisor line_packs;   /* packs of a line of a tile */
+    Divisor row_groups;   /* groups of GROUP_ROWS rows per tile */
+    Divisor by_n;         /* used if flat */
+    int64_t count;        /* tiles in all */
 };
 
-/* flat: the output's rows, of up to MOST_FLAT_COLUMNS elements, have no gaps, and a tile has all of each.
- * aligned: rows are whole, aligned packs. `outside`: combinations of the other dimensions. */
+/* flat: the output's rows, of up to MOST_FLAT_COLUMNS elements, have no gaps between them, and tiles have whole rows:
+ * a tile is one span of the output. aligned: rows consist of aligned packs. `outside`: the product of the other
+ * dimensions. */
 template <typename T> Tiles tiles_of(int64_t n, int64_t m, int64_t outside, bool flat, bool aligned) {
     constexpr int N = WIDE<T>, GROUPS = TILE_UNITS / WARP;
     Tiles tiles = {};
     tiles.n = static_cast<int>(n);
     tiles.m = static_cast<int>(m);
     tiles.halo = flat || aligned ? 0 : N - 1;
-    /* A flat tile may begin at any address, and then touches a pack more than it has. */
+    /* A flat tile may begin at any address, and then touches one pack more. */
     const int64_t whole = flat ? n : round_up(n + tiles.halo, int64_t(N)), units = TILE_UNITS - (flat ? 1 : 0);
     int64_t line_packs = max(units / (whole + tiles.halo), int64_t(LINE_PACKS)), groups;
     do {
@@ -80,11 +83,11 @@ template <typename T> Tiles tiles_of(int64_t n, int64_t m, int64_t outside, bool
     return tiles;
 }
 
-/* Where the packs of the output that a thread takes begin, in a tile. */
+/* Where one of a thread's packs of the output lies in a tile. */
 template <bool FLAT> struct TilePlace {
-    int row;   /* FLAT: 0 */
-    int first; /* column of the tile; FLAT: element of the tile; may be below 0 */
-    bool present;
+    int row;      /* FLAT: 0 */
+    int first;    /* its first column in the tile; FLAT: first element in the tile's span. May be negative */
+    bool present; /* whether the pack has elements of the output */
 };
 
 /* A tile, as its threads see it. */
@@ -92,9 +95,9 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
     static constexpr int N = WIDE<T>;
     const Tensors<INPUTS> &tensors;
     const Tiles &tiles;
-    int64_t at[1 + INPUTS]; /* of the tile's origin */
-    int column, row;        /* of the tensors */
-    int rows;               /* of the tile */
+    int64_t at[1 + INPUTS]; /* offsets of the tile's origin */
+    int column, row;        /* the tile's origin, in the tensors */
+    int rows;               /* rows of the tile that exist */
 
     DEVICE Tile(const Tensors<INPUTS> &all, const Outer<INPUTS> &outer, const Tiles &how, unsigned index)
         : tensors(all), tiles(how) {
@@ -107,14 +110,15 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
         for (int t = 0; t <= INPUTS; t++)
             at[t] += column * tensors.inner[t] + row * tensors.across[t];
     }
-    /* A single input is turned: else there would be no tiles. */
+    /* Whether input t is turned. A single input always is: else there would be no tiles. */
     DEVICE bool turned(int t) const {
         return INPUTS == 1 || tensors.inner[1 + t] > 1;
     }
     DEVICE T *output(int r) const {
         return tensors.template output<T>() + at[0] + r * tensors.across[0];
     }
-    /* Unit u of a thread: a pack of a line. Where it is in shared memory, or -1. */
+    /* Unit u of a thread is a pack of a line: rows r, r + 1, ... of column `line`, counted from the halo. Returns its
+     * place in shared memory, or -1 if there is none. */
     DEVICE int line_unit(int u, int &line, int &r) const {
         const int unit = threadIdx.x + u * TILE_THREADS;
         line = static_cast<int>(tiles.line_packs.quotient(unit));
@@ -122,7 +126,7 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
         const int own = column - tiles.halo + line;
         return line < tiles.halo + tiles.columns && own >= 0 && own < tiles.n && r < rows ? line * tiles.pitch + r : -1;
     }
-    /* Pack u of a thread. */
+    /* Where pack u of a thread lies in the output. */
     DEVICE TilePlace<FLAT> place(int u) const {
         TilePlace<FLAT> place;
         const int unit = threadIdx.x + u * TILE_THREADS;
@@ -140,7 +144,7 @@ template <typename T, int INPUTS, bool FLAT> struct Tile {
         }
         return place;
     }
-    /* The pack at `place` of a turned input. */
+    /* The elements of a turned input, in shared memory, for the pack at `place`. */
     DEVICE Pack<T, N> read(const T *memory, const TilePlace<FLAT> &place) const {
         Pack<T, N> pack;
         if constexpr (FLAT) {
@@ -240,7 +244,7 @@ __global__ void __launch_bounds__(TILE_THREADS, INPUTS == 1 ? 5 : 3)
     }
 }
 
-/* The same where rows and lines are whole, aligned packs: square tiles. */
+/* The same for rows and lines that consist of aligned packs, in square tiles. */
 constexpr int ALIGNED_TILE = 64; /* elements along each side */
 
 template <typename T, int INPUTS, typename F>
@@ -249,14 +253,15 @@ __global__ void __launch_bounds__(TILE_THREADS, 4)
                      int n, int m, Divisor across, Divisor down, unsigned count, F f) {
     wait_for_inputs();
     constexpr int TILE = ALIGNED_TILE, N = WIDE<T>, PACKS = TILE / N, EACH = TILE * PACKS / TILE_THREADS;
-    /* An odd number of words: neither the threads that write packs nor those that read elements
-     * meet in a bank (two do if N is 8). */
+    /* PITCH is an odd number of words: no bank conflicts, neither when packs are written nor when elements are read
+     * (two threads per bank if N is 8). */
     constexpr int PITCH = TILE + 4 / int(sizeof(T)), DOWN = TILE_THREADS / PACKS;
     __shared__ T lines[INPUTS][TILE * PITCH];
     start_next_kernel();
     if (!f.start())
         return;
-    const int line = threadIdx.x / PACKS, pack = threadIdx.x % PACKS * N; /* or row and column of the output */
+    const int line = threadIdx.x / PACKS,
+              pack = threadIdx.x % PACKS * N; /* if not turned: row and column of the output */
     for (unsigned index = blockIdx.x; index < count; index += gridDim.x) {
         const unsigned tile = across.quotient(index), rest = down.quotient(tile);
         const int column = static_cast<int>(index - tile * across.number) * TILE,

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Hopper's asynchronous instructions, one function each: barriers in shared memory, bulk tensor
- * copies into it, warpgroup matrix products out of it. Only for code inside #ifdef
- * __CUDA_ARCH_FEAT_SM90_ALL.
+ * Hopper's asynchronous instructions, one function each: barriers in shared memory (mbarrier), bulk
+ * tensor copies by the copy engine (TMA), warpgroup matrix products (wgmma). The products, and the
+ * registers that warpgroups exchange, are only for code inside #ifdef __CUDA_ARCH_FEAT_SM90_ALL; the
+ * rest is also for any code that is compiled for sm_90 and later.
  */
 #ifndef RAFTER_CUDA_HOPPER_CUH
 #define RAFTER_CUDA_HOPPER_CUH
@@ -11,7 +12,7 @@
 
 #include "cuda/cluster.cuh"
 
-/* All threads of a warpgroup. `number`: 1 to 15, a different one for each group of the block. */
+/* A barrier of all threads of a warpgroup. `number`: 1 to 15, a different one for each group of the block. */
 DEVICE void group_sync(int number) {
     sync_some<128>(number);
 }
@@ -22,12 +23,12 @@ DEVICE void barrier_init(uint64_t *barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-/* Makes initialised barriers visible to the cluster's other blocks and to the copy engine. */
+/* Makes initialised barriers visible to the other blocks of the cluster and to the copy engine. */
 DEVICE void barriers_ready() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/* Arrives, and announces the bytes that copies will write. */
+/* Arrives, and announces how many bytes copies will write before the phase is complete. */
 DEVICE void barrier_expect(uint64_t *barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -37,10 +38,9 @@ DEVICE void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-/* Arrives at the barrier at the same address in block `rank` of the cluster. Orders this thread's
- * accesses within its own block only: a release to the cluster is a fence of the whole device and
- * costs hundreds of cycles. None is needed: when products_wait returns, the operands have been
- * read, and the copy engine may overwrite them. */
+/* Arrives at the barrier at the same shared memory address in block `rank` of the cluster. Does not order this thread's
+ * accesses for the other block: a release to the cluster costs hundreds of cycles, as a fence of the whole device does.
+ * It is not needed: when products_wait returns, the operands have been read, and the copy engine may overwrite them. */
 DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) {
     asm volatile("{\n\t.reg .b32 remote;\n\t"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n\t"
@@ -49,6 +49,7 @@ DEVICE void barrier_arrive_at(unsigned barrier, unsigned rank) {
                  : "memory");
 }
 
+/* Waits until the phase with this parity is complete. */
 DEVICE void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile("{\n\t.reg .pred done;\n\t"
                  "again:\n\t"
@@ -68,7 +69,8 @@ DEVICE void prefetch_map(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* Copies the box of a matrix that begins at (row, column) into this block's shared memory. */
+/* Starts to copy the box of a matrix that begins at (row, column) into this block's shared memory. Its bytes are
+ * counted by the barrier: see barrier_expect. */
 DEVICE void copy_box(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -93,8 +95,8 @@ DEVICE void prefetch_box(const CUtensorMap *map, int column, int row, const int 
                  : "memory");
 }
 
-/* Copies a box to the same address in all blocks of the cluster that are set in `mask`, and signals
- * each one's barrier. */
+/* Starts to copy a box to the same address in all blocks of the cluster that are set in `mask`. In each of them the
+ * barrier at this address counts the bytes. */
 DEVICE void copy_box_to_all(void *to, const CUtensorMap *map, int column, int row, uint64_t *barrier,
                             unsigned short mask) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -108,22 +110,22 @@ DEVICE void shared_written() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Stores a box from shared memory, as a group of its own. */
+/* Starts to store a box from shared memory, as a group of its own: see stores_wait. */
 DEVICE void store_box(const CUtensorMap *map, int column, int row, const void *from) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n\t"
                  "cp.async.bulk.commit_group;" ::"l"(map),
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
-/* Adds a box from shared memory to the tensor, in the tensor's dtype. */
+/* The same, but adds the box to what is in memory, in the tensor's dtype. */
 DEVICE void add_box(const CUtensorMap *map, int column, int row, const void *from) {
     asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group [%0, {%1, %2}], [%3];\n\t"
                  "cp.async.bulk.commit_group;" ::"l"(map),
                  "r"(column), "r"(row), "r"(shared_address(from))
                  : "memory");
 }
-/* Waits until the copy engine has read all but the last N boxes that this thread has stored: the
- * shared memory of the others may be reused. */
+/* Waits until the copy engine has read all but the last N boxes that this thread has stored: the shared memory of the
+ * earlier ones may be reused. */
 template <int N> DEVICE void stores_wait() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
@@ -143,21 +145,21 @@ DEVICE void store_8x8x4(void *row, const unsigned (&u)[4]) {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* The lower half of wgmma's operand descriptor, for rows of 128 bytes in the copy engine's swizzle;
- * the upper half is the same for all operands. The reduced dimension runs along the rows; or,
- * TRANSPOSED, across them: then a row holds 64 elements of 2 bytes of the other dimension, and the
- * next 64 are `chunk` bytes further. */
+/* The lower half of wgmma's descriptor of an operand in shared memory, at address `shared`. The operand has rows of 128
+ * bytes in the copy engine's 128-byte swizzle. The reduced dimension runs along the rows. If TRANSPOSED, it runs across
+ * them: a row has 64 elements of 2 bytes of the other dimension, and the next 64 are `chunk` bytes further. */
 template <bool TRANSPOSED> DEVICE unsigned operand_of(unsigned shared, int chunk) {
-    /* 18 bits: the bits above differ between the blocks of a cluster. */
+    /* The descriptor takes 18 bits of the address. The bits above differ between the blocks of a cluster. */
     return (shared & 0x3ffff) >> 4 | (TRANSPOSED ? chunk >> 4 : 1) << 16;
 }
-/* The upper half: 1024 bytes from eight rows to the next eight; the 128-byte swizzle. */
+/* The upper half of all descriptors: 1024 bytes from eight rows to the next eight, and the 128-byte swizzle. */
 constexpr uint64_t OPERANDS = uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-/* What to add to the lower half: for an offset in bytes; for the next 16 elements of the reduced
- * dimension. */
+/* What to add to the lower half to move on by BYTES bytes, or by 16 elements of the reduced dimension. */
 template <int BYTES> constexpr unsigned OPERAND_BYTES = BYTES >> 4;
 template <bool TRANSPOSED> constexpr unsigned OPERAND_STEP = OPERAND_BYTES<TRANSPOSED ? 16 * 128 : 16 * 2>;
 
+/* products_begin: before the first product, orders earlier accesses to the registers of its results. products_commit:
+ * ends a group of products. */
 DEVICE void products_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -188,8 +190,8 @@ template <int N> DEVICE void products_wait() {
                  : RAFTER_32(d, 0), RAFTER_32(d, 32), RAFTER_32(d, 64), RAFTER_32(d, 96)                               \
                  : "l"(a), "l"(b), "r"(add), "n"(A_TRANSPOSED), "n"(B_TRANSPOSED))
 
-/* d[64, 256] (+)= a[64, 16] b[256, 16]^T, by the four warps of a warpgroup. Lane l of warp
- * w holds, for j < 32, i < 2 and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c)
+/* d[64, 256] = a[64, 16] b[256, 16]^T, added to d if `add`, by the four warps of a warpgroup. a_low, b_low: operand_of.
+ * Lane l of warp w holds, for j < 32, i < 2 and c < 2, element (16 w + l / 4 + 8 i, 8 j + 2 (l % 4) + c)
  * as d[4 j + 2 i + c]. */
 template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED>
 DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, int add) {
@@ -200,6 +202,7 @@ DEVICE void multiply_64x256x16(float (&d)[128], unsigned a_low, unsigned b_low, 
         RAFTER_MULTIPLY("f16");
 }
 
+/* Raise or lower the registers per thread of this warpgroup to REGISTERS. */
 template <int REGISTERS> DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Instructions that CUDA C has no name for, one function each; cluster.cuh and hopper.cuh have those that need sm_90.
- * Device code has no PTX elsewhere. tests/emulator has the same functions in C++, so that kernels run without a GPU.
+ * PTX instructions, one function each; cluster.cuh and hopper.cuh have those that need sm_90. Other device code has no
+ * PTX, because tests/emulator has these functions in C++, so that kernels run without a GPU.
  */
 #ifndef RAFTER_CUDA_INSTRUCTIONS_CUH
 #define RAFTER_CUDA_INSTRUCTIONS_CUH
@@ -18,14 +18,15 @@
 
 /* ---- loads and stores ------------------------------------------------------------------------ */
 
-/* Always one store: left to itself, the compiler has stored the parts of a pack one by one, with four times the
- * traffic to L2. */
+/* Always a single store. The compiler may otherwise store the parts of a pack one by one, with four times the traffic
+ * to L2. */
 DEVICE void store_16_bytes(void *p, const uint4 &w) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
                  : "memory");
 }
 
-/* L2 cache policies: keep data that another block reads soon; drop data that nobody reads again. */
+/* L2 cache policies. evict_last keeps data that another block reads soon; evict_first drops data that nobody reads
+ * again. */
 DEVICE uint64_t l2_evict_last() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -43,7 +44,7 @@ DEVICE void store_16_bytes(void *p, const uint4 &w, uint64_t policy) {
                  : "memory");
 }
 
-/* A load that is issued here: the compiler cannot move it to the first use. */
+/* A load that is issued here: the compiler cannot move it down to its first use. */
 DEVICE int64_t load_now(const int64_t *p) {
     int64_t value;
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
@@ -60,8 +61,8 @@ DEVICE float load_now(const float *p) {
     return value;
 }
 
-/* 16 bytes from an aligned address, or zeros. The load is issued here: the compiler has moved such
- * loads into the branches that use them, and cut them into smaller ones. */
+/* Loads 16 bytes from an aligned address, or gives zeros. Issued here: the compiler would move such loads into the
+ * branches that use them, and cut them into smaller ones. */
 DEVICE uint4 load_now_if(bool present, const void *p) {
     uint4 w = {0, 0, 0, 0};
     asm volatile("{\n\t.reg .pred present;\n\tsetp.ne.u32 present, %5, 0;\n\t"
@@ -72,7 +73,7 @@ DEVICE uint4 load_now_if(bool present, const void *p) {
     return w;
 }
 
-/* 4 bytes if `wide`, else 2; issued here. */
+/* Loads 4 bytes if `wide`, else 2; issued here. */
 DEVICE unsigned load_2_or_4_bytes_now(const void *p, bool wide) {
     unsigned bits;
     asm volatile("{\n\t.reg .pred wide;\n\tsetp.ne.u32 wide, %2, 0;\n\t"
@@ -92,7 +93,7 @@ DEVICE unsigned load_relaxed(const unsigned *p) {
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
-/* Four adjacent words. */
+/* Loads four adjacent words. */
 DEVICE uint4 load_four_relaxed(const unsigned *p) {
     uint4 w;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -102,8 +103,8 @@ DEVICE uint4 load_four_relaxed(const unsigned *p) {
     return w;
 }
 
-/* After a block barrier, one thread of the block adds with release; a thread that sees the sum with
- * acquire then sees everything the block has written. */
+/* To count blocks that have written their results: after a block barrier, one thread of the block calls add_release. A
+ * thread that sees the new sum by load_acquire also sees everything that the block has written. */
 DEVICE void add_release(unsigned *p, unsigned value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -115,8 +116,8 @@ DEVICE unsigned load_acquire(const unsigned *p) {
 
 /* ---- shared memory --------------------------------------------------------------------------- */
 
-/* Shared memory by its 32-bit address there. The compiler computes the address behind a pointer
- * again for every access. */
+/* Access to shared memory by 32-bit address. With pointers, the compiler would compute the address again for every
+ * access. */
 DEVICE unsigned shared_address(const void *p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
@@ -143,7 +144,7 @@ DEVICE void write_shared_16(unsigned at, const uint4 &w) {
                  : "memory");
 }
 
-/* Asynchronous copies into shared memory: 16 bytes; 4 or 8; 16 with an L2 cache policy. */
+/* Asynchronous copies into shared memory, of 16 bytes, of BYTES = 4 or 8, and of 16 with an L2 cache policy. */
 DEVICE void copy_async_to(unsigned at, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
 }
@@ -154,7 +155,7 @@ DEVICE void copy_async_to(unsigned at, const void *from, uint64_t policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "l"(policy)
                  : "memory");
 }
-/* Ends a group of copies. */
+/* Makes the copies since the last call a group, which may be empty. */
 DEVICE void copy_commit() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -180,14 +181,14 @@ DEVICE float reciprocal_fast(float x) {
     return y;
 }
 
-/* NaN if one of them is. */
+/* The maximum; NaN if either is NaN. */
 DEVICE float max_or_nan(float a, float b) {
     float most;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
     return most;
 }
 
-/* Of two values that are both computed: the compiler would branch around each special function. */
+/* first ? a : b, where both are always computed. For ?: the compiler would branch around each special function. */
 DEVICE float either(bool first, float a, float b) {
     float chosen;
     asm("{ .reg .pred p; setp.ne.s32 p, %1, 0; selp.f32 %0, %2, %3, p; }"
@@ -196,7 +197,7 @@ DEVICE float either(bool first, float a, float b) {
     return chosen;
 }
 
-/* The number whose bits are given: of fp32 if `kind` is FP32, of bf16 if it is BF16, else of fp16. */
+/* The number that has these bits: an fp32 if `kind` is FP32, a bf16 if it is BF16, else an fp16. */
 template <int FP32, int BF16> DEVICE float number_of(unsigned bits, unsigned kind) {
     float number;
     asm("{\n\t.reg .pred wide, brain;\n\t.reg .b16 low, high;\n\t.reg .b32 shifted, half;\n\t"
@@ -208,7 +209,7 @@ template <int FP32, int BF16> DEVICE float number_of(unsigned bits, unsigned kin
     return number;
 }
 
-/* The lower 64 bits of (high, middle) * factor, where `high` is the upper word. */
+/* The lower 64 bits of the product of the 64-bit number (high, middle) and `factor`. */
 DEVICE uint2 multiply_64x32(unsigned middle, unsigned high, unsigned factor) {
     uint2 product;
     asm("{ .reg .b64 lower; .reg .b32 carry;\n"
@@ -218,7 +219,7 @@ DEVICE uint2 multiply_64x32(unsigned middle, unsigned high, unsigned factor) {
     return product;
 }
 
-/* (a, b), or (b, a) if bit 30 of `bits` is set. The compiler would take three instructions for the predicate. */
+/* (a, b), or (b, a) if bit 30 of `bits` is set. In C++ the predicate would take three instructions. */
 DEVICE float2 swapped_by_bit_30(unsigned bits, float a, float b) {
     float2 both;
     asm("{ .reg .pred odd; .reg .b32 bit;\n"
@@ -231,27 +232,28 @@ DEVICE float2 swapped_by_bit_30(unsigned bits, float a, float b) {
 
 /* ---- barriers and launches ------------------------------------------------------------------- */
 
-/* A barrier of some of the block's warps, THREADS in all. `number`: 1 to 15, a different one for each group of them. */
+/* A barrier of some of the block's warps, with THREADS threads in all. `number`: 1 to 15, a different one for each such
+ * group. */
 template <int THREADS> DEVICE void sync_some(int number) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
 }
 
-/* Programmatic dependent launch: kernels start before the one before them has ended (launch in launch.cuh). So
- *   the first kernel of a call begins with wait_for_inputs (vocabulary.cuh),
- *   a later one calls wait_for_previous_kernel before it uses what the one before it has written; it may read the
- *   call's inputs at once, because the first kernel has waited for them,
- *   a kernel that waits for the inputs does so before it lets the next kernel start.
- * In tests, inputs_come_late (harness/device.c) holds all kernels to it. */
+/* Programmatic dependent launch: a kernel may start before the previous one has ended (launch in launch.cuh). Rules:
+ *   The first kernel of a call begins with wait_for_inputs (vocabulary.cuh).
+ *   A later kernel calls wait_for_previous_kernel before it uses results of the previous one. It may read the call's
+ *   inputs at once, because the first kernel has waited for them.
+ *   Every kernel waits before it ends, and the first one waits before it lets the next kernel start.
+ * In tests, inputs_come_late (harness/device.c) checks that all kernels comply. */
 
-/* Lets the next kernel start when all blocks of this one have called this or ended. Without it, the next one starts
- * when they have ended, but before the device has noticed. */
+/* Lets the next kernel start once all blocks of this one have called this or ended. Without it, the next kernel starts
+ * when all blocks have ended, which is still earlier than in an ordinary launch. */
 DEVICE void start_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-/* Waits until the previous kernel has ended. Everything before that one has ended too: it has waited as well. */
+/* Waits until the previous kernel has ended. Then everything before it has ended too, because it has waited as well. */
 DEVICE void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

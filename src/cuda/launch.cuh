@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Host helpers of the CUDA ops: dispatch on dtype, kernel launch, alignment of views, index
- * walks. */
+/* Host helpers of the CUDA ops: fast division, dispatch on dtype, kernel launch, alignment of views, walks over
+ * dimensions. */
 #ifndef RAFTER_CUDA_LAUNCH_CUH
 #define RAFTER_CUDA_LAUNCH_CUH
 
@@ -12,7 +12,7 @@
 #include "cuda/vocabulary.cuh"
 
 /* Division of numbers below 2^31 by a divisor that the host knows: two instructions instead of
- * twenty. */
+ * twenty. `number` is the divisor. */
 struct Divisor {
     unsigned number, multiplier;
     int shift;
@@ -45,7 +45,7 @@ template <typename F> auto for_16_bit(rafter_dtype dtype, F f) {
     return dtype == RAFTER_BF16 ? f(bf16()) : f(fp16());
 }
 
-/* A grid that is too large becomes 0, which the runtime refuses, instead of wrapping around. */
+/* A grid that is too large becomes 0 instead of wrapping around: the runtime refuses it. */
 static inline unsigned grid_of(int64_t blocks) {
     return blocks <= INT32_MAX ? static_cast<unsigned>(blocks) : 0;
 }
@@ -59,9 +59,8 @@ struct Launch {
     int threads_down = 1;     /* a block has threads x threads_down threads: threadIdx.x and threadIdx.y */
 };
 
-/* Raises the kernel's limit of dynamic shared memory to all that a block can have. A hash table in
- * the device state remembers the kernels: setting the attribute every time would cost the host more
- * than the launch. */
+/* Raises the kernel's limit of dynamic shared memory to all that a block can have. A hash table in the device state
+ * remembers for which kernels this has been done: setting the attribute costs the host more than a launch. */
 static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
     const void **known = NULL;
     for (int i = 0; i < RAFTER_CUDA_ALLOWED && !(known && !*known); i++) {
@@ -81,8 +80,8 @@ static inline void allow_shared(rafter_cuda_state *state, const void *kernel) {
         *known = kernel;
 }
 
-/* Whether this build has a kernel for the device. Without the architecture the kernel's body is
- * empty, and then it has no static shared memory. */
+/* Whether this build has code of a kernel for the device. For kernels that use static shared memory, and whose body is
+ * empty when they are compiled for other architectures: then they use none. */
 class BuiltKernel {
     enum Answer { UNKNOWN, NO, YES };
     std::atomic<Answer> answer{UNKNOWN};
@@ -101,21 +100,21 @@ class BuiltKernel {
             answer = attributes.sharedSizeBytes > 0 ? YES : NO;
             return answer == YES;
         }
-        /* Memory may be short: the kernel is loaded here. Then the launch will say so, and another
-         * call will ask again. */
+        /* The call above loads the kernel, so there may be too little memory. Then the launch will report it, and the
+         * next call asks again. */
         cudaGetLastError();
         return error != cudaErrorInvalidDeviceFunction && error != cudaErrorNoKernelImageForDevice;
     }
 };
 
-/* Whether the next kernel may start before the one before it has ended, whoever launched that: programmatic dependent
- * launch, which takes 1 us less. Not the first kernel of a call that is being captured: what comes before it may be no
- * kernel, and some GPUs refuse it then. */
+/* Whether the kernel may start before the previous kernel of the stream has ended, whoever launched that: programmatic
+ * dependent launch, which saves 1 us. Not the first kernel of a call that is being captured: what precedes it may not
+ * be a kernel, and some GPUs refuse the attribute then. */
 static inline bool may_overlap(const rafter_cuda_state *state, const Launch &how) {
     return !how.cooperative && state->compute_capability >= 90 && (state->follows || !rafter_cuda_capturing(state));
 }
 
-/* Enqueues a kernel, unless a launch of this call has failed. As it may overlap with the kernel before it, every kernel
+/* Enqueues a kernel, unless a launch of this call has failed. As it may overlap with the previous kernel, every kernel
  * calls wait_for_previous_kernel or wait_for_inputs: see instructions.cuh. */
 template <typename... Wanted, typename... Given>
 static inline void launch(const rafter_context *context, const Launch &how, void (*kernel)(Wanted...),
@@ -151,7 +150,7 @@ static inline void launch(const rafter_context *context, const Launch &how, void
     context->cuda_state->follows = true;
 }
 
-/* Sets all bytes to `value`, on the same terms. */
+/* Enqueues setting all bytes to `value`, unless a launch of this call has failed. */
 static inline void fill_bytes(const rafter_context *context, void *memory, int value, size_t bytes) {
     rafter_cuda_state *const state = context->cuda_state;
     state->follows = false;
@@ -159,7 +158,7 @@ static inline void fill_bytes(const rafter_context *context, void *memory, int v
         state->failed = cudaMemsetAsync(memory, value, bytes, state->stream) != cudaSuccess;
 }
 
-/* Whether 16-byte accesses can be used along all of the last of the first `dims` dimensions. */
+/* Whether rows along dimension dims - 1 consist of aligned packs of 16 bytes. Later dimensions are ignored. */
 static inline bool allows_wide_access(const rafter_view &view, int dims) {
     const int64_t wide = 16 / rafter_dtype_bytes(view.dtype);
     bool all = reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
@@ -168,9 +167,9 @@ static inline bool allows_wide_access(const rafter_view &view, int dims) {
     return all && view.shape[dims - 1] % wide == 0;
 }
 
-/* Whether each row of `a` has the same offset from a 16-byte boundary as the same row of `b`, so
- * that the packs of one are packs of the other. If the leading dimensions were merged in only one
- * of the views, their strides cannot be compared, and must all be whole packs. */
+/* Whether each row of `a` has the same offset from a 16-byte boundary as the same row of `b`, so that aligned packs of
+ * one are aligned packs of the other. If the leading dimensions of the two views were merged differently, their strides
+ * cannot be compared one by one, and must all be multiples of 16 bytes. */
 static inline bool same_alignment(const rafter_view &a, const rafter_view &b) {
     const int64_t bytes = rafter_dtype_bytes(a.dtype);
     bool alike = (reinterpret_cast<uintptr_t>(a.data) - reinterpret_cast<uintptr_t>(b.data)) % 16 == 0;
@@ -191,10 +190,9 @@ static inline int power_at_least(int64_t a, int least, int most) {
     return least;
 }
 
-/* Offsets of the items of up to three tensors of one shape, in row-major order of some of their
- * dimensions. */
+/* The offsets, in up to three tensors, of items that are numbered in row-major order of some of their dimensions. */
 struct Walk {
-    int dims;
+    int dims; /* at least one */
     int64_t size[RAFTER_VIEW_DIMS], stride[3][RAFTER_VIEW_DIMS];
 
     /* The offsets of item `index`, in elements. */
@@ -212,7 +210,7 @@ struct Walk {
     }
 };
 
-/* Over dimensions [from, to). A view may be NULL. */
+/* The walk over dimensions [from, to) of the views. A view may be NULL. */
 static inline Walk walk_over(const rafter_view *const views[3], int from, int to) {
     Walk walk = {};
     walk.dims = to - from;

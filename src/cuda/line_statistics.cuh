@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Softmax statistics of lines, held by threads and reduced over a warp and over a block. A line is
- * one reduced row or column.
+ * Softmax statistics of lines, for softmax and lrpe_cosine: each thread has those of some lines, which are then
+ * reduced over a warp and over a block. A line is one reduced row or column.
  */
 #ifndef RAFTER_CUDA_LINE_STATISTICS_CUH
 #define RAFTER_CUDA_LINE_STATISTICS_CUH
@@ -10,9 +10,9 @@
 
 #include "cuda/vocabulary.cuh"
 
-/* Statistics of the LINES lines that a thread holds: a maximum, if HAS_MAX, and SUMS sums, which
- * are relative to the maximum. The maximum starts from the lowest finite number: a line of all -inf
- * then has a sum of 0, and -inf is never subtracted from -inf. */
+/* Statistics of the LINES lines that a thread has elements of: a maximum, if HAS_MAX, and SUMS sums, which are relative
+ * to the maximum. The maximum starts from the lowest finite number, so that -inf is never subtracted from -inf: a line
+ * of all -inf has a sum of 0. */
 template <int LINES, bool HAS_MAX, int SUMS> struct Statistics {
     static constexpr int COUNT = HAS_MAX + SUMS;
     float max[LINES], sum[SUMS][LINES];
@@ -51,9 +51,9 @@ template <int LINES, bool HAS_MAX, int SUMS> struct Statistics {
     }
 };
 
-/* Raises the maxima of lines [first, first + LINES) to cover the elements of `pack`, and rescales
- * the sums. Element j of the pack belongs to line j % LINES. CLEAR: nothing has been added yet, so
- * there are no sums to rescale. */
+/* Raises the maxima of lines [first, first + LINES) to at least the elements of `pack`, and rescales the sums. Element
+ * j of the pack belongs to line first + j % LINES. CLEAR: nothing has been added yet, so there are no sums to rescale.
+ */
 template <bool CLEAR, int LINES, int ALL, int SUMS, typename T, int N>
 DEVICE void cover(Statistics<ALL, true, SUMS> &statistics, int first, const Pack<T, N> &pack) {
     float x[N], top[LINES];
@@ -88,8 +88,8 @@ template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
 /* ---- reduction over a block ------------------------------------------------------------------ */
 
 /*
- * Threads of a block lie side by side along the lines, 2^across_log2 of them, LINES lines each; the
- * others follow each other down the lines. A Job describes the block:
+ * 2^across_log2 threads of a block lie side by side, with LINES lines each. The other threads follow each other down
+ * these lines. A Job describes the block:
  *
  *     LINES             lines per thread, a power of two
  *     MOST_LINES        lines per block, at most
@@ -99,9 +99,8 @@ template <int N> DEVICE void read_numbers(const float *from, float (&to)[N]) {
 
 template <class Job> using StatisticsOf = Statistics<Job::LINES, Job::HAS_MAX, Job::SUMS>;
 
-/* In shared memory: the statistics of each group of threads that combine_warp reduces. A group is a
- * warp, or several warps if more than 32 threads lie side by side; then each thread has its own
- * lines. */
+/* In shared memory: the statistics of each group of threads, as combine_warp leaves them. A group is a warp; or, if
+ * more than 32 threads lie side by side, as many warps as that, in which each thread has its own lines. */
 template <class Job> struct GroupStatistics {
     alignas(16) float value[StatisticsOf<Job>::COUNT][Job::THREADS / WARP * Job::MOST_LINES];
 
@@ -111,9 +110,8 @@ template <class Job> struct GroupStatistics {
     }
 };
 
-/* First step: reduces the statistics of each line over a warp and stores them in `groups`. Threads
- * whose numbers differ by a multiple of 2^across_log2 hold the same lines. `thread` is in [0,
- * THREADS). */
+/* First step: reduces the statistics of each line over a warp and stores them in `groups`. Threads whose numbers differ
+ * by a multiple of 2^across_log2 have the same lines. `thread`: this thread's number, in [0, THREADS). */
 template <class Job, int LINES>
 DEVICE void combine_warp(Statistics<LINES, Job::HAS_MAX, Job::SUMS> &mine, int thread, int across_log2,
                          GroupStatistics<Job> &groups) {

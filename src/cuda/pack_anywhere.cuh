@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Packs of 16 bytes that begin at any element of a tensor. They are loaded as two aligned packs, which are
- * shifted: elements outside of the tensor are not read; those between its rows may be. Adjacent ones are
- * stored as aligned packs, of which the lanes of a warp exchange the parts.
+ * Packs of 16 bytes that begin at any element of a tensor. A pack is loaded as the two aligned packs that contain it,
+ * which are then shifted. Elements outside of the tensor are never read; padding between its rows may be. To store
+ * adjacent packs, the lanes of a warp exchange elements and store aligned packs (AdjacentPacks).
  */
 #ifndef RAFTER_CUDA_PACK_ANYWHERE_CUH
 #define RAFTER_CUDA_PACK_ANYWHERE_CUH
 
 #include "cuda/vocabulary.cuh"
 
-/* As `shifted`, of fp32. In branches, so that the compiler loads only the words that are needed: two loads of 16 bytes,
- * in flight at the same time, take longer (docs/perf/act.md). */
+/* `shifted` for fp32, by `words` words. It branches, so that the compiler loads only the words that are needed: two
+ * loads of 16 bytes in flight at the same time take longer (docs/perf/act.md). */
 DEVICE uint4 shifted_words(const uint4 &low, const uint4 &high, int words) {
     unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
     if (words & 2)
@@ -24,10 +24,11 @@ DEVICE uint4 shifted_words(const uint4 &low, const uint4 &high, int words) {
     return {w[0], w[1], w[2], w[3]};
 }
 
+/* A pack that is being loaded: load() issues the loads, get() waits for them. */
 template <typename T> struct PackAnywhere {
     static constexpr int N = WIDE<T>;
     const T *first;
-    bool whole; /* the aligned packs are inside of the tensor */
+    bool whole; /* both aligned packs are inside of the tensor */
     uint4 low, high;
 
     /* Issues the loads, if `present`. [begin, end): the tensor. */
@@ -40,7 +41,7 @@ template <typename T> struct PackAnywhere {
         low = load_now_if(present, reinterpret_cast<const void *>(one));
         high = load_now_if(present && address % 16 != 0, reinterpret_cast<const void *>(two));
     }
-    /* The pack, of the same tensor; 0 for elements outside. */
+    /* The pack; 0 for elements outside of the tensor, which must be that of load(). */
     DEVICE Pack<T, N> get(const T *begin, const T *end) const {
         Pack<T, N> pack;
         if (whole) {
@@ -54,7 +55,7 @@ template <typename T> struct PackAnywhere {
     }
 };
 
-/* fp32: what is loaded is also shifted here: see shifted_words. */
+/* For fp32, load() shifts too: see shifted_words. */
 template <> struct PackAnywhere<float> {
     static constexpr int N = WIDE<float>;
     Pack<float, N> pack;
@@ -80,8 +81,8 @@ template <> struct PackAnywhere<float> {
     }
 };
 
-/* Stores those elements of a pack that are in [low, high); `at` is the index of its first one. `to`
- * is aligned. */
+/* Stores those elements of a pack whose index is in [low, high). `at`: the index of the first element. `to` is
+ * aligned. */
 template <typename T>
 DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_t low, int64_t high) {
     constexpr int N = WIDE<T>;
@@ -95,7 +96,7 @@ DEVICE void store_inside(T *to, const Pack<T, WIDE<T>> &pack, int64_t at, int64_
     }
 }
 
-/* Stores the first `bytes` bytes of 16, an even number below 16, with up to three stores. `to` is a multiple of 16. */
+/* Stores the first `bytes` bytes of w, an even number below 16, with up to three stores. `to` is a multiple of 16. */
 DEVICE void store_front(char *to, const uint4 &w, int bytes) {
     if (bytes & 8)
         *reinterpret_cast<uint2 *>(to) = {w.x, w.y};
@@ -106,7 +107,7 @@ DEVICE void store_front(char *to, const uint4 &w, int bytes) {
         *reinterpret_cast<unsigned short *>(to + (bytes & 12)) =
             static_cast<unsigned short>(bytes & 4 ? fourth : third);
 }
-/* The same if to + bytes is a multiple of 16. */
+/* The same where to + bytes, instead of `to`, is a multiple of 16. */
 DEVICE void store_before(char *to, const uint4 &w, int bytes) {
     const unsigned bits = (bytes & 2) * 8;
     const unsigned a = __funnelshift_r(w.x, w.y, bits), b = __funnelshift_r(w.y, w.z, bits),
@@ -119,22 +120,22 @@ DEVICE void store_before(char *to, const uint4 &w, int bytes) {
         *reinterpret_cast<uint2 *>(to + (bytes & 6)) = {bytes & 4 ? b : a, bytes & 4 ? c : b};
 }
 
-/* Which lanes of a warp have adjacent packs: they exchange the elements that belong to each other's aligned packs. All
- * lanes of the warp take part. */
+/* Which lanes of a warp have packs that are adjacent in memory. To store them, each lane completes the aligned pack
+ * that begins in its own pack with elements of the next lane. All lanes of the warp take part. */
 struct AdjacentPacks {
-    bool before, after; /* the lane before this one, and the one after it, have the packs before and after this one */
+    bool before, after; /* the previous lane has the pack before this lane's; the next lane has the pack after it */
 
     DEVICE AdjacentPacks() {
     }
-    /* `position`: of the pack in its span; packs with consecutive positions are adjacent. */
+    /* `position`: number of the pack; packs with consecutive positions are adjacent in memory. */
     DEVICE AdjacentPacks(bool valid, int position) {
         const int mark = valid ? position : -2, lane = threadIdx.x % WARP;
         const int previous = __shfl_up_sync(~0u, mark, 1), next = __shfl_down_sync(~0u, mark, 1);
         before = lane > 0 && valid && previous + 1 == mark;
         after = lane < WARP - 1 && valid && next == mark + 1;
     }
-    /* Stores the lane's pack, if `stores`, to an address that need not be aligned. If it does, the lanes before and
-     * after it that have adjacent packs do so too. */
+    /* Stores the lane's pack, if `stores`, to an address that need not be aligned. Lanes with adjacent packs must agree
+     * about `stores`. */
     template <typename T, int N> DEVICE void store(T *p, const Pack<T, N> &pack, bool stores) const {
         static_assert(N * sizeof(T) == 16, "");
         const uint4 &own = reinterpret_cast<const uint4 &>(pack);
@@ -154,7 +155,7 @@ struct AdjacentPacks {
     }
 };
 
-/* The same for one pack of each lane. */
+/* The same for one pack of each lane. Called by all lanes; those that are not `valid` store nothing. */
 template <typename T, int N> DEVICE void store_shifted(T *p, const Pack<T, N> &pack, bool valid, int position) {
     if (__any_sync(~0u, valid && reinterpret_cast<uintptr_t>(p) % 16 != 0))
         AdjacentPacks(valid, position).store(p, pack, valid);

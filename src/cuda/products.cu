@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+/* Matrix products by cuBLASLt: loading the library, choosing and caching an algorithm per shape, enqueueing. */
 #include "cuda/products.cuh"
 
 #include <dlfcn.h>
@@ -16,8 +17,8 @@
 #define STRING(x) STRING_(x)
 static const char *const LIBRARY = "libcublasLt.so." STRING(__CUDACC_VER_MAJOR__);
 
-/* Once per process; the library stays loaded. If one of that name is loaded already, such as
- * PyTorch's, it is used. */
+/* Loads cuBLASLt once per process; it stays loaded. If a library of that name is loaded already, such as
+ * PyTorch's, dlopen gives that one. */
 static const LtFunctions *load(char *reason, size_t reason_bytes) {
     static std::mutex lock;
     static LtFunctions functions;
@@ -64,11 +65,11 @@ static const LtFunctions *load(char *reason, size_t reason_bytes) {
 
 /* ---- state of a context ---------------------------------------------------------------------- */
 
-/* A product without its addresses: the key of an algorithm. */
+/* A product without its addresses: the key of the cache of algorithms. */
 struct Shape {
     rafter_dtype dtype, out_dtype;
     bool a_transposed, b_transposed, add, tf32, rigid;
-    bool on_device; /* alpha and beta are in device memory */
+    bool on_device; /* whether alpha and beta are in device memory */
     int64_t m, n, k, a_stride, b_stride, c_stride;
     size_t workspace_bytes;
 };
@@ -80,7 +81,7 @@ struct CachedProduct {
     LtAlgorithm algorithm;
 };
 
-enum { MOST_CACHED = 128, MOST_CANDIDATES = 8, TRIALS = 4 };
+enum { MOST_CACHED = 128, MOST_CANDIDATES = 8, TRIALS = 4 }; /* products per context; per product; per candidate */
 
 struct rafter_cuda_products {
     const LtFunctions *lt;
@@ -138,11 +139,11 @@ rafter_status rafter_cuda_open_products(rafter_context *context) {
 
 /* ---- choosing an algorithm ------------------------------------------------------------------- */
 
-/* cuBLASLt is column-major: it computes c^T[n, m] = b^T a^T. */
 static cudaDataType_t type_of(rafter_dtype dtype) {
     return dtype == RAFTER_F32 ? CUDA_R_32F : dtype == RAFTER_BF16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
+/* Describes the entry's product to cuBLASLt, which is column-major: it computes c^T[n, m] = b^T a^T. */
 static LtStatus describe(const LtFunctions *lt, CachedProduct *entry) {
     const Shape &s = entry->shape;
     const int32_t transpose_a = s.b_transposed, transpose_b = s.a_transposed;
@@ -167,6 +168,7 @@ static LtStatus describe(const LtFunctions *lt, CachedProduct *entry) {
     return status;
 }
 
+/* Asks cuBLASLt for algorithms for the product. */
 static LtStatus propose(const rafter_cuda_products *products, const CachedProduct *entry, LtCandidate *found,
                         int *count) {
     const LtFunctions *lt = products->lt;
@@ -199,9 +201,9 @@ static LtStatus enqueue(const rafter_cuda_state *state, const CachedProduct &ent
                                         &entry.algorithm, workspace, entry.shape.workspace_bytes, state->stream);
 }
 
-/* Milliseconds of the fastest of a few trials, negative if it fails. If the product adds to c,
- * alpha is 0 in the trials, so that they add nothing. It is in device memory: cuBLASLt would skip
- * the product if it saw the 0. */
+/* Milliseconds of the fastest of a few trials; negative if one fails. If the product adds to c, alpha is
+ * 0 in the trials, so that they add nothing. That 0 is in device memory, because cuBLASLt would skip the
+ * product if it saw it. */
 static float time_candidate(const rafter_cuda_state *state, const CachedProduct &entry, Product p, void *workspace,
                             cudaEvent_t before, cudaEvent_t after) {
     if (p.add)
@@ -244,11 +246,10 @@ static void describe_choice(const LtFunctions *lt, const CachedProduct &entry, c
             (double)milliseconds);
 }
 
-/* The candidate to use without measuring: cuBLASLt's first, except for large products of short sums
- * with many results. There, on an H200, its kernels with a custom option below LT_COOPERATIVE, in
- * which one half of a block writes its tile while the other sums the next, beat its first
- * proposals, in which both halves work on one tile, by up to a fifth. They lose where sums are long
- * or results few: docs/perf/linear_cross_entropy.md. */
+/* The candidate to use without measuring. Usually cuBLASLt's first proposal, in whose kernels both halves of a block
+ * work on the same tile. But for large products with small k and many results on an H200, kernels with a custom option
+ * below LT_COOPERATIVE are up to a fifth faster: one half of a block writes its tile while the other sums the next.
+ * They are slower where k is large or results are few: docs/perf/linear_cross_entropy.md. */
 static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, const LtCandidate *found, int count) {
     const double results = (double)shape.m * (double)shape.n, flops = 2.0 * results * (double)shape.k;
     const bool writes_much = flops > 1e10 && (shape.k <= 4096 || (shape.k <= 16384 && results > 4e7));
@@ -258,7 +259,7 @@ static int built_in_choice(const rafter_cuda_state *state, const Shape &shape, c
     return 0;
 }
 
-/* Sets the entry's algorithm to the fastest candidate. */
+/* RAFTER_TUNE: measures the candidates, and sets the entry's algorithm to the fastest. */
 static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtCandidate *found, int count,
                  const Product &p, void *workspace) {
     cudaEvent_t before = NULL, after = NULL;
@@ -280,11 +281,11 @@ static void tune(const rafter_cuda_state *state, CachedProduct *entry, const LtC
         cudaEventDestroy(before);
     if (after)
         cudaEventDestroy(after);
-    cudaGetLastError(); /* a trial that fails is no failure of the product */
+    cudaGetLastError(); /* clear it: a failed trial is not a failure of the product */
 }
 
-/* Describes the entry's product and lists algorithms for it. Those of a rigid one are for a product of
- * RIGID_ROWS rows: then any number of them is multiplied by the same kernel, tile by tile. */
+/* Describes the entry's product and asks for algorithms for it. If it is rigid, it asks for those of a product of
+ * RIGID_ROWS rows, so that the same kernel is used for any number of rows. */
 static LtStatus find_algorithms(const rafter_cuda_products *products, CachedProduct *entry, LtCandidate *found,
                                 int *count) {
     constexpr int64_t RIGID_ROWS = 2048;
@@ -302,7 +303,7 @@ static LtStatus find_algorithms(const rafter_cuda_products *products, CachedProd
 rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, void *workspace, size_t workspace_bytes) {
     rafter_cuda_products *products = context->cuda_state->products;
     if (context->cuda_state->failed)
-        return RAFTER_OK; /* as launch(): the end of the call reports it */
+        return RAFTER_OK; /* as in launch(): the failure is reported at the end of the call */
     Shape shape;
     memset(&shape, 0, sizeof shape); /* padding too: shapes are compared bytewise */
     shape.dtype = p.dtype;
@@ -346,7 +347,7 @@ rafter_status rafter_cuda_multiply(rafter_context *context, const Product &p, vo
         if (products->cached < MOST_CACHED)
             products->cached++;
     }
-    context->cuda_state->follows = false; /* it may be no kernel of ours that ends it */
+    context->cuda_state->follows = false; /* the last thing it enqueues may not be a kernel */
     status = enqueue(context->cuda_state, *entry, p, workspace);
     if (status != 0)
         return rafter_fail(context, RAFTER_DEVICE_ERROR, "cuBLASLt could not multiply %lld x %lld x %lld (status %d)",

@@ -16,20 +16,20 @@ struct Operand {
 
 /* c[m, n] = alpha * a[m, k] b[k, n] + beta * c. Sums are fp32 in a fixed order. */
 struct Product {
-    rafter_dtype dtype;     /* of a and b: fp32 is multiplied in true fp32, unless tf32 */
-    rafter_dtype out_dtype; /* that, or fp32 */
+    rafter_dtype dtype;     /* of a and b. fp32 is multiplied in true fp32, unless tf32 */
+    rafter_dtype out_dtype; /* of c: `dtype` or fp32 */
     int64_t m, n, k;
     Operand a, b;
     void *c;
     int64_t c_stride;
     const float *alpha; /* on the device; NULL: 1 */
-    bool add;           /* beta is 1, else 0 and c is not read */
+    bool add;           /* beta is 1; else it is 0, and c is not read */
     bool tf32;          /* fp32 operands may be rounded to TF32 */
-    bool rigid;         /* rows of c have the same bits for any m: k is not split, nothing is tuned */
+    bool rigid; /* for batch invariance: a row of c has the same bits for any m. k is not split, nothing is tuned */
 };
 
-/* With this much workspace cuBLASLt can choose among all of its algorithms; with less it has fewer,
- * with none it still has some. */
+/* With this much workspace, in bytes, cuBLASLt can choose among all of its algorithms. With less it has
+ * fewer, with none it still has some. */
 enum { PRODUCT_BYTES = 16 << 20 };
 
 /* Loads cuBLASLt unless it is loaded already. On failure the error says what is missing. */

@@ -11,9 +11,9 @@
 
 #include "core/tensor.h"
 
-/* `dims` dimensions, innermost first. The innermost one is contiguous; stride[d], in elements, is
- * that of dimension d + 1. Copies take boxes of box[0] x box[1] x 1 x ... elements; elements
- * outside of the tensor read as 0. Returns false if the driver cannot make the map. */
+/* Makes the map of a tensor with `dims` dimensions, innermost first. The innermost one is contiguous; stride[d], in
+ * elements, is that of dimension d + 1. Copies take boxes of box[0] x box[1] x 1 x ... elements; elements outside of
+ * the tensor read as 0. Returns false if the driver cannot make the map. */
 static inline bool make_tensor_map(CUtensorMap *map, rafter_dtype dtype, const void *data, int dims,
                                    const int64_t *size, const int64_t *stride, const int (&box)[2],
                                    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion) {
@@ -28,7 +28,7 @@ static inline bool make_tensor_map(CUtensorMap *map, rafter_dtype dtype, const v
         if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) !=
                 cudaSuccess ||
             found != cudaDriverEntryPointSuccess) {
-            cudaGetLastError(); /* or the next call would report it */
+            cudaGetLastError(); /* clear it: the next call must not report it */
             return false;
         }
         encode = reinterpret_cast<Encode>(function);

@@ -22,8 +22,8 @@
 #include "core/variants.h"
 #include "cuda/backend.cuh"
 
-/* Losses may have classes that are spread over ranks, and softmax a dim that is. A variant that serves
- * such calls says
+/* The classes of a loss may be spread over ranks, and so may the reduced dimension of a softmax. A variant that serves
+ * such calls declares
  *     static constexpr bool SHARES_CLASSES = true; */
 template <class Variant, class = void> struct SharesClasses : std::false_type {};
 template <class Variant>
@@ -40,11 +40,10 @@ template <class Call> bool has_shared_classes(const Call &, long) {
     return false;
 }
 
-/* Calls may ask for batch invariance: see rafter_context_set_batch_invariant. A variant that gives it
- * says
+/* Calls may ask for batch invariance: see rafter_context_set_batch_invariant. A variant that provides it declares
  *     static constexpr bool BATCH_INVARIANT = true;
- * or, if only its backward does, BATCH_INVARIANT_BACKWARD. If call.common.batch_invariant, neither
- * why_not nor the cut of a row's sums may then look at the number of rows, nor at where they begin. */
+ * or BATCH_INVARIANT_BACKWARD if only its backward does. Then, if call.common.batch_invariant, neither why_not nor the
+ * order in which a row is summed may depend on the number of rows or on their addresses. */
 template <class Variant, class = void> struct IsBatchInvariant : std::false_type {};
 template <class Variant>
 struct IsBatchInvariant<Variant, std::void_t<decltype(Variant::BATCH_INVARIANT)>>
@@ -54,6 +53,7 @@ template <class Variant>
 struct HasInvariantBackward<Variant, std::void_t<decltype(Variant::BATCH_INVARIANT_BACKWARD)>>
     : std::bool_constant<Variant::BATCH_INVARIANT_BACKWARD> {};
 
+/* The variant's functions, as struct rafter_variant_functions wants them. */
 template <class Variant> struct VariantFunctions {
     typedef typename Variant::Call Call;
     typedef typename Variant::Plan Plan;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The device-side vocabulary: conversions, wide loads and stores, asynchronous copies, reductions.
- * The counterpart of src/simd/simd.h.
+ * The basic device functions that all kernels use: conversions, wide loads and stores, asynchronous
+ * copies, reductions. The counterpart of src/simd/simd.h.
  *
  * Kernels are templates over the storage type T (float, __nv_bfloat16, __half) and compute in
- * float. A `Pack` is what one thread moves in one access: 16 bytes where addresses allow.
+ * float. A `Pack` is what one thread loads or stores in one access: 16 bytes where alignment allows.
  */
 #ifndef RAFTER_CUDA_VOCABULARY_CUH
 #define RAFTER_CUDA_VOCABULARY_CUH
@@ -21,7 +21,7 @@ constexpr int WARP = 32;
 constexpr float LOG2E = 1.44269504088896340736f;
 constexpr float LN2 = 0.69314718055994530942f;
 
-/* a / b for a >= 0, b > 0: in 32 bits where the numbers allow, a fifth of the instructions. */
+/* a / b for a >= 0, b > 0. In 32 bits if the numbers allow, which takes a fifth of the instructions. */
 DEVICE int64_t quotient(int64_t a, int64_t b) {
     if (static_cast<uint64_t>(a | b) >> 32 == 0)
         return static_cast<unsigned>(a) / static_cast<unsigned>(b);
@@ -62,7 +62,7 @@ template <> struct Word<4> { typedef unsigned int type; };
 template <> struct Word<8> { typedef uint2 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-/* For data that this kernel reads once. A plain load on purpose: on an H200 a copy kernel takes 4
+/* Loads data that this kernel reads once. A plain load on purpose: on an H200 a copy kernel takes 4
  * to 5 % longer with streaming loads (ld.cs or L1::no_allocate), and another 1 % with streaming
  * stores: docs/perf/README.md. */
 template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
@@ -71,7 +71,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_once(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* For data that will be read again, or that this kernel overwrites later: cached in L2, not in
+/* Loads data that will be read again, or that this kernel overwrites later: cached in L2, not in
  * L1. */
 template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     typedef typename Word<N * sizeof(T)>::type W;
@@ -79,7 +79,7 @@ template <typename T, int N> DEVICE Pack<T, N> load_l2(const T *p) {
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* For data that no kernel reads soon. */
+/* Stores data that no kernel reads soon. */
 template <typename T, int N> DEVICE void store_once(T *p, const Pack<T, N> &a) {
     typedef typename Word<N * sizeof(T)>::type W;
     const W &w = reinterpret_cast<const W &>(a);
@@ -100,8 +100,8 @@ template <typename T, int N> DEVICE void store_with(T *p, const Pack<T, N> &a, u
 /* Elements per pack of 16 bytes. */
 template <typename T> constexpr int WIDE = 16 / (int)sizeof(T);
 
-/* All elements of a pack as floats, with one instruction each. Converted one at a time, the odd
- * elements of a bf16 pack would take two. */
+/* Converts all elements of a pack to floats, with one instruction each. (Element by element, the odd elements of a bf16
+ * pack would take two.) */
 template <typename T, int N> DEVICE void unpack(const Pack<T, N> &pack, float (&out)[N]) {
 #pragma unroll
     for (int j = 0; j < N; j++)
@@ -120,7 +120,7 @@ template <int N> DEVICE void unpack(const Pack<bf16, N> &pack, float (&out)[N]) 
     }
 }
 
-/* The reverse, rounding to nearest even, two at a time. */
+/* The reverse, rounding to nearest even; 16-bit types are converted two at a time. */
 template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
     Pack<T, N> pack;
     if constexpr (sizeof(T) == 2 && N % 2 == 0) {
@@ -139,6 +139,7 @@ template <typename T, int N> DEVICE Pack<T, N> packed(const float (&in)[N]) {
     return pack;
 }
 
+/* Whether T is one of the 16-bit types. */
 template <typename T> constexpr bool NARROW = sizeof(T) == 2;
 
 template <typename T> struct Pair;
@@ -170,7 +171,7 @@ template <typename T, int N> DEVICE Pack<T, N> all_of(float value) {
     return pack;
 }
 
-/* A pack, or one full of `value` if `present` is false. */
+/* Loads a pack; if `present` is false, gives one full of `value`. */
 template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool present, const T *p, float value) {
     typedef typename Word<N * sizeof(T)>::type W;
     const Pack<T, N> instead = all_of<T, N>(value);
@@ -180,12 +181,12 @@ template <typename T, int N> DEVICE Pack<T, N> load_once_if(bool present, const 
     return reinterpret_cast<const Pack<T, N> &>(w);
 }
 
-/* Where an element lies in its pack of 16 bytes. */
+/* The offset of an element, in elements, from the last 16-byte boundary. */
 template <typename T> DEVICE int offset_in_pack(const T *p) {
     return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
 }
 
-/* The 16 bytes that begin `bytes` bytes, an even number below 16, after the beginning of `low`. */
+/* 16 of the 32 bytes (low, high), from byte `bytes` on, which is even and below 16. */
 DEVICE uint4 shifted(const uint4 &low, const uint4 &high, int bytes) {
     const bool eight = bytes & 8, four = bytes & 4;
     const unsigned w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, bits = (bytes & 2) * 8;
@@ -237,7 +238,7 @@ template <typename T, int N> DEVICE void copy_async(Pack<T, N> *to, const T *fro
         copy_async(to, from);
 }
 
-/* Shared memory by its address there. T has 2, 4 or (read_shared) 16 bytes. */
+/* Access to shared memory by its 32-bit address. T has 2, 4 or (read_shared only) 16 bytes. */
 template <typename T> DEVICE T read_shared(unsigned at) {
     typename Word<sizeof(T)>::type w;
     read_shared(at, w);
@@ -247,7 +248,7 @@ template <typename T> DEVICE void write_shared(unsigned at, const T &value) {
     write_shared_word(at, reinterpret_cast<const typename Word<sizeof(T)>::type &>(value));
 }
 
-/* copy_wait with N known at run time. Above 7 it waits until 7 are in flight. */
+/* copy_wait with N known at run time. For N above 7 it waits until at most 7 groups are in flight. */
 DEVICE void copy_wait_all_but(int groups) {
     switch (groups) {
     case 0: copy_wait<0>(); break;
@@ -263,8 +264,8 @@ DEVICE void copy_wait_all_but(int groups) {
 
 /* ---- words that blocks wait on --------------------------------------------------------------- */
 
-/* A word that holds EMPTY until its one write, so that readers see whether it was written. No float
- * looks like EMPTY: the one NaN with these bits is stored as another NaN. */
+/* A word holds EMPTY until its only write, so that readers see from the word whether it has been written. No float that
+ * is stored has the bits of EMPTY: the one NaN with these bits is stored as another NaN. */
 constexpr unsigned EMPTY = 0xffffffffu;
 
 DEVICE void store_flagged(unsigned *p, float value) {
@@ -272,15 +273,15 @@ DEVICE void store_flagged(unsigned *p, float value) {
     store_relaxed(p, bits == EMPTY ? 0x7fffffffu : bits);
 }
 
-/* The same, in the first kernel of a call: its inputs may be the results of a kernel before the call, and what that
- * one reads may be where this call writes. */
+/* wait_for_previous_kernel in the first kernel of a call. A kernel before the call may still be writing this call's
+ * inputs, or reading memory that this call overwrites. */
 DEVICE void wait_for_inputs() {
     wait_for_previous_kernel();
 }
 
-/* Issues all loads above this call before any load below it. Otherwise the compiler moves a load
- * whose value is the same in all threads to the front: it puts the value into a uniform register,
- * and waits for it there. This also waits for the previous kernel. */
+/* Issues all loads above this call before any load below it. Otherwise the compiler moves loads whose value is the same
+ * in all threads to the front, and waits for them there, to keep the value in a uniform register. This also waits for
+ * the previous kernel. */
 DEVICE void issue_loads_first() {
     wait_for_previous_kernel();
 }
