@@ -2,13 +2,13 @@
 /*
  * Softmax over rows or columns that are too long for a warp.
  *
- * A panel is the unit that is normalised together: adjacent columns, 128 bytes wide, or one row.
- * Its length is counted in "rows": steps down the columns, or packs along the row. A panel is cut
- * into chunks of rows, one chunk per block.
+ * A panel is the unit that is normalised together: adjacent columns, 128 bytes wide, or one row. The
+ * reduced rows or columns of a panel are its lines. Its length is counted in "rows": steps down the
+ * columns, or packs along the row. A panel is cut into chunks of rows, one chunk per block.
  *
  * A panel of one chunk takes one kernel, panel_in_block: the block computes the statistics and then
- * writes the results. It reads its last round of items from shared memory, where they still are,
- * and the rounds before it again from memory, in reverse order.
+ * writes the results. The items of its last round are still in shared memory then; those of earlier
+ * rounds are read again from memory, in reverse order.
  *
  * Panels of many chunks take two phases in one grid, panel_in_phases. Blocks of the first phase
  * read a chunk and write its statistics to the workspace; a few more blocks merge the statistics of
@@ -29,7 +29,7 @@
  *                       are relative to the maximum if there is one
  *     THREADS, PER_SM   threads per block; blocks per multiprocessor
  *     Panel             describes a panel
- *     Place             addresses of a thread's items; active: whether the thread has any
+ *     Place             addresses of a thread's items; member `active`: whether the thread has any
  *     Table             shared memory for data about a panel
  *
  *     panel_at(index)                      the Panel
@@ -37,8 +37,8 @@
  *     prepare(table, panel)                fills the Table
  *     source(place, input)                 address of the place's first pack
  *     row_stride(input)                    elements between rows
- *     accumulate<FIRST>(statistics, ...)   adds items to the thread's statistics; FIRST: they are
- *                                          clear
+ *     accumulate<FIRST>(statistics, ...)   adds items to the thread's statistics; FIRST: nothing has
+ *                                          been added yet
  *     finalize(values, panel, line)        converts the statistics of a whole line to the values
  *                                          that finish() takes; called by one thread per line
  *     finish(values, items, ...)           writes the results of items
@@ -56,7 +56,7 @@ struct PanelPlan {
     int64_t blocks;     /* of the launch; past the limit of a grid the launch fails */
     unsigned panels;
     unsigned chunks;          /* per panel */
-    unsigned delay;           /* blocks of the first phase that start before the second phase */
+    unsigned delay;           /* blocks of the first phase that precede the first one of the second phase */
     Divisor blocks_per_panel; /* of one phase */
     int across, across_log2;  /* threads side by side in a panel, a power of two */
     int items, rounds;        /* items per thread and round; rounds per chunk */
@@ -130,7 +130,7 @@ template <class Job> struct ChunkPart {
         row = chunk * plan.chunk_rows + (threadIdx.x >> plan.across_log2);
         place = job.locate(panel, threadIdx.x & (plan.across - 1), row);
     }
-    /* Starts to load the items of a round. LAST: they are not read again after this. */
+    /* Starts to load the items of a round. LAST: they are not read from memory again. */
     template <bool LAST> DEVICE void load(int round) {
         const uint64_t policy = LAST ? l2_evict_first() : l2_evict_last();
         items.down = (int64_t)round * plan.items * items.step;
@@ -239,8 +239,7 @@ DEVICE void chunk_statistics(const Job &job, const PanelPlan &plan, const PanelW
         add_release(workspace.arrived + panel, 1);
 }
 
-/* Between the phases, MERGE_BLOCKS blocks merge the statistics of a panel. Each takes some of its
- * lines. */
+/* Between the phases, MERGE_BLOCKS blocks merge the statistics of a panel: each takes some of its lines. */
 constexpr int MERGE_BLOCKS = 4;
 
 template <class Job>
@@ -328,8 +327,8 @@ __global__ void __launch_bounds__(Job::THREADS, Job::PER_SM)
 
 /* ---- host side ------------------------------------------------------------------------------- */
 
-/* A panel is one chunk if at least half of it stays in shared memory: if it takes one or two
- * rounds. */
+/* A panel is one chunk if it takes one or two rounds: then at least half of it is still in shared memory when results
+ * are written. `across`: threads side by side in a panel. */
 template <class Job>
 static inline PanelPlan plan_panels(const rafter_cuda_state &device, int64_t panels, int64_t rows, int across) {
     constexpr int64_t MOST_CHUNKS = 1024, ITEM = (int64_t)Job::INPUTS * Job::THREADS * Job::N * sizeof(typename Job::T);
@@ -338,7 +337,7 @@ static inline PanelPlan plan_panels(const rafter_cuda_state &device, int64_t pan
     const int64_t step = Job::THREADS / across * items, steps = ceil_div(rows, step);
     const int64_t rounds = steps <= 2 ? steps : ceil_div(steps, MOST_CHUNKS), chunks = ceil_div(steps, rounds);
     const int64_t blocks_per_panel = chunks + MERGE_BLOCKS, all = panels * blocks_per_panel;
-    /* Bytes of input that are read between the last statistics of a panel and its first results:
+    /* Bytes of input that are read between the last statistics of a panel and its first results, as measured:
      * docs/perf/act.md. */
     const int64_t behind = device.l2_bytes / 4, delay = blocks_per_panel + ceil_div(behind, rounds * items * ITEM);
     PanelPlan plan;

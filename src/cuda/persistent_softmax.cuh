@@ -4,16 +4,16 @@
  * cuda/panel_softmax.cuh whose panels are 128 bytes wide and have many chunks, on GPUs with TMA
  * (Hopper and later).
  *
- * One block per multiprocessor stays there and works on tiles. A tile is one chunk of a panel; TMA
- * copies it into a ring of slots in shared memory. Tiles are numbered panel by panel and handed out
- * to blocks in that order. While some tiles are being loaded, others wait for the statistics of
+ * One block per multiprocessor runs for the whole kernel and works on tiles. A tile is one chunk of a
+ * panel; TMA copies it into one of several slots in shared memory. Tiles are numbered panel by panel and
+ * given to blocks in that order. While some tiles are being loaded, others wait for the statistics of
  * their panel, to which all blocks contribute. The warps of a block specialise:
  *
  *     producer    loads a tile into every free slot, and prefetches to L2 the tile that comes
  *                 prefetch_distance tiles later: memory is read while blocks wait for each other,
  *                 and slots fill sooner
  *     statistics  THREADS threads that compute the statistics of each tile
- *     reporter    reduces these over the tile and writes them to the workspace
+ *     reporter    reduces these over the threads and writes those of the tile to the workspace
  *     merger      waits for the statistics of all tiles of a panel, merges them and publishes the
  *                 result. The mergers of all blocks share the work: each takes some columns of a
  *                 panel at a time
@@ -62,7 +62,7 @@ struct PersistentPlan {
     unsigned panels, tiles;
     Divisor chunks;             /* tiles per panel */
     int merge_lanes;            /* lanes of a merger side by side, four columns each: a power of two */
-    bool round_robin;           /* tiles are dealt round-robin; else by ticket, after each block's first SLOTS */
+    bool round_robin;           /* tiles are dealt round-robin; else only each block's first SLOTS, then by ticket */
     unsigned prefetch_distance; /* in tiles, ahead of the one that is loaded; 0: no prefetch to L2 */
 };
 
@@ -100,16 +100,17 @@ template <class Job> struct PersistentColumns {
 
 template <class Job> struct PersistentShared {
     typedef PersistentColumns<Job> C;
-    alignas(16) float totals[C::RESULT_GROUPS][2][C::COUNT][C::LINES]; /* of a group's tile, and of the one before it */
+    /* Merged statistics, for each group: of its tile, and of the one before it, which some threads may still read. */
+    alignas(16) float totals[C::RESULT_GROUPS][2][C::COUNT][C::LINES];
     /* Barriers of a slot: its tile has arrived; its statistics are written; it is free again. */
     uint64_t full[C::SLOTS], reduced[C::SLOTS], empty[C::SLOTS];
-    int tile[C::SLOTS]; /* its number; NONE: there are no more */
+    int tile[C::SLOTS]; /* number of the tile in a slot; NONE: there are no more */
 };
 
 constexpr int NONE = -1;
 
-/* Calls f(slot, tile, parity of the slot's barriers) for this block's tiles number first, first +
- * step, ..., in order. */
+/* Calls f(slot, tile, parity of the slot's barriers) for this block's first-th tile, (first + step)-th, ..., in
+ * order. */
 template <class C, class Shared, class F> DEVICE void for_tiles(Shared &shared, int first, int step, F f) {
     for (int i = first;; i += step) {
         const int slot = i % C::SLOTS;
@@ -128,7 +129,7 @@ template <class Job> struct HeldItems {
     int64_t down = 0; /* from the first row of the thread's Place to the first item */
     int count, step = C::STEP;
 
-    /* left: rows of the panel from the thread's first row to the end. */
+    /* Loads them from a slot. left: rows of the panel from the thread's first row to the end. */
     DEVICE HeldItems(const typename C::P *tile, int thread, int64_t left) {
 #pragma unroll
         for (int i = 0; i < C::ITEMS; i++)
@@ -146,10 +147,9 @@ template <class Job> struct HeldItems {
             if (i < count)
                 f(i);
     }
-    /* Returns 0, but only after the loads of all items of the warp. The result is added to the
-     * address of a barrier: an arrival does not wait for earlier loads by itself, and the next tile
-     * has been seen to overwrite a slot before they were done. gridDim.y is 1, which the compiler
-     * does not know. */
+    /* Returns 0, but only after the items of all lanes have been loaded. The result is added to the address of the
+     * barrier that frees the slot, because an arrival does not wait for earlier loads by itself: without this, the next
+     * tile can overwrite the slot before they are done. gridDim.y is 1, which the compiler does not know. */
     DEVICE unsigned zero_after_loads() const {
         unsigned bits = 0;
 #pragma unroll
@@ -188,7 +188,7 @@ template <class Job, class F> DEVICE void for_boxes(const Job &job, const Persis
     const typename Job::Panel panel = job.panel_at(index);
 #pragma unroll
     for (int input = 0; input < Job::INPUTS; input++) {
-        const TileOrigin at = job.tile_origin(panel); /* inside the loop: outside, the kernel takes 6 % longer */
+        const TileOrigin at = job.tile_origin(panel); /* before the loop, it would make the kernel 6 % slower */
         f(input, at, (int)(chunk * PersistentColumns<Job>::ROWS));
     }
 }
@@ -228,7 +228,7 @@ DEVICE void load_tiles(const InputMaps<Job> &maps, const Job &job, const Persist
         }
 }
 
-/* The merger: one warp merges the statistics of every gridDim.x-th part of all panels. */
+/* The merger: one warp. The panels are divided into parts of 4 * merge_lanes columns; it takes every gridDim.x-th. */
 template <class Job>
 DEVICE void merge_panels(const Job &job, const PersistentPlan &plan, const PersistentWorkspace &workspace) {
     typedef PersistentColumns<Job> C;
@@ -238,7 +238,7 @@ DEVICE void merge_panels(const Job &job, const PersistentPlan &plan, const Persi
     for (unsigned part = blockIdx.x; part < plan.panels * parts; part += gridDim.x) {
         const unsigned index = part / parts, first = ((part - index * parts) * lanes + lane % lanes) * 4;
         const unsigned *const from = workspace.statistics + (int64_t)index * chunks * C::WORDS + first;
-        if (lane == 0) /* most likely the last tile to be written: polling all of them would delay the writes */
+        if (lane == 0) /* wait for the tile that is most likely written last: polling all would delay the writes */
             while (load_relaxed(from + (int64_t)(chunks - 1) * C::WORDS) == EMPTY)
                 ;
         __syncwarp();
@@ -272,7 +272,7 @@ DEVICE void merge_panels(const Job &job, const PersistentPlan &plan, const Persi
                     }
             }
 #pragma unroll
-            for (int j = 0; j < 4; j++) { /* one maximum for all, so that the exponentials are independent */
+            for (int j = 0; j < 4; j++) { /* one common maximum, so that the exponentials do not depend on each other */
                 if constexpr (Job::HAS_MAX) {
                     float top = mine.max[j];
 #pragma unroll
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(PersistentColumns<Job>::THREADS, 1)
                 }
                 reinterpret_cast<uint4 *>(total)[i] = four;
             }
-            __syncwarp(); /* if lanes arrive one by one, bar.sync counts their warp more than once */
+            __syncwarp(); /* lanes must arrive together: bar.sync would count a diverged warp more than once */
             sync_some<Job::THREADS>(1 + group);
             job.finish(total, items, part.place, typename Job::Table());
             odd ^= 1;
@@ -414,10 +414,10 @@ static inline PersistentPlan plan_persistent(const rafter_cuda_state &device, in
     plan.panels = (unsigned)panels;
     plan.tiles = (unsigned)(panels * chunks);
     plan.chunks = Divisor(chunks);
-    /* The three thresholds are measured: docs/perf/act.md. With many chunks, a merger takes few
-     * columns, so that most of its loads are in flight at once. With few chunks, round-robin:
-     * blocks end together, and a ticket costs more than waiting. With few chunks, no prefetch:
-     * blocks hardly wait for each other. */
+    /* The three thresholds were measured: docs/perf/act.md.
+     * merge_lanes: with many chunks, a merger takes few columns, so that most of its loads are in flight at once.
+     * round_robin, with few chunks: blocks end together, and a ticket costs more than waiting.
+     * No prefetch, with few chunks: blocks hardly wait for each other. */
     plan.merge_lanes = min(C::LINES / 4, WARP);
     while (plan.merge_lanes > 2 * C::COUNT && chunks * plan.merge_lanes > 8 * WARP)
         plan.merge_lanes /= 2;

@@ -25,12 +25,12 @@ struct alignas(16) AngleStep {
     float quarters;             /* theta / (pi / 2), with whole turns; NaN if theta is not finite */
 };
 
-/* 1 / (2 pi) in 32-bit words after the binary point, from word -5 on. */
+/* 1 / (2 pi) in 32-bit words after the binary point, preceded by five words of 0, which small theta need. */
 __constant__ const unsigned inverse_turn[] = {
     0, 0, 0, 0, 0, 0x28be60db, 0x9391054a, 0x7f09d5f4, 0x7d4d3770, 0x36d8a566, 0x4f10e410, 0x7f9458ea, 0xf7aef158};
 
-/* Five words of it, from `word` on. For theta from 2^-41 to 2^22, those that all kernels wait for come
- * without an access to memory. */
+/* Five words of it, from `word` on. Those for theta from 2^-41 to 2^22, the usual ones, take no access to memory,
+ * because everything in a kernel waits for them. */
 DEVICE void inverse_turn_from(int word, unsigned (&words)[5]) {
     const bool later = word == 4;
     if (word == 3 || later) {
@@ -48,8 +48,8 @@ DEVICE void inverse_turn_from(int word, unsigned (&words)[5]) {
 DEVICE AngleStep angle_step(float theta) {
     if (!(fabsf(theta) < INFINITY))
         return {0, 0, 0, NAN};
-    /* |theta| = significand * 2^exponent. Bits of 1 / (2 pi) that 2^exponent shifts to whole
-     * turns are skipped. */
+    /* |theta| = significand * 2^exponent. Bits of 1 / (2 pi) that 2^exponent shifts to whole turns are skipped, by
+     * whole words (`word`) and then bits (`shift`). */
     const unsigned bits = __float_as_uint(theta), field = bits >> 23 & 255;
     const unsigned significand = (bits & 0x7fffff) | (field ? 0x800000 : 0);
     const int exponent = (int)(field ? field : 1) - 150, word = (exponent + 160) / 32, shift = (exponent + 160) % 32;
@@ -94,7 +94,7 @@ DEVICE int64_t number_of(const Position &position) {
     return static_cast<int64_t>(position.sign ? 0 - magnitude : magnitude);
 }
 
-/* LARGE: the position may be 2^32 or more. */
+/* Sine and cosine of position * theta, to fp32 accuracy. LARGE: the position may be 2^32 or more. */
 template <bool LARGE>
 DEVICE void sincos_at(const AngleStep step, const Position &position, float *sine, float *cosine) {
     /* The upper 64 bits of the 96-bit product. */
@@ -106,7 +106,7 @@ DEVICE void sincos_at(const AngleStep step, const Position &position, float *sin
         low = (unsigned)more;
     }
 
-    /* The nearest quarter turn, and the distance from it in quarter step. */
+    /* The nearest quarter turn (in the upper two bits of `nearest`), and the distance r from it, in quarter turns. */
     const unsigned nearest = high + 0x20000000u;
     const float upper = (float)(int)__funnelshift_l(low, high, 2) * 0x1p-32f;
     const float left = fmaf((float)(low << 2), 0x1p-64f, upper);
@@ -133,7 +133,7 @@ DEVICE void sincos_at(const AngleStep step, const Position &position, float *sin
 
 /* ---- 16-bit results -------------------------------------------------------------------------- */
 
-/* The upper words of an angle step: 64 bits of the fraction of a turn. 0 if theta is not finite. */
+/* The upper two words of an AngleStep: 64 bits of the fraction of a turn. 0 if theta is not finite. */
 struct alignas(8) ShortStep {
     unsigned middle, high;
 };
@@ -141,8 +141,8 @@ struct alignas(8) ShortStep {
 DEVICE ShortStep short_step(float theta) {
     if (!(fabsf(theta) < INFINITY))
         return {0, 0};
-    /* As angle_step. Leaving out the lowest word, and complementing instead of negating, changes the
-     * result by one unit. */
+    /* As angle_step, without the lowest word, and with a complement instead of a negation: that changes the result by
+     * at most one unit in the last place. */
     const unsigned bits = __float_as_uint(theta), field = bits >> 23 & 255, sign = (int)bits >> 31;
     const unsigned significand = (bits & 0x7fffff) | (field ? 0x800000 : 0);
     const unsigned at = (field ? field : 1) + 10, shift = at % 32;
@@ -188,20 +188,20 @@ DEVICE bool is_short(const Position &position) {
     return position.high == 0 && position.low < SHORT_POSITION;
 }
 
-/* With an absolute error of 2^-21, for a position below 2^32. A quarter of the instructions of
- * sincos_at, for sums in which such an error does not show. */
+/* Sine and cosine with an absolute error of 2^-21, for a position below 2^32. A quarter of the instructions of
+ * sincos_at, for sums in which such an error does not matter. */
 DEVICE void sincos_approximate(const ShortStep step, float theta, const Position &position, float *sine,
                                float *cosine) {
     const unsigned turn = step.high * position.low + __umulhi(step.middle, position.low);
     const float angle = (float)(int)turn * (6.28318530717958647693f * 0x1p-32f);
     *sine = __uint_as_float(__float_as_uint(__sinf(angle)) ^ position.sign);
-    *cosine = fabsf(theta) < INFINITY ? __cosf(angle) : NAN; /* one NaN makes the sums NaN */
+    *cosine = fabsf(theta) < INFINITY ? __cosf(angle) : NAN; /* one NaN is enough to make the sums NaN */
 }
 
 /* ---- tables ---------------------------------------------------------------------------------- */
 
-/* A table of angle steps in shared memory, aligned to 16 bytes, for sines and cosines that are accurate
- * enough to be rounded to T. */
+/* A table of angle steps in shared memory, for sines and cosines that are accurate enough to be rounded to T. `memory`
+ * is aligned to 16 bytes and has BYTES * entries bytes. */
 template <typename T> struct AngleTable {
     static constexpr int BYTES = NARROW<T> ? sizeof(ShortStep) + sizeof(float) : sizeof(AngleStep); /* per entry */
     char *const memory;

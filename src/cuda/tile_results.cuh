@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Storing the results of a tile (tiles.cuh): through shared memory by the copy engine, or by the
- * warp itself to rows at any address.
+ * Storing the results of a tile (tiles.cuh). A part of them, 16 rows of 128 bytes, is written (staged) into a box
+ * of shared memory in the swizzle of the copy engine. From there it is stored by the copy engine (store_part,
+ * store_floats), or by the warp itself if rows may be at any address (scatter_part, scatter_floats). The _part
+ * functions are for 16-bit results that are packed in registers, the _floats functions for fp32.
  */
 #ifndef RAFTER_CUDA_TILE_RESULTS_CUH
 #define RAFTER_CUDA_TILE_RESULTS_CUH
@@ -12,18 +14,19 @@ namespace tiles {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
+/* Two results in one register. */
 template <typename T> DEVICE unsigned pair_of(float a, float b) {
     const float both[2] = {a, b};
     const Pack<T, 2> pack = packed<T>(both);
     return reinterpret_cast<const unsigned &>(pack);
 }
 
-/* The first of this thread's two columns of d[4 j ...]. */
+/* The column of d[4 j]; d[4 j + 1] is in the next one. See multiply_64x256x16. */
 DEVICE int column_of(int j) {
     return 8 * j + 2 * (threadIdx.x & 3);
 }
 
-/* Packs part `part` of the results. */
+/* Converts part `part` of the results, e, to 16 bits. */
 template <typename T> DEVICE void pack_part(Packed &packed, int part, const float (&e)[2 * PART_PAIRS]) {
 #pragma unroll
     for (int k = 0; k < PART_PAIRS; k++)
@@ -39,7 +42,7 @@ DEVICE void stage_part(char *box, const Packed &packed, int part) {
         store_8x8x4(box + lane % 16 * 128 + (swizzled ^ j * 16), {u[0], u[1], u[2], u[3]});
     }
 }
-/* The same for 32 columns of floats, in the order of the sums. */
+/* The same for 32 columns of floats e, in the order of the sums. */
 constexpr int FLOATS = 128 / sizeof(float);
 DEVICE void stage_part(char *box, const float (&e)[FLOATS / 2]) {
     const int lane = threadIdx.x % WARP, row = lane / 4, pair = lane % 4;
@@ -51,9 +54,9 @@ DEVICE void stage_part(char *box, const float (&e)[FLOATS / 2]) {
                 make_float2(e[4 * j + 2 * i], e[4 * j + 2 * i + 1]);
 }
 
-/* Has the copy engine store a staged box at (row, column), or add it there if ADD. `row`: the
- * warp's first, in lane 0 at least. The engine writes up to a multiple of 16 bytes: padding up to
- * there must be unused. */
+/* Lets the copy engine store a staged box at (row, column), or add it to memory if ADD. `row`: the warp's first; read
+ * by lane 0 only. The engine writes up to the next multiple of 16 bytes of a row, so the padding up to there must not
+ * be used. */
 template <bool ADD> DEVICE void send_box(const char *box, const CUtensorMap &out, int column, int row) {
     shared_written();
     __syncwarp();
@@ -65,8 +68,8 @@ template <bool ADD> DEVICE void send_box(const char *box, const CUtensorMap &out
     }
 }
 
-/* Stores a packed part, once an earlier one has left its box of `staging`. ADD: the
- * sum is rounded again. */
+/* Stores a packed part. First waits until the earlier part in the same box of `staging` has been read. ADD: adds it to
+ * memory, and the sum is rounded to 16 bits again. */
 template <bool ADD> DEVICE void store_part(const Packed &packed, int part, char *staging, const CUtensorMap &out) {
     char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;
     if (threadIdx.x % WARP == 0)
@@ -76,11 +79,12 @@ template <bool ADD> DEVICE void store_part(const Packed &packed, int part, char 
     send_box<ADD>(box, out, packed.column + part * CHUNK, packed.row);
 }
 
-/* Steps of the ring to hold so that every part of a tile of floats has its own box, and none waits
- * for another: a warp's boxes are in its staging and in the held steps. */
+/* Job::HELD for results that are floats: how many buffers of the ring a tile needs so that each part has a box of its
+ * own and need not wait for another one. A warp's boxes are in its staging and in the held buffers. */
 constexpr int PARTS_OF_STEP = STEP_BYTES / (GROUPS * GROUP / WARP * PART_BYTES);
 constexpr int HELD_FOR_FLOATS = (COLUMNS / FLOATS - PARTS_IN_FLIGHT + PARTS_OF_STEP - 1) / PARTS_OF_STEP;
 
+/* Stores a part of floats, in its own box. */
 template <bool ADD>
 DEVICE void store_floats(const float (&e)[FLOATS / 2], int part, char *staging, char *const *held,
                          const CUtensorMap &out, int column, int row) {
@@ -93,9 +97,9 @@ DEVICE void store_floats(const float (&e)[FLOATS / 2], int part, char *staging, 
     send_box<ADD>(box, out, column + part * FLOATS, row);
 }
 
-/* The warp itself stores a staged box, 16 bytes per lane at a time, to rows at any address: to[i]
- * is where this thread's row i begins, NULL if there is none. `column`: the first of the part.
- * Columns from `columns` on are not written. */
+/* The warp itself stores a staged box, 16 bytes per lane at a time, to rows that may lie anywhere. to[i]: where this
+ * thread's row i (of two) begins; NULL if it does not exist. `column`: the first of the part. Columns from `columns` on
+ * are not written. */
 template <typename U, bool ADD>
 DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t columns) {
     constexpr int N = 16 / sizeof(U), LANES = 128 / 16;
@@ -117,8 +121,8 @@ DEVICE void scatter_box(const char *box, U *const (&to)[2], int column, int64_t 
                     ADD ? from_float<U>(to_float(destination[at + i]) + to_float(pack.v[i])) : pack.v[i];
     }
 }
-/* It need not wait for the box: when it was last used, two parts ago, all lanes read it, and they
- * have synchronised since. */
+/* Stores a packed part. No wait for the box is needed: it was last used two parts ago, and since then the lanes, which
+ * read it themselves, have synchronised. */
 template <typename U, bool ADD>
 DEVICE void scatter_part(const Packed &packed, int part, char *staging, U *const (&to)[2], int64_t columns) {
     char *const box = staging + part % PARTS_IN_FLIGHT * PART_BYTES;

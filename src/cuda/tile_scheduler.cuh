@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Which cluster sums which tile of a product, and when: the tile sizes, the scheduler, split tiles,
- * the order of tiles and the lockstep of clusters. tiles.cuh does the work.
+ * Which cluster sums which tile of a matrix product (tiles.cuh), and when: tile sizes, the scheduler, split
+ * tiles, the order of tiles, and the lockstep of clusters.
  */
 #ifndef RAFTER_CUDA_TILE_SCHEDULER_CUH
 #define RAFTER_CUDA_TILE_SCHEDULER_CUH
@@ -15,9 +15,9 @@ constexpr int CLUSTER = 2, STEPS = 4;                /* blocks per cluster; step
 constexpr int GROUP_ROWS = 64, GROUPS = ROWS / GROUP_ROWS, GROUP = 128; /* rows, count and threads of warpgroups */
 constexpr int THREADS = GROUP * (1 + GROUPS);
 
-/* The tile of a cluster: the tiles of its two blocks, one below the other; or side by side (wide),
- * for products of so few rows that one block has them all. The blocks share their part of b; in a
- * wide cluster, that of a. */
+/* The tile of a cluster consists of the tiles of its two blocks. Usually one is below the other, and the blocks
+ * share their part of b. For products of so few rows that one block has them all, the cluster is wide: they are
+ * side by side and share their part of a. */
 struct ClusterShape {
     bool wide;
 
@@ -42,25 +42,25 @@ struct ClusterShape {
     }
 };
 
-/* Steps [first, first + steps) of a tile: what a cluster does at a time. */
+/* What a cluster is given at a time: steps [first, first + steps) of the depth of a tile. */
 struct WorkItem {
     int tile, first, steps;
 };
 
-/* Tiles are scheduled in waves, one tile per cluster. If the last wave would leave many clusters
- * idle, its tiles are split where that is faster: each of `parts` parts of a tile's depth is a work
- * item of its own and leaves its sums in memory. The part of a tile that finishes last adds up all
- * parts, in their order. So no cluster waits, and sums do not depend on which part is last. */
+/* Tiles are scheduled in waves, one tile per cluster. If the last wave would leave many clusters idle, its tiles
+ * are split where that is faster: the depth of a tile is cut into `parts` parts, each a work item that stores its
+ * sums in memory. The part that finishes last adds up all parts of its tile, in the order of the parts. So no
+ * cluster waits, and results do not depend on which part is last. */
 struct TileScheduler {
     static constexpr int MOST_PARTS = 16, LEAST_GAIN = 8; /* LEAST_GAIN: in steps */
     static_assert(MOST_PARTS < WARP, "one lane per number of parts");
-    int whole, rest, parts, steps; /* tiles that are not split; that are; parts of each; steps of a tile */
-    int64_t time;                  /* of the whole product, in steps */
+    int whole, rest, parts, steps; /* tiles that are not split; tiles that are; parts of each; steps of a tile */
+    int64_t time;                  /* estimate for the whole product, in steps */
 
     /* The search for the best number of parts. */
     struct Search {
-        int tiles, steps, clusters, last, most; /* last: tiles of the last wave; most: parts of each */
-        int64_t least;                          /* steps of the last wave, and parts, of the best so far */
+        int tiles, steps, clusters, last, most; /* last: tiles of the last wave; most: parts of each, at most */
+        int64_t least; /* of the best so far: WARP * steps of the last wave + parts, so that a minimum finds it */
 
         __host__ __device__ Search(int tiles_, int steps_, int clusters_, int capacity)
             : tiles(tiles_), steps(steps_), clusters(clusters_), last(tiles_ % clusters_),
@@ -69,6 +69,7 @@ struct TileScheduler {
                                                   : capacity / last),
               least(int64_t(last > 0 ? steps_ : 0) * WARP + 1) {
         }
+        /* Estimates the last wave if it has n parts per tile. 4 + last * n / 4 steps are for their sums: see `of`. */
         __host__ __device__ void consider(int n) {
             const int time = (last * n + clusters - 1) / clusters * ((steps + n - 1) / n) + 4 + last * n / 4;
             if (time <= steps - LEAST_GAIN && int64_t(time) * WARP + n < least)
@@ -82,9 +83,8 @@ struct TileScheduler {
         }
     };
 
-    /* `capacity`: parts that SplitSums can hold. Beyond their steps, parts cost memory traffic:
-     * each one stores its sums, and the last one of a tile reads them all, in all clusters at the
-     * same time, through L2. */
+    /* `capacity`: parts that SplitSums can hold. Besides their steps, parts cost memory traffic through L2, in all
+     * clusters at the same time: each part stores its sums, and the last one of a tile loads those of all. */
     static TileScheduler of(int tiles, int steps, int clusters, int capacity) {
         Search search(tiles, steps, clusters, capacity);
         for (int n = 2; n <= search.most; n++)
@@ -101,8 +101,8 @@ struct TileScheduler {
             search.least = min(search.least, __shfl_xor_sync(~0u, search.least, other));
         return search.best();
     }
-    /* Every tile is split into `parts`, however many tiles there are: a sum is always cut in the same
-     * places. */
+    /* Splits every tile into `parts`, however many tiles there are. For batch invariance: a sum is always cut in the
+     * same places. */
     static __host__ __device__ TileScheduler fixed(int tiles, int steps, int clusters, int parts) {
         return {0, tiles, parts, steps,
                 int64_t((tiles * parts + clusters - 1) / clusters) * ((steps + parts - 1) / parts)};
@@ -110,8 +110,8 @@ struct TileScheduler {
     DEVICE int items() const {
         return whole + rest * parts;
     }
-    /* The part of its tile that a work item of a split tile is. Consecutive items are the same part
-     * of different tiles: they share operands, which are in L2. */
+    /* Which part of its tile a work item is. Consecutive items are the same part of different tiles: they share
+     * operands, which are in L2 then. */
     DEVICE int part_of(int item) const {
         return (item - whole) / rest;
     }
@@ -129,12 +129,12 @@ struct SplitSums {
     float *sums;
     unsigned *counters; /* counters_of(split tiles) of them; 0 before and after a kernel */
     int capacity;       /* parts that fit into `sums` */
-    int parts = 0;      /* of every tile, which fit; 0: as capacity allows and time suggests */
-    /* Multiprocessors that are left to other work. It is known beforehand which tiles a cluster takes: if
-     * other work held some multiprocessors for a while, their clusters would start and end late. */
+    int parts = 0;      /* TileScheduler::fixed with so many parts, which must fit; 0: TileScheduler::of */
+    /* Multiprocessors that are left to other work that runs at the same time. Which tiles a cluster takes is fixed
+     * beforehand. So if the other work held some of its multiprocessors, a cluster would start late and end late. */
     int left = 0;
 };
-constexpr int LOCKSTEP_COUNTERS = 5; /* the first ones */
+constexpr int LOCKSTEP_COUNTERS = 5; /* the first of the counters are those of ClusterLockstep */
 constexpr int counters_of(int split_tiles) {
     return LOCKSTEP_COUNTERS + split_tiles * CLUSTER * GROUPS;
 }
@@ -146,14 +146,14 @@ struct TileOrigin {
     int row, column;
 };
 
-/* The order of tiles: bands of BAND tiles of rows; in a band all columns, rows first; every other
- * band from the last column to the first. So the tiles of one wave, which advance at about the same
- * speed, need only a few different rows of a and columns of b, and most loads hit L2. */
+/* The order of tiles. The tiles of rows are grouped into bands of BAND. Within a band, tiles are ordered by column,
+ * then by row; every other band goes from the last column to the first. So the tiles of one wave, which advance at
+ * about the same speed, need only few different rows of a and columns of b, and most loads hit L2. */
 struct TileOrder {
     static constexpr int BAND = 8;
     ClusterShape shape;
     int64_t rows;
-    int down, across; /* clusters' tiles of rows and of columns */
+    int down, across; /* tiles of a cluster along the rows and along the columns */
 
     DEVICE TileOrder(int64_t all_rows, int64_t columns, bool wide = false)
         : shape(wide), rows(all_rows), down(static_cast<int>((rows + shape.rows() - 1) / shape.rows())),
@@ -162,7 +162,7 @@ struct TileOrder {
     DEVICE int count() const {
         return down * across;
     }
-    /* Of the tile of a cluster's block. In a wide cluster, the last one may be past all columns. */
+    /* The origin of the tile of block `rank` of the cluster. It may be past the last row or column. */
     DEVICE TileOrigin at(int tile, int rank) const {
         const int band = tile / (BAND * across), inside = tile - band * BAND * across;
         const int high = min(BAND, down - band * BAND), column = inside / high;
@@ -171,26 +171,25 @@ struct TileOrder {
     }
 };
 
-/* Keeps the clusters of a long product in lockstep. Without it clusters drift apart; operands
- * they share are evicted from L2 and read again: a product of 20 ms reads memory three times
- * as often as it must. Every ROUND steps a cluster waits until all others have reached the
- * round before its own.
+/* Keeps the clusters of a long product in lockstep. Without it they drift apart, and operands that they share are
+ * evicted from L2 and read again: a product of 20 ms reads memory three times as often as it must. A round is ROUND
+ * steps. At the end of a round a cluster waits until all others have ended the round before.
  *
- * Correctness does not depend on it. If other clusters do not run (on a shared GPU), a cluster
- * gives up waiting after MOST_POLLS, about 70 us. A cluster without further work counts for all of
- * its remaining rounds at once, so a last wave waits for nobody. */
+ * Correctness does not depend on it. If other clusters do not run (on a shared GPU), a cluster gives up waiting after
+ * MOST_POLLS, about 70 us, for the rest of the kernel. A cluster without further work reports the end of all its
+ * remaining rounds at once, so that nobody waits for it in a last wave. */
 class ClusterLockstep {
     static constexpr int LONG = 2048, ROUND = 16; /* steps */
     static constexpr unsigned SLOTS = LOCKSTEP_COUNTERS - 1;
     static constexpr int MOST_POLLS = 100;
-    unsigned *const counters;        /* arrivals: round r in slot r % SLOTS; behind them, finished clusters */
-    const unsigned clusters, rounds; /* rounds: of one cluster, at most */
+    unsigned *const counters;        /* arrivals, those of round r in counter r % SLOTS; last, the finished clusters */
+    const unsigned clusters, rounds; /* rounds: most that any cluster has */
     unsigned round = 0;
     int step = 0;
     bool waits = true;
 
   public:
-    /* `steps`: of one cluster, at most. All of `cluster_count` clusters must take part. */
+    /* `steps`: the most that any cluster has. All of the cluster_count clusters must take part. */
     DEVICE ClusterLockstep(const SplitSums &split, int64_t steps, unsigned cluster_count)
         : counters(steps >= LONG ? split.counters : NULL), clusters(cluster_count),
           rounds(static_cast<unsigned>(steps / ROUND)) {

@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Products of 16-bit matrices on Hopper's tensor cores: a[m, k] b[k, n]. A block sums a tile of 128
- * x 256 in the registers of two warpgroups, which then convert it to results.
+ * Products of 16-bit matrices on Hopper's tensor cores: a[m, k] b[k, n], for linear_cross_entropy. k is
+ * called the depth. A block has three warpgroups: one thread of the first copies operands, the other two
+ * sum a tile of 128 x 256 in their registers, 64 rows each, and then convert it to results (the epilogue,
+ * Job::finish).
  *
- * A cluster of two blocks takes 256 rows x 256 columns. Per step of 64 elements of depth, one warp
- * of each block copies the block's 128 rows of a, and half of the columns of b, the latter into
- * both blocks; two warpgroups multiply, 64 rows each. Four steps are in flight, across tiles: while
- * the registers of one tile are converted to results, the operands of the next one are loaded. The
- * tensor cores are idle meanwhile, so the conversion must be short. Its inputs are loaded before
- * the sums are complete. 16-bit results stay in registers, two per register, until the next tile is
- * being summed; then they are stored through shared memory by the copy engine, 64 columns of a
- * warp's 16 rows at a time.
+ * A cluster of two blocks takes 256 rows x 256 columns. In each step, 64 elements of depth, each block
+ * copies its own 128 rows of a, and one half of the columns of b into both blocks. Up to four steps are in
+ * flight in a ring of buffers, across tiles: while one tile is converted, the operands of the next one are
+ * loaded. The tensor cores are idle during the conversion, so it must be short: its inputs are loaded before
+ * the sums are complete. 16-bit results stay in registers, two per register, until the next tile is being
+ * summed. Then the copy engine stores them through shared memory, in parts of 64 columns of a warp's 16 rows.
  *
- * In products of at most 128 rows a cluster takes 128 rows x 512 columns, and its blocks share a
- * instead of b: see ClusterShape.
+ * In products of at most 128 rows a cluster takes 128 rows x 512 columns, and its blocks share a instead of
+ * b: see ClusterShape.
  *
- * An alternative that was tried: one tile per warpgroup, so that one of them multiplies while the
- * other converts. It hides all of the conversion, but the tiles are narrower, and that costs more
- * than it gains: docs/perf/linear_cross_entropy.md.
+ * Why not one tile per warpgroup, so that one multiplies while the other converts: that hides the conversion,
+ * but the tiles are narrower, which costs more than it gains (docs/perf/linear_cross_entropy.md).
  */
 #ifndef RAFTER_CUDA_TILES_CUH
 #define RAFTER_CUDA_TILES_CUH
@@ -30,16 +29,16 @@ namespace tiles {
 
 constexpr int A_BYTES = ROWS * DEPTH * 2, B_BYTES = COLUMNS * DEPTH * 2, STEP_BYTES = A_BYTES + B_BYTES;
 constexpr int SHARE = COLUMNS / CLUSTER; /* columns of b that one block copies */
-constexpr int CHUNK = 64;                /* elements of 128 bytes, the copy engine's swizzle width */
+constexpr int CHUNK = 64;                /* elements in 128 bytes, the width of the copy engine's swizzle */
 constexpr int CHUNK_BYTES = CHUNK * DEPTH * 2;
-constexpr int PARTS_IN_FLIGHT = 2;                          /* of the results that a warp stores */
-constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128; /* of a part of the results */
+constexpr int PARTS_IN_FLIGHT = 2;                          /* parts of the results that a warp is storing */
+constexpr int PART_ROWS = 16, PART_BYTES = PART_ROWS * 128; /* a part of the results: 16 rows of 128 bytes */
 constexpr int STAGING_BYTES = GROUPS * GROUP / WARP * PARTS_IN_FLIGHT * PART_BYTES;
 constexpr int SHARED_BYTES = STEPS * STEP_BYTES + STAGING_BYTES + 1024; /* 1024: to align the steps to that */
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-/* A step of the ring, and the parity of its barriers' phase. */
+/* A position in the ring of STEPS buffers, and the parity of the phase of the barriers there. */
 struct Ring {
     int step = 0;
     unsigned parity = 0;
@@ -51,9 +50,8 @@ struct Ring {
     }
 };
 
-/* Copies elements [first, first + COUNT) of an operand at the depths [depth, depth + DEPTH) to
- * where operand_of expects them; into all blocks of the cluster if ALL. TRANSPOSED: the matrix
- * has a row per depth. */
+/* Copies rows of a, or columns of b, [first, first + COUNT) at the depths [depth, depth + DEPTH), in the layout that
+ * operand_of expects; into all blocks of the cluster if ALL. TRANSPOSED: in memory, the matrix has a row per depth. */
 template <bool TRANSPOSED, int COUNT, bool ALL>
 DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth, uint64_t *barrier) {
     const auto copy = [&](char *destination, int column, int row) {
@@ -71,23 +69,23 @@ DEVICE void copy_operand(char *to, const CUtensorMap &map, int first, int depth,
     }
 }
 
-/* Where a step's operand is: the tensor map, and offsets to add to the tile's row or
- * column, and to the depth. */
+/* Where a step's operand is: the tensor map, what to add to the tile's row (of a) or column (of b), and what to
+ * add to the depth. */
 struct Source {
     const CUtensorMap *map;
     int first, depth;
 };
 
-/* A block's static __shared__ memory for multiply (its SHARED_BYTES of dynamic
- * memory are separate). */
+/* A block's static shared memory for `multiply`, besides SHARED_BYTES of dynamic shared memory. full: a step's
+ * operands have arrived; empty: they have been read. */
 struct Barriers {
     uint64_t full[STEPS], empty[STEPS];
     TileScheduler scheduler;
-    int last[GROUPS]; /* whether a warpgroup's part of a split tile is the last to finish */
+    int last[GROUPS]; /* of add_split_sums: whether the warpgroup's part of a split tile is the last to finish */
 };
 
-/* Stores a warpgroup's sums of one part of a split tile to memory. True: this part is the last one
- * of its tile, and d is the sum of all parts. */
+/* Stores a warpgroup's sums d of one part of a split tile to memory. Returns true if this part is the last of its tile
+ * to finish: then d is the sum of all parts, added in the order of the parts. */
 DEVICE bool add_split_sums(float (&d)[128], const SplitSums &split, const TileScheduler &scheduler, int item, int group,
                            int *last) {
     constexpr int FOURS = 32, BATCH = 8;
@@ -135,16 +133,15 @@ DEVICE bool add_split_sums(float (&d)[128], const SplitSums &split, const TileSc
     return true;
 }
 
-/* A thread's 16-bit results that are not stored yet: u[2 j + i] holds d[4 j + 2 i] and the next. */
+/* A thread's 16-bit results that are not stored yet: u[2 j + i] holds the results of d[4 j + 2 i] and the next one. */
 constexpr int PARTS = COLUMNS / CHUNK, PART_PAIRS = 64 / PARTS;
 struct Packed {
     unsigned u[PARTS * PART_PAIRS];
     int row, column; /* the thread's first row; the tile's first column */
-    int at[2];       /* for `store`: what it needs to know about the two rows */
+    int at[2];       /* whatever Job::store needs to know about the thread's two rows */
 };
 
-/* Initialises barriers and prefetches the tensor maps: all that can be done before the
- * previous kernel ends. */
+/* Initialises barriers and prefetches the tensor maps: what can be done before the previous kernel ends. */
 template <typename... Maps> DEVICE void begin(Barriers &barriers, const Maps &...maps) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < STEPS; i++) {
@@ -157,12 +154,12 @@ template <typename... Maps> DEVICE void begin(Barriers &barriers, const Maps &..
     cluster_sync();
 }
 
-/* The copying thread: loads the operands of all of this cluster's work items into the ring. */
+/* The copying thread: loads the operands of all work items of its cluster into the ring. */
 template <bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &job, const SplitSums &split,
                        const TileScheduler &scheduler, int rank, int first, int stride) {
     Ring ring;
-    /* In one block of the cluster only: the other one needs its half of an operand, and so follows. */
+    /* Only in one block of the cluster: the other one waits for its half of the shared operand, and so follows. */
     ClusterLockstep lockstep(split, rank == 0 ? scheduler.time : 0, stride);
     for (int next = first; next < scheduler.items(); next += stride) {
         const WorkItem item = scheduler.at(next);
@@ -172,7 +169,7 @@ DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &
             const int at = item.first + k;
             const Source a = job.a(at), b = job.b(at);
             lockstep.before_step();
-            barrier_wait(&empty[ring.step], ring.parity ^ 1); /* both blocks have read it: one operand is shared */
+            barrier_wait(&empty[ring.step], ring.parity ^ 1); /* both blocks have read it: they share an operand */
             barrier_expect(&full[ring.step], STEP_BYTES);
             const int a_first = a.first + origin.row, a_depth = a.depth + at * DEPTH;
             const int b_first = b.first + origin.column, b_depth = b.depth + at * DEPTH;
@@ -199,8 +196,8 @@ DEVICE void load_steps(char *steps, uint64_t *full, uint64_t *empty, const Job &
     lockstep.leave();
 }
 
-/* A warpgroup that has no rows, in a wide cluster of few: it only tells the copying threads that it does not
- * need their steps. */
+/* The loop of a warpgroup without rows, in a wide cluster: it only tells the copying threads that it does not need the
+ * steps. */
 template <typename Job>
 DEVICE void skip_steps(Barriers &barriers, const TileScheduler &scheduler, int first_item, int stride) {
     const int thread = threadIdx.x % GROUP;
@@ -213,19 +210,19 @@ DEVICE void skip_steps(Barriers &barriers, const TileScheduler &scheduler, int f
         }
 }
 
-/* A warpgroup: sums this cluster's work items and converts the sums to results. */
+/* The loop of a warpgroup: sums its rows of this cluster's work items and converts the sums to results. */
 template <typename T, bool A_TRANSPOSED, bool B_TRANSPOSED, typename Job>
 DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const SplitSums &split,
                       const TileScheduler &scheduler, int rank, int first_item, int stride) {
     uint64_t *const full = barriers.full, *const empty = barriers.empty;
     const int thread = threadIdx.x % GROUP;
-    /* The shuffle tells the compiler that all lanes agree, so addresses of operands and barriers
-     * are in uniform registers. */
+    /* The shuffle tells the compiler that the value is the same in all lanes, so that addresses of operands and
+     * barriers are in uniform registers. */
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP, 0) - 1;
     const unsigned steps_at = shared_address(steps), full_at = shared_address(full), empty_at = shared_address(empty);
     const unsigned first_a = operand_of<A_TRANSPOSED>(steps_at + group * GROUP_ROWS * DEPTH * 2, CHUNK_BYTES),
                    first_b = operand_of<B_TRANSPOSED>(steps_at + A_BYTES, CHUNK_BYTES);
-    /* Tells both blocks that this group has read a step. */
+    /* Tells the copying threads of both blocks that this group has read a step. */
     const auto release = [&](int step) {
         if (thread < CLUSTER)
             barrier_arrive_at(empty_at + step * 8, thread);
@@ -254,7 +251,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
             if (k > 0) {
                 products_wait<1>();
                 release(before);
-            } else if (Job::HELD > 0 && item > first_item) { /* the steps that the tile before held are free */
+            } else if (Job::HELD > 0 && item > first_item) { /* release the steps that the previous tile held */
                 if (thread % WARP == 0)
                     stores_wait<0>();
                 group_sync(1 + group);
@@ -264,7 +261,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
             before = ring.step;
             ring.advance();
         };
-        /* Work after a step overlaps with the tensor cores. */
+        /* The products of a step run asynchronously: what is done after step() overlaps with them. */
         constexpr int BEGIN = Job::PACKED ? PARTS : 1;
 #pragma unroll
         for (int k = 0; k < BEGIN; k++) {
@@ -293,7 +290,7 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
         if (pending)
             job.finish(d, origin, rows, staging, held, packed);
         else
-            packed = {}; /* tells the compiler that these registers were free until here */
+            packed = {}; /* tells the compiler that these registers need not be preserved up to here */
     }
     if constexpr (Job::PACKED)
 #pragma unroll
@@ -303,21 +300,22 @@ DEVICE void sum_steps(char *steps, Barriers &barriers, const Job &job, const Spl
     stores_wait_all();
 }
 
-/* All tiles of the job: clusters take work items in turn (see TileScheduler). A `Job` has
+/* Computes all tiles of the job: clusters take work items in turn (see TileScheduler). A `Job` has
  *
- *     order, steps   a TileOrder; the steps of each tile's depth, at least one
- *     a(k), b(k)     Sources of step k
- *     Rows           what a thread loads about its two rows while they are being summed:
+ *     order, steps   a TileOrder; the steps of a tile's depth, at least one
+ *     a(k), b(k)     the Sources of step k
+ *     Rows           what a thread loads about its two rows while they are being summed, by
  *                    load(job, row); the other row is row + 8
  *     PACKED         results are 16-bit, and are stored while the next tile is being summed
- *     KEEPS_PARTS    all tiles are split, and there is one tile of rows: the results of part n are
- *                    stored n tiles further down, and the next kernel adds them up
- *     HELD           steps of the ring, after those of a tile's depth, that finish has to itself
+ *     KEEPS_PARTS    all tiles are split, and there is one tile of rows. Parts are not added up here: the
+ *                    results of part n are stored n tiles further down, and the next kernel adds them
+ *     HELD           buffers of the ring that `finish` may use, after those of the tile's own steps
  *     finish(d, origin, rows, staging, held, packed)
- *                    converts the sums to results. multiply_64x256x16 says who holds which sums.
- *                    `staging`: the warp's, PARTS_IN_FLIGHT parts. held[i]: the block's, STEP_BYTES
- *                    each. Results that are not PACKED are stored here: no store of the tile before
- *                    still reads `held`, and stores may still be reading it on return
+ *                    converts the sums d to results. multiply_64x256x16 says which sums a thread has.
+ *                    `staging`: shared memory of the warp, for PARTS_IN_FLIGHT parts. held[i]: shared
+ *                    memory of the block, STEP_BYTES each. Results that are not PACKED are stored here:
+ *                    no store of the previous tile still reads `held`, and stores may still read it when
+ *                    `finish` returns
  *     store(packed, part, staging)
  *                    PACKED only: stores a part of the results
  *
@@ -358,10 +356,10 @@ DEVICE void multiply(char *memory, Barriers &barriers, const Job &job, const Spl
 
 /* ---- launching ------------------------------------------------------------------------------- */
 
-/* A matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes. Elements
- * outside of it read as 0 and are not written. `streamed`: it is read once, from memory, so L2 loads
- * 256 bytes at a time. (If operands are read from L2 several times, that causes half again as much
- * traffic between L2's halves.) */
+/* The map of a matrix whose rows begin at multiples of 16 bytes, in boxes of box_rows x 128 bytes. Elements
+ * outside of it read as 0 and are not written. `streamed`: it is read only once, so L2 loads 256 bytes at a
+ * time. (For operands that are read from L2 several times, that would increase the traffic between the two
+ * halves of L2 by half.) */
 static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
                               int64_t stride, int box_rows, bool streamed = false) {
     const int64_t size[] = {columns, rows};
@@ -370,13 +368,14 @@ static inline bool map_matrix(CUtensorMap *map, rafter_dtype dtype, const void *
                            streamed ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
-/* An operand, of which `count` elements are copied at a time. `transposed`: its rows are depths. */
+/* The map of an operand, of which `count` rows of a, or columns of b, are copied at a time. `transposed`: in memory, it
+ * has a row per depth. */
 static inline bool map_operand(CUtensorMap *map, rafter_dtype dtype, const void *data, int64_t rows, int64_t columns,
                                int64_t stride, bool transposed, int count, bool streamed = false) {
     return map_matrix(map, dtype, data, rows, columns, stride, transposed ? DEPTH : count, streamed);
 }
 
-/* For a kernel that computes rows x columns results. */
+/* The launch of a kernel that computes rows x columns results. */
 static inline Launch launch_for(const rafter_cuda_state *state, ClusterShape shape, int64_t rows, int64_t columns,
                                 const SplitSums &split) {
     const int64_t tiles = shape.tiles(rows, columns);

@@ -1,22 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Loops over the columns of a row of logits, for both losses: statistics that can be merged, and
- * the gradient at a column. loss.cuh has the formulas for whole rows.
+ * What cross_entropy and linear_cross_entropy compute per column (class) of a row of logits: statistics that can be
+ * merged, and the gradient at a column. loss.cuh has the formulas for whole rows.
  */
 #ifndef RAFTER_OPS_COLUMNS_CUH
 #define RAFTER_OPS_COLUMNS_CUH
 
 #include "ops/loss.cuh"
 
-/* What a kernel computes per column. PLAIN: softmax statistics. SMOOTH: also the sum of logits, for
- * the loss with label smoothing. FULL: softcap, class weights under label smoothing, entropy and its
- * gradient, and argmax, as the call says. CAPPED: as SMOOTH, under a softcap; kernels that do not know it
- * take FULL. Gradients do not distinguish SMOOTH from PLAIN. */
+/* What a kernel computes per column, as a template argument.
+ * PLAIN: softmax statistics. SMOOTH: also the sum of logits, for the loss with label smoothing.
+ * FULL: softcap, class weights under label smoothing, entropy and its gradient, and argmax, each if the call wants it.
+ * CAPPED: as SMOOTH, with a softcap; kernels without a CAPPED form use FULL.
+ * Gradients do not distinguish SMOOTH from PLAIN. */
 enum Options { PLAIN, SMOOTH, FULL, CAPPED };
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 
-/* Statistics of some columns of a row, in terms of v (see WholeRowStats). */
+/* Statistics of some columns of a row, in terms of v: the logit, after the softcap if there is one. */
 template <int OPTIONS> struct alignas(16) LossStats {
     RowStats s;
     float weighted; /* sum of v */
@@ -25,15 +26,15 @@ template <> struct LossStats<PLAIN> { RowStats s; };
 template <> struct alignas(16) LossStats<CAPPED> {
     RowStats s;     /* if Loss::cap_bounds, exponentials are relative to 0, and s.max is 0 */
     float weighted; /* sum of v */
-    float largest;  /* logit, before the softcap */
+    float largest;  /* the largest logit, before the softcap */
 };
 template <> struct alignas(16) LossStats<FULL> {
     RowStats s;
     float weighted; /* sum of w v */
     float z_label;  /* the label's logit if it is one of these columns, else 0 */
     float moment;   /* sum of (v - max) e^(scale (v - max)) */
-    float best;     /* the largest logit, or NaN */
-    int64_t argmax; /* its first column; -1: none yet */
+    float best;     /* the largest logit; NaN if there is one */
+    int64_t argmax; /* the first column that has it; -1: none yet */
 };
 
 template <int OPTIONS> DEVICE LossStats<OPTIONS> no_columns() {
@@ -120,6 +121,7 @@ template <int OPTIONS> DEVICE LossStats<OPTIONS> load_stats(const LossStats<OPTI
     return g;
 }
 
+/* merge_lanes for a whole warp. */
 template <int OPTIONS> DEVICE LossStats<OPTIONS> merge_warp(LossStats<OPTIONS> g, float scale) {
     rebase(g, warp_max(g.s.max), scale);
     g.s.sum = warp_sum(g.s.sum);
@@ -168,7 +170,7 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
                 const float d = v[k][j] - pivot, e = exp_below(d, loss.scale);
                 sum[(k * N + j) % 4] += e;
                 moment[(k * N + j) % 2] =
-                    fmaf(fmaxf(d, -1e30f), e, moment[(k * N + j) % 2]); /* keeps -inf out; e is 0 long before it */
+                    fmaf(fmaxf(d, -1e30f), e, moment[(k * N + j) % 2]); /* not -inf, which times 0 is NaN */
             }
         g.moment += moment[0] + moment[1];
     } else {
@@ -181,8 +183,8 @@ DEVICE void add_exponentials(LossStats<FULL> &g, const float (&v)[COUNT][N], flo
     g.s = {max, (sum[0] + sum[1]) + (sum[2] + sum[3])};
 }
 
-/* Adds logits. column_of(k, j) is the column of v[k][j], or -1 if there is none; v[k][j] is -inf
- * then and has no effect. Exponentials are accurate enough to be rounded to T. */
+/* Adds logits v. column_of(k, j): the column of v[k][j], or -1 if there is none; v[k][j] must be -inf then, and has no
+ * effect. */
 template <typename T, int COUNT, int N, typename F>
 DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, const Loss &loss) {
     if (loss.argmax.data) {
@@ -194,8 +196,8 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
                 top = fmaxf(top, v[k][j]);
                 all = fmaf(v[k][j], 0.0f, all);
             }
-        /* Rarely: a thread's running maximum grows a logarithmic number of times. Infinities make
-         * `all` NaN too. */
+        /* Rarely true: a thread's running maximum grows a logarithmic number of times. `all` is NaN not only for NaN
+         * but also for infinities, which does no harm. */
         if (g.argmax < 0 || top >= g.best || all != all)
 #pragma unroll
             for (int k = 0; k < COUNT; k++)
@@ -208,7 +210,7 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
 #pragma unroll
-            for (int j = 0; j < N; j++) /* tanh(-inf) would count */
+            for (int j = 0; j < N; j++) /* a missing column must stay -inf: the softcap would make it finite */
                 v[k][j] = column_of(k, j) >= 0 ? capped(v[k][j], loss) : -INFINITY;
     if (loss.weighted)
 #pragma unroll
@@ -228,7 +230,7 @@ DEVICE void add_columns(LossStats<FULL> &g, float (&v)[COUNT][N], F column_of, c
 
 /* ---- the same for packs of adjacent columns -------------------------------------------------- */
 
-/* The largest |z|; NaN does not count. */
+/* The largest |z|, NaN skipped. */
 template <typename T, int N, int COUNT> DEVICE float largest_of(const Pack<T, N> (&packs)[COUNT]) {
     if constexpr (NARROW<T> && N % 2 == 0) {
         typedef typename Pair<T>::type P;
@@ -250,8 +252,8 @@ template <typename T, int N, int COUNT> DEVICE float largest_of(const Pack<T, N>
     }
 }
 
-/* u log2(e) of packs of logits, if Loss::cap_bounds. The first `valid` packs are part of the row; the others
- * are full of -inf, and stay so. */
+/* For Loss::cap_bounds: u log2(e) of packs of logits, the argument of exp2. The first `valid` packs are part of the
+ * row; the others are full of -inf, and stay so. */
 template <typename T, int N, int COUNT>
 DEVICE void cap_to_bits(float (&bits)[COUNT][N], const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
 #pragma unroll
@@ -273,8 +275,8 @@ DEVICE void cap_to_bits(float (&bits)[COUNT][N], const Pack<T, N> (&packs)[COUNT
     }
 }
 
-/* Adds packs of logits under a softcap, of which the first `valid` are part of the row: in bits, without
- * a maximum, if Loss::cap_bounds. */
+/* Adds packs of logits under a softcap, of which the first `valid` are part of the row; the others are full of -inf.
+ * add_bounded is for Loss::cap_bounds, where exponentials need no maximum; add_capped is for any call. */
 template <typename T, int N, int COUNT>
 DEVICE void add_bounded(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
     constexpr int TOGETHER = N >= 8 ? 1 : COUNT < 8 / N ? COUNT : 8 / N; /* packs that share a branch */
@@ -300,7 +302,7 @@ template <typename T, int N, int COUNT>
 DEVICE void add_capped(LossStats<CAPPED> &g, const Pack<T, N> (&packs)[COUNT], int valid, const Loss &loss) {
     if (loss.cap_bounds)
         return add_bounded(g, packs, valid, loss);
-    /* The cap grows with the logit, and any number close to the maximum will do. */
+    /* The softcap is monotonic, so this is about the maximum of v, which is good enough as a pivot. */
     const float max = fmaxf(g.s.max, capped(max_of_all(packs), loss)), pivot = pivot_at(max);
     float sum = g.s.sum * exp_below(g.s.max - pivot, loss.scale);
     for (int k = 0; k < COUNT; k++)
@@ -336,7 +338,7 @@ template <typename T, int N, int COUNT> DEVICE float max_or_nan(const Pack<T, N>
     return all;
 }
 
-/* The first element, of those of all packs in order, that is `top`: one of them is. */
+/* The index of the first element, counted over all packs, that equals `top`. There is one. */
 template <typename T, int N, int COUNT> DEVICE int first_equal(const Pack<T, N> (&packs)[COUNT], float top) {
     if constexpr (NARROW<T> && N % 2 == 0 && COUNT * N <= 32) {
         typedef typename Pair<T>::type P;
@@ -355,6 +357,7 @@ template <typename T, int N, int COUNT> DEVICE int first_equal(const Pack<T, N> 
         return at;
     }
 }
+/* The index of the first NaN. There is one. */
 template <typename T, int N, int COUNT> DEVICE int first_nan(const Pack<T, N> (&packs)[COUNT]) {
     int at = 0;
 #pragma unroll
@@ -363,7 +366,7 @@ template <typename T, int N, int COUNT> DEVICE int first_nan(const Pack<T, N> (&
     return at;
 }
 
-/* The weights of a pack of columns that begins at `column`; the call has class weights. */
+/* The class weights of a pack of columns that begins at `column`. The call must have class weights. */
 template <int N> DEVICE void load_weights(float (&w)[N], int64_t column, const Loss &loss) {
     const float *const p = loss.class_weight + column * loss.class_stride;
     if (N % 4 == 0 && loss.wide_weights && column % 4 == 0) {
@@ -382,7 +385,7 @@ template <int N> DEVICE void load_weights(float (&w)[N], int64_t column, const L
     }
 }
 
-/* The sum of w v over a pack. `weights`: those of its columns, if the call has any. */
+/* The sum of w v over a pack; of v if the call has no class weights. */
 template <int N> DEVICE float weighted_sum(const float (&v)[N], const float (&weights)[N], const Loss &loss) {
     float sum[2] = {};
     if (loss.class_weight) {
@@ -404,8 +407,8 @@ template <int N> DEVICE float weighted_sum(const float (&v)[N], int64_t column, 
 }
 
 /* Adds packs that begin at columns `column`, column + step, ... Only the first `valid` of them, at
- * least one, are part of the row; the others are full of -inf. What the call does not ask for costs
- * a branch, not instructions per element. */
+ * least one, are part of the row; the others are full of -inf. An option that the call does not use
+ * costs one branch per call of this function, no instructions per element. */
 template <typename T, int N, int COUNT>
 DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int valid, int64_t column, int64_t step,
                      const Loss &loss) {
@@ -422,7 +425,7 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
     for (int k = 0; k < COUNT; k++)
         unpack(packs[k], v[k]);
     if (loss.softcap != 0.0f) {
-        max = capped(max, loss); /* it grows with the logit, and any number close to the maximum will do */
+        max = capped(max, loss); /* monotonic: about the maximum of v, good enough as a pivot */
 #pragma unroll
         for (int k = 0; k < COUNT; k++)
             if (k < valid)
@@ -436,8 +439,8 @@ DEVICE void add_full(LossStats<FULL> &g, const Pack<T, N> (&packs)[COUNT], int v
     add_exponentials<T>(g, v, max, loss);
 }
 
-/* g.s of a whole row, with exponentials relative to the largest logit also if they are relative to 0. The terms
- * of logits that are close to it keep their digits: e^u is computed as it was for the sum. */
+/* g.s of a whole row, with exponentials relative to the largest v, also if cap_bounds. Then e^u of the largest logit is
+ * computed exactly as it was for the sum, so that the quotient loses no digits. */
 template <int OPTIONS> DEVICE RowStats relative_to_largest(const LossStats<OPTIONS> &g, const Loss &loss) {
     if constexpr (OPTIONS == CAPPED)
         if (loss.cap_bounds && g.s.sum != 0.0f)
@@ -445,6 +448,7 @@ template <int OPTIONS> DEVICE RowStats relative_to_largest(const LossStats<OPTIO
     return g.s;
 }
 
+/* The statistics of a whole row. z: the label's logit. */
 template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTIONS> &g, float z, const Loss &loss) {
     WholeRowStats f = {};
     const RowStats s = relative_to_largest(g, loss);
@@ -463,6 +467,7 @@ template <int OPTIONS> DEVICE WholeRowStats whole_row_stats(const LossStats<OPTI
 
 /* ---- gradient -------------------------------------------------------------------------------- */
 
+/* The gradients of a row at all columns but the label's, to be rounded to T: see RowGradient. */
 template <int OPTIONS, typename T> struct ColumnGradient {
     ScaledExp<T> exp;
     float spread, level, tilt;
@@ -473,6 +478,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         : exp(row.p, row.pivot, loss.scale), spread(row.spread), level(row.level), tilt(row.tilt) {
     }
 
+    /* The gradient at one column with logit z. */
     DEVICE float of(float z, int64_t column, const Loss &loss) const {
         if constexpr (OPTIONS < FULL) {
             return fmaf(exp.factor, exp.exp(z), -spread);
@@ -487,7 +493,7 @@ template <int OPTIONS, typename T> struct ColumnGradient {
             return loss.softcap == 0.0f ? d : d * cap_slope(z, loss);
         }
     }
-    /* CAPPED, if Loss::cap_bounds. NEAR: all |z| < CAP_NEAR * softcap. */
+    /* The gradients of logits z, for CAPPED with Loss::cap_bounds. NEAR: all |z| < CAP_NEAR * softcap. */
     template <bool NEAR, int N> DEVICE Pack<T, N> of_bounded(float (&z)[N], const Loss &loss) const {
         const float unit = loss.cap_curve[0], per_unit = loss.inverse_cap * loss.cap_per_bit;
         const float rest = fmaf(-exp.pivot, unit, NARROW<T> ? exp.shift : 0.0f);
@@ -499,8 +505,8 @@ template <int OPTIONS, typename T> struct ColumnGradient {
         }
         return packed<T>(z);
     }
-    /* The gradient of a pack that begins at `column`. FULL: branches once per pack on what the call
-     * asks for. CAPPED: on how large its logits are. */
+    /* The gradients of a pack that begins at `column`. Branches once per pack: FULL on the options of the call, CAPPED
+     * on how large the logits are. */
     template <int N> DEVICE Pack<T, N> of(const Pack<T, N> &pack, int64_t column, const Loss &loss) const {
         float z[N];
         unpack(pack, z);
@@ -560,7 +566,7 @@ DEVICE Totals warp_sum(const Totals &a) {
     return {warp_sum(a.loss), warp_sum(a.weight), warp_sum(a.counted)};
 }
 
-/* The sum over all threads of the block; every thread gets it. */
+/* The sum over all threads of the block. Called by all threads; every thread gets it. */
 template <typename A> DEVICE A block_sum(A a) {
     __shared__ A warp_sums[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -572,8 +578,8 @@ template <typename A> DEVICE A block_sum(A a) {
     return warp_sum(lane < blockDim.x / WARP ? warp_sums[lane] : A{});
 }
 
-/* Calls f(row) for the rows first, first + step, ... below `end` that are not ignored. Loads 8
- * labels before it looks at the first: left to itself, the compiler waits for each load. */
+/* Calls f(row) for the rows first, first + step, ... below `end` that are not ignored. load(row) gives a row's label.
+ * Loads 8 labels before it uses the first; otherwise the compiler would wait for each load. */
 template <typename Load, typename F>
 DEVICE void for_counted_rows(Load load, int64_t first, int64_t end, int64_t step, int64_t ignore_index, F f) {
     constexpr int AT_ONCE = 8;
@@ -604,7 +610,7 @@ DEVICE int64_t count_labels(const Loss &loss, int64_t first, int64_t end, int64_
     return counted;
 }
 
-/* The totals of one thread's share of the rows, without the loss. */
+/* The totals of one thread's share of the rows: first, first + step, ... The loss is left 0. */
 DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     Totals totals = {};
     if (!loss.class_weight) {
@@ -620,7 +626,7 @@ DEVICE Totals count(const Loss &loss, int64_t first, int64_t step) {
     return totals;
 }
 
-/* The totals of all rows, computed by one block; every thread gets them. At most INT_MAX rows. */
+/* The totals of all rows, without the loss, computed by one block; every thread gets them. At most INT_MAX rows. */
 DEVICE Totals count_in_block(const Loss &loss) {
     if (loss.class_weight)
         return block_sum(count(loss, threadIdx.x, blockDim.x));

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Lines of logsumexp and softmax that are spread over ranks. A rank sends one record per line, in the
- * order of the lines of the call, which all ranks share, and one more, whose first 32 bits are a hash of
- * the call. All ranks merge the records of a line alike, in rank order.
+ * Lines (rows or columns) of logsumexp and softmax whose elements are spread over ranks. Each rank sends one
+ * record per line, in the order of the lines of the call, which is the same on all ranks. One more record
+ * follows, whose first 32 bits are a hash of the call, to detect ranks that make different calls. All ranks
+ * merge the records of a line in rank order, and so get the same bits.
  */
 #ifndef RAFTER_OPS_LINE_GROUP_CUH
 #define RAFTER_OPS_LINE_GROUP_CUH
@@ -13,15 +14,16 @@
 #include "cuda/launch.cuh"
 #include "cuda/row_statistics.cuh"
 
-/* Record: lse, or statistics of a line. */
+/* The buffers of the all-gather. Record: lse, or statistics of a line. */
 template <typename Record> struct LineExchange {
-    Record *own;
-    const Record *all; /* of rank 0, rank 1, ... */
+    Record *own;       /* lines + 1 records of this rank */
+    const Record *all; /* those of rank 0, rank 1, ... */
     int64_t lines;
     int ranks;
     uint32_t hash;
-    int *disagreed; /* set to 1 if the hashes differ */
+    int *disagreed; /* on the device; set to 1 if the hashes differ */
 
+    /* Bytes of `own` and `all` together. */
     static size_t workspace(int64_t lines, int ranks) {
         return static_cast<size_t>((lines + 1) * (1 + int64_t(ranks))) * sizeof(Record);
     }
@@ -31,11 +33,11 @@ template <typename Record> struct LineExchange {
     DEVICE const Record &of(int rank, int64_t line) const {
         return all[rank * (lines + 1) + line];
     }
-    /* By one thread of the call. */
+    /* Called by one thread of all. */
     DEVICE void put_hash() const {
         *reinterpret_cast<uint32_t *>(own + lines) = hash;
     }
-    /* False if some rank made another call: then the results are to be NaN. */
+    /* False if some rank made a different call: then the results must be NaN. */
     DEVICE bool agree() const {
         bool all_agree = true;
         for (int rank = 0; rank < ranks; rank++)
@@ -46,7 +48,7 @@ template <typename Record> struct LineExchange {
     }
 };
 
-/* `own` and `all` are adjacent. `values`: what must be the same on all ranks. */
+/* `values`: what must be the same on all ranks, and is hashed. */
 template <typename Record>
 LineExchange<Record> line_exchange(const rafter_context *context, const rafter_communicator &group, int64_t lines,
                                    Record *own, const Record *all, std::initializer_list<int64_t> values) {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The device side of loss.c, in the same notation: labels, options, and the formulas that lead from
+ * The device side of loss.c, in the notation of loss.h: labels, options, and the formulas that lead from
  * the statistics of a row to its outputs and gradient coefficients. Computed in double, usually by
- * one thread per row. Loops over columns are in columns.cuh and in the ops.
+ * one thread per row. What is computed per column is in columns.cuh and in the ops.
  */
 #ifndef RAFTER_OPS_LOSS_CUH
 #define RAFTER_OPS_LOSS_CUH
@@ -21,12 +21,12 @@ struct Totals {
     double loss, weight, counted; /* of row_loss, of w_y, and the number of rows */
 };
 
-/* Sums that a kernel of their own computes before the first row. */
+/* Sums over all rows or classes, which a separate kernel computes before the rows. */
 struct Prepared {
     double class_weight_sum; /* over all classes */
     Totals totals;           /* without the loss */
-    /* Only if Loss::divides_upstream: what linear_cross_entropy's rows multiply their gradients of the
-     * loss and of the entropy by. */
+    /* Only if Loss::divides_upstream: factors of the gradients of the loss and of the entropy, for all rows of
+     * linear_cross_entropy. */
     double loss_factor, entropy_factor;
 };
 
@@ -35,40 +35,41 @@ DEVICE double loss_divisor(bool mean, const float *given, double weight) {
     return !mean ? 1.0 : given ? *given : weight;
 }
 
-/* The numbers of options. */
+/* The numeric options of a call, and numbers that follow from them. */
 struct LossNumbers {
     float z_loss, softcap, scale;
     float inverse_cap;          /* 1 / softcap, or 0 */
-    bool weighted;              /* label smoothing: the loss needs sum(w u) */
-    double label_share, spread; /* 1 - s, s / V */
+    bool weighted;              /* the loss needs sum(w u), because of label smoothing */
+    double label_share, spread; /* 1 - s, s / V, with V the number of all classes */
 };
 
 /* struct rafter_loss as a kernel argument. */
 struct Loss : LossNumbers {
     int64_t rows, ignore_index;
-    int64_t classes;                  /* of this rank: columns */
-    int64_t all_classes, first_class; /* of all ranks; without class_group: classes, 0 */
+    int64_t classes;                  /* of this rank: its columns */
+    int64_t all_classes, first_class; /* classes of all ranks; this rank's first one. Without class_group: classes, 0 */
     bool shared;                      /* classes are spread over ranks */
     rafter_reduction reduction;
     bool zero_if_all_ignored, forward;
-    bool divides_upstream; /* linear_cross_entropy: rows use Prepared's factors */
-    bool row_units;        /* linear_cross_entropy: and divide their gradients by a unit of their own: row_unit */
-    bool cap_bounds;       /* |u| is at most MOST_CAPPED: exponentials need no maximum */
-    float cap_curve[7];    /* then, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
-    float cap_per_bit;     /* v of u log2(e) = 1, if cap_bounds */
+    bool divides_upstream; /* linear_cross_entropy: rows use the factors in Prepared */
+    bool row_units;        /* linear_cross_entropy: and each row divides its gradients by its row_unit() */
+    bool cap_bounds;       /* the softcap bounds |u| by MOST_CAPPED: exponentials need no maximum */
+    float cap_curve[7]; /* if cap_bounds, for |z| < CAP_NEAR * softcap: u log2(e) is z times this polynomial in z^2 */
+    float cap_per_bit;  /* if cap_bounds: v / (u log2(e)) */
 
+    /* The caller's tensors, one number per row. data NULL: not given. */
     Rows target, row_weight, dloss, lse, loss, row_loss, logprob, argmax;
-    Rows entropy;              /* backward: given by the caller, only with dentropy */
-    Rows dentropy;             /* data NULL: no gradient of the entropy */
-    const float *class_weight; /* of this rank's first class; NULL: not given. Those of all classes can be read */
+    Rows entropy;              /* an output; in backward an input, given only with dentropy */
+    Rows dentropy;             /* not given: no gradient of the entropy */
+    const float *class_weight; /* that of this rank's first class; NULL: not given. Those of all ranks can be read */
     const float *denominator;  /* NULL: not given */
-    int64_t class_stride;
-    bool wide_weights; /* those of four classes, from a multiple of four on, are 16 aligned bytes */
+    int64_t class_stride;      /* of class_weight */
+    bool wide_weights;         /* the weights of columns 4 i to 4 i + 3 can be loaded as one float4 */
 
     int *bad_labels;          /* set to 1 when a label is out of range */
-    const Prepared *prepared; /* NULL: class_weight_sum() is V, and blocks that need the totals count them */
+    const Prepared *prepared; /* NULL: class_weight_sum() is V, and blocks that need the totals count them themselves */
 
-    /* Loading and checking are two functions, so that the load can be in flight during other
+    /* Loading a label and checking it (class_of) are two functions, so that the load can be in flight during other
      * work. */
     DEVICE int64_t load_label(int64_t row) const {
         const int64_t i = target.offset(row);
@@ -85,7 +86,7 @@ struct Loss : LossNumbers {
     DEVICE bool has_class(int64_t y) const {
         return static_cast<uint64_t>(y - first_class) < static_cast<uint64_t>(classes);
     }
-    /* By class, and by column. */
+    /* The weight of a class: by its number among all classes, and by column. */
     DEVICE double weight_of(int64_t y) const {
         return class_weight ? class_weight[(y - first_class) * class_stride] : 1.0;
     }
@@ -108,9 +109,10 @@ struct Loss : LossNumbers {
     }
 };
 
-/* For cap_bounds. With smaller caps, the coefficients could be infinite. */
+/* Limits for cap_bounds: the largest |u|, and the least softcap; below it the coefficients could be infinite. */
 constexpr float MOST_CAPPED = 60.0f, LEAST_CAP = 0x1p-6f;
-/* tanh(x) / x = 1 + CAP_TERMS[0] x^2 + ... up to CAP_NEAR, with an error of 2 units in the last place. */
+/* tanh(x) / x = 1 + CAP_TERMS[0] x^2 + CAP_TERMS[1] x^4 + ... for |x| < CAP_NEAR, with an error of 2 units in the last
+ * place. */
 constexpr float CAP_NEAR = 1.0f;
 constexpr float CAP_TERMS[6] = {-0.33332986f, 0.13326409f, -0.053498708f, 0.02035976f, -0.0062593394f, 0.0010582646f};
 
@@ -189,8 +191,8 @@ DEVICE double non_negative(double value) {
     return value < 0.0 ? 0.0 : value;
 }
 
-/* r - u_y, where log_sum is the logarithm of the sum of e^(u - scale * max). r itself, added to a
- * large maximum, could lose the logarithm. */
+/* r - u_y, where log_sum is the logarithm of the sum of e^(u - scale * max). Not computed from r, whose rounding could
+ * lose the logarithm beside a large maximum. */
 DEVICE double negative_log_prob(float max, float target, double log_sum, double scale) {
     return non_negative(scale * (static_cast<double>(max) - target) + log_sum);
 }
@@ -201,7 +203,7 @@ struct RowResults {
     int64_t argmax;
 };
 
-/* A row is skipped if it is ignored or its label is out of range: the outputs are 0, or NaN. */
+/* The outputs of a row that is skipped: 0 if it is ignored, NaN if its label is out of range. */
 DEVICE RowResults results_of_skipped(int64_t label) {
     const double all = label == IGNORED ? 0.0 : NAN;
     return {all, all, all, all, -1};
@@ -260,21 +262,21 @@ DEVICE void write_loss(const Loss &loss, const Totals &totals) {
 
 /* ---- the gradient of a row ------------------------------------------------------------------- */
 
-/* Both forms of tanh. The near one serves |z| < CAP_NEAR * softcap, where the other would lose digits; the
- * far one takes three special functions with an exponential. A logit's own size chooses between them,
- * never its neighbours', so that the bits of a row do not depend on how it is cut into packs. */
+/* tanh of the softcap has two forms. The near one is for |z| < CAP_NEAR * softcap, where the other would lose digits.
+ * The far one takes special functions. Which one is used depends on the logit itself, never on its neighbours, so that
+ * the bits of a row do not depend on how it is cut into packs. */
 DEVICE bool is_near_zero(float z, const LossNumbers &loss) {
     return fabsf(z) < CAP_NEAR * loss.softcap;
 }
 struct FarCap {
-    float tanh, slope; /* tanh(z / cap), and its derivative by z / cap: 1 - tanh^2 would cancel */
+    float tanh, slope; /* tanh(z / cap), and its derivative by z / cap. (1 - tanh^2 would lose digits.) */
 };
 DEVICE FarCap far_cap(float z, const LossNumbers &loss) {
     const float q = exp2_fast(fabsf(z * loss.inverse_cap) * (-2.0f * LOG2E)), r = reciprocal_fast(1.0f + q);
     return {copysignf((1.0f - q) * r, z), 4.0f * q * (r * r)};
 }
 
-/* cap * tanh(z / cap), to 3 units in the last place. */
+/* cap * tanh(z / cap), to 3 units in the last place: the near form, and the right one of both. */
 DEVICE float capped_near(float z, const LossNumbers &loss) {
     const float x = z * loss.inverse_cap, s = x * x;
     const float high = fmaf(fmaf(CAP_TERMS[5], s, CAP_TERMS[4]), s, CAP_TERMS[3]);
@@ -284,7 +286,7 @@ DEVICE float capped_near(float z, const LossNumbers &loss) {
 DEVICE float capped(float z, const LossNumbers &loss) {
     return either(is_near_zero(z, loss), capped_near(z, loss), loss.softcap * far_cap(z, loss).tanh);
 }
-/* u log2(e), if Loss::cap_bounds. */
+/* The same as u log2(e), the argument of exp2, if Loss::cap_bounds. */
 DEVICE float capped_bits_near(float z, const Loss &loss) {
     const float s = z * z;
     float p = loss.cap_curve[6];
@@ -297,7 +299,7 @@ DEVICE float capped_bits(float z, const Loss &loss) {
     const float far = loss.softcap * loss.cap_curve[0];
     return either(is_near_zero(z, loss), capped_bits_near(z, loss), far * far_cap(z, loss).tanh);
 }
-/* The derivative of capped, from its value over the cap: 1 - tanh^2(z / cap). */
+/* The derivative of capped(z) by z: 1 - tanh^2. `tanh`: capped(z) / softcap. */
 DEVICE float cap_slope_near(float tanh) {
     return fmaf(-tanh, tanh, 1.0f);
 }
@@ -315,6 +317,7 @@ template <int N> DEVICE bool all_near_zero(const float (&z)[N], const LossNumber
         largest = fmaxf(largest, fabsf(z[j]));
     return is_near_zero(largest, loss);
 }
+/* Replaces logits by capped(z). */
 template <int N> DEVICE void cap_all(float (&z)[N], const LossNumbers &loss) {
     if (all_near_zero(z, loss)) {
 #pragma unroll
@@ -344,21 +347,22 @@ template <int N> DEVICE void cap_all(float (&z)[N], float (&slope)[N], const Los
     }
 }
 
-/* dz_v = slope(z_v) * ( p * e^t * (level + tilt * t) - spread * w_v - target * [v == y] ) with t =
- * scale * (v - pivot). Without dentropy, level is 1 and tilt is 0; with it, p * e^t is the softmax
- * itself. `at_label` is the complete value at the label. `constant`: dz is `p`, 0 or NaN, in every
- * column. */
+/* The coefficients of a row's gradient. In column c, with capped logit v and t = scale * (v - pivot),
+ *     dz_c = slope(z_c) * (p * e^t * (level + tilt * t) - spread * w_c - target * [c == y])
+ * Without dentropy, level is 1 and tilt is 0; with it, p * e^t is the softmax. at_label: the complete dz at the label.
+ * constant: dz is `p`, which is 0 or NaN, in every column. */
 struct RowGradient {
     bool constant;
     float pivot, p, spread, at_label, target, level, tilt;
 };
 
-/* level + tilt * t. The bound keeps t = -inf out; the exponential is 0 long before it. */
+/* level + tilt * t. t is bounded because -inf would give NaN; below the bound, e^t is 0 anyway. */
 DEVICE float tilted(float level, float tilt, float t) {
     return fmaf(tilt, fmaxf(t, -256.0f), level);
 }
 
-/* The factor that all rows share: dloss of mean and sum, the denominator, scale. */
+/* The factor that the gradients of all rows have: dloss if it is one number (mean or sum), over the denominator, times
+ * scale. */
 DEVICE double common_upstream(const Loss &loss, const Totals &totals) {
     const double dloss = loss.dloss.data && loss.reduction != RAFTER_NONE ? *loss.dloss.at<float>(0) : 1.0;
     return dloss / loss.mean_denominator(totals) * loss.scale;
@@ -371,13 +375,13 @@ struct RowTerms {
     double softmax, z_loss, spread, target, at_label;
 };
 
-/* The gradient of the entropy with respect to u_v is -p_v (log p_v + entropy), times h. With p_v =
- * share * e^t that is -p_v h (t + surprise), surprise = log(share) + entropy. Both are 0 without
- * dentropy. */
+/* The gradient of the entropy with respect to u_c is -p_c (log p_c + entropy), times h, the upstream gradient. With p_c
+ * = share * e^t that is -p_c h (t + surprise), where surprise = log(share) + entropy. Both are 0 without dentropy. */
 struct EntropyTerms {
     double h, surprise;
 };
 
+/* `common`: common_upstream, or loss_factor of Prepared. */
 DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t label) {
     const double dloss = loss.dloss.data && loss.reduction == RAFTER_NONE ? *loss.dloss.at<float>(row) : 1.0;
     const double upstream = common * dloss * loss.row_weight_at(row), weight = loss.weight_of(label);
@@ -386,8 +390,8 @@ DEVICE RowTerms terms_of(const Loss &loss, double common, int64_t row, int64_t l
             target, target + spread * weight};
 }
 
-/* The largest coefficient of a row's gradient, and the power of two next to it: for dz that fp16 is to
- * hold. */
+/* About the largest coefficient of a row's gradient; and the power of two at or below it, to scale a dz that is stored
+ * in fp16. */
 DEVICE float largest_coefficient(const Loss &loss, double common, int64_t row, int64_t label) {
     constexpr double LARGE_LSE = 65536.0; /* lse is not known yet; fp16's logits are at most that */
     const RowTerms terms = terms_of(loss, common, row, label);
@@ -397,13 +401,13 @@ DEVICE float largest_coefficient(const Loss &loss, double common, int64_t row, i
 DEVICE double unit_next_to(float largest) {
     return largest > 0.0f && largest < INFINITY ? exp2(static_cast<double>(ilogbf(largest))) : 1.0;
 }
-/* Loss::row_units: what the coefficients of a row are divided by. */
+/* What the coefficients of a row are divided by, if Loss::row_units. */
 DEVICE double row_unit(const Loss &loss, int64_t row, int64_t label) {
     return label < 0 ? 1.0 : unit_next_to(largest_coefficient(loss, loss.prepared->loss_factor, row, label));
 }
 
-/* The softmax is share * e^(u - scale * pivot). z: the logit at the label. lse: only read for
- * z_loss. MAY_CAP: false if the call has no softcap. */
+/* The coefficients of a row whose softmax is share * e^(u - scale * pivot). z: the logit at the label. lse: only used
+ * for z_loss. MAY_CAP: false if the call has no softcap. */
 template <bool MAY_CAP = true>
 DEVICE RowGradient gradient_of(const Loss &loss, const RowTerms &terms, float z, float pivot, double share, double lse,
                                const EntropyTerms &entropy = {}) {
@@ -432,7 +436,8 @@ DEVICE RowGradient zero_gradient() {
     return {true, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f, 0.0f};
 }
 
-/* entropy_factor: to dentropy what `common` is to the loss. Both include the logit scale, or neither. */
+/* The coefficients of a row from its statistics. entropy_factor: the factor of dentropy, as `common` is that of the
+ * loss. Both include the logit scale, or neither does. */
 DEVICE RowGradient gradient_from_stats(const Loss &loss, double common, int64_t row, int64_t label, float z,
                                        const WholeRowStats &f, double entropy_factor = 0.0) {
     if (f.sum == 0.0)
@@ -444,8 +449,8 @@ DEVICE RowGradient gradient_from_stats(const Loss &loss, double common, int64_t 
     return gradient_of(loss, terms_of(loss, common, row, label), z, f.max, 1.0 / f.sum, lse, entropy);
 }
 
-/* From r alone, and the given entropy if there is a dentropy. The caller makes sure that |r| is at
- * most 2^11 or so: see lse_is_accurate. */
+/* The coefficients of a row from lse alone; if there is a dentropy, also from the given entropy. |lse| must be small
+ * enough: see lse_is_accurate. */
 DEVICE RowGradient gradient_from_lse(const Loss &loss, double common, int64_t row, int64_t label, float z, float lse,
                                      double entropy_factor = 0.0) {
     const RowTerms terms = terms_of(loss, common, row, label);

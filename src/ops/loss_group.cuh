@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The device side of loss_group.c: classes that are spread over ranks. A rank's statistics of a row
- * are one more part of the row: all ranks gather the parts of all, and merge them in rank order. What
- * comes after that is as on one rank.
+ * The device side of loss_group.c: losses whose classes are spread over ranks. Each rank computes the
+ * statistics of a row over its own classes. All ranks gather those of all ranks and merge them in rank
+ * order. What follows is the same as on one rank.
  */
 #ifndef RAFTER_OPS_LOSS_GROUP_CUH
 #define RAFTER_OPS_LOSS_GROUP_CUH
@@ -13,16 +13,16 @@
 #include "cuda/launch.cuh"
 #include "ops/columns.cuh"
 
-/* What ranks send: a record for every row of the call, in the order of the rows, and one more, the
- * header: which classes the rank has, and a hash of the call. A record is LossStats<FULL>; its first
- * 16 bytes are enough without entropy, dentropy and argmax. */
+/* What ranks send: a record per row of the call, in the order of the rows, and then a header, which says which classes
+ * the rank has, and has a hash of the call. A record is LossStats<FULL>; without entropy, dentropy and argmax, only its
+ * first 16 bytes. */
 struct Exchange {
-    char *send, *receive; /* receive: those of all ranks */
+    char *send, *receive; /* records of this rank; of all ranks, in rank order */
     int64_t rows;
     int ranks;
     int bytes; /* of a record */
     uint32_t hash;
-    int *disagreed; /* set to 1 if the hashes differ, or the shards do not follow one another */
+    int *disagreed; /* on the device; set to 1 if the hashes differ, or the shards do not follow one another */
 
     static int record_bytes(const struct rafter_loss &loss) {
         const bool more = loss.entropy.data || loss.dentropy.data || loss.argmax.data;
@@ -39,7 +39,7 @@ static_assert(sizeof(LossStats<FULL>) == 32, "what goes over the wire");
 
 namespace loss_group {
 
-/* `values`: what else must be the same on all ranks. */
+/* A hash of what must be the same on all ranks. `values`: what the op adds to that. */
 inline uint64_t hash_call(const struct rafter_loss &loss, std::initializer_list<int64_t> values) {
     uint64_t hash = 1469598103934665603u;
     const auto add = [&](const void *data, size_t bytes) {
@@ -75,7 +75,8 @@ inline Exchange exchange_of(const rafter_context *context, const struct rafter_l
     return e;
 }
 
-/* The header has two words: 48 bits for a number of classes, and 16 bits of the hash. */
+/* The header has two words: the rank's first class, and how many it has, in the lower 48 bits; and 16 bits of the hash
+ * in the upper bits of each. */
 enum { CLASS_BITS = 48 };
 
 DEVICE uint64_t header_word(int64_t classes, uint32_t hash) {
@@ -103,7 +104,7 @@ DEVICE void publish(const Exchange &e, int64_t row, LossStats<FULL> g, const Los
     }
 }
 
-/* A row's statistics over all classes. NaN if the ranks made different calls. */
+/* A row's statistics over all classes. The sum is NaN if the ranks made different calls. */
 DEVICE LossStats<FULL> merged(const Exchange &e, int64_t row, const Loss &loss) {
     LossStats<FULL> g = no_columns<FULL>();
     bool agree = true;
@@ -127,6 +128,7 @@ DEVICE LossStats<FULL> merged(const Exchange &e, int64_t row, const Loss &loss) 
     return g;
 }
 
+/* The all-gather of the records. */
 inline rafter_status gather(rafter_context *context, const struct rafter_loss &loss, const Exchange &e) {
     return rafter_group_gather(context, "options.class_group", &loss.class_group, e.send, e.receive,
                                static_cast<size_t>((e.rows + 1) * e.bytes));

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * scale of tensors with the same layout without gaps. Every block reads the factor first; in place
- * it leaves if the factor is 1. The grid is no larger than the GPU holds at a time, so that this
- * costs the time of an empty kernel, whatever the size of the tensor.
+ * scale of tensors that have the same layout, without gaps. A thread takes packs of 16 bytes. Every block
+ * reads the factor first, and returns at once if the call is in place and the factor is 1. The grid is no
+ * larger than the GPU holds at a time, so that this takes no longer than an empty kernel, whatever the size
+ * of the tensor.
  */
 #include "cuda/launch.cuh"
 #include "cuda/row_statistics.cuh"
@@ -14,9 +15,9 @@ namespace {
 
 constexpr int THREADS = 256; /* per block */
 constexpr int BLOCKS = 8;    /* per multiprocessor */
-constexpr int PACKS = 4;     /* of 16 bytes, that a thread has in flight */
+constexpr int PACKS = 4;     /* packs of 16 bytes that a thread has in flight */
 
-/* x and y are equally far from an aligned address. */
+/* x and y must have the same offset from a 16-byte boundary. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS) scale_flat(const T *x, T *y, int64_t n, const float *factor) {
     wait_for_inputs();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* scale of tensors with any strides: see cuda/elementwise.cuh. In place, a factor of 1 ends it at
- * once, as in flat.cu. */
+/* scale of tensors with any strides (cuda/elementwise.cuh). As in flat.cu, a call in place with a factor of 1 returns
+ * at once. */
 #include "cuda/elementwise.cuh"
 #include "cuda/variant.cuh"
 #include "ops/scale/call.h"

@@ -7,6 +7,7 @@
 
 namespace {
 
+/* pack * factor, computed in fp32. */
 template <typename T, int N> DEVICE Pack<T, N> times(const Pack<T, N> &pack, float factor) {
     float x[N];
     unpack(pack, x);
